@@ -1,0 +1,56 @@
+# Every target prepares .venv by itself; only python3 (3.11 or later) and, for the fast kernels, a C++ compiler are needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+TORCH_VERSION := $(shell sed -n 's/^ *"torch==\([^"]*\)".*/\1/p' pyproject.toml)
+TORCH := $(VENV)/.torch-$(TORCH_VERSION)
+READY := $(VENV)/.installed
+NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint bench gpu-check train-tiny clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+# torch comes first and alone: a range, or torch together with others, may pull the CUDA build.
+$(TORCH):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Headrace needs Python 3.11 or later; set PYTHON=")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch $(TORCH_VERSION)"
+	@$(PIP) torch==$(TORCH_VERSION)
+	@touch $@
+
+$(READY): $(TORCH) $(NATIVE)
+	@echo "installing headrace (and building its kernels)"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+install: $(READY) ## .venv with headrace, its dependencies and its kernels
+
+demo: $(READY) ## answer real requests on the shipped model and show what the cache saved
+	@$(BIN)/python -m headrace.cli.main demo
+
+test: $(READY) ## all tests
+	@$(BIN)/python -m pytest
+
+lint: $(READY) ## ruff (rules and format) and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(READY) ## benchmarks of this machine
+	@$(BIN)/headrace bench cache
+
+gpu-check: $(READY) ## tests that need a CUDA device
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then $(BIN)/python -m pytest tests/gpu; else echo "no CUDA device"; fi
+
+train-tiny: $(READY) ## train the shipped model again
+	@$(BIN)/python tools/train_tiny/train.py
+
+clean: ## remove .venv, the built kernels and caches
+	rm -rf $(VENV) build/cmake dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f src/headrace/kernels/*.so src/headrace/kernels/_unbuilt.txt
+	find src tests tools bench -name __pycache__ -type d -prune -exec rm -rf {} +

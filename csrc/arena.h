@@ -1,0 +1,24 @@
+// Scratch memory of a thread: grows to the largest size asked for and stays, so that a call allocates nothing.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+
+namespace headrace::HEADRACE_NS {
+
+static inline float *arena(int64_t floats) {
+  static thread_local float *memory = nullptr;
+  static thread_local int64_t size = 0;
+  if (floats <= size) return memory;
+  free(memory);
+  memory = static_cast<float *>(aligned_alloc(64, (floats * 4 + 63) / 64 * 64));
+  if (!memory) {  // inside a parallel region nothing can be thrown
+    fputs("headrace: out of memory for kernel scratch\n", stderr);
+    abort();
+  }
+  size = floats;
+  return memory;
+}
+
+}  // namespace headrace::HEADRACE_NS

@@ -1,0 +1,86 @@
+// What every instruction set provides, as plain C types: arguments by pointer, no ownership, sizes in elements.
+//
+// R, T: rows; Hq, Hkv: query and KV heads; D: head size; H: width of a row; 64: tokens in a chunk.
+#pragma once
+
+#include <cstdint>
+
+namespace headrace {
+
+constexpr int CHUNK = 64;
+constexpr int BLOCK = 2048;  // keys in a block of the canonical fold (types.BLOCK_CHUNKS chunks)
+
+struct Item {
+  int32_t slot, key_start, row_begin, row_end;
+};
+
+struct Attend {
+  const void *q;         // [R, Hq, D], rows q_stride apart
+  const void *k;         // [slots, Hkv, D, 64]
+  const void *v;         // [slots, Hkv, 64, D]
+  void *out;             // [R, Hq, D]
+  const Item *items;     // [n], each row's in ascending key_start
+  const int64_t *positions;  // [R]
+  const float *bias;     // [Hq, bias_len] or null
+  int64_t rows, q_stride, item_count, heads, kv_heads, dim, window, bias_len;
+  float scale;
+  int threads;
+};
+
+struct Append {
+  const void *k_new, *v_new;  // [T, Hkv, D], rows k_stride and v_stride apart
+  void *k, *v;                // the pools, as in Attend
+  const int32_t *slots, *offsets;  // [T]
+  int64_t rows, k_stride, v_stride, kv_heads, dim;
+  int threads;
+};
+
+// out = norm(x) * weight + bias, row by row.
+struct Norm {
+  const void *x, *weight, *bias;  // [T, H], [H], [H] or null
+  void *out;                      // [T, H]
+  int64_t rows, width;
+  float eps;
+  int threads;
+};
+
+// out[t, i] = f(x[t, i]); silu_mul reads rows of 2 * width.
+struct Unary {
+  const void *x;
+  void *out;
+  int64_t rows, width;
+  int threads;
+};
+
+struct Rotary {
+  const void *x;           // [T, heads, D], rows x_stride apart
+  void *out;               // [T, heads, D]
+  const float *cos_sin;    // [T, rotary] = (cos, sin), each rotary / 2 wide
+  int64_t rows, x_stride, heads, dim, rotary;
+  int threads;
+};
+
+// One entry per element type: 0 is bf16, 1 is fp32. exp stands here for the test of its accuracy.
+struct Kernels {
+  void (*attend[2])(const Attend &);
+  void (*append[2])(const Append &);
+  void (*rms_norm[2])(const Norm &);
+  void (*layer_norm[2])(const Norm &);
+  void (*silu_mul[2])(const Unary &);
+  void (*gelu[2])(const Unary &);
+  void (*gelu_tanh[2])(const Unary &);
+  void (*rotary[2])(const Rotary &);
+  void (*exp)(const float *x, float *out, int64_t n);
+};
+
+namespace portable {
+extern const Kernels kernels;
+}
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+
+}  // namespace headrace

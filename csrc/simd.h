@@ -1,0 +1,124 @@
+// Vectors of W floats with one multiply-add, one exp and one rounding to bf16 for all kernels of an instruction set.
+//
+// Every operation is elementwise and exactly rounded, so a value depends neither on W nor on its place in a vector.
+// This file is compiled once per instruction set: keep the C++ library's templates out of it, because the linker keeps
+// one copy of each and may pick the one that needs AVX-512.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
+
+namespace headrace::HEADRACE_NS {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+typedef uint16_t bf16;
+
+#define HEADRACE_INLINE static inline __attribute__((always_inline))
+
+HEADRACE_INLINE vf splat(float x) { return x - vf{}; }
+
+// a * b + c: fused where the instruction set can, two roundings where it cannot. Nothing else may multiply and add.
+HEADRACE_INLINE vf madd(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<vf>(_mm512_fmadd_ps(a, b, c));
+#elif defined(__FMA__)
+  return reinterpret_cast<vf>(_mm256_fmadd_ps(a, b, c));
+#else
+  return a * b + c;
+#endif
+}
+
+HEADRACE_INLINE vf max(vf a, vf b) { return a > b ? a : b; }
+
+HEADRACE_INLINE vf load(const float *p) {
+  vf x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+HEADRACE_INLINE vf load(const bf16 *p) {
+  vh x;
+  memcpy(&x, p, sizeof x);
+  return reinterpret_cast<vf>(__builtin_convertvector(x, vu) << 16);
+}
+
+HEADRACE_INLINE void store(float *p, vf x) { memcpy(p, &x, sizeof x); }
+
+// Upper halves of x rounded to nearest even, still in 32 bits; a NaN stays a NaN.
+HEADRACE_INLINE vu bf16_bits(vf x) {
+  const vu u = reinterpret_cast<vu>(x);
+  const vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return x == x ? rounded : (u >> 16) | 0x40u;
+}
+
+HEADRACE_INLINE void store(bf16 *p, vf x) {
+  const vh h = __builtin_convertvector(bf16_bits(x), vh);
+  memcpy(p, &h, sizeof h);
+}
+
+// x rounded to the type of the tensor it came with.
+HEADRACE_INLINE vf round_as(const float *, vf x) { return x; }
+HEADRACE_INLINE vf round_as(const bf16 *, vf x) { return reinterpret_cast<vf>(bf16_bits(x) << 16); }
+
+// The first n < W elements; the others are 0.
+template <typename T> HEADRACE_INLINE vf load_part(const T *p, int64_t n) {
+  T part[W] = {};
+  memcpy(part, p, n * sizeof(T));
+  return load(part);
+}
+
+template <typename T> HEADRACE_INLINE void store_part(T *p, vf x, int64_t n) {
+  T part[W];
+  store(part, x);
+  memcpy(p, part, n * sizeof(T));
+}
+
+// e^x: at most 2 ulp from the truth; 1 at 0; 0 below -87.33 (results that would be subnormal), inf above 88.72.
+// x = n ln 2 + r with |r| <= ln 2 / 2; the coefficients are a Chebyshev fit of (e^r - 1 - r) / r^2.
+HEADRACE_INLINE vf exp(vf x) {
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const vf shifted = madd(x, splat(1.44269504f), magic);
+  const vf n = shifted - magic;
+  vf r = madd(n, splat(-0.693359375f), x);  // exact: the constant has 9 bits
+  r = madd(n, splat(2.12194440e-4f), r);
+  vf y = splat(1.989099082e-4f);
+  y = madd(y, r, splat(1.393365000e-3f));
+  y = madd(y, r, splat(8.333310925e-3f));
+  y = madd(y, r, splat(4.166646493e-2f));
+  y = madd(y, r, splat(1.666666668e-1f));
+  y = madd(y, r, splat(5.000000013e-1f));
+  y = madd(y * r, r, r) + 1.0f;
+  const vi scaled = reinterpret_cast<vi>(y) + (reinterpret_cast<vi>(shifted) << 23);
+  y = x < -87.33f ? vf{} : reinterpret_cast<vf>(scaled);
+  y = x > 88.72f ? splat(__builtin_inff()) : y;
+  return x == x ? y : x;
+}
+
+HEADRACE_INLINE float exp(float x) { return exp(splat(x))[0]; }
+
+// The sum of 64 numbers in one fixed order, whatever W is: 16 lanes over 4 steps, then halves.
+HEADRACE_INLINE float sum64(const float *x) {
+  float lane[16];
+  for (int i = 0; i < 16; ++i) lane[i] = ((x[i] + x[i + 16]) + x[i + 32]) + x[i + 48];
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+  return lane[0];
+}
+
+}  // namespace headrace::HEADRACE_NS

@@ -1,0 +1,54 @@
+"""The one loop of the system: run a plan over the cache, layer by layer."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.attention import reference
+from headrace.attention.plan import Plan
+from headrace.config import AttentionSpec
+from headrace.kernels import cpu
+from headrace.kv.storage import KVStorage
+
+BACKENDS = {"reference": reference, "cpu": cpu}
+"""Each has append and attend, with the same parameters; kernels.table chooses among them."""
+
+
+class Attend(Protocol):
+    """Attention of one step, as a model calls it once per layer.
+
+    Stores the new keys and values (already rotated) in the cache, then attends: q [T, Hq, D], k and v [T, Hkv, D]
+    -> [T, Hq, D] in q's dtype. T counts the rows of all sequences of the step.
+    """
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+class PlanAttention:
+    """Attend for one step: a plan, the storage it reads and writes, and the backend ('reference' or 'cpu') that runs it.
+
+    key_bias: fp32 [Hq, positions] for ALiBi, else None.
+    """
+
+    def __init__(
+        self, plan: Plan, storage: KVStorage, spec: AttentionSpec, backend: str, key_bias: Tensor | None = None
+    ) -> None:
+        self.storage, self.spec, self.key_bias = storage, spec, key_bias
+        self.kernels: Any = BACKENDS[backend]
+        self.positions = torch.from_numpy(plan.positions)
+        self.row_slots = torch.from_numpy(plan.row_slots)
+        self.row_offsets = torch.from_numpy(plan.row_offsets)
+        self.items = {window: torch.from_numpy(plan.items_within(window)) for window in set(spec.windows)}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pool_k, pool_v = self.storage.k[layer], self.storage.v[layer]
+        window = self.spec.windows[layer]
+        self.kernels.append(pool_k, pool_v, k, v, self.row_slots, self.row_offsets)
+        out: Tensor = self.kernels.attend(
+            q, pool_k, pool_v, self.items[window], self.positions,
+            scale=self.spec.scale, window=window, bias=self.key_bias,
+        )
+        return out

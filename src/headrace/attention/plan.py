@@ -1,0 +1,118 @@
+"""The plan of a step: which rows meet which chunks, in which order. Plain data, no tensors.
+
+S: sequences of the step, R: rows (query tokens) of all sequences together.
+Sharing needs no walk of the tree: two sequences share a chunk where their tables name the same slot, and in
+depth-first order (sequences sorted by their slots) those that do stand side by side. Shared chunks come first, each
+with all rows of the sequences it covers (ChunkAttention, section 3.3, "chunk first"), at every level of the tree, for
+decode and prefill rows alike; then each sequence's own chunks ("sequence first"). A row meets its chunks from left to
+right either way, since whatever is shared lies before whatever is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.types import CHUNK
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+class Span(NamedTuple):
+    """The rows of one sequence in a step: tokens start .. start+count-1, whose chunks lie in `slots`, int32."""
+
+    slots: Int32
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """items [n, 4]: (slot, position of the chunk's first key, first row, row after the last); the first `shared` ones
+    cover several sequences. positions [R]: absolute positions. row_slots, row_offsets [R]: where each row's own key
+    and value are stored. Rows that lie before a chunk or see none of it through a window are left to the mask."""
+
+    items: Int32
+    shared: int
+    positions: Int64
+    row_slots: Int32
+    row_offsets: Int32
+
+    @property
+    def rows(self) -> int:
+        return len(self.positions)
+
+    def __str__(self) -> str:
+        lines = [f"{self.rows} rows, {len(self.items)} items, the first {self.shared} shared"]
+        for slot, key, begin, end in self.items.tolist():
+            lines.append(f"  slot {slot:5d}  keys {key:6d}..{key + CHUNK - 1:<6d}  rows {begin}..{end - 1}")
+        return "\n".join(lines)
+
+    def items_within(self, window: int | None) -> Int32:
+        """The items that some row can see through a window of the last `window` keys."""
+        if window is None or not len(self.items):
+            return self.items
+        # Rows of an item in several sequences are no range of positions: the least one decides.
+        edges = self.items[:, 2:4].astype(np.int64).ravel()
+        least = np.minimum.reduceat(np.append(self.positions, np.iinfo(np.int64).max), edges)[::2]
+        visible = self.items[:, 1] + CHUNK > np.maximum(least, self.items[:, 1]) - window + 1
+        return self.items[visible]
+
+
+def batch_order(tables: list[Int32]) -> list[int]:
+    """Depth-first order of the tree: indices of `tables` (slots of each sequence) sorted so that equal prefixes meet."""
+    keys = [slots.astype(">i4").tobytes() for slots in tables]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def build(spans: list[Span]) -> Plan:
+    """The plan of a step over `spans`, which must be in batch order. Every span covers at least one row."""
+    counts = np.array([span.count for span in spans], dtype=np.int64)
+    starts = np.array([span.start for span in spans], dtype=np.int64)
+    ends = np.cumsum(counts)
+    begins = ends - counts
+    positions = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - begins, counts)
+    grid = _grid(spans)
+    sequence = np.repeat(np.arange(len(spans)), counts)
+    items, shared = _items(grid, begins, ends, starts)
+    return Plan(
+        items=items,
+        shared=shared,
+        positions=positions,
+        row_slots=grid[sequence, positions // CHUNK],
+        row_offsets=(positions % CHUNK).astype(np.int32),
+    )
+
+
+def _grid(spans: list[Span]) -> Int32:
+    """Slots as [S, longest], -1 beyond a sequence's end."""
+    grid = np.full((len(spans), max((len(span.slots) for span in spans), default=0)), -1, dtype=np.int32)
+    for row, span in enumerate(spans):
+        grid[row, : len(span.slots)] = span.slots
+    return grid
+
+
+def _items(grid: Int32, begins: Int64, ends: Int64, starts: Int64) -> tuple[Int32, int]:
+    """Runs of equal slots down each column of the grid, as items: shared runs by column, then the others by row."""
+    sequences, width = grid.shape
+    columns = np.ascontiguousarray(grid.T)
+    first = np.ones((width, sequences), dtype=bool)
+    first[:, 1:] = (columns[:, 1:] != columns[:, :-1]) | (columns[:, 1:] < 0)
+    edge = np.append(np.flatnonzero(first), width * sequences)
+    slot = columns.reshape(-1)[edge[:-1]]
+    real = slot >= 0
+    run, stop = edge[:-1][real], edge[1:][real]
+    key = run // max(sequences, 1) * CHUNK
+    low = run % max(sequences, 1)
+    high = stop - run + low - 1
+    shared = high > low
+    # An own chunk is met from its first key on; a shared one may begin with its writer's rows, which the mask sorts out.
+    begin = np.where(shared, begins[low], np.maximum(begins[low], begins[low] + key - starts[low]))
+    items = np.stack([slot[real], key, begin, ends[high]], axis=1).astype(np.int32)
+    own = np.flatnonzero(~shared)
+    order = np.concatenate([np.flatnonzero(shared), own[np.argsort(low[own], kind="stable")]])
+    return items[order], int(shared.sum())

@@ -1,0 +1,1 @@
+"""The command line. main.py lists the commands; nothing here imports torch before a command runs."""

@@ -1,0 +1,126 @@
+"""`headrace bench`: measurements in one fixed result format."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import random
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace import __version__
+from headrace.cli.console import err, one_line_errors, out
+from headrace.cli.load import Sample, ask_all, first_error, new_client, quantile
+
+app = typer.Typer(help="Measure; --json FILE writes the result.", no_args_is_help=True, rich_markup_mode=None)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="File that takes the result.")]
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on: processor, usable cores, memory, versions."""
+    from headrace.cli.doctor import memory_total, processor_name
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    versions = {"python": platform.python_version(), "headrace": __version__}
+    if "torch" in sys.modules:
+        versions["torch"] = sys.modules["torch"].__version__
+    return {"processor": processor_name(), "cores": cores, "memory_gib": round(memory_total(), 1), **versions}
+
+
+def result(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fixed format: date, machine, command, cases. A case is flat: names to numbers and strings."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "command": " ".join(["headrace", *sys.argv[1:]]),
+        "cases": cases,
+    }
+
+
+def write_result(path: Path | None, cases: list[dict[str, Any]]) -> None:
+    """Writes the result of a benchmark to `path`; nothing where it is None."""
+    if path is not None:
+        path.write_text(json.dumps(result(cases), indent=1) + "\n", encoding="utf-8")
+        err.print(f"wrote {path}", style="dim")
+
+
+@app.callback()
+def _group() -> None:
+    """Each benchmark prints its figures; those of a run under other load are worth little."""
+
+
+@app.command()
+def serve(
+    url: Annotated[str, typer.Option(help="A running server.")] = "http://127.0.0.1:8000",
+    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 64,
+    at_once: Annotated[int, typer.Option(min=1, help="How many of them at one time.")] = 16,
+    shared_words: Annotated[int, typer.Option(min=0, help="Words that all prompts begin with.")] = 1000,
+    own_words: Annotated[int, typer.Option(min=1, help="Words of each prompt's own.")] = 50,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
+    api_key: Annotated[str | None, typer.Option(envvar="HEADRACE_API_KEY", help="Key of the server.")] = None,
+    seed: Annotated[int, typer.Option(help="Draws the words.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Load on a running server: latency and throughput of streaming chat requests with a common beginning."""
+    with one_line_errors():
+        conversations = _conversations(random.Random(seed), requests, shared_words, own_words)
+        case = asyncio.run(_measure(url.rstrip("/"), api_key, conversations, at_once, max_tokens))
+        sizes = {"at_once": at_once, "shared_words": shared_words, "own_words": own_words, "max_tokens": max_tokens}
+        for name, value in case.items():
+            out.print(f"{name:32} {value}")
+        write_result(json_file, [{"name": "serve", **sizes, **case}])
+
+
+def _conversations(rng: random.Random, count: int, shared: int, own: int) -> list[list[dict[str, str]]]:
+    words = "stone river light garden winter silver mountain letter harbour window morning kingdom".split()  # noqa: SIM905
+
+    def text(n: int) -> str:
+        return " ".join(rng.choice(words) for _ in range(n))
+
+    system = text(shared)
+    head = [{"role": "system", "content": system}] if shared else []
+    return [[*head, {"role": "user", "content": text(own)}] for _ in range(count)]
+
+
+async def _measure(
+    url: str, api_key: str | None, conversations: list[list[dict[str, str]]], at_once: int, max_tokens: int
+) -> dict[str, Any]:
+    from rich.progress import Progress
+
+    async with new_client(url + "/v1", api_key) as client:
+        model = (await client.models.list()).data[0].id
+        with Progress(console=err, transient=True) as progress:
+            bar = progress.add_task("requests", total=len(conversations))
+            options = {"max_tokens": max_tokens, "extra_body": {"ignore_eos": True}}
+            began = time.perf_counter()
+            try:
+                samples = await ask_all(client, model, conversations, at_once, lambda: progress.advance(bar), **options)
+            except BaseExceptionGroup as group:
+                raise RuntimeError(f"a request failed: {first_error(group)}") from None
+    return summary(samples, time.perf_counter() - began)
+
+
+def summary(samples: list[Sample], seconds: float) -> dict[str, Any]:
+    """Figures of a run: latencies as medians and 95 %, rates over the whole of it."""
+    ttft = [s.ttft_s for s in samples]
+    gaps = [(s.total_s - s.ttft_s) / (s.output_tokens - 1) for s in samples if s.output_tokens > 1]
+    prompt, output = sum(s.prompt_tokens for s in samples), sum(s.output_tokens for s in samples)
+    return {
+        "requests": len(samples),
+        "seconds": round(seconds, 3),
+        "requests_per_s": round(len(samples) / seconds, 3),
+        "prompt_tokens": prompt,
+        "cached_share": round(sum(s.cached_tokens for s in samples) / prompt, 4),
+        "output_tokens_per_s": round(output / seconds, 1),
+        "ttft_median_s": round(quantile(ttft, 0.5), 4),
+        "ttft_p95_s": round(quantile(ttft, 0.95), 4),
+        "time_per_token_median_s": round(quantile(gaps, 0.5), 5) if gaps else None,
+    }

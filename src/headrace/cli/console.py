@@ -1,0 +1,61 @@
+"""Terminal output: answers on stdout, everything else on stderr; one clear line for an error."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+BAD_INPUT, FAILURE, INTERRUPTED = 2, 1, 130
+
+_debug = False
+
+
+def set_debug(on: bool) -> None:
+    global _debug
+    _debug = on
+
+
+def log_to_stderr(level: int = logging.INFO) -> None:
+    logging.basicConfig(
+        level=logging.DEBUG if _debug else level,
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    for noisy in ("asyncio", "httpx", "httpcore", "httpx2", "openai"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turns an exception into one line and an exit code: 2 for bad input, 1 for a failure. --debug shows it whole."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        if _debug:
+            raise
+        told = " ".join(str(error).split()) or type(error).__name__
+        err.print(f"headrace: {told}", style="red", markup=False)
+        raise typer.Exit(BAD_INPUT if isinstance(error, ValueError) else FAILURE) from None
+
+
+@contextmanager
+def loading(model: str) -> Iterator[Callable[[int, int], None]]:
+    """Progress of loading; gives the callback for AsyncLLM.start."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(f"loading {model}", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

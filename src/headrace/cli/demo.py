@@ -1,0 +1,253 @@
+"""`headrace demo`: a server on the shipped model, one long document, many questions at once; what the cache saved."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from rich.progress import Progress
+from rich.table import Table
+
+from headrace.assets.facts import fact_document, question
+from headrace.cli.console import err, out
+from headrace.cli.load import Sample, ask, ask_all, first_error, new_client, quantile
+
+MODEL = "tiny"
+FACTS = 8
+START_S = 120.0
+LEAST_RIGHT = 0.75
+"""The shipped model is small: so many of its answers must be right, or something is broken."""
+
+CHUNK = 64
+MIB = 2**20
+
+
+@dataclass(slots=True)
+class Server:
+    """A server process of our own."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of /metrics that have no labels but the model's name."""
+        with urlopen(self.url + "/metrics", timeout=10) as page:
+            lines = page.read().decode().splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("headrace:") and "," not in line)
+        return {name.split("{")[0].removeprefix("headrace:"): float(value) for name, value in pairs}
+
+    def last_words(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-8:])
+
+
+def run(requests: int, system_tokens: int, seed: int) -> None:
+    """Raises RuntimeError for whatever went wrong: the server, a request, the cache, a leak, the end."""
+    rng = random.Random(seed)
+    document, facts = fact_document(rng, FACTS, system_tokens)
+    names = [list(facts)[i % FACTS] for i in range(requests)]
+    rng.shuffle(names)
+    with _server() as server:
+        measured = asyncio.run(_ask_everything(server, document, names))
+        _wait_idle(server)
+        after = server.metrics()
+    right = _show_answers(names, facts, measured.samples)
+    _show_table(measured, after["kv_bytes_per_token"])
+    _check(measured, after, right)
+
+
+@dataclass(slots=True)
+class Measured:
+    """What the demo saw. `held` and `unshared` are the most chunks at one moment."""
+
+    cold: Sample
+    warm: Sample
+    samples: list[Sample]
+    seconds: float
+    held: float
+    unshared: float
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _server() -> Iterator[Server]:
+    """Started, ready, and ended with SIGTERM; raises RuntimeError where any of that fails."""
+    with tempfile.TemporaryDirectory(prefix="headrace-demo-") as folder:
+        log = Path(folder) / "server.log"
+        with log.open("wb") as sink:
+            server = _start(sink, log)
+        try:
+            _wait_ready(server)
+            yield server
+            _stop(server)
+        finally:
+            if server.process.poll() is None:
+                server.process.kill()
+                server.process.wait()
+
+
+def _start(sink: IO[bytes], log: Path) -> Server:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "headrace.cli.main", "serve", MODEL, "--host", "127.0.0.1", "--port", str(port)]
+    process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    return Server(process, f"http://127.0.0.1:{port}", log)
+
+
+def _wait_ready(server: Server) -> None:
+    deadline = time.monotonic() + START_S
+    with err.status("starting the server"):
+        while not _healthy(server):
+            if server.process.poll() is not None:
+                raise RuntimeError(f"the server ended with {server.process.returncode}: {server.last_words()}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the server is not ready after {START_S:.0f} s: {server.last_words()}")
+            time.sleep(0.1)
+
+
+def _healthy(server: Server) -> bool:
+    try:
+        with urlopen(server.url + "/health", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except (URLError, OSError):
+        return False
+
+
+def _stop(server: Server) -> None:
+    server.process.send_signal(signal.SIGTERM)
+    try:
+        code = server.process.wait(30)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError("the server does not end after SIGTERM") from None
+    if code:
+        raise RuntimeError(f"the server ended with {code}: {server.last_words()}")
+
+
+# ---- the questions ---------------------------------------------------------------------------------------------------
+
+
+async def _ask_everything(server: Server, document: str, names: list[str]) -> Measured:
+    """One cold request, one from the cache, then all at once."""
+    talks = [_messages(document, name) for name in names]
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
+    async with new_client(server.url + "/v1", None) as client:
+        with Progress(console=err, transient=True) as progress:
+            bar = progress.add_task("asking", total=len(names) + 2)
+            try:
+                cold = await ask(client, MODEL, talks[0], **options)
+                progress.advance(bar)
+                warm = await ask(client, MODEL, talks[-1], **options)
+                progress.advance(bar)
+                began = time.perf_counter()
+                with _Watch(server) as watch:
+                    samples = await ask_all(client, MODEL, talks, len(talks), lambda: progress.advance(bar), **options)
+                seconds = time.perf_counter() - began
+            except Exception as error:
+                raise RuntimeError(f"a request failed: {first_error(error)}") from None
+    return Measured(cold, warm, samples, seconds, watch.held, watch.unshared)
+
+
+def _messages(document: str, name: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": document}, {"role": "user", "content": question(name)}]
+
+
+class _Watch:
+    """Reads /metrics from a thread while the block runs, and keeps the moment that saves most."""
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.held, self.unshared = server, 0.0, 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            now = self.server.metrics()
+            if now["kv_chunks_unshared"] > self.unshared:
+                self.held, self.unshared = now["kv_chunks_used"], now["kv_chunks_unshared"]
+            self._ended.wait(0.02)
+
+
+def _wait_idle(server: Server) -> None:
+    """The engine tells its counters after each step, so the last ones may come a moment later."""
+    deadline = time.monotonic() + 5
+    while server.metrics()["num_requests_running"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+# ---- what it shows ---------------------------------------------------------------------------------------------------
+
+
+def _show_answers(names: list[str], facts: dict[str, str], samples: list[Sample]) -> int:
+    """Prints every answer; how many are right."""
+    right = 0
+    for name, sample in zip(names, samples, strict=True):
+        good = facts[name] in sample.text
+        right += good
+        mark = "[green]right[/]" if good else f"[red]wrong, it is {facts[name]}[/]"
+        out.print(f"{question(name):36} {' '.join(sample.text.split()):40} {mark}")
+    return right
+
+
+def _show_table(m: Measured, bytes_per_token: float) -> None:
+    size = bytes_per_token * CHUNK / MIB
+    prompt, cached = (sum(getattr(s, name) for s in m.samples) for name in ("prompt_tokens", "cached_tokens"))
+    table = Table(title=f"{len(m.samples)} requests over one prompt of {m.cold.prompt_tokens:,} tokens")
+    table.add_column("measure")
+    table.add_column("value", justify="right")
+    table.add_row("first token, cold", f"{m.cold.ttft_s * 1000:,.0f} ms")
+    table.add_row("first token, cached, alone", f"{m.warm.ttft_s * 1000:,.0f} ms")
+    table.add_row("first token, cached, all at once (median)", f"{_median_ttft(m) * 1000:,.0f} ms")
+    table.add_row("answered tokens per second", f"{sum(s.output_tokens for s in m.samples) / m.seconds:,.1f}")
+    table.add_row("prompt tokens per second", f"{prompt / m.seconds:,.0f}")
+    table.add_row("prompt tokens from the cache", f"{cached / prompt:.1%}")
+    table.add_row("KV memory held", f"{m.held * size:,.1f} MiB")
+    table.add_row("KV memory if nothing were shared", f"{m.unshared * size:,.1f} MiB")
+    out.print(table)
+
+
+def _median_ttft(m: Measured) -> float:
+    return quantile([s.ttft_s for s in m.samples], 0.5)
+
+
+def _check(m: Measured, after: dict[str, float], right: int) -> None:
+    """Raises RuntimeError unless everything that the demo is to show did happen."""
+    whole = m.cold.prompt_tokens // CHUNK * CHUNK
+    faults = {
+        f"only {right} of {len(m.samples)} answers are right": right < LEAST_RIGHT * len(m.samples),
+        "the first request found something in an empty cache": m.cold.cached_tokens > 0,
+        "a later request took less than half of its prompt from the cache": any(
+            s.cached_tokens < whole / 2 for s in (m.warm, *m.samples)
+        ),
+        "a cached request was not faster than the cold one": m.warm.ttft_s >= m.cold.ttft_s,
+        "nothing was shared between running requests": len(m.samples) > 1 and m.held >= m.unshared,
+        "chunks are held after the last answer": after["kv_chunks_used"] > 0,
+        "requests are left over": after["num_requests_running"] + after["num_requests_waiting"] > 0,
+    }
+    found = [told for told, wrong in faults.items() if wrong]
+    if found:
+        raise RuntimeError("the demo failed: " + "; ".join(found))

@@ -1,0 +1,190 @@
+"""`headrace doctor`: what this machine offers, and why something is not used."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from headrace.cli.console import err, out
+
+FLAGS = (
+    "avx2",
+    "f16c",
+    "fma",
+    "avx512f",
+    "avx512bw",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_bf16",
+)
+PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "openai")
+GIB = 2**30
+PROBE_BYTES = 512 * 2**20
+
+
+def run(model: str | None, as_json: bool) -> None:
+    """Prints the findings. Raises ValueError where the model cannot be served here."""
+    with err.status("measuring the machine"):
+        found = findings()
+        if model:
+            found["model"] = check_model(model)
+    if as_json:
+        print(json.dumps(found, indent=1, default=str))
+        return
+    for title, rows in found.items():
+        _show(title, rows)
+
+
+def _show(title: str, rows: dict[str, Any]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(name, f"{value:,.1f}" if isinstance(value, float) else str(value))
+    out.print(table)
+
+
+def findings() -> dict[str, dict[str, Any]]:
+    return {
+        "processor": processor(),
+        "memory": memory(),
+        "accelerators": accelerators(),
+        "kernels": kernels(),
+        "software": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+    }
+
+
+def processor() -> dict[str, Any]:
+    import torch
+
+    facts = _fields(Path("/proc/cpuinfo"))
+    have = facts.get("flags", facts.get("Features", "")).split()
+    return {
+        "name": processor_name(),
+        "architecture": platform.machine(),
+        "cores usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch threads": torch.get_num_threads(),
+        "instructions": " ".join(flag for flag in FLAGS if flag in have) or "none of " + " ".join(FLAGS),
+    }
+
+
+def processor_name() -> str:
+    return _fields(Path("/proc/cpuinfo")).get("model name", platform.processor() or platform.machine())
+
+
+def memory_total() -> float:
+    """Memory of the machine in GiB."""
+    return _memory_bytes("MemTotal") / GIB
+
+
+def _memory_bytes(name: str) -> int:
+    return int(_fields(Path("/proc/meminfo")).get(name, "0 kB").split()[0]) * 1024
+
+
+def memory() -> dict[str, Any]:
+    limit = _cgroup_limit()
+    return {
+        "total GiB": memory_total(),
+        "free GiB": _memory_bytes("MemAvailable") / GIB,
+        "limit of the container GiB": "none" if limit is None else limit / GIB,
+        "read bandwidth GB/s": read_bandwidth(),
+    }
+
+
+def read_bandwidth() -> float:
+    """Best of five reads of an array larger than the caches, by all of torch's threads, in 1e9 bytes a second."""
+    import torch
+
+    data = torch.ones(PROBE_BYTES // 4, dtype=torch.float32)
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - began)
+    return PROBE_BYTES / best / 1e9
+
+
+def accelerators() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = f"torch is built for CUDA {built}, but finds no device" if built else "torch is built without CUDA"
+        return {"CUDA": f"none: {why}"}
+    found = {}
+    for i in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(i)
+        found[f"cuda:{i}"] = f"{facts.name}, {facts.total_memory / GIB:.1f} GiB, sm_{facts.major}{facts.minor}"
+    return found
+
+
+def kernels() -> dict[str, Any]:
+    """Operation -> implementation and reason. A kernel package that cannot be imported is a finding, not an error."""
+    try:
+        from headrace.kernels import cpu, table
+    except Exception as error:
+        return {"kernels": f"cannot be imported: {error}"}
+    why_not = cpu.unavailable_reason()
+    native = f"available ({cpu.isa()})" if why_not is None else f"not available: {why_not}"
+    return {"C++ kernels": native, **table.reasons()}
+
+
+def check_model(model: str) -> dict[str, Any]:
+    """Facts of a model folder against this machine's memory. Raises ValueError for what cannot be served."""
+    from headrace.engine.loader import model_folder
+    from headrace.engine.tokenizer import Tokenizer
+    from headrace.models.config import read_config
+
+    folder = model_folder(model)
+    config = read_config(folder)
+    tokenizer = Tokenizer.load(folder)
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    spec = config.attention
+    per_token = spec.kv_bytes_per_token(2)
+    free = _memory_bytes("MemAvailable")
+    template = "chat template" if tokenizer and tokenizer.has_chat_template else "no chat template"
+    return {
+        "folder": folder,
+        "layers, query heads, KV heads, head size": f"{spec.layers}, {spec.heads}, {spec.kv_heads}, {spec.head_dim}",
+        "vocabulary": f"{config.vocab_size:,}",
+        "context tokens": f"{config.max_model_len:,}",
+        "tokenizer": "none" if tokenizer is None else template,
+        "weights GiB": f"{weights / GIB:.3f}",
+        "KV bytes per token (bf16)": f"{per_token:,}",
+        "KV tokens that fit in the free memory": f"{max(0, free - weights) // per_token:,}",
+    }
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """'name: value' lines of a file of /proc, the first of each name; empty where there is no such file."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in reversed(lines) if ":" in line)
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def _cgroup_limit() -> int | None:
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 2**60:
+            return int(text)
+    return None
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,56 @@
+"""An engine for one command: started with progress, shut down whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.cli.console import loading
+from headrace.config import EngineConfig
+from headrace.types import Delta, Metrics
+
+
+@asynccontextmanager
+async def engine(config: EngineConfig, quiet: bool) -> AsyncIterator[Any]:
+    from headrace.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM(config)
+    with nullcontext() if quiet else loading(config.model) as progress:
+        await llm.start(progress)
+    try:
+        yield llm
+    finally:
+        await llm.shutdown()
+
+
+@dataclass(slots=True)
+class Answer:
+    """One sequence of an answer, put together from its deltas."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    metrics: Metrics | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.metrics = delta.metrics or self.metrics
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+def figures(metrics: Metrics) -> str:
+    """One line: what was cached, what was new, how fast."""
+    decode_s = metrics.e2e_s - metrics.ttft_s
+    speed = f"{(metrics.output_tokens - 1) / decode_s:.1f} tokens/s" if decode_s > 0 else "- tokens/s"
+    new = metrics.prompt_tokens - metrics.cached_tokens
+    return (
+        f"prompt {metrics.prompt_tokens} tokens ({metrics.cached_tokens} cached, {new} new), "
+        f"first token after {metrics.ttft_s:.3f} s, {metrics.output_tokens} tokens at {speed}"
+    )

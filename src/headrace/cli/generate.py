@@ -1,0 +1,77 @@
+"""`headrace generate`: texts in, continuations out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from headrace.cli.console import err
+from headrace.cli.engine import Answer, engine, figures
+from headrace.config import EngineConfig
+from headrace.types import SamplingParams
+
+
+def read_prompts(given: list[str], file: Path | None) -> list[str]:
+    """From the command line, a file or standard input; ValueError where there is none, or more than one source."""
+    if given and file is not None:
+        raise ValueError("give prompts or --file, not both")
+    if given:
+        prompts = given
+    elif file is not None:
+        prompts = [read_text(file)]
+    elif sys.stdin.isatty():
+        raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
+    else:
+        prompts = [sys.stdin.read().removesuffix("\n")]
+    if not all(prompts):
+        raise ValueError("the prompt is empty")
+    return prompts
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+
+
+def run(config: EngineConfig, params: SamplingParams, prompts: list[str], *, json_lines: bool, quiet: bool) -> None:
+    asyncio.run(_run(config, params, prompts, json_lines, quiet))
+
+
+async def _run(config: EngineConfig, params: SamplingParams, prompts: list[str], json_lines: bool, quiet: bool) -> None:
+    async with engine(config, quiet) as llm:
+        streaming = len(prompts) == 1 and not json_lines
+        tasks = [asyncio.ensure_future(_answer(llm, prompt, params, streaming)) for prompt in prompts]
+        for prompt, task in zip(prompts, tasks, strict=True):
+            answer = await task
+            _show(prompt, answer, json_lines, streaming, quiet)
+
+
+async def _answer(llm: Any, prompt: str, params: SamplingParams, streaming: bool) -> Answer:
+    answer = Answer()
+    async for delta in llm.generate(prompt, params):
+        answer.add(delta)
+        if streaming:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+    return answer
+
+
+def _show(prompt: str, answer: Answer, json_lines: bool, streamed: bool, quiet: bool) -> None:
+    if json_lines:
+        print(json.dumps(_record(prompt, answer), ensure_ascii=False), flush=True)
+    else:
+        print("" if streamed else answer.text, flush=True)
+    if answer.metrics and not quiet:
+        err.print(figures(answer.metrics), style="dim")
+
+
+def _record(prompt: str, answer: Answer) -> dict[str, Any]:
+    m = answer.metrics
+    counts = {} if m is None else {"prompt_tokens": m.prompt_tokens, "cached_tokens": m.cached_tokens}
+    output = {"text": answer.text, "finish_reason": answer.finish_reason, "output_tokens": len(answer.token_ids)}
+    return {"prompt": prompt, **output, **counts}

@@ -1,0 +1,125 @@
+"""Settings: one class for the engine and its server, and the facts of a model that every room may need.
+
+Each field of EngineConfig is a flag (`--kv-cache-tokens`) and has an environment twin (`HEADRACE_KV_CACHE_TOKENS`);
+the command line is generated from this class. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_type_hints
+
+from headrace.types import CHUNK
+
+DType = Literal["auto", "bfloat16", "float32"]
+Backend = Literal["auto", "reference", "cpu", "triton"]
+
+ENV_PREFIX = "HEADRACE_"
+
+
+def _flag(default: Any, help: str, *aliases: str) -> Any:
+    """A field with its help text and further flag names (vLLM's, where the meaning is the same)."""
+    return field(default=default, metadata={"help": help, "aliases": aliases})
+
+
+@dataclass(slots=True)
+class EngineConfig:
+    """All settings. Raises ValueError, naming the field and the remedy, for values that cannot work."""
+
+    model: str = _flag("tiny", "Model folder in Hugging Face form, or 'tiny' for the shipped model.")
+    dtype: DType = _flag("auto", "Compute type: bfloat16, float32, or auto (the checkpoint's; float16 becomes bfloat16).")
+    max_model_len: int | None = _flag(None, "Longest sequence, prompt and answer together, in tokens.")
+    kv_cache_tokens: int | None = _flag(None, "KV cache size in tokens. Default: a quarter of the free memory.")
+    enable_prefix_caching: bool = _flag(True, "Share and keep the KV of common prefixes.")
+    max_batch_tokens: int = _flag(2048, "Most tokens computed in one step.", "--max-num-batched-tokens")
+    max_sequences: int = _flag(256, "Most sequences running at once.", "--max-num-seqs")
+    attention_backend: Backend = _flag("auto", "Attention kernels: auto, reference (slow truth), cpu (C++), triton.")
+    seed: int = _flag(0, "Seed of requests that bring none.")
+    threads: int | None = _flag(None, "CPU threads of the engine. Default: all cores.")
+    host: str = _flag("127.0.0.1", "Address the server binds.")
+    port: int = _flag(8000, "Port the server binds.")
+    api_key: str | None = _flag(None, "Key that clients must send as 'Authorization: Bearer KEY' (all routes but /health).")
+    served_model_name: str | None = _flag(None, "Name of the model in the API. Default: the model as given.")
+    max_queued_requests: int = _flag(512, "Requests that may wait; more are refused with 429.")
+    max_queued_tokens: int = _flag(1_000_000, "Prompt tokens that may wait; more are refused with 429.")
+    log_interval_s: float = _flag(5.0, "Seconds between status lines while busy.")
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "max_sequences", "max_queued_requests", "max_queued_tokens"):
+            self._at_least(name, 1)
+        for name, low in (("max_model_len", 1), ("threads", 1)):
+            if getattr(self, name) is not None:
+                self._at_least(name, low)
+        if self.kv_cache_tokens is not None:
+            self._at_least("kv_cache_tokens", CHUNK)
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be between 0 and 65535, got {self.port}")
+        if self.log_interval_s <= 0:
+            raise ValueError(f"log_interval_s must be above 0, got {self.log_interval_s}")
+        for name, kind in (("dtype", DType), ("attention_backend", Backend)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
+
+    def _at_least(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+
+def env_name(field_name: str) -> str:
+    """Environment twin of a field: kv_cache_tokens -> HEADRACE_KV_CACHE_TOKENS."""
+    return ENV_PREFIX + field_name.upper()
+
+
+def parse_field(name: str, text: str) -> Any:
+    """Value of the EngineConfig field `name` from its text form. Raises ValueError naming the field."""
+    hint = get_type_hints(EngineConfig)[name]
+    kinds = [kind for kind in get_args(hint) if isinstance(kind, type)] or [hint]
+    if bool in kinds:
+        if text.lower() not in ("1", "0", "true", "false", "yes", "no"):
+            raise ValueError(f"{name} must be true or false, got {text!r}")
+        return text.lower() in ("1", "true", "yes")
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError:
+                raise ValueError(f"{name} must be {'an integer' if kind is int else 'a number'}, got {text!r}") from None
+    return text
+
+
+def config_from_env(**given: Any) -> EngineConfig:
+    """EngineConfig from what is given, then the environment, then the defaults."""
+    values = dict(given)
+    for item in fields(EngineConfig):
+        text = os.environ.get(env_name(item.name))
+        if text is not None and item.name not in values:
+            values[item.name] = parse_field(item.name, text)
+    return EngineConfig(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What attention needs to know of a model. `windows[layer]` is the number of latest keys a row sees (None: all).
+
+    A row at position p with window w attends keys p-w+1 .. p. `alibi` asks for a bias per (query head, key position),
+    which the model supplies as a table; see attention.plan.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    windows: tuple[int | None, ...]
+    alibi: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+    def kv_bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes

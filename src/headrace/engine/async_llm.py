@@ -1,0 +1,244 @@
+"""The engine for asyncio: it runs in a process of its own, and answers stream out of an async iterator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+
+from headrace.config import EngineConfig
+from headrace.engine import messages as m
+from headrace.engine.capacity import Capacity
+from headrace.engine.tokenizer import Tokenizer
+from headrace.types import CHUNK, MAX_N, Delta, EngineDead, EngineStats, InvalidRequest, Overloaded, Request, SamplingParams
+
+Item = Delta | Exception
+
+
+class AsyncLLM:
+    """An engine process and its queue.
+
+        llm = AsyncLLM(EngineConfig(model="tiny"))
+        await llm.start()
+        async for delta in llm.generate("The code of Lisbon", SamplingParams(max_tokens=20)):
+            print(delta.text, end="")
+        await llm.shutdown()
+
+    Waiting requests are bounded by max_queued_requests and max_queued_tokens (Overloaded beyond).
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.failure: str | None = None
+        self.stats = EngineStats()
+        self.tokenizer: Tokenizer | None = None
+        self._capacity: Capacity | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._dead = asyncio.Event()
+        self._closing = False
+        self._streams: dict[str, asyncio.Queue[Item]] = {}
+        self._queued: dict[str, int] = {}
+
+    @property
+    def capacity(self) -> Capacity:
+        """Sizes of the loaded engine. Raises EngineDead before it is ready."""
+        if self._capacity is None:
+            raise EngineDead(self.failure or "the engine is not started: await start()")
+        return self._capacity
+
+    @property
+    def alive(self) -> bool:
+        return self._capacity is not None and self.failure is None
+
+    @property
+    def process_id(self) -> int | None:
+        """Process id of the engine."""
+        return self._process.pid if self._process else None
+
+    async def start(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Starts the engine and returns when it is ready. Raises ValueError for settings or a model that cannot work,
+        EngineDead for any other failure."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "headrace.engine.worker", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._send(m.Load(self.config))
+        try:
+            await self._until_ready(reader, progress)
+            self.tokenizer = await asyncio.to_thread(Tokenizer.load, self.capacity.folder)
+        except BaseException:
+            await self.shutdown()
+            raise
+        self._listener = asyncio.create_task(self._listen(reader))
+
+    async def _until_ready(self, reader: asyncio.StreamReader, progress: Callable[[int, int], None] | None) -> None:
+        while self._capacity is None:
+            message = await _receive(reader)
+            if isinstance(message, m.Ready):
+                self._capacity = message.capacity
+                self.stats = EngineStats(kv_chunks_total=message.capacity.kv_cache_tokens // CHUNK)
+            elif isinstance(message, m.Progress) and progress is not None:
+                progress(message.done, message.total)
+            elif isinstance(message, m.Failed) or message is None:
+                self.failure = message.reason if message else "the engine process ended while loading"
+                settings = isinstance(message, m.Failed) and message.settings
+                raise ValueError(self.failure) if settings else EngineDead(self.failure)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        """Hands out what the engine says until it falls silent."""
+        reason = "the engine process ended"
+        try:
+            while (message := await _receive(reader)) is not None:
+                if isinstance(message, m.Events):
+                    self._hand_out(message)
+                elif isinstance(message, m.Failed):
+                    reason = message.reason
+        except (OSError, ValueError) as error:
+            reason = f"the link to the engine broke: {error}"
+        self._die(reason)
+
+    def _hand_out(self, events: m.Events) -> None:
+        self.stats = events.stats
+        for request_id in events.started:
+            self._queued.pop(request_id, None)
+        for request_id, reason in events.refused.items():
+            self._put(request_id, InvalidRequest(reason))
+        for delta in events.deltas:
+            self._put(delta.request_id, delta)
+
+    def _put(self, request_id: str, item: Item) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.put_nowait(item)
+
+    def _die(self, reason: str) -> None:
+        if self.failure is None:
+            self.failure = "the engine was shut down" if self._closing else reason
+        for stream in self._streams.values():
+            stream.put_nowait(EngineDead(self.failure))
+        self._queued.clear()
+        self._dead.set()
+
+    async def wait_dead(self) -> str:
+        """Waits until the engine has failed or was shut down; the reason."""
+        await self._dead.wait()
+        return self.failure or ""
+
+    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
+        """Parameters with max_tokens resolved. Raises InvalidRequest naming what cannot be served."""
+        return self.capacity.check(prompt_token_ids, params)
+
+    async def generate(
+        self, prompt: str | list[int], params: SamplingParams, *, request_id: str | None = None,
+        cache_salt: str | None = None, public_prefix_tokens: int = 0,
+    ) -> AsyncIterator[Delta]:
+        """Streams the answer, a Delta for each step of each of the n sequences.
+
+        Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
+        aclose, or cancellation) aborts the request and frees its chunks.
+        """
+        self._must_live()
+        tokens = self._tokens(prompt)
+        params = self.check(tokens, params)
+        name = request_id or uuid.uuid4().hex
+        stream = self._enqueue(Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic()))
+        unfinished = set(range(params.n))
+        try:
+            while unfinished:
+                item = await stream.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item.index not in unfinished:
+                    continue  # a delta that crossed an abort
+                if item.finish_reason is not None:
+                    unfinished.remove(item.index)
+                yield item
+        finally:
+            self._streams.pop(name, None)
+            self._queued.pop(name, None)
+            if unfinished:
+                self._send(m.Abort(name))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request: its iterator ends after a Delta with finish_reason 'abort' for each unfinished sequence.
+        Unknown ids are ignored."""
+        if request_id in self._streams:
+            self._send(m.Abort(request_id))
+            for index in range(MAX_N):
+                self._put(request_id, Delta(request_id, index, finish_reason="abort"))
+
+    def _must_live(self) -> None:
+        if not self.alive:
+            raise EngineDead(self.failure or "the engine is not started: await start()")
+
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise InvalidRequest("the model folder has no tokenizer: pass token ids", "prompt")
+        return self.tokenizer.encode(prompt)
+
+    def _enqueue(self, request: Request) -> asyncio.Queue[Item]:
+        if request.request_id in self._streams:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+        tokens, waiting = len(request.prompt_token_ids), sum(self._queued.values())
+        full = len(self._queued) >= self.config.max_queued_requests
+        if full or (self._queued and waiting + tokens > self.config.max_queued_tokens):
+            raise Overloaded(
+                f"{len(self._queued)} requests with {waiting} prompt tokens are waiting already; try again later",
+                self._retry_after(waiting),
+            )
+        stream: asyncio.Queue[Item] = asyncio.Queue()
+        self._streams[request.request_id] = stream
+        self._queued[request.request_id] = tokens
+        self._send(m.Add(request))
+        return stream
+
+    def _retry_after(self, waiting: int) -> float:
+        """Seconds that the waiting prompts take at the rate so far; between 1 and 60."""
+        rate = self.stats.prefilled_tokens / self.stats.step_s if self.stats.step_s else 1000.0
+        return min(60.0, max(1.0, waiting / max(rate, 1.0)))
+
+    def _send(self, message: m.ToEngine) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(m.frame(message))
+
+    async def shutdown(self) -> None:
+        """Ends the engine process; requests under way end with EngineDead. May be called twice."""
+        self._closing = True
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None:
+            await asyncio.to_thread(_end, self._process)
+        if self._listener is not None:
+            self._listener.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._listener
+        self._die("the engine was shut down")
+
+
+async def _receive(reader: asyncio.StreamReader) -> m.FromEngine | None:
+    try:
+        body = await reader.readexactly(m.length(await reader.readexactly(m.LENGTH.size)))
+    except asyncio.IncompleteReadError:
+        return None
+    return m.from_engine(body)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Waits for a process whose socket is closed; ends it by force if it does not listen."""
+    for action in (process.terminate, process.kill):
+        try:
+            process.wait(timeout=5)
+            return
+        except subprocess.TimeoutExpired:
+            action()
+    process.wait()

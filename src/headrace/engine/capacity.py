@@ -1,0 +1,53 @@
+"""What a loaded engine can hold and serve: small facts that both sides of a process boundary need. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from headrace.types import CHUNK, InvalidRequest, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Sizes in tokens unless named otherwise; `kernels` says which implementation each operation has, and why."""
+
+    model: str
+    folder: str
+    dtype: str
+    backend: str
+    kv_cache_tokens: int
+    kv_bytes_per_token: int
+    max_model_len: int
+    max_sequences: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    kernels: dict[str, str] = field(default_factory=dict)
+
+    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
+        """Parameters with max_tokens resolved. Raises InvalidRequest naming what cannot be served."""
+        count = len(prompt_token_ids)
+        if not count:
+            raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
+        bad = next((t for t in prompt_token_ids if not 0 <= t < self.vocab_size), None)
+        if bad is not None:
+            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {self.vocab_size}", "prompt")
+        if count >= self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {count} tokens; with the answer at most {self.max_model_len} fit", "prompt"
+            )
+        params.check_vocabulary(self.vocab_size)
+        room = self.max_model_len - count
+        if params.max_tokens is None:
+            return replace(params, max_tokens=max(room, params.min_tokens))
+        if params.max_tokens > room:
+            raise InvalidRequest(
+                f"max_tokens {params.max_tokens} and a prompt of {count} tokens exceed the context of "
+                f"{self.max_model_len}; ask for at most {room}",
+                "max_tokens",
+            )
+        return params
+
+    @property
+    def concurrency(self) -> float:
+        """Sequences of full length that the KV cache holds at once."""
+        return self.kv_cache_tokens // CHUNK * CHUNK / self.max_model_len

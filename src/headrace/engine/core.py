@@ -1,0 +1,275 @@
+"""The engine: requests in, steps, deltas out. One thread, no input or output of its own.
+
+A step is: schedule -> run -> sample -> commit. Requests may be added and aborted between any two steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headrace.engine.detokenizer import Detokenizer
+from headrace.engine.loader import Loaded
+from headrace.engine.sampler import History, SampleInput, Sampled, forbidden_tokens, needs_history, sample, target_logprobs
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import Sequence, Slice
+from headrace.engine.stopping import finish_reason
+from headrace.kv.cache import Table
+from headrace.types import Delta, EngineStats, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
+
+Observer = Callable[[Sequence, int, Tensor], None]
+"""Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """What the engine keeps of a sequence beside the scheduler's record."""
+
+    sequence: Sequence
+    detokenizer: Detokenizer | None
+    history: History | None
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """A request under way."""
+
+    request: Request
+    seed: int
+    streams: list[_Stream] = field(default_factory=list)
+    unfinished: int = 0
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    output_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class EngineCore:
+    """Continuous batching over one model. `on_logits` may be set to watch every row of logits."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.loaded = loaded
+        self.cache = loaded.cache
+        self.scheduler = Scheduler(
+            self.cache, self._open_table, loaded.config.max_batch_tokens, loaded.config.max_sequences
+        )
+        self.on_logits: Observer | None = None
+        self._active: dict[str, _Active] = {}
+        self._streams: dict[Sequence, _Stream] = {}
+        self._order = 0
+        self._stats = EngineStats(kv_chunks_total=self.cache.pool.total)
+        self._started: list[str] = []
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: Request, *, want_logits: bool = False) -> None:
+        """Queues a checked request (see Loaded.check). want_logits computes the logits of every prompt token, for
+        `on_logits`. Raises InvalidRequest if the id is in use."""
+        if request.request_id in self._active:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+        seed = request.params.seed
+        active = _Active(request, self.loaded.config.seed + (self._order << 20) if seed is None else seed)
+        for index in range(request.params.n):
+            active.streams.append(self._new_stream(request, index, want_logits))
+        active.unfinished = request.params.n
+        self._active[request.request_id] = active
+        self._stats.prompt_tokens += len(request.prompt_token_ids)
+
+    def _new_stream(self, request: Request, index: int, want_logits: bool) -> _Stream:
+        sequence = Sequence(request, index, self._order)
+        sequence.wants_all_logits = want_logits or (request.params.prompt_logprobs is not None and index == 0)
+        self._order += 1
+        tokenizer, eos = self.loaded.tokenizer, self.loaded.capacity.eos_token_ids
+        detokenizer = tokenizer and Detokenizer(tokenizer, request.prompt_token_ids, request.params, eos)
+        history = History(request.prompt_token_ids) if needs_history(request.params) else None
+        stream = _Stream(sequence, detokenizer, history)
+        self._streams[sequence] = stream
+        self.scheduler.add(sequence)
+        return stream
+
+    def _open_table(self, sequence: Sequence) -> Table:
+        request, model = sequence.request, self.loaded.decoder.config
+        stretched = model.rope_depends_on_length and model.rope and sequence.prompt_len > model.rope.original_length
+        return self.cache.open(
+            sequence.tokens,
+            salt=request.cache_salt,
+            public_tokens=request.public_prefix_tokens,
+            # Length-dependent rotary scaling: keys of prompts of different lengths differ.
+            namespace=f"length {sequence.prompt_len}" if stretched else "",
+            shares=self.loaded.config.enable_prefix_caching and not sequence.wants_all_logits,
+        )
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request at once, wherever it is, and frees its chunks. False if it is not under way."""
+        active = self._active.pop(request_id, None)
+        if active is None:
+            return False
+        for stream in active.streams:
+            if stream.sequence in self._streams:
+                self._drop(stream.sequence)
+        self._stats.finished_abort += 1
+        return True
+
+    def _drop(self, sequence: Sequence) -> None:
+        del self._streams[sequence]
+        self.scheduler.remove(sequence)
+
+    def step(self) -> list[Delta]:
+        """Computes one step; what it added to each sequence."""
+        began = time.monotonic()
+        slices = self.scheduler.schedule()
+        if not slices:
+            return []
+        self._note_start(slices, began)
+        self._stats.prefilled_tokens += sum(part.count for part in slices if not part.decodes)
+        results = self.loaded.runner.run(slices)
+        self.cache.commit()
+        self._observe(results)
+        deltas = self._advance([(part.sequence, logits[-1:]) for part, logits in results if part.samples])
+        self._stats.steps += 1
+        self._stats.step_s += time.monotonic() - began
+        return deltas
+
+    def _note_start(self, slices: list[Slice], now: float) -> None:
+        for part in slices:
+            active = self._active[part.sequence.request.request_id]
+            if active.scheduled_s is None:
+                active.scheduled_s = now
+                self._started.append(active.request.request_id)
+
+    def take_started(self) -> list[str]:
+        """Ids of the requests that left the queue since the last call."""
+        started, self._started = self._started, []
+        return started
+
+    def _observe(self, results: list[tuple[Slice, Tensor]]) -> None:
+        for part, logits in results:
+            if self.on_logits is not None:
+                self.on_logits(part.sequence, part.start + part.count - len(logits), logits)
+            if part.sequence.wants_all_logits and part.sequence.request.params.prompt_logprobs is not None:
+                self._note_prompt_logprobs(part, logits)
+
+    def _note_prompt_logprobs(self, part: Slice, logits: Tensor) -> None:
+        """Logprobs of the prompt's tokens start+1 .. start+count, given the rows start .. start+count-1."""
+        sequence = part.sequence
+        if len(sequence.tokens) > sequence.prompt_len:
+            return  # computed again after preemption: reported with the first token
+        active = self._active[sequence.request.request_id]
+        active.prompt_logprobs = known = active.prompt_logprobs or [None]
+        end = min(part.start + part.count, sequence.prompt_len - 1)
+        targets = sequence.tokens[part.start + 1 : end + 1]
+        top = sequence.request.params.prompt_logprobs or 0
+        rows = target_logprobs(logits[: len(targets)], targets, top)
+        del known[part.start + 1 :]
+        known.extend(self._with_text(entry) for entry in rows)
+
+    def _with_text(self, entry: TokenLogprobs | None) -> TokenLogprobs | None:
+        tokenizer = self.loaded.tokenizer
+        if entry is None or tokenizer is None:
+            return entry
+        return {token: _named(logprob, tokenizer.token_text(token)) for token, logprob in entry.items()}
+
+    def _advance(self, rows: list[tuple[Sequence, Tensor]]) -> list[Delta]:
+        """Samples the next token of each sequence and sees which are finished."""
+        if not rows:
+            return []
+        inputs = [self._sample_input(sequence) for sequence, _ in rows]
+        sampled = sample(_stack([row for _, row in rows]), inputs)
+        now = time.monotonic()
+        return [self._push(sequence, token, now) for (sequence, _), token in zip(rows, sampled, strict=True)]
+
+    def _sample_input(self, sequence: Sequence) -> SampleInput:
+        params, active = sequence.request.params, self._active[sequence.request.request_id]
+        output = sequence.output
+        return SampleInput(
+            params=params,
+            prompt=sequence.request.prompt_token_ids,
+            output=output,
+            index=sequence.index,
+            seed=active.seed,
+            forbidden=forbidden_tokens(params, len(output), self.loaded.capacity.eos_token_ids),
+            history=self._streams[sequence].history,
+        )
+
+    def _push(self, sequence: Sequence, sampled: Sampled, now: float) -> Delta:
+        """Adds a token to a sequence; its delta."""
+        stream, request = self._streams[sequence], sequence.request
+        active = self._active[request.request_id]
+        sequence.tokens.append(sampled.token)
+        if active.first_token_s is None:
+            active.first_token_s = now
+        active.output_tokens += 1
+        self._stats.generated_tokens += 1
+        delta = Delta(request.request_id, sequence.index, token_ids=[sampled.token])
+        if sampled.logprobs is not None:
+            delta.logprobs = [self._with_text(sampled.logprobs) or {}]
+        if sequence.index == 0:
+            delta.prompt_logprobs, active.prompt_logprobs = active.prompt_logprobs, None
+        self._text_and_end(stream, delta)
+        if delta.finish_reason is not None:
+            self._finish(active, sequence, delta, now)
+        return delta
+
+    def _text_and_end(self, stream: _Stream, delta: Delta) -> None:
+        sequence = stream.sequence
+        params = sequence.request.params
+        room = self.loaded.capacity.max_model_len - sequence.prompt_len
+        ended = finish_reason(params, sequence.output, self.loaded.capacity.eos_token_ids, room)
+        if stream.detokenizer is not None:
+            piece = stream.detokenizer.push(delta.token_ids[-1])
+            delta.text = piece.text
+            if isinstance(piece.stop, str):
+                delta.finish_reason, delta.stop_reason = "stop", piece.stop
+                return
+            if ended is not None:
+                delta.text += stream.detokenizer.flush()
+        if ended is not None:
+            delta.finish_reason, delta.stop_reason = ended
+
+    def _finish(self, active: _Active, sequence: Sequence, delta: Delta, now: float) -> None:
+        self._drop(sequence)
+        active.unfinished -= 1
+        if active.unfinished:
+            return
+        del self._active[active.request.request_id]
+        if delta.finish_reason == "stop":
+            self._stats.finished_stop += 1
+        else:
+            self._stats.finished_length += 1
+        delta.metrics = self._metrics(active, now)
+        self._stats.cached_tokens += delta.metrics.cached_tokens
+
+    @staticmethod
+    def _metrics(active: _Active, now: float) -> Metrics:
+        arrival = active.request.arrival_s
+        return Metrics(
+            ttft_s=(active.first_token_s or now) - arrival,
+            e2e_s=now - arrival,
+            queue_s=(active.scheduled_s or now) - arrival,
+            prompt_tokens=len(active.request.prompt_token_ids),
+            cached_tokens=active.streams[0].sequence.cached_tokens,
+            output_tokens=active.output_tokens,
+        )
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges as they stand; the same record each time."""
+        stats = self._stats
+        stats.running, stats.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        stats.kv_chunks_used, stats.kv_chunks_unshared = self.cache.used, self.cache.unshared
+        stats.kv_chunks_cached = len(self.cache.tree.idle)
+        stats.preemptions, stats.evictions = self.scheduler.preemptions, self.cache.tree.evictions
+        return stats
+
+
+def _stack(rows: list[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _named(logprob: Logprob, text: str) -> Logprob:
+    return Logprob(logprob.logprob, logprob.rank, text)

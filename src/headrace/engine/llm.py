@@ -1,0 +1,160 @@
+"""The offline interface: prompts in, answers out, in this process."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.config import config_from_env
+from headrace.engine.core import EngineCore
+from headrace.engine.loader import load
+from headrace.types import Completion, Delta, InvalidRequest, Metrics, Request, RequestOutput, SamplingParams
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+
+
+class LLM:
+    """A model with its KV cache.
+
+        llm = LLM("tiny")
+        print(llm.generate("The code of Lisbon is 4821. What is the code of Lisbon?")[0].text)
+
+    Keywords are those of headrace.config.EngineConfig (`headrace serve --help` lists them), each with an environment
+    twin. Raises ValueError for settings that cannot work, UnsupportedModel for a model that is not implemented.
+    """
+
+    def __init__(self, model: str = "tiny", **settings: Any) -> None:
+        self.config = config_from_env(model=str(model), **settings)
+        self.engine = EngineCore(load(self.config))
+        self.capacity = self.engine.loaded.capacity
+        self.tokenizer = self.engine.loaded.tokenizer
+        self._count = 0
+
+    def generate(
+        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *, cache_salt: str | None = None, public_prefix_tokens: int = 0, progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answers each prompt (a text, texts, or lists of token ids), in order, all computed together.
+
+        cache_salt: requests share cached prefixes only with the same salt, but for the first public_prefix_tokens.
+        progress: show a bar; default: for several prompts on a terminal. Raises InvalidRequest naming the parameter.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        given = sampling_params or SamplingParams()
+        params = [given] * len(texts) if isinstance(given, SamplingParams) else list(given)
+        if len(params) != len(texts):
+            raise InvalidRequest(f"{len(texts)} prompts but {len(params)} sampling_params", "sampling_params")
+        requests = [
+            self._request(prompt, p, cache_salt, public_prefix_tokens) for prompt, p in zip(texts, params, strict=True)
+        ]
+        outputs = self._run(requests, sys.stderr.isatty() and len(requests) > 1 if progress is None else progress)
+        for output, prompt in zip(outputs, texts, strict=True):
+            output.prompt = prompt if isinstance(prompt, str) else None
+        return outputs
+
+    def chat(
+        self, messages: Sequence[Any], sampling_params: SamplingParams | None = None,
+        *, cache_salt: str | None = None, public_prefix_tokens: int = 0, **template: Any,
+    ) -> list[RequestOutput]:
+        """Answers a conversation (messages with role and content), or several (a list of such lists).
+
+        Further keywords go to the chat template.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequest("the model folder has no tokenizer: pass token ids to generate()", "messages")
+        several = bool(messages) and not isinstance(messages[0], dict)
+        conversations = messages if several else [messages]
+        prompts = [self.tokenizer.apply_chat(list(c), **template) for c in conversations]
+        return self.generate(
+            prompts, sampling_params, cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens
+        )
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """Logits after each token of a prompt, computed without the prefix cache: fp32 [T, V]."""
+        request = self._request(list(token_ids), SamplingParams(max_tokens=1, temperature=0.0), None, 0)
+        rows: list[Tensor] = []
+
+        def keep(sequence: Any, position: int, logits: Tensor) -> None:
+            if sequence.request is request:
+                rows.append(logits)
+
+        with self._observed(keep):
+            self.engine.add(request, want_logits=True)
+            self._drain([request])
+        return torch.cat(rows)
+
+    @contextmanager
+    def _observed(self, observer: Any) -> Iterator[None]:
+        before, self.engine.on_logits = self.engine.on_logits, observer
+        try:
+            yield
+        finally:
+            self.engine.on_logits = before
+
+    def _request(self, prompt: str | Sequence[int], params: SamplingParams, salt: str | None, public: int) -> Request:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest("the model folder has no tokenizer: pass token ids", "prompts")
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            tokens = [int(token) for token in prompt]
+        params = self.capacity.check(tokens, params)
+        self._count += 1
+        return Request(f"offline-{self._count}", tokens, params, salt, public, time.monotonic())
+
+    def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
+        for request in requests:
+            self.engine.add(request)
+        if not progress:
+            return self._drain(requests)
+        from rich.progress import Progress
+
+        with Progress(transient=True) as bar:
+            task = bar.add_task("answering", total=len(requests))
+            return self._drain(requests, lambda: bar.advance(task))
+
+    def _drain(self, requests: list[Request], finished: Any = lambda: None) -> list[RequestOutput]:
+        """Steps until the requests are answered; an interruption aborts them, so that nothing is left behind."""
+        answers = {request.request_id: Answer(request) for request in requests}
+        try:
+            while self.engine.has_work:
+                for delta in self.engine.step():
+                    if answers[delta.request_id].add(delta):
+                        finished()
+        except BaseException:
+            for request in requests:
+                self.engine.abort(request.request_id)
+            raise
+        return [answers[request.request_id].output for request in requests]
+
+
+class Answer:
+    """Puts the deltas of one request together."""
+
+    def __init__(self, request: Request) -> None:
+        completions = [
+            Completion(index, logprobs=None if request.params.logprobs is None else [])
+            for index in range(request.params.n)
+        ]
+        self.output = RequestOutput(request.request_id, request.prompt_token_ids, completions, Metrics())
+
+    def add(self, delta: Delta) -> bool:
+        """Takes in a delta; True when the request is finished."""
+        completion = self.output.outputs[delta.index]
+        completion.text += delta.text
+        completion.token_ids.extend(delta.token_ids)
+        if completion.logprobs is not None:
+            completion.logprobs.extend(delta.logprobs or [])
+        completion.finish_reason = delta.finish_reason
+        completion.stop_reason = delta.stop_reason
+        if delta.prompt_logprobs is not None:
+            self.output.prompt_logprobs = delta.prompt_logprobs
+        if delta.metrics is not None:
+            self.output.metrics = delta.metrics
+        return delta.metrics is not None

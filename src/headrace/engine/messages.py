@@ -1,0 +1,94 @@
+"""What the server's process and the engine's process say to each other: msgpack behind a four-byte length."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+from headrace.config import EngineConfig
+from headrace.engine.capacity import Capacity
+from headrace.types import Delta, EngineStats, Request
+
+LENGTH = struct.Struct(">I")
+MAX_MESSAGE = 1 << 30
+
+
+class Load(msgspec.Struct, tag=True):
+    """To the engine, first of all: what to load."""
+
+    config: EngineConfig
+
+
+class Add(msgspec.Struct, tag=True):
+    """To the engine: a checked request."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, tag=True):
+    """To the engine: end a request, if it is still under way."""
+
+    request_id: str
+
+
+class Progress(msgspec.Struct, tag=True):
+    """From the engine: weights loaded so far."""
+
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, tag=True):
+    """From the engine: it takes requests."""
+
+    capacity: Capacity
+
+
+class Events(msgspec.Struct, tag=True):
+    """From the engine, after a step: deltas, requests that left the queue, requests refused, counters."""
+
+    deltas: list[Delta]
+    started: list[str]
+    refused: dict[str, str]
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, tag=True):
+    """From the engine, last of all: why it ends. `settings`: the settings or the model are at fault, not the engine."""
+
+    reason: str
+    settings: bool = False
+
+
+ToEngine = Load | Add | Abort
+FromEngine = Progress | Ready | Events | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: Any = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: Any = msgspec.msgpack.Decoder(FromEngine)
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    """The message with its length, ready for a socket."""
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def length(header: bytes) -> int:
+    """Length of the body that follows. Raises ValueError if it cannot be true."""
+    (size,) = LENGTH.unpack(header)
+    if size > MAX_MESSAGE:
+        raise ValueError(f"a message of {size} bytes: the stream is broken")
+    return int(size)
+
+
+def to_engine(body: bytes) -> ToEngine:
+    message: ToEngine = _to_engine.decode(body)
+    return message
+
+
+def from_engine(body: bytes) -> FromEngine:
+    message: FromEngine = _from_engine.decode(body)
+    return message

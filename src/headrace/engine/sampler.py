@@ -1,0 +1,354 @@
+"""Chooses the next token of each sequence, and reports log probabilities.
+
+Letters: R rows (sequences), T positions, V vocabulary. Logits are [R, V] or [T, V], any float type, any device.
+
+A row's result depends on its own logits, parameters, history, seed, index and length, and on nothing else: whatever
+rounds is done row by row in float64 on the host. Only the plain greedy rows share one argmax, which does not round.
+
+Order: repetition penalty, frequency and presence penalties, logit_bias, forbidden tokens, temperature, top_k, top_p,
+min_p. The filters each keep a prefix of the tokens sorted by descending probability (equals: lower id first), so one
+sorted head of the row serves all of them, and only as much of it is sorted as the draw needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.engine.stopping import forbidden_tokens
+from headrace.types import Logprob, SamplingParams, TokenLogprobs
+
+__all__ = [
+    "BadLogits",
+    "History",
+    "SampleInput",
+    "Sampled",
+    "forbidden_tokens",
+    "needs_history",
+    "prompt_logprobs",
+    "sample",
+    "target_logprobs",
+    "uniform",
+]
+
+Row = npt.NDArray[np.float64]
+"""Logits of one row, [V]."""
+Ids = npt.NDArray[np.int64]
+Decode = Callable[[int], str]
+
+_HEADS = (64, 2048, 16384)
+"""Sizes of the sorted head that are tried before the whole row is sorted."""
+_EMPTY = np.empty(0, np.int64)
+
+
+class BadLogits(FloatingPointError):
+    """A row from which nothing can be chosen. `row` is its number in the batch."""
+
+    def __init__(self, row: int, reason: str) -> None:
+        super().__init__(f"logits of row {row}: {reason}")
+        self.row = row
+
+
+class History:
+    """Token counts of one sequence for the penalties: O(1) per new token. Owned by the sequence, used by the sampler.
+
+    `ids` are the distinct tokens of prompt and output, `counts` how often each stands in the output (0: prompt only).
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._prompt = prompt
+        self._begin()
+
+    def _begin(self) -> None:
+        prompt = self._prompt
+        self._ids: Ids = np.unique(np.asarray(prompt, np.int64)) if len(prompt) else _EMPTY
+        self._counts: Ids = np.zeros(len(self._ids), np.int64)
+        self._slots = {token: slot for slot, token in enumerate(self._ids.tolist())}
+        self._seen = 0
+
+    def catch_up(self, output: Sequence[int]) -> None:
+        """Counts the tokens of `output` that it has not yet seen; a shorter output than before is counted afresh.
+
+        Tokens once counted must not change.
+        """
+        if len(output) < self._seen:
+            self._begin()
+        for at in range(self._seen, len(output)):
+            self._add(output[at])
+        self._seen = len(output)
+
+    def _add(self, token: int) -> None:
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.full(slot + 16, -1, np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(slot + 16, np.int64)])
+        self._ids[slot] = token
+        self._counts[slot] += 1
+
+    @property
+    def ids(self) -> Ids:
+        return self._ids[: len(self._slots)]
+
+    @property
+    def counts(self) -> Ids:
+        return self._counts[: len(self._slots)]
+
+
+@dataclass(slots=True)
+class SampleInput:
+    """One row of a batch. `index` is the sequence's number among the request's n; `seed` is resolved by the engine.
+
+    `forbidden`: token ids not allowed now (see forbidden_tokens). `history` saves recounting when a penalty is on
+    (`needs_history`); without one the counts are made afresh from `prompt` and `output`.
+    """
+
+    params: SamplingParams
+    prompt: Sequence[int]
+    output: Sequence[int]
+    index: int
+    seed: int
+    forbidden: tuple[int, ...] = ()
+    history: History | None = None
+
+
+class Sampled(NamedTuple):
+    """The chosen token, and its log probabilities where asked for."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+def needs_history(params: SamplingParams) -> bool:
+    """Whether a penalty is on, so that the sequence should own a History."""
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def sample(logits: torch.Tensor, inputs: Sequence[SampleInput], decode: Decode | None = None) -> list[Sampled]:
+    """The next token of each row of `logits` [R, V]. `decode` (token id -> text) fills the text of log probabilities.
+
+    Raises BadLogits (a FloatingPointError naming the row) for NaN, infinity, or nothing left to choose.
+    """
+    if logits.ndim != 2 or len(logits) != len(inputs):
+        raise ValueError(f"{len(inputs)} inputs need logits [{len(inputs)}, V], got {list(logits.shape)}")
+    logits = logits.detach()
+    results: dict[int, Sampled] = {}
+    plain = [row for row, item in enumerate(inputs) if _is_plain(item)]
+    if plain:
+        chosen = logits if len(plain) == len(inputs) else logits[plain]
+        results = {row: Sampled(token, None) for row, token in zip(plain, _argmax(chosen, plain), strict=True)}
+    for row, item in enumerate(inputs):
+        if row not in results:
+            results[row] = _sample_row(_to_row(logits[row], row), row, item, decode)
+    return [results[row] for row in range(len(inputs))]
+
+
+def uniform(seed: int, index: int, position: int) -> float:
+    """The random number in [0, 1) of (seed, sequence index, number of tokens before): no state, so nothing to restore.
+
+    Philox 4x64, whose stream numpy guarantees not to change; the key is (seed, index), the counter the position.
+    """
+    key = np.array([seed % 2**64, index], np.uint64)
+    return (int(np.random.Philox(key=key, counter=position).random_raw()) >> 11) * 2.0**-53
+
+
+def prompt_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], top: int, decode: Decode | None = None
+) -> list[TokenLogprobs | None]:
+    """Log probability of each prompt token given those before it, with `top` alternatives; the first has none.
+
+    Row i of `logits` [T, V] predicts token i + 1; T is the number of tokens, or one less (the last row goes unused).
+    """
+    if len(logits) not in (len(token_ids), len(token_ids) - 1):
+        raise ValueError(f"{len(token_ids)} tokens need as many rows of logits or one less, got {len(logits)}")
+    return [None, *target_logprobs(logits[: len(token_ids) - 1], token_ids[1:], top, decode)][: len(token_ids)]
+
+
+def target_logprobs(
+    logits: torch.Tensor, targets: Sequence[int], top: int, decode: Decode | None = None
+) -> list[TokenLogprobs]:
+    """Log probability of targets[i] under row i of `logits` [T, V], with `top` alternatives: for a prefill chunk."""
+    if len(logits) != len(targets):
+        raise ValueError(f"{len(targets)} targets need as many rows of logits, got {len(logits)}")
+    rows = logits.detach()
+    return [_logprobs(_to_row(rows[i], i), token, top, decode) for i, token in enumerate(targets)]
+
+
+# ---- one row ---------------------------------------------------------------------------------------------------------
+
+
+def _is_plain(item: SampleInput) -> bool:
+    """Greedy, and nothing that changes or reports the logits: the argmax says it all."""
+    params = item.params
+    if not params.greedy or item.forbidden or params.logit_bias or params.logprobs is not None:
+        return False
+    return not needs_history(params)
+
+
+def _argmax(logits: torch.Tensor, numbers: Sequence[int]) -> list[int]:
+    """Lowest id of the greatest logit of each row; `numbers` are the rows' numbers in the batch, for errors.
+
+    numpy and torch both promise the first of equals and let NaN win; on the CPU numpy is several times faster.
+    """
+    if logits.is_cpu and logits.dtype != torch.bfloat16:
+        best = torch.from_numpy(np.argmax(logits.numpy(), axis=1))
+    else:
+        best = logits.argmax(dim=1)
+    values = logits.gather(1, best[:, None])[:, 0].cpu()
+    for number, value in zip(numbers, values.tolist(), strict=True):
+        _check(number, value)
+    return [int(token) for token in best.tolist()]
+
+
+def _to_row(logits: torch.Tensor, number: int) -> Row:
+    row = logits.to(device="cpu", dtype=torch.float64).numpy()
+    _check(number, float(row.max()))
+    return row
+
+
+def _check(number: int, greatest: float) -> None:
+    """Raises BadLogits unless the greatest logit of a row is finite; a NaN anywhere in the row makes it NaN."""
+    if not np.isfinite(greatest):
+        reason = {np.inf: "infinity", -np.inf: "no finite value"}.get(greatest, "NaN")
+        raise BadLogits(number, f"{reason}; the model's output is broken")
+
+
+def _sample_row(raw: Row, number: int, item: SampleInput, decode: Decode | None) -> Sampled:
+    """The draw of one row; log probabilities are those of the raw logits."""
+    params = item.params
+    row = _adjusted(raw, item)
+    token = int(row.argmax())
+    if row[token] == -np.inf:
+        raise BadLogits(number, "no token is left after logit_bias and forbidden tokens")
+    if not params.greedy:
+        token = _draw(row, params, uniform(item.seed, item.index, len(item.output)))
+    wanted = params.logprobs
+    return Sampled(token, None if wanted is None else _logprobs(raw, token, wanted, decode))
+
+
+def _adjusted(raw: Row, item: SampleInput) -> Row:
+    """The row after penalties, bias and forbidden tokens; `raw` itself where there are none (never changed)."""
+    params = item.params
+    row = raw
+    if needs_history(params):
+        row = _penalised(row, item)
+    if params.logit_bias:
+        row = row.copy() if row is raw else row
+        row[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float64)
+    if item.forbidden:
+        row = row.copy() if row is raw else row
+        row[[token for token in item.forbidden if token < row.size]] = -np.inf
+    return row
+
+
+def _penalised(raw: Row, item: SampleInput) -> Row:
+    """A copy of the row: repetition over prompt and output, then frequency and presence over the output only."""
+    params, row = item.params, raw.copy()
+    history = item.history or History(item.prompt)
+    history.catch_up(item.output)
+    ids, counts = history.ids, history.counts
+    values = row[ids]
+    penalty = params.repetition_penalty
+    values = np.where(values > 0, values / penalty, values * penalty)
+    row[ids] = values - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    return row
+
+
+# ---- the draw --------------------------------------------------------------------------------------------------------
+
+
+def _descending(row: Row, count: int) -> Ids:
+    """Ids of the `count` greatest values, greatest first, equals by id: a prefix of the row's stable sorting."""
+    if count >= row.size:
+        return _sorted(row)
+    edge = np.partition(row, row.size - count)[row.size - count]
+    ids = np.flatnonzero(row >= edge)
+    return ids[_sorted(row[ids])][:count]
+
+
+def _sorted(values: Row) -> Ids:
+    """Places by descending value, equals in their order. Two unstable sorts are several times faster than a stable one.
+
+    The second sorts (number of the run of equals, place) as one integer.
+    """
+    order = np.argsort(-values)
+    ordered = values[order]
+    run = np.zeros(len(order), np.int64)
+    np.cumsum(ordered[1:] != ordered[:-1], out=run[1:])
+    run *= len(order)
+    run += order
+    run.sort()
+    return run % len(order)
+
+
+def _draw(row: Row, params: SamplingParams, u: float) -> int:
+    """Inverse of the cumulative distribution at `u`, over the filtered tokens in descending order."""
+    if 0 < params.top_k < row.size:
+        kept = _descending(row, params.top_k)
+        return int(kept[_place(row[kept], params, u)])
+    return _place(row, params, u)
+
+
+def _place(row: Row, params: SamplingParams, u: float) -> int:
+    """_draw after top_k. A head of the sorted row is enough as soon as the cut and the draw both fall inside it."""
+    weights = np.exp((row - row.max()) / params.temperature)
+    total = float(weights.sum())
+    for count in (*_HEADS, row.size):
+        head = _descending(row, count)
+        picked = _pick(weights[head], total, params, u, complete=len(head) == row.size)
+        if picked is not None:
+            return int(head[picked])
+    raise AssertionError("the whole row always decides")
+
+
+def _pick(weights: Row, total: float, params: SamplingParams, u: float, complete: bool) -> int | None:
+    """Place drawn by `u` in the descending `weights`, whose whole row sums to `total`.
+
+    None where this head is too short to tell; never where `complete` says that it is the whole row.
+    """
+    mass = np.cumsum(weights)
+    filtered = params.top_p < 1 or params.min_p > 0
+    kept = _kept(weights, mass, total, params) if filtered else None
+    if kept is None and filtered and not complete:
+        return None
+    whole = float(mass[(kept or len(mass)) - 1]) if filtered else total
+    place = int(np.searchsorted(mass, u * whole, side="right"))
+    if kept is None and not complete:
+        return place if place < len(mass) else None
+    # Tokens without weight come last and are never drawn, not even where u * whole was rounded up to the end.
+    return min(place, (kept or len(mass)) - 1, int(np.count_nonzero(weights)) - 1)
+
+
+def _kept(weights: Row, mass: Row, total: float, params: SamplingParams) -> int | None:
+    """Number of tokens that top_p and min_p keep, at least 1; None: all of this head, and perhaps more."""
+    size = len(weights)
+    kept = size + 1
+    if params.top_p < 1:
+        kept = int(np.searchsorted(mass, params.top_p * total, side="left")) + 1
+    if params.min_p > 0:
+        above = int(np.count_nonzero(weights >= params.min_p))
+        kept = min(kept, above if above < size else size + 1)
+    return kept if kept <= size else None
+
+
+# ---- log probabilities -----------------------------------------------------------------------------------------------
+
+
+def _logprobs(raw: Row, token: int, top: int, decode: Decode | None) -> TokenLogprobs:
+    """log_softmax of the raw row at `token` and at its `top` greatest, most likely first; impossible ones left out."""
+    peak = raw.max()
+    norm = peak + np.log(np.exp(raw - peak).sum())
+    ids = [i for i in _descending(raw, top).tolist() if raw[i] > -np.inf] if top else []
+    if token not in ids:
+        ids.append(token)
+    greatest = raw[ids]
+    entries: TokenLogprobs = {}
+    for place, i in enumerate(ids):
+        # Whatever beats one of the greatest is among them; only the last one may be the token from outside.
+        rank = 1 + int(np.count_nonzero((raw if place == top else greatest) > raw[i]))
+        entries[i] = Logprob(float(raw[i] - norm), rank, decode(i) if decode else "")
+    return entries

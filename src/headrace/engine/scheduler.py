@@ -1,0 +1,144 @@
+"""The scheduler: which tokens of which sequences the next step computes. Pure Python over small records.
+
+Decoding sequences come first, one token each; what is left of the step's token budget goes to prompts in order of
+arrival, so that a long prompt delays a decoding sequence by at most one budget per token. A prompt whose next chunk
+another sequence is writing waits for that chunk, not for the sequence. When the cache is full, the sequence that
+arrived last gives up its chunks and is computed again later; nothing of its answer is lost.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+
+from headrace.engine.sequence import Sequence, Slice
+from headrace.kv.cache import KVCache, Table
+
+
+def _by_order(sequence: Sequence) -> int:
+    return sequence.order
+
+
+class Scheduler:
+    """waiting and running are kept in order of arrival; a running sequence has a table, a waiting one has none.
+
+    open_table(sequence) gives a new sequence its empty table.
+    """
+
+    def __init__(
+        self, cache: KVCache, open_table: Callable[[Sequence], Table], max_batch_tokens: int, max_sequences: int
+    ) -> None:
+        self.cache = cache
+        self.open_table = open_table
+        self.max_batch_tokens = max_batch_tokens
+        self.max_sequences = min(max_sequences, max_batch_tokens)
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self._slices: dict[Sequence, Slice] = {}
+        self._budget = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_by_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out, finished or aborted, at any moment between steps; its own chunks are free at once."""
+        if sequence.table is None:
+            self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        self._close(sequence)
+
+    def schedule(self) -> list[Slice]:
+        """The slices of the next step; empty only when there is nothing to do. The cache has room for all of them."""
+        self._slices = {}
+        self._budget = self.max_batch_tokens
+        for sequence in [s for s in self.running if s.remaining == 1]:
+            if sequence.table is not None:
+                self._decode(sequence)
+        for sequence in [s for s in self.running if s.remaining > 1]:
+            if sequence.table is not None:
+                self._prefill(sequence)
+        self._admit()
+        return list(self._slices.values())
+
+    def _decode(self, sequence: Sequence) -> None:
+        table = sequence.table
+        while table is not None and not self.cache.room(table):
+            if not self._preempt_after(sequence.order - 1):
+                return
+            table = sequence.table
+        if table is not None:
+            self._take(sequence, table, 1)
+
+    def _prefill(self, sequence: Sequence) -> None:
+        table = sequence.table
+        assert table is not None
+        gained, blocked = self.cache.reuse(table)
+        if not sequence.preemptions:
+            sequence.cached_tokens += gained
+        if blocked or not self._budget:
+            return
+        while not self.cache.room(table):
+            if not self._preempt_after(sequence.order):
+                return
+        self._take(sequence, table, min(self._budget, sequence.remaining, self.cache.room(table)))
+
+    def _take(self, sequence: Sequence, table: Table, count: int) -> None:
+        start = table.length
+        extended = self.cache.extend(table, count)
+        assert extended, "room() promised the chunks"
+        self._slices[sequence] = Slice(sequence, start, count)
+        self._budget -= count
+
+    def _admit(self) -> None:
+        """Starts waiting sequences, in order, while budget, places and chunks last."""
+        promised = -1
+        while self.waiting and self._budget and len(self.running) < self.max_sequences:
+            sequence = self.waiting[0]
+            table = self.open_table(sequence)
+            if promised < 0:
+                promised = sum(self.cache.cost(s.table) for s in self.running if s.table and s.remaining > 1)
+            if self.running and self.cache.cost(table) + promised >= self.cache.available:
+                self.cache.close(table)
+                return
+            sequence.table = table
+            insort(self.running, self.waiting.pop(0), key=_by_order)
+            self._prefill(sequence)
+            promised += self.cache.cost(table)
+
+    def _preempt_after(self, order: int) -> bool:
+        """Preempts the latest sequence that arrived after `order` and is not in this step; False if there is none."""
+        for sequence in reversed(self.running):
+            if sequence.order <= order:
+                return False
+            if sequence not in self._slices:
+                self._preempt(sequence)
+                return True
+        return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._close(sequence)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.add(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        assert sequence.table is not None
+        self.cache.close(sequence.table)
+        sequence.table = None
+
+    def check(self) -> None:
+        """Raises AssertionError unless queues, tables and cache agree. For tests."""
+        for queue in (self.waiting, self.running):
+            assert queue == sorted(queue, key=_by_order), "a queue is out of order"
+        assert all(s.table is None for s in self.waiting), "a waiting sequence holds chunks"
+        assert {s.table for s in self.running} == self.cache.tables, "tables and running sequences differ"
+        for s in self.running:
+            assert s.table is not None and s.table.tokens is s.tokens and s.remaining >= 1
+        self.cache.check()

@@ -1,0 +1,273 @@
+"""Text to token ids and back, through the model's own tokenizer and chat template.
+
+Decoding token by token needs the bytes of each token. Tokenizers whose decoder works token by token (byte-level BPE;
+the sentencepiece kinds with the space mark and byte fallback) get a rule for that here; for the others the detokenizer
+decodes small windows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.types import InvalidRequest
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_TEMPLATE_OPTIONS = {"documents", "continue_final_message"}
+"""Options of transformers' apply_chat_template that a request may set; its other options are not the user's to set."""
+
+PieceRule = Callable[[str], bytes]
+"""From a token as the vocabulary spells it to the bytes it stands for inside a text."""
+
+
+class Tokenizer:
+    """The tokenizer of one model folder. Safe to share between threads once built.
+
+    Raises FileNotFoundError where the folder has no tokenizer, ValueError where it cannot be loaded; both name the
+    folder. Code that comes with a model is never run, and nothing is downloaded.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        if not has_tokenizer(folder):
+            raise FileNotFoundError(
+                f"{folder} has no tokenizer (none of {', '.join(_FILES)}); add the model's tokenizer files, "
+                f"or send token ids instead of text"
+            )
+        self._hf: Any = _load(folder)
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        self._rule = _piece_rule(backend.decoder) if backend is not None else None
+        self._special = {token for token, added in self._hf.added_tokens_decoder.items() if added.special}
+        self._bytes: dict[int, bytes] = {}
+        self._hf("", verbose=False)  # transformers clears stored truncation and padding on first use; not in a thread
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer | None:
+        """The folder's tokenizer, None where it has none: the model then takes and gives token ids only."""
+        return cls(folder) if has_tokenizer(folder) else None
+
+    # ---- facts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included. The model's logits may be wider (padding)."""
+        return len(self._hf)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._hf.eos_token_id
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._hf.chat_template)
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether token_bytes is the exact part of a token in any text, so that text can be built token by token."""
+        return self._rule is not None
+
+    def is_special(self, token: int) -> bool:
+        """Whether skip_special_tokens leaves this token out."""
+        return token in self._special
+
+    # ---- text to tokens ----------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """Token ids of `text`, by default with the special tokens that the tokenizer puts around a text.
+
+        Raises InvalidRequest naming `param` for anything but a well-formed string.
+        """
+        _check_text(text, param)
+        return list(self._hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+
+    def apply_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, written out by the model's chat template in transformers' jinja sandbox.
+
+        The template writes the special tokens itself, so none are added. `content` is a string or a list of text
+        parts, which are joined by a newline. `template_kwargs` are variables of the template (enable_thinking, say).
+        Raises InvalidRequest for a model without template, bad messages, and whatever the template refuses.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequest(
+                "the model has no chat template, so it cannot take messages; send a plain prompt to the completions "
+                "endpoint, or add chat_template.jinja to the model folder",
+                "messages",
+            )
+        self._check_template_kwargs(template_kwargs)
+        if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
+            raise InvalidRequest("tools must be a list of JSON objects", "tools")
+        text = self._render(_plain_messages(messages), add_generation_prompt, tools, template_kwargs)
+        return self.encode(text, add_special_tokens=False, param="messages")
+
+    def _check_template_kwargs(self, template_kwargs: Mapping[str, Any]) -> None:
+        reserved = set(inspect.signature(self._hf.apply_chat_template).parameters) - _TEMPLATE_OPTIONS
+        if bad := sorted(reserved & set(template_kwargs)):
+            raise InvalidRequest(f"{bad[0]!r} is not a variable of the chat template", "chat_template_kwargs")
+
+    def _render(self, messages: list[dict[str, Any]], generate: bool, tools: Any, variables: dict[str, Any]) -> str:
+        try:
+            return self._hf.apply_chat_template(
+                messages,
+                tools=list(tools) if tools else None,
+                add_generation_prompt=generate,
+                tokenize=False,
+                **variables,
+            )
+        except Exception as error:  # a template is a program of the model that runs on the user's data
+            raise InvalidRequest(f"the chat template refused the messages: {error}", "messages") from error
+
+    # ---- tokens to text ----------------------------------------------------------------------------------------------
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of a token sequence, spaces as the model wrote them (no clean-up)."""
+        return self._hf.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def token_text(self, token: int) -> str:
+        """Text of one token by itself, special tokens included; U+FFFD where it holds only a part of a character."""
+        if self.has_pieces:
+            return self.token_bytes(token).decode("utf-8", "replace")
+        return self.decode([token], skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes of one token as it stands inside a text; empty for an id that the vocabulary does not have."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._make_bytes(token)
+        return known
+
+    def _make_bytes(self, token: int) -> bytes:
+        if self._rule is None:
+            return self.decode([token], skip_special_tokens=False).encode()
+        piece = self._hf.convert_ids_to_tokens(token) if 0 <= token < 2**31 else None
+        return b"" if piece is None else self._rule(piece)
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether the model folder holds a tokenizer's vocabulary."""
+    return any((Path(folder) / name).is_file() for name in _FILES)
+
+
+def _load(folder: str | Path) -> Any:
+    from transformers import AutoTokenizer  # slow to import; a model without text does not need it
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise every kind of error over a broken file
+        raise ValueError(f"cannot load the tokenizer of {folder}: {error}; check its files") from error
+
+
+# ---- checks of what a request brings ---------------------------------------------------------------------------------
+
+
+def _check_text(text: Any, param: str) -> None:
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{param} must be a string, got {type(text).__name__}", param)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{param} has half a surrogate pair at character {error.start}", param) from None
+
+
+def _plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages with text-only content, checked. Other fields (tool_calls, name) go to the template as they are."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise InvalidRequest("messages must be a non-empty list", "messages")
+    return [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _plain_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"{where} must be an object with a string `role`", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+    elif content is None:
+        if message["role"] != "assistant":
+            raise InvalidRequest(f"{where}.content is missing", "messages")
+    elif not isinstance(content, str):
+        raise InvalidRequest(f"{where}.content must be a string or a list of text parts", "messages")
+    return {**message, "content": content}
+
+
+def _part_text(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text":
+        raise InvalidRequest(f"{where}: type {kind!r} is not supported, only 'text' is", "messages")
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequest(f"{where}.text must be a string", "messages")
+    return part["text"]
+
+
+# ---- bytes of a token ------------------------------------------------------------------------------------------------
+
+
+def _piece_rule(decoder: Any) -> PieceRule | None:
+    """The rule for a decoder of the tokenizers library, None where its tokens cannot be decoded one by one."""
+    if decoder is None:
+        return None
+    spec = json.loads(decoder.__getstate__())
+    steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level
+    marks = [mark for step in steps if (mark := _space_mark(step))]
+    # Strip takes a space from the beginning of the whole text, but only after Fuse; before, from every token.
+    if "Strip" in kinds and ("Fuse" not in kinds or kinds.index("Strip") < kinds.index("Fuse")):
+        return None
+    if len(marks) == 1 and all(_space_mark(step) or _is_neutral(step) for step in steps):
+        mark, fallback = marks[0], "ByteFallback" in kinds
+        return lambda piece: _marked(piece, mark, fallback)
+    return None
+
+
+def _space_mark(step: Mapping[str, Any]) -> str | None:
+    """The character that this decoder step turns into a space, if that is what it does."""
+    if step["type"] == "Metaspace":
+        return step["replacement"]
+    if step["type"] == "Replace" and step["content"] == " ":
+        return step["pattern"].get("String")
+    return None
+
+
+def _is_neutral(step: Mapping[str, Any]) -> bool:
+    """Whether the step changes nothing inside a text, but for bytes and the text's first space."""
+    if step["type"] == "Strip":
+        return step["content"] == " " and step["start"] <= 1 and step["stop"] == 0
+    return step["type"] in ("ByteFallback", "Fuse")
+
+
+def _marked(piece: str, mark: str, fallback: bool) -> bytes:
+    if fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        try:
+            return bytes([int(piece[3:5], 16)])
+        except ValueError:
+            pass
+    return piece.replace(mark, " ").encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable ones stand for themselves, the rest from U+0100 on in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+def _byte_level(piece: str) -> bytes:
+    """An added token with a character outside the alphabet stands for itself, as in the tokenizers library."""
+    try:
+        return bytes([_ALPHABET[char] for char in piece])
+    except KeyError:
+        return piece.encode()

@@ -1,0 +1,71 @@
+"""Row-wise operations of the decoder: C++ for CPU tensors where the extension exists, torch otherwise.
+
+T: rows, H: width, I: MLP width, D: head size. Every operation gives a row the same bits whatever other rows ride along
+(DESIGN, section 3, rule 2). C++ and torch differ in the last bit; `table.force` selects either.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headrace.kernels import cpu, table
+
+MIN_ROWS = 16
+"""torch's CPU GEMM adds up one to three rows (a dozen with two threads, in fp32) in another order than more rows;
+smaller batches are padded to this."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, H] times weight [N, H] transposed, plus bias [N]: [T, N], the same bits for a row at every T."""
+    rows = x.shape[0]
+    if rows < MIN_ROWS and x.device.type == "cpu":
+        x = F.pad(x, (0, 0, 0, MIN_ROWS - rows))
+        return F.linear(x, weight, bias)[:rows]
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, in fp32: [..., H]."""
+    if table.native(x) and weight.dtype == x.dtype:
+        return cpu.rms_norm(x, weight, eps)
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return (y * weight.float()).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Norm to mean 0 and variance 1 over the last dimension, then weight and bias if given, in fp32: [..., H]."""
+    if table.native(x) and all(vector is None or vector.dtype == x.dtype for vector in (weight, bias)):
+        return cpu.layer_norm(x, weight, bias, eps)
+    wide = [None if vector is None else vector.float() for vector in (weight, bias)]
+    return F.layer_norm(x.float(), x.shape[-1:], wide[0], wide[1], eps).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate_up [T, 2 I] = (gate, up): [T, I]."""
+    if table.native(gate_up):
+        return cpu.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Gaussian error linear unit, exact or 'tanh', in fp32."""
+    if table.native(x):
+        return cpu.gelu(x, approximate == "tanh")
+    return F.gelu(x.float(), approximate=approximate).to(x.dtype)
+
+
+def rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [T, heads, D] with its first N elements rotated by halves, in fp32: a new tensor.
+
+    cos_sin [T, N] fp32 = (cos, sin), each N/2 wide.
+    """
+    if table.native(x):
+        return cpu.rotary(x, cos_sin)
+    turned, kept = x.float().split((cos_sin.shape[-1], x.shape[-1] - cos_sin.shape[-1]), dim=-1)
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    a, b = turned.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, kept), dim=-1).to(x.dtype)

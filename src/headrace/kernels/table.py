@@ -1,0 +1,127 @@
+"""Which implementation each operation has, and why. The engine, the ops and `headrace doctor` ask here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headrace.config import Backend
+from headrace.kernels import cpu
+
+log = logging.getLogger(__name__)
+
+Implementation = Literal["cpu", "torch"]
+
+NATIVE_OPS = ("attend", "append", "rms_norm", "layer_norm", "silu_mul", "gelu", "rotary")
+TORCH_OPS = {"linear": "oneDNN's matrix product, batches padded to 16 rows"}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One row of the table."""
+
+    implementation: Implementation
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.implementation}: {self.reason}"
+
+
+_forced: Implementation | None = None
+
+
+class force:
+    """force("torch") makes every op take that implementation, force("cpu") the C++ one, force(None) the best.
+
+    Holds until the next call, or until the end of the `with` block if used in one. For tests and for measuring.
+    """
+
+    def __init__(self, implementation: Implementation | None) -> None:
+        global _forced
+        if implementation not in ("cpu", "torch", None):
+            raise ValueError(f"implementation must be 'cpu', 'torch' or None, got {implementation!r}")
+        if implementation == "cpu" and not cpu.available():
+            raise ValueError(f"implementation 'cpu': {cpu.unavailable_reason()}")
+        self._before, _forced = _forced, implementation
+
+    def __enter__(self) -> force:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _forced
+        _forced = self._before
+
+
+def native(x: Tensor) -> bool:
+    """Whether the C++ kernels take x. They know no gradients, so torch keeps a tensor that asks for one."""
+    if _forced == "torch":
+        return False
+    taken = cpu.available() and x.is_cpu and cpu.supports(x.dtype) and not (x.requires_grad and torch.is_grad_enabled())
+    if _forced == "cpu" and not taken:
+        raise ValueError(f"implementation 'cpu' does not take {x.dtype} on {x.device}")
+    return taken
+
+
+def table() -> dict[str, Choice]:
+    """The choice for each operation on CPU tensors of bfloat16 or float32."""
+    return {name: _native_choice() for name in NATIVE_OPS} | {
+        name: Choice("torch", reason) for name, reason in TORCH_OPS.items()
+    }
+
+
+def _native_choice() -> Choice:
+    reason = cpu.unavailable_reason()
+    if reason is not None:
+        return Choice("torch", reason)
+    return Choice("torch", "forced") if _forced == "torch" else Choice("cpu", f"C++ {cpu.isa()}")
+
+
+def reasons() -> dict[str, str]:
+    """The table as text: operation -> 'cpu: C++ avx512'."""
+    return {name: str(choice) for name, choice in table().items()}
+
+
+def choose(backend: Backend, dtype: torch.dtype, device: torch.device | str = "cpu") -> Literal["reference", "cpu"]:
+    """The attention backend for `backend`, logged once with its reason.
+
+    Raises ValueError, with the remedy, where the one asked for cannot run here.
+    """
+    device_type = torch.device(device).type
+    if backend == "triton":
+        raise ValueError(f"attention_backend 'triton': {_no_triton()}; use 'auto', 'cpu' or 'reference'")
+    obstacle = _obstacle(dtype, device_type)
+    if backend == "cpu" and obstacle is not None:
+        raise ValueError(f"attention_backend 'cpu': {obstacle}; use 'auto' or 'reference'")
+    if backend == "reference":
+        _log_choice("reference", "asked for")
+        return "reference"
+    if obstacle is not None:
+        _log_choice("reference", f"the C++ kernels cannot be used: {obstacle}")
+        return "reference"
+    _log_choice("cpu", f"C++ {cpu.isa()}")
+    return "cpu"
+
+
+def _no_triton() -> str:
+    return "this version has no CUDA kernels" if torch.cuda.is_available() else "no CUDA device"
+
+
+def _obstacle(dtype: torch.dtype, device_type: str) -> str | None:
+    """Why the C++ kernels cannot serve this type and device; None where they can."""
+    if not cpu.available():
+        return cpu.unavailable_reason()
+    if device_type != "cpu":
+        return f"they run on the CPU, not on {device_type}"
+    return None if cpu.supports(dtype) else f"they compute in bfloat16 and float32, not {dtype}"
+
+
+@cache
+def _log_choice(backend: str, reason: str) -> None:
+    log.info("attention backend %s (%s)", backend, reason)
+    for name, why in reasons().items():
+        log.info("kernel %s -> %s", name, why)

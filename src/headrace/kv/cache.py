@@ -1,0 +1,247 @@
+"""The KV cache as the scheduler sees it: a table of chunks per sequence, filled from the tree or newly.
+
+A sequence of `length` cached tokens holds the chunks 0 .. ceil(length/64)-1:
+
+    |<------------- length ------------->|
+    | shared | shared | own, pending | own tail |
+    0        64       128            192        ^ length
+
+Protocol of a step: `reuse` what the tree has, `extend` by the tokens to be computed, run the step, `commit`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.kv.pool import SlotPool
+from headrace.kv.tree import Node, PrefixTree, chain, token_array
+from headrace.types import CHUNK, chunks_for
+
+
+class Table:
+    """The chunks of one sequence. `tokens` is the sequence's own growing list; `length` counts those cached."""
+
+    __slots__ = ("_digests", "_root", "_salt", "_salt_chunk", "_slots", "length", "nodes", "shares", "tokens")
+
+    def __init__(self, tokens: list[int], root: bytes, salt: bytes, salt_chunk: int, shares: bool) -> None:
+        self.tokens = tokens
+        self.length = 0
+        self.nodes: list[Node] = []
+        self.shares = shares
+        self._root = root
+        self._salt = salt
+        self._salt_chunk = salt_chunk
+        self._digests: list[bytes] = []
+        self._slots: NDArray[np.int32] = np.empty(16, dtype=np.int32)
+
+    @property
+    def slots(self) -> NDArray[np.int32]:
+        """Slots of the chunks in order, int32 [chunks]; valid until the table changes."""
+        return self._slots[: len(self.nodes)]
+
+    def digest(self, chunk: int) -> bytes:
+        """Name of the chunk, all of whose tokens must be known."""
+        while len(self._digests) <= chunk:
+            self._extend_digests(chunk + 1)
+        return self._digests[chunk]
+
+    def _extend_digests(self, chunks: int) -> None:
+        first = len(self._digests)
+        known = token_array(self.tokens[first * CHUNK : chunks * CHUNK])
+        if len(known) < (chunks - first) * CHUNK:
+            raise ValueError(f"chunk {chunks - 1} is not full: {len(self.tokens)} tokens")
+        parent = self._digests[-1] if first else self._root
+        for chunk in range(first, chunks):
+            salt = self._salt if chunk == self._salt_chunk else b""
+            start = (chunk - first) * CHUNK
+            parent = chain(parent, known[start : start + CHUNK], salt)
+            self._digests.append(parent)
+
+    def append(self, node: Node) -> None:
+        count = len(self.nodes)
+        if count == len(self._slots):
+            self._slots = np.concatenate([self._slots, np.empty_like(self._slots)])
+        self._slots[count] = node.slot
+        self.nodes.append(node)
+
+    def replace(self, chunk: int, node: Node) -> None:
+        self.nodes[chunk] = node
+        self._slots[chunk] = node.slot
+
+
+class KVCache:
+    """Pool, tree and tables. `identity` names model, layout and dtype: chunks of another identity never match."""
+
+    def __init__(self, total_chunks: int, identity: bytes = b"") -> None:
+        self.pool = SlotPool(total_chunks)
+        self.tree = PrefixTree(self.pool)
+        self.identity = identity
+        self.tables: set[Table] = set()
+        self._filled: list[tuple[Table, int]] = []
+
+    @property
+    def available(self) -> int:
+        """Chunks that can be had without preempting anybody."""
+        return self.tree.available
+
+    def open(
+        self, tokens: list[int], *, salt: str | None = None, public_tokens: int = 0, namespace: str = "",
+        shares: bool = True,
+    ) -> Table:
+        """An empty table for `tokens`.
+
+        salt: tenants with different salts share no chunk beyond the whole chunks of the first `public_tokens` tokens.
+        namespace: further identity of the keys (length-dependent rotary scaling). shares=False keeps it all private.
+        """
+        root = hashlib.blake2b(namespace.encode(), digest_size=32, key=hashlib.sha256(self.identity).digest()).digest()
+        mark = b"" if salt is None else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:16]
+        table = Table(tokens, root, mark, public_tokens // CHUNK if salt is not None else -1, shares)
+        self.tables.add(table)
+        return table
+
+    def reuse(self, table: Table) -> tuple[int, bool]:
+        """Attaches chunks that the tree already has: (tokens gained, whether the next chunk is being written elsewhere).
+
+        The chunk of the last known token is never attached, so that at least one token is left to compute.
+        """
+        before = table.length
+        if before % CHUNK or not table.shares:
+            return 0, False
+        last = (len(table.tokens) - 1) // CHUNK
+        for chunk in range(before // CHUNK, last):
+            node = self.tree.find(table.digest(chunk))
+            if node is None or node.parent is not self._last(table):
+                break
+            if not node.complete:
+                return table.length - before, True
+            self.tree.hold(node)
+            table.append(node)
+            table.length += CHUNK
+        return table.length - before, False
+
+    @staticmethod
+    def _last(table: Table, chunk: int | None = None) -> Node | None:
+        """The node before `chunk` (default: the table's last). Named chunks are held together with all before them."""
+        count = len(table.nodes) if chunk is None else chunk
+        return table.nodes[count - 1] if count else None
+
+    def cost(self, table: Table) -> int:
+        """Chunks of `available` that the table's known tokens would still take: those of the tree that others hold
+        cost nothing. An upper bound: chunks not yet in the tree are counted for each sequence that needs them."""
+        first, total = len(table.nodes), chunks_for(len(table.tokens))
+        if not table.shares:
+            return total - first
+        held = 0
+        for chunk in range(first, (len(table.tokens) - 1) // CHUNK):
+            node = self.tree.find(table.digest(chunk))
+            if node is None:
+                break
+            held += node.refs > 0
+        return total - first - held
+
+    def room(self, table: Table) -> int:
+        """Tokens by which the table can be extended without preempting anybody."""
+        return -table.length % CHUNK + self.available * CHUNK
+
+    def extend(self, table: Table, count: int) -> bool:
+        """Makes room for the next `count` known tokens, which the coming step computes. False, with nothing changed,
+        when there is not enough."""
+        if count > self.room(table):
+            return False
+        end = table.length + count
+        if end > len(table.tokens):
+            raise ValueError(f"cannot extend to {end} tokens: only {len(table.tokens)} are known")
+        while table.length < end:
+            chunk = table.length // CHUNK
+            if chunk == len(table.nodes):
+                table.append(self._new_node(table, chunk))
+            table.length = min(end, (chunk + 1) * CHUNK)
+            if table.length % CHUNK == 0:
+                self._fill(table, chunk)
+        return True
+
+    def _new_node(self, table: Table, chunk: int) -> Node:
+        slot = self.tree.take_slot()
+        assert slot is not None, "room() promised a slot"
+        node = Node(slot, None, None, writer=table)
+        whole = (chunk + 1) * CHUNK <= len(table.tokens)
+        if table.shares and whole and self.tree.find(table.digest(chunk)) is None:
+            self._name(table, chunk, node)
+        return node
+
+    def _name(self, table: Table, chunk: int, node: Node) -> None:
+        """Puts an own node into the tree, if the chunk before it is there."""
+        parent = self._last(table, chunk)
+        if parent is None or parent.digest is not None:
+            self.tree.insert(node, table.digest(chunk), parent)
+
+    def _fill(self, table: Table, chunk: int) -> None:
+        """The coming step completes the chunk: named ones can be shared at once, since a step stores keys and values
+        before it attends; private ones wait for commit."""
+        node = table.nodes[chunk]
+        if node.digest is not None:
+            node.writer = None
+        elif table.shares:
+            self._filled.append((table, chunk))
+
+    def commit(self) -> None:
+        """After a step: names the private chunks that it filled, or gives them up for their twin in the tree."""
+        for table, chunk in self._filled:
+            if table not in self.tables:
+                continue
+            own = table.nodes[chunk]
+            twin = self.tree.find(table.digest(chunk))
+            if twin is None:
+                own.writer = None
+                self._name(table, chunk, own)
+            elif twin.complete and twin.parent is self._last(table, chunk):
+                self.tree.hold(twin)
+                table.replace(chunk, twin)
+                self.tree.release(own)
+        self._filled.clear()
+
+    def close(self, table: Table) -> None:
+        """Lets go of everything the table holds; complete named chunks stay in the tree until evicted."""
+        self.tables.remove(table)
+        for node in reversed(table.nodes):
+            self.tree.release(node)
+        table.nodes.clear()
+        table.length = 0
+
+    @property
+    def used(self) -> int:
+        """Chunks held by tables."""
+        return self.pool.total - self.available
+
+    @property
+    def unshared(self) -> int:
+        """Chunks that the tables would hold if nothing were shared."""
+        return sum(len(table.nodes) for table in self.tables)
+
+    def check(self) -> None:
+        """Raises AssertionError unless pool, tree and tables agree in every count. For tests: costs a full walk."""
+        self.tree.check()
+        holders: dict[int, list[tuple[Table, int]]] = {}
+        nodes: dict[int, Node] = {id(node): node for node in self.tree.nodes.values()}
+        for table in self.tables:
+            assert len(table.nodes) == chunks_for(table.length), "a table holds more or fewer chunks than its length"
+            assert table.slots.tolist() == [node.slot for node in table.nodes], "slots and nodes differ"
+            for chunk, node in enumerate(table.nodes):
+                nodes[id(node)] = node
+                holders.setdefault(id(node), []).append((table, chunk))
+        for key, node in nodes.items():
+            self._check_node(node, holders.get(key, []))
+        self.pool.check({node.slot for node in nodes.values()})
+        assert len({node.slot for node in nodes.values()}) == len(nodes), "two nodes share a slot"
+
+    @staticmethod
+    def _check_node(node: Node, holders: list[tuple[Table, int]]) -> None:
+        assert node.refs == len(holders), f"{len(holders)} tables hold a node that counts {node.refs}"
+        for table, chunk in holders:
+            filled = table.length >= (chunk + 1) * CHUNK
+            assert filled or len(holders) == 1, "a partial chunk is shared"
+            assert node.digest is None or node.digest == table.digest(chunk), "a table holds a chunk of other tokens"
+            assert filled or node.writer is table, "a partial chunk is not its holder's own"

@@ -1,0 +1,105 @@
+"""From a model folder to ModelConfig, or to a refusal that names what is not supported. Imports no torch by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from headrace.models.families import FAMILIES, Family
+from headrace.models.files import header, read_json, weight_files
+from headrace.models.spec import CheckpointDType, ModelConfig, RopeSpec
+from headrace.types import UnsupportedModel
+
+__all__ = ["ModelConfig", "RopeSpec", "read_config"]
+
+REFUSED_FIELDS = ("quantization_config", "compression_config", "per_layer_config")
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""safetensors' names of the types that weights may have."""
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """Facts of the model in `folder`.
+
+    Raises UnsupportedModel naming the architecture or the config field, ValueError if the folder cannot be read.
+    """
+    folder = Path(folder)
+    raw = read_json(folder / "config.json")
+    try:
+        family = _family(raw)
+        _refuse_fields(raw)
+        config = _normalised(folder, family)
+        return ModelConfig(
+            architecture=raw["architectures"][0],
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            layers=config.num_hidden_layers,
+            dtype=_dtype(raw, folder),
+            tied=config.tie_word_embeddings,
+            bos_token_id=config.bos_token_id,
+            eos_token_ids=_eos(config, folder),
+            **family.facts(config),
+        )
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{folder / 'config.json'}: {error}") from None
+
+
+def _family(raw: dict[str, Any]) -> Family:
+    architectures = raw.get("architectures") or ["(none)"]
+    supported = ", ".join(FAMILIES)
+    family = FAMILIES.get(architectures[0])
+    if family is None or len(architectures) > 1:
+        remote = "; its auto_map asks for remote code, which is never run" if raw.get("auto_map") else ""
+        name = ", ".join(map(str, architectures))
+        raise UnsupportedModel(f"architecture {name} is not supported{remote}; supported: {supported}")
+    if raw.get("model_type") != family.model_type:
+        # transformers picks the class by model_type: the two must agree, or ours would not be the class it runs
+        raise UnsupportedModel(f"model_type {raw.get('model_type')!r} is not supported for {architectures[0]}")
+    return family
+
+
+def _refuse_fields(raw: dict[str, Any]) -> None:
+    for name in REFUSED_FIELDS:
+        if raw.get(name):
+            raise UnsupportedModel(f"{name} is not supported; use the unquantised checkpoint")
+    for value in (raw.get("auto_map") or {}).values():
+        _refuse_remote_code(value, raw["model_type"])
+    if raw.get("is_causal") is False:
+        raise UnsupportedModel("is_causal false is not supported")
+
+
+def _refuse_remote_code(value: Any, model_type: str) -> None:
+    """Refuses an auto_map entry, unless it names the module that transformers has taken in since (Falcon's do)."""
+    if isinstance(value, str):  # a tokenizer's entry is a list
+        module = value.split("--")[-1].split(".")[0]
+        if module not in (f"modeling_{model_type}", f"configuration_{model_type}"):
+            raise UnsupportedModel(f"auto_map names {value}: remote code is never run")
+
+
+def _normalised(folder: Path, family: Family) -> Any:
+    """The configuration as transformers reads it: defaults filled in, old rope fields brought to one form."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers raises its own kinds for values that its classes do not accept
+        raise UnsupportedModel(f"transformers does not accept it as {family.model_type}: {error}") from error
+
+
+def _dtype(raw: dict[str, Any], folder: Path) -> CheckpointDType:
+    """Type of the weights: as config.json says, otherwise that of the first tensor."""
+    name = raw.get("dtype") or raw.get("torch_dtype")
+    if name is None:
+        first = next(iter(header(weight_files(folder)[0]).values()), {"dtype": "F32"})["dtype"]
+        name = DTYPES.get(first, first)
+    name = str(name).removeprefix("torch.")
+    if name not in get_args(CheckpointDType):
+        raise UnsupportedModel(f"dtype {name} is not supported; supported: {', '.join(get_args(CheckpointDType))}")
+    return cast(CheckpointDType, name)
+
+
+def _eos(config: Any, folder: Path) -> tuple[int, ...]:
+    """End-of-sequence tokens of config.json and generation_config.json, without repeats."""
+    path = folder / "generation_config.json"
+    values = [config.eos_token_id, read_json(path).get("eos_token_id") if path.is_file() else None]
+    found = [token for value in values for token in (value if isinstance(value, list) else [value])]
+    return tuple(dict.fromkeys(int(token) for token in found if token is not None))

@@ -1,0 +1,156 @@
+"""One decoder for all families, built from the facts in ModelConfig.
+
+T: rows (tokens) of a step, of all sequences together. H: hidden size, E: embedding and head width, V: vocabulary,
+Hq, Hkv: query and KV heads, D: head size.
+Nothing here lets a row's bits depend on other rows (DESIGN, section 3): sums run inside headrace.kernels.ops or within
+one row, and whatever is elementwise is add, multiply or a table look-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headrace.kernels import ops
+from headrace.models.alibi import alibi_bias
+from headrace.models.config import ModelConfig, read_config
+from headrace.models.rope import Rope, rotate
+from headrace.models.weights import LEARNED_OFFSET, Progress, load_weights
+
+if TYPE_CHECKING:
+    from headrace.attention.execute import Attend
+
+Weights = dict[str, Tensor]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
+"""Compute type by checkpoint type."""
+
+
+@dataclass(slots=True)
+class TokenBatch:
+    """Rows of one step: token_ids [T] and absolute positions [T], int64.
+
+    `rope_lengths` [T] = max(prompt length, position + 1), for models with rope_depends_on_length.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    rope_lengths: Tensor | None = None
+
+
+class Layer:
+    """One block: attention and MLP, in the order that ModelConfig.block says."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, index: int) -> None:
+        self.config = config
+        self.index = index
+        prefix = f"layers.{index}."
+        self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+
+    def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        if self.config.block == "post":
+            x = self._norm("attention_norm", x + self._attention(x, cos_sin, attend))
+            return self._norm("mlp_norm", x + self._mlp(x))
+        first = self._norm("attention_norm", x)
+        attended = self._attention(first, cos_sin, attend)
+        if self.config.block == "parallel":
+            second = self._norm("mlp_norm", x) if self.config.mlp_norm else first
+            return x + (self._mlp(second) + attended)
+        x = x + attended
+        return x + self._mlp(self._norm("mlp_norm", x))
+
+    def _attention(self, x: Tensor, cos_sin: Tensor | None, attend: Attend) -> Tensor:
+        spec = self.config.attention
+        heads = self._linear("qkv", x).view(len(x), spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        q, k, v = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
+        if self.config.qk_norm:
+            q = ops.rms_norm(q, self.weights["q_norm.weight"], self.config.norm_eps)
+            k = ops.rms_norm(k, self.weights["k_norm.weight"], self.config.norm_eps)
+        if cos_sin is not None:
+            q, k = rotate(q, cos_sin), rotate(k, cos_sin)
+        out = attend(self.index, q.contiguous(), k.contiguous(), v.contiguous())
+        return self._linear("out", out.reshape(len(x), -1))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        inner = self._linear("up", x)
+        return self._linear("down", ops.silu_mul(inner) if self.config.gated else self._activate(inner))
+
+    def _activate(self, x: Tensor) -> Tensor:
+        if self.config.activation == "relu":
+            return F.relu(x)
+        return ops.gelu(x, "tanh" if self.config.activation == "gelu_tanh" else "none")
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weights[name + ".weight"], self.weights.get(name + ".bias"))
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return norm(self.config, self.weights, name, x)
+
+
+class Decoder:
+    """A loaded model. It keeps no state between calls; keys and values live with whoever supplies `attend`.
+
+    `key_bias` [Hq, max_model_len] fp32 is added to the scaled scores by head and key position (ALiBi), if not None.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+        self.dtype = weights["embed.weight"].dtype
+        self.layers = [Layer(config, weights, index) for index in range(config.layers)]
+        self.rope = Rope(config.rope, config.attention.head_dim) if config.rope else None
+        self.key_bias = alibi_bias(config.attention, config.max_model_len) if config.positions == "alibi" else None
+
+    def forward(self, batch: TokenBatch, attend: Attend) -> Tensor:
+        """Hidden states [T, E] of the batch, ready for `logits`. Calls attend(layer, q, k, v) once per layer, in order.
+
+        k is handed over rotated; q, k and v are contiguous.
+        """
+        x = self._embed(batch)
+        cos_sin = self.rope.at(batch.positions, batch.rope_lengths) if self.rope else None
+        for layer in self.layers:
+            x = layer(x, cos_sin, attend)
+        if self.config.final_norm:
+            x = norm(self.config, self.weights, "final_norm", x)
+        return ops.linear(x, self.weights["project_out.weight"]) if "project_out.weight" in self.weights else x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, E] -> fp32 [R, V]."""
+        return ops.linear(hidden, self.weights["head.weight"]).float()
+
+    def _embed(self, batch: TokenBatch) -> Tensor:
+        x = F.embedding(batch.token_ids, self.weights["embed.weight"])
+        if "project_in.weight" in self.weights:
+            x = ops.linear(x, self.weights["project_in.weight"])
+        if self.config.positions == "learned":
+            x = x + F.embedding(batch.positions + LEARNED_OFFSET, self.weights["positions.weight"])
+        return x
+
+
+def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """The model's norm of x [T, H] with the weights called `name`."""
+    weight, bias = weights.get(name + ".weight"), weights.get(name + ".bias")
+    if config.norm == "rms" and weight is not None:
+        return ops.rms_norm(x, weight, config.norm_eps)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, config.norm_eps)
+
+
+def load_decoder(
+    folder: str | Path,
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto",
+    progress: Progress | None = None,
+) -> Decoder:
+    """Reads the model in `folder`; `auto` computes in the checkpoint's type, float16 as bfloat16.
+
+    Raises UnsupportedModel naming what Headrace does not implement, ValueError for a folder that is not sound.
+    """
+    if dtype not in ("auto", "bfloat16", "float32"):
+        raise ValueError(f"dtype must be auto, bfloat16 or float32, got {dtype!r}")
+    config = read_config(folder)
+    compute = DTYPES[config.dtype if dtype == "auto" else dtype]
+    return Decoder(config, load_weights(Path(folder), config, compute, progress))

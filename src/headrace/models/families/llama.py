@@ -1,0 +1,96 @@
+"""Llama and its kin: RMS norm, rotary positions, gated SiLU MLP. Mistral adds windows, Qwen2 biases, Qwen3 QK-norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.models.families.base import GATED_ACTIVATIONS, Family, Names, activation, attention, rope, rope_reach
+from headrace.models.spec import ModelConfig
+from headrace.types import UnsupportedModel
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def _common(config: Any, windows: tuple[int | None, ...]) -> dict[str, Any]:
+    spec = rope(config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return dict(
+        intermediate_size=config.intermediate_size,
+        embed_size=config.hidden_size,
+        max_model_len=rope_reach(spec),
+        attention=attention(config, kv_heads=config.num_key_value_heads, head_dim=head_dim, windows=windows),
+        positions="rope",
+        rope=spec,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=activation("hidden_act", config.hidden_act, GATED_ACTIVATIONS),
+        gated=True,
+    )
+
+
+def _uniform(config: Any, window: int | None) -> tuple[int | None, ...]:
+    """The same window in every layer; layer_types, which these families ignore, must not say otherwise."""
+    kind = LAYER_TYPES[window is not None]
+    for other in getattr(config, "layer_types", None) or ():
+        if other != kind:
+            raise UnsupportedModel(f"layer_types with {other!r} is not supported for model_type {config.model_type!r}")
+    return (_window(window),) * config.num_hidden_layers
+
+
+def _mixed(config: Any) -> tuple[int | None, ...]:
+    """A window in the layers that layer_types names sliding_attention."""
+    for kind in config.layer_types:
+        if kind not in LAYER_TYPES:
+            raise UnsupportedModel(f"layer_types with {kind!r} is not supported; supported: {', '.join(LAYER_TYPES)}")
+    if LAYER_TYPES[1] in config.layer_types and config.sliding_window is None:
+        raise UnsupportedModel("sliding_window is missing or unused, but layer_types names sliding_attention")
+    return tuple(_window(config.sliding_window) if kind == LAYER_TYPES[1] else None for kind in config.layer_types)
+
+
+def _window(window: int | None) -> int | None:
+    if window is not None and window < 1:
+        raise UnsupportedModel(f"sliding_window {window} is not supported; it must be at least 1, or null")
+    return window
+
+
+def _llama(config: Any) -> dict[str, Any]:
+    if (config.pretraining_tp or 1) != 1:
+        raise UnsupportedModel(f"pretraining_tp {config.pretraining_tp} is not supported; only 1 is")
+    bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias, mlp_bias=config.mlp_bias)
+    return _common(config, _uniform(config, None)) | bias
+
+
+def _mistral(config: Any) -> dict[str, Any]:
+    return _common(config, _uniform(config, config.sliding_window))
+
+
+def _qwen2(config: Any) -> dict[str, Any]:
+    return _common(config, _mixed(config)) | dict(qkv_bias=True)
+
+
+def _qwen3(config: Any) -> dict[str, Any]:
+    bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+    return _common(config, _mixed(config)) | bias | dict(qk_norm=True)
+
+
+def _names(config: ModelConfig) -> Names:
+    layer = "layers.{}."
+    return {
+        "embed": ("embed_tokens",),
+        "final_norm": ("norm",),
+        "layers.{}.attention_norm": (layer + "input_layernorm",),
+        "layers.{}.qkv": tuple(layer + f"self_attn.{part}_proj" for part in "qkv"),
+        "layers.{}.q_norm": (layer + "self_attn.q_norm",),
+        "layers.{}.k_norm": (layer + "self_attn.k_norm",),
+        "layers.{}.out": (layer + "self_attn.o_proj",),
+        "layers.{}.mlp_norm": (layer + "post_attention_layernorm",),
+        "layers.{}.up": (layer + "mlp.gate_proj", layer + "mlp.up_proj"),
+        "layers.{}.down": (layer + "mlp.down_proj",),
+    }
+
+
+PREFIXES = ("model.", "")
+LLAMA = Family("llama", _llama, _names, PREFIXES)
+MISTRAL = Family("mistral", _mistral, _names, PREFIXES)
+QWEN2 = Family("qwen2", _qwen2, _names, PREFIXES)
+QWEN3 = Family("qwen3", _qwen3, _names, PREFIXES)

@@ -1,0 +1,68 @@
+"""The files of a model folder: JSON, and which safetensors files hold the weights. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from headrace.types import UnsupportedModel
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MAX_HEADER = 100_000_000  # bytes; the limit that safetensors itself sets
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError naming the file if it is not there or holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; a model folder in Hugging Face form is needed") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return value
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of the folder, one or all shards. Refuses folders with pickled weights only."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if (folder / INDEX).is_file():
+        return _shards(folder)
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise UnsupportedModel(
+            f"{folder}: {pickles[0]} holds pickled weights, which can run code when read and are refused. Convert them "
+            f"where you trust them: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER, "
+            f"safe_serialization=True), and copy the tokenizer files"
+        )
+    raise ValueError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
+
+
+def _shards(folder: Path) -> list[Path]:
+    names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{folder / INDEX} names {name!r}, which is outside the folder")
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / INDEX} names {name}, which is missing; download the folder again")
+    if not names:
+        raise ValueError(f"{folder / INDEX} has an empty weight_map")
+    return [folder / name for name in names]
+
+
+def header(path: Path) -> dict[str, Any]:
+    """Header of a safetensors file: tensor name -> {dtype, shape, data_offsets}."""
+    with path.open("rb") as file:
+        size = file.read(8)
+        length = struct.unpack("<Q", size)[0] if len(size) == 8 else MAX_HEADER + 1
+        text = file.read(length) if length <= MAX_HEADER else b""
+    try:
+        return {name: item for name, item in json.loads(text).items() if name != "__metadata__"}
+    except (ValueError, AttributeError):
+        raise ValueError(f"{path} is not a safetensors file, or is cut short; download it again") from None

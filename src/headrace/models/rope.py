@@ -1,0 +1,96 @@
+"""Rotary positions: cos and sin by absolute position. T: rows, D: head size, H: heads.
+
+The frequencies are transformers' own (ROPE_INIT_FUNCTIONS). Tables are filled in blocks of fixed shape, each always
+computed whole: the cosine of one position then has the same bits whenever and for whomever it is computed.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.models.spec import RopeSpec
+
+BLOCK = 64
+"""Positions in a block of the table."""
+CACHED_BLOCKS = 1024
+"""Blocks kept for dynamic NTK, whose table differs by sequence length."""
+
+
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [T, H, D] rotated by cos_sin [T, D] = (cos, sin), each D/2 wide; in fp32, rounded once."""
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Rope:
+    """Table of rotations of one model.
+
+    With dynamic NTK the frequencies depend on the length of the sequence. As transformers computes it, a token at
+    position i of a request with prompt length L is rotated for length max(L, i + 1), or the model's own length if that
+    is greater; callers pass max(L, i + 1) as `lengths`, so that the rotation does not depend on the schedule.
+    """
+
+    def __init__(self, spec: RopeSpec, head_dim: int) -> None:
+        self.spec = spec
+        self.head_dim = head_dim
+        self.dynamic = spec.kind == "dynamic"
+        self._carrier = _carrier(spec, head_dim)
+        self._table = torch.empty(0, head_dim)
+        self._frequencies = lru_cache(CACHED_BLOCKS)(self._compute_frequencies)
+        self._block = lru_cache(CACHED_BLOCKS)(self._compute_block)
+
+    def at(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
+        """(cos, sin) [T, D] fp32 of positions [T]; `lengths` [T] is needed for dynamic NTK only."""
+        if not self.dynamic:
+            self._grow(int(positions.max()) + 1 if len(positions) else 0)
+            return self._table[positions]
+        if lengths is None:
+            raise ValueError("rope_lengths is needed: this model's rotation depends on the sequence length")
+        length = lengths.clamp(min=self.spec.original_length)
+        wanted, row_block = torch.unique(torch.stack((length, positions // BLOCK), dim=1), dim=0, return_inverse=True)
+        table = torch.stack([self._block(length, index) for length, index in wanted.tolist()])
+        return table[row_block, positions % BLOCK]
+
+    def _grow(self, rows: int) -> None:
+        have = len(self._table) // BLOCK
+        if rows <= have * BLOCK:
+            return
+        need = max(-(-rows // BLOCK), 2 * have)
+        blocks = [self._compute_block(self.spec.original_length, index) for index in range(have, need)]
+        self._table = torch.cat((self._table, *blocks))
+
+    def _compute_block(self, length: int, index: int) -> Tensor:
+        """(cos, sin) [BLOCK, D] of positions index * BLOCK onwards, in a sequence of `length`."""
+        inverse, factor = self._frequencies(length)
+        positions = torch.arange(index * BLOCK, (index + 1) * BLOCK).float()
+        angles = positions[:, None] * inverse
+        return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+
+    def _compute_frequencies(self, length: int) -> tuple[Tensor, float]:
+        """Angle per position [D/2], and the factor on cos and sin."""
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        if self.spec.kind == "default":
+            theta = dict(self.spec.parameters)["rope_theta"]
+            return 1.0 / (theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)), 1.0
+        # transformers passes the length as a tensor once it exceeds the model's own: the arithmetic is then fp32
+        given = torch.tensor(length) if length > self.spec.original_length else None
+        return ROPE_INIT_FUNCTIONS[self.spec.kind](self._carrier, seq_len=given)
+
+
+def _carrier(spec: RopeSpec, head_dim: int) -> Any:
+    """A transformers configuration that holds nothing but what its rope functions read."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=spec.original_length,
+        rope_parameters=dict(spec.parameters),
+    )

@@ -1,0 +1,216 @@
+"""Weights from safetensors into the tensors of the decoder: renamed, fused, converted, and checked by name and shape.
+
+H: hidden size, E: embedding width, I: MLP width, V: vocabulary, Hq, Hkv: query and KV heads, D: head size.
+Fused rows: qkv [(Hq + 2 Hkv) D, H] = (q, k, v); up [2 I, H] = (gate, up) where the MLP is gated, else [I, H].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headrace.models.config import DTYPES
+from headrace.models.families import FAMILIES
+from headrace.models.families.base import Names
+from headrace.models.files import weight_files
+from headrace.models.spec import ModelConfig
+
+Progress = Callable[[int, int], None]
+"""Called with (tensors done, tensors in all) while weights load."""
+
+LEARNED_OFFSET = 2
+"""OPT's table of positions begins with two rows that no position uses."""
+
+HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias)$")
+"""Buffers that old checkpoints carry and no forward pass reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Shape that one of our tensors must have: the row counts of its parts, and the columns (None for a vector)."""
+
+    parts: tuple[int, ...]
+    columns: int | None = None
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        return (rows,) if self.columns is None else (rows, self.columns)
+
+
+class Checkpoint:
+    """Read access to all tensors of a folder, mapped from disk. Use as a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._where: dict[str, safe_open] = {}
+        for path in weight_files(folder):
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise ValueError(f"{path} is damaged or cut short ({error}); download it again") from None
+            self._where.update(dict.fromkeys(file.keys(), file))
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def stored_as(self, name: str) -> str:
+        return str(self._where[name].get_slice(name).get_dtype())
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as stored; its memory belongs to the file, so copy what is to stay."""
+        return self._where[name].get_tensor(name)
+
+
+def load_weights(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, progress: Progress | None = None
+) -> dict[str, Tensor]:
+    """The decoder's tensors by our names, in `dtype`, each with memory of its own.
+
+    Raises ValueError naming tensors that are missing, unexpected or of another shape or type than config.json implies.
+    """
+    with Checkpoint(folder) as checkpoint:
+        slots = expected(config)
+        sources = _sources(config, slots, checkpoint.names)
+        _check(folder, checkpoint, slots, sources)
+        weights: dict[str, Tensor] = {}
+        shared: dict[tuple[str, ...], Tensor] = {}
+        for done, (name, slot) in enumerate(slots.items(), 1):
+            if sources[name] not in shared:
+                shared[sources[name]] = _fuse(checkpoint, slot, sources[name], dtype)
+            weights[name] = shared[sources[name]]
+            if progress is not None:
+                progress(done, len(slots))
+    _reorder_qkv(config, weights)
+    if config.tied and torch.equal(weights["head.weight"], weights["embed.weight"]):
+        weights["head.weight"] = weights["embed.weight"]
+    return weights
+
+
+def expected(config: ModelConfig) -> dict[str, Slot]:
+    """Our tensors and their shapes, from the model's facts alone."""
+    hidden, embed = config.hidden_size, config.embed_size
+    slots = {"embed.weight": Slot((config.vocab_size,), embed)}
+    if config.positions == "learned":
+        slots["positions.weight"] = Slot((config.max_model_len + LEARNED_OFFSET,), hidden)
+    if embed != hidden:
+        slots |= _linear("project_in", (hidden,), embed, False) | _linear("project_out", (embed,), hidden, False)
+    for index in range(config.layers):
+        slots |= _layer(config, f"layers.{index}.")
+    if config.final_norm:
+        slots |= _norm(config, "final_norm")
+    return slots | _linear("head", (config.vocab_size,), embed, False)
+
+
+def _layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:
+    hidden, inner, spec = config.hidden_size, config.intermediate_size, config.attention
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    slots = _norm(config, prefix + "attention_norm")
+    slots |= _linear(prefix + "qkv", (q, kv, kv), hidden, config.qkv_bias)
+    if config.qk_norm:
+        slots |= {prefix + name: Slot((spec.head_dim,)) for name in ("q_norm.weight", "k_norm.weight")}
+    slots |= _linear(prefix + "out", (hidden,), q, config.out_bias)
+    if config.mlp_norm:
+        slots |= _norm(config, prefix + "mlp_norm")
+    slots |= _linear(prefix + "up", (inner, inner) if config.gated else (inner,), hidden, config.mlp_bias)
+    return slots | _linear(prefix + "down", (hidden,), inner, config.mlp_bias)
+
+
+def _linear(name: str, parts: tuple[int, ...], columns: int, bias: bool) -> dict[str, Slot]:
+    weight = {name + ".weight": Slot(parts, columns)}
+    return weight | {name + ".bias": Slot(parts)} if bias else weight
+
+
+def _norm(config: ModelConfig, name: str) -> dict[str, Slot]:
+    if not config.norm_affine:
+        return {}
+    kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
+    return {f"{name}.{kind}": Slot((config.hidden_size,)) for kind in kinds}
+
+
+def _sources(config: ModelConfig, slots: dict[str, Slot], present: set[str]) -> dict[str, tuple[str, ...]]:
+    """Our tensor -> the checkpoint's tensors that make it, with the prefix that most of them have there."""
+    family = FAMILIES[config.architecture]
+    names = family.names(config)
+
+    candidates = [{name: _source(names, name, prefix) for name in slots} for prefix in family.prefixes]
+    found = max(candidates, key=lambda sources: sum(present.issuperset(group) for group in sources.values()))
+    embed, head = found["embed.weight"], found["head.weight"]
+    if config.tied and not present.issuperset(head):
+        found["head.weight"] = embed
+    elif config.tied and not present.issuperset(embed):
+        found["embed.weight"] = head
+    return found  # tied but both stored: both are read, and a head that differs stays its own, as transformers has it
+
+
+def _source(names: Names, name: str, prefix: str) -> tuple[str, ...]:
+    if name == "head.weight":
+        return ("lm_head.weight",)
+    module, kind = name.rsplit(".", 1)
+    index = re.search(r"\d+", module)
+    theirs = names[re.sub(r"\d+", "{}", module)]
+    return tuple(f"{prefix}{source.format(index.group() if index else '')}.{kind}" for source in theirs)
+
+
+def _check(folder: Path, checkpoint: Checkpoint, slots: dict[str, Slot], sources: dict[str, tuple[str, ...]]) -> None:
+    wanted = {source for name in slots for source in sources[name]}
+    missing = sorted(wanted - checkpoint.names)
+    unexpected = sorted(name for name in checkpoint.names - wanted if not HARMLESS.search(name))
+    problems = [
+        f"{label} {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        for label, names in (("lacks", missing), ("has unexpected", unexpected))
+        if names
+    ]
+    if not problems:
+        problems = [text for name, slot in slots.items() for text in _misfits(checkpoint, slot, sources[name])][:5]
+    if problems:
+        raise ValueError(f"{folder}: the checkpoint does not match config.json: it {'; it '.join(problems)}")
+
+
+def _misfits(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...]) -> list[str]:
+    found = []
+    parts = slot.parts if len(sources) > 1 else (sum(slot.parts),)
+    for source, rows in zip(sources, parts, strict=True):
+        shape, kind = checkpoint.shape(source), checkpoint.stored_as(source)
+        if shape != slot.shape(rows):
+            found.append(f"has {source} of shape {list(shape)} where {list(slot.shape(rows))} is expected")
+        if kind not in DTYPES:
+            found.append(f"stores {source} as {kind}, supported: {', '.join(DTYPES)}")
+    return found
+
+
+def _fuse(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    fused = torch.empty(slot.shape(sum(slot.parts)), dtype=dtype)
+    start = 0
+    for source in sources:
+        part = checkpoint.read(source)
+        fused[start : start + len(part)].copy_(part)
+        start += len(part)
+    return fused
+
+
+def _reorder_qkv(config: ModelConfig, weights: dict[str, Tensor]) -> None:
+    qkv_rows = FAMILIES[config.architecture].qkv_rows
+    if qkv_rows is None:
+        return
+    rows = torch.tensor(qkv_rows(config.attention))
+    for name in weights:
+        if ".qkv." in name:
+            weights[name] = weights[name][rows]

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server. Read app.py, then routes.py; docs/server.md is the reference."""

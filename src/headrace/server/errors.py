@@ -1,0 +1,102 @@
+"""Refusals. Every one leaves as OpenAI-shaped JSON: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from headrace.types import EngineDead, InvalidRequest, Overloaded
+
+log = logging.getLogger("headrace.server")
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than 2xx. `param` names the field at fault (None: the whole request)."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class ClientGone(Exception):
+    """The client closed its connection: nobody is left to answer."""
+
+
+def invalid(message: str, param: str | None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param, code or "invalid_value")
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """The answer that an exception of any layer becomes. What a fault inside says goes to the log, not to clients."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequest):
+        return invalid(str(error), error.param)
+    if isinstance(error, Overloaded):
+        wait = str(max(1, math.ceil(error.retry_after_s)))
+        return ApiError(429, str(error), None, "overloaded", {"Retry-After": wait})
+    if isinstance(error, EngineDead):
+        return ApiError(503, f"the engine has failed: {error}", None, "engine_dead")
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), None, None, dict(error.headers or {}))
+    log.error("internal error", exc_info=error)
+    return ApiError(500, "internal error; the server's log has the details", None, "internal_error")
+
+
+class JsonReply(Response):
+    """JSON by msgspec: fast, and never NaN or Infinity."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def error_reply(error: BaseException) -> JsonReply:
+    told = as_api_error(error)
+    return JsonReply(told.body(), status_code=told.status, headers=told.headers)
+
+
+async def _handle(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientGone | ClientDisconnect):
+        return Response(status_code=499)  # nobody reads it
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        what = "unknown route" if error.status_code == 404 else "method not allowed"
+        error = ApiError(
+            error.status_code, f"{what}: {request.method} {request.url.path}", headers=dict(error.headers or {})
+        )
+    return error_reply(error)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Faults of our own are none of these: the guard answers them, where no framework raises them again."""
+    for kind in (ApiError, ClientGone, ClientDisconnect, HTTPException, InvalidRequest, Overloaded, EngineDead):
+        app.add_exception_handler(kind, _handle)

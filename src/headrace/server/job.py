@@ -1,0 +1,186 @@
+"""One API request on its way through the engine: prompts x n sequences, one merged stream of events, one account."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.server.engine import Engine
+from headrace.types import Delta, Metrics, SamplingParams, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Prompt:
+    """`text` is set where a reply repeats it (echo); `params` are resolved for this prompt by Engine.check."""
+
+    ids: list[int]
+    params: SamplingParams
+    text: str = ""
+
+
+@dataclass(slots=True)
+class Choice:
+    """What one sequence has produced so far."""
+
+    index: int
+    prompt: Prompt
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    last_s: float = 0.0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+@dataclass(slots=True)
+class Event:
+    """One delta, with the choice it belongs to. `first`: the choice had none before."""
+
+    choice: Choice
+    delta: Delta
+    first: bool
+
+
+@dataclass(slots=True)
+class Job:
+    """Invariant: `choices[p * n + i]` is sequence i of prompt p and holds every event that `events` has given out."""
+
+    request_id: str
+    prompts: list[Prompt]
+    arrival_s: float
+    cache_salt: str | None = None
+    public_prefix_tokens: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+    choices: list[Choice] = field(default_factory=list)
+    metrics: list[Metrics] = field(default_factory=list)
+    first_s: float | None = None
+    end_s: float | None = None
+    gaps: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        each = [prompt for prompt in self.prompts for _ in range(prompt.params.n)]
+        self.choices = [Choice(index, prompt) for index, prompt in enumerate(each)]
+
+    @property
+    def n(self) -> int:
+        return self.prompts[0].params.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(m.cached_tokens for m in self.metrics)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def done(self) -> bool:
+        return all(choice.finish_reason for choice in self.choices)
+
+    async def events(self, engine: Engine) -> AsyncIterator[Event]:
+        """Runs every prompt; closing this iterator, or cancelling its task, aborts what still runs."""
+        deltas = self._deltas(engine)
+        try:
+            async for p, delta in deltas:
+                yield self._take(self.choices[p * self.n + delta.index], delta)
+        finally:
+            self.end_s = time.monotonic()
+            await aclose(deltas)
+
+    def _take(self, choice: Choice, delta: Delta) -> Event:
+        now = time.monotonic()
+        first = not choice.last_s
+        if delta.token_ids:
+            self.first_s = self.first_s or now
+            if choice.token_ids:
+                self.gaps.append((now - choice.last_s) / len(delta.token_ids))
+        choice.last_s = now
+        choice.texts.append(delta.text)
+        choice.token_ids += delta.token_ids
+        choice.logprobs += delta.logprobs or []
+        choice.finish_reason = delta.finish_reason or choice.finish_reason
+        choice.stop_reason = delta.stop_reason if delta.finish_reason else choice.stop_reason
+        choice.prompt_logprobs = delta.prompt_logprobs or choice.prompt_logprobs
+        if delta.metrics:
+            self.metrics.append(delta.metrics)
+        return Event(choice, delta, first)
+
+    def _deltas(self, engine: Engine) -> AsyncIterator[tuple[int, Delta]]:
+        if len(self.prompts) == 1:
+            return self._one(engine, 0, self.request_id)
+        return self._many(engine)
+
+    async def _one(self, engine: Engine, p: int, request_id: str) -> AsyncIterator[tuple[int, Delta]]:
+        stream = engine.generate(
+            self.prompts[p].ids,
+            self.prompts[p].params,
+            request_id=request_id,
+            cache_salt=self.cache_salt,
+            public_prefix_tokens=self.public_prefix_tokens,
+        )
+        try:
+            async for delta in stream:
+                yield p, delta
+        finally:
+            await aclose(stream)
+
+    async def _many(self, engine: Engine) -> AsyncIterator[tuple[int, Delta]]:
+        """All prompts at once. The first failure ends the others."""
+        queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(_pump(self._one(engine, p, f"{self.request_id}-{p}"), queue))
+            for p in range(len(self.prompts))
+        ]
+        try:
+            running = len(tasks)
+            while running:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            await cancel(*tasks)
+
+
+async def _pump(stream: AsyncIterator[Any], queue: asyncio.Queue[Any]) -> None:
+    try:
+        async for item in stream:
+            queue.put_nowait(item)
+    except Exception as error:
+        queue.put_nowait(error)
+    else:
+        queue.put_nowait(None)
+    finally:
+        await aclose(stream)
+
+
+async def aclose(stream: AsyncIterator[Any]) -> None:
+    """Closes an asynchronous generator; other iterators have nothing to close."""
+    close = getattr(stream, "aclose", None)
+    if close is not None:
+        await close()
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels the tasks and waits until their clean-up has run."""
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with suppress(asyncio.CancelledError, Exception):
+            await task

@@ -1,0 +1,293 @@
+"""Request bodies: which fields exist, what they become, and a named refusal for everything else."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from headrace.server.errors import ApiError, invalid
+from headrace.types import SamplingParams, field_names
+
+IGNORED = {
+    "metadata",
+    "parallel_tool_calls",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+"""OpenAI fields that change no answer here: accepted with any value, and not used (docs/server.md)."""
+
+REFUSED = {
+    "tools": "tool calling is not supported",
+    "tool_choice": "tool calling is not supported",
+    "functions": "function calling is not supported",
+    "function_call": "function calling is not supported",
+    "audio": "audio is not supported",
+    "web_search_options": "web search is not supported",
+    "reasoning_effort": "reasoning effort is not supported",
+    "verbosity": "verbosity is not supported",
+    "suffix": "a suffix (fill in the middle) is not supported",
+    "chat_template": "templates come from the model folder; a request cannot bring one",
+}
+"""Fields known by name and refused unless null or one of HARMLESS."""
+
+HARMLESS: dict[str, tuple[Any, ...]] = {"tool_choice": ("none",), "function_call": ("none",), "suffix": ("",)}
+
+PLAIN = [name for name in field_names(SamplingParams) if name not in ("logit_bias", "logprobs", "max_tokens")]
+"""Fields of SamplingParams that requests have under the same name and in the same form."""
+
+RESERVED = {"self", "messages", "tools", "add_generation_prompt"}
+"""Names that are no variables of a chat template; the tokenizer knows of more."""
+
+
+class _Strict(BaseModel):
+    """No coercion ('16' is not 16), no unknown fields, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponseFormat(_Strict):
+    type: Literal["text"]
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: list[TextPart]
+    name: str | None = None
+    # Fields of our own replies, so that a client may send them back; only the empty values mean nothing.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+    annotations: list[None] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_is_one_part(cls, value: Any) -> Any:
+        return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+    def for_template(self) -> dict[str, str]:
+        """OpenAI's 'developer' is the newer name of 'system', which is what templates know."""
+        told = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": "\n".join(part.text for part in self.content),
+        }
+        return told if self.name is None else {**told, "name": self.name}
+
+
+class _Body(_Strict):
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    cache_salt: str | None = None
+    public_prefix_tokens: int | None = None
+    return_token_ids: bool | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    def check_together(self) -> None:
+        """Fields that are right alone and wrong together."""
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options needs stream=true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("prompt_logprobs is not available with stream=true", "prompt_logprobs")
+        if self.cache_salt == "":
+            raise invalid("cache_salt must not be empty; leave it out to share the cache", "cache_salt")
+        if (self.public_prefix_tokens or 0) < 0:
+            raise invalid("public_prefix_tokens must be 0 or more", "public_prefix_tokens")
+
+    def sampling(self, **special: Any) -> SamplingParams:
+        """Raises InvalidRequest for values out of range."""
+        given = {name: getattr(self, name) for name in PLAIN if getattr(self, name) is not None}
+        if self.logit_bias:
+            given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        return SamplingParams(**given, **special)
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionBody(_Body):
+    prompt: Any = None
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    def to_params(self) -> SamplingParams:
+        self.check_together()
+        if self.best_of not in (None, self.n or 1):
+            raise invalid("best_of is supported only where it equals n", "best_of")
+        extra: dict[str, Any] = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            extra["prompt_logprobs"] = self.logprobs
+        return self.sampling(logprobs=self.logprobs, **extra)
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt. Raises for anything but text, token ids, or a list of either."""
+        value = self.prompt
+        if value is None:
+            raise invalid("prompt is required", "prompt", "missing")
+        many = isinstance(value, list) and bool(value) and not _is_ids(value)
+        prompts = value if many else [value]
+        for prompt in prompts:
+            if not isinstance(prompt, str) and not _is_ids(prompt):
+                raise invalid(
+                    "prompt must be a string, a list of strings, a list of token ids or a list of such lists", "prompt"
+                )
+            if not prompt:
+                raise invalid("prompt must not be empty", "prompt")
+        return prompts
+
+
+class ChatBody(_Body):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def to_params(self) -> SamplingParams:
+        self.check_together()
+        if not self.messages:
+            raise invalid("messages must not be empty", "messages")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise invalid("max_tokens and max_completion_tokens differ; give one", "max_tokens")
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.sampling(max_tokens=most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Raises for names that are arguments of the rendering call, not variables of the template."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        for name in kwargs:
+            if name in RESERVED or not name.isidentifier():
+                raise invalid(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
+        if self.add_generation_prompt is not None:
+            kwargs["add_generation_prompt"] = self.add_generation_prompt
+        return kwargs
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _token_id(key: str) -> int:
+    if not key.isascii() or not key.isdigit() or len(key) > 10:
+        raise invalid(f"logit_bias: keys are token ids, got {key[:40]!r}", "logit_bias")
+    return int(key)
+
+
+B = TypeVar("B", bound=_Body)
+
+
+def parse_body(kind: type[B], raw: bytes) -> B:
+    """The body as `kind`. Raises ApiError 400 naming the first field at fault."""
+    fields = _json_object(raw)
+    for name, why in REFUSED.items():
+        value = fields.pop(name, None)
+        if value is not None and value not in HARMLESS.get(name, ()):
+            raise invalid(f"{name}: {why}", name, "unsupported_parameter")
+    kept = {name: value for name, value in fields.items() if name not in IGNORED}
+    try:
+        return kind.model_validate(kept)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def _json_object(raw: bytes) -> dict[str, Any]:
+    """NaN and Infinity pass here so that the field that holds them can be named; the models refuse them."""
+    try:
+        value = json.loads(raw, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"the body is not valid JSON: {why}", None, "invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object", None, "invalid_json")
+    if SURROGATE.search(raw):
+        _check_text(value)
+    return value
+
+
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _check_text(fields: dict[str, Any]) -> None:
+    """Half a surrogate pair is valid JSON and no text: no tokenizer takes it."""
+    for name, value in fields.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise invalid("half a surrogate pair is not text", ascii(name)[1:-1], "invalid_value") from None
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise invalid(f"{twice!r} appears twice in one object", twice)
+    return out
+
+
+def _explain(error: ValidationError) -> ApiError:
+    """The first fault, a wrong value before an unknown field: an image part should be told about its type."""
+    faults = error.errors(include_url=False, include_context=False)
+    fault = min(faults, key=lambda e: e["type"] == "extra_forbidden")
+    path = _path(fault["loc"])
+    param = path if fault["loc"][0] == "messages" else str(fault["loc"][0])
+    if fault["type"] == "extra_forbidden":
+        return invalid(f"unknown field {path!r}", param, "unknown_parameter")
+    if fault["type"] == "missing":
+        return invalid(f"{path} is required", param, "missing")
+    return invalid(f"{path}: {fault['msg']}", param, "invalid_type" if "type" in fault["type"] else None)
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """('messages', 0, 'role') -> 'messages[0].role'."""
+    out = ""
+    for part in loc:
+        out += f"[{part}]" if isinstance(part, int) else f".{part}" if out else part
+    return out

@@ -1,0 +1,99 @@
+"""What all requests of one server share: the engine and its phase, the metrics, the tokenizer's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, TypeVar
+
+from headrace.config import EngineConfig
+from headrace.server.engine import Capacity, Engine
+from headrace.server.job import Job, cancel
+from headrace.server.metrics import ServerMetrics
+from headrace.server.status import StatusLines, capacity_lines, job_line
+from headrace.types import EngineDead, EngineStats
+
+log = logging.getLogger("headrace.server")
+
+Phase = Literal["loading", "ready", "failed"]
+MakeEngine = Callable[[], Awaitable[Engine]]
+T = TypeVar("T")
+
+
+class ServerState:
+    """Life of the engine: loading -> ready -> failed, or loading -> failed. `on_failure` is called once at the end."""
+
+    def __init__(self, engine: Engine | MakeEngine, config: EngineConfig) -> None:
+        self.config = config
+        self.model = config.served_model_name or config.model
+        self.phase: Phase = "loading"
+        self.reason: str | None = None
+        self.error: BaseException | None = None
+        self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
+        self.on_failure: Callable[[], None] = lambda: None
+        self.admitting = 0
+        self._was_ready = False
+        self.created = int(time.time())
+        self._given = engine
+        self._engine: Engine | None = None
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")  # one thread: tokenizers are not all thread-safe
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that answers. Raises EngineDead where there is none (any more)."""
+        if self._engine is None or self.phase != "ready":
+            raise EngineDead(self.reason or "the model is still loading")
+        return self._engine
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats if self._engine is not None and self._was_ready else EngineStats()
+
+    def capacity(self) -> Capacity | None:
+        """What the engine holds; None before it is ready."""
+        return self._engine.capacity if self._engine is not None and self._was_ready else None
+
+    def open(self) -> None:
+        self._tasks.append(asyncio.create_task(self._live()))
+
+    async def close(self) -> None:
+        await cancel(*self._tasks)
+        if self._engine is not None:
+            await self._engine.shutdown()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    async def in_tokenizer(self, work: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *args)
+
+    async def _live(self) -> None:
+        try:
+            self._engine = await self._given() if callable(self._given) else self._given
+            await self._engine.start()
+        except Exception as error:
+            self._fail(str(error) or repr(error), error)
+            return
+        self.phase, self._was_ready = "ready", True
+        for line in capacity_lines(self._engine.capacity, self.config, self.model):
+            log.info(line)
+        lines = asyncio.create_task(StatusLines(self.stats).run(self.config.log_interval_s))
+        try:
+            self._fail(await self._engine.wait_dead(), None)
+        finally:
+            await cancel(lines)
+
+    def _fail(self, reason: str, error: BaseException | None) -> None:
+        loading = self.phase == "loading"
+        self.phase, self.reason, self.error = "failed", reason, error
+        log.error("%s: %s", "the model cannot be served" if loading else "the engine has failed", reason)
+        self.on_failure()
+
+    def finish(self, job: Job, outcome: str) -> None:
+        """The account of one request that reached the engine, however it ended."""
+        if outcome == "done":
+            self.metrics.observe(job)
+        elif outcome == "client gone":
+            self.metrics.gone.inc()
+        log.info(job_line(job, outcome))

@@ -1,0 +1,75 @@
+"""What the server says on its terminal: capacity at the start, one line per request, a line every few seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from headrace.config import EngineConfig
+from headrace.server.job import Job
+from headrace.server.replies import figures
+from headrace.types import EngineStats
+
+log = logging.getLogger("headrace.server")
+
+
+def capacity_lines(capacity: Any, config: EngineConfig, model: str) -> list[str]:
+    """KV capacity in tokens, and how many sequences of full length that is."""
+    tokens, length = capacity.kv_cache_tokens, capacity.max_model_len
+    held = tokens * capacity.kv_bytes_per_token / 2**30
+    kernels = ", ".join(f"{op}: {name}" for op, name in capacity.kernels.items())
+    return [
+        f"{model} is ready on http://{config.host}:{config.port} "
+        f"({capacity.backend}, {capacity.dtype}{'; ' + kernels if kernels else ''})",
+        f"KV cache: {tokens:,} tokens in {held:.2f} GiB ({capacity.kv_bytes_per_token:,} bytes per token)",
+        f"concurrency: {tokens / length:.1f} sequences of {length:,} tokens, unshared; "
+        f"at most {capacity.max_sequences} at once; "
+        f"up to {config.max_queued_requests:,} requests and {config.max_queued_tokens:,} prompt tokens may wait",
+    ]
+
+
+def job_line(job: Job, outcome: str) -> str:
+    told = figures(job)
+    reasons = sorted({choice.finish_reason for choice in job.choices if choice.finish_reason})
+    speed = f"{told['decode_tokens_per_s']:.1f} tok/s" if told["decode_tokens_per_s"] else "- tok/s"
+    cost = f"{told['cached_tokens']} cached, {told['new_tokens']} new" if job.metrics else "cost unknown"
+    return (
+        f"{job.request_id}: {outcome} ({', '.join(reasons) or 'unfinished'}), prompt {job.prompt_tokens} ({cost}), "
+        f"output {job.output_tokens}, ttft {told['ttft_s']:.3f} s, queue {told['queue_s']:.3f} s, {speed}"
+    )
+
+
+class StatusLines:
+    """A line per interval in which the engine had work."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self.stats = stats
+
+    async def run(self, interval_s: float) -> None:
+        before, at = self._copy(), time.monotonic()
+        while True:
+            await asyncio.sleep(interval_s)
+            now, clock = self._copy(), time.monotonic()
+            if now["running"] or now["waiting"] or now["steps"] != before["steps"]:
+                log.info(status_line(before, now, clock - at))
+            before, at = now, clock
+
+    def _copy(self) -> dict[str, float]:
+        stats = self.stats()
+        return {name: getattr(stats, name) for name in EngineStats.__dataclass_fields__}
+
+
+def status_line(before: dict[str, float], now: dict[str, float], seconds: float) -> str:
+    """Rates are those of the interval, levels those of its end."""
+    grown = {name: now[name] - before[name] for name in now}
+    share = grown["cached_tokens"] / grown["prompt_tokens"] if grown["prompt_tokens"] else 0.0
+    return (
+        f"running {now['running']}, waiting {now['waiting']}, "
+        f"prefill {grown['prefilled_tokens'] / seconds:,.0f} tok/s, "
+        f"decode {grown['generated_tokens'] / seconds:,.1f} tok/s, "
+        f"cached share {share:.0%}, KV in use {now['kv_chunks_used'] / max(1, now['kv_chunks_total']):.1%} "
+        f"({now['kv_chunks_used']:,.0f} chunks; {now['kv_chunks_unshared']:,.0f} if unshared)"
+    )

@@ -1,0 +1,274 @@
+"""Records that every room speaks: chunk constants, sampling parameters, requests and their outputs.
+
+Imports no torch, so that the tree, the plan and the scheduler can be tested without it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+CHUNK = 64
+"""Tokens in a chunk: the unit of sharing, of storage and of the canonical fold (DESIGN, section 3)."""
+
+BLOCK_CHUNKS = 32
+"""Chunks in a block: states are folded chunk by chunk inside a block, then block by block."""
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class InvalidRequest(ValueError):
+    """A request that cannot be served as asked. `param` names the offending parameter (None: the whole request)."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Overloaded(RuntimeError):
+    """The waiting queue is full; try again after `retry_after_s` seconds (HTTP 429 with Retry-After)."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineDead(RuntimeError):
+    """The engine has failed and answers nothing any more; the message says why."""
+
+
+class UnsupportedModel(ValueError):
+    """The model folder asks for something Headrace does not implement; the message names it."""
+
+
+def chunks_for(tokens: int) -> int:
+    """Number of chunks that hold `tokens` tokens."""
+    return -(-tokens // CHUNK)
+
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+
+
+def _number(name: str, value: Any, low: float, high: float, *, integer: bool = False) -> None:
+    """Raises InvalidRequest unless low <= value <= high, naming `name`; booleans and NaN are refused."""
+    kinds = (int,) if integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise InvalidRequest(f"{name} must be {'an integer' if integer else 'a number'}, got {value!r}", name)
+    if math.isnan(value) or not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}, got {value!r}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when generation ends.
+
+    temperature 0 is greedy. top_k 0 (or -1) and top_p 1 are off. `seed` makes a request repeatable by itself: a draw
+    depends on (seed, index of the sequence in the request, position) only, never on what else runs. `stop` strings end
+    the text and are left out of it unless include_stop_str_in_output. `logprobs` is the number of alternatives to
+    report per token (0: the chosen one alone; None: nothing); likewise `prompt_logprobs`. `min_tokens` forbids
+    end-of-sequence and stops before that many tokens. max_tokens None means as many as the context allows.
+
+    Raises InvalidRequest (a ValueError with `.param`) for anything out of range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        self._check_numbers()
+        self._check_lists()
+
+    def _check_numbers(self) -> None:
+        _number("n", self.n, 1, MAX_N, integer=True)
+        _number("temperature", self.temperature, 0, 100)
+        _number("top_k", self.top_k, -1, 2**31, integer=True)
+        _number("top_p", self.top_p, 0, 1)
+        if self.top_p == 0:
+            raise InvalidRequest("top_p must be above 0; for greedy decoding set temperature=0", "top_p")
+        _number("min_p", self.min_p, 0, 1)
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _number("repetition_penalty", self.repetition_penalty, 1e-3, 100)
+        _number("min_tokens", self.min_tokens, 0, 2**31, integer=True)
+        for name, high in (("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_LOGPROBS)):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), 0, high, integer=True)
+        if self.seed is not None:
+            _number("seed", self.seed, -(2**63), 2**63 - 1, integer=True)
+        if self.max_tokens is not None:
+            _number("max_tokens", self.max_tokens, 1, 2**31, integer=True)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}", "min_tokens")
+
+    def _check_lists(self) -> None:
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidRequest(f"at most {MAX_STOPS} stop strings, got {len(self.stop)}", "stop")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequest("stop strings must be non-empty strings", "stop")
+        for token in self.stop_token_ids:
+            _number("stop_token_ids", token, 0, 2**31, integer=True)
+        for token, bias in (self.logit_bias or {}).items():
+            _number("logit_bias", token, 0, 2**31, integer=True)
+            _number("logit_bias", bias, -100, 100)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidRequest where a token id named here does not exist in the vocabulary."""
+        for name, ids in (("logit_bias", self.logit_bias or {}), ("stop_token_ids", self.stop_token_ids)):
+            bad = [token for token in ids if token >= vocab_size]
+            if bad:
+                raise InvalidRequest(f"{name}: token id {bad[0]} is outside the vocabulary of {vocab_size}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log probability of one token before temperature and filters; `rank` 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    text: str = ""
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Token id -> Logprob at one position: the chosen token and the asked-for alternatives, most likely first."""
+
+
+@dataclass(slots=True)
+class Metrics:
+    """What one request cost. Times in seconds; `cached_tokens` of the prompt came from the cache, unmultiplied by n."""
+
+    ttft_s: float = 0.0
+    e2e_s: float = 0.0
+    queue_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Completion:
+    """One of the n sequences of a request."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answer to one prompt. `text`, `token_ids`, `logprobs`, `finish_reason` are those of the first sequence."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    metrics: Metrics
+    prompt: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[0].finish_reason
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt as the engine takes it: token ids, already checked against the vocabulary and the context length.
+
+    `cache_salt` separates tenants: requests share cached chunks only with the same salt, except for the first
+    `public_prefix_tokens` tokens (whole chunks of them), which all tenants share.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str | None = None
+    public_prefix_tokens: int = 0
+    arrival_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step added to one sequence of a request; the concatenation of all deltas is the whole answer.
+
+    `text` may lag behind `token_ids` while a character or a possible stop string is incomplete. `metrics` and, once,
+    `prompt_logprobs` come with the delta that finishes the request's last sequence (metrics) or starts it.
+    """
+
+    request_id: str
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    metrics: Metrics | None = None
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters and gauges of the engine, taken between steps. Counters only grow; times in seconds."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_chunks_total: int = 0
+    kv_chunks_used: int = 0
+    kv_chunks_cached: int = 0
+    kv_chunks_unshared: int = 0
+    prompt_tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    finished_stop: int = 0
+    finished_length: int = 0
+    finished_abort: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+
+
+def field_names(kind: type) -> tuple[str, ...]:
+    """Names of a dataclass's fields, in order."""
+    return tuple(f.name for f in fields(kind))

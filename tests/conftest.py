@@ -1,0 +1,21 @@
+"""Tests are sorted by what they need: unit (no torch), cpu (torch, one process), dist (processes), gpu (CUDA)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Idle threads sleep instead of spinning: on a busy machine a spinning team takes the cores from whoever has work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks each test by its folder."""
+    here = Path(__file__).parent
+    for item in items:
+        folder = item.path.relative_to(here).parts[0]
+        if folder in ("unit", "cpu", "dist", "gpu"):
+            item.add_marker(folder)

@@ -1,0 +1,193 @@
+"""Small random checkpoints of every family and variant, written by transformers' own classes.
+
+Weights are drawn wide, norms are perturbed and biases are not zero, so that a feature left out shows in the logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB = 320
+WINDOW = 100
+MODEL_LENGTH = 512
+SHORT_LENGTH = 128
+"""The model's own length where the rotation is to be stretched beyond it."""
+
+LLAMA_SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    max_position_embeddings=MODEL_LENGTH,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+GQA = dict(num_key_value_heads=2)
+OPT_SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=128,
+    ffn_dim=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=MODEL_LENGTH,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+FALCON_SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=MODEL_LENGTH,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+
+
+def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return dict(rope_parameters=dict(rope_type=kind, rope_theta=10000.0, **parameters))
+
+
+LLAMA3_ROPE = _rope(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+YARN_ROPE = _rope("yarn", factor=4.0, original_max_position_embeddings=SHORT_LENGTH)
+MIXED_WINDOWS = dict(
+    num_hidden_layers=3,
+    use_sliding_window=True,
+    sliding_window=WINDOW,
+    layer_types=["full_attention", "sliding_attention", "full_attention"],
+)
+FALCON_RW = dict(alibi=True, multi_query=False, parallel_attn=False, bias=True)
+FALCON_40 = dict(new_decoder_architecture=True, num_kv_heads=2)
+
+Build = Callable[..., PreTrainedModel]
+
+
+def _llama(**fields: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**{**LLAMA_SIZES, **fields}))
+
+
+def _mistral(**fields: Any) -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**{**LLAMA_SIZES, **GQA, **fields}))
+
+
+def _qwen2(**fields: Any) -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**{**LLAMA_SIZES, **GQA, **fields}))
+
+
+def _qwen3(**fields: Any) -> PreTrainedModel:
+    # Qwen3's head size is its own: 64 where hidden_size / heads is 32
+    return Qwen3ForCausalLM(Qwen3Config(**{**LLAMA_SIZES, **GQA, "head_dim": 64, **fields}))
+
+
+def _opt(**fields: Any) -> PreTrainedModel:
+    return OPTForCausalLM(OPTConfig(**{**OPT_SIZES, **fields}))
+
+
+def _falcon(**fields: Any) -> PreTrainedModel:
+    return FalconForCausalLM(FalconConfig(**{**FALCON_SIZES, **fields}))
+
+
+KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
+    "llama": (_llama, {}),
+    "llama_gqa": (_llama, GQA),
+    "llama_tied": (_llama, dict(tie_word_embeddings=True)),
+    "llama_bias": (_llama, dict(attention_bias=True, mlp_bias=True)),
+    "llama_linear": (_llama, _rope("linear", factor=4.0)),
+    "llama_dynamic": (_llama, dict(max_position_embeddings=SHORT_LENGTH, **_rope("dynamic", factor=4.0))),
+    "llama3": (_llama, GQA | LLAMA3_ROPE),
+    "llama_yarn": (_llama, YARN_ROPE),
+    "mistral": (_mistral, dict(sliding_window=None)),
+    "mistral_window": (_mistral, dict(sliding_window=WINDOW)),
+    "qwen2": (_qwen2, {}),
+    "qwen2_window": (_qwen2, MIXED_WINDOWS),
+    "qwen2_yarn": (_qwen2, YARN_ROPE),
+    "qwen3": (_qwen3, {}),
+    "qwen3_window": (_qwen3, MIXED_WINDOWS | dict(attention_bias=True)),
+    "opt": (_opt, {}),
+    "opt_untied": (_opt, dict(tie_word_embeddings=False)),
+    "opt350": (_opt, dict(word_embed_proj_dim=64, do_layer_norm_before=False)),
+    "opt_plain": (_opt, dict(enable_bias=False, layer_norm_elementwise_affine=False)),
+    "falcon7": (_falcon, dict(multi_query=True, parallel_attn=True)),
+    "falcon7_bias": (_falcon, dict(bias=True, **_rope("linear", factor=2.0))),
+    "falcon_rw": (_falcon, FALCON_RW),
+    "falcon_rw_odd": (_falcon, FALCON_RW | dict(num_attention_heads=6, hidden_size=192)),
+    "falcon40": (_falcon, FALCON_40),
+    "falcon11": (_falcon, FALCON_40 | dict(num_ln_in_parallel_attn=1)),
+}
+"""Every family and variant, as (constructor, its fields)."""
+
+
+def build_model(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random model of a kind in fp32, in evaluation mode; `overrides` are fields of its configuration."""
+    build, fields = KINDS[kind]
+    torch.manual_seed(seed)
+    model = build(**{**fields, **overrides}).eval()
+    _randomise(model)
+    return model
+
+
+def make_checkpoint(
+    kind: str,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    shard_size: str | None = None,
+    **overrides: Any,
+) -> Path:
+    """Writes a random checkpoint of `kind` to `folder` and returns it.
+
+    Weights are representable in bf16 whatever `dtype` they are stored in (float16 rounds them once more).
+    `shard_size`, such as "100KB", splits them over files. `overrides` are fields of the model's configuration.
+    """
+    model = build_model(kind, seed, **overrides).to(dtype)
+    options = {} if shard_size is None else dict(max_shard_size=shard_size)
+    model.save_pretrained(folder, **options)
+    return Path(folder)
+
+
+def edit_json(path: Path, remove: tuple[str, ...] = (), **fields: Any) -> None:
+    """Sets and removes fields of a JSON file."""
+    content = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({name: value for name, value in content.items() if name not in remove}))
+
+
+def _randomise(model: PreTrainedModel) -> None:
+    """Wide weights, biases away from zero, norms away from one; all rounded to bf16."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            if "norm" in name or "ln_" in name:
+                value = 1 + 0.3 * noise if name.endswith("weight") else 0.3 * noise
+            elif parameter.dim() == 1:
+                value = 0.3 * noise
+            elif "embed" in name:
+                value = 0.5 * noise
+            else:
+                value = noise * 1.3 / parameter.shape[1] ** 0.5
+            parameter.copy_(value.bfloat16())

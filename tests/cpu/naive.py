@@ -1,0 +1,103 @@
+"""Attention without a cache design: the keys and values of one sequence in lists, plain softmax.
+
+T: rows of a step, N: keys so far, Hq, Hkv: query and KV heads, D: head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.config import AttentionSpec
+from headrace.models.decoder import Decoder, TokenBatch
+
+
+class NaiveAttend:
+    """An Attend for one sequence. Rows of a step must follow those of the step before."""
+
+    def __init__(self, spec: AttentionSpec, key_bias: Tensor | None = None) -> None:
+        self.spec = spec
+        self.key_bias = key_bias
+        self.keys: list[list[Tensor]] = [[] for _ in range(spec.layers)]
+        self.values: list[list[Tensor]] = [[] for _ in range(spec.layers)]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.keys[layer].append(k)
+        self.values[layer].append(v)
+        return self.attend(layer, q, torch.cat(self.keys[layer]), torch.cat(self.values[layer]))
+
+    def attend(self, layer: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """q [T, Hq, D] are the last T rows over keys and values [N, Hkv, D]: [T, Hq, D]."""
+        rows, length, spec = len(q), len(keys), self.spec
+        queries = q.float().transpose(0, 1)
+        keys = keys.float().transpose(0, 1).repeat_interleave(spec.group, 0)
+        values = values.float().transpose(0, 1).repeat_interleave(spec.group, 0)
+        scores = queries @ keys.transpose(1, 2) * spec.scale
+        if self.key_bias is not None:
+            scores = scores + self.key_bias[:, None, :length]
+        row = torch.arange(length - rows, length)[:, None]
+        key = torch.arange(length)[None, :]
+        visible = key <= row
+        if spec.windows[layer] is not None:
+            visible &= key > row - spec.windows[layer]
+        scores = scores.masked_fill(~visible, float("-inf"))
+        return (scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype)
+
+
+class RowAttend(NaiveAttend):
+    """The same, one row at a time: a row's bits cannot depend on how many rows came in its step."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat(
+            [super(RowAttend, self).__call__(layer, q[i : i + 1], k[i : i + 1], v[i : i + 1]) for i in range(len(q))]
+        )
+
+
+class BatchAttend:
+    """Attention of several sequences, each by an Attend of its own; `counts` are their rows in a step, in order."""
+
+    def __init__(self, sequences: list[NaiveAttend], counts: list[int]) -> None:
+        self.sequences = sequences
+        self.counts = counts
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(self.sequences, q.split(self.counts), k.split(self.counts), v.split(self.counts), strict=True)
+        return torch.cat([sequence(layer, *rows) for sequence, *rows in parts])
+
+
+def naive(decoder: Decoder, kind: type[NaiveAttend] = NaiveAttend) -> NaiveAttend:
+    """Attention for one new sequence of this model."""
+    return kind(decoder.config.attention, decoder.key_bias)
+
+
+def batch_of(tokens: list[int], start: int, prompt_length: int) -> TokenBatch:
+    """Rows `start` onwards of one sequence whose prompt has `prompt_length` tokens."""
+    positions = torch.arange(start, start + len(tokens))
+    return TokenBatch(torch.tensor(tokens), positions, (positions + 1).clamp(min=prompt_length))
+
+
+def join(batches: list[TokenBatch]) -> TokenBatch:
+    """The rows of several sequences as one step."""
+    lengths = [batch.rope_lengths for batch in batches]
+    assert all(length is not None for length in lengths)
+    return TokenBatch(
+        torch.cat([batch.token_ids for batch in batches]),
+        torch.cat([batch.positions for batch in batches]),
+        torch.cat([length for length in lengths if length is not None]),
+    )
+
+
+def prompt_logits(decoder: Decoder, tokens: list[int]) -> Tensor:
+    """Logits [T, V] at every position of a prompt."""
+    return decoder.logits(decoder.forward(batch_of(tokens, 0, len(tokens)), naive(decoder)))
+
+
+def greedy(decoder: Decoder, prompt: list[int], steps: int) -> list[int]:
+    """`steps` greedy tokens, decoded one at a time."""
+    attend = naive(decoder)
+    rows, tokens = list(prompt), list(prompt)
+    for _ in range(steps):
+        hidden = decoder.forward(batch_of(rows, len(tokens) - len(rows), len(prompt)), attend)
+        rows = [int(decoder.logits(hidden[-1:]).argmax())]
+        tokens += rows
+    return tokens[len(prompt) :]

@@ -1,0 +1,186 @@
+"""The command line: options from the settings, one clear line for an error, and each command once for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from headrace.cli import main, options
+from headrace.config import EngineConfig, env_name
+
+pytestmark = pytest.mark.cpu
+
+SMALL = ("--kv-cache-tokens", "16384")
+
+
+def run(*arguments: str, stdin: str | None = None, **env: str) -> Result:
+    return CliRunner().invoke(main.app, arguments, input=stdin, env=env)
+
+
+def headrace(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own."""
+    command = [sys.executable, "-m", "headrace.cli.main", *arguments]
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=120, env={**os.environ, **env}, check=False
+    )
+
+
+def check_error(ran: Any, code: int, *words: str) -> None:
+    stderr = ran.stderr.strip()
+    returned = ran.exit_code if isinstance(ran, Result) else ran.returncode
+    assert returned == code, (ran.stdout, stderr)
+    assert "Traceback" not in stderr and stderr.splitlines()[-1].startswith(("headrace: ", "Error: "))
+    for word in words:
+        assert word in stderr
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
+    """The settings with which `serve` would run."""
+    seen: list[EngineConfig] = []
+
+    def fake(config: EngineConfig) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr("headrace.server.serve.serve", fake)
+    return seen
+
+
+def test_serve_has_every_setting_with_its_environment_twin() -> None:
+    text = " ".join(run("serve", "--help").output.split())
+    for item in fields(EngineConfig):
+        assert env_name(item.name) in text
+        assert item.name == "model" or f"--{item.name.replace('_', '-')}" in text
+        for alias in item.metadata["aliases"]:
+            assert alias in text
+
+
+def test_commands_without_a_server_have_no_server_settings() -> None:
+    for command in ("generate", "chat"):
+        text = run(command, "--help").output
+        assert "--kv-cache-tokens" in text and "--temperature" in text
+        assert not any(f"--{name.replace('_', '-')}" in text for name in options.SERVER_ONLY)
+
+
+def test_flag_before_environment_before_default(served: list[EngineConfig]) -> None:
+    env = {"HEADRACE_PORT": "1234", "HEADRACE_MAX_SEQUENCES": "7", "HEADRACE_MODEL": "other"}
+    assert run("serve", **env).exit_code == 0
+    assert run("serve", "mine", "--port", "99", "--max-num-seqs", "3", **env).exit_code == 0
+    assert run("serve", "--no-enable-prefix-caching", "--dtype", "float32").exit_code == 0
+    assert [(c.model, c.port, c.max_sequences) for c in served[:2]] == [("other", 1234, 7), ("mine", 99, 3)]
+    assert served[2] == EngineConfig(enable_prefix_caching=False, dtype="float32")
+
+
+def test_exit_code_of_the_server_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.server.serve.serve", lambda config: 1)
+    assert run("serve").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--port", "many"], ["--port"]),
+        (["serve", "--port", "70000"], ["port", "65535"]),
+        (["serve", "--dtype", "int3"], ["--dtype"]),
+        (["serve", "--kv-cache-tokens", "3"], ["kv_cache_tokens", "64"]),
+        (["serve", "--no-such-flag"], ["--no-such-flag"]),
+        (["generate", "hi", "--temperature", "-1"], ["temperature"]),
+        (["generate", "hi", "--temperature", "nan"], ["temperature"]),
+        (["generate", "hi", "--file", "x"], ["--file"]),
+        (["generate", "--file", "/no/such/file"], ["/no/such/file"]),
+        (["generate", ""], ["empty"]),
+        (["chat", "--system", "x", "--system-file", "y"], ["--system-file"]),
+        (["demo", "--requests", "0"], ["--requests"]),
+        (["doctor", "--model", "/no/such/model"], ["/no/such/model"]),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(arguments: list[str], words: list[str]) -> None:
+    check_error(run(*arguments), 2, *words)
+
+
+def test_environment_twin_is_checked_as_well() -> None:
+    check_error(run("serve", HEADRACE_MAX_QUEUED_REQUESTS="none"), 2, "MAX_QUEUED_REQUESTS")
+
+
+def test_debug_shows_the_traceback() -> None:
+    ran = run("--debug", "serve", "--port", "70000")
+    assert isinstance(ran.exception, ValueError)
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys, headrace.cli.main; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_version() -> None:
+    assert run("--version").output.startswith("headrace 0.")
+
+
+# ---- the commands, for real ------------------------------------------------------------------------------------------
+
+
+def test_serve_tells_of_a_taken_port() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        check_error(run("serve", "--port", port), 1, port)
+
+
+def test_serve_refuses_an_unknown_model() -> None:
+    ran = headrace("serve", "/no/such/model", "--port", "0")
+    assert ran.returncode == 2
+    assert "the model cannot be served" in ran.stderr and "/no/such/model" in ran.stderr
+
+
+def test_generate_from_pipe_and_arguments() -> None:
+    piped = headrace("generate", "--max-tokens", "8", *SMALL, stdin="And God said\n")
+    assert piped.returncode == 0, piped.stderr
+    assert piped.stdout.strip() and "prompt" in piped.stderr and "tokens/s" in piped.stderr
+    several = headrace("generate", "And God said", "In the", "--max-tokens", "8", "--json", "--quiet", *SMALL)
+    rows = [json.loads(line) for line in several.stdout.splitlines()]
+    assert several.stderr == "" or "WARNING" in several.stderr
+    assert [row["prompt"] for row in rows] == ["And God said", "In the"]
+    assert rows[0]["text"].strip() == piped.stdout.strip() and rows[0]["output_tokens"] == 8
+
+
+def test_chat_from_a_pipe() -> None:
+    turns = "What is the code of Lisbon?\n\n/reset\nWhat is the code of Lisbon?\n/exit\nnever asked\n"
+    ran = headrace("chat", "tiny", "--system", "The code of Lisbon is 4821.", "--max-tokens", "16", *SMALL, stdin=turns)
+    assert ran.returncode == 0, ran.stderr
+    first, second = ran.stdout.splitlines()
+    assert first == second != ""
+    assert ran.stderr.count("tokens/s") == 2
+
+
+def test_doctor() -> None:
+    ran = run("doctor", "--json", "--model", "tiny")
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(ran.stdout)
+    assert found["memory"]["read bandwidth GB/s"] > 0.1
+    assert found["kernels"]["linear"] and found["processor"]["cores usable"] >= 1
+    assert found["model"]["context tokens"] == "16,384"
+
+
+def test_demo_ends_well() -> None:
+    ran = headrace("demo", "--requests", "8", "--system-tokens", "600")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("What is the code of") == 8
+    for row in ("first token, cold", "prompt tokens from the cache", "KV memory if nothing were shared"):
+        assert row in ran.stdout
+
+
+def test_demo_fails_when_the_server_cannot_start() -> None:
+    check_error(headrace("demo", HEADRACE_MAX_MODEL_LEN="99999999"), 1, "the server ended with 2", "max_model_len")

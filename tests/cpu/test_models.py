@@ -1,0 +1,179 @@
+"""Parity with transformers for every family and variant, and rows whose bits do not depend on their company."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headrace.models.decoder import Decoder
+from headrace.models.spec import ModelConfig
+from tests.cpu.checkpoints import KINDS, VOCAB
+from tests.cpu.conftest import OursOf, TheirsOf
+from tests.cpu.naive import BatchAttend, NaiveAttend, RowAttend, batch_of, greedy, join, naive, prompt_logits
+
+pytestmark = pytest.mark.cpu
+
+TOLERANCE = 1e-4
+PROMPT_LENGTH = 300
+UNEVEN = (300, 171, 37, 1)
+GREEDY_PROMPT, GREEDY_STEPS = 100, 64  # past the windows, and past the own length of the dynamic NTK model
+
+all_kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return [int(token) for token in torch.randint(0, VOCAB, (length,), generator=generator)]
+
+
+@torch.no_grad()
+def their_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """fp32 logits [T, V] of transformers."""
+    logits: Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits.float()
+
+
+def padded_logits(model: PreTrainedModel, prompts: list[list[int]]) -> list[Tensor]:
+    """Logits of transformers for prompts of uneven lengths, in one batch padded on the right."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in prompts])
+    mask = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in prompts])
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask).logits
+    return [row[: len(tokens)] for row, tokens in zip(logits, prompts, strict=True)]
+
+
+@all_kinds
+def test_fp32_logits_equal_transformers(kind: str, ours_of: OursOf, theirs_of: TheirsOf) -> None:
+    tokens = prompt(PROMPT_LENGTH)
+    difference = prompt_logits(ours_of(kind), tokens) - their_logits(theirs_of(kind), tokens)
+    assert difference.abs().max() <= TOLERANCE
+
+
+@all_kinds
+def test_fp32_logits_of_an_uneven_batch_equal_transformers(kind: str, ours_of: OursOf, theirs_of: TheirsOf) -> None:
+    decoder = ours_of(kind)
+    prompts = [prompt(length, seed) for seed, length in enumerate(UNEVEN)]
+    attend = BatchAttend([naive(decoder) for _ in prompts], [len(tokens) for tokens in prompts])
+    hidden = decoder.forward(join([batch_of(tokens, 0, len(tokens)) for tokens in prompts]), attend)
+    if decoder.config.rope_depends_on_length:  # a batch of transformers rotates all its rows for the longest
+        expected = [their_logits(theirs_of(kind), tokens) for tokens in prompts]
+    else:
+        expected = padded_logits(theirs_of(kind), prompts)
+    difference = decoder.logits(hidden) - torch.cat(expected)
+    assert difference.abs().max() <= TOLERANCE
+
+
+@all_kinds
+def test_greedy_tokens_equal_transformers(kind: str, ours_of: OursOf, theirs_of: TheirsOf) -> None:
+    tokens = prompt(GREEDY_PROMPT)
+    theirs = theirs_of(kind).generate(
+        torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+        max_new_tokens=GREEDY_STEPS,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=0,
+    )
+    assert greedy(ours_of(kind), tokens, GREEDY_STEPS) == theirs[0, GREEDY_PROMPT:].tolist()
+
+
+@all_kinds
+def test_bf16_is_as_near_to_the_truth_as_transformers(kind: str, ours_of: OursOf, theirs_of: TheirsOf) -> None:
+    tokens = prompt(PROMPT_LENGTH)
+    truth = their_logits(theirs_of(kind), tokens)
+    ours = prompt_logits(ours_of(kind, "bfloat16"), tokens) - truth
+    theirs = their_logits(theirs_of(kind, torch.bfloat16), tokens) - truth
+    assert ours.norm() <= 1.5 * theirs.norm()
+    assert ours.abs().amax(-1).mean() <= 1.5 * theirs.abs().amax(-1).mean()
+
+
+@all_kinds
+def test_a_row_has_the_same_bits_in_every_schedule(kind: str, ours_of: OursOf) -> None:
+    """Whole, token by token, and in pieces beside other sequences: the same hidden states and logits."""
+    decoder = ours_of(kind, "bfloat16")
+    tokens, other = prompt(150), prompt(90, seed=2)
+    whole = _run(decoder, tokens, [150])
+    assert torch.equal(whole, _run(decoder, tokens, [1] * 150))
+    assert torch.equal(whole, _run(decoder, tokens, [64, 13, 1, 72], other))
+
+
+def _run(decoder: Decoder, tokens: list[int], steps: list[int], other: list[int] | None = None) -> Tensor:
+    """Logits of `tokens`, given in pieces of these lengths; `other` rides along with as many rows as it can."""
+    attend, beside = naive(decoder, RowAttend), naive(decoder, RowAttend)
+    logits, at, there = [], 0, 0
+    for count in steps:
+        batches = [batch_of(tokens[at : at + count], at, len(tokens))]
+        sequences: list[NaiveAttend] = [attend]
+        if other and other[there : there + count]:
+            batches.insert(0, batch_of(other[there : there + count], there, len(other)))
+            sequences.insert(0, beside)
+        counts = [len(batch.token_ids) for batch in batches]
+        hidden = decoder.forward(join(batches), BatchAttend(sequences, counts))
+        logits.append(decoder.logits(hidden)[-count:])
+        at, there = at + count, there + count
+    return torch.cat(logits)
+
+
+def _without_windows(config: ModelConfig) -> dict[str, Any]:
+    return dict(attention=replace(config.attention, windows=(None,) * config.layers))
+
+
+def _wider_windows(config: ModelConfig) -> dict[str, Any]:
+    wider = tuple(window and window + 1 for window in config.attention.windows)
+    return dict(attention=replace(config.attention, windows=wider))
+
+
+def _plain_rope(config: ModelConfig) -> dict[str, Any]:
+    assert config.rope is not None
+    return dict(rope=replace(config.rope, kind="default"))
+
+
+BROKEN: dict[str, tuple[str, Any]] = {
+    "qk-norm": ("qwen3", dict(qk_norm=False)),
+    "final norm": ("opt", dict(final_norm=False)),
+    "norm epsilon": ("llama", dict(norm_eps=0.1)),
+    "post-norm": ("opt350", dict(block="pre")),
+    "pre-norm": ("opt", dict(block="post")),
+    "sequential block": ("falcon_rw", dict(block="parallel")),
+    "parallel block": ("falcon40", dict(block="pre")),
+    "own norm of the MLP": ("falcon40", dict(mlp_norm=False)),
+    "learned positions": ("opt", dict(positions="rope")),
+    "ALiBi": ("falcon_rw", dict(positions="rope")),
+    "rotary positions": ("falcon7", dict(rope=None)),
+    "activation": ("falcon7", dict(activation="relu")),
+    "window": ("mistral_window", _without_windows),
+    "length of the window": ("mistral_window", _wider_windows),
+    "windows of some layers": ("qwen3_window", _without_windows),
+    "linear": ("llama_linear", _plain_rope),
+    "dynamic": ("llama_dynamic", _plain_rope),
+    "llama3": ("llama3", _plain_rope),
+    "yarn": ("llama_yarn", _plain_rope),
+}
+
+
+@pytest.mark.parametrize("feature", BROKEN)
+def test_the_checkpoints_show_a_missing_feature(feature: str, ours_of: OursOf) -> None:
+    """Without the feature the logits are off by far more than parity allows, so the tests above would fail."""
+    kind, change = BROKEN[feature]
+    sound = ours_of(kind)
+    fields = change(sound.config) if callable(change) else change
+    broken = Decoder(replace(sound.config, **fields), sound.weights)
+    tokens = prompt(PROMPT_LENGTH)
+    assert (prompt_logits(broken, tokens) - prompt_logits(sound, tokens)).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("module", ["qkv", "out", "up", "down"])
+def test_the_checkpoints_show_a_missing_bias(module: str, ours_of: OursOf) -> None:
+    tokens = prompt(20)
+    for kind in ("llama_bias", "opt", "falcon7_bias"):
+        sound = ours_of(kind)
+        lost = f"layers.0.{module}.bias"
+        assert lost in sound.weights
+        broken = Decoder(sound.config, {name: weight for name, weight in sound.weights.items() if name != lost})
+        assert (prompt_logits(broken, tokens) - prompt_logits(sound, tokens)).abs().max() > 100 * TOLERANCE

@@ -1,0 +1,283 @@
+"""Reading model folders: every form that is supported, and a refusal by name for whatever is not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace.models.config import read_config
+from headrace.models.decoder import Decoder, load_decoder
+from headrace.types import UnsupportedModel
+from tests.cpu.checkpoints import GQA, LLAMA3_ROPE, WINDOW, edit_json, make_checkpoint
+from tests.cpu.conftest import FolderOf, OursOf
+from tests.cpu.naive import prompt_logits
+
+pytestmark = pytest.mark.cpu
+
+TOKENS = [5, 17, 300, 2, 44, 8]
+SINGLE = "model.safetensors"
+
+
+def same(one: Decoder, other: Decoder) -> bool:
+    return torch.equal(prompt_logits(one, TOKENS), prompt_logits(other, TOKENS))
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def rename(folder: Path, change: Any) -> None:
+    """Rewrites the tensors of a folder as change(tensors) says."""
+    save_file(change(load_file(folder / SINGLE)), folder / SINGLE)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", dict(architectures=["MixtralForCausalLM"]), "architecture MixtralForCausalLM"),
+    ("llama", dict(architectures=["LlamaForSequenceClassification"]), "architecture LlamaForSequenceClassification"),
+    ("llama", dict(architectures=[]), r"architecture \(none\)"),
+    ("llama", dict(model_type="mistral"), "model_type 'mistral'"),
+    ("llama", dict(architectures=["OwnForCausalLM"], auto_map={"AutoConfig": "own.Config"}), "remote code"),
+    ("llama", dict(auto_map={"AutoModelForCausalLM": "own_llama.LlamaForCausalLM"}), "auto_map"),
+    ("llama", dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config"),
+    ("llama", dict(pretraining_tp=2), "pretraining_tp 2"),
+    ("llama", dict(hidden_act="gelu"), "hidden_act 'gelu'"),
+    ("llama", dict(num_key_value_heads=3), "num_key_value_heads 3"),
+    ("llama", dict(hidden_size=130), "hidden size"),
+    ("llama", dict(head_dim=33), "head_dim"),
+    ("llama", dict(dtype="float8_e4m3fn"), "dtype float8_e4m3fn"),
+    ("llama", dict(is_causal=False), "is_causal"),
+    ("llama", dict(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+    ("llama", dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4, factor=2.0)), "rope_type 'longrope'"),
+    ("llama", dict(rope_parameters=dict(rope_type="own", rope_theta=1e4, factor=2.0)), "rope_type 'own'"),
+    ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4)), r"rope_parameters\.factor"),
+    ("llama", dict(rope_parameters=dict(rope_type="default", mrope_section=[8, 8])), "mrope_section"),
+    ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    ("mistral_window", dict(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+    ("mistral_window", dict(sliding_window=0), "sliding_window 0"),
+    ("qwen2_window", dict(layer_types=["full_attention", "chunked_attention", "full_attention"]), "chunked_attention"),
+    ("qwen2_window", dict(use_sliding_window=False), "sliding_window"),
+    ("qwen3", dict(hidden_act="relu"), "hidden_act 'relu'"),
+    ("opt", dict(activation_function="silu"), "activation_function 'silu'"),
+    ("falcon7", dict(activation="tanh"), "activation 'tanh'"),
+    ("falcon7", dict(num_ln_in_parallel_attn=2), "num_ln_in_parallel_attn 2"),
+    ("falcon7", dict(apply_residual_connection_post_layernorm=True), "apply_residual_connection_post_layernorm"),
+    ("falcon40", dict(parallel_attn=False), "parallel_attn"),
+    ("falcon40", dict(num_kv_heads=3), "num_key_value_heads 3"),
+    ("falcon_rw", dict(num_kv_heads=2), "num_kv_heads 2"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "name"), REFUSED, ids=[f"{row[0]}-{row[2]}" for row in REFUSED])
+def test_refused_by_name(kind: str, fields: dict[str, Any], name: str, folder_of: FolderOf, tmp_path: Path) -> None:
+    folder = copy_of(folder_of(kind), tmp_path / "model")
+    edit_json(folder / "config.json", **fields)
+    with pytest.raises(UnsupportedModel, match=name):
+        load_decoder(folder)
+
+
+def test_falcons_own_auto_map_is_no_remote_code(folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    folder = copy_of(folder_of("falcon7"), tmp_path / "model")
+    names = {"AutoConfig": "configuration_falcon.FalconConfig", "AutoModel": "hub--modeling_falcon.FalconModel"}
+    edit_json(folder / "config.json", auto_map=names)
+    assert same(load_decoder(folder, "float32"), ours_of("falcon7"))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickled_weights_are_refused_with_the_remedy(name: str, folder_of: FolderOf, tmp_path: Path) -> None:
+    folder = copy_of(folder_of("llama"), tmp_path / "model")
+    (folder / SINGLE).rename(folder / name)
+    with pytest.raises(UnsupportedModel, match=rf"{name}.*safe_serialization=True"):
+        load_decoder(folder)
+
+
+def test_folders_without_a_model(tmp_path: Path, folder_of: FolderOf) -> None:
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        load_decoder(tmp_path / "absent")
+    folder = copy_of(folder_of("llama"), tmp_path / "model")
+    (folder / SINGLE).unlink()
+    with pytest.raises(ValueError, match="holds no weights"):
+        load_decoder(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        load_decoder(folder)
+
+
+def test_a_file_cut_short_is_named(folder_of: FolderOf, tmp_path: Path) -> None:
+    folder = copy_of(folder_of("llama"), tmp_path / "model")
+    content = (folder / SINGLE).read_bytes()
+    for length in (len(content) // 2, 100, 4):
+        (folder / SINGLE).write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"model\.safetensors"):
+            load_decoder(folder)
+
+
+@pytest.mark.parametrize("kind", ["llama_gqa", "opt350", "falcon40"])
+def test_sharded_equals_single(kind: str, tmp_path: Path, ours_of: OursOf) -> None:
+    folder = make_checkpoint(kind, tmp_path, shard_size="100KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert same(load_decoder(folder), ours_of(kind))
+    shards[1].unlink()
+    with pytest.raises(ValueError, match=shards[1].name):
+        load_decoder(folder)
+
+
+def test_an_index_cannot_leave_the_folder(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, shard_size="100KB")
+    edit_json(folder / (SINGLE + ".index.json"), weight_map={"lm_head.weight": "../elsewhere.safetensors"})
+    with pytest.raises(ValueError, match="outside the folder"):
+        load_decoder(folder)
+
+
+PREFIXES = {"llama": "model.", "opt": "model.decoder.", "falcon40": "transformer."}
+
+
+@pytest.mark.parametrize("kind", PREFIXES)
+def test_names_without_prefix(kind: str, folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    folder = copy_of(folder_of(kind), tmp_path / "model")
+    rename(folder, lambda tensors: {name.removeprefix(PREFIXES[kind]): t for name, t in tensors.items()})
+    assert same(load_decoder(folder), ours_of(kind))
+
+
+def test_opt_names_under_decoder(folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    folder = copy_of(folder_of("opt"), tmp_path / "model")
+    rename(folder, lambda tensors: {name.removeprefix("model."): t for name, t in tensors.items()})
+    assert same(load_decoder(folder), ours_of("opt"))
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_named(folder_of: FolderOf, tmp_path: Path) -> None:
+    folder = copy_of(folder_of("llama"), tmp_path / "model")
+    up, extra = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_norm.weight"
+    whole = load_file(folder / SINGLE)
+    cases = [
+        ({name: t for name, t in whole.items() if name != up}, rf"lacks {up}"),
+        (whole | {extra: torch.ones(32)}, rf"has unexpected {extra}"),
+        (whole | {up: torch.ones(190, 128)}, rf"{up} of shape \[190, 128\] where \[192, 128\]"),
+        (whole | {up: torch.ones(192, 128, dtype=torch.int8)}, rf"{up} as I8"),
+    ]
+    for tensors, message in cases:
+        save_file(tensors, folder / SINGLE)
+        with pytest.raises(ValueError, match=message):
+            load_decoder(folder)
+
+
+def test_a_config_that_claims_more_than_the_weights_have(folder_of: FolderOf, tmp_path: Path) -> None:
+    folder = copy_of(folder_of("llama"), tmp_path / "model")
+    edit_json(folder / "config.json", num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.2.* and 4 more"):
+        load_decoder(folder)
+
+
+def test_harmless_buffers_are_ignored(folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    folder = copy_of(folder_of("llama"), tmp_path / "model")
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    rename(folder, lambda tensors: tensors | buffer)
+    assert same(load_decoder(folder), ours_of("llama"))
+
+
+def test_tied_embeddings_share_memory(ours_of: OursOf) -> None:
+    for kind, tied in (("llama", False), ("llama_tied", True), ("opt350", True), ("opt_untied", False)):
+        weights = ours_of(kind).weights
+        assert (weights["head.weight"] is weights["embed.weight"]) == tied
+
+
+def test_a_stored_head_of_a_tied_model(folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    """Equal to the embedding: shared. Different: kept. Alone: it is the embedding. As transformers has it."""
+    folder = copy_of(folder_of("llama_tied"), tmp_path / "model")
+    embed = load_file(folder / SINGLE)["model.embed_tokens.weight"]
+    rename(folder, lambda tensors: tensors | {"lm_head.weight": embed.clone()})
+    weights = load_decoder(folder).weights
+    assert weights["head.weight"] is weights["embed.weight"]
+    rename(folder, lambda tensors: tensors | {"lm_head.weight": embed + 1})
+    assert torch.equal(load_decoder(folder).weights["head.weight"], embed + 1)
+    rename(folder, lambda tensors: {n: t for n, t in tensors.items() if "embed" not in n} | {"lm_head.weight": embed})
+    assert same(load_decoder(folder), ours_of("llama_tied"))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "computed"),
+    [
+        (torch.float32, "auto", torch.float32),
+        (torch.float32, "bfloat16", torch.bfloat16),
+        (torch.bfloat16, "auto", torch.bfloat16),
+        (torch.bfloat16, "float32", torch.float32),
+        (torch.float16, "auto", torch.bfloat16),
+        (torch.float16, "float32", torch.float32),
+    ],
+)
+def test_compute_type(stored: torch.dtype, wanted: Any, computed: torch.dtype, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2", tmp_path, dtype=stored)
+    decoder = load_decoder(folder, wanted)
+    assert decoder.dtype == computed
+    assert {weight.dtype for weight in decoder.weights.values()} == {computed}
+    assert prompt_logits(decoder, TOKENS).dtype == torch.float32
+    edit_json(folder / "config.json", remove=("dtype",))
+    assert read_config(folder).dtype == str(stored).removeprefix("torch.")
+
+
+def test_an_unknown_compute_type_is_refused(folder_of: FolderOf) -> None:
+    with pytest.raises(ValueError, match="dtype must be"):
+        load_decoder(folder_of("llama"), "float16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["llama_linear", "llama3", "llama_yarn", "falcon7", "qwen2_window", "mistral_window"])
+def test_configurations_of_older_versions(kind: str, folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    """rope_theta and rope_scaling apart, the kind called type, torch_dtype for dtype, no layer_types."""
+    folder = copy_of(folder_of(kind), tmp_path / "model")
+    content = json.loads((folder / "config.json").read_text())
+    rope = dict(content["rope_parameters"])
+    theta, name = rope.pop("rope_theta"), rope.pop("rope_type")
+    old: dict[str, Any] = dict(rope_theta=theta, rope_scaling=None, torch_dtype=content["dtype"])
+    if name != "default":
+        old["rope_scaling"] = dict(type=name, **rope)
+    if kind == "qwen2_window":  # the old form says from which layer on
+        old |= dict(max_window_layers=1)
+    edit_json(folder / "config.json", remove=("rope_parameters", "dtype", "layer_types"), **old)
+    if kind == "qwen2_window":
+        assert read_config(folder).attention.windows == (None, WINDOW, WINDOW)
+    else:
+        assert read_config(folder) == ours_of(kind).config
+        assert same(load_decoder(folder), ours_of(kind))
+
+
+def test_facts(folder_of: FolderOf, tmp_path: Path) -> None:
+    config = read_config(make_checkpoint("llama", tmp_path, **GQA, **LLAMA3_ROPE, eos_token_id=[7, 9], bos_token_id=3))
+    assert (config.bos_token_id, config.eos_token_ids) == (3, (7, 9))
+    assert (config.attention.heads, config.attention.kv_heads, config.attention.head_dim) == (4, 2, 32)
+    assert config.max_model_len == 512
+    edit_json(tmp_path / "generation_config.json", eos_token_id=[9, 11])
+    assert read_config(tmp_path).eos_token_ids == (7, 9, 11)
+    assert read_config(folder_of("llama")).eos_token_ids == ()
+    assert read_config(folder_of("llama_dynamic")).max_model_len == 512
+    assert read_config(folder_of("qwen2_window")).attention.windows == (None, WINDOW, None)
+    assert read_config(folder_of("mistral_window")).attention.windows == (WINDOW, WINDOW)
+
+
+def test_progress_is_told(folder_of: FolderOf) -> None:
+    calls: list[tuple[int, int]] = []
+    decoder = load_decoder(folder_of("llama"), progress=lambda done, total: calls.append((done, total)))
+    total = len(decoder.weights)
+    assert calls == [(done, total) for done in range(1, total + 1)]
+
+
+def test_weights_do_not_depend_on_the_file(folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    folder = copy_of(folder_of("llama"), tmp_path / "model")
+    decoder = load_decoder(folder)
+    size = (folder / SINGLE).stat().st_size
+    (folder / SINGLE).write_bytes(bytes(size))
+    assert same(decoder, ours_of("llama"))
+
+
+def test_reading_facts_needs_no_torch() -> None:
+    code = "import sys, headrace.models.config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

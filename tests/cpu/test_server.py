@@ -1,0 +1,326 @@
+"""The server as a user runs it: a process of its own, the real engine on the shipped model, the real OpenAI client."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from headrace.cli.main import app
+from tests.unit.fake_server import BAD_REQUESTS, check_refusal, metric, open_request, send_bad, until
+
+pytestmark = pytest.mark.cpu
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void;"
+MESSAGES = [
+    {"role": "system", "content": "The code of Lisbon is 4821. The code of Paris is 1093. " + PROMPT * 4},
+    {"role": "user", "content": "What is the code of Lisbon?"},
+]
+
+
+class Process:
+    """`headrace serve tiny` on a free port, its log in a file."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / f"{self.port}.log"
+        command = [sys.executable, "-m", "headrace.cli.main", "serve", "tiny", "--port", str(self.port)]
+        with self.log.open("wb") as sink:
+            self.process = subprocess.Popen([*command, *options], stdout=sink, stderr=subprocess.STDOUT)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    def health(self) -> int:
+        try:
+            return self.http.get("/health").status_code
+        except httpx.TransportError:
+            return 0
+
+    def wait_ready(self) -> None:
+        until(lambda: self.health() == 200 or self.process.poll() is not None, 120)
+        assert self.process.poll() is None, self.log.read_text()
+
+    def engine(self) -> psutil.Process:
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return next(p for p in found if "headrace.engine.worker" in p.cmdline())
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=60)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return metric(self.http.get("/metrics").text, name, **labels)
+
+    def idle(self) -> bool:
+        names = ("num_requests_running", "num_requests_waiting", "kv_chunks_used")
+        return all(self.metric(name) == 0 for name in names)
+
+    def stop(self) -> int:
+        """Exit code after SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+@contextmanager
+def process(folder: Path, *options: str) -> Iterator[Process]:
+    server = Process(folder, "--kv-cache-tokens", "131072", *options)
+    try:
+        yield server
+    finally:
+        server.http.close()
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    with process(tmp_path_factory.mktemp("server"), "--log-interval-s", "0.5") as started:
+        started.wait_ready()
+        yield started
+        assert started.stop() == 0, started.log.read_text()
+
+
+def text(prompt: Any = PROMPT, **more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
+
+
+def joined(stream: Any) -> dict[int, str]:
+    """Index -> text, of a stream or of a whole completion."""
+    texts: dict[int, str] = {}
+    for part in stream:
+        for choice in part.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+    return texts
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 11}])
+def test_stream_equals_whole(server: Process, sampling: dict[str, Any]) -> None:
+    client = server.client()
+    whole = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, **sampling)
+    stream = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, stream=True, **sampling)
+    assert joined(stream)[0] == whole.choices[0].text != ""
+
+
+def test_chat_stream_equals_whole_and_finds_the_cache(server: Process) -> None:
+    client = server.client()
+    ask: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "temperature": 0}
+    whole = client.chat.completions.create(**ask)
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    told = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert told == whole.choices[0].message.content != ""
+    usage = chunks[-1].usage
+    assert usage.prompt_tokens == whole.usage.prompt_tokens and usage.completion_tokens == whole.usage.completion_tokens
+    cached = usage.prompt_tokens_details.cached_tokens
+    assert cached == (usage.prompt_tokens - 1) // 64 * 64 > 0
+    figures = chunks[-1].headrace  # type: ignore[attr-defined]
+    assert figures["cached_tokens"] == cached and figures["new_tokens"] == usage.prompt_tokens - cached
+    assert figures["decode_tokens_per_s"] > 0 and figures["ttft_s"] > 0
+
+
+def test_salt_hides_the_cache(server: Process) -> None:
+    def cached(salt: str) -> int:
+        body = {"messages": MESSAGES, "max_tokens": 1, "cache_salt": salt}
+        return server.http.post(CHAT, json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached("one"), cached("one") > 0, cached("two")] == [0, True, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_sequences_by_seed(server: Process, stream: bool) -> None:
+    def draw(seed: int) -> dict[int, str]:
+        made = server.client().completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=16, n=2, temperature=1.0, seed=seed, stream=stream
+        )
+        return joined(made if stream else [made])
+
+    first = draw(5)
+    assert set(first) == {0, 1} and first[0] != first[1]
+    assert draw(5) == first != draw(6)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_ends_the_text_before_it(server: Process, stream: bool) -> None:
+    whole = server.http.post(TEXT, json=text(max_tokens=40)).json()["choices"][0]["text"]
+    stop = whole[len(whole) // 2 :][:3]
+    made = server.client().completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=40, temperature=0, stop=stop, stream=stream
+    )
+    parts = list(made) if stream else [made]
+    assert joined(parts)[0] == whole[: whole.index(stop)]
+    assert parts[-1].choices[0].finish_reason == "stop" and parts[-1].choices[0].stop_reason == stop
+    assert server.idle() or until(server.idle) is None
+
+
+def test_logprobs(server: Process) -> None:
+    ask: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+    client = server.client()
+    whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=3).choices[0]
+    for entry in whole.logprobs.content:
+        values = [top.logprob for top in entry.top_logprobs]
+        assert len(values) == 3 and values == sorted(values, reverse=True)
+        assert entry.token == entry.top_logprobs[0].token and entry.logprob == values[0] <= 0
+    chunks = client.chat.completions.create(**ask, logprobs=True, top_logprobs=3, stream=True)
+    streamed = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+    assert streamed == whole.logprobs.content
+    told = b"".join(bytes(entry.bytes) for entry in whole.logprobs.content).decode()
+    assert told.startswith(whole.message.content)
+
+
+def test_echo_gives_the_prompts_logprobs(server: Process) -> None:
+    made = server.client().completions.create(model="tiny", prompt=PROMPT, max_tokens=3, echo=True, logprobs=1)
+    row = made.choices[0].logprobs
+    assert made.choices[0].text.startswith(PROMPT)
+    assert len(row.tokens) == made.usage.total_tokens and row.token_logprobs[0] is None
+    for token, at in list(zip(row.tokens, row.text_offset, strict=True))[1:-3]:
+        assert made.choices[0].text[at:].startswith(token)
+
+
+def test_logit_bias_forces_a_token(server: Process) -> None:
+    body = text(logit_bias={"1000": 100}, max_tokens=3, return_token_ids=True, ignore_eos=True)
+    assert server.http.post(TEXT, json=body).json()["choices"][0]["token_ids"] == [1000] * 3
+
+
+def test_several_prompts_answer_as_alone(server: Process) -> None:
+    prompts = ["And God said,", "The code of Paris is", PROMPT]
+    together = joined([server.client().completions.create(model="tiny", prompt=prompts, max_tokens=8, temperature=0)])
+    alone = [server.http.post(TEXT, json=text(p, max_tokens=8)).json()["choices"][0]["text"] for p in prompts]
+    assert together == dict(enumerate(alone))
+
+
+# ---- refusals, leaving clients, load ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_bad_request_is_refused_and_the_next_is_served(server: Process, name: str) -> None:
+    check_refusal(*send_bad(server.http, name, "tiny"))
+    assert server.http.post(TEXT, json=text(max_tokens=1)).json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_openai_client_names_the_parameter(server: Process) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.client().chat.completions.create(model="tiny", messages=MESSAGES, n=1000)
+    assert caught.value.param == "n"
+
+
+def test_200_clients_leave_at_random_moments(server: Process) -> None:
+    rng = random.Random(3)
+    gone, done = server.metric("clients_gone_total"), server.metric("e2e_request_latency_seconds_count")
+    start, socks = time.monotonic(), []
+    for i in range(200):
+        prompt = PROMPT * rng.randrange(1, 30) if i % 3 else [PROMPT * 2, "Amen"]
+        body = text(prompt, max_tokens=rng.randrange(1, 200), stream=i % 2 == 0, ignore_eos=True, n=1 + i % 2)
+        socks.append((start + rng.random() * 4, open_request(server.port, body)))
+    for moment, sock in sorted(socks, key=lambda item: item[0]):
+        time.sleep(max(0.0, moment - time.monotonic()))
+        sock.close()
+    until(server.idle, 20)
+    left = server.metric("clients_gone_total") - gone
+    answered = server.metric("e2e_request_latency_seconds_count") - done
+    assert left > 50 and left + answered <= 200
+    assert server.metric("kv_chunks_cached") <= server.metric("kv_chunks_total")
+    assert server.http.post(TEXT, json=text()).json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_lines_of_the_log(server: Process) -> None:
+    server.http.post(TEXT, json=text(max_tokens=600, ignore_eos=True))
+    log = server.log.read_text()
+    assert "KV cache: 131,072 tokens" in log and "concurrency: 8.0 sequences of 16,384 tokens" in log
+    assert "running 1, waiting 0, prefill" in log
+    assert "done (length), prompt" in log
+
+
+def test_bench_serve(server: Process, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    command = ["bench", "serve", "--url", server.url, "--requests", "6", "--at-once", "3", "--max-tokens", "4"]
+    ran = CliRunner().invoke(app, [*command, "--shared-words", "200", "--json", str(file)])
+    assert ran.exit_code == 0, ran.output
+    written = json.loads(file.read_text())
+    assert set(written) == {"date", "machine", "command", "cases"}
+    assert written["cases"][0]["requests"] == 6 and written["cases"][0]["cached_share"] > 0.3
+
+
+# ---- key, queue, ends ------------------------------------------------------------------------------------------------
+
+
+def test_key_and_full_queue(tmp_path: Path) -> None:
+    options = ("--api-key", "k3y", "--max-num-seqs", "1", "--max-queued-requests", "2")
+    with process(tmp_path, *options) as small:
+        until(lambda: small.health() == 503, 60)  # it listens before the model is loaded
+        small.wait_ready()
+        check_refusal(small.http.get("/metrics"), 401, None)
+        check_refusal(small.http.post(TEXT, json=text()), 401, None)
+        with pytest.raises(openai.AuthenticationError):
+            small.client("other").models.list()
+        assert small.client("k3y").models.list().data[0].id == "tiny"
+        replies: list[httpx.Response] = []
+        headers = {"Authorization": "Bearer k3y"}
+
+        def send() -> None:
+            replies.append(httpx.post(small.url + TEXT, json=text(max_tokens=300), headers=headers, timeout=120))
+
+        threads = [threading.Thread(target=send) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        refused = [reply for reply in replies if reply.status_code == 429]
+        served = [reply for reply in replies if reply.status_code == 200]
+        assert len(served) >= 2 and len(refused) >= 1 and len(served) + len(refused) == 12
+        for reply in refused:
+            check_refusal(reply, 429, None)
+            assert int(reply.headers["retry-after"]) >= 1
+        engine = small.engine()
+        small.process.kill()
+        small.process.wait()
+        until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 15)
+
+
+def test_killed_engine_ends_the_server(tmp_path: Path) -> None:
+    with process(tmp_path) as doomed:
+        doomed.wait_ready()
+        errors: list[BaseException] = []
+
+        def stream() -> None:
+            try:
+                made = doomed.client().completions.create(
+                    model="tiny", prompt=PROMPT, max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
+                )
+                for _ in made:
+                    pass
+            except Exception as error:
+                errors.append(error)
+
+        reader = threading.Thread(target=stream)
+        reader.start()
+        until(lambda: doomed.metric("num_requests_running") == 1)
+        killed = time.monotonic()
+        os.kill(doomed.engine().pid, signal.SIGKILL)
+        until(lambda: doomed.health() == 503, 3)
+        check_refusal(doomed.http.post(TEXT, json=text()), 503, None)
+        assert doomed.process.wait(10) == 1
+        assert time.monotonic() - killed < 10
+        reader.join(5)
+        assert len(errors) == 1 and isinstance(errors[0], openai.APIError), errors

@@ -1,0 +1,252 @@
+"""An engine without a model, with the interface of AsyncLLM: it answers with the prompt's own tokens, over and over.
+
+A token is a byte. Sequence i of a request starts i tokens into the prompt. Chunks are counted as the real cache counts
+them, so that leaks show; delays and failures can be injected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headrace.config import EngineConfig
+from headrace.types import (
+    Delta,
+    EngineDead,
+    EngineStats,
+    InvalidRequest,
+    Logprob,
+    Metrics,
+    Overloaded,
+    SamplingParams,
+    TokenLogprobs,
+    chunks_for,
+)
+
+EOS = 256
+VOCAB = 258
+
+
+class FakeTokenizer:
+    vocab_size = VOCAB
+    eos_token_id = EOS
+    has_chat_template = True
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: list[int]) -> str:
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b"<%d>" % token
+
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def apply_chat(self, messages: Any, add_generation_prompt: bool = True, *, sign: str = "") -> list[int]:
+        if any(m["content"] == "refuse me" for m in messages):
+            raise InvalidRequest("the chat template refused the messages", "messages")
+        return self.encode("".join(m["content"] + "\n" for m in messages) + sign)
+
+
+@dataclass(frozen=True)
+class FakeCapacity:
+    kv_cache_tokens: int = 64_000
+    kv_bytes_per_token: int = 1024
+    max_model_len: int = 4000
+    max_sequences: int = 8
+    vocab_size: int = VOCAB
+    backend: str = "fake"
+    dtype: str = "bytes"
+    model: str = "fake"
+    kernels: dict[str, str] = field(default_factory=lambda: {"attention": "echo"})
+
+
+class FakeEngine:
+    """`start_s` and `token_s` are delays; `running_limit` sequences of requests run at once, the others wait."""
+
+    def __init__(
+        self, config: EngineConfig, start_s: float = 0.0, token_s: float = 0.0, running_limit: int = 8
+    ) -> None:
+        self.config = config
+        self.start_s, self.token_s = start_s, token_s
+        self.capacity = FakeCapacity()
+        self.tokenizer: FakeTokenizer | None = FakeTokenizer()
+        self.failure: str | None = None
+        self.stats = EngineStats(kv_chunks_total=1000)
+        self.start_error: Exception | None = None
+        self.fail_after_tokens: int | None = None
+        self.aborted: list[str] = []
+        self.salts: list[tuple[str | None, int]] = []
+        self._started = False
+        self._dead = asyncio.Event()
+        self._turn = asyncio.Semaphore(running_limit)
+
+    @property
+    def alive(self) -> bool:
+        return self._started and self.failure is None
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.start_s)
+        if self.start_error is not None:
+            raise self.start_error
+        self._started = True
+
+    async def shutdown(self) -> None:
+        self.die("the engine was shut down")
+
+    async def wait_dead(self) -> str:
+        await self._dead.wait()
+        return self.failure or ""
+
+    def die(self, reason: str) -> None:
+        self.failure = self.failure or reason
+        self._dead.set()
+
+    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
+        room = self.capacity.max_model_len - len(prompt_token_ids)
+        if not prompt_token_ids:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if room < 1:
+            raise InvalidRequest("the prompt is too long", "prompt")
+        if not all(0 <= token < VOCAB for token in prompt_token_ids):
+            raise InvalidRequest("token id outside the vocabulary", "prompt")
+        params.check_vocabulary(VOCAB)
+        if (params.max_tokens or 0) > room:
+            raise InvalidRequest("max_tokens is too large", "max_tokens")
+        return params if params.max_tokens else replace(params, max_tokens=room)
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        public_prefix_tokens: int = 0,
+    ) -> AsyncIterator[Delta]:
+        if not self.alive:
+            raise EngineDead(self.failure or "not started")
+        if self.stats.waiting >= self.config.max_queued_requests:
+            raise Overloaded("the queue is full", 2.5)
+        assert isinstance(prompt, list) and request_id is not None
+        self.salts.append((cache_salt, public_prefix_tokens))
+        run = _Run(self, prompt, params, request_id)
+        try:
+            await run.wait_for_turn()
+            while not run.done:
+                for delta in await run.step():
+                    yield delta
+        finally:
+            run.close()
+
+
+class _Run:
+    """One request. Invariant: its chunks are in `stats.kv_chunks_used` from its turn until close()."""
+
+    def __init__(self, engine: FakeEngine, prompt: list[int], params: SamplingParams, request_id: str) -> None:
+        self.engine, self.prompt, self.params, self.request_id = engine, prompt, params, request_id
+        self.arrival = time.monotonic()
+        self.turn = self.first = 0.0
+        self.sequences = [_Sequence(self, index) for index in range(params.n)]
+        self.chunks = chunks_for(len(prompt)) + params.n
+
+    @property
+    def done(self) -> bool:
+        return all(sequence.finish for sequence in self.sequences)
+
+    async def wait_for_turn(self) -> None:
+        stats = self.engine.stats
+        stats.waiting += 1
+        try:
+            await self.engine._turn.acquire()
+        finally:
+            stats.waiting -= 1
+        self.turn = time.monotonic()
+        stats.running += 1
+        stats.kv_chunks_used += self.chunks
+        stats.prompt_tokens += len(self.prompt)
+        stats.prefilled_tokens += len(self.prompt)
+
+    async def step(self) -> list[Delta]:
+        """One token for each unfinished sequence."""
+        await asyncio.sleep(self.engine.token_s)
+        engine = self.engine
+        if engine.fail_after_tokens is not None and engine.stats.generated_tokens >= engine.fail_after_tokens:
+            engine.die("injected failure")
+        if engine.failure:
+            raise EngineDead(engine.failure)
+        deltas = [sequence.next() for sequence in self.sequences if not sequence.finish]
+        self.first = self.first or time.monotonic()
+        engine.stats.generated_tokens += len(deltas)
+        engine.stats.steps += 1
+        if self.done:
+            deltas[-1].metrics = self._metrics()
+        return deltas
+
+    def _metrics(self) -> Metrics:
+        now = time.monotonic()
+        output = sum(len(sequence.token_ids) for sequence in self.sequences)
+        cached = len(self.prompt) // 64 * 64 // 2
+        times = (self.first - self.arrival, now - self.arrival, self.turn - self.arrival)
+        return Metrics(*times, len(self.prompt), cached, output)
+
+    def close(self) -> None:
+        stats = self.engine.stats
+        if self.turn:
+            stats.running -= 1
+            stats.kv_chunks_used -= self.chunks
+            self.engine._turn.release()
+        if self.done:
+            stats.finished_length += 1
+        else:
+            stats.finished_abort += 1
+            self.engine.aborted.append(self.request_id)
+
+
+class _Sequence:
+    """Text is held back where it may be the beginning of a stop string or of a character."""
+
+    def __init__(self, run: _Run, index: int) -> None:
+        self.run, self.index = run, index
+        self.token_ids: list[int] = []
+        self.sent = ""
+        self.finish: str | None = None
+
+    def next(self) -> Delta:
+        run, params = self.run, self.run.params
+        token = run.prompt[(len(self.token_ids) + self.index) % len(run.prompt)]
+        delta = Delta(run.request_id, self.index, token_ids=[token])
+        if params.logprobs is not None:
+            delta.logprobs = [_logprobs(token, params.logprobs)]
+        if params.prompt_logprobs is not None and self.index == 0 and not self.token_ids:
+            top = params.prompt_logprobs
+            delta.prompt_logprobs = [None, *(_logprobs(t, top) for t in run.prompt[1:])]
+        self.token_ids.append(token)
+        self._text(delta)
+        return delta
+
+    def _text(self, delta: Delta) -> None:
+        params = self.run.params
+        text = bytes(t for t in self.token_ids if t < 256).decode("utf-8", "ignore")
+        found = [(text.find(stop), stop) for stop in params.stop if stop in text]
+        if found:
+            at, delta.stop_reason = min(found)
+            text, delta.finish_reason = text[:at], "stop"
+        elif len(self.token_ids) >= (params.max_tokens or 16):
+            delta.finish_reason = "length"
+        else:
+            text = text[: max(0, len(text) - max((len(stop) - 1 for stop in params.stop), default=0))]
+        self.finish = delta.finish_reason
+        delta.text, self.sent = text[len(self.sent) :], max(self.sent, text, key=len)
+
+
+def _logprobs(token: int, top: int) -> TokenLogprobs:
+    """The chosen token is the second most likely: alternatives and the choice must not be mixed up."""
+    others = [t for t in range(65, 65 + top + 1) if t != token]
+    ranked = [*others[:1], token, *others[1:]]
+    return {t: Logprob(-0.5 * (i + 1), i + 1, "") for i, t in enumerate(ranked) if i < top or t == token}

@@ -1,0 +1,305 @@
+"""The tree, the pool and the tables: every operation by a Hypothesis state machine, and mutants that it must catch."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from headrace.kv.cache import KVCache, Table
+from headrace.kv.pool import SlotPool
+from headrace.kv.tree import Node, PrefixTree
+from headrace.types import CHUNK, chunks_for
+
+POOL = 24
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Sequences over a tiny alphabet of whole chunks, so that prefixes meet often, in a pool that is often full.
+
+    `content` plays the memory: what each slot's tokens are. A table must find its own tokens in its slots at any time,
+    which a chunk shared wrongly, freed early or evicted in use would break.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = KVCache(POOL)
+        self.live: list[Table] = []
+        self.content: dict[int, list[int]] = {}
+
+    def fresh(self, tokens: list[int], salt: str | None, public: int) -> Table:
+        table = self.cache.open(tokens, salt=salt, public_tokens=public)
+        self.live.append(table)
+        return table
+
+    @initialize()
+    def start(self) -> None:
+        self.cache.check()
+
+    @rule(
+        blocks=st.lists(st.integers(0, 2), min_size=0, max_size=6), tail=st.integers(1, CHUNK),
+        salt=st.sampled_from([None, None, "a", "b"]), public=st.sampled_from([0, 64, 100]),
+    )
+    def join(self, blocks: list[int], tail: int, salt: str | None, public: int) -> None:
+        tokens = [token for block in blocks for token in [block] * CHUNK] + [7] * tail
+        self.fresh(tokens, salt, public)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        """n > 1: another sequence with the same prompt."""
+        self.fresh(list(self.pick(data).tokens), None, 0)
+
+    def pick(self, data: st.DataObject) -> Table:
+        return self.live[data.draw(st.integers(0, len(self.live) - 1))]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), wish=st.integers(1, 400), grow=st.sampled_from([0, 0, 1, 3]))
+    def extend(self, data: st.DataObject, wish: int, grow: int) -> None:
+        """A step: reuse, then prefill a part, or decode tokens."""
+        table = self.pick(data)
+        table.tokens.extend([3] * grow)
+        _, blocked = self.cache.reuse(table)
+        if blocked:
+            assert self.writer_of_next(table) in self.live, "waits for a chunk that nobody writes"
+            return
+        count = min(wish, len(table.tokens) - table.length, self.cache.room(table))
+        before = table.length
+        if count:
+            assert self.cache.extend(table, count)
+            self.write(table, before)
+        self.cache.commit()
+
+    def write(self, table: Table, start: int) -> None:
+        for position in range(start, table.length):
+            slot = table.slots[position // CHUNK]
+            rows = self.content.setdefault(int(slot), [-1] * CHUNK)
+            rows[position % CHUNK] = table.tokens[position]
+
+    def writer_of_next(self, table: Table) -> Any:
+        node = self.cache.tree.find(table.digest(table.length // CHUNK))
+        return node.writer if node else None
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def extend_beyond_room(self, data: st.DataObject) -> None:
+        table = self.pick(data)
+        before = table.length
+        table.tokens.extend([4] * (self.cache.room(table) + 1 - (len(table.tokens) - table.length)))
+        assert not self.cache.extend(table, self.cache.room(table) + 1)
+        assert table.length == before
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """Finished, or aborted at any moment: half a chunk written or none at all."""
+        table = self.pick(data)
+        self.live.remove(table)
+        self.cache.close(table)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        """Leaves and joins again with all its tokens, to be computed anew."""
+        table = self.pick(data)
+        self.live.remove(table)
+        self.cache.close(table)
+        self.fresh(list(table.tokens), None, 0)
+
+    @rule(count=st.integers(1, POOL))
+    def evict(self, count: int) -> None:
+        """A private sequence takes what it can get, and goes."""
+        room = min(count, self.cache.available)
+        if room:
+            table = self.cache.open([9] * room * CHUNK, shares=False)
+            assert self.cache.extend(table, room * CHUNK)
+            self.cache.commit()
+            self.cache.close(table)
+
+    @invariant()
+    def holds(self) -> None:
+        self.cache.check()
+        for table in self.live:
+            for position in range(0, table.length):
+                found = self.content[int(table.slots[position // CHUNK])][position % CHUNK]
+                assert found == table.tokens[position], "a sequence reads another's tokens"
+
+    def teardown(self) -> None:
+        for table in self.live:
+            self.cache.close(table)
+        self.cache.check()
+        self.cache.tree.clear()
+        assert self.cache.pool.free == POOL and not self.cache.tree.nodes
+
+
+CacheMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestCacheMachine = CacheMachine.TestCase
+
+
+def _dropped_refcount(tree: PrefixTree, node: Node) -> None:
+    """Mutant of PrefixTree.hold: shares without counting."""
+    if node.refs == 0:
+        del tree.idle[node.digest or b""]
+        node.refs = 1
+
+
+def _shared_partial_chunk(cache: KVCache, table: Table) -> tuple[int, bool]:
+    """Mutant of KVCache.reuse: attaches a chunk that another sequence is still writing."""
+    chunk = table.length // CHUNK
+    while not table.length % CHUNK and chunk < (len(table.tokens) - 1) // CHUNK:
+        node = cache.tree.find(table.digest(chunk))
+        if node is None:
+            break
+        cache.tree.hold(node)
+        table.append(node)
+        table.length += CHUNK
+        chunk += 1
+    return 0, False
+
+
+def _first_idle_wrong(tree: PrefixTree, node: Node) -> None:
+    """Mutant of PrefixTree.release: what was let go last is evicted first, so parents go before children."""
+    node.refs -= 1
+    if node.refs == 0:
+        if node.digest is None or not node.complete:
+            tree._remove(node)
+        else:
+            tree.idle[node.digest] = node
+            tree.idle.move_to_end(node.digest, last=False)
+
+
+def _leaking_pool(pool: SlotPool, slot: int) -> None:
+    """Mutant of SlotPool.give: now and then a slot is lost."""
+    if slot % 5:
+        pool._is_free[slot] = 1
+        pool._free.append(slot)
+
+
+MUTANTS = [
+    (PrefixTree, "hold", _dropped_refcount),
+    (KVCache, "reuse", _shared_partial_chunk),
+    (PrefixTree, "release", _first_idle_wrong),
+    (SlotPool, "give", _leaking_pool),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "mutant"), MUTANTS, ids=[m.__name__.strip("_") for _, _, m in MUTANTS])
+def test_mutants_are_caught(owner: type, name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, name, mutant)
+    relaxed = settings(
+        max_examples=300, stateful_step_count=40, deadline=None, database=None, derandomize=True,
+        suppress_health_check=list(HealthCheck), print_blob=False, report_multiple_bugs=False, phases=_generate_only(),
+    )
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        run_state_machine_as_test(CacheMachine, settings=relaxed)
+
+
+def _generate_only() -> tuple[Any, ...]:
+    from hypothesis import Phase
+
+    return (Phase.generate,)
+
+
+def filled(cache: KVCache, tokens: list[int], **options: Any) -> Table:
+    """A table with all of its tokens cached."""
+    table = cache.open(tokens, **options)
+    cache.reuse(table)
+    assert cache.extend(table, len(tokens) - table.length)
+    cache.commit()
+    return table
+
+
+def sentence(chunks: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed).randrange(1000) for _ in range(chunks * CHUNK + 1)]
+
+
+def test_prefix_survives_its_last_request_and_lru_leaves_go_first() -> None:
+    cache = KVCache(6)
+    cache.close(filled(cache, sentence(2, seed=1)))
+    cache.close(filled(cache, sentence(2, seed=2)))
+    assert len(cache.tree.idle) == 4
+    third = filled(cache, sentence(2, seed=3))
+    assert cache.reuse(cache.open(sentence(2, seed=1)))[0] == CHUNK, "the leaf of the oldest went, its parent stayed"
+    assert cache.reuse(cache.open(sentence(2, seed=2)))[0] == 2 * CHUNK
+    assert third.length == 2 * CHUNK + 1
+    cache.check()
+
+
+def test_last_token_is_always_left_to_compute() -> None:
+    cache = KVCache(10)
+    prompt = sentence(3)[:-1]
+    cache.close(filled(cache, prompt))
+    assert cache.reuse(cache.open(prompt)) == (2 * CHUNK, False)
+
+
+def test_waits_for_the_chunk_not_for_the_request() -> None:
+    cache = KVCache(40)
+    prompt = sentence(8)
+    writer, reader = cache.open(prompt), cache.open(list(prompt))
+    cache.extend(writer, 3 * CHUNK + 10)
+    assert cache.reuse(reader) == (3 * CHUNK, True), "complete chunks at once, then wait for the fourth"
+    cache.extend(writer, 2 * CHUNK)
+    assert cache.reuse(reader) == (2 * CHUNK, True)
+    cache.close(writer)
+    assert cache.reuse(reader) == (0, False), "the writer is gone: the reader writes on"
+    assert cache.extend(reader, len(prompt) - reader.length)
+    cache.check()
+
+
+def test_twins_that_fill_the_same_chunk_while_decoding_end_up_sharing_it() -> None:
+    cache = KVCache(40)
+    one, two = filled(cache, sentence(1)), filled(cache, sentence(1))
+    for table in (one, two):
+        for _ in range(CHUNK - 1):
+            table.tokens.append(5)
+            cache.extend(table, 1)
+    cache.commit()
+    assert one.slots.tolist() == two.slots.tolist()
+    assert cache.used == 2 and cache.unshared == 4
+    cache.check()
+
+
+@pytest.mark.parametrize(("public", "shared"), [(0, 0), (63, 0), (64, 1), (200, 3), (100000, 4)])
+def test_salt_separates_tenants_after_the_public_prefix(public: int, shared: int) -> None:
+    cache = KVCache(40)
+    prompt = sentence(4)
+    filled(cache, prompt, salt="a", public_tokens=public)
+    other = cache.open(list(prompt), salt="b", public_tokens=public)
+    assert cache.reuse(other)[0] == shared * CHUNK
+    same = cache.open(list(prompt), salt="a", public_tokens=public)
+    assert cache.reuse(same)[0] == 4 * CHUNK
+    plain = cache.open(list(prompt))
+    assert cache.reuse(plain)[0] == shared * CHUNK
+
+
+def test_identity_and_namespace_separate() -> None:
+    cache = KVCache(40)
+    filled(cache, sentence(2))
+    assert cache.reuse(cache.open(sentence(2), namespace="length 129"))[0] == 0
+    other = KVCache(40, identity=b"another model")
+    assert other.open(sentence(2)).digest(0) != cache.open(sentence(2)).digest(0)
+
+
+def test_no_sharing_when_off() -> None:
+    cache = KVCache(40)
+    filled(cache, sentence(2), shares=False)
+    second = filled(cache, sentence(2), shares=False)
+    assert second.length and cache.used == 6 and not cache.tree.nodes
+    assert chunks_for(len(sentence(2))) == 3
+
+
+def test_pool_refuses_nonsense() -> None:
+    with pytest.raises(ValueError, match="kv_cache_tokens"):
+        SlotPool(0)
+    pool = SlotPool(2)
+    slot = pool.take()
+    assert slot is not None
+    pool.give(slot)
+    with pytest.raises(ValueError, match="twice"):
+        pool.give(slot)

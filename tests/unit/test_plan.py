@@ -1,0 +1,100 @@
+"""The plan is plain data: printed, compared and tested with no tensor."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.attention.plan import Plan, Span, batch_order, build
+from headrace.types import CHUNK
+
+
+def span(slots: list[int], start: int, count: int) -> Span:
+    return Span(np.array(slots, dtype=np.int32), start, count)
+
+
+def test_shared_chunks_first_at_every_level_then_own_ones() -> None:
+    spans = [span([0, 1, 2], 150, 1), span([0, 1, 3], 140, 2), span([0, 4], 100, 1)]
+    plan = build(spans)
+    assert plan.shared == 2
+    assert plan.items.tolist() == [
+        [0, 0, 0, 4],
+        [1, 64, 0, 3],
+        [2, 128, 0, 1],
+        [3, 128, 1, 3],
+        [4, 64, 3, 4],
+    ]
+    assert plan.positions.tolist() == [150, 140, 141, 100]
+    assert plan.row_slots.tolist() == [2, 3, 3, 4]
+    assert plan.row_offsets.tolist() == [22, 12, 13, 36]
+    assert "slot     0  keys      0..63" in str(plan)
+
+
+def test_prefill_rows_meet_a_chunk_from_its_first_key_on() -> None:
+    plan = build([span([5, 6, 7], 10, 140)])
+    assert plan.items.tolist() == [[5, 0, 0, 140], [6, 64, 54, 140], [7, 128, 118, 140]]
+
+
+def test_batch_order_brings_equal_prefixes_together() -> None:
+    tables = [np.array(t, dtype=np.int32) for t in ([3, 300], [1, 2], [3, 4], [1, 500], [3, 300, 7])]
+    assert batch_order(tables) == [1, 3, 2, 0, 4]
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[Span]:
+    """Sequences over a random tree: slot numbers are paths, so equal slots mean equal prefixes."""
+    names: dict[tuple[int, ...], int] = {}
+    spans = []
+    for index in range(draw(st.integers(1, 6))):
+        path = tuple(draw(st.lists(st.integers(0, 1), min_size=0, max_size=4)))
+        private = (*path, 100 + index)
+        slots = [names.setdefault(private[: n + 1], len(names)) for n in range(len(private))]
+        end = len(path) * CHUNK + draw(st.integers(1, CHUNK))
+        # A follower starts after what it shares; at most one sequence may write a shared chunk: kept simple here.
+        count = draw(st.integers(1, end - len(path) * CHUNK))
+        spans.append(span(slots, end - count, count))
+    return [spans[i] for i in batch_order([s.slots for s in spans])]
+
+
+@settings(max_examples=300, deadline=None)
+@given(forests())
+def test_every_row_meets_each_of_its_chunks_once_from_left_to_right(spans: list[Span]) -> None:
+    plan = build(spans)
+    met: list[list[tuple[int, int]]] = [[] for _ in range(plan.rows)]
+    for slot, key, begin, end in plan.items.tolist():
+        for row in range(begin, end):
+            met[row].append((slot, key))
+    row = 0
+    for s in spans:
+        for position in range(s.start, s.start + s.count):
+            chunks = position // CHUNK + 1
+            seen = [(slot, key) for slot, key in met[row] if key <= position]
+            assert seen == [(int(s.slots[c]), c * CHUNK) for c in range(chunks)]
+            assert plan.positions[row] == position
+            assert plan.row_slots[row] == s.slots[position // CHUNK] and plan.row_offsets[row] == position % CHUNK
+            row += 1
+    assert all(len({key for _, key in items}) == len(items) for items in met)
+    spanned = [_sequences(plan, spans, item) for item in plan.items.tolist()]
+    assert all(n > 1 for n in spanned[: plan.shared]) and all(n == 1 for n in spanned[plan.shared :])
+
+
+def _sequences(plan: Plan, spans: list[Span], item: list[int]) -> int:
+    ends = np.cumsum([s.count for s in spans])
+    return len(set(np.searchsorted(ends, range(item[2], item[3]), side="right").tolist()))
+
+
+@settings(max_examples=300, deadline=None)
+@given(forests(), st.integers(1, 200))
+def test_window_leaves_out_only_what_nobody_sees(spans: list[Span], window: int) -> None:
+    plan = build(spans)
+    kept = {tuple(item) for item in plan.items_within(window).tolist()}
+    for slot, key, begin, end in plan.items.tolist():
+        visible = any(
+            max(0, p - window + 1) <= k <= p for p in plan.positions[begin:end].tolist() for k in range(key, key + CHUNK)
+        )
+        assert visible == ((slot, key, begin, end) in kept)
+
+
+def test_no_rows() -> None:
+    assert build([]).rows == 0 and build([]).items_within(5).shape == (0, 4)

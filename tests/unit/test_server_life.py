@@ -1,0 +1,231 @@
+"""The server's key, queue, loading, failing; clients that go away; what it tells in metrics and log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from headrace.config import EngineConfig
+from headrace.types import UnsupportedModel
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_server import TEXT, Running, check_refusal, metric, serving, text, until
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def fast() -> Iterator[Running]:
+    with serving() as running:
+        yield running
+
+
+def test_api_key_covers_all_but_health() -> None:
+    with serving(api_key="s3cret") as running:
+        assert running.http.get("/health").status_code == 200
+        for path in ("/v1/models", "/metrics", "/nothing"):
+            check_refusal(running.http.get(path), 401, None)
+        check_refusal(running.http.post(TEXT, json=text()), 401, None)
+        for wrong in ("Bearer wrong", "s3cret", "Basic s3cret", "Bearer", "Bearer s3cret2"):
+            assert running.http.get("/v1/models", headers={"Authorization": wrong}).status_code == 401
+        with pytest.raises(openai.AuthenticationError):
+            running.client("other").models.list()
+        assert running.client("s3cret").models.list().data[0].id == "fake"
+
+
+def test_full_queue_answers_429() -> None:
+    with serving(max_queued_requests=1, running_limit=1, token_s=0.02) as running:
+        replies: list[httpx.Response] = []
+
+        def send() -> None:
+            replies.append(httpx.post(running.url + TEXT, json=text(max_tokens=100), timeout=20))
+
+        threads = [threading.Thread(target=send) for _ in range(2)]
+        threads[0].start()
+        until(lambda: running.engine.stats.running == 1)
+        threads[1].start()
+        until(lambda: running.engine.stats.waiting == 1)
+        for stream in (False, True):
+            refused = running.http.post(TEXT, json=text(stream=stream))
+            check_refusal(refused, 429, None)
+            assert refused.headers["retry-after"] == "3"
+        with pytest.raises(openai.RateLimitError):
+            running.client().completions.create(model="fake", prompt="hi")
+        for thread in threads:
+            thread.join()
+        assert [reply.status_code for reply in replies] == [200, 200]
+        assert running.metric("http_errors_total", status="429") == 3
+
+
+def test_more_prompts_than_the_queue_holds() -> None:
+    with serving(max_queued_requests=2) as running:
+        check_refusal(running.http.post(TEXT, json=text(["a", "b", "c"])), 400, "prompt")
+
+
+def test_loading_answers_503_then_serves() -> None:
+    with serving(ready=False, start_s=0.5) as running:
+        running.wait(503)
+        assert running.http.get("/health").json()["status"] == "loading"
+        check_refusal(running.http.post(TEXT, json=text()), 503, None)
+        check_refusal(running.http.get("/metrics"), 503, None)
+        running.wait(200)
+        assert running.http.post(TEXT, json=text()).status_code == 200
+
+
+def test_failure_to_load_shows_in_health() -> None:
+    config = EngineConfig(model="fake")
+    engine = FakeEngine(config)
+    engine.start_error = UnsupportedModel("no such thing as MambaForever")
+    running = Running(engine, config)
+    try:
+        until(lambda: "MambaForever" in running.http.get("/health").text)
+        assert running.http.get("/health").status_code == 503
+        assert running.app.state.headrace.error is engine.start_error
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_engine_failure_in_the_midst(stream: bool) -> None:
+    with serving(token_s=0.001) as running:
+        running.engine.fail_after_tokens = 20
+        failed: list[bool] = []
+        running.app.state.headrace.on_failure = lambda: failed.append(True)
+        reply = running.http.post(TEXT, json=text(max_tokens=100, stream=stream))
+        if stream:
+            assert reply.status_code == 200
+            *_, event = reply.text.strip().split("\n\n")
+            assert event.startswith("event: error\ndata: ")
+            error = json.loads(event.split("data: ")[1])["error"]
+        else:
+            assert reply.status_code == 503
+            error = reply.json()["error"]
+        assert error["code"] == "engine_dead" and "injected failure" in error["message"]
+        until(lambda: running.http.get("/health").status_code == 503)
+        check_refusal(running.http.post(TEXT, json=text()), 503, None)
+        assert running.http.get("/metrics").status_code == 200
+        assert failed == [True]
+
+
+def test_openai_client_sees_the_failure_of_a_stream() -> None:
+    with serving(token_s=0.001) as running:
+        running.engine.fail_after_tokens = 20
+        with pytest.raises(openai.APIError, match="injected failure"):
+            list(running.client().completions.create(model="fake", prompt="hi", max_tokens=100, stream=True))
+
+
+def test_health_keeps_the_reason_from_strangers() -> None:
+    with serving(api_key="k") as running:
+        running.engine.die("secret path")
+        running.wait(503)
+        assert "secret" not in running.http.get("/health").text
+
+
+def open_request(port: int, body: dict[str, Any], path: str = TEXT) -> socket.socket:
+    raw = json.dumps(body).encode()
+    sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    sock.sendall(head.encode() + raw)
+    return sock
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["abc", ["abc", "def"]])
+def test_client_leaves_while_queued_or_decoding(stream: bool, prompt: Any) -> None:
+    with serving(running_limit=2, token_s=0.01) as running:
+        stats = running.engine.stats
+        count = 1 if prompt == "abc" else 2
+        socks = [open_request(running.port, text(prompt, max_tokens=3000, stream=stream)) for _ in range(4)]
+        until(lambda: stats.running == 2 and stats.waiting == 4 * count - 2)
+        for sock in reversed(socks):
+            sock.close()
+        until(lambda: stats.running == stats.waiting == stats.kv_chunks_used == 0, 2.0)
+        assert len(running.engine.aborted) == 4 * count
+        until(lambda: running.metric("clients_gone_total") == 4)
+        assert running.http.post(TEXT, json=text()).status_code == 200
+
+
+def test_client_leaves_before_the_body_is_whole(fast: Running) -> None:
+    sock = socket.create_connection(("127.0.0.1", fast.port))
+    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+    until(lambda: fast.app.state.headrace.admitting == 1)
+    sock.close()
+    until(lambda: fast.app.state.headrace.admitting == 0)
+
+
+def test_200_clients_leave_at_random_moments() -> None:
+    rng = random.Random(7)
+    with serving(running_limit=16, token_s=0.002) as running:
+        socks: list[tuple[float, socket.socket]] = []
+        start = time.monotonic()
+        for i in range(200):
+            body = text("word " * rng.randrange(1, 60), max_tokens=rng.randrange(1, 300), stream=i % 2 == 0)
+            socks.append((start + rng.random() * 1.5, open_request(running.port, body)))
+        for moment, sock in sorted(socks, key=lambda item: item[0]):
+            time.sleep(max(0.0, moment - time.monotonic()))
+            sock.close()
+        until(lambda: running.metric("num_requests_running") == 0, 5)
+        assert running.metric("num_requests_waiting") == running.metric("kv_chunks_used") == 0
+        assert running.metric("clients_gone_total") > 50
+        assert running.http.post(TEXT, json=text()).status_code == 200
+
+
+def test_metrics_have_the_known_names(fast: Running) -> None:
+    fast.http.post(TEXT, json=text())
+    page = fast.http.get("/metrics").text
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "num_preemptions_total",
+        "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_sum",
+        "request_time_per_output_token_seconds_bucket",
+        "e2e_request_latency_seconds_count",
+        "request_queue_time_seconds_count",
+        "kv_chunks_used",
+        "kv_chunks_cached",
+        "kv_chunks_total",
+        "kv_chunks_unshared",
+        "prefilled_tokens_total",
+        "evictions_total",
+    ):
+        assert metric(page, name, model_name="fake") >= 0
+    assert metric(page, "request_success_total", model_name="fake", finished_reason="length") > 0
+
+
+def test_latencies_count_each_request_once() -> None:
+    with serving(token_s=0.01) as running:
+        for stream in (False, True):
+            running.http.post(TEXT, json=text(max_tokens=5, stream=stream))
+        running.http.post(TEXT, json=text(max_tokens=-1))
+        assert running.metric("time_to_first_token_seconds_count") == 2
+        assert running.metric("inter_token_latency_seconds_count") == 8
+        assert running.metric("inter_token_latency_seconds_sum") >= 0.08
+        assert running.metric("generation_tokens_total") == 10
+
+
+def test_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headrace.server")
+    with serving(token_s=0.02, log_interval_s=0.1) as running:
+        assert "KV cache: 64,000 tokens" in caplog.text
+        assert "concurrency: 16.0 sequences of 4,000 tokens" in caplog.text
+        time.sleep(0.3)
+        assert "running" not in caplog.text, "idle servers are silent"
+        running.http.post(TEXT, json=text("z" * 128, max_tokens=20))
+        until(lambda: "done (length)" in caplog.text)
+    assert "running 1, waiting 0, prefill" in caplog.text
+    assert "prompt 128 (64 cached, 64 new), output 20" in caplog.text

@@ -1,0 +1,76 @@
+"""Bad requests to the HTTP server: each is refused with its parameter's name, and the next is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.unit.fake_server import BAD_REQUESTS, CHAT, TEXT, Running, ask, check_refusal, send_bad, serving, text
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def fast() -> Iterator[Running]:
+    with serving() as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_bad_request_is_refused_and_the_next_is_served(fast: Running, name: str) -> None:
+    check_refusal(*send_bad(fast.http, name, "fake"))
+    assert fast.http.post(TEXT, json=text("ok", max_tokens=2)).json()["choices"][0]["text"] == "ok"
+    assert fast.engine.stats.kv_chunks_used == 0
+
+
+def test_refusal_of_the_template_is_told(fast: Running) -> None:
+    check_refusal(fast.http.post(CHAT, json=ask("refuse me")), 400, "messages")
+
+
+def test_template_variable_that_does_not_fit(fast: Running) -> None:
+    check_refusal(fast.http.post(CHAT, json=ask(chat_template_kwargs={"no": 1})), 400, "chat_template_kwargs")
+
+
+def test_wrong_method(fast: Running) -> None:
+    check_refusal(fast.http.get(CHAT), 405, None)
+
+
+def test_openai_client_raises_its_own_errors(fast: Running) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        fast.client().completions.create(model="fake", prompt="hi", max_tokens=-5)
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(openai.NotFoundError) as missing:
+        fast.client().completions.create(model="other", prompt="hi")
+    assert missing.value.code == "model_not_found"
+
+
+def test_body_too_large(fast: Running) -> None:
+    check_refusal(fast.http.post(TEXT, content=b" " * (33 * 2**20)), 413, None)
+    assert fast.http.post(TEXT, json=text()).status_code == 200
+
+
+def test_no_pages_for_developers(fast: Running) -> None:
+    for path in ("/docs", "/redoc", "/openapi.json", "/"):
+        assert fast.http.get(path).status_code == 404
+
+
+def test_internal_error_tells_nothing(fast: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(fast.engine, "check", broken)
+    reply = fast.http.post(TEXT, json=text())
+    check_refusal(reply, 500, None)
+    assert "secret" not in reply.text
+
+
+def test_model_without_tokenizer(fast: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast.engine, "tokenizer", None)
+    check_refusal(fast.http.post(CHAT, json=ask()), 400, "messages")
+    check_refusal(fast.http.post(TEXT, json=text("abc")), 400, "prompt")
+    reply = fast.http.post(TEXT, json=text([97, 98], return_token_ids=True, max_tokens=3, logprobs=0)).json()
+    assert reply["choices"][0]["token_ids"] == [97, 98, 97]
+    assert reply["choices"][0]["logprobs"]["tokens"] == ["97", "98", "97"]
