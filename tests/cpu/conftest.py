@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +19,15 @@ transformers.utils.logging.disable_progress_bar()
 FolderOf = Callable[[str], Path]
 OursOf = Callable[..., Decoder]
 TheirsOf = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """torch on one thread: on a busy machine small operations wait longer for a second one than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,12 @@ from tests.cpu.checkpoints import KINDS, VOCAB
 from tests.cpu.conftest import OursOf, TheirsOf
 from tests.cpu.naive import BatchAttend, NaiveAttend, RowAttend, batch_of, greedy, join, naive, prompt_logits
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 TOLERANCE = 1e-4
 PROMPT_LENGTH = 300
 UNEVEN = (300, 171, 37, 1)
+LONG = 200  # beyond the own length of the dynamic NTK model
 GREEDY_PROMPT, GREEDY_STEPS = 100, 64  # past the windows, and past the own length of the dynamic NTK model
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
@@ -95,23 +96,36 @@ def test_bf16_is_as_near_to_the_truth_as_transformers(kind: str, ours_of: OursOf
 
 @all_kinds
 def test_a_row_has_the_same_bits_in_every_schedule(kind: str, ours_of: OursOf) -> None:
-    """Whole, token by token, and in pieces beside other sequences: the same hidden states and logits."""
-    decoder = ours_of(kind, "bfloat16")
-    tokens, other = prompt(150), prompt(90, seed=2)
-    whole = _run(decoder, tokens, [150])
-    assert torch.equal(whole, _run(decoder, tokens, [1] * 150))
-    assert torch.equal(whole, _run(decoder, tokens, [64, 13, 1, 72], other))
+    """Whole, token by token, and in pieces beside another sequence: the same logits."""
+    check_schedules(ours_of(kind, "bfloat16"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama_dynamic", "qwen3", "opt350", "falcon40"])
+def test_a_row_has_the_same_bits_on_two_threads(kind: str, dtype: str, ours_of: OursOf) -> None:
+    torch.set_num_threads(2)
+    try:
+        check_schedules(ours_of(kind, dtype))
+    finally:
+        torch.set_num_threads(1)
+
+
+def check_schedules(decoder: Decoder) -> None:
+    tokens, other = prompt(40), prompt(25, seed=2)
+    whole = _run(decoder, tokens, [40])
+    assert torch.equal(whole, _run(decoder, tokens, [1] * 40))
+    assert torch.equal(whole, _run(decoder, tokens, [17, 3, 1, 19], other))
 
 
 def _run(decoder: Decoder, tokens: list[int], steps: list[int], other: list[int] | None = None) -> Tensor:
-    """Logits of `tokens`, given in pieces of these lengths; `other` rides along with as many rows as it can."""
+    """Logits of the first tokens of a long prompt, in pieces of these lengths; `other` rides along while it lasts."""
     attend, beside = naive(decoder, RowAttend), naive(decoder, RowAttend)
     logits, at, there = [], 0, 0
     for count in steps:
-        batches = [batch_of(tokens[at : at + count], at, len(tokens))]
+        batches = [batch_of(tokens[at : at + count], at, LONG)]
         sequences: list[NaiveAttend] = [attend]
         if other and other[there : there + count]:
-            batches.insert(0, batch_of(other[there : there + count], there, len(other)))
+            batches.insert(0, batch_of(other[there : there + count], there, LONG))
             sequences.insert(0, beside)
         counts = [len(batch.token_ids) for batch in batches]
         hidden = decoder.forward(join(batches), BatchAttend(sequences, counts))

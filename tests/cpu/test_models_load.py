@@ -19,7 +19,7 @@ from tests.cpu.checkpoints import GQA, LLAMA3_ROPE, WINDOW, edit_json, make_chec
 from tests.cpu.conftest import FolderOf, OursOf
 from tests.cpu.naive import prompt_logits
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 TOKENS = [5, 17, 300, 2, 44, 8]
 SINGLE = "model.safetensors"
@@ -258,7 +258,8 @@ def test_facts(folder_of: FolderOf, tmp_path: Path) -> None:
     edit_json(tmp_path / "generation_config.json", eos_token_id=[9, 11])
     assert read_config(tmp_path).eos_token_ids == (7, 9, 11)
     assert read_config(folder_of("llama")).eos_token_ids == ()
-    assert read_config(folder_of("llama_dynamic")).max_model_len == 512
+    reach = {"llama": 512, "llama_linear": 2048, "llama_dynamic": 512, "llama_yarn": 512, "falcon_rw": 512}
+    assert {kind: read_config(folder_of(kind)).max_model_len for kind in reach} == reach
     assert read_config(folder_of("qwen2_window")).attention.windows == (None, WINDOW, None)
     assert read_config(folder_of("mistral_window")).attention.windows == (WINDOW, WINDOW)
 

@@ -17,7 +17,7 @@ from headrace.models.rope import Rope
 from tests.cpu.checkpoints import SHORT_LENGTH
 from tests.cpu.conftest import FolderOf
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 ROPES = ["llama", "llama_linear", "llama_dynamic", "llama3", "llama_yarn", "qwen3"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -80,6 +82,14 @@ def serving(ready: bool = True, **options: Any) -> Iterator[Running]:
         yield running
     finally:
         running.close()
+
+
+def open_request(port: int, body: dict[str, Any], path: str = TEXT) -> socket.socket:
+    raw = json.dumps(body).encode()
+    sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    sock.sendall(head.encode() + raw)
+    return sock
 
 
 def ask(content: str = "hello", **more: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.types import UnsupportedModel
 from tests.unit.fake_engine import FakeEngine
-from tests.unit.fake_server import TEXT, Running, check_refusal, metric, serving, text, until
+from tests.unit.fake_server import TEXT, Running, check_refusal, metric, open_request, serving, text, until
 
 pytestmark = pytest.mark.unit
 
@@ -128,14 +128,6 @@ def test_health_keeps_the_reason_from_strangers() -> None:
         running.engine.die("secret path")
         running.wait(503)
         assert "secret" not in running.http.get("/health").text
-
-
-def open_request(port: int, body: dict[str, Any], path: str = TEXT) -> socket.socket:
-    raw = json.dumps(body).encode()
-    sock = socket.create_connection(("127.0.0.1", port), timeout=10)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-    sock.sendall(head.encode() + raw)
-    return sock
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -44,8 +44,9 @@ def chunk_partial(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, b
     p = torch.exp(scores - torch.where(m == -torch.inf, 0.0, m)[..., None])
     total = p.sum(-1)
     p = torch.nn.functional.pad(p.to(v.dtype).float(), (0, 0, 0, 0, 0, pad)).reshape(rows + pad, kv_heads, -1, CHUNK)
-    # Slots hold finite garbage beyond what was written: its probability is 0, and 0 times finite adds nothing.
-    acc = torch.bmm(p.permute(1, 0, 2, 3).reshape(kv_heads, -1, CHUNK), v.float())
+    # What no row sees may be garbage of a slot's former owner, and 0 times NaN is NaN.
+    values = v.float().masked_fill(~seen.any(0)[:, None], 0.0)
+    acc = torch.bmm(p.permute(1, 0, 2, 3).reshape(kv_heads, -1, CHUNK), values)
     return Partial(_rows(acc, rows, heads), m, total)
 
 

@@ -5,6 +5,7 @@ A step is: schedule -> run -> sample -> commit. Requests may be added and aborte
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.loader import Loaded
-from headrace.engine.sampler import History, SampleInput, Sampled, forbidden_tokens, needs_history, sample, target_logprobs
+from headrace.engine.sampler import BadLogits, History, SampleInput, Sampled, forbidden_tokens, needs_history, sample, target_logprobs
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, Slice
 from headrace.engine.stopping import finish_reason
 from headrace.kv.cache import Table
 from headrace.types import Delta, EngineStats, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
+
+log = logging.getLogger(__name__)
 
 Observer = Callable[[Sequence, int, Tensor], None]
 """Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
@@ -177,12 +180,29 @@ class EngineCore:
 
     def _advance(self, rows: list[tuple[Sequence, Tensor]]) -> list[Delta]:
         """Samples the next token of each sequence and sees which are finished."""
-        if not rows:
-            return []
-        inputs = [self._sample_input(sequence) for sequence, _ in rows]
-        sampled = sample(_stack([row for _, row in rows]), inputs)
-        now = time.monotonic()
-        return [self._push(sequence, token, now) for (sequence, _), token in zip(rows, sampled, strict=True)]
+        broken: list[Delta] = []
+        while rows:
+            try:
+                inputs = [self._sample_input(sequence) for sequence, _ in rows]
+                sampled = sample(_stack([row for _, row in rows]), inputs)
+            except BadLogits as error:
+                request_id = rows[error.row][0].request.request_id
+                rows = [row for row in rows if row[0].request.request_id != request_id]
+                broken += self._break_off(request_id, str(error))
+                continue
+            now = time.monotonic()
+            return broken + [self._push(row[0], token, now) for row, token in zip(rows, sampled, strict=True)]
+        return broken
+
+    def _break_off(self, request_id: str, reason: str) -> list[Delta]:
+        """Aborts a request whose logits nothing can be chosen from; all others go on."""
+        log.error("request %s aborted: %s", request_id, reason)
+        active = self._active[request_id]
+        open_ones = [stream.sequence.index for stream in active.streams if stream.sequence in self._streams]
+        self.abort(request_id)
+        deltas = [Delta(request_id, index, finish_reason="abort", stop_reason=reason) for index in open_ones]
+        deltas[-1].metrics = self._metrics(active, time.monotonic())
+        return deltas
 
     def _sample_input(self, sequence: Sequence) -> SampleInput:
         params, active = sequence.request.params, self._active[sequence.request.request_id]

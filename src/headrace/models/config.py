@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from headrace.models.families import FAMILIES, Family
+from headrace.models.families.base import refuse_rope
 from headrace.models.files import header, read_json, weight_files
 from headrace.models.spec import CheckpointDType, ModelConfig, RopeSpec
 from headrace.types import UnsupportedModel
@@ -61,6 +62,8 @@ def _refuse_fields(raw: dict[str, Any]) -> None:
     for name in REFUSED_FIELDS:
         if raw.get(name):
             raise UnsupportedModel(f"{name} is not supported; use the unquantised checkpoint")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    refuse_rope(rope.get("rope_type", rope.get("type", "default")), rope)
     for value in (raw.get("auto_map") or {}).values():
         _refuse_remote_code(value, raw["model_type"])
     if raw.get("is_causal") is False:

@@ -52,20 +52,25 @@ IGNORED_ROPE_KEYS = {"type", "finetuned"}
 
 
 def rope(config: Any) -> RopeSpec:
-    """The rotation that the configuration asks for. Refuses unknown kinds, and parameters that a kind does not use."""
+    """The rotation that the configuration asks for. Refuses parameters that it does not use."""
     given = config.rope_parameters.items()
     parameters = {name: value for name, value in given if value is not None and name not in IGNORED_ROPE_KEYS}
     if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModel("partial_rotary_factor other than 1 is not supported")
     kind = parameters.get("rope_type", "default")
-    if kind not in ROPE_KEYS:
-        raise UnsupportedModel(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_KEYS)}")
+    refuse_rope(kind, parameters)
     unknown = sorted(set(parameters) - ROPE_KEYS[kind] - {"rope_type", "rope_theta"})
     if unknown:
         raise UnsupportedModel(f"rope_parameters.{unknown[0]} is not supported with rope_type {kind!r}")
+    return RopeSpec(kind, tuple(sorted(parameters.items())), config.max_position_embeddings)
+
+
+def refuse_rope(kind: str, parameters: Mapping[str, Any]) -> None:
+    """Refuses unknown kinds of rotation, and known ones without a factor."""
+    if kind not in ROPE_KEYS:
+        raise UnsupportedModel(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_KEYS)}")
     if kind != "default" and not parameters.get("factor"):
         raise UnsupportedModel(f"rope_parameters.factor is missing for rope_type {kind!r}")
-    return RopeSpec(kind, tuple(sorted(parameters.items())), config.max_position_embeddings)
 
 
 def rope_reach(spec: RopeSpec) -> int:

@@ -1,0 +1,219 @@
+"""The engine's manners: stops, penalties, n, aborts, logprobs, broken logits, settings, what an answer reports."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import LLM, InvalidRequest, SamplingParams
+from headrace.types import Request
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+PROMPT = "In the beginning God created the heaven and the earth."
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny", kv_cache_tokens=20_000)
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(llm: LLM) -> Any:
+    yield
+    assert not llm.engine.has_work and llm.engine.cache.used == 0
+    llm.engine.scheduler.check()
+
+
+def test_first_answer() -> None:
+    """The smallest use there is: five seconds."""
+    (output,) = LLM("tiny", kv_cache_tokens=4096).generate("In the beginning")
+    assert output.text and len(output.token_ids) == 16 and output.finish_reason == "length"
+
+
+def test_metrics_count_what_was_cached(llm: LLM) -> None:
+    tokens = list(range(10, 310))
+    cold, warm = (llm.generate([tokens], replace(GREEDY, n=2))[0].metrics for _ in range(2))
+    assert (cold.prompt_tokens, cold.cached_tokens, cold.output_tokens) == (300, 0, 40)
+    assert (warm.prompt_tokens, warm.cached_tokens, warm.output_tokens) == (300, 256, 40)
+    assert 0 <= warm.queue_s <= warm.ttft_s <= warm.e2e_s
+
+
+def test_stop_string_is_cut_and_named(llm: LLM) -> None:
+    (whole,) = llm.generate(PROMPT, GREEDY)
+    middle = whole.text[len(whole.text) // 2 :][:4]
+    (cut,) = llm.generate(PROMPT, replace(GREEDY, stop=(middle,)))
+    assert cut.text == whole.text[: whole.text.index(middle)]
+    assert (cut.finish_reason, cut.outputs[0].stop_reason) == ("stop", middle)
+    (kept,) = llm.generate(PROMPT, replace(GREEDY, stop=(middle,), include_stop_str_in_output=True))
+    assert kept.text == cut.text + middle
+
+
+def test_stop_token_eos_and_min_tokens(llm: LLM) -> None:
+    (whole,) = llm.generate(PROMPT, GREEDY)
+    token = whole.token_ids[5]
+    first = whole.token_ids.index(token)
+    (stopped,) = llm.generate(PROMPT, replace(GREEDY, stop_token_ids=(token,)))
+    assert stopped.token_ids == whole.token_ids[: first + 1] and stopped.finish_reason == "stop"
+    (delayed,) = llm.generate(PROMPT, replace(GREEDY, stop_token_ids=(token,), min_tokens=15))
+    assert len(delayed.token_ids) >= 15 and token not in delayed.token_ids[:14]
+    eos = llm.capacity.eos_token_ids[0]
+    biased = replace(GREEDY, logit_bias={eos: 100.0}, ignore_eos=False)
+    assert llm.generate(PROMPT, biased)[0].token_ids == [eos]
+    assert len(llm.generate(PROMPT, replace(biased, ignore_eos=True))[0].token_ids) == 20
+
+
+def test_logprobs_are_those_of_the_logits(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    tokens = llm.tokenizer.encode(PROMPT)
+    params = replace(GREEDY, max_tokens=3, logprobs=2, prompt_logprobs=1)
+    (output,) = llm.generate([tokens], params)
+    table = torch.log_softmax(llm.logits(tokens + output.token_ids[:-1]).double(), -1)
+    assert output.prompt_logprobs is not None and output.logprobs is not None
+    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(tokens)
+    for row, (token, entry) in enumerate(zip(tokens[1:], output.prompt_logprobs[1:], strict=True)):
+        assert entry is not None and abs(entry[token].logprob - table[row, token].item()) < 1e-6
+    for step, (token, entry) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        row = table[len(tokens) - 1 + step]
+        assert len(entry) == 2 and entry[token].rank == 1
+        assert abs(entry[token].logprob - row[token].item()) < 1e-6
+        assert entry[token].text == llm.tokenizer.token_text(token)
+
+
+@pytest.mark.parametrize("budget", [64, 2048])
+def test_prompt_logprobs_over_several_steps_and_preemption(budget: int, llm: LLM) -> None:
+    prompts = [torch.randint(10, 2000, (200,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(4)]
+    params = replace(GREEDY, max_tokens=150, prompt_logprobs=0)
+    small = LLM("tiny", kv_cache_tokens=640, max_batch_tokens=budget)
+    got = small.generate(prompts, params)
+    want = llm.generate(prompts, params)
+    assert small.engine.stats().preemptions
+    assert [o.prompt_logprobs for o in got] == [o.prompt_logprobs for o in want]
+    assert all(len(o.prompt_logprobs or []) == 200 for o in got)
+
+
+def test_n_answers_differ_and_repeat(llm: LLM) -> None:
+    params = SamplingParams(n=4, temperature=1.0, seed=7, max_tokens=12)
+    first, second = llm.generate(PROMPT, params), llm.generate(PROMPT, params)
+    texts = [c.text for c in first[0].outputs]
+    assert len(set(texts)) > 1 and texts == [c.text for c in second[0].outputs]
+
+
+def test_unseeded_requests_differ_but_an_engine_repeats_itself() -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12)
+    runs = [[o.text for o in LLM("tiny", kv_cache_tokens=4096, seed=s).generate([PROMPT] * 2, params)] for s in (0, 0, 1)]
+    assert runs[0] == runs[1] != runs[2] and runs[0][0] != runs[0][1]
+
+
+def test_abort_at_any_moment(llm: LLM) -> None:
+    for steps in range(6):
+        for name, length in (("a", 300), ("b", 3000)):
+            tokens = [11 + length % 7] * length
+            llm.engine.add(Request(name, tokens, replace(GREEDY, n=2), arrival_s=time.monotonic()))
+        for _ in range(steps):
+            llm.engine.step()
+        assert llm.engine.abort("a") and llm.engine.abort("b") and not llm.engine.abort("b")
+        llm.engine.scheduler.check()
+        assert not llm.engine.has_work and llm.engine.cache.used == 0
+
+
+def test_broken_logits_end_their_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = llm.engine.loaded.decoder
+    honest = decoder.logits
+    prompts = [[20, 21, 22], [30, 31, 32]]
+    (want,) = llm.generate(prompts[1:], GREEDY)
+    calls = []
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        logits = honest(hidden).clone()
+        calls.append(len(logits))
+        if len(calls) == 3:
+            logits[0] = torch.nan
+        return logits
+
+    monkeypatch.setattr(decoder, "logits", poisoned)
+    outputs = llm.generate(prompts, GREEDY)
+    reasons = sorted(o.finish_reason or "" for o in outputs)
+    assert reasons == ["abort", "length"]
+    aborted = next(o for o in outputs if o.finish_reason == "abort")
+    assert "NaN" in str(aborted.outputs[0].stop_reason) and len(aborted.token_ids) == 2
+    if outputs[1].finish_reason == "length":
+        assert outputs[1].token_ids == want.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param"),
+    [
+        ([[]], GREEDY, "prompt"),
+        ([[-1]], GREEDY, "prompt"),
+        ([[10**6]], GREEDY, "prompt"),
+        ([[5] * 20_000], GREEDY, "prompt"),
+        ([[5]], replace(GREEDY, max_tokens=10**6), "max_tokens"),
+        ([[5]], replace(GREEDY, logit_bias={10**6: 1.0}), "logit_bias"),
+        ([[5]], replace(GREEDY, stop_token_ids=(10**6,)), "stop_token_ids"),
+    ],
+)
+def test_requests_that_cannot_be_served(prompt: Any, params: SamplingParams, param: str, llm: LLM) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate(prompt, params)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0), ("n", 10**6), ("temperature", -1), ("temperature", float("nan")), ("temperature", True), ("top_p", 0),
+        ("top_p", 1.5), ("top_k", -2), ("min_p", 2), ("max_tokens", 0), ("max_tokens", 1.5), ("min_tokens", 99),
+        ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0), ("logprobs", 21), ("stop", ("",)),
+        ("stop", ("a",) * 17), ("logit_bias", {5: 101.0}), ("stop_token_ids", (-1,)), ("seed", 2**64),
+    ],
+)
+def test_parameters_out_of_range(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        SamplingParams(**{"max_tokens": 16, field: value})
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"model": "/nowhere"}, "config.json"), ({"dtype": "float16"}, "dtype"), ({"kv_cache_tokens": 3}, "kv_cache_tokens"),
+        ({"max_model_len": 10**9}, "max_model_len"), ({"max_model_len": 8192, "kv_cache_tokens": 4096}, "kv_cache_tokens"),
+        ({"attention_backend": "triton"}, "triton"), ({"max_sequences": 0}, "max_sequences"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        LLM(**settings)
+
+
+def test_environment_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_KV_CACHE_TOKENS", "1280")
+    monkeypatch.setenv("HEADRACE_ENABLE_PREFIX_CACHING", "false")
+    llm = LLM("tiny", max_sequences=3)
+    assert llm.capacity.kv_cache_tokens == 1280 and not llm.config.enable_prefix_caching
+    assert LLM("tiny", kv_cache_tokens=640).capacity.kv_cache_tokens == 640
+    monkeypatch.setenv("HEADRACE_KV_CACHE_TOKENS", "many")
+    with pytest.raises(ValueError, match="kv_cache_tokens"):
+        LLM("tiny")
+
+
+def test_chat(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "The code of Lisbon is 4821. What is the code of Lisbon?"}]
+    one, two = llm.chat([messages, messages], GREEDY)
+    assert one.text == two.text == llm.chat(messages, GREEDY)[0].text
+
+
+def test_tenants_share_only_the_public_prefix() -> None:
+    llm = LLM("tiny", kv_cache_tokens=8192)
+    tokens = list(range(10, 310))
+
+    def cached(salt: str | None, public: int = 0) -> int:
+        (output,) = llm.generate([tokens], GREEDY, cache_salt=salt, public_prefix_tokens=public)
+        return output.metrics.cached_tokens
+
+    assert [cached("a"), cached("b"), cached("a"), cached(None)] == [0, 0, 256, 0]
+    assert [cached("c", public=130), cached("d", public=130)] == [128, 128]

@@ -1,0 +1,75 @@
+"""Every family through the whole engine: the answers of transformers, and the same bits under every schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from headrace import LLM, SamplingParams
+from tests.cpu.checkpoints import KINDS, VOCAB
+from tests.cpu.conftest import FolderOf, TheirsOf
+from tests.cpu.test_promise import run, same
+
+LENGTHS = (300, 64, 1, 129, 37)
+SCHEDULED = [(kind, "cpu") for kind in KINDS] + [(k, "reference") for k in ("llama_gqa", "mistral_window", "falcon_rw")]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (length,), generator=g).tolist()
+
+
+def engine(folder: Path, dtype: str, **settings: Any) -> LLM:
+    return LLM(str(folder), dtype=dtype, **{"kv_cache_tokens": 8192, **settings})
+
+
+def logits_of(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].float()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp32_agrees_with_transformers(kind: str, folder_of: FolderOf, theirs_of: TheirsOf) -> None:
+    """Logits at every position of 300 tokens, and 64 greedy tokens for a batch of uneven prompts."""
+    llm = engine(folder_of(kind), "float32", max_batch_tokens=200)
+    difference = (llm.logits(prompt(300)) - logits_of(theirs_of(kind), prompt(300))).abs().max()
+    assert difference < 1e-4, difference
+    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
+    for tokens, output in zip(prompts, outputs, strict=True):
+        want = theirs_of(kind).generate(
+            torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens)), max_new_tokens=64, min_new_tokens=64,
+            do_sample=False, pad_token_id=0,
+        )
+        assert output.token_ids == want[0, len(tokens) :].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_as_near_to_the_truth_as_transformers(kind: str, folder_of: FolderOf, theirs_of: TheirsOf) -> None:
+    tokens = prompt(300)
+    truth = logits_of(theirs_of(kind), tokens)
+    theirs = (logits_of(theirs_of(kind, torch.bfloat16), tokens) - truth).pow(2).mean().sqrt()
+    ours = (engine(folder_of(kind), "bfloat16").logits(tokens) - truth).pow(2).mean().sqrt()
+    assert ours <= 1.5 * theirs, f"ours {ours:.4g}, theirs {theirs:.4g}"
+
+
+@pytest.mark.parametrize(("kind", "backend"), SCHEDULED)
+def test_every_schedule_gives_the_same_bits(kind: str, backend: str, folder_of: FolderOf) -> None:
+    """bf16: alone, in a batch, cached, in prefill chunks, unshared."""
+    prompts = [prompt(200), prompt(200)[:150] + prompt(60, seed=1), prompt(64, seed=2), prompt(5, seed=3)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+    def fresh(**settings: Any) -> LLM:
+        return engine(folder_of(kind), "bfloat16", attention_backend=backend, **settings)
+
+    private = fresh(enable_prefix_caching=False)
+    truth = [run(private, [one], params)[0] for one in prompts]
+    llm = fresh()
+    same(run(llm, prompts, params), truth)
+    same(run(llm, prompts, params), truth)
+    assert llm.engine.stats().cached_tokens > 0
+    same(run(fresh(max_batch_tokens=96), prompts, params), truth)

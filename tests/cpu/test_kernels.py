@@ -1,0 +1,187 @@
+"""The C++ extension as a whole: loading, instruction sets, threads, the dispatch table, and refusals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.kernels import cpu, ops, table
+
+pytestmark = pytest.mark.cpu
+needs_extension = pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
+
+
+def python(code: str, **environment: str) -> str:
+    """Output of a fresh interpreter that runs `code`."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@needs_extension
+def test_one_openmp_runtime() -> None:
+    """A second libgomp would bring a second pool of threads that fights torch's."""
+    loaded = python("""
+        from headrace.kernels import cpu, ops
+        import torch
+        x = torch.randn(512, 512)
+        ops.rms_norm(x @ x, torch.ones(512), 1e-6)
+        print(*{line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line}, sep="\\n")
+    """).splitlines()
+    assert len(loaded) == 1, loaded
+
+
+@needs_extension
+def test_environment_forces_an_instruction_set() -> None:
+    assert python("from headrace.kernels import cpu; print(cpu.isa())", HEADRACE_ISA="portable") == "portable"
+    code = """
+        from headrace.kernels import cpu
+        try:
+            cpu.isa()
+        except ValueError as error:
+            print(error)
+    """
+    assert python(code, HEADRACE_ISA="mmx") == (
+        f"HEADRACE_ISA: 'mmx' is not available here; available: {', '.join(cpu.available_isas())}"
+    )
+
+
+def test_works_without_extension() -> None:
+    """With no extension all ops run in torch, attention in the reference, and the reason is told."""
+    out = python("""
+        import sys
+        sys.modules["headrace.kernels._cpu"] = None
+        import torch
+        from headrace.kernels import cpu, ops, table
+        assert not cpu.available()
+        ops.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)
+        assert table.choose("auto", torch.bfloat16) == "reference"
+        try:
+            table.choose("cpu", torch.bfloat16)
+        except ValueError as error:
+            print(error)
+        print(table.reasons()["attend"])
+    """).splitlines()
+    assert out[0].startswith("attention_backend 'cpu': extension not built: ")
+    assert out[0].endswith("; use 'auto' or 'reference'")
+    assert out[1].startswith("torch: extension not built: ")
+
+
+@needs_extension
+def test_choose() -> None:
+    assert table.choose("auto", torch.bfloat16) == table.choose("cpu", torch.float32) == "cpu"
+    assert table.choose("reference", torch.bfloat16) == "reference"
+    assert table.choose("auto", torch.float16) == "reference"
+    with pytest.raises(ValueError, match=r"'triton'.*use 'auto'"):
+        table.choose("triton", torch.bfloat16)
+    with pytest.raises(ValueError, match=r"'cpu'.*float16.*use 'auto'"):
+        table.choose("cpu", torch.float16)
+    assert set(table.reasons()) == {*table.NATIVE_OPS, *table.TORCH_OPS}
+    assert table.reasons()["attend"] == f"cpu: C++ {cpu.isa()}"
+
+
+@needs_extension
+def test_force_is_undone() -> None:
+    x = torch.ones(2, 8)
+    assert table.native(x)
+    with table.force("torch"):
+        assert not table.native(x)
+        with table.force("cpu"):
+            assert table.native(x)
+            with pytest.raises(ValueError, match="float16"):
+                ops.gelu(x.half())
+        assert not table.native(x)
+    assert table.native(x)
+    with pytest.raises(ValueError, match="'cuda'"):
+        table.force("cuda")  # type: ignore[arg-type]
+
+
+@needs_extension
+def test_gradients_stay_with_torch() -> None:
+    x = torch.ones(2, 8, requires_grad=True)
+    ops.gelu(x).sum().backward()
+    assert x.grad is not None
+
+
+def attend_arguments() -> dict[str, Any]:
+    return {
+        "q": torch.zeros(3, 4, 32),
+        "k_pool": torch.zeros(2, 2, 32, 64),
+        "v_pool": torch.zeros(2, 2, 64, 32),
+        "items": torch.tensor([[0, 0, 0, 3], [1, 64, 0, 3]], dtype=torch.int32),
+        "positions": torch.tensor([70, 71, 72]),
+        "scale": 1.0,
+    }
+
+
+def items(*rows: tuple[int, int, int, int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(3, 4, 32).bfloat16()}, "k_pool must be"),
+        ({"q": torch.zeros(3, 4, 32).half(), "k_pool": torch.zeros(2, 2, 32, 64).half()}, "v_pool must be"),
+        ({"q": torch.zeros(3, 128)}, "q must be"),
+        ({"q": torch.zeros(3, 32, 4).transpose(1, 2)}, "row must be contiguous"),
+        ({"q": torch.zeros(3, 3, 32)}, "3 query heads, 2 KV heads"),
+        ({"k_pool": torch.zeros(2, 2, 64, 32)}, "k_pool must be"),
+        ({"v_pool": torch.zeros(2, 2, 32, 64).transpose(2, 3)}, "v_pool must be"),
+        ({"items": torch.zeros(2, 4, dtype=torch.int64)}, "items must be"),
+        ({"items": items((2, 0, 0, 3))}, r"items\[0\] = \(2, 0, 0, 3\) does not fit 2 slots"),
+        ({"items": items((0, 0, 0, 3), (-1, 64, 0, 3))}, r"items\[1\]"),
+        ({"items": items((0, 0, 0, 4))}, "3 rows"),
+        ({"items": items((0, 0, 2, 1))}, r"items\[0\]"),
+        ({"items": items((0, 32, 0, 3))}, "starts inside a chunk"),
+        ({"positions": torch.zeros(2, dtype=torch.int64)}, "positions must be"),
+        ({"window": 0}, "window 0"),
+        ({"bias": torch.zeros(2, 80)}, "bias must be"),
+        ({"bias": torch.zeros(4, 72)}, r"bias covers 72 keys, positions\[2\] is 72"),
+    ],
+)
+def test_attend_refuses(change: dict[str, Any], message: str) -> None:
+    cpu.attend(**attend_arguments())
+    with pytest.raises(ValueError, match=message):
+        cpu.attend(**(attend_arguments() | change))
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("slot", "offset", "heads", "message"),
+    [(2, 0, 2, "slot 2, offset 0"), (-1, 0, 2, "slot -1"), (0, 64, 2, "offset 64"), (0, 0, 3, "k_pool must be")],
+)
+def test_append_refuses(slot: int, offset: int, heads: int, message: str) -> None:
+    new = torch.zeros(1, heads, 32)
+    place = [torch.tensor([x], dtype=torch.int32) for x in (slot, offset)]
+    with pytest.raises(ValueError, match=message):
+        cpu.append(torch.zeros(2, 2, 32, 64), torch.zeros(2, 2, 64, 32), new, new, *place)
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: cpu.rms_norm(x, torch.ones(7), 1e-6), "weight must be"),
+        (lambda x: cpu.rms_norm(x.half(), torch.ones(8).half(), 1e-6), "bfloat16 or float32"),
+        (lambda x: cpu.layer_norm(x, torch.ones(8), torch.ones(8).bfloat16(), 1e-6), "bias must be"),
+        (lambda x: cpu.silu_mul(x[:, :7]), "even width"),
+        (lambda x: cpu.gelu(x.to("meta")), "CPU tensors"),
+        (lambda x: cpu.rotary(x, torch.ones(2, 8)), "rows, heads"),
+        (lambda x: cpu.rotary(x[:, None], torch.ones(2, 10)), "cannot rotate 10 of 8"),
+        (lambda x: cpu.rotary(x[:, None], torch.ones(1, 8)), "cos_sin must be"),
+    ],
+)
+def test_ops_refuse(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(2, 8))

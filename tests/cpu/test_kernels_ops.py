@@ -1,0 +1,175 @@
+"""Row-wise operations: C++ against torch and fp64, and the same bits for a row in any company.
+
+T: rows, H: width, D: head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headrace.kernels import cpu, ops, table
+
+pytestmark = pytest.mark.cpu
+needs_extension = pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
+
+ISAS = cpu.available_isas() if cpu.available() else ()
+DTYPES = [torch.float32, torch.bfloat16]
+Op = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = cpu.isa()
+    cpu.use_isa(request.param)
+    yield request.param
+    cpu.use_isa(before)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def operations(width: int, dtype: torch.dtype) -> dict[str, tuple[Op, Op]]:
+    """Each operation on x [T, H] of this type: (ours, the same in fp64)."""
+    weight, bias = random(width, dtype=dtype, seed=1), random(width, dtype=dtype, seed=2)
+    w, b = weight.double(), bias.double()
+    return {
+        "rms_norm": (
+            lambda x: ops.rms_norm(x, weight, 1e-5),
+            lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * w,
+        ),
+        "layer_norm": (
+            lambda x: ops.layer_norm(x, weight, bias, 1e-5),
+            lambda x: F.layer_norm(x, (width,), w, b, 1e-5),
+        ),
+        "layer_norm plain": (
+            lambda x: ops.layer_norm(x, None, None, 1e-5),
+            lambda x: F.layer_norm(x, (width,), None, None, 1e-5),
+        ),
+        "silu_mul": (ops.silu_mul, lambda x: F.silu(x[..., : width // 2]) * x[..., width // 2 :]),
+        "gelu": (ops.gelu, F.gelu),
+        "gelu tanh": (partial(ops.gelu, approximate="tanh"), partial(F.gelu, approximate="tanh")),
+    }
+
+
+NAMES = list(operations(2, torch.float32))
+
+
+def assert_close(ours: Tensor, exact: Tensor) -> None:
+    """Within 1e-6 of the truth, relative to 1 or to the value if that is greater; bf16 adds half its ulp."""
+    bound = 1e-6 + (2**-8 if ours.dtype == torch.bfloat16 else 0)
+    error = (ours.double() - exact).abs() / exact.abs().clamp(min=1)
+    assert error.max() <= bound, f"error {float(error.max()):.2e}"
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [6, 64, 90, 640, 4096])
+@pytest.mark.parametrize("name", NAMES)
+def test_matches_fp64(isa: str, name: str, width: int, dtype: torch.dtype) -> None:
+    x = 3 * random(9, width, dtype=dtype)
+    ours, exact = operations(width, dtype)[name]
+    with table.force("cpu"):
+        assert_close(ours(x), exact(x.double()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_fallback_matches_fp64(name: str, dtype: torch.dtype) -> None:
+    x = 3 * random(9, 90, dtype=dtype)
+    ours, exact = operations(90, dtype)[name]
+    with table.force("torch"):
+        assert_close(ours(x), exact(x.double()))
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [6, 90, 256, 4096])
+@pytest.mark.parametrize("name", NAMES)
+def test_row_alone_has_the_same_bits(isa: str, threads: int, name: str, width: int, dtype: torch.dtype) -> None:
+    x = random(70, width, dtype=dtype)
+    ours, _ = operations(width, dtype)[name]
+    whole = ours(x)
+    for begin, end in ((0, 1), (1, 2), (69, 70), (3, 8), (1, 70)):
+        assert torch.equal(ours(x[begin:end]), whole[begin:end])
+
+
+@needs_extension
+def test_norms_take_more_dimensions(isa: str) -> None:
+    x, weight = random(5, 3, 64), random(64, seed=1)
+    assert torch.equal(ops.rms_norm(x[:, 1:], weight, 1e-6), ops.rms_norm(x, weight, 1e-6)[:, 1:])
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "width"), [(32, 32), (80, 20), (96, 96), (128, 128), (20, 6)])
+def test_rotary(isa: str, dtype: torch.dtype, dim: int, width: int) -> None:
+    wide = random(9, 6, dim, dtype=dtype)
+    x = wide[:, 1:5]  # heads of a fused projection
+    angles = 10 * random(9, width // 2, seed=1)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    ours = ops.rotary(x, cos_sin)
+    a, b, rest = x.double().split((width // 2, width // 2, dim - width), dim=-1)
+    cos, sin = cos_sin.double()[:, None].chunk(2, dim=-1)
+    assert_close(ours, torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1))
+    assert torch.equal(ours[3:4], ops.rotary(x[3:4], cos_sin[3:4]))
+    with table.force("torch"):
+        torch.testing.assert_close(
+            ops.rotary(x, cos_sin), ours, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+        )
+
+
+@needs_extension
+def test_activations_at_the_ends(isa: str) -> None:
+    x = torch.tensor([-math.inf, -1e30, -100.0, -0.0, 0.0, 100.0, 1e30, math.inf, math.nan])
+    for approximate in ("none", "tanh"):
+        out = ops.gelu(x, approximate)
+        assert torch.equal(out[:5].abs(), torch.zeros(5)) and torch.equal(out[5:8], x[5:8]) and out[8].isnan()
+    out = ops.silu_mul(torch.cat((x, torch.ones_like(x)))[None])[0]
+    assert torch.equal(out[1:5].abs(), torch.zeros(4)) and torch.equal(out[5:8], x[5:8]) and out[8].isnan()
+
+
+@needs_extension
+def test_exp(isa: str) -> None:
+    """At most 2 ulp from the truth over all results that are normal; exact at 0; 0 below; NaN stays."""
+    x = torch.linspace(-87.3, 88.7, 1_000_001)
+    exact = x.double().exp()
+    ulp = torch.exp2(exact.log2().floor() - 23)
+    assert float(((cpu.exp(x).double() - exact).abs() / ulp).max()) <= 2.0
+    ends = torch.tensor([0.0, -0.0, -87.4, -1e4, -1e30, -math.inf, 89.0, 1e30, math.inf, math.nan])
+    got = cpu.exp(ends)
+    expected = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 0.0, math.inf, math.inf, math.inf, math.nan])
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_extension
+def test_exp_does_not_depend_on_the_place(isa: str) -> None:
+    x = 10 * random(67)
+    whole = cpu.exp(x)
+    assert all(torch.equal(cpu.exp(x[i : i + 1]), whole[i : i + 1]) for i in range(67))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "outputs"), [(256, 640), (640, 256), (2048, 512), (4096, 512)])
+def test_linear_gives_a_row_the_same_bits(threads: int, width: int, outputs: int, dtype: torch.dtype) -> None:
+    x, weight = random(130, width, dtype=dtype), random(outputs, width, dtype=dtype, seed=1) / math.sqrt(width)
+    whole = ops.linear(x, weight)
+    for rows in (*range(1, 71), 127, 128, 129):
+        assert torch.equal(ops.linear(x[:rows], weight), whole[:rows]), f"{rows} rows"
+    for begin in (1, 15, 64, 129):
+        assert torch.equal(ops.linear(x[begin : begin + 1], weight), whole[begin : begin + 1]), f"row {begin}"
