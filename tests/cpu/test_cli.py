@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -25,11 +26,17 @@ def run(*arguments: str, stdin: str | None = None, **env: str) -> Result:
     return CliRunner().invoke(main.app, arguments, input=stdin, env=env)
 
 
-def headrace(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+def headrace(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own."""
     command = [sys.executable, "-m", "headrace.cli.main", *arguments]
     return subprocess.run(
-        command, input=stdin, capture_output=True, text=True, timeout=120, env={**os.environ, **env}, check=False
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **env},
+        check=False,
     )
 
 
@@ -145,21 +152,36 @@ def test_serve_refuses_an_unknown_model() -> None:
     assert "the model cannot be served" in ran.stderr and "/no/such/model" in ran.stderr
 
 
+def test_sigterm_while_loading_is_a_clean_end() -> None:
+    command = [sys.executable, "-m", "headrace.cli.main", "serve", "tiny", "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None and "loading tiny" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0, process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_empty_key_is_refused() -> None:
+    check_error(run("serve", "--api-key", " ", "--port", "0"), 2, "api_key")
+
+
 def test_generate_from_pipe_and_arguments() -> None:
-    piped = headrace("generate", "--max-tokens", "8", *SMALL, stdin="And God said\n")
-    assert piped.returncode == 0, piped.stderr
+    piped = run("generate", "--max-tokens", "8", *SMALL, stdin="And God said\n")
+    assert piped.exit_code == 0, piped.stderr
     assert piped.stdout.strip() and "prompt" in piped.stderr and "tokens/s" in piped.stderr
-    several = headrace("generate", "And God said", "In the", "--max-tokens", "8", "--json", "--quiet", *SMALL)
+    several = run("generate", "And God said", "In the", "--max-tokens", "8", "--json", "--quiet", *SMALL)
     rows = [json.loads(line) for line in several.stdout.splitlines()]
-    assert several.stderr == "" or "WARNING" in several.stderr
     assert [row["prompt"] for row in rows] == ["And God said", "In the"]
     assert rows[0]["text"].strip() == piped.stdout.strip() and rows[0]["output_tokens"] == 8
 
 
 def test_chat_from_a_pipe() -> None:
     turns = "What is the code of Lisbon?\n\n/reset\nWhat is the code of Lisbon?\n/exit\nnever asked\n"
-    ran = headrace("chat", "tiny", "--system", "The code of Lisbon is 4821.", "--max-tokens", "16", *SMALL, stdin=turns)
-    assert ran.returncode == 0, ran.stderr
+    ran = run("chat", "tiny", "--system", "The code of Lisbon is 4821.", "--max-tokens", "16", *SMALL, stdin=turns)
+    assert ran.exit_code == 0, ran.stderr
     first, second = ran.stdout.splitlines()
     assert first == second != ""
     assert ran.stderr.count("tokens/s") == 2
@@ -175,12 +197,13 @@ def test_doctor() -> None:
 
 
 def test_demo_ends_well() -> None:
-    ran = headrace("demo", "--requests", "8", "--system-tokens", "600")
+    ran = headrace("demo", "--requests", "8", "--system-tokens", "600", HEADRACE_API_KEY="of another server")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("What is the code of") == 8
     for row in ("first token, cold", "prompt tokens from the cache", "KV memory if nothing were shared"):
         assert row in ran.stdout
 
 
-def test_demo_fails_when_the_server_cannot_start() -> None:
-    check_error(headrace("demo", HEADRACE_MAX_MODEL_LEN="99999999"), 1, "the server ended with 2", "max_model_len")
+def test_demo_fails_when_the_server_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.cli.demo.MODEL", "/no/such/model")
+    check_error(run("demo"), 1, "the server ended with 2", "/no/such/model")

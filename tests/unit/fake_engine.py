@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,8 +90,11 @@ class FakeEngine:
     def alive(self) -> bool:
         return self._started and self.failure is None
 
-    async def start(self) -> None:
-        await asyncio.sleep(self.start_s)
+    async def start(self, progress: Callable[[int, int], None] | None = None) -> None:
+        for done in (1, 2):
+            await asyncio.sleep(self.start_s / 2)
+            if progress is not None:
+                progress(done, 2)
         if self.start_error is not None:
             raise self.start_error
         self._started = True
@@ -169,6 +172,7 @@ class _Run:
         self.turn = time.monotonic()
         stats.running += 1
         stats.kv_chunks_used += self.chunks
+        stats.kv_chunks_unshared += 2 * self.chunks
         stats.prompt_tokens += len(self.prompt)
         stats.prefilled_tokens += len(self.prompt)
 
@@ -200,6 +204,7 @@ class _Run:
         if self.turn:
             stats.running -= 1
             stats.kv_chunks_used -= self.chunks
+            stats.kv_chunks_unshared -= 2 * self.chunks
             self.engine._turn.release()
         if self.done:
             stats.finished_length += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import signal
 import socket
 import threading
 import time
@@ -16,6 +17,8 @@ import openai
 import pytest
 
 from headrace.config import EngineConfig
+from headrace.server.app import create_app
+from headrace.server.serve import make_server
 from headrace.types import UnsupportedModel
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.fake_server import TEXT, Running, check_refusal, metric, open_request, serving, text, until
@@ -72,9 +75,10 @@ def test_more_prompts_than_the_queue_holds() -> None:
 
 
 def test_loading_answers_503_then_serves() -> None:
-    with serving(ready=False, start_s=0.5) as running:
+    with serving(ready=False, start_s=1.0) as running:
         running.wait(503)
         assert running.http.get("/health").json()["status"] == "loading"
+        until(lambda: "50%" in running.http.get("/health").text)
         check_refusal(running.http.post(TEXT, json=text()), 503, None)
         check_refusal(running.http.get("/metrics"), 503, None)
         running.wait(200)
@@ -121,6 +125,44 @@ def test_openai_client_sees_the_failure_of_a_stream() -> None:
         running.engine.fail_after_tokens = 20
         with pytest.raises(openai.APIError, match="injected failure"):
             list(running.client().completions.create(model="fake", prompt="hi", max_tokens=100, stream=True))
+
+
+def test_failure_of_the_watch_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: FakeEngine) -> str:
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(FakeEngine, "wait_dead", broken)
+    with serving(ready=False) as running:
+        until(lambda: "lost" in running.http.get("/health").text)
+        assert running.server.exit_code() == 1
+
+
+def test_exit_codes() -> None:
+    config = EngineConfig(model="fake")
+    server = make_server(create_app(FakeEngine(config), config))
+    assert server.exit_code() == 0
+    server.state.phase = "failed"
+    assert server.exit_code() == 1
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.exit_code() == 1, "a signal after a failure does not hide it"
+    server.state.error = UnsupportedModel("no")
+    assert server.exit_code() == 2
+    server.asked_to_end = True
+    assert server.exit_code() == 0
+
+
+def test_empty_key_is_refused() -> None:
+    config = EngineConfig(model="fake", api_key=" ")
+    with pytest.raises(ValueError, match="api_key"):
+        create_app(FakeEngine(config), config)
+
+
+def test_slow_body_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.server.routes.READ_S", 0.2)
+    with serving() as running, socket.create_connection(("127.0.0.1", running.port), timeout=10) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        assert sock.recv(1000).startswith(b"HTTP/1.1 408")
+        assert running.app.state.headrace.admitting == 0
 
 
 def test_health_keeps_the_reason_from_strangers() -> None:
@@ -208,6 +250,14 @@ def test_latencies_count_each_request_once() -> None:
         assert running.metric("inter_token_latency_seconds_count") == 8
         assert running.metric("inter_token_latency_seconds_sum") >= 0.08
         assert running.metric("generation_tokens_total") == 10
+
+
+def test_peak_of_sharing_is_kept() -> None:
+    with serving() as running:
+        for prompt in ("a" * 64 * 9, "b"):
+            running.http.post(TEXT, json=text(prompt))
+        assert running.metric("kv_chunks_used") == 0
+        assert (running.metric("kv_chunks_used_peak"), running.metric("kv_chunks_unshared_peak")) == (10, 20)
 
 
 def test_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:

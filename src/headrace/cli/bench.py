@@ -58,6 +58,25 @@ def _group() -> None:
 
 
 @app.command()
+def cache(
+    model: Annotated[str, typer.Option(help="Shape of the decode step: S1, S2, S3 (random weights) or tiny.")] = "S1",
+    json_file: JsonFile = None,
+) -> None:
+    """Cost of the prefix tree and the plan: matching a long prompt, and book-keeping as a share of a decode step."""
+    from headrace.cli.bench_cache import SHAPES, bookkeeping_case, match_case
+
+    with one_line_errors():
+        if model not in (*SHAPES, "tiny"):
+            raise ValueError(f"model must be one of {', '.join(SHAPES)}, tiny; got {model!r}")
+        cases = []
+        for run in (match_case, lambda: bookkeeping_case(model)):
+            with err.status("measuring"):
+                cases.append(run())
+            out.print("  ".join(f"{name} {value}" for name, value in cases[-1].items()))
+        write_result(json_file, cases)
+
+
+@app.command()
 def serve(
     url: Annotated[str, typer.Option(help="A running server.")] = "http://127.0.0.1:8000",
     requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 64,

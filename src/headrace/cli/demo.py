@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 from urllib.error import URLError
@@ -25,6 +25,8 @@ from rich.table import Table
 from headrace.assets.facts import fact_document, question
 from headrace.cli.console import err, out
 from headrace.cli.load import Sample, ask, ask_all, first_error, new_client, quantile
+from headrace.config import EngineConfig, env_name
+from headrace.types import CHUNK
 
 MODEL = "tiny"
 FACTS = 8
@@ -32,7 +34,6 @@ START_S = 120.0
 LEAST_RIGHT = 0.75
 """The shipped model is small: so many of its answers must be right, or something is broken."""
 
-CHUNK = 64
 MIB = 2**20
 
 
@@ -66,20 +67,18 @@ def run(requests: int, system_tokens: int, seed: int) -> None:
         _wait_idle(server)
         after = server.metrics()
     right = _show_answers(names, facts, measured.samples)
-    _show_table(measured, after["kv_bytes_per_token"])
+    _show_table(measured, after)
     _check(measured, after, right)
 
 
 @dataclass(slots=True)
 class Measured:
-    """What the demo saw. `held` and `unshared` are the most chunks at one moment."""
+    """What the demo saw."""
 
     cold: Sample
     warm: Sample
     samples: list[Sample]
     seconds: float
-    held: float
-    unshared: float
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------
@@ -107,7 +106,10 @@ def _start(sink: IO[bytes], log: Path) -> Server:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "headrace.cli.main", "serve", MODEL, "--host", "127.0.0.1", "--port", str(port)]
-    process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    # Settings of the user's own servers (a key, a name, a size) are not meant for this one.
+    settings = {env_name(item.name) for item in fields(EngineConfig)}
+    env = {name: value for name, value in os.environ.items() if name not in settings}
+    process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
     return Server(process, f"http://127.0.0.1:{port}", log)
 
 
@@ -156,40 +158,15 @@ async def _ask_everything(server: Server, document: str, names: list[str]) -> Me
                 warm = await ask(client, MODEL, talks[-1], **options)
                 progress.advance(bar)
                 began = time.perf_counter()
-                with _Watch(server) as watch:
-                    samples = await ask_all(client, MODEL, talks, len(talks), lambda: progress.advance(bar), **options)
+                samples = await ask_all(client, MODEL, talks, len(talks), lambda: progress.advance(bar), **options)
                 seconds = time.perf_counter() - began
             except Exception as error:
                 raise RuntimeError(f"a request failed: {first_error(error)}") from None
-    return Measured(cold, warm, samples, seconds, watch.held, watch.unshared)
+    return Measured(cold, warm, samples, seconds)
 
 
 def _messages(document: str, name: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": document}, {"role": "user", "content": question(name)}]
-
-
-class _Watch:
-    """Reads /metrics from a thread while the block runs, and keeps the moment that saves most."""
-
-    def __init__(self, server: Server) -> None:
-        self.server, self.held, self.unshared = server, 0.0, 0.0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> _Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.is_set():
-            now = self.server.metrics()
-            if now["kv_chunks_unshared"] > self.unshared:
-                self.held, self.unshared = now["kv_chunks_used"], now["kv_chunks_unshared"]
-            self._ended.wait(0.02)
 
 
 def _wait_idle(server: Server) -> None:
@@ -213,8 +190,8 @@ def _show_answers(names: list[str], facts: dict[str, str], samples: list[Sample]
     return right
 
 
-def _show_table(m: Measured, bytes_per_token: float) -> None:
-    size = bytes_per_token * CHUNK / MIB
+def _show_table(m: Measured, metrics: dict[str, float]) -> None:
+    chunk = metrics["kv_bytes_per_token"] * CHUNK / MIB
     prompt, cached = (sum(getattr(s, name) for s in m.samples) for name in ("prompt_tokens", "cached_tokens"))
     table = Table(title=f"{len(m.samples)} requests over one prompt of {m.cold.prompt_tokens:,} tokens")
     table.add_column("measure")
@@ -225,8 +202,8 @@ def _show_table(m: Measured, bytes_per_token: float) -> None:
     table.add_row("answered tokens per second", f"{sum(s.output_tokens for s in m.samples) / m.seconds:,.1f}")
     table.add_row("prompt tokens per second", f"{prompt / m.seconds:,.0f}")
     table.add_row("prompt tokens from the cache", f"{cached / prompt:.1%}")
-    table.add_row("KV memory held", f"{m.held * size:,.1f} MiB")
-    table.add_row("KV memory if nothing were shared", f"{m.unshared * size:,.1f} MiB")
+    table.add_row("KV memory held", f"{metrics['kv_chunks_used_peak'] * chunk:,.1f} MiB")
+    table.add_row("KV memory if nothing were shared", f"{metrics['kv_chunks_unshared_peak'] * chunk:,.1f} MiB")
     out.print(table)
 
 
@@ -244,7 +221,8 @@ def _check(m: Measured, after: dict[str, float], right: int) -> None:
             s.cached_tokens < whole / 2 for s in (m.warm, *m.samples)
         ),
         "a cached request was not faster than the cold one": m.warm.ttft_s >= m.cold.ttft_s,
-        "nothing was shared between running requests": len(m.samples) > 1 and m.held >= m.unshared,
+        "nothing was shared between running requests": len(m.samples) > 1
+        and after["kv_chunks_used_peak"] >= after["kv_chunks_unshared_peak"],
         "chunks are held after the last answer": after["kv_chunks_used"] > 0,
         "requests are left over": after["num_requests_running"] + after["num_requests_waiting"] > 0,
     }

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from headrace.kernels import ops
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
-from headrace.models.rope import Rope, rotate
+from headrace.models.rope import Rope
 from headrace.models.weights import LEARNED_OFFSET, Progress, load_weights
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Layer:
             q = ops.rms_norm(q, self.weights["q_norm.weight"], self.config.norm_eps)
             k = ops.rms_norm(k, self.weights["k_norm.weight"], self.config.norm_eps)
         if cos_sin is not None:
-            q, k = rotate(q, cos_sin), rotate(k, cos_sin)
+            q, k = ops.rotary(q, cos_sin), ops.rotary(k, cos_sin)
         out = attend(self.index, q.contiguous(), k.contiguous(), v.contiguous())
         return self._linear("out", out.reshape(len(x), -1))
 
@@ -137,7 +137,7 @@ def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     weight, bias = weights.get(name + ".weight"), weights.get(name + ".bias")
     if config.norm == "rms" and weight is not None:
         return ops.rms_norm(x, weight, config.norm_eps)
-    return F.layer_norm(x, x.shape[-1:], weight, bias, config.norm_eps)
+    return ops.layer_norm(x, weight, bias, config.norm_eps)
 
 
 def load_decoder(

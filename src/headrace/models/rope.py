@@ -1,4 +1,4 @@
-"""Rotary positions: cos and sin by absolute position. T: rows, D: head size, H: heads.
+"""Rotary positions: cos and sin by absolute position. T: rows, D: head size.
 
 The frequencies are transformers' own (ROPE_INIT_FUNCTIONS). Tables are filled in blocks of fixed shape, each always
 computed whole: the cosine of one position then has the same bits whenever and for whomever it is computed.
@@ -18,13 +18,6 @@ BLOCK = 64
 """Positions in a block of the table."""
 CACHED_BLOCKS = 1024
 """Blocks kept for dynamic NTK, whose table differs by sequence length."""
-
-
-def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """x [T, H, D] rotated by cos_sin [T, D] = (cos, sin), each D/2 wide; in fp32, rounded once."""
-    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 class Rope:

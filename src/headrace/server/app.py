@@ -19,8 +19,11 @@ def create_app(engine: Engine | MakeEngine, config: EngineConfig) -> FastAPI:
     """`engine` is started when the application starts, in the background: until then every route answers 503.
 
     It may also be a coroutine function that makes the engine, so that slow imports happen after the port is bound.
+    Raises ValueError for an empty API key, which would open the door that it is to lock.
     The state (phase, failure, metrics) stands in `app.state.headrace`.
     """
+    if config.api_key is not None and not config.api_key.strip():
+        raise ValueError("api_key must not be empty; leave it out to serve without a key")
     state = ServerState(engine, config)
 
     @asynccontextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 from headrace.types import Delta, EngineStats, SamplingParams
@@ -58,7 +58,7 @@ class Engine(Protocol):
     @property
     def stats(self) -> EngineStats: ...
 
-    async def start(self) -> None: ...
+    async def start(self, progress: Callable[[int, int], None] | None = None) -> None: ...
 
     async def shutdown(self) -> None: ...
 

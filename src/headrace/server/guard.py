@@ -46,7 +46,7 @@ class Guard:
         if self.state.phase == "loading":
             raise ApiError(503, "the model is still loading", None, "loading", {"Retry-After": "5"})
         if self.state.phase == "failed" and scope["path"] != "/metrics":
-            raise ApiError(503, f"the engine has failed: {self.state.reason}", None, "engine_dead")
+            raise ApiError(503, str(self.state.reason), None, "engine_dead")
 
 
 class _Reply:

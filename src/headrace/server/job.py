@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.server.engine import Engine
-from headrace.types import Delta, Metrics, SamplingParams, TokenLogprobs
+from headrace.types import Delta, EngineStats, Metrics, SamplingParams, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -90,11 +90,15 @@ class Job:
     def done(self) -> bool:
         return all(choice.finish_reason for choice in self.choices)
 
-    async def events(self, engine: Engine) -> AsyncIterator[Event]:
-        """Runs every prompt; closing this iterator, or cancelling its task, aborts what still runs."""
+    async def events(self, engine: Engine, note: Callable[[EngineStats], None]) -> AsyncIterator[Event]:
+        """Runs every prompt; closing this iterator, or cancelling its task, aborts what still runs.
+
+        `note` is told the engine's counters as they stand at each delta.
+        """
         deltas = self._deltas(engine)
         try:
             async for p, delta in deltas:
+                note(engine.stats)
                 yield self._take(self.choices[p * self.n + delta.index], delta)
         finally:
             self.end_s = time.monotonic()

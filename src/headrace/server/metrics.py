@@ -84,6 +84,22 @@ class _EngineCollector(Collector):
         return family
 
 
+class _PeakCollector(Collector):
+    """The moment at which sharing saved most since the start."""
+
+    def __init__(self, peak: Callable[[], tuple[int, int]], model: str) -> None:
+        self.peak, self.model = peak, model
+
+    def collect(self) -> Iterator[Metric]:
+        told = ("Chunks held when most would have been held unshared.", "Most chunks ever held, were none shared.")
+        for name, text, value in zip(
+            ("kv_chunks_used_peak", "kv_chunks_unshared_peak"), told, self.peak(), strict=True
+        ):
+            family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+            family.add_metric([self.model], value)
+            yield family
+
+
 class ServerMetrics:
     """One registry per server. `refused` counts answers other than 2xx, `gone` requests whose client left."""
 
@@ -92,6 +108,8 @@ class ServerMetrics:
         self.model = model
         self.registry.register(_EngineCollector(stats, capacity, model))
         ProcessCollector(registry=self.registry)
+        self._peak = (0, 0)
+        self.registry.register(_PeakCollector(lambda: self._peak, model))
         self.histograms = {
             name: Histogram(PREFIX + name, told, ["model_name"], buckets=buckets, registry=self.registry).labels(model)
             for name, (told, buckets) in HISTOGRAMS.items()
@@ -100,6 +118,11 @@ class ServerMetrics:
             PREFIX + "http_errors", "Answers other than 2xx, by status.", ["status"], registry=self.registry
         )
         self.gone = Counter(PREFIX + "clients_gone", "Requests whose client left early.", registry=self.registry)
+
+    def note_peak(self, stats: EngineStats) -> None:
+        """Keeps the moment at which running requests would have held most without sharing."""
+        if stats.kv_chunks_unshared > self._peak[1]:
+            self._peak = (stats.kv_chunks_used, stats.kv_chunks_unshared)
 
     def observe(self, job: Job) -> None:
         """Takes one ended request into the histograms."""

@@ -38,7 +38,13 @@ REFUSED = {
 }
 """Fields known by name and refused unless null or one of HARMLESS."""
 
-HARMLESS: dict[str, tuple[Any, ...]] = {"tool_choice": ("none",), "function_call": ("none",), "suffix": ("",)}
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "suffix": ("",),
+}
 
 PLAIN = [name for name in field_names(SamplingParams) if name not in ("logit_bias", "logprobs", "max_tokens")]
 """Fields of SamplingParams that requests have under the same name and in the same form."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from headrace.server.stream import DONE, EventStream, sse, sse_error, unless_gon
 from headrace.types import InvalidRequest, Overloaded, SamplingParams
 
 RETRY_S = 1.0
+
+READ_S = 60.0
+"""A client that sends its body slower than this does not hold a place among the admitted any longer."""
 
 Body = CompletionBody | ChatBody
 
@@ -76,21 +80,22 @@ def _health(state: ServerState) -> Response:
     """Open to anybody, so the reason of a failure is told only where no key guards the rest."""
     if state.phase == "ready":
         return JsonReply({"status": "ok"})
-    open_reason = state.reason if state.config.api_key is None else None
-    told = f"the engine is {state.phase}" + (f": {open_reason}" if open_reason else "")
-    body = {"status": state.phase, **ApiError(503, told, None, state.phase).body()}
-    return JsonReply(body, status_code=503)
+    if state.phase == "loading":
+        told = f"the model is still loading ({state.loaded:.0%})"
+    else:
+        told = "the engine has failed" if state.config.api_key else str(state.reason)
+    return JsonReply({"status": state.phase, **ApiError(503, told, None, state.phase).body()}, status_code=503)
 
 
 async def _answer(state: ServerState, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
     arrival_s = time.monotonic()
     with _admission(state):
-        body: Body = parse_body(kind, await request.body())
+        body: Body = parse_body(kind, await _read(request))
         if body.model is not None:
             _check_model(state, body.model)
         job = await unless_gone(request.receive, _job(state, body, arrival_s))
     replies = _replies(state, job, body)
-    events = job.events(state.engine)
+    events = job.events(state.engine, state.metrics.note_peak)
     if body.stream:
         # The first event decides the status: a refusal after the headers could not carry one.
         with _account(state, job):
@@ -99,6 +104,14 @@ async def _answer(state: ServerState, request: Request, kind: type[CompletionBod
     with _account(state, job, last=True):
         await unless_gone(request.receive, _drain(events))
     return JsonReply(replies.whole())
+
+
+async def _read(request: Request) -> bytes:
+    try:
+        async with asyncio.timeout(READ_S):
+            return await request.body()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {READ_S:.0f} s") from None
 
 
 @contextmanager

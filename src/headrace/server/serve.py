@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import signal
@@ -11,13 +12,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from headrace.config import EngineConfig
 from headrace.server.app import create_app
 from headrace.server.engine import Engine
 from headrace.server.state import MakeEngine, ServerState
+from headrace.server.status import address
 
 log = logging.getLogger("headrace.server")
 
@@ -34,21 +38,15 @@ FINISH_S = 10
 def serve(config: EngineConfig, make_engine: MakeEngine | None = None) -> int:
     """Serves until a signal or a failure. Returns the exit code: 0 after a signal, 1 after a failure, 2 where the
     settings or the model cannot work. Raises OSError where the port cannot be bound."""
+    app = create_app(make_engine or _engine_maker(config), config)
     sock = bind(config.host, config.port)
     config.port = sock.getsockname()[1]
-    app = create_app(make_engine or _engine_maker(config), config)
-    state: ServerState = app.state.headrace
     server = make_server(app)
-    state.on_failure = lambda: _end_after_failure(state, server)
-    log.info("listening on http://%s:%d, loading %s", config.host, config.port, config.model)
+    server.state.on_failure = lambda: _end_after_failure(server)
+    if config.api_key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
+        log.warning("anybody who reaches %s can use this server: there is no --api-key", address(config))
     asyncio.run(server.serve(sockets=[sock]))
-    return exit_code(state)
-
-
-def exit_code(state: ServerState) -> int:
-    if state.phase != "failed":
-        return 0
-    return 2 if isinstance(state.error, ValueError) else 1
+    return server.exit_code()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -68,6 +66,25 @@ def bind(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn raises a caught signal again at its end, which would make a clean end look like a kill."""
 
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self.state = state
+        self.asked_to_end = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Tells that it listens once it does, and once signals are caught."""
+        await super().startup(sockets)
+        log.info("listening on %s, loading %s", address(self.state.config), self.state.config.model)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.asked_to_end = self.asked_to_end or self.state.phase != "failed"
+        super().handle_exit(sig, frame)
+
+    def exit_code(self) -> int:
+        if self.asked_to_end or self.state.phase != "failed":
+            return 0
+        return 2 if isinstance(self.state.error, ValueError) else 1
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
@@ -77,10 +94,10 @@ class Server(uvicorn.Server):
         yield
 
 
-def make_server(app: object) -> Server:
+def make_server(app: FastAPI) -> Server:
     return Server(
         uvicorn.Config(
-            app,  # type: ignore[arg-type]
+            app,
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -90,7 +107,8 @@ def make_server(app: object) -> Server:
             backlog=1024,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=FINISH_S,
-        )
+        ),
+        app.state.headrace,
     )
 
 
@@ -103,11 +121,11 @@ def _engine_maker(config: EngineConfig) -> MakeEngine:
     return make
 
 
-def _end_after_failure(state: ServerState, server: Server) -> None:
+def _end_after_failure(server: Server) -> None:
     """A server that never worked ends at once; one that did shows its failure for GRACE_S first."""
-    watchdog = threading.Timer(DEADLINE_S, os._exit, (exit_code(state),))
+    watchdog = threading.Timer(DEADLINE_S, os._exit, (server.exit_code(),))
     watchdog.daemon = True
     watchdog.start()
     server.config.timeout_graceful_shutdown = 1
-    grace = 0.0 if state.error is not None else GRACE_S
+    grace = 0.0 if server.state.error is not None else GRACE_S
     asyncio.get_running_loop().call_later(grace, setattr, server, "should_exit", True)

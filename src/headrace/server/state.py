@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 
 class ServerState:
-    """Life of the engine: loading -> ready -> failed, or loading -> failed. `on_failure` is called once at the end."""
+    """Life of the engine: loading -> ready -> failed, or loading -> failed. `on_failure` is called once at the end.
+
+    `reason` says why it failed, `error` is what stopped it from loading, `loaded` the share of the model that is in.
+    """
 
     def __init__(self, engine: Engine | MakeEngine, config: EngineConfig) -> None:
         self.config = config
@@ -32,6 +35,7 @@ class ServerState:
         self.phase: Phase = "loading"
         self.reason: str | None = None
         self.error: BaseException | None = None
+        self.loaded = 0.0
         self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
         self.on_failure: Callable[[], None] = lambda: None
         self.admitting = 0
@@ -70,24 +74,37 @@ class ServerState:
 
     async def _live(self) -> None:
         try:
-            self._engine = await self._given() if callable(self._given) else self._given
-            await self._engine.start()
+            engine = await self._load()
         except Exception as error:
-            self._fail(str(error) or repr(error), error)
+            self.error = error
+            self._fail(f"the model cannot be served: {error or repr(error)}")
             return
-        self.phase, self._was_ready = "ready", True
-        for line in capacity_lines(self._engine.capacity, self.config, self.model):
-            log.info(line)
         lines = asyncio.create_task(StatusLines(self.stats).run(self.config.log_interval_s))
         try:
-            self._fail(await self._engine.wait_dead(), None)
+            self._fail(f"the engine has failed: {await engine.wait_dead()}")
+        except Exception as error:
+            self._fail(f"the watch on the engine has failed: {error!r}")
         finally:
             await cancel(lines)
 
-    def _fail(self, reason: str, error: BaseException | None) -> None:
-        loading = self.phase == "loading"
-        self.phase, self.reason, self.error = "failed", reason, error
-        log.error("%s: %s", "the model cannot be served" if loading else "the engine has failed", reason)
+    async def _load(self) -> Engine:
+        engine = await self._given() if callable(self._given) else self._given
+        self._engine = engine
+        await engine.start(self._note_progress)
+        for line in capacity_lines(engine.capacity, self.config, self.model):
+            log.info(line)
+        self.phase, self._was_ready = "ready", True
+        return engine
+
+    def _note_progress(self, done: int, total: int) -> None:
+        """Tells of every tenth of the loading."""
+        before, self.loaded = self.loaded, done / max(1, total)
+        if int(before * 10) < int(self.loaded * 10):
+            log.info("loading %s: %.0f %%", self.config.model, self.loaded * 100)
+
+    def _fail(self, reason: str) -> None:
+        self.phase, self.reason = "failed", reason
+        log.error("%s", reason)
         self.on_failure()
 
     def finish(self, job: Job, outcome: str) -> None:

@@ -16,13 +16,18 @@ from headrace.types import EngineStats
 log = logging.getLogger("headrace.server")
 
 
+def address(config: EngineConfig) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"http://{host}:{config.port}"
+
+
 def capacity_lines(capacity: Any, config: EngineConfig, model: str) -> list[str]:
     """KV capacity in tokens, and how many sequences of full length that is."""
     tokens, length = capacity.kv_cache_tokens, capacity.max_model_len
     held = tokens * capacity.kv_bytes_per_token / 2**30
     kernels = ", ".join(f"{op}: {name}" for op, name in capacity.kernels.items())
     return [
-        f"{model} is ready on http://{config.host}:{config.port} "
+        f"{model} is ready on {address(config)} "
         f"({capacity.backend}, {capacity.dtype}{'; ' + kernels if kernels else ''})",
         f"KV cache: {tokens:,} tokens in {held:.2f} GiB ({capacity.kv_bytes_per_token:,} bytes per token)",
         f"concurrency: {tokens / length:.1f} sequences of {length:,} tokens, unshared; "

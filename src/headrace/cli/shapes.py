@@ -1,0 +1,80 @@
+"""Llama-shaped checkpoints with random weights, for benchmarks: the arithmetic of a model without its knowledge."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a Llama: `mlp` is the width between gate and down."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int = 32_000
+    context: int = 32_768
+
+
+SHAPES = {
+    "S1": Shape(hidden=1024, layers=16, heads=16, kv_heads=4, head_dim=64, mlp=2816),
+    "S2": Shape(hidden=1024, layers=8, heads=8, kv_heads=8, head_dim=128, mlp=2816),
+    "S3": Shape(hidden=2048, layers=22, heads=32, kv_heads=4, head_dim=64, mlp=5632),
+}
+
+
+def write_checkpoint(shape: Shape, folder: Path, seed: int = 0) -> Path:
+    """Writes config.json and bf16 weights of the shape into `folder` (no tokenizer); returns the folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    g = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=g) * columns**-0.5).bfloat16()
+
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    weights = {"model.embed_tokens.weight": matrix(shape.vocab, shape.hidden)}
+    weights |= {
+        "lm_head.weight": matrix(shape.vocab, shape.hidden),
+        "model.norm.weight": torch.ones(shape.hidden).bfloat16(),
+    }
+    for layer in range(shape.layers):
+        sizes = {
+            "self_attn.q_proj": (q, shape.hidden), "self_attn.k_proj": (kv, shape.hidden),
+            "self_attn.v_proj": (kv, shape.hidden), "self_attn.o_proj": (shape.hidden, q),
+            "mlp.gate_proj": (shape.mlp, shape.hidden), "mlp.up_proj": (shape.mlp, shape.hidden),
+            "mlp.down_proj": (shape.hidden, shape.mlp),
+        }  # fmt: skip
+        weights |= {f"model.layers.{layer}.{name}.weight": matrix(*size) for name, size in sizes.items()}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(shape.hidden).bfloat16()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_config(shape), indent=1))
+    return folder
+
+
+def _config(shape: Shape) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.context,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
