@@ -1,6 +1,6 @@
 """Headrace: an LLM inference engine built around the KV cache.
 
-    from headrace import LLM, SamplingParams
+from headrace import LLM, SamplingParams
 """
 
 from typing import TYPE_CHECKING, Any

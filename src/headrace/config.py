@@ -28,7 +28,9 @@ class EngineConfig:
     """All settings. Raises ValueError, naming the field and the remedy, for values that cannot work."""
 
     model: str = _flag("tiny", "Model folder in Hugging Face form, or 'tiny' for the shipped model.")
-    dtype: DType = _flag("auto", "Compute type: bfloat16, float32, or auto (the checkpoint's; float16 becomes bfloat16).")
+    dtype: DType = _flag(
+        "auto", "Compute type: bfloat16, float32, or auto (the checkpoint's; float16 becomes bfloat16)."
+    )
     max_model_len: int | None = _flag(None, "Longest sequence, prompt and answer together, in tokens.")
     kv_cache_tokens: int | None = _flag(None, "KV cache size in tokens. Default: a quarter of the free memory.")
     enable_prefix_caching: bool = _flag(True, "Share and keep the KV of common prefixes.")
@@ -39,7 +41,9 @@ class EngineConfig:
     threads: int | None = _flag(None, "CPU threads of the engine. Default: all cores.")
     host: str = _flag("127.0.0.1", "Address the server binds.")
     port: int = _flag(8000, "Port the server binds.")
-    api_key: str | None = _flag(None, "Key that clients must send as 'Authorization: Bearer KEY' (all routes but /health).")
+    api_key: str | None = _flag(
+        None, "Key that clients must send as 'Authorization: Bearer KEY' (all routes but /health)."
+    )
     served_model_name: str | None = _flag(None, "Name of the model in the API. Default: the model as given.")
     max_queued_requests: int = _flag(512, "Requests that may wait; more are refused with 429.")
     max_queued_tokens: int = _flag(1_000_000, "Prompt tokens that may wait; more are refused with 429.")
@@ -85,7 +89,9 @@ def parse_field(name: str, text: str) -> Any:
             try:
                 return kind(text)
             except ValueError:
-                raise ValueError(f"{name} must be {'an integer' if kind is int else 'a number'}, got {text!r}") from None
+                raise ValueError(
+                    f"{name} must be {'an integer' if kind is int else 'a number'}, got {text!r}"
+                ) from None
     return text
 
 

@@ -74,8 +74,15 @@ def pools(tokens: int, kv_heads: int, dtype: torch.dtype, seed: int = 0) -> tupl
     return k, v, pool_k, pool_v
 
 
-def truth(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: list[int], scale: float, window: int | None,
-          bias: torch.Tensor | None) -> torch.Tensor:
+def truth(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: list[int],
+    scale: float,
+    window: int | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
     """Causal attention in fp64, row by row."""
     group = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
@@ -98,8 +105,14 @@ def test_reference_agrees_with_plain_attention(kv_heads: int, window: int | None
     q = torch.randn(80, 4, DIM)
     bias = torch.randn(4, 200) if biased else None
     got = reference.attend(
-        q, pool_k, pool_v, torch.from_numpy(plan.items_within(window)), torch.from_numpy(plan.positions),
-        scale=0.3, window=window, bias=bias,
+        q,
+        pool_k,
+        pool_v,
+        torch.from_numpy(plan.items_within(window)),
+        torch.from_numpy(plan.positions),
+        scale=0.3,
+        window=window,
+        bias=bias,
     )
     want = truth(q, k, v, plan.positions.tolist(), 0.3, window, bias)
     assert (got - want).abs().max() < 2e-6

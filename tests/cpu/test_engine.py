@@ -104,7 +104,9 @@ def test_n_answers_differ_and_repeat(llm: LLM) -> None:
 
 def test_unseeded_requests_differ_but_an_engine_repeats_itself() -> None:
     params = SamplingParams(temperature=1.0, max_tokens=12)
-    runs = [[o.text for o in LLM("tiny", kv_cache_tokens=4096, seed=s).generate([PROMPT] * 2, params)] for s in (0, 0, 1)]
+    runs = [
+        [o.text for o in LLM("tiny", kv_cache_tokens=4096, seed=s).generate([PROMPT] * 2, params)] for s in (0, 0, 1)
+    ]
     assert runs[0] == runs[1] != runs[2] and runs[0][0] != runs[0][1]
 
 
@@ -165,10 +167,27 @@ def test_requests_that_cannot_be_served(prompt: Any, params: SamplingParams, par
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 0), ("n", 10**6), ("temperature", -1), ("temperature", float("nan")), ("temperature", True), ("top_p", 0),
-        ("top_p", 1.5), ("top_k", -2), ("min_p", 2), ("max_tokens", 0), ("max_tokens", 1.5), ("min_tokens", 99),
-        ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0), ("logprobs", 21), ("stop", ("",)),
-        ("stop", ("a",) * 17), ("logit_bias", {5: 101.0}), ("stop_token_ids", (-1,)), ("seed", 2**64),
+        ("n", 0),
+        ("n", 10**6),
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("min_tokens", 99),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
+        ("repetition_penalty", 0),
+        ("logprobs", 21),
+        ("stop", ("",)),
+        ("stop", ("a",) * 17),
+        ("logit_bias", {5: 101.0}),
+        ("stop_token_ids", (-1,)),
+        ("seed", 2**64),
     ],
 )
 def test_parameters_out_of_range(field: str, value: Any) -> None:
@@ -180,9 +199,13 @@ def test_parameters_out_of_range(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"model": "/nowhere"}, "config.json"), ({"dtype": "float16"}, "dtype"), ({"kv_cache_tokens": 3}, "kv_cache_tokens"),
-        ({"max_model_len": 10**9}, "max_model_len"), ({"max_model_len": 8192, "kv_cache_tokens": 4096}, "kv_cache_tokens"),
-        ({"attention_backend": "triton"}, "triton"), ({"max_sequences": 0}, "max_sequences"),
+        ({"model": "/nowhere"}, "config.json"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"kv_cache_tokens": 3}, "kv_cache_tokens"),
+        ({"max_model_len": 10**9}, "max_model_len"),
+        ({"max_model_len": 8192, "kv_cache_tokens": 4096}, "kv_cache_tokens"),
+        ({"attention_backend": "triton"}, "triton"),
+        ({"max_sequences": 0}, "max_sequences"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, Any], word: str) -> None:

@@ -42,8 +42,12 @@ def test_fp32_agrees_with_transformers(kind: str, folder_of: FolderOf, theirs_of
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
     for tokens, output in zip(prompts, outputs, strict=True):
         want = theirs_of(kind).generate(
-            torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens)), max_new_tokens=64, min_new_tokens=64,
-            do_sample=False, pad_token_id=0,
+            torch.tensor([tokens]),
+            attention_mask=torch.ones(1, len(tokens)),
+            max_new_tokens=64,
+            min_new_tokens=64,
+            do_sample=False,
+            pad_token_id=0,
         )
         assert output.token_ids == want[0, len(tokens) :].tolist()
 

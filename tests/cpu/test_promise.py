@@ -34,7 +34,11 @@ def prompts_of(llm: LLM) -> list[list[int]]:
     base = words(llm, 700, seed=0)
     lengths = [1, 5, 63, 64, 65, 128, 200, 333, 500, 700]
     mixed = [words(llm, n, seed=n) for n in lengths[:6]] + [base[:n] for n in (64, 128, 200, 700)]
-    return mixed + [base[:130] + words(llm, 40 + i, seed=i) for i in range(3)] + [base + words(llm, i, i) for i in (1, 64, 90)]
+    return (
+        mixed
+        + [base[:130] + words(llm, 40 + i, seed=i) for i in range(3)]
+        + [base + words(llm, i, i) for i in (1, 64, 90)]
+    )
 
 
 def run(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Trace]:

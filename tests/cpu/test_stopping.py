@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.engine.stopping import (
@@ -69,7 +69,7 @@ def test_ends_sequence_counts_from_one() -> None:
 # ---- stop strings ----------------------------------------------------------------------------------------------------
 
 texts = st.text("ab", max_size=30)
-stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
+stop_lists = st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=4)
 
 
 def first_completed(text: str, stops: list[str], begin: int = 0) -> tuple[int, str] | None:
@@ -87,6 +87,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 @given(texts, stop_lists, st.lists(st.integers(0, 99)))
+@example("aabaaabaaaab", ["aabaaaab"], [3])
 def test_matcher_finds_the_first_completed_stop_however_the_text_is_cut(
     text: str, stops: list[str], places: list[int]
 ) -> None:

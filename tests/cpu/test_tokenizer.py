@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -39,7 +39,7 @@ def byte_level() -> Backend:
     return backend
 
 
-def byte_fallback(strip: bool = True) -> Backend:
+def byte_fallback(strip: bool = True, mark: str | Regex = "▁") -> Backend:
     """As the first Llama: space mark, and bytes for what the vocabulary lacks; `strip` drops the text's first space."""
     vocab = {token: i for i, token in enumerate(["<unk>", *SPECIAL, *(f"<0x{b:02X}>" for b in range(256))])}
     for piece in ("▁", *"theloworldaé", "th", "▁th", "▁the", "lo", "▁▁"):
@@ -47,7 +47,7 @@ def byte_fallback(strip: bool = True) -> Backend:
     merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("l", "o"), ("▁", "▁")]
     backend = Backend(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps = [decoders.Replace(mark, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
     backend.add_special_tokens(SPECIAL)
     return backend
@@ -76,6 +76,7 @@ KINDS = {
     "byte_level": byte_level,
     "byte_fallback": byte_fallback,
     "byte_fallback_no_strip": lambda: byte_fallback(strip=False),
+    "byte_fallback_in_windows": lambda: byte_fallback(mark=Regex("▁")),
     "metaspace": metaspace,
     "word_piece": word_piece,
 }
@@ -119,7 +120,7 @@ def test_loading_and_facts(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "byte_fallback_no_strip", "metaspace"])
 def test_the_usual_kinds_are_decoded_token_by_token(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     assert tokenizers[name].has_pieces
-    assert not tokenizers["word_piece"].has_pieces
+    assert not tokenizers["word_piece"].has_pieces and not tokenizers["byte_fallback_in_windows"].has_pieces
 
 
 def test_encoding_adds_the_special_tokens_by_default(tokenizers: dict[str, Tokenizer]) -> None:
@@ -365,6 +366,13 @@ def test_a_token_costs_the_same_however_long_the_text_is(
     assert max(lengths) < 100 and len(lengths) <= (1 if tokenizer.has_pieces else 2 * len(tokens))
 
 
+def test_endless_broken_bytes_are_not_held_for_ever(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_fallback_in_windows"]
+    broken = next(t for t in range(300) if tokenizer.decode([t], False) == "\ufffd")
+    pieces = run(tokenizer, [broken] * 200)
+    assert len(text_of(pieces)) > 150 and max(len(p.text) for p in pieces) < 100
+
+
 # ---- detokenizer: the end --------------------------------------------------------------------------------------------
 
 
@@ -458,6 +466,7 @@ def test_tokens_that_end_the_sequence(tokenizers: dict[str, Tokenizer]) -> None:
     assert end(stop_token_ids=(stop,), ignore_eos=True) == ("hih", stop)
     assert end(stop_token_ids=(stop,), ignore_eos=True, include_stop_str_in_output=True) == ("hiho", stop)
     assert end(stop=("io",)) == ("hi", eos)
+    assert run(tokenizer, [*ids(tokenizer, "ox"), eos], stop=("xy",))[-2:] == [Piece("x", eos), Piece("", None, 0)]
 
 
 def test_after_the_stop_nothing_is_taken(tokenizers: dict[str, Tokenizer]) -> None:

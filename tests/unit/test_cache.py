@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from headrace.kv.cache import KVCache, Table
 from headrace.kv.pool import SlotPool
@@ -41,8 +48,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check()
 
     @rule(
-        blocks=st.lists(st.integers(0, 2), min_size=0, max_size=6), tail=st.integers(1, CHUNK),
-        salt=st.sampled_from([None, None, "a", "b"]), public=st.sampled_from([0, 64, 100]),
+        blocks=st.lists(st.integers(0, 2), min_size=0, max_size=6),
+        tail=st.integers(1, CHUNK),
+        salt=st.sampled_from([None, None, "a", "b"]),
+        public=st.sampled_from([0, 64, 100]),
     )
     def join(self, blocks: list[int], tail: int, salt: str | None, public: int) -> None:
         tokens = [token for block in blocks for token in [block] * CHUNK] + [7] * tail
@@ -193,8 +202,15 @@ MUTANTS = [
 def test_mutants_are_caught(owner: type, name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, mutant)
     relaxed = settings(
-        max_examples=300, stateful_step_count=40, deadline=None, database=None, derandomize=True,
-        suppress_health_check=list(HealthCheck), print_blob=False, report_multiple_bugs=False, phases=_generate_only(),
+        max_examples=300,
+        stateful_step_count=40,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+        report_multiple_bugs=False,
+        phases=_generate_only(),
     )
     with pytest.raises((AssertionError, KeyError, ValueError)):
         run_state_machine_as_test(CacheMachine, settings=relaxed)

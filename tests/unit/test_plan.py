@@ -67,7 +67,7 @@ def test_every_row_meets_each_of_its_chunks_once_from_left_to_right(spans: list[
             met[row].append((slot, key))
     row = 0
     for s in spans:
-        for position in range(s.start, s.start + s.count):
+        for position in range(s.start, s.start + s.rows):
             chunks = position // CHUNK + 1
             seen = [(slot, key) for slot, key in met[row] if key <= position]
             assert seen == [(int(s.slots[c]), c * CHUNK) for c in range(chunks)]
@@ -80,7 +80,7 @@ def test_every_row_meets_each_of_its_chunks_once_from_left_to_right(spans: list[
 
 
 def _sequences(plan: Plan, spans: list[Span], item: list[int]) -> int:
-    ends = np.cumsum([s.count for s in spans])
+    ends = np.cumsum([s.rows for s in spans])
     return len(set(np.searchsorted(ends, range(item[2], item[3]), side="right").tolist()))
 
 
@@ -91,7 +91,9 @@ def test_window_leaves_out_only_what_nobody_sees(spans: list[Span], window: int)
     kept = {tuple(item) for item in plan.items_within(window).tolist()}
     for slot, key, begin, end in plan.items.tolist():
         visible = any(
-            max(0, p - window + 1) <= k <= p for p in plan.positions[begin:end].tolist() for k in range(key, key + CHUNK)
+            max(0, p - window + 1) <= k <= p
+            for p in plan.positions[begin:end].tolist()
+            for k in range(key, key + CHUNK)
         )
         assert visible == ((slot, key, begin, end) in kept)
 

@@ -41,7 +41,7 @@ class Harness:
 
     def step(self) -> list[Slice]:
         slices = self.scheduler.schedule()
-        assert sum(part.count for part in slices) <= self.scheduler.max_batch_tokens
+        assert sum(part.length for part in slices) <= self.scheduler.max_batch_tokens
         for part in slices:
             self.write(part)
         self.cache.commit()
@@ -54,9 +54,9 @@ class Harness:
 
     def write(self, part: Slice) -> None:
         table = part.sequence.table
-        assert table is not None and part.start + part.count == table.length
-        self.prefilled += part.count
-        for position in range(part.start, part.start + part.count):
+        assert table is not None and part.end == table.length
+        self.prefilled += part.length
+        for position in range(part.start, part.end):
             rows = self.memory.setdefault(int(table.slots[position // CHUNK]), [-1] * CHUNK)
             rows[position % CHUNK] = part.sequence.tokens[position]
 
@@ -100,8 +100,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.capacity = chunks * CHUNK
 
     @rule(
-        length=st.integers(1, 300), seed=st.integers(0, 1), answer=st.integers(1, 150),
-        salt=st.sampled_from([None, "a"]), n=st.sampled_from([1, 1, 3]),
+        length=st.integers(1, 300),
+        seed=st.integers(0, 1),
+        answer=st.integers(1, 150),
+        salt=st.sampled_from([None, "a"]),
+        n=st.sampled_from([1, 1, 3]),
     )
     def join(self, length: int, seed: int, answer: int, salt: str | None, n: int) -> None:
         """n > 1 forks: sequences with one prompt."""
@@ -153,8 +156,8 @@ def test_long_prompt_leaves_decoding_sequences_their_turn() -> None:
     harness.add(prompt(5000, seed=1), 1)
     for _ in range(40):
         slices = harness.step()
-        assert [part.count for part in slices if part.sequence is short] == [1], "decodes at every step"
-        assert sum(part.count for part in slices) == 64, "and the prompt takes the rest of the budget"
+        assert [part.length for part in slices if part.sequence is short] == [1], "decodes at every step"
+        assert sum(part.length for part in slices) == 64, "and the prompt takes the rest of the budget"
 
 
 def test_common_prefix_is_computed_once_by_requests_of_one_step() -> None:

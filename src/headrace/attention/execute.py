@@ -28,7 +28,7 @@ class Attend(Protocol):
 
 
 class PlanAttention:
-    """Attend for one step: a plan, the storage it reads and writes, and the backend ('reference' or 'cpu') that runs it.
+    """Attend for one step: a plan, the storage it reads and writes, and the backend (see BACKENDS) that runs it.
 
     key_bias: fp32 [Hq, positions] for ALiBi, else None.
     """
@@ -48,7 +48,13 @@ class PlanAttention:
         window = self.spec.windows[layer]
         self.kernels.append(pool_k, pool_v, k, v, self.row_slots, self.row_offsets)
         out: Tensor = self.kernels.attend(
-            q, pool_k, pool_v, self.items[window], self.positions,
-            scale=self.spec.scale, window=window, bias=self.key_bias,
+            q,
+            pool_k,
+            pool_v,
+            self.items[window],
+            self.positions,
+            scale=self.spec.scale,
+            window=window,
+            bias=self.key_bias,
         )
         return out

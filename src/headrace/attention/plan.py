@@ -23,11 +23,11 @@ Int64 = NDArray[np.int64]
 
 
 class Span(NamedTuple):
-    """The rows of one sequence in a step: tokens start .. start+count-1, whose chunks lie in `slots`, int32."""
+    """The rows of one sequence in a step: tokens start .. start+rows-1, whose chunks lie in `slots`, int32."""
 
     slots: Int32
     start: int
-    count: int
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ class Plan:
 
 
 def batch_order(tables: list[Int32]) -> list[int]:
-    """Depth-first order of the tree: indices of `tables` (slots of each sequence) sorted so that equal prefixes meet."""
+    """Depth-first order of the tree: indices of `tables` (slots per sequence), sorted so that equal prefixes meet."""
     keys = [slots.astype(">i4").tobytes() for slots in tables]
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def build(spans: list[Span]) -> Plan:
     """The plan of a step over `spans`, which must be in batch order. Every span covers at least one row."""
-    counts = np.array([span.count for span in spans], dtype=np.int64)
+    counts = np.array([span.rows for span in spans], dtype=np.int64)
     starts = np.array([span.start for span in spans], dtype=np.int64)
     ends = np.cumsum(counts)
     begins = ends - counts
@@ -110,7 +110,7 @@ def _items(grid: Int32, begins: Int64, ends: Int64, starts: Int64) -> tuple[Int3
     low = run % max(sequences, 1)
     high = stop - run + low - 1
     shared = high > low
-    # An own chunk is met from its first key on; a shared one may begin with its writer's rows, which the mask sorts out.
+    # An own chunk is met from its first key on; a shared one may begin with its writer's rows, which the mask knows.
     begin = np.where(shared, begins[low], np.maximum(begins[low], begins[low] + key - starts[low]))
     items = np.stack([slot[real], key, begin, ends[high]], axis=1).astype(np.int32)
     own = np.flatnonzero(~shared)

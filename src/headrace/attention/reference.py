@@ -53,7 +53,9 @@ def chunk_partial(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, b
 def _rows(tile: Tensor, rows: int, heads: int) -> Tensor:
     """[Hk, padded rows * G, X] back to [rows, Hq, X]."""
     kv_heads, _, width = tile.shape
-    return tile.reshape(kv_heads, -1, heads // kv_heads, width)[:, :rows].permute(1, 0, 2, 3).reshape(rows, heads, width)
+    return (
+        tile.reshape(kv_heads, -1, heads // kv_heads, width)[:, :rows].permute(1, 0, 2, 3).reshape(rows, heads, width)
+    )
 
 
 class Folder:
@@ -104,7 +106,14 @@ def _wide(which: Tensor, like: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, items: Tensor, positions: Tensor, *, scale: float, window: int | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    items: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Runs a plan's items over one layer: q [R, Hq, D], k [slots, Hk, D, 64], v [slots, Hk, 64, D] -> [R, Hq, D].

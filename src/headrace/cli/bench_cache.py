@@ -21,7 +21,7 @@ SHARED = 2048
 
 
 def match_case(repeats: int = 7) -> dict[str, Any]:
-    """Time to match a prompt of 100,000 tokens, hashing included, against a tree of 100,000 nodes that has all of it."""
+    """Time to match 100,000 tokens, hashing included, against a tree of 100,000 nodes that has all of them."""
     rng = random.Random(0)
     prompt = [rng.randrange(32_000) for _ in range(PROMPT)]
     cache = KVCache(NODES + PROMPT // CHUNK + 100)
@@ -74,7 +74,8 @@ def bookkeeping_case(shape: str, steps: int = 40) -> dict[str, Any]:
     share = statistics.median(b / s for s, b in times)
     return {
         "name": "bookkeeping", "model": shape, "sequences": SEQUENCES, "shared_tokens": SHARED,
-        "step_ms": round(1e3 * step, 3), "bookkeeping_ms": round(1e3 * book, 3), "share": round(share, 5), "limit": 0.02,
+        "step_ms": round(1e3 * step, 3), "bookkeeping_ms": round(1e3 * book, 3), "share": round(share, 5),
+        "limit": 0.02,
     }  # fmt: skip
 
 

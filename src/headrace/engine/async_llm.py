@@ -15,7 +15,17 @@ from headrace.config import EngineConfig
 from headrace.engine import messages as m
 from headrace.engine.capacity import Capacity
 from headrace.engine.tokenizer import Tokenizer
-from headrace.types import CHUNK, MAX_N, Delta, EngineDead, EngineStats, InvalidRequest, Overloaded, Request, SamplingParams
+from headrace.types import (
+    CHUNK,
+    MAX_N,
+    Delta,
+    EngineDead,
+    EngineStats,
+    InvalidRequest,
+    Overloaded,
+    Request,
+    SamplingParams,
+)
 
 Item = Delta | Exception
 
@@ -137,8 +147,13 @@ class AsyncLLM:
         return self.capacity.check(prompt_token_ids, params)
 
     async def generate(
-        self, prompt: str | list[int], params: SamplingParams, *, request_id: str | None = None,
-        cache_salt: str | None = None, public_prefix_tokens: int = 0,
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        public_prefix_tokens: int = 0,
     ) -> AsyncIterator[Delta]:
         """Streams the answer, a Delta for each step of each of the n sequences.
 

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.loader import Loaded
-from headrace.engine.sampler import BadLogits, History, SampleInput, Sampled, forbidden_tokens, needs_history, sample, target_logprobs
+from headrace.engine.sampler import (
+    BadLogits,
+    History,
+    Sampled,
+    SampleInput,
+    forbidden_tokens,
+    needs_history,
+    sample,
+    target_logprobs,
+)
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, Slice
 from headrace.engine.stopping import finish_reason
@@ -89,7 +98,7 @@ class EngineCore:
         sequence.wants_all_logits = want_logits or (request.params.prompt_logprobs is not None and index == 0)
         self._order += 1
         tokenizer, eos = self.loaded.tokenizer, self.loaded.capacity.eos_token_ids
-        detokenizer = tokenizer and Detokenizer(tokenizer, request.prompt_token_ids, request.params, eos)
+        detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params, eos) if tokenizer else None
         history = History(request.prompt_token_ids) if needs_history(request.params) else None
         stream = _Stream(sequence, detokenizer, history)
         self._streams[sequence] = stream
@@ -130,7 +139,7 @@ class EngineCore:
         if not slices:
             return []
         self._note_start(slices, began)
-        self._stats.prefilled_tokens += sum(part.count for part in slices if not part.decodes)
+        self._stats.prefilled_tokens += sum(part.length for part in slices if not part.decodes)
         results = self.loaded.runner.run(slices)
         self.cache.commit()
         self._observe(results)
@@ -154,7 +163,7 @@ class EngineCore:
     def _observe(self, results: list[tuple[Slice, Tensor]]) -> None:
         for part, logits in results:
             if self.on_logits is not None:
-                self.on_logits(part.sequence, part.start + part.count - len(logits), logits)
+                self.on_logits(part.sequence, part.end - len(logits), logits)
             if part.sequence.wants_all_logits and part.sequence.request.params.prompt_logprobs is not None:
                 self._note_prompt_logprobs(part, logits)
 
@@ -165,7 +174,7 @@ class EngineCore:
             return  # computed again after preemption: reported with the first token
         active = self._active[sequence.request.request_id]
         active.prompt_logprobs = known = active.prompt_logprobs or [None]
-        end = min(part.start + part.count, sequence.prompt_len - 1)
+        end = min(part.end, sequence.prompt_len - 1)
         targets = sequence.tokens[part.start + 1 : end + 1]
         top = sequence.request.params.prompt_logprobs or 0
         rows = target_logprobs(logits[: len(targets)], targets, top)

@@ -37,15 +37,20 @@ class LLM:
         self._count = 0
 
     def generate(
-        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *, cache_salt: str | None = None, public_prefix_tokens: int = 0, progress: bool | None = None,
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+        public_prefix_tokens: int = 0,
+        progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers each prompt (a text, texts, or lists of token ids), in order, all computed together.
 
         cache_salt: requests share cached prefixes only with the same salt, but for the first public_prefix_tokens.
         progress: show a bar; default: for several prompts on a terminal. Raises InvalidRequest naming the parameter.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         given = sampling_params or SamplingParams()
         params = [given] * len(texts) if isinstance(given, SamplingParams) else list(given)
         if len(params) != len(texts):
@@ -59,8 +64,13 @@ class LLM:
         return outputs
 
     def chat(
-        self, messages: Sequence[Any], sampling_params: SamplingParams | None = None,
-        *, cache_salt: str | None = None, public_prefix_tokens: int = 0, **template: Any,
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        public_prefix_tokens: int = 0,
+        **template: Any,
     ) -> list[RequestOutput]:
         """Answers a conversation (messages with role and content), or several (a list of such lists).
 
@@ -71,9 +81,7 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations = messages if several else [messages]
         prompts = [self.tokenizer.apply_chat(list(c), **template) for c in conversations]
-        return self.generate(
-            prompts, sampling_params, cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens
-        )
+        return self.generate(prompts, sampling_params, cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits after each token of a prompt, computed without the prefix cache: fp32 [T, V]."""

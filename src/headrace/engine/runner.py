@@ -28,27 +28,25 @@ class Runner:
         """Computes the slices in one pass. Returns, for those that ask for logits, fp32 [rows, V]: all of the slice's
         rows if its sequence wants all, the last row if it samples."""
         ordered = [slices[i] for i in planning.batch_order([_slots(part) for part in slices])]
-        plan = planning.build([planning.Span(_slots(part), part.start, part.count) for part in ordered])
-        attend = PlanAttention(
-            plan, self.storage, self.decoder.config.attention, self.backend, self.decoder.key_bias
-        )
+        plan = planning.build([planning.Span(_slots(part), part.start, part.length) for part in ordered])
+        attend = PlanAttention(plan, self.storage, self.decoder.config.attention, self.backend, self.decoder.key_bias)
         hidden = self.decoder.forward(self._batch(ordered, plan.positions), attend)
         return self._logits(ordered, hidden)
 
     def _batch(self, slices: list[Slice], positions: planning.Int64) -> TokenBatch:
-        tokens = np.concatenate([part.sequence.tokens[part.start : part.start + part.count] for part in slices])
+        tokens = np.concatenate([part.sequence.tokens[part.start : part.end] for part in slices])
         lengths = None
         if self.decoder.config.rope_depends_on_length:
-            prompts = np.repeat([part.sequence.prompt_len for part in slices], [part.count for part in slices])
+            prompts = np.repeat([part.sequence.prompt_len for part in slices], [part.length for part in slices])
             lengths = torch.from_numpy(np.maximum(prompts, positions + 1))
         return TokenBatch(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(positions), lengths)
 
     def _logits(self, slices: list[Slice], hidden: Tensor) -> list[tuple[Slice, Tensor]]:
-        ends = np.cumsum([part.count for part in slices]).tolist()
+        ends = np.cumsum([part.length for part in slices]).tolist()
         wanted: list[tuple[Slice, range]] = []
         for part, end in zip(slices, ends, strict=True):
             if part.sequence.wants_all_logits and part.start < part.sequence.prompt_len:
-                wanted.append((part, range(end - part.count, end)))
+                wanted.append((part, range(end - part.length, end)))
             elif part.samples:
                 wanted.append((part, range(end - 1, end)))
         if not wanted:

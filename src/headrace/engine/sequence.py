@@ -13,8 +13,8 @@ from headrace.types import Request
 class Sequence:
     """tokens: prompt and answer so far, the list its table refers to. order: rank of arrival; lower goes first.
 
-        |<------ prompt_len ------>|<-- answer -->|
-        |<--- table.length: in the cache --->|<-1->|   while decoding, all but the newest token is cached
+    |<------ prompt_len ------>|<-- answer -->|
+    |<--- table.length: in the cache --->|<-1->|   while decoding, all but the newest token is cached
     """
 
     request: Request
@@ -47,18 +47,22 @@ class Sequence:
 
 
 class Slice(NamedTuple):
-    """Tokens start .. start+count-1 of a sequence, to be computed in a step."""
+    """Tokens start .. start+length-1 of a sequence, to be computed in a step."""
 
     sequence: Sequence
     start: int
-    count: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
     @property
     def samples(self) -> bool:
         """Whether the slice ends at the newest token, so that the step yields the next one."""
-        return self.start + self.count == len(self.sequence.tokens)
+        return self.end == len(self.sequence.tokens)
 
     @property
     def decodes(self) -> bool:
         """Whether the slice is one answer token met for the first time or again, and not part of a longer stretch."""
-        return self.count == 1 and self.start >= self.sequence.prompt_len
+        return self.length == 1 and self.start >= self.sequence.prompt_len

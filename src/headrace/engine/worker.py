@@ -5,6 +5,7 @@ One thread reads the socket, the main thread steps. It ends when the socket does
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import socket
@@ -32,10 +33,8 @@ def main(descriptor: int) -> int:
 
 
 def _report(link: socket.socket, failure: m.Failed) -> None:
-    try:
+    with contextlib.suppress(OSError):  # nobody may be listening any more
         link.sendall(m.frame(failure))
-    except OSError:
-        pass  # nobody listens any more
 
 
 def _serve(link: socket.socket) -> int:

@@ -88,7 +88,12 @@ class KVCache:
         return self.tree.available
 
     def open(
-        self, tokens: list[int], *, salt: str | None = None, public_tokens: int = 0, namespace: str = "",
+        self,
+        tokens: list[int],
+        *,
+        salt: str | None = None,
+        public_tokens: int = 0,
+        namespace: str = "",
         shares: bool = True,
     ) -> Table:
         """An empty table for `tokens`.
@@ -103,7 +108,7 @@ class KVCache:
         return table
 
     def reuse(self, table: Table) -> tuple[int, bool]:
-        """Attaches chunks that the tree already has: (tokens gained, whether the next chunk is being written elsewhere).
+        """Attaches chunks that the tree has: (tokens gained, whether the next chunk is being written elsewhere).
 
         The chunk of the last known token is never attached, so that at least one token is left to compute.
         """
