@@ -118,6 +118,17 @@ def test_reference_agrees_with_plain_attention(kv_heads: int, window: int | None
     assert (got - want).abs().max() < 2e-6
 
 
+@pytest.mark.parametrize("cut", [0, 1, 7, 32, 40])
+def test_partial_states_of_two_segments_merge_to_the_whole(cut: int) -> None:
+    _, _, pool_k, pool_v = pools(2600, 2, torch.bfloat16)
+    plan = build([Span(np.arange(41, dtype=np.int32), 2560, 40)])
+    q, positions = torch.randn(40, 4, DIM).bfloat16(), torch.from_numpy(plan.positions)
+    near, far = (torch.from_numpy(items) for items in (plan.items[:cut], plan.items[cut:]))
+    states = [reference.partial(q, pool_k, pool_v, part, positions, scale=0.3) for part in (near, far)]
+    whole = reference.partial(q, pool_k, pool_v, torch.from_numpy(plan.items), positions, scale=0.3)
+    close(merge(*states), whole, 1e-6)
+
+
 def test_bf16_error_is_that_of_rounding_probabilities() -> None:
     k, v, pool_k, pool_v = pools(3000, 2, torch.bfloat16)
     plan = build([Span(np.arange(47, dtype=np.int32), 2990, 10)])

@@ -19,7 +19,7 @@ from headrace.config import EngineConfig, env_name
 
 pytestmark = pytest.mark.cpu
 
-SMALL = ("--kv-cache-tokens", "16384")
+SMALL = ("--kv-cache-tokens", "16384", "--threads", "1")
 
 
 def run(*arguments: str, stdin: str | None = None, **env: str) -> Result:

@@ -81,7 +81,7 @@ class Process:
 
 @contextmanager
 def process(folder: Path, *options: str) -> Iterator[Process]:
-    server = Process(folder, "--kv-cache-tokens", "131072", *options)
+    server = Process(folder, "--kv-cache-tokens", "131072", "--threads", "1", *options)
     try:
         yield server
     finally:

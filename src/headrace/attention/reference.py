@@ -105,6 +105,32 @@ def _wide(which: Tensor, like: Tensor) -> Tensor:
     return which.reshape(-1, *([1] * (like.dim() - 1)))
 
 
+def partial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    items: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    bias: Tensor | None = None,
+) -> AttnState:
+    """Attention of q [R, Hq, D] over the segment that `items` lists; k [slots, Hk, D, 64], v [slots, Hk, 64, D].
+
+    items int32 [n, 4] and positions int64 [R] as in attention.plan.Plan, each row's chunks in ascending order; bias
+    fp32 [Hq, keys] by absolute position. States of disjoint segments merge to their union's (attention.state.merge).
+    """
+    folder = Folder(*q.shape)
+    for slot, key, begin, end in items.tolist():
+        seen = visible(positions[begin:end], key, window)
+        near = None if bias is None else bias[:, key : key + CHUNK]
+        if near is not None and near.shape[-1] < CHUNK:
+            near = torch.nn.functional.pad(near, (0, CHUNK - near.shape[-1]))
+        folder.add(begin, end, key, chunk_partial(q[begin:end], k[slot], v[slot], seen, scale, near))
+    return folder.state()
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -116,18 +142,8 @@ def attend(
     window: int | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Runs a plan's items over one layer: q [R, Hq, D], k [slots, Hk, D, 64], v [slots, Hk, 64, D] -> [R, Hq, D].
-
-    items int32 [n, 4] and positions int64 [R] as in attention.plan.Plan; bias fp32 [Hq, keys] by absolute position.
-    """
-    folder = Folder(*q.shape)
-    for slot, key, begin, end in items.tolist():
-        seen = visible(positions[begin:end], key, window)
-        near = None if bias is None else bias[:, key : key + CHUNK]
-        if near is not None and near.shape[-1] < CHUNK:
-            near = torch.nn.functional.pad(near, (0, CHUNK - near.shape[-1]))
-        folder.add(begin, end, key, chunk_partial(q[begin:end], k[slot], v[slot], seen, scale, near))
-    return folder.state().out.to(q.dtype)
+    """The finished attention of a plan's rows over all of its items: [R, Hq, D] in q's dtype. See `partial`."""
+    return partial(q, k, v, items, positions, scale=scale, window=window, bias=bias).out.to(q.dtype)
 
 
 def append(pool_k: Tensor, pool_v: Tensor, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:

@@ -37,13 +37,16 @@ def capacity_lines(capacity: Any, config: EngineConfig, model: str) -> list[str]
 
 
 def job_line(job: Job, outcome: str) -> str:
-    told = figures(job)
+    """What was asked, what came of it, and what it cost, as far as it is known: the engine tells the cost at the end."""
     reasons = sorted({choice.finish_reason for choice in job.choices if choice.finish_reason})
+    head = f"{job.request_id}: {outcome} ({', '.join(reasons) or 'unfinished'}), prompt {job.prompt_tokens}"
+    if not job.metrics:
+        return f"{head}, output {job.output_tokens}"
+    told = figures(job)
     speed = f"{told['decode_tokens_per_s']:.1f} tok/s" if told["decode_tokens_per_s"] else "- tok/s"
-    cost = f"{told['cached_tokens']} cached, {told['new_tokens']} new" if job.metrics else "cost unknown"
     return (
-        f"{job.request_id}: {outcome} ({', '.join(reasons) or 'unfinished'}), prompt {job.prompt_tokens} ({cost}), "
-        f"output {job.output_tokens}, ttft {told['ttft_s']:.3f} s, queue {told['queue_s']:.3f} s, {speed}"
+        f"{head} ({told['cached_tokens']} cached, {told['new_tokens']} new), output {job.output_tokens}, "
+        f"ttft {told['ttft_s']:.3f} s, queue {told['queue_s']:.3f} s, {speed}"
     )
 
 
