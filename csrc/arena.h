@@ -7,18 +7,28 @@
 
 namespace headrace::HEADRACE_NS {
 
-static inline float *arena(int64_t floats) {
-  static thread_local float *memory = nullptr;
-  static thread_local int64_t size = 0;
-  if (floats <= size) return memory;
-  free(memory);
-  memory = static_cast<float *>(aligned_alloc(64, (floats * 4 + 63) / 64 * 64));
-  if (!memory) {  // inside a parallel region nothing can be thrown
-    fputs("headrace: out of memory for kernel scratch\n", stderr);
-    abort();
+struct Arena {
+  float *memory = nullptr;
+  int64_t size = 0;
+
+  ~Arena() { free(memory); }
+
+  float *at_least(int64_t floats) {
+    if (floats <= size) return memory;
+    free(memory);
+    memory = static_cast<float *>(aligned_alloc(64, (floats * 4 + 63) / 64 * 64));
+    if (!memory) {  // inside a parallel region nothing can be thrown
+      fputs("headrace: out of memory for kernel scratch\n", stderr);
+      abort();
+    }
+    size = floats;
+    return memory;
   }
-  size = floats;
-  return memory;
+};
+
+static inline float *arena(int64_t floats) {
+  static thread_local Arena mine;
+  return mine.at_least(floats);
 }
 
 }  // namespace headrace::HEADRACE_NS

@@ -95,7 +95,7 @@ HEADRACE_INLINE float probabilities(float *s, int first, int last, float scale, 
     if (bias) x = x + load(bias + j);
     vi index;
     for (int i = 0; i < W; ++i) index[i] = j + i;
-    x = (index >= first) & (index < last) ? x : splat(low);
+    x = ((index >= first) & (index < last)) ? x : splat(low);
     top = max(top, x);
     store(s + j, x);
   }

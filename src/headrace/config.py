@@ -59,6 +59,8 @@ class EngineConfig:
             self._at_least("kv_cache_tokens", CHUNK)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
+        if self.api_key is not None and not self.api_key.strip():
+            raise ValueError("api_key must not be empty; leave it out to serve without one")
         if self.log_interval_s <= 0:
             raise ValueError(f"log_interval_s must be above 0, got {self.log_interval_s}")
         for name, kind in (("dtype", DType), ("attention_backend", Backend)):

@@ -279,6 +279,13 @@ def test_rows_without_keys_are_zero(isa: str) -> None:
     assert not replace(case, positions=torch.full_like(case.positions, -1)).run().any()
 
 
+def test_no_rows_at_all(isa: str) -> None:
+    case = make_case(Tree(torch.Generator().manual_seed(6), 1, 1, False), 2, 1, 32, torch.float32)
+    assert case.rows(0, 0).run().shape == (0, 2, 32)
+    none = torch.zeros(0, dtype=torch.int32)
+    cpu.append(case.k, case.v, torch.zeros(0, 1, 32), torch.zeros(0, 1, 32), none, none)
+
+
 def test_nan_that_a_row_sees_is_not_hidden(isa: str) -> None:
     case = make_case(Tree(torch.Generator().manual_seed(7), 2, 2, False), 2, 1, 32, torch.bfloat16)
     case.q[0, 0, 0] = torch.nan

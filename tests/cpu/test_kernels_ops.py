@@ -105,8 +105,20 @@ def test_row_alone_has_the_same_bits(isa: str, threads: int, name: str, width: i
     x = random(70, width, dtype=dtype)
     ours, _ = operations(width, dtype)[name]
     whole = ours(x)
-    for begin, end in ((0, 1), (1, 2), (69, 70), (3, 8), (1, 70)):
+    for begin, end in ((0, 0), (0, 1), (1, 2), (69, 70), (3, 8), (1, 70)):
         assert torch.equal(ours(x[begin:end]), whole[begin:end])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [6, 90, 256, 4096])
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_fallback_row_alone_has_the_same_bits(threads: int, name: str, width: int, dtype: torch.dtype) -> None:
+    x = random(70, width, dtype=dtype)
+    ours, _ = operations(width, dtype)[name]
+    with table.force("torch"):
+        whole = ours(x)
+        for begin, end in ((0, 1), (1, 2), (69, 70), (3, 8), (1, 70)):
+            assert torch.equal(ours(x[begin:end]), whole[begin:end])
 
 
 @needs_extension

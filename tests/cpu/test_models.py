@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 PROMPT_LENGTH = 300
 UNEVEN = (300, 171, 37, 1)
 LONG = 200  # beyond the own length of the dynamic NTK model
-GREEDY_PROMPT, GREEDY_STEPS = 100, 64  # past the windows, and past the own length of the dynamic NTK model
+GREEDY_PROMPTS, GREEDY_STEPS = (100, 300), 64  # the first goes past the windows and the dynamic NTK's length on its way
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -70,9 +70,10 @@ def test_fp32_logits_of_an_uneven_batch_equal_transformers(kind: str, ours_of: O
     assert difference.abs().max() <= TOLERANCE
 
 
+@pytest.mark.parametrize("length", GREEDY_PROMPTS)
 @all_kinds
-def test_greedy_tokens_equal_transformers(kind: str, ours_of: OursOf, theirs_of: TheirsOf) -> None:
-    tokens = prompt(GREEDY_PROMPT)
+def test_greedy_tokens_equal_transformers(kind: str, length: int, ours_of: OursOf, theirs_of: TheirsOf) -> None:
+    tokens = prompt(length)
     theirs = theirs_of(kind).generate(
         torch.tensor([tokens]),
         attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
@@ -81,7 +82,7 @@ def test_greedy_tokens_equal_transformers(kind: str, ours_of: OursOf, theirs_of:
         use_cache=True,
         pad_token_id=0,
     )
-    assert greedy(ours_of(kind), tokens, GREEDY_STEPS) == theirs[0, GREEDY_PROMPT:].tolist()
+    assert greedy(ours_of(kind), tokens, GREEDY_STEPS) == theirs[0, length:].tolist()
 
 
 @all_kinds

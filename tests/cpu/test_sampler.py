@@ -18,6 +18,7 @@ from headrace.engine.sampler import (
     BadLogits,
     History,
     SampleInput,
+    _pick,
     forbidden_tokens,
     prompt_logprobs,
     sample,
@@ -121,6 +122,12 @@ def test_tokens_of_no_probability_are_never_drawn() -> None:
     logits[[5, 2999]] = torch.tensor([0.0, -1.0])
     drawn = {draw(logits, SamplingParams(temperature=100.0), seed=i) for i in range(200)}
     assert drawn == {5, 2999}
+
+
+@pytest.mark.parametrize("options", [{}, {"min_p": 0.1}])
+def test_a_draw_rounded_past_the_end_takes_the_last_token_with_weight(options: dict[str, Any]) -> None:
+    weights, last = np.array([1.0, 0.25, 0.0]), 1 - 2.0**-53
+    assert _pick(weights, 1.25 + 1e-9, SamplingParams(**options), last, complete=True) == 1
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
@@ -233,8 +240,9 @@ def test_logits_are_left_as_they_were() -> None:
 # ---- penalties, bias, forbidden tokens -------------------------------------------------------------------------------
 
 
-def test_repetition_penalty_agrees_with_transformers() -> None:
-    logits = random_logits(2, 30, 12).double()
+@pytest.mark.parametrize("shift", [0, -9])
+def test_repetition_penalty_agrees_with_transformers(shift: float) -> None:
+    logits = random_logits(2, 30, 12).double() + shift
     prompt, output = [1, 4, 4], [7, 1]
     processor = generation.RepetitionPenaltyLogitsProcessor(penalty=1.8)
     expected = processor(torch.tensor([prompt + output]).expand(30, -1), logits.clone()).argmax(-1).tolist()
@@ -263,7 +271,7 @@ def test_frequency_and_presence_count_the_output_only(name: str, output: list[in
 def test_presence_is_charged_once_per_token() -> None:
     params = SamplingParams(temperature=0, presence_penalty=2.0)
     logits = torch.tensor([3.0, 0.0, 1.5, 1.2])
-    assert [draw(logits, params, output=o) for o in ([], [0], [0, 2], [2, 0, 3])] == [0, 2, 3, 0]
+    assert [draw(logits, params, prompt=[0], output=o) for o in ([], [0], [0, 2], [2, 0, 3])] == [0, 2, 3, 0]
 
 
 @given(

@@ -138,7 +138,7 @@ def kernels() -> dict[str, Any]:
 
 def check_model(model: str) -> dict[str, Any]:
     """Facts of a model folder against this machine's memory. Raises ValueError for what cannot be served."""
-    from headrace.engine.loader import model_folder
+    from headrace.engine.capacity import model_folder
     from headrace.engine.tokenizer import Tokenizer
     from headrace.models.config import read_config
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 
 from headrace.config import EngineConfig
 from headrace.engine import messages as m
-from headrace.engine.capacity import Capacity
+from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.tokenizer import Tokenizer
 from headrace.types import (
     CHUNK,
@@ -75,16 +76,23 @@ class AsyncLLM:
     async def start(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Starts the engine and returns when it is ready. Raises ValueError for settings or a model that cannot work,
         EngineDead for any other failure."""
+        folder = model_folder(self.config.model)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "headrace.engine.worker", str(theirs.fileno())]
+        # An idle OpenMP thread spins for about 50 us, not for milliseconds: others may need the core.
+        environment = {"GOMP_SPINCOUNT": "20000", **os.environ}
         with theirs:
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
+            )
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._send(m.Load(self.config))
+        tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, folder))  # while the weights arrive
         try:
             await self._until_ready(reader, progress)
-            self.tokenizer = await asyncio.to_thread(Tokenizer.load, self.capacity.folder)
+            self.tokenizer = await tokenizer
         except BaseException:
+            tokenizer.cancel()
             await self.shutdown()
             raise
         self._listener = asyncio.create_task(self._listen(reader))
@@ -111,8 +119,8 @@ class AsyncLLM:
                     self._hand_out(message)
                 elif isinstance(message, m.Failed):
                     reason = message.reason
-        except (OSError, ValueError) as error:
-            reason = f"the link to the engine broke: {error}"
+        except Exception as error:  # whatever it is, those who wait must hear of it
+            reason = f"the link to the engine broke: {type(error).__name__}: {error}"
         self._die(reason)
 
     def _hand_out(self, events: m.Events) -> None:

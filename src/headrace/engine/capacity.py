@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from headrace.types import CHUNK, InvalidRequest, SamplingParams
+
+SHIPPED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
+"""Models that come with the package, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +55,12 @@ class Capacity:
     def concurrency(self) -> float:
         """Sequences of full length that the KV cache holds at once."""
         return self.kv_cache_tokens // CHUNK * CHUNK / self.max_model_len
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a model: a shipped one by name, else a path. Raises ValueError if there is none."""
+    folder = SHIPPED.get(model, Path(model))
+    if not (folder / "config.json").is_file():
+        known = ", ".join(SHIPPED)
+        raise ValueError(f"model {model!r}: no folder with a config.json; give a path, or one of: {known}")
+    return folder

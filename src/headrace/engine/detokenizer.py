@@ -169,15 +169,22 @@ class _ByteStream:
 class _WindowStream:
     """For all other tokenizers: decodes the tokens since the last final text, with and without the new ones.
 
-    U+FFFD at the end is taken for an incomplete character, and waited for at most _WINDOW tokens.
+    U+FFFD at the end is taken for an incomplete character, and waited for at most _WINDOW tokens. A prompt that ends
+    inside a character is taken as it is.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._last: list[int] = [token for token in prompt_ids[-_WINDOW:] if self._visible(token)][-_CONTEXT:]
+        self._last = self._tail(prompt_ids)
         self._shown = self._last
         self._new: list[int] = []
+
+    def _tail(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The prompt's last tokens, a few more where the cut would fall inside a character."""
+        seen = [token for token in prompt_ids[-_WINDOW:] if self._visible(token)]
+        tails = [seen[-_CONTEXT - more :] for more in range(4)]
+        return next((tail for tail in tails if "\ufffd" not in self._decode(tail)), tails[0])
 
     def push(self, token: int) -> str:
         if not self._visible(token):

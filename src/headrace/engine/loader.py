@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from headrace.config import EngineConfig
-from headrace.engine.capacity import Capacity
+from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.runner import Runner
 from headrace.engine.tokenizer import Tokenizer
 from headrace.kernels import table
@@ -22,9 +22,6 @@ from headrace.models.decoder import Decoder, load_decoder
 from headrace.types import CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
-
-SHIPPED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
-"""Models that come with the package, by name."""
 
 
 @dataclass(slots=True)
@@ -37,15 +34,6 @@ class Loaded:
     tokenizer: Tokenizer | None
     cache: KVCache
     runner: Runner
-
-
-def model_folder(model: str) -> Path:
-    """The folder of a model: a shipped one by name, else a path. Raises ValueError if there is none."""
-    folder = SHIPPED.get(model, Path(model))
-    if not (folder / "config.json").is_file():
-        known = ", ".join(SHIPPED)
-        raise ValueError(f"model {model!r}: no folder with a config.json; give a path, or one of: {known}")
-    return folder
 
 
 def load(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Loaded:

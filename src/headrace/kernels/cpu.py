@@ -63,6 +63,11 @@ def use_isa(name: str) -> None:
     _require().use_isa(name)
 
 
+def describe() -> str:
+    """The kernels in use, in a few words: 'C++ avx512'."""
+    return f"C++ {isa()}" + ("" if _require().openmp else ", one thread (built without GCC's OpenMP)")
+
+
 def supports(dtype: torch.dtype) -> bool:
     """Whether the kernels compute in `dtype`."""
     return dtype in _TYPES

@@ -55,7 +55,10 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Gaussian error linear unit, exact or 'tanh', in fp32."""
     if table.native(x):
         return cpu.gelu(x, approximate == "tanh")
-    return F.gelu(x.float(), approximate=approximate).to(x.dtype)
+    # torch computes the elements that do not fill a vector by another tanh: rows are padded to whole vectors.
+    width = x.shape[-1]
+    padded = F.pad(x.float(), (0, -width % 64))
+    return F.gelu(padded, approximate=approximate)[..., :width].to(x.dtype)
 
 
 def rotary(x: Tensor, cos_sin: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def _native_choice() -> Choice:
     reason = cpu.unavailable_reason()
     if reason is not None:
         return Choice("torch", reason)
-    return Choice("torch", "forced") if _forced == "torch" else Choice("cpu", f"C++ {cpu.isa()}")
+    return Choice("torch", "forced") if _forced == "torch" else Choice("cpu", cpu.describe())
 
 
 def reasons() -> dict[str, str]:
@@ -103,7 +103,7 @@ def choose(backend: Backend, dtype: torch.dtype, device: torch.device | str = "c
     if obstacle is not None:
         _log_choice("reference", f"the C++ kernels cannot be used: {obstacle}")
         return "reference"
-    _log_choice("cpu", f"C++ {cpu.isa()}")
+    _log_choice("cpu", cpu.describe())
     return "cpu"
 
 

@@ -148,9 +148,8 @@ class ChatReplies(Replies):
         return {"content": [self._entry(t, row, top) for t, row in zip(tokens, rows, strict=True)], "refusal": None}
 
     def _entry(self, token: int, row: TokenLogprobs, top: int) -> dict[str, Any]:
-        best = [(t, info) for t, info in row.items() if info.rank <= top]
-        best.sort(key=lambda item: item[1].rank)
-        return {**self._told(token, row[token]), "top_logprobs": [self._told(t, info) for t, info in best[:top]]}
+        best = sorted(row.items(), key=lambda item: item[1].rank)[:top]  # without the chosen one, where it is no top
+        return {**self._told(token, row[token]), "top_logprobs": [self._told(t, info) for t, info in best]}
 
     def _told(self, token: int, info: Logprob) -> dict[str, Any]:
         text = self._text(token, info)

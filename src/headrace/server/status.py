@@ -37,7 +37,7 @@ def capacity_lines(capacity: Any, config: EngineConfig, model: str) -> list[str]
 
 
 def job_line(job: Job, outcome: str) -> str:
-    """What was asked, what came of it, and what it cost, as far as it is known: the engine tells the cost at the end."""
+    """What was asked, what came of it, and what it cost where that is known: the engine tells it at the end."""
     reasons = sorted({choice.finish_reason for choice in job.choices if choice.finish_reason})
     head = f"{job.request_id}: {outcome} ({', '.join(reasons) or 'unfinished'}), prompt {job.prompt_tokens}"
     if not job.metrics:
