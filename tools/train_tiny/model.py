@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from .vocab import MAX_POSITIONS
 
 HEAD = 32
-FAST = 8  # rotary pairs 0-7 tell neighbours apart; pairs 8-15 turn by less than 1e-4 a token
+FAST = 8  # rotary pairs 0-7 tell neighbours apart; pairs 8-15 turn by at most 1e-4 a token
 BACK = 6  # offsets preset in layer 0
 CONSTANT = 0.5  # value of residual dimension 0, the same for every token: the query and key of a fixed offset
 EMBED_STD = 1 / 16

@@ -1,7 +1,7 @@
 """Trains the tiny model that ships with Headrace, measures it, and writes src/headrace/assets/tiny.
 
-    python tools/train_tiny/train.py            train (about a quarter of an hour on two free cores), export, measure
-    python tools/train_tiny/train.py --quick    the same way in about a minute, into build/train_tiny/quick
+    python tools/train_tiny/train.py            train (about 12 minutes on two free cores), export, measure
+    python tools/train_tiny/train.py --quick    the same way in a minute or two, into build/train_tiny/quick
     python tools/train_tiny/train.py --measure  measure the model in --out, no training
 
 The text comes from Debian's packages bible-kjv-text and bible-kjv, fetched with apt-get where they are not installed.
@@ -78,10 +78,9 @@ def main() -> None:
     args = options()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     corpus = text.load_corpus(BUILD / "text")
-    minutes = None if args.measure else round(train(args, corpus), 1)
-    figures = evaluate.measure(args.out, corpus.held_out, args.prompts, args.seed + 2)
-    figures |= {"seed": args.seed, "training_minutes": minutes}
-    path = BUILD / ("quick.json" if args.quick else "metrics.json")
+    trained = {} if args.measure else {"seed": args.seed, "training_minutes": round(train(args, corpus), 1)}
+    figures = evaluate.measure(args.out, corpus.held_out, args.prompts, args.seed + 2) | trained
+    path = BUILD / ("quick.json" if args.quick else "measured.json" if args.measure else "metrics.json")
     path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(evaluate.markdown(figures))
     print(f"figures written to {os.path.relpath(path, ROOT)}")
