@@ -152,9 +152,8 @@ def test_exit_codes() -> None:
 
 
 def test_empty_key_is_refused() -> None:
-    config = EngineConfig(model="fake", api_key=" ")
     with pytest.raises(ValueError, match="api_key"):
-        create_app(FakeEngine(config), config)
+        EngineConfig(model="fake", api_key=" ")
 
 
 def test_slow_body_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

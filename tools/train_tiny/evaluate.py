@@ -89,7 +89,10 @@ def measure(folder: Path, held_out: Sequence[str], most: int, seed: int) -> dict
 
 
 def markdown(figures: dict[str, Any]) -> str:
-    lines = ["| form, tokens | " + " | ".join(f"{k} facts" for k in COUNTS) + " |", "|---" * (len(COUNTS) + 1) + "|"]
+    lines = [
+        "| form, tokens | " + " | ".join(f"{k} fact{'s' * (k > 1)}" for k in COUNTS) + " |",
+        "|---" * (len(COUNTS) + 1) + "|",
+    ]
     for label, cells in figures["accuracy"].items():
         lines.append(f"| {label} | " + " | ".join("does not fit" if c is None else f"{c:.2f}" for c in cells) + " |")
     return "\n".join(lines)
