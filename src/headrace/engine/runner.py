@@ -27,8 +27,10 @@ class Runner:
     def run(self, slices: Seq[Slice]) -> list[tuple[Slice, Tensor]]:
         """Computes the slices in one pass. Returns, for those that ask for logits, fp32 [rows, V]: all of the slice's
         rows if its sequence wants all, the last row if it samples."""
-        ordered = [slices[i] for i in planning.batch_order([_slots(part) for part in slices])]
-        plan = planning.build([planning.Span(_slots(part), part.start, part.length) for part in ordered])
+        tables = [_slots(part) for part in slices]
+        order = planning.batch_order(tables)
+        ordered = [slices[i] for i in order]
+        plan = planning.build([planning.Span(tables[i], slices[i].start, slices[i].length) for i in order])
         attend = PlanAttention(plan, self.storage, self.decoder.config.attention, self.backend, self.decoder.key_bias)
         hidden = self.decoder.forward(self._batch(ordered, plan.positions), attend)
         return self._logits(ordered, hidden)

@@ -57,17 +57,23 @@ class Scheduler:
         """The slices of the next step; empty only when there is nothing to do. The cache has room for all of them."""
         self._slices = {}
         self._budget = self.max_batch_tokens
-        for sequence in [s for s in self.running if s.remaining == 1]:
-            if sequence.table is not None:
-                self._decode(sequence)
-        for sequence in [s for s in self.running if s.remaining > 1]:
-            if sequence.table is not None:
-                self._prefill(sequence)
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running:
+            (decoding if sequence.remaining == 1 else prefilling).append(sequence)
+        for sequence in decoding:
+            self._decode(sequence)
+        for sequence in prefilling:
+            self._prefill(sequence)
         self._admit()
         return list(self._slices.values())
 
     def _decode(self, sequence: Sequence) -> None:
         table = sequence.table
+        if table is not None and self.cache.grow(table):
+            self._slices[sequence] = Slice(sequence, table.length - 1, 1)
+            self._budget -= 1
+            return
         while table is not None and not self.cache.room(table):
             if not self._preempt_after(sequence.order - 1):
                 return
@@ -77,7 +83,8 @@ class Scheduler:
 
     def _prefill(self, sequence: Sequence) -> None:
         table = sequence.table
-        assert table is not None
+        if table is None:
+            return  # preempted in this very step
         gained, blocked = self.cache.reuse(table)
         if not sequence.preemptions:
             sequence.cached_tokens += gained

@@ -168,6 +168,16 @@ class KVCache:
                 self._fill(table, chunk)
         return True
 
+    def grow(self, table: Table) -> bool:
+        """`extend` by one token where the last chunk has a place left, which is the usual step of decoding; False where
+        it has none. (A step does this for every sequence: it is kept apart for speed.)"""
+        if table.length % CHUNK == 0:
+            return False
+        table.length += 1
+        if table.length % CHUNK == 0:
+            self._fill(table, table.length // CHUNK - 1)
+        return True
+
     def _new_node(self, table: Table, chunk: int) -> Node:
         slot = self.tree.take_slot()
         assert slot is not None, "room() promised a slot"
