@@ -1,19 +1,22 @@
 // Attention of rows over chunks, folded in the canonical order: chunks left to right inside a block of 2,048 keys, then
-// blocks left to right. Work is cut into units of (KV head, range of rows); a unit walks all items that touch its rows.
+// blocks left to right. Work is cut into units of (range of KV heads, range of rows); a unit walks all items that touch its
+// rows, and for each its heads, which lie side by side in memory.
 //
 // R: rows, G: query heads per KV head, D: head size, P: D rounded up to 16; lane: one (row, query head of the group).
 #include "arena.h"
 #include "kernels.h"
+#include "natural.h"
+#include "paired.h"
 #include "simd.h"
-#include "tiles.h"
+
+#include <new>
 
 namespace headrace::HEADRACE_NS {
 
 namespace {
 
-constexpr int64_t UNIT_LANES = 128;   // most lanes of a unit: their states stay in L2
-constexpr int64_t SMALL_LANES = 16;   // fewer share a converted chunk too little
-constexpr int CONVERT_LANES = 8;      // from here on, converting a chunk to fp32 once pays
+constexpr int64_t UNIT_LANES = 128;  // most lanes of a unit: their states stay in L2
+constexpr int64_t SMALL_LANES = 16;  // fewer share a chunk too little
 
 // Running softmax state of lanes: acc [lanes, P], m and l [lanes]. EMPTY is (0, -inf, 0).
 struct State {
@@ -25,42 +28,50 @@ struct State {
     l[lane] = 0.0f;
   }
 
-  // Folds a partial state (its m and l; acc follows by the weights) into this lane.
-  Weights take(int64_t lane, float m_new, float l_new) {
-    const float top = m[lane] > m_new ? m[lane] : m_new;
-    vf x = {};
-    x[0] = m[lane] - top;
-    x[1] = m_new - top;
-    const vf y = exp(x);
-    l[lane] = l[lane] * y[0] + l_new * y[1];
-    m[lane] = top;
-    return {y[0], y[1]};
+  // Folds partial states (their m and l; acc follows by the weights) into `n` lanes. A state with l = 0 changes nothing.
+  template <typename Math> void take(int64_t lane, int n, const float *m_new, const float *l_new, Weights &weights) {
+    for (int r = 0; r < n; r += W) {
+      const int count = n - r < W ? n - r : W;
+      const vf old = load_part(m + lane + r, count), part = load_part(m_new + r, count);
+      const vf l_old = load_part(l + lane + r, count), l_part = load_part(l_new + r, count);
+      const vf low = splat(-__builtin_inff());
+      const vf mine = l_old > 0.0f ? old : low, theirs = l_part > 0.0f ? part : low;
+      const vf top = max(mine, theirs);
+      const vf base = top == low ? vf{} : top;
+      const vf keep = Math::power(mine - base), add = Math::power(theirs - base);
+      store_part(l + lane + r, madd(l_old, keep, l_part * add), count);
+      store_part(m + lane + r, top, count);
+      store(weights.keep + r, keep);
+      store(weights.take + r, add);
+    }
   }
 };
 
-template <typename T> struct Unit {
+// The rows first..last-1 of one KV head.
+template <typename Math> struct HeadRows {
+  using T = typename Math::Type;
   const Attend &a;
   int64_t kv_head, first, last;  // rows first..last-1
   int64_t group, padded;
-  float *q;                      // [lanes, D]
+  typename Math::Query *q;       // [lanes, D]
   State block, total;
   int32_t *block_of;             // [rows]: index of the block that `block` holds, -1 at first
-  float *keys, *values_;         // a converted chunk: [D, 64], [64, P]
+  float *scratch;                // Math::scratch(dim) floats, shared by the heads of a unit
+  int64_t all_seen;              // every row of the unit sees all keys before this position
 
   static int64_t floats(const Attend &a, int64_t rows) {
     const int64_t group = a.heads / a.kv_heads, padded = (a.dim + 15) / 16 * 16;
-    return rows * group * (a.dim + 2 * padded + 4) + rows + CHUNK * (a.dim + padded) + 10 * 16;
+    return rows * group * (a.dim + 2 * padded + 4) + rows + 10 * 16;
   }
 
-  Unit(const Attend &a, int64_t kv_head, int64_t first, int64_t last, float *memory)
-      : a(a), kv_head(kv_head), first(first), last(last), group(a.heads / a.kv_heads), padded((a.dim + 15) / 16 * 16) {
+  HeadRows(const Attend &a, int64_t kv_head, int64_t first, int64_t last, float *scratch, float *memory)
+      : a(a), kv_head(kv_head), first(first), last(last), group(a.heads / a.kv_heads), padded((a.dim + 15) / 16 * 16),
+        scratch(scratch) {
     const int64_t lanes = (last - first) * group;
     auto cut = [&memory](int64_t n) { return memory += (n + 15) / 16 * 16, memory - (n + 15) / 16 * 16; };
-    keys = cut(CHUNK * a.dim);
-    values_ = cut(CHUNK * padded);
     block.acc = cut(lanes * padded);
     total.acc = cut(lanes * padded);
-    q = cut(lanes * a.dim);
+    q = reinterpret_cast<typename Math::Query *>(cut(lanes * a.dim));
     block.m = cut(lanes);
     block.l = cut(lanes);
     total.m = cut(lanes);
@@ -69,21 +80,18 @@ template <typename T> struct Unit {
   }
 
   void start() {
+    all_seen = a.window > 0 ? 0 : a.positions[first] + 1;
+    for (int64_t row = first; row < last; ++row)
+      if (a.positions[row] + 1 < all_seen) all_seen = a.positions[row] + 1;
     for (int64_t row = first; row < last; ++row) {
       block_of[row - first] = -1;
       const T *from = static_cast<const T *>(a.q) + row * a.q_stride + kv_head * group * a.dim;
-      convert(from, q + (row - first) * group * a.dim, group * a.dim);
+      Math::query(from, q + (row - first) * group * a.dim, group * a.dim);
     }
     for (int64_t lane = 0; lane < (last - first) * group; ++lane) {
       block.clear(lane, padded);
       total.clear(lane, padded);
     }
-  }
-
-  static void convert(const T *from, float *to, int64_t n) {
-    int64_t i = 0;
-    for (; i + W <= n; i += W) store(to + i, load(from + i));
-    if (i < n) store_part(to + i, load_part(from + i, n - i), n - i);
   }
 
   // Keys of the chunk that a row may see: from..to-1 within the chunk; none if from >= to.
@@ -103,85 +111,58 @@ template <typename T> struct Unit {
 
   void close_block(int64_t row) {
     for (int64_t lane = (row - first) * group; lane < (row - first + 1) * group; ++lane) {
+      Weights w;
+      total.template take<Math>(lane, 1, block.m + lane, block.l + lane, w);
       if (block.l[lane] == 0.0f) continue;
-      const Weights w = total.take(lane, block.m[lane], block.l[lane]);
       for (int64_t d = 0; d < padded; d += W) {
         float *to = total.acc + lane * padded + d;
-        store(to, madd(load(to), splat(w.keep), load(block.acc + lane * padded + d) * splat(w.take)));
+        store(to, madd(load(to), splat(w.keep[0]), load(block.acc + lane * padded + d) * splat(w.take[0])));
       }
       block.clear(lane, padded);
     }
   }
 
-  void walk(const Item &item) {
+  // `next` is where the keys lie that the unit reads after these (elements from here): they are fetched meanwhile.
+  void walk(const Item &item, int64_t next) {
     const int64_t from = item.row_begin > first ? item.row_begin : first;
     const int64_t to = item.row_end < last ? item.row_end : last;
-    if (from >= to) return;
     for (int64_t row = from; row < to; ++row) enter_block(row, item.key_start / BLOCK);
     const int64_t at = (item.slot * a.kv_heads + kv_head) * CHUNK * a.dim;
-    const T *k = static_cast<const T *>(a.k) + at, *v = static_cast<const T *>(a.v) + at;
-    const bool many = (to - from) * group >= CONVERT_LANES;
-    if (a.dim != padded) {
-      pad_values(v);
-      if (many) convert(k, keys, CHUNK * a.dim);
-      many ? tiles(item, from, to, keys, values_, padded) : tiles(item, from, to, k, values_, padded);
-    } else if (many && sizeof(T) < sizeof(float)) {
-      convert(k, keys, CHUNK * a.dim);
-      convert(v, values_, CHUNK * a.dim);
-      tiles(item, from, to, keys, values_, a.dim);
-    } else {
-      tiles(item, from, to, k, v, a.dim);
-    }
-  }
-
-  void pad_values(const T *v) {
-    for (int64_t j = 0; j < CHUNK; ++j) {
-      for (int64_t d = a.dim; d < padded; ++d) values_[j * padded + d] = 0.0f;
-      convert(v + j * a.dim, values_ + j * padded, a.dim);
-    }
-  }
-
-  template <typename K, typename V>
-  void tiles(const Item &item, int64_t from, int64_t to, const K *k, const V *v, int64_t stride) {
+    const Math math(static_cast<const T *>(a.k) + at, static_cast<const T *>(a.v) + at, a.dim, padded, next,
+                    (to - from) * group, scratch);
     const int64_t end = (to - first) * group;
-    for (int64_t lane = (from - first) * group; lane < end; lane += LANES)
-      tile(item, lane, static_cast<int>(end - lane < LANES ? end - lane : LANES), k, v, stride);
+    for (int64_t lane = (from - first) * group, tile = 0; lane < end; lane += LANES, ++tile)
+      walk_lanes(item, lane, static_cast<int>(end - lane < LANES ? end - lane : LANES), math, tile == 0);
   }
 
-  template <typename K, typename V>
-  void tile(const Item &item, int64_t lane, int n, const K *k, const V *v, int64_t stride) {
-    int low[LANES], high[LANES];
-    bool any = false, all = true;
-    for (int r = 0; r < n; ++r) {
-      visible(first + (lane + r) / group, item.key_start, low[r], high[r]);
-      any |= low[r] < high[r];
-      all &= low[r] == 0 && high[r] == CHUNK;
+  void walk_lanes(const Item &item, int64_t lane, int n, const Math &math, bool fetch) {
+    Seen seen;
+    if (item.key_start + CHUNK <= all_seen) {
+      seen.everything = true;
+    } else {
+      bool any = false;
+      for (int r = 0; r < n; ++r) {
+        visible(first + (lane + r) / group, item.key_start, seen.low[r], seen.high[r]);
+        any |= seen.low[r] < seen.high[r];
+      }
+      if (!any) return;
     }
-    if (!any) return;
-    alignas(64) float p[LANES * CHUNK];
-    scores(n, q + lane * a.dim, k, a.dim, p);
-    Weights weights[LANES];
-    for (int r = 0; r < n; ++r) {
-      const bool touched = fold(item, lane + r, low[r], high[r], p + r * CHUNK, weights[r]);
-      if (!touched) low[r] = high[r] = 0, all = false;
+    alignas(64) float scores[LANES * CHUNK], bias[CHUNK], m[LANES], l[LANES];
+    alignas(64) typename Math::Probability p[LANES * CHUNK];
+    math.scores(n, q + lane * a.dim, scores, fetch);
+    float scale = a.scale;
+    if (a.bias) {
+      for (int r = 0; r < n; ++r) add_bias(bias_of(item.key_start, lane + r, bias), scores + r * CHUNK);
+      scale = 1.0f;
     }
-    float *acc = block.acc + lane * padded;
-    if (all) return values(n, p, 0, CHUNK, v, stride, acc, padded, weights);
-    for (int r = 0; r < n; ++r)
-      if (low[r] < high[r])
-        values(1, p + r * CHUNK, low[r], high[r], v, stride, acc + r * padded, padded, weights + r);
+    Math::probabilities(n, scores, seen, scale, p, m, l);
+    Weights weights;
+    block.template take<Math>(lane, n, m, l, weights);
+    math.values(n, p, seen, block.acc + lane * padded, weights, fetch);
   }
 
-  // Scores of a lane -> probabilities and weights; false where the chunk leaves the lane untouched.
-  bool fold(const Item &item, int64_t lane, int low, int high, float *p, Weights &weights) {
-    if (low >= high) return false;
-    alignas(64) float part[CHUNK];
-    const float *bias = a.bias ? bias_of(item.key_start, lane, part) : nullptr;
-    float m;
-    const float l = probabilities(p, low, high, a.scale, bias, static_cast<const T *>(nullptr), m);
-    if (l == 0.0f) return false;
-    weights = block.take(lane, m, l);
-    return true;
+  void add_bias(const float *bias, float *scores) const {
+    for (int j = 0; j < CHUNK; j += W) store(scores + j, madd(load(scores + j), splat(a.scale), load(bias + j)));
   }
 
   // Bias of the chunk's 64 keys; the table may end inside the chunk, behind the last visible key.
@@ -210,28 +191,84 @@ template <typename T> struct Unit {
   }
 };
 
-int64_t rows_per_unit(const Attend &a) {
+constexpr int MAX_HEADS = 16;  // most KV heads of a unit
+
+template <typename Math> struct Unit {
+  const Attend &a;
+  int64_t first, last, head, heads;
+  float *memory;
+
+  static int64_t floats(const Attend &a, int64_t rows, int64_t heads) {
+    return Math::scratch(a.dim) + 16 + heads * HeadRows<Math>::floats(a, rows);
+  }
+
+  bool touches(const Item &item) const { return item.row_begin < last && item.row_end > first; }
+
+  void run() {
+    alignas(HeadRows<Math>) char space[MAX_HEADS * sizeof(HeadRows<Math>)];
+    auto *each = reinterpret_cast<HeadRows<Math> *>(space);
+    float *scratch = memory, *at = memory + (Math::scratch(a.dim) + 15) / 16 * 16;
+    const int64_t step = HeadRows<Math>::floats(a, last - first) / 16 * 16;
+    for (int64_t h = 0; h < heads; ++h, at += step) {
+      new (each + h) HeadRows<Math>(a, head + h, first, last, scratch, at);
+      each[h].start();
+    }
+    const Item *item = nullptr, *end = a.items + a.item_count;
+    for (const Item *next = a.items; next < end; ++next) {
+      if (!touches(*next)) continue;
+      if (item) walk(each, *item, next);
+      item = next;
+    }
+    if (item) walk(each, *item, nullptr);
+    for (int64_t h = 0; h < heads; ++h) each[h].finish();
+  }
+
+  void walk(HeadRows<Math> *each, const Item &item, const Item *next) {
+    const int64_t size = CHUNK * a.dim, slots = next ? static_cast<int64_t>(next->slot) - item.slot : 0;
+    for (int64_t h = 0; h + 1 < heads; ++h) each[h].walk(item, size);
+    each[heads - 1].walk(item, next ? (slots * a.kv_heads - (heads - 1)) * size : 0);
+  }
+};
+
+// How many rows and KV heads a unit has: few rows take many heads, whose chunks lie in one stretch of memory.
+struct Cut {
+  int64_t rows, heads;
+};
+
+Cut cut(const Attend &a) {
   const int64_t group = a.heads / a.kv_heads, wanted = 4 * a.threads;
   int64_t rows = UNIT_LANES / group > 1 ? UNIT_LANES / group : 1;
   while (rows > 1 && rows * group > SMALL_LANES && a.kv_heads * ((a.rows + rows - 1) / rows) < wanted) rows /= 2;
-  return rows < a.rows ? rows : a.rows;
+  if (rows > a.rows) rows = a.rows;
+  const int64_t ranges = (a.rows + rows - 1) / rows;
+  int64_t heads = 1;
+  while (heads < MAX_HEADS && 2 * heads * rows * group <= UNIT_LANES && ranges * (a.kv_heads / (2 * heads)) >= a.threads &&
+         a.kv_heads % (2 * heads) == 0)
+    heads *= 2;
+  return {rows, heads};
+}
+
+template <typename Math> void attend_by(const Attend &a) {
+  const Cut size = cut(a);
+  const int64_t ranges = (a.rows + size.rows - 1) / size.rows, groups = a.kv_heads / size.heads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(a.threads) if (ranges * groups > 1)
+  for (int64_t i = 0; i < ranges * groups; ++i) {
+    const int64_t range = ranges - 1 - i / groups;  // later rows see more keys: start them first
+    const int64_t first = range * size.rows, last = first + size.rows < a.rows ? first + size.rows : a.rows;
+    Unit<Math>{a, first, last, i % groups * size.heads, size.heads, arena(Unit<Math>::floats(a, size.rows, size.heads))}
+        .run();
+  }
 }
 
 }  // namespace
 
 template <typename T> void attend(const Attend &a) {
   if (a.rows == 0) return;
-  const int64_t rows = rows_per_unit(a), ranges = (a.rows + rows - 1) / rows;
-  const int64_t units = ranges * a.kv_heads;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(a.threads) if (units > 1)
-  for (int64_t i = 0; i < units; ++i) {
-    const int64_t range = ranges - 1 - i / a.kv_heads;  // later rows see more keys: start them first
-    const int64_t first = range * rows, last = first + rows < a.rows ? first + rows : a.rows;
-    Unit<T> unit(a, i % a.kv_heads, first, last, arena(Unit<T>::floats(a, rows)));
-    unit.start();
-    for (int64_t n = 0; n < a.item_count; ++n) unit.walk(a.items[n]);
-    unit.finish();
-  }
+#ifdef __AVX512BF16__
+  if constexpr (sizeof(T) == 2)
+    if (paired(a.dim)) return attend_by<Paired>(a);
+#endif
+  attend_by<Natural<T>>(a);
 }
 
 template void attend<bf16>(const Attend &);

@@ -59,6 +59,14 @@ void rotary(int type, Address x, Address out, Address cos_sin, int64_t rows, int
       {at<void>(x), at<void>(out), at<float>(cos_sin), rows, x_stride, heads, dim, width, threads});
 }
 
+void linear(Address x, Address w, Address bias, Address out, int64_t rows, int64_t x_stride, int64_t inputs,
+            int64_t outputs, bool wide, int threads) {
+  kernels().linear({at<void>(x), at<void>(w), at<void>(bias), at<void>(out), rows, x_stride, inputs, outputs, wide,
+                    threads});
+}
+
+bool has_linear() { return kernels().linear != nullptr; }
+
 void exp_many(Address x, Address out, int64_t n) { kernels().exp(at<float>(x), at<float>(out), n); }
 
 }  // namespace
@@ -72,6 +80,8 @@ NB_MODULE(_cpu, m) {
   m.def("silu_mul", silu_mul, unlocked);
   m.def("gelu", gelu, unlocked);
   m.def("rotary", rotary, unlocked);
+  m.def("linear", linear, unlocked);
+  m.def("has_linear", has_linear);
   m.def("exp", exp_many, unlocked);
   m.def("available_isas", available_isas);
   m.def("isa", isa);

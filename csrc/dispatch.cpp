@@ -24,6 +24,7 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
+bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 const Isa ISAS[] = {
@@ -31,6 +32,7 @@ const Isa ISAS[] = {
 #ifdef HEADRACE_X86
     {"avx2", &avx2::kernels, has_avx2},
     {"avx512", &avx512::kernels, has_avx512},
+    {"avx512bf16", &avx512bf16::kernels, has_avx512bf16},
 #endif
 };
 

@@ -16,8 +16,8 @@ struct Item {
 
 struct Attend {
   const void *q;         // [R, Hq, D], rows q_stride apart
-  const void *k;         // [slots, Hkv, D, 64]
-  const void *v;         // [slots, Hkv, 64, D]
+  const void *k;         // [slots, Hkv, D, 64], or in bf16 pairs: see paired.h
+  const void *v;         // [slots, Hkv, 64, D], likewise
   void *out;             // [R, Hq, D]
   const Item *items;     // [n], each row's in ascending key_start
   const int64_t *positions;  // [R]
@@ -52,6 +52,15 @@ struct Unary {
   int threads;
 };
 
+// out[t, n] = sum over k of x[t, k] * w[n, k], plus bias[n]: bf16 with fp32 sums; out is fp32 if `wide`.
+struct Linear {
+  const void *x, *w, *bias;  // [T, inputs] rows x_stride apart, packed weights (see linear.cpp), [outputs] or null
+  void *out;                 // [T, outputs]
+  int64_t rows, x_stride, inputs, outputs;
+  bool wide;
+  int threads;
+};
+
 struct Rotary {
   const void *x;           // [T, heads, D], rows x_stride apart
   void *out;               // [T, heads, D]
@@ -70,6 +79,7 @@ struct Kernels {
   void (*gelu[2])(const Unary &);
   void (*gelu_tanh[2])(const Unary &);
   void (*rotary[2])(const Rotary &);
+  void (*linear)(const Linear &);  // null where the instruction set has no bf16 products
   void (*exp)(const float *x, float *out, int64_t n);
 };
 
@@ -80,6 +90,9 @@ namespace avx2 {
 extern const Kernels kernels;
 }
 namespace avx512 {
+extern const Kernels kernels;
+}
+namespace avx512bf16 {
 extern const Kernels kernels;
 }
 

@@ -112,13 +112,38 @@ HEADRACE_INLINE vf exp(vf x) {
 
 HEADRACE_INLINE float exp(float x) { return exp(splat(x))[0]; }
 
+// The greatest element of x.
+HEADRACE_INLINE float greatest(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x));
+#else
+  float m = x[0];
+  for (int i = 1; i < W; ++i) m = x[i] > m ? x[i] : m;
+  return m;
+#endif
+}
+
+#if defined(__AVX512F__)
+// The sum of 16 numbers, by halves.
+HEADRACE_INLINE float sum16(__m512 lane) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(lane), _mm512_extractf32x8_ps(lane, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+#endif
+
 // The sum of 64 numbers in one fixed order, whatever W is: 16 lanes over 4 steps, then halves.
 HEADRACE_INLINE float sum64(const float *x) {
+#if defined(__AVX512F__)
+  return sum16(reinterpret_cast<__m512>(((load(x) + load(x + 16)) + load(x + 32)) + load(x + 48)));
+#else
   float lane[16];
   for (int i = 0; i < 16; ++i) lane[i] = ((x[i] + x[i + 16]) + x[i + 32]) + x[i + 48];
   for (int half = 8; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
   return lane[0];
+#endif
 }
 
 }  // namespace headrace::HEADRACE_NS

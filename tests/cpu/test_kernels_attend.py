@@ -44,8 +44,9 @@ class Case:
         return f"Case({kind}, q and k {dims}, window {self.window}, bias {bias}, items {self.items.tolist()})"
 
     def run(self) -> Tensor:
+        k, v = cpu.arrange(self.k, self.v)
         return cpu.attend(
-            self.q, self.k, self.v, self.items, self.positions, scale=self.scale, window=self.window, bias=self.bias
+            self.q, k, v, self.items, self.positions, scale=self.scale, window=self.window, bias=self.bias
         )
 
     def rows(self, begin: int, end: int) -> Case:

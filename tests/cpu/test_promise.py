@@ -9,6 +9,7 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.engine.sequence import Sequence
+from headrace.kernels import cpu
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 Trace = dict[int, torch.Tensor]
@@ -162,3 +163,20 @@ def test_sixteen_requests_compute_their_common_prefix_once(llm: LLM) -> None:
         assert cold.engine.stats().prefilled_tokens == whole_chunks + 16 * own
         assert [output.token_ids for output in outputs] == alone
         assert [output.metrics.cached_tokens for output in outputs] == [0] + [whole_chunks] * 15
+
+
+@pytest.mark.parametrize("isa", cpu.available_isas() if cpu.available() else ())
+def test_the_promise_holds_on_every_instruction_set(isa: str, llm: LLM) -> None:
+    """Alone, in a batch, cached, in prefill chunks, in a small cache; weights and pools lie differently for each."""
+    before = cpu.isa()
+    cpu.use_isa(isa)
+    try:
+        prompts = prompts_of(llm)
+        private = engine(enable_prefix_caching=False)
+        alone = [run(private, [prompt])[0] for prompt in prompts]
+        shared = engine(max_batch_tokens=96)
+        same(run(shared, prompts), alone)
+        same(run(shared, prompts), alone)
+        same(run(engine(kv_cache_tokens=1024), prompts), alone)
+    finally:
+        cpu.use_isa(before)

@@ -104,7 +104,8 @@ def _eos(decoder: Decoder, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 def _identity(folder: Path, capacity: Capacity) -> bytes:
     """What chunks of this engine are made by: model, layout, dtype."""
-    facts = [(folder / "config.json").read_bytes(), LAYOUT.encode(), capacity.dtype.encode(), str(folder).encode()]
+    facts = [(folder / "config.json").read_bytes(), LAYOUT.encode(), capacity.backend.encode()]
+    facts += [capacity.dtype.encode(), str(folder).encode()]
     for path in sorted(folder.glob("*.safetensors")):
         facts.append(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
     return hashlib.sha256(b"\0".join(facts)).digest()

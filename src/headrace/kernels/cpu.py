@@ -49,7 +49,7 @@ def unavailable_reason() -> str | None:
 
 
 def isa() -> str:
-    """Instruction set in use: portable, avx2 or avx512. Raises ValueError where HEADRACE_ISA names another."""
+    """Instruction set in use: portable, avx2, avx512 or avx512bf16. Raises ValueError if HEADRACE_ISA names another."""
     return str(_require().isa())
 
 
@@ -150,6 +150,22 @@ def attend(
     return out
 
 
+def layout(dtype: torch.dtype, dim: int) -> str:
+    """How the pools must lie for this type and head size: 'natural' (K [slots, Hkv, D, 64], V [slots, Hkv, 64, D]) or
+    'paired' (the two bf16 of a pair side by side: K [slots, Hkv, D/2, 64, 2], V [slots, Hkv, 32, D, 2])."""
+    return "paired" if isa() == "avx512bf16" and dtype == torch.bfloat16 and dim % 16 == 0 else "natural"
+
+
+def arrange(k_pool: Tensor, v_pool: Tensor) -> tuple[Tensor, Tensor]:
+    """Natural pools in the layout that the kernels read, in new memory and under the natural shapes."""
+    slots, kv_heads, dim, _ = k_pool.shape
+    if layout(k_pool.dtype, dim) == "natural":
+        return k_pool.clone(), v_pool.clone()
+    k = k_pool.view(slots, kv_heads, dim // 2, 2, CHUNK).transpose(3, 4).contiguous()
+    v = v_pool.view(slots, kv_heads, CHUNK // 2, 2, dim).transpose(3, 4).contiguous()
+    return k.view(k_pool.shape), v.view(v_pool.shape)
+
+
 def append(k_pool: Tensor, v_pool: Tensor, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Tensor) -> None:
     """Writes row t of k_new, v_new [T, Hkv, D] into both pools at key offsets[t] of chunk slots[t] (int32 [T] each)."""
     rows, kv_heads, dim, k_stride = _heads("k_new", k_new)
@@ -165,6 +181,53 @@ def append(k_pool: Tensor, v_pool: Tensor, k_new: Tensor, v_new: Tensor, slots: 
         _type_of(k_new), k_new.data_ptr(), v_new.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), slots.data_ptr(),
         offsets.data_ptr(), rows, k_stride, v_stride, kv_heads, dim, slot_count, torch.get_num_threads(),
     )  # fmt: skip
+
+
+COLUMNS = 64
+"""Outputs in a block of packed weights."""
+
+
+class Packed:
+    """A weight [N, K] as the C++ product reads it: bf16 [ceil(N / 64), K / 2, 64, 2], outputs beyond N zero."""
+
+    __slots__ = ("blocks", "shape")
+
+    def __init__(self, weight: Tensor) -> None:
+        outputs, inputs = weight.shape
+        self.shape = (outputs, inputs)
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % COLUMNS))
+        self.blocks = padded.view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2).contiguous()
+
+
+def has_linear() -> bool:
+    """Whether the instruction set in use has products of bf16 pairs."""
+    return available() and bool(_require().has_linear())
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether `linear` takes this weight [N, K]: bf16 on the CPU, K even, and an instruction set with bf16 products."""
+    return (
+        has_linear()
+        and weight.is_cpu
+        and weight.dtype == torch.bfloat16
+        and weight.dim() == 2
+        and weight.shape[1] % 2 == 0
+    )
+
+
+def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+    """x bf16 [T, K] times weight [N, K] transposed, plus bias bf16 [N]: [T, N], fp32 if `wide`, else in bf16."""
+    outputs, inputs = weight.shape
+    if x.dtype != torch.bfloat16 or not x.is_cpu or x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
+        raise ValueError(f"x must be a CPU tensor [T, {inputs}] of bfloat16 with contiguous rows, got {list(x.shape)}")
+    if bias is not None:
+        _check("bias", bias, torch.bfloat16, (outputs,))
+    out = torch.empty((x.shape[0], outputs), dtype=torch.float32 if wide else torch.bfloat16)
+    _require().linear(
+        x.data_ptr(), weight.blocks.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0],
+        x.stride(0), inputs, outputs, wide, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:

@@ -17,8 +17,26 @@ MIN_ROWS = 16
 smaller batches are padded to this."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, H] times weight [N, H] transposed, plus bias [N]: [T, N], the same bits for a row at every T."""
+Weight = Tensor | cpu.Packed
+
+
+def pack(weight: Tensor) -> Weight:
+    """A weight matrix [N, H] in the form that `linear` multiplies by fastest here; maybe the tensor itself."""
+    return cpu.Packed(weight) if table.native(weight) and cpu.can_pack(weight) else weight
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+    """x [T, H] times weight [N, H] transposed, plus bias [N]: [T, N], the same bits for a row at every T.
+
+    In x's type; `wide` asks for fp32, unrounded where the kernel can.
+    """
+    if isinstance(weight, cpu.Packed):
+        return cpu.linear(x, weight, bias, wide)
+    out = _plain_linear(x, weight, bias)
+    return out.float() if wide else out
+
+
+def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.shape[0]
     if rows < MIN_ROWS and x.device.type == "cpu":
         x = F.pad(x, (0, 0, 0, MIN_ROWS - rows))

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 Implementation = Literal["cpu", "torch"]
 
 NATIVE_OPS = ("attend", "append", "rms_norm", "layer_norm", "silu_mul", "gelu", "rotary")
-TORCH_OPS = {"linear": "oneDNN's matrix product, batches padded to 16 rows"}
+TORCH_LINEAR = "oneDNN's matrix product, batches padded to 16 rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,14 @@ def native(x: Tensor) -> bool:
 
 def table() -> dict[str, Choice]:
     """The choice for each operation on CPU tensors of bfloat16 or float32."""
-    return {name: _native_choice() for name in NATIVE_OPS} | {
-        name: Choice("torch", reason) for name, reason in TORCH_OPS.items()
-    }
+    return {name: _native_choice() for name in NATIVE_OPS} | {"linear": _linear_choice()}
+
+
+def _linear_choice() -> Choice:
+    """For bfloat16; fp32 is always torch's."""
+    if _forced != "torch" and cpu.has_linear():
+        return Choice("cpu", f"{cpu.describe()}, packed weights (bfloat16; float32 by {TORCH_LINEAR})")
+    return Choice("torch", TORCH_LINEAR)
 
 
 def _native_choice() -> Choice:

@@ -1,13 +1,15 @@
 """The pool's memory: keys and values of every layer behind the slots.
 
-Hk: KV heads, D: head size. Keys lie as [slots, Hk, D, 64] and values as [slots, Hk, 64, D]: scores then vectorise
-over the keys of a chunk and outputs over the head, with no sum across a vector. The layout belongs to the kernels
-(attention/reference.py and csrc/); nobody else looks inside.
+Hk: KV heads, D: head size. Naturally, keys lie as [slots, Hk, D, 64] and values as [slots, Hk, 64, D]: scores then
+vectorise over the keys of a chunk and outputs over the head, with no sum across a vector. A kernel may arrange the
+elements of a chunk and head otherwise (kernels.cpu.layout); nobody but append and attend looks inside.
 """
 
 from __future__ import annotations
 
-import numpy as np
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from headrace.config import AttentionSpec
 from headrace.types import CHUNK
 
 LAYOUT = "chunk64-dk-kd-1"
-"""Name of the layout; part of a chunk's identity."""
+"""Name of the natural layout; part of a chunk's identity."""
 
 
 class KVStorage:
@@ -29,8 +31,11 @@ class KVStorage:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros by calloc: pages are mapped when first written, which torch.zeros would do at once."""
-    plain = np.uint16 if dtype == torch.bfloat16 else np.uint32
+    """Zeros from the system: pages are mapped when first written (torch.zeros would do so at once), and huge where the
+    system allows, since a step walks through all of them."""
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"KV is stored as bfloat16 or float32, not {dtype}")
-    return torch.from_numpy(np.zeros(shape, dtype=plain).view(np.int16 if plain is np.uint16 else np.int32)).view(dtype)
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)

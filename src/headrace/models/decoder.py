@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from headrace.attention.execute import Attend
 
 Weights = dict[str, Tensor]
+Matrices = dict[str, ops.Weight]
+LOOKED_UP = ("embed.weight", "positions.weight")
+"""Tables of rows: looked up, not multiplied by."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
 """Compute type by checkpoint type."""
 
@@ -45,11 +48,12 @@ class TokenBatch:
 class Layer:
     """One block: attention and MLP, in the order that ModelConfig.block says."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, index: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int) -> None:
         self.config = config
         self.index = index
         prefix = f"layers.{index}."
         self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+        self.matrices = {name.removeprefix(prefix): w for name, w in matrices.items() if name.startswith(prefix)}
 
     def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend) -> Tensor:
         """x [T, H] -> [T, H]."""
@@ -86,7 +90,7 @@ class Layer:
         return ops.gelu(x, "tanh" if self.config.activation == "gelu_tanh" else "none")
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weights[name + ".weight"], self.weights.get(name + ".bias"))
+        return ops.linear(x, self.matrices[name + ".weight"], self.weights.get(name + ".bias"))
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return norm(self.config, self.weights, name, x)
@@ -95,14 +99,20 @@ class Layer:
 class Decoder:
     """A loaded model. It keeps no state between calls; keys and values live with whoever supplies `attend`.
 
+    `matrices` are the weights that rows are multiplied by, packed where that pays; `weights` the tensors that are not.
+
     `key_bias` [Hq, max_model_len] fp32 is added to the scaled scores by head and key position (ALiBi), if not None.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self.weights = weights
+        self.matrices: Matrices = {
+            name: ops.pack(w) for name, w in weights.items() if w.dim() == 2 and name not in LOOKED_UP
+        }
+        # What was packed is not kept twice.
+        self.weights = {name: w for name, w in weights.items() if isinstance(self.matrices.get(name, w), Tensor)}
         self.dtype = weights["embed.weight"].dtype
-        self.layers = [Layer(config, weights, index) for index in range(config.layers)]
+        self.layers = [Layer(config, self.weights, self.matrices, index) for index in range(config.layers)]
         self.rope = Rope(config.rope, config.attention.head_dim) if config.rope else None
         self.key_bias = alibi_bias(config.attention, config.max_model_len) if config.positions == "alibi" else None
 
@@ -117,16 +127,16 @@ class Decoder:
             x = layer(x, cos_sin, attend)
         if self.config.final_norm:
             x = norm(self.config, self.weights, "final_norm", x)
-        return ops.linear(x, self.weights["project_out.weight"]) if "project_out.weight" in self.weights else x
+        return ops.linear(x, self.matrices["project_out.weight"]) if "project_out.weight" in self.matrices else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> fp32 [R, V]."""
-        return ops.linear(hidden, self.weights["head.weight"]).float()
+        return ops.linear(hidden, self.matrices["head.weight"], wide=True)
 
     def _embed(self, batch: TokenBatch) -> Tensor:
         x = F.embedding(batch.token_ids, self.weights["embed.weight"])
-        if "project_in.weight" in self.weights:
-            x = ops.linear(x, self.weights["project_in.weight"])
+        if "project_in.weight" in self.matrices:
+            x = ops.linear(x, self.matrices["project_in.weight"])
         if self.config.positions == "learned":
             x = x + F.embedding(batch.positions + LEARNED_OFFSET, self.weights["positions.weight"])
         return x

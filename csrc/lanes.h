@@ -1,0 +1,31 @@
+// Softmax over one chunk of 64 keys, lane by lane. A lane is one (row, query head); lanes come in groups of up to 16.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace headrace::HEADRACE_NS {
+
+constexpr int LANES = 16;
+
+// How a chunk's contribution enters each lane's state: acc = acc * keep + chunk * take.
+struct Weights {
+  alignas(64) float keep[LANES + W];
+  alignas(64) float take[LANES + W];
+};
+
+// Which keys of a chunk each lane of a group sees: low[lane]..high[lane]-1, or all 64 of them.
+struct Seen {
+  bool everything = false;
+  int low[LANES], high[LANES];
+
+  int from(int lane) const { return everything ? 0 : low[lane]; }
+  int to(int lane) const { return everything ? CHUNK : high[lane]; }
+
+  uint64_t mask(int lane) const {
+    const int first = from(lane), last = to(lane);
+    return last <= first ? 0 : (~0ull >> (CHUNK - (last - first))) << first;
+  }
+};
+
+}  // namespace headrace::HEADRACE_NS
