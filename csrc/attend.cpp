@@ -103,10 +103,15 @@ template <typename Math> struct HeadRows {
     to = static_cast<int>(high < 0 ? 0 : high > CHUNK ? CHUNK : high);
   }
 
-  void enter_block(int64_t row, int32_t index) {
-    if (block_of[row - first] == index) return;
-    if (block_of[row - first] >= 0) close_block(row);
-    block_of[row - first] = index;
+  void enter_block(int64_t from, int64_t to, int32_t index) {
+    int others = 0;  // most often none: a loop that vectorises
+    for (int64_t row = from; row < to; ++row) others += block_of[row - first] != index;
+    if (!others) return;
+    for (int64_t row = from; row < to; ++row) {
+      if (block_of[row - first] == index) continue;
+      if (block_of[row - first] >= 0) close_block(row);
+      block_of[row - first] = index;
+    }
   }
 
   void close_block(int64_t row) {
@@ -126,7 +131,7 @@ template <typename Math> struct HeadRows {
   void walk(const Item &item, int64_t next) {
     const int64_t from = item.row_begin > first ? item.row_begin : first;
     const int64_t to = item.row_end < last ? item.row_end : last;
-    for (int64_t row = from; row < to; ++row) enter_block(row, item.key_start / BLOCK);
+    enter_block(from, to, item.key_start / BLOCK);
     const int64_t at = (item.slot * a.kv_heads + kv_head) * CHUNK * a.dim;
     const Math math(static_cast<const T *>(a.k) + at, static_cast<const T *>(a.v) + at, a.dim, padded, next,
                     (to - from) * group, scratch);
