@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from headrace.engine.tokenizer import Tokenizer
 from headrace.models.decoder import Decoder, load_decoder
 from tests.cpu.checkpoints import make_checkpoint
+from tests.cpu.tokenizers_made import KINDS, save
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -51,3 +54,13 @@ def theirs_of(folder_of: FolderOf) -> TheirsOf:
         return model.eval()
 
     return load
+
+
+@pytest.fixture(scope="session")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    return {name: Tokenizer(save(make(), tmp_path_factory.mktemp(name))) for name, make in KINDS.items()}
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request: Any, tokenizers: dict[str, Tokenizer]) -> Tokenizer:
+    return tokenizers[request.param]
