@@ -14,6 +14,9 @@ struct Arena {
   ~Arena() { free(memory); }
 
   float *at_least(int64_t floats) {
+#ifdef __SANITIZE_ADDRESS__
+    size = 0;  // a block of just the size asked for, so that an overrun is seen
+#endif
     if (floats <= size) return memory;
     free(memory);
     memory = static_cast<float *>(aligned_alloc(64, (floats * 4 + 63) / 64 * 64));

@@ -1,5 +1,6 @@
 #include "dispatch.h"
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -50,7 +51,7 @@ const Isa *fastest() {
   return best;
 }
 
-const Isa *chosen = nullptr;
+std::atomic<const Isa *> chosen{nullptr};
 
 const Isa &choice() {
   if (!chosen) {
