@@ -9,10 +9,10 @@ READY := $(VENV)/.installed
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench gpu-check train-tiny clean
+.PHONY: help install demo test test-sanitize lint bench bench-peers gpu-check train-tiny clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 # torch comes first and alone: a range, or torch together with others, may pull the CUDA build.
 $(TORCH):
@@ -35,13 +35,24 @@ demo: $(READY) ## answer real requests on the shipped model and show what the ca
 test: $(READY) ## all tests
 	@$(BIN)/python -m pytest
 
+test-sanitize: $(READY) ## kernel tests under the address, undefined-behaviour and thread sanitizers (GCC)
+	@$(BIN)/python tools/sanitize/run.py
+
 lint: $(READY) ## ruff (rules and format) and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: $(READY) ## benchmarks of this machine
-	@$(BIN)/headrace bench cache
+bench: $(READY) ## benchmarks of this machine (some minutes; nothing else should run)
+	@mkdir -p build/bench
+	@$(BIN)/headrace bench cache --json build/bench/cache.json
+	@$(BIN)/headrace bench attention --json build/bench/attention.json
+	@$(BIN)/headrace bench engine --json build/bench/engine.json
+
+bench-peers: $(READY) ## other engines, each in its own environment, on the same work in turns (an hour and more)
+	@PYTHON=$(PYTHON) tools/bench_peers/install.sh
+	@mkdir -p build/bench
+	@$(BIN)/headrace bench engine --engine all --models S1,S2 --json build/bench/peers.json
 
 gpu-check: $(READY) ## tests that need a CUDA device
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
@@ -51,6 +62,6 @@ train-tiny: $(READY) ## train the shipped model again
 	@$(BIN)/python tools/train_tiny/train.py
 
 clean: ## remove .venv, the built kernels and caches
-	rm -rf $(VENV) build/cmake dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build/cmake build/sanitize dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f src/headrace/kernels/*.so src/headrace/kernels/_unbuilt.txt
 	find src tests tools bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,6 +9,7 @@ import platform
 import random
 import sys
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,31 +25,38 @@ app = typer.Typer(help="Measure; --json FILE writes the result.", no_args_is_hel
 JsonFile = Annotated[Path | None, typer.Option("--json", help="File that takes the result.")]
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def machine() -> dict[str, Any]:
     """What a figure depends on: processor, usable cores, memory, versions."""
     from headrace.cli.doctor import memory_total, processor_name
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = {"python": platform.python_version(), "headrace": __version__}
     if "torch" in sys.modules:
         versions["torch"] = sys.modules["torch"].__version__
-    return {"processor": processor_name(), "cores": cores, "memory_gib": round(memory_total(), 1), **versions}
+    return {"processor": processor_name(), "cores": usable_cores(), "memory_gib": round(memory_total(), 1), **versions}
 
 
-def result(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fixed format: date, machine, command, cases. A case is flat: names to numbers and strings."""
+def result(cases: list[dict[str, Any]], limits: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The fixed format: date, machine, command, cases. A case is flat: names to numbers and strings.
+
+    limits: what the machine was measured to do at best in the same run.
+    """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
+        "machine": machine() | (limits or {}),
         "command": " ".join(["headrace", *sys.argv[1:]]),
         "cases": cases,
     }
 
 
-def write_result(path: Path | None, cases: list[dict[str, Any]]) -> None:
+def write_result(path: Path | None, cases: list[dict[str, Any]], limits: dict[str, Any] | None = None) -> None:
     """Writes the result of a benchmark to `path`; nothing where it is None."""
     if path is not None:
-        path.write_text(json.dumps(result(cases), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(result(cases, limits), indent=1) + "\n", encoding="utf-8")
         err.print(f"wrote {path}", style="dim")
 
 
@@ -74,6 +82,64 @@ def cache(
                 cases.append(run())
             out.print("  ".join(f"{name} {value}" for name, value in cases[-1].items()))
         write_result(json_file, cases)
+
+
+@app.command()
+def attention(
+    json_file: JsonFile = None,
+    thread_count: Annotated[
+        int | None,
+        typer.Option("--threads", min=1, help="Threads. Default: decode on one and on all, the rest on all."),
+    ] = None,
+    cases: Annotated[str, typer.Option(help="Only cases whose names begin so: decode_, prefill_gqa.")] = "",
+    quick: Annotated[
+        bool, typer.Option(help="Tiny sizes, one repetition: shows that it runs, measures nothing.")
+    ] = False,
+) -> None:
+    """Attention and linear kernels beside torch's, beside no sharing, and beside the machine's limits."""
+    from headrace.cli.bench_attention import QUICK, AttentionBench, Sizes
+
+    with one_line_errors():
+        counts = [thread_count] if thread_count else sorted({1, usable_cores()})
+        bench = AttentionBench(QUICK if quick else Sizes(), counts)
+        with err.status("measuring the machine"):
+            limits = bench.machine()
+        out.print("  ".join(f"{name} {value}" for name, value in limits.items()), soft_wrap=True)
+        _measure_cases(bench.cases(cases), json_file, limits)
+
+
+@app.command()
+def engine(
+    json_file: JsonFile = None,
+    workloads: Annotated[
+        str, typer.Option(help="Workloads, by commas: W1 to W5, or one case of them: W1_8192.")
+    ] = "W1,W2,W3,W4,W5",
+    models: Annotated[str, typer.Option(help="Random-weight shapes, by commas: S1, S2, S3.")] = "S1",
+    engines: Annotated[
+        str, typer.Option("--engine", help="Engines, by commas, or 'all': peers need `make bench-peers`.")
+    ] = "headrace",
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each case, the engines in turn.")] = 5,
+    quick: Annotated[bool, typer.Option(help="Tiny lengths, one repetition: shows that it runs.")] = False,
+) -> None:
+    """Whole engines on the same work, each in a process of its own: time to first token, decoding speed, memory."""
+    from headrace.cli.bench_engine import run_all
+
+    with one_line_errors():
+        work, shapes, names = (text.split(",") for text in (workloads, models, engines))
+        found = run_all(work, shapes, names, 1 if quick else repeats, scale=32 if quick else 1)
+        _measure_cases(found, json_file)
+
+
+def _measure_cases(cases: Iterable[dict[str, Any]], path: Path | None, limits: dict[str, Any] | None = None) -> None:
+    """Prints cases as they come and writes what there is, an interruption or not."""
+    done: list[dict[str, Any]] = []
+    try:
+        for case in cases:
+            done.append(case)
+            out.print("  ".join(f"{name} {value}" for name, value in case.items() if value is not None), soft_wrap=True)
+    finally:
+        if done:
+            write_result(path, done, limits)
 
 
 @app.command()

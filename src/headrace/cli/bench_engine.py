@@ -1,0 +1,218 @@
+"""`headrace bench engine`: whole engines on the same work, in turns, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from headrace.cli.bench_peers import ENGINES, Contender
+from headrace.cli.bench_protocol import figures
+from headrace.cli.bench_workloads import Run, Workload, chosen
+from headrace.cli.shapes import SHAPES, write_checkpoint
+
+FOLDER = Path("build/bench")
+"""Checkpoints, and what peers convert them to, are kept here."""
+
+PATIENCE_S = 240.0
+"""An engine that has spent this long on a case is not asked to repeat it."""
+
+Case = dict[str, Any]
+
+
+class Failed(RuntimeError):
+    """An engine could not be started or could not do a run; the message says why."""
+
+
+def checkpoint(model: str) -> Path:
+    """The folder of a random-weight shape, written on first use. Raises ValueError for an unknown shape."""
+    if model not in SHAPES:
+        raise ValueError(f"model must be one of {', '.join(SHAPES)}; got {model!r}")
+    folder = FOLDER / model
+    if not (folder / "config.json").exists():
+        write_checkpoint(SHAPES[model], folder)
+    return folder.resolve()
+
+
+def run_all(
+    workloads: list[str], models: list[str], engines: list[str], repeats: int, scale: int = 1
+) -> Iterator[Case]:
+    """One case per (model, workload, engine). `all` stands for every engine known. Raises ValueError for bad names."""
+    names = list(ENGINES) if engines == ["all"] else engines
+    for name in names:
+        if name not in ENGINES:
+            raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {name!r}")
+    work = chosen(workloads)
+    for model in models:
+        folder = checkpoint(model)
+        for family in dict.fromkeys(item.name.split("_")[0] for item in work):
+            members = [item for item in work if item.name.split("_")[0] == family]
+            yield from _family(members, model, folder, [ENGINES[name] for name in names], repeats, scale)
+
+
+def _family(
+    members: list[Workload], model: str, folder: Path, engines: list[Contender], repeats: int, scale: int
+) -> Iterator[Case]:
+    """Fresh processes for the workloads of a family, all alive while they take turns."""
+    racers = [Racer(engine, folder) for engine in engines]
+    try:
+        for workload in members:
+            for racer in racers:
+                racer.reset()
+            for repetition in range(repeats):
+                for racer in racers:
+                    racer.take(workload, workload.draw(repetition, scale))
+            for racer in racers:
+                yield {"workload": workload.name, "model": model, **racer.case()}
+    finally:
+        for racer in racers:
+            racer.close()
+
+
+class Racer:
+    """One engine's process during a family of workloads, and its figures of the workload under way."""
+
+    def __init__(self, engine: Contender, folder: Path) -> None:
+        self.engine = engine
+        self.error = engine.obstacle()
+        self.process: Process | None = None
+        self.runs: list[dict[str, float | None]] = []
+        self.spent = 0.0
+        self.peak = 0.0
+        if self.error is None:
+            try:
+                self.process = Process(engine, folder)
+            except Failed as error:
+                self.error = str(error)
+
+    def reset(self) -> None:
+        self.runs, self.spent, self.peak = [], 0.0, 0.0
+        if self.process is not None:
+            self.process.forget_peak()
+
+    def take(self, workload: Workload, run: Run) -> None:
+        """Does a run unless the engine has failed or has had its time."""
+        if self.process is None or self.spent > PATIENCE_S:
+            return
+        began = time.perf_counter()
+        try:
+            prime_s = 0.0
+            if run.prime:
+                prime_s = self.process.ask([run.prime], [1])[0][-1]
+            self.runs.append(figures(self.process.ask(run.prompts, run.max_tokens), prime_s, workload.overall))
+        except Failed as error:
+            self.error, self.process = str(error), None
+            return
+        self.spent += time.perf_counter() - began
+        self.peak = self.process.peak_mb()
+
+    def case(self) -> Case:
+        """Medians of what was done, or the reason for nothing."""
+        head = {"engine": self.engine.name, "precision": self.engine.precision}
+        empty: Case = dict.fromkeys(("ttft_s", "decode_tok_s", "wall_s", "peak_rss_mb"))
+        if not self.runs:
+            return {**head, **empty, "error": self.error}
+        middle = {name: _median([run[name] for run in self.runs]) for name in self.runs[0]}
+        return {**head, **middle, "peak_rss_mb": round(self.peak), "runs": len(self.runs)}
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.close()
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.median(known), 4) if known else None
+
+
+@dataclass(slots=True)
+class Process:
+    """The engine's process: started and ready when made. Raises Failed with its reason, the end of its log included."""
+
+    engine: Contender
+    folder: Path
+    popen: subprocess.Popen[str] = field(init=False)
+    log: IO[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115
+        self.popen = subprocess.Popen(
+            [*self.engine.command(), str(self.folder), json.dumps(self.engine.options)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            env=os.environ | self.engine.environment(),
+        )  # fmt: skip
+        self._answer()
+
+    def ask(self, prompts: list[list[int]], max_tokens: list[int]) -> list[list[float]]:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
+        self.popen.stdin.flush()
+        times: list[list[float]] = self._answer()["times"]
+        for row, limit in zip(times, max_tokens, strict=True):
+            if len(row) != limit:
+                self.close()
+                raise Failed(f"{len(row)} tokens where {limit} were asked for")
+        return times
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        if not line:
+            self.popen.wait()
+            raise Failed(f"the process ended with {self.popen.returncode}: {self._last_words()}")
+        message: dict[str, Any] = json.loads(line)
+        if "error" in message:
+            self.close()
+            raise Failed(str(message["error"]))
+        return message
+
+    def _last_words(self) -> str:
+        self.log.seek(0)
+        lines = self.log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def peak_mb(self) -> float:
+        """Greatest resident size since forget_peak, the process and its children together."""
+        return sum(_peak_kib(pid) for pid in _tree(self.popen.pid)) / 1024
+
+    def forget_peak(self) -> None:
+        for pid in _tree(self.popen.pid):
+            try:
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
+            except OSError:
+                continue  # the peak of the whole life is reported then
+
+    def close(self) -> None:
+        """Ends the process by ending its input; by force where that is not enough."""
+        if self.popen.stdin is not None:
+            self.popen.stdin.close()
+        try:
+            self.popen.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+        self.log.close()
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and its descendants."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return [pid]
+    return [pid, *(each for child in children for each in _tree(int(child)))]
+
+
+def _peak_kib(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)

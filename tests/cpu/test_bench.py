@@ -1,0 +1,136 @@
+"""The benchmarks run, and their results have the format that docs/performance.md and others read."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from headrace.attention.plan import build
+from headrace.cli import bench_engine
+from headrace.cli.bench_attention import QUICK, AttentionBench, predicted
+from headrace.cli.bench_beds import (
+    GQA,
+    MHA,
+    Bed,
+    chunk_first,
+    decode_spans,
+    pairs,
+    private,
+    shared,
+    slots_of,
+    unmerged,
+)  # fmt: skip
+from headrace.cli.bench_peers import ENGINES
+from headrace.cli.bench_protocol import figures
+from headrace.cli.bench_workloads import WORKLOADS, chosen
+from headrace.cli.main import app
+from headrace.cli.shapes import SHAPES, Shape
+from headrace.types import CHUNK
+
+pytestmark = pytest.mark.cpu
+
+ATTENTION = {"name", "ours_ms", "sdpa_ms", "unshared_ms", "gbps", "gflops", "of_bandwidth", "of_gemm"}
+ENGINE = {"workload", "model", "engine", "precision", "ttft_s", "decode_tok_s", "wall_s", "peak_rss_mb"}
+TINY = Shape(hidden=64, layers=1, heads=2, kv_heads=1, head_dim=32, mlp=64)
+
+
+@pytest.mark.parametrize("chosen", ["decode_gqa_1x", "decode_shared_tree_gqa", "prefill_h64_64_on", "linear_4"])
+def test_attention_writes_the_fixed_format(chosen: str, tmp_path: Path) -> None:
+    file = tmp_path / "attention.json"
+    arguments = ["bench", "attention", "--quick", "--threads", "1", "--cases", chosen, "--json", str(file)]
+    answer = CliRunner().invoke(app, arguments)
+    assert answer.exit_code == 0, answer.output
+    result = json.loads(file.read_text())
+    assert set(result) == {"date", "machine", "command", "cases"}
+    assert {"read_gbps", "gemm_gflops", "processor", "cores"} <= set(result["machine"])
+    assert result["cases"]
+    for case in result["cases"]:
+        assert set(case) >= ATTENTION and case["name"].startswith(chosen)
+        assert case["ours_ms"] > 0 and not any(isinstance(value, list | dict) for value in case.values())
+
+
+def test_attention_has_every_case() -> None:
+    bench = AttentionBench(QUICK, [1, 2])
+    families = [name for family in (bench.decode, bench.shared, bench.tree, bench.prefill, bench.linear)
+                for name, _ in family()]  # fmt: skip
+    assert len(families) == 6 + 10 + 2 + 6 + 6
+    assert all(name.startswith(("decode_", "prefill_", "linear_")) for name in families)
+
+
+def test_plans_of_the_benchmarks_compute_the_same() -> None:
+    """Shared pages met together or once per sequence: one answer, bit for bit."""
+    paths = shared([2, 2], [64, 128], 64)
+    assert len(paths) == 4 and slots_of(paths) == 1 + 2 * 2 + 4
+    bed = Bed(GQA, slots_of(paths), "reference")
+    plan = build(decode_spans(paths, 256))
+    torch.manual_seed(1)
+    together = bed.attend(plan)()
+    torch.manual_seed(1)
+    assert torch.equal(together, bed.attend(unmerged(paths, 256))()) and together.abs().max() > 0
+    assert pairs(plan) == 4 * 256
+    assert pairs(chunk_first(plan)) == 4 * 192
+
+
+def test_prediction_follows_bytes_then_operations() -> None:
+    """Alone, a chunk costs its bytes; shared by many at a slow matrix product, its operations."""
+    alone = build(decode_spans(private(4, 256), 256))
+    one = build(decode_spans(shared([4], [192], CHUNK), 256))
+    fast, slow = 1e18, 1.0
+    assert predicted(alone, MHA, 1.0, fast) == pytest.approx(16 * CHUNK * MHA.token_bytes)
+    assert predicted(one, MHA, 1.0, fast) == pytest.approx(7 * CHUNK * MHA.token_bytes)
+    assert predicted(one, MHA, fast, slow) == pytest.approx(predicted(alone, MHA, fast, slow))
+
+
+def test_figures_of_a_run() -> None:
+    times = [[1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]
+    assert figures(times, 0.5, overall=False) == {"ttft_s": 1.5, "decode_tok_s": 1.5, "wall_s": 4.5}
+    assert figures(times, 0.0, overall=True)["decode_tok_s"] == 1.5
+    assert figures([[1.0]], 0.0, overall=False)["decode_tok_s"] is None
+
+
+def test_workloads_are_seeded_and_new_in_each_repetition() -> None:
+    assert [w.name for w in chosen(["W1_512", "W4"])] == ["W1_512", "W4"]
+    with pytest.raises(ValueError, match="W5"):
+        chosen(["W6"])
+    for workload in WORKLOADS:
+        first, again, other = workload.draw(0, 32), workload.draw(0, 32), workload.draw(1, 32)
+        assert first == again and first.prompts != other.prompts
+        assert list(map(len, first.prompts)) == list(map(len, other.prompts))
+        assert len(first.prompts) == len(first.max_tokens)
+    tree = chosen(["W4"])[0].make(random.Random(0), 1).prompts
+    assert len(tree) == 32 and tree[0][:4096] == tree[7][:4096] != tree[8][:4096]
+    assert tree[0][:1024] == tree[31][:1024] and np.ptp([len(p) for p in tree]) == 0
+
+
+def test_engine_writes_the_fixed_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours in a process of its own; a peer that is not there is a case with its reason."""
+    monkeypatch.setitem(SHAPES, "S1", TINY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file = tmp_path / "engine.json"
+    arguments = ["bench", "engine", "--quick", "--workloads", "W3_2048", "--engine", "headrace,llama.cpp"]
+    answer = CliRunner().invoke(app, [*arguments, "--json", str(file)])
+    assert answer.exit_code == 0, answer.output
+    cases = json.loads(file.read_text())["cases"]
+    assert all(set(case) >= ENGINE for case in cases)
+    ours, theirs = (next(case for case in cases if case["engine"] == name) for name in ("headrace", "llama.cpp"))
+    assert ours["ttft_s"] > 0 and ours["decode_tok_s"] > 0 and ours["peak_rss_mb"] > 50
+    assert theirs["ttft_s"] is None and "tools/bench_peers" in theirs["error"]
+
+
+def test_engine_refuses_unknown_names() -> None:
+    for arguments in (["--engine", "nobody"], ["--models", "S9"], ["--workloads", "W0"]):
+        answer = CliRunner().invoke(app, ["bench", "engine", *arguments])
+        assert answer.exit_code != 0
+
+
+def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(bench_engine.Failed):
+        bench_engine.Process(ENGINES["headrace"], tmp_path)
