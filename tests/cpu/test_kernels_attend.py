@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from headrace.attention import reference
 from headrace.kernels import cpu
 from headrace.types import CHUNK
 
@@ -314,3 +315,29 @@ def test_append_then_read(isa: str, dtype: torch.dtype) -> None:
     expected_k[slots, :, :, offsets], expected_v[slots, :, offsets] = wide[:, :heads], wide[:, heads:]
     cpu.append(k_pool, v_pool, wide[:, :heads], wide[:, heads:], slots.int(), offsets.int())
     assert torch.equal(k_pool, expected_k) and torch.equal(v_pool, expected_v)
+
+
+def fold_case(dtype: torch.dtype) -> Case:
+    """One row over three blocks of equal scores. Values are 2^24 at the first key, 1 at the first key of each chunk of
+    the second block, -2^24 at the first key of the third: folded by chunks all ones are lost, by blocks none."""
+    per_block, chunks = 32, 96
+    v = torch.zeros(chunks, 1, CHUNK, 16)
+    v[0, 0, 0], v[per_block : 2 * per_block, 0, 0], v[2 * per_block, 0, 0] = 2.0**24, 1.0, -(2.0**24)
+    items = torch.tensor([(chunk, chunk * CHUNK, 0, 1) for chunk in range(chunks)], dtype=torch.int32)
+    return Case(
+        q=torch.zeros(1, 1, 16, dtype=dtype),
+        k=torch.ones(chunks, 1, 16, CHUNK, dtype=dtype),
+        v=v.to(dtype),
+        items=items,
+        positions=torch.tensor([chunks * CHUNK - 1]),
+        scale=1.0,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_are_folded_before_the_total(isa: str, dtype: torch.dtype) -> None:
+    """The canonical order, to the bit: 32 ones over 6,144 keys, in the kernels and in the reference."""
+    case = fold_case(dtype)
+    want = torch.full((1, 1, 16), 32 / 6144, dtype=dtype)
+    assert torch.equal(case.run(), want)
+    assert torch.equal(reference.attend(case.q, case.k, case.v, case.items, case.positions, scale=1.0), want)

@@ -95,7 +95,7 @@ def doctor(
 def demo(
     requests: Annotated[int, typer.Option(help="How many chat requests share the system prompt.", min=1)] = 32,
     system_tokens: Annotated[int, typer.Option(help="Length of the system prompt, about.", min=200)] = 1500,
-    seed: Annotated[int, typer.Option(help="Draws the document and the questions.")] = 0,
+    seed: Annotated[int, typer.Option(help="Draws the document and the questions.")] = 1,
 ) -> None:
     """Start a server on the shipped model, ask many questions over one document, show what the cache saved."""
     from headrace.cli.demo import run
