@@ -1,6 +1,6 @@
 // Products with weights, y[m, n] = sum over k of x[m, k] * w[n, k]: bf16 in pairs, sums in fp32.
 //
-// M: rows, N: outputs, K: inputs, K2: pairs of inputs. Weights are packed as [N / 64][K2][64][2] (kernels/linear.py), so
+// M: rows, N: outputs, K: inputs, K2: pairs of inputs. Weights are packed as [N / 64][K2][64][2] (kernels.cpu.Packed), so
 // that 16 outputs take one multiply-add of pairs. Every output is one chain of sums over ascending pairs, whatever M,
 // tile, block or thread: a row's bits depend on nothing else.
 #include "arena.h"

@@ -44,11 +44,17 @@ struct Paired {
 
   void score_rows(int n, int fetch, const bf16 *q, const bf16 *next, float *p) const {
     switch (n) {
-      case 1: return fetch == 4 ? score_tile<1, 4>(q, next, p) : fetch ? score_tile<1, 1>(q, next, p) : score_tile<1, 0>(q, next, p);
-      case 2: return fetch == 4 ? score_tile<2, 4>(q, next, p) : fetch ? score_tile<2, 1>(q, next, p) : score_tile<2, 0>(q, next, p);
-      case 3: return fetch == 4 ? score_tile<3, 4>(q, next, p) : fetch ? score_tile<3, 1>(q, next, p) : score_tile<3, 0>(q, next, p);
-      default: return fetch == 4 ? score_tile<4, 4>(q, next, p) : fetch ? score_tile<4, 1>(q, next, p) : score_tile<4, 0>(q, next, p);
+      case 1: return score_fetching<1>(fetch, q, next, p);
+      case 2: return score_fetching<2>(fetch, q, next, p);
+      case 3: return score_fetching<3>(fetch, q, next, p);
+      default: return score_fetching<4>(fetch, q, next, p);
     }
+  }
+
+  template <int R> void score_fetching(int fetch, const bf16 *q, const bf16 *next, float *p) const {
+    if (fetch == 4) score_tile<R, 4>(q, next, p);
+    else if (fetch == 1) score_tile<R, 1>(q, next, p);
+    else score_tile<R, 0>(q, next, p);
   }
 
   template <int R, int LINES> void score_tile(const bf16 *q, const bf16 *next, float *p) const {

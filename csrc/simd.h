@@ -104,7 +104,7 @@ HEADRACE_INLINE vf exp(vf x) {
   y = madd(y, r, splat(1.666666668e-1f));
   y = madd(y, r, splat(5.000000013e-1f));
   y = madd(y * r, r, r) + 1.0f;
-  const vu scaled = reinterpret_cast<vu>(y) + (reinterpret_cast<vu>(shifted) << 23);  // unsigned: it wraps where x is large
+  const vu scaled = reinterpret_cast<vu>(y) + (reinterpret_cast<vu>(shifted) << 23);  // may wrap: large x
   y = x < -87.33f ? vf{} : reinterpret_cast<vf>(scaled);
   y = x > 88.72f ? splat(__builtin_inff()) : y;
   return x == x ? y : x;

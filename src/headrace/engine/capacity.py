@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headrace.types import CHUNK, InvalidRequest, SamplingParams
+from headrace.types import InvalidRequest, SamplingParams
 
 SHIPPED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
 """Models that come with the package, by name."""
@@ -50,11 +50,6 @@ class Capacity:
                 "max_tokens",
             )
         return params
-
-    @property
-    def concurrency(self) -> float:
-        """Sequences of full length that the KV cache holds at once."""
-        return self.kv_cache_tokens // CHUNK * CHUNK / self.max_model_len
 
 
 def model_folder(model: str) -> Path:
