@@ -135,12 +135,13 @@ template <typename Math> struct HeadRows {
     const int64_t at = (item.slot * a.kv_heads + kv_head) * CHUNK * a.dim;
     const Math math(static_cast<const T *>(a.k) + at, static_cast<const T *>(a.v) + at, a.dim, padded, next,
                     (to - from) * group, scratch);
-    const int64_t end = (to - first) * group;
-    for (int64_t lane = (from - first) * group, tile = 0; lane < end; lane += LANES, ++tile)
-      walk_lanes(item, lane, static_cast<int>(end - lane < LANES ? end - lane : LANES), math, tile == 0);
+    const int64_t begin = (from - first) * group, lanes = (to - from) * group;
+    for (int64_t i = 0; i < lanes; i += LANES)
+      walk_lanes(item, begin + i, static_cast<int>(lanes - i < LANES ? lanes - i : LANES), math, i);
   }
 
-  void walk_lanes(const Item &item, int64_t lane, int n, const Math &math, bool fetch) {
+  // `n` lanes from `lane` on; `before` lanes have met the chunk already.
+  void walk_lanes(const Item &item, int64_t lane, int n, const Math &math, int64_t before) {
     Seen seen;
     if (item.key_start + CHUNK <= all_seen) {
       seen.everything = true;
@@ -154,7 +155,7 @@ template <typename Math> struct HeadRows {
     }
     alignas(64) float scores[LANES * CHUNK], bias[CHUNK], m[LANES], l[LANES];
     alignas(64) typename Math::Probability p[LANES * CHUNK];
-    math.scores(n, q + lane * a.dim, scores, fetch);
+    math.scores(n, q + lane * a.dim, scores, before);
     float scale = a.scale;
     if (a.bias) {
       for (int r = 0; r < n; ++r) add_bias(bias_of(item.key_start, lane + r, bias), scores + r * CHUNK);
@@ -163,7 +164,7 @@ template <typename Math> struct HeadRows {
     Math::probabilities(n, scores, seen, scale, p, m, l);
     Weights weights;
     block.template take<Math>(lane, n, m, l, weights);
-    math.values(n, p, seen, block.acc + lane * padded, weights, fetch);
+    math.values(n, p, seen, block.acc + lane * padded, weights, before);
   }
 
   void add_bias(const float *bias, float *scores) const {
@@ -196,7 +197,7 @@ template <typename Math> struct HeadRows {
   }
 };
 
-constexpr int MAX_HEADS = 16;  // most KV heads of a unit
+constexpr int MAX_HEADS = 32;  // most KV heads of a unit
 
 template <typename Math> struct Unit {
   const Attend &a;
@@ -235,6 +236,13 @@ template <typename Math> struct Unit {
   }
 };
 
+// Whether most chunks are offered to one row only, so that rows have no reason to keep together.
+bool nothing_shared(const Attend &a) {
+  int64_t offered = 0;
+  for (int64_t i = 0; i < a.item_count; ++i) offered += a.items[i].row_end - a.items[i].row_begin;
+  return offered < 2 * a.item_count;
+}
+
 // How many rows and KV heads a unit has: few rows take many heads, whose chunks lie in one stretch of memory.
 struct Cut {
   int64_t rows, heads;
@@ -244,6 +252,7 @@ Cut cut(const Attend &a) {
   const int64_t group = a.heads / a.kv_heads, wanted = 4 * a.threads;
   int64_t rows = UNIT_LANES / group > 1 ? UNIT_LANES / group : 1;
   while (rows > 1 && rows * group > SMALL_LANES && a.kv_heads * ((a.rows + rows - 1) / rows) < wanted) rows /= 2;
+  if (nothing_shared(a)) rows = 1;
   if (rows > a.rows) rows = a.rows;
   const int64_t ranges = (a.rows + rows - 1) / rows;
   int64_t heads = 1;

@@ -25,7 +25,7 @@ void tile(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t pairs, float *
   __m512 sum[R][4];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < 4; ++c) sum[r][c] = _mm512_load_ps(sums + r * COLUMNS + c * 16);
-  pair_steps<R, 4, LINES>(x, x_stride, w, 2 * COLUMNS, pairs, next, sum);
+  pair_steps<R, 4, LINES>(x, x_stride, w, 2 * COLUMNS, pairs, {next, 2 * COLUMNS, LINES}, sum);
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < 4; ++c) _mm512_store_ps(sums + r * COLUMNS + c * 16, sum[r][c]);
 }

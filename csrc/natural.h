@@ -46,7 +46,7 @@ template <typename T> struct Natural {
   }
 
   // p[lane][j] = sum over d of q[lane][d] * k[d][j]
-  void scores(int n, const float *q, float *p, bool) const {
+  void scores(int n, const float *q, float *p, int64_t) const {
     wide_k ? score_rows(n, q, wide_k, p) : score_rows(n, q, k, p);
   }
 
@@ -61,7 +61,8 @@ template <typename T> struct Natural {
 
   template <int N, typename K> void score_tile(const float *q, const K *keys, float *p) const {
     for (int j = 0; j < CHUNK; j += WIDE * W) {
-      vf sum[N][WIDE] = {};
+      vf sum[N][WIDE];
+      each<N * WIDE>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i / WIDE][i % WIDE] = vf{}; });
       for (int64_t d = 0; d < dim; ++d) {
         vf key[WIDE];
         for (int c = 0; c < WIDE; ++c) key[c] = load(keys + d * CHUNK + j + c * W);
@@ -101,7 +102,7 @@ template <typename T> struct Natural {
   }
 
   // acc[lane] = acc[lane] * keep + take * (sum over visible keys of p[lane][j] * v[j]).
-  void values(int n, const float *p, const Seen &seen, float *acc, const Weights &weights, bool) const {
+  void values(int n, const float *p, const Seen &seen, float *acc, const Weights &weights, int64_t) const {
     for (int r = 0; r < n; r += ROWS) {
       const int rows = n - r < ROWS ? n - r : ROWS;
       bool all = true;
@@ -144,7 +145,8 @@ template <typename T> struct Natural {
   template <int N, int C, typename V>
   void value_tile(const float *p, int first, int last, const V *from, int64_t stride, float *acc, const Weights &w,
                   int lane) const {
-    vf sum[N][C] = {};
+    vf sum[N][C];
+    each<N * C>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i / C][i % C] = vf{}; });
     for (int j = first; j < last; ++j) {
       vf value[C];
       for (int c = 0; c < C; ++c) value[c] = load(from + j * stride + c * W);

@@ -25,43 +25,53 @@ struct Paired {
   using Query = bf16;
   using Probability = bf16;
   const bf16 *k, *v;
-  int64_t dim, ahead;
-  int lines;  // cache lines of the next chunk that each step of the first tiles fetches
+  int64_t dim;
+  int64_t ahead;  // elements from these keys to those that are read next; 0: none
+  int64_t tiles;  // of these keys: each fetches its share of what is read next
 
   static int64_t scratch(int64_t) { return 0; }
   static void query(const bf16 *from, bf16 *to, int64_t n) { memcpy(to, from, n * sizeof(bf16)); }
 
   Paired(const bf16 *k, const bf16 *v, int64_t dim, int64_t, int64_t ahead, int64_t lanes, float *)
-      : k(k), v(v), dim(dim), ahead(ahead), lines(ahead == 0 ? 0 : lanes > TILE_ROWS ? 1 : 4) {}
+      : k(k), v(v), dim(dim), ahead(ahead), tiles((lanes + TILE_ROWS - 1) / TILE_ROWS) {}
+
+  // One group of lanes reads K, then V, and L1 holds little more than both: fetch half a chunk ahead. Several groups read
+  // them in turn: fetch a whole chunk ahead.
+  bool one_group() const { return tiles * TILE_ROWS <= LANES; }
+  const bf16 *during_scores() const { return one_group() ? v : ahead ? k + ahead : nullptr; }
+  const bf16 *during_values() const { return !ahead ? nullptr : one_group() ? k + ahead : v + ahead; }
+
+  // The part of `next` that a tile fetches while it takes 16 `columns` columns a step, from column d on.
+  Ahead share(const bf16 *next, int64_t tile, int64_t d, int columns) const {
+    if (!next) return {k, 0, 0};
+    const int64_t stride = (LINE * columns + tiles - 1) / tiles;
+    return {next + (tile * dim + d) * CHUNK / tiles, stride, static_cast<int>((stride + LINE - 1) / LINE)};
+  }
 
   // p[lane][j] = sum over d of q[lane][d] * k[d][j]
-  void scores(int n, const bf16 *q, float *p, bool fetch) const {
-    for (int r = 0; r < n; r += TILE_ROWS) {
-      const bf16 *next = k + ahead + (lines == 1 ? r / TILE_ROWS * 32 : 0);
-      score_rows(n - r, fetch ? lines : 0, q + r * dim, next, p + r * CHUNK);
-    }
+  void scores(int n, const bf16 *q, float *p, int64_t before) const {
+    for (int r = 0; r < n; r += TILE_ROWS)
+      score_rows(n - r, q + r * dim, share(during_scores(), (before + r) / TILE_ROWS, 0, 4), p + r * CHUNK);
   }
 
-  void score_rows(int n, int fetch, const bf16 *q, const bf16 *next, float *p) const {
-    switch (n) {
-      case 1: return score_fetching<1>(fetch, q, next, p);
-      case 2: return score_fetching<2>(fetch, q, next, p);
-      case 3: return score_fetching<3>(fetch, q, next, p);
-      default: return score_fetching<4>(fetch, q, next, p);
-    }
+  void score_rows(int n, const bf16 *q, Ahead next, float *p) const {
+    with_lines<4>(next.lines, [&](auto lines) {
+      switch (n) {
+        case 1: return score_tile<1, lines>(q, next, p);
+        case 2: return score_tile<2, lines>(q, next, p);
+        case 3: return score_tile<3, lines>(q, next, p);
+        default: return score_tile<4, lines>(q, next, p);
+      }
+    });
   }
 
-  template <int R> void score_fetching(int fetch, const bf16 *q, const bf16 *next, float *p) const {
-    if (fetch == 4) score_tile<R, 4>(q, next, p);
-    else if (fetch == 1) score_tile<R, 1>(q, next, p);
-    else score_tile<R, 0>(q, next, p);
-  }
-
-  template <int R, int LINES> void score_tile(const bf16 *q, const bf16 *next, float *p) const {
-    __m512 sum[R][4] = {};
+  template <int R, int LINES> HEADRACE_APART void score_tile(const bf16 *q, Ahead next, float *p) const {
+    __m512 sum[R][4];
+    clear(sum);
     pair_steps<R, 4, LINES>(q, dim, k, 2 * CHUNK, dim / 2, next, sum);
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < 4; ++c) _mm512_store_ps(p + r * CHUNK + c * 16, sum[r][c]);
+    each<4 * R>([&](auto i) HEADRACE_INLINE_LAMBDA {
+      _mm512_store_ps(p + i / 4 * CHUNK + i % 4 * 16, sum[i / 4][i % 4]);
+    });
   }
 
   // 2^x for x <= 0: at most 3 ulp from the truth; about 1e-38 for all x below -126.
@@ -89,24 +99,47 @@ struct Paired {
   // Two passes, so that the lanes' chains of operations overlap.
   static void probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l) {
     const __m512 factor = _mm512_set1_ps(scale * LOG2_E);
-    for (int r = 0; r < n; ++r) {
+    if (!seen.everything)
+      for (int r = 0; r < n; ++r) hide(s + r * CHUNK, seen.mask(r));
+    int r = 0;
+    for (; r + 4 <= n; r += 4) maxima<4>(s + r * CHUNK, factor, m + r);
+    for (; r < n; ++r) maxima<1>(s + r * CHUNK, factor, m + r);
+    for (r = 0; r + 4 <= n; r += 4) powers<4>(s + r * CHUNK, seen, r, factor, m + r, p + r * CHUNK, l + r);
+    for (; r < n; ++r) powers<1>(s + r * CHUNK, seen, r, factor, m + r, p + r * CHUNK, l + r);
+  }
+
+  // m: the greatest scaled score of each of N lanes, 0 for a lane whose scores are all -inf.
+  template <int N> static void maxima(const float *s, __m512 factor, float *m) {
+    __m512 top[N];
+    each<N>([&](auto r) HEADRACE_INLINE_LAMBDA {
       const float *row = s + r * CHUNK;
-      if (!seen.everything) hide(s + r * CHUNK, seen.mask(r));
-      const __m512 top = _mm512_max_ps(_mm512_max_ps(_mm512_load_ps(row), _mm512_load_ps(row + 16)),
-                                       _mm512_max_ps(_mm512_load_ps(row + 32), _mm512_load_ps(row + 48)));
-      m[r] = _mm512_reduce_max_ps(_mm512_mul_ps(top, factor));
-      m[r] = m[r] == -__builtin_inff() ? 0.0f : m[r];
-    }
-    for (int r = 0; r < n; ++r) {
+      const __m512 most = _mm512_max_ps(_mm512_max_ps(_mm512_load_ps(row), _mm512_load_ps(row + 16)),
+                                        _mm512_max_ps(_mm512_load_ps(row + 32), _mm512_load_ps(row + 48)));
+      top[r] = _mm512_mul_ps(most, factor);
+    });
+    const vf most = reduce<N>(top, [](vf a, vf b) HEADRACE_INLINE_LAMBDA { return max(a, b); });
+    store_part(m, most == splat(-__builtin_inff()) ? vf{} : most, N);
+  }
+
+  // p and l of N lanes, the first of which is number `lane` of the group.
+  template <int N>
+  static void powers(const float *s, const Seen &seen, int lane, __m512 factor, const float *m, bf16 *p, float *l) {
+    __m512 sum[N];
+    each<N>([&](auto r) HEADRACE_INLINE_LAMBDA {
       const __m512 base = _mm512_set1_ps(m[r]);
       __m512 x[4];
-      for (int c = 0; c < 4; ++c) x[c] = exp2(_mm512_fmsub_ps(_mm512_load_ps(s + r * CHUNK + c * 16), factor, base));
-      if (!seen.everything)
-        for (int c = 0; c < 4; ++c) x[c] = _mm512_maskz_mov_ps(seen.mask(r) >> (16 * c), x[c]);
+      each<4>([&](auto c) HEADRACE_INLINE_LAMBDA {
+        x[c] = exp2(_mm512_fmsub_ps(_mm512_load_ps(s + r * CHUNK + c * 16), factor, base));
+      });
+      if (!seen.everything) {
+        const uint64_t mask = seen.mask(lane + r);
+        each<4>([&](auto c) HEADRACE_INLINE_LAMBDA { x[c] = _mm512_maskz_mov_ps(mask >> (16 * c), x[c]); });
+      }
       _mm512_store_si512(p + r * CHUNK, (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
       _mm512_store_si512(p + r * CHUNK + 32, (__m512i)_mm512_cvtne2ps_pbh(x[3], x[2]));
-      l[r] = sum16(_mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]));
-    }
+      sum[r] = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]);
+    });
+    store_part(l, reduce<N>(sum, [](vf a, vf b) HEADRACE_INLINE_LAMBDA { return a + b; }), N);
   }
 
   static __m512i half_mask(int halves) {
@@ -119,64 +152,63 @@ struct Paired {
       _mm512_store_ps(s + c * 16, _mm512_mask_mov_ps(low, mask >> (16 * c), _mm512_load_ps(s + c * 16)));
   }
 
-  // acc[lane] = acc[lane] * keep + take * (sum over visible keys of p[lane][j] * v[j]).
-  void values(int n, const bf16 *p, const Seen &seen, float *acc, const Weights &w, bool fetch) const {
+  // acc[lane] = acc[lane] * keep + take * (sum over visible keys of p[lane][j] * v[j])
+  void values(int n, const bf16 *p, const Seen &seen, float *acc, const Weights &w, int64_t before) const {
     for (int r = 0; r < n; r += TILE_ROWS) {
       const int rows = n - r < TILE_ROWS ? n - r : TILE_ROWS;
-      Range range{seen.everything ? ~0ull : 0, fetch ? lines : 0, lines == 1 ? r / TILE_ROWS * 32 : 0};
+      uint64_t keys = seen.everything ? ~0ull : 0;
       if (!seen.everything)
-        for (int i = r; i < r + rows; ++i) range.keys |= seen.mask(i);
-      if (range.keys) value_rows(rows, p + r * CHUNK, range, acc + r * dim, w, r);
+        for (int i = r; i < r + rows; ++i) keys |= seen.mask(i);
+      if (keys) value_rows(rows, p + r * CHUNK, keys, (before + r) / TILE_ROWS, acc + r * dim, w, r);
     }
   }
 
-  // The keys that some lane of a tile sees, as bits; and what to fetch meanwhile.
-  struct Range {
-    uint64_t keys;
-    int lines, line;
-  };
-
-  void value_rows(int n, const bf16 *p, Range range, float *acc, const Weights &w, int lane) const {
+  // keys: those that some lane of the tile sees, as bits.
+  void value_rows(int n, const bf16 *p, uint64_t keys, int64_t tile, float *acc, const Weights &w, int lane) const {
     switch (n) {
-      case 1: return value_columns<1>(p, range, acc, w, lane);
-      case 2: return value_columns<2>(p, range, acc, w, lane);
-      case 3: return value_columns<3>(p, range, acc, w, lane);
-      default: return value_columns<4>(p, range, acc, w, lane);
+      case 1: return value_columns<1>(p, keys, tile, acc, w, lane);
+      case 2: return value_columns<2>(p, keys, tile, acc, w, lane);
+      case 3: return value_columns<3>(p, keys, tile, acc, w, lane);
+      default: return value_columns<4>(p, keys, tile, acc, w, lane);
     }
   }
 
-  template <int R> void value_columns(const bf16 *p, Range range, float *acc, const Weights &w, int lane) const {
+  template <int R>
+  void value_columns(const bf16 *p, uint64_t keys, int64_t tile, float *acc, const Weights &w, int lane) const {
     int64_t d = 0;
-    for (; d + 64 <= dim; d += 64) {
-      if (range.lines == 4) value_tile<R, 4, 4>(p, range, d, acc, w, lane);
-      else if (range.lines == 1) value_tile<R, 4, 1>(p, range, d, acc, w, lane);
-      else value_tile<R, 4, 0>(p, range, d, acc, w, lane);
-    }
-    for (; d + 32 <= dim; d += 32)
-      range.lines ? value_tile<R, 2, 2>(p, range, d, acc, w, lane) : value_tile<R, 2, 0>(p, range, d, acc, w, lane);
-    for (; d < dim; d += 16)
-      range.lines ? value_tile<R, 1, 1>(p, range, d, acc, w, lane) : value_tile<R, 1, 0>(p, range, d, acc, w, lane);
+    auto columns = [&](auto c) {  // as many 16 C columns as there are
+      for (; d + 16 * c <= dim; d += 16 * c) {
+        const Ahead next = share(during_values(), tile, d, c);
+        with_lines<c>(next.lines, [&](auto lines) { value_tile<R, c, lines>(p, keys, next, d, acc, w, lane); });
+      }
+    };
+    if constexpr (R <= 2) columns(Constant<8>{});  // few rows need more columns to keep the multipliers busy
+    columns(Constant<4>{});
+    columns(Constant<2>{});
+    columns(Constant<1>{});
   }
 
   // Output elements d .. d + 16 C - 1. A key that no lane sees is left out or, in a pair with one that is seen, masked:
   // its value may be garbage, and 0 times NaN is NaN. Leaving out a probability of 0 changes no bit.
   template <int R, int C, int LINES>
-  void value_tile(const bf16 *p, Range range, int64_t d, float *acc, const Weights &w, int lane) const {
-    __m512 sum[R][C] = {};
+  HEADRACE_APART void value_tile(const bf16 *p, uint64_t keys, Ahead next, int64_t d, float *acc, const Weights &w, int lane) const {
+    __m512 sum[R][C];
+    clear(sum);
     const bf16 *from = v + 2 * d;
-    if (range.keys == ~0ull)
-      pair_steps<R, C, LINES>(p, CHUNK, from, 2 * dim, CHUNK / 2, from + ahead + range.line, sum);
+    if (keys == ~0ull)
+      pair_steps<R, C, LINES>(p, CHUNK, from, 2 * dim, CHUNK / 2, next, sum);
     else
       for (int pair = 0; pair < CHUNK / 2; ++pair) {
-        const int halves = range.keys >> (2 * pair) & 3;
+        const int halves = keys >> (2 * pair) & 3;
         if (halves) pair_step<R, C>(p + 2 * pair, CHUNK, from + pair * 2 * dim, half_mask(halves), sum);
       }
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c) {
+    each<R>([&](auto r) HEADRACE_INLINE_LAMBDA {
+      const __m512 keep = _mm512_set1_ps(w.keep[lane + r]), take = _mm512_set1_ps(w.take[lane + r]);
+      each<C>([&](auto c) HEADRACE_INLINE_LAMBDA {
         float *at = acc + r * dim + d + c * 16;
-        const __m512 kept = _mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(w.keep[lane + r]));
-        _mm512_store_ps(at, _mm512_fmadd_ps(sum[r][c], _mm512_set1_ps(w.take[lane + r]), kept));
-      }
+        _mm512_store_ps(at, _mm512_fmadd_ps(sum[r][c], take, _mm512_mul_ps(_mm512_load_ps(at), keep)));
+      });
+    });
   }
 };
 

@@ -11,6 +11,7 @@
 namespace headrace::HEADRACE_NS {
 
 constexpr int TILE_ROWS = 4;  // with four vectors of sums side by side they fill half the registers
+constexpr int LINE = 32;      // bf16 in a cache line
 
 HEADRACE_INLINE __m512bh splat_pair(const bf16 *x) {
   int32_t pair;
@@ -18,31 +19,72 @@ HEADRACE_INLINE __m512bh splat_pair(const bf16 *x) {
   return (__m512bh)_mm512_set1_epi32(pair);
 }
 
-// One pair of each row with 16 C columns of weights, of which `keep` masks the halves.
+template <int R, int C> HEADRACE_INLINE void clear(__m512 (&sum)[R][C]) {
+  each<R * C>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i / C][i % C] = _mm512_setzero_ps(); });
+}
+
+// One pair of each row with 16 C columns of weights.
+template <int R, int C>
+HEADRACE_INLINE void multiply(const bf16 *x, int64_t x_stride, const __m512bh (&weight)[C], __m512 (&sum)[R][C]) {
+  each<R>([&](auto r) HEADRACE_INLINE_LAMBDA {
+    const __m512bh input = splat_pair(x + r * x_stride);
+    each<C>([&](auto c) HEADRACE_INLINE_LAMBDA { sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[c]); });
+  });
+}
+
+// The same with weights of which `keep` masks the halves.
 template <int R, int C>
 HEADRACE_INLINE void pair_step(const bf16 *x, int64_t x_stride, const bf16 *w, __m512i keep, __m512 (&sum)[R][C]) {
   __m512bh weight[C];
-  for (int c = 0; c < C; ++c) weight[c] = (__m512bh)_mm512_and_si512(_mm512_loadu_si512(w + c * 32), keep);
-  for (int r = 0; r < R; ++r) {
-    const __m512bh input = splat_pair(x + r * x_stride);
-    for (int c = 0; c < C; ++c) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[c]);
+  each<C>([&](auto c) HEADRACE_INLINE_LAMBDA {
+    weight[c] = (__m512bh)_mm512_and_si512(_mm512_loadu_si512(w + c * 32), keep);
+  });
+  multiply<R, C>(x, x_stride, weight, sum);
+}
+
+// What comes next in memory and is fetched meanwhile: `lines` cache lines in each step, from `stride` elements farther on
+// than in the step before.
+struct Ahead {
+  const bf16 *from;
+  int64_t stride;
+  int lines;
+};
+
+// `pairs` pairs, fetching LINES lines each. (Not unrolled: the processor's own fetching of strides goes by the address of
+// the load instruction.)
+template <int R, int C, int LINES>
+HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs,
+                                Ahead ahead, __m512 (&sum)[R][C]) {
+  for (int64_t i = 0; i < pairs; ++i, x += 2, w += w_stride, ahead.from += ahead.stride) {
+    each<LINES>([&](auto line) HEADRACE_INLINE_LAMBDA {
+      _mm_prefetch(reinterpret_cast<const char *>(ahead.from + line * LINE), _MM_HINT_T0);
+    });
+    __m512bh weight[C];
+    each<C>([&](auto c) HEADRACE_INLINE_LAMBDA { weight[c] = (__m512bh)_mm512_loadu_si512(w + c * 32); });
+    multiply<R, C>(x, x_stride, weight, sum);
   }
 }
 
-// `pairs` pairs; each fetches LINES cache lines of what comes `ahead` elements later.
-template <int R, int C, int LINES>
-HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs,
-                                const bf16 *ahead, __m512 (&sum)[R][C]) {
-  for (int64_t i = 0; i < pairs; ++i) {
-    for (int line = 0; line < LINES; ++line)
-      _mm_prefetch(reinterpret_cast<const char *>(ahead + i * w_stride + line * 32), _MM_HINT_T0);
-    __m512bh weight[C];
-    for (int c = 0; c < C; ++c) weight[c] = (__m512bh)_mm512_loadu_si512(w + i * w_stride + c * 32);
-    for (int r = 0; r < R; ++r) {
-      const __m512bh input = splat_pair(x + r * x_stride + 2 * i);
-      for (int c = 0; c < C; ++c) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[c]);
-    }
-  }
+// f(Constant<L>) for the least L of 0, 1, 2, 4 .. MOST that is not below `lines`.
+template <int MOST, typename F> HEADRACE_INLINE void with_lines(int lines, F f) {
+  if constexpr (MOST > 0)
+    if (lines <= MOST / 2) return with_lines<MOST / 2>(lines, f);
+  f(Constant<MOST>{});
+}
+
+// Each of N vectors (1 or 4) folded to one number by halves: element i with i + 8, then i + 4, i + 2, i + 1. They are the
+// first N elements of the result, the same bits for 1 and for 4 at once.
+template <int N, typename F> HEADRACE_INLINE vf reduce(const __m512 (&x)[N], F f) {
+  auto halves = [&](__m512 a, __m512 b, auto low, auto high) HEADRACE_INLINE_LAMBDA {
+    return (__m512)f((vf)_mm512_shuffle_f32x4(a, b, low), (vf)_mm512_shuffle_f32x4(a, b, high));
+  };
+  const Constant<0x44> front;
+  const Constant<0xee> back;
+  const __m512 eights[2] = {halves(x[0], x[N / 4], front, back), halves(x[N / 2], x[N - 1], front, back)};
+  const __m512 fours = halves(eights[0], eights[1], Constant<0x88>{}, Constant<0xdd>{});  // a block of four for each
+  const __m512 twos = (__m512)f((vf)fours, (vf)_mm512_permute_ps(fours, 0x0e));
+  const __m512 ones = (__m512)f((vf)twos, (vf)_mm512_permute_ps(twos, 0x01));
+  return (vf)_mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), ones);
 }
 
 }  // namespace headrace::HEADRACE_NS

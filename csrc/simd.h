@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #ifdef __FMA__
 #include <immintrin.h>
@@ -30,6 +31,22 @@ typedef uint16_t vh __attribute__((vector_size(2 * W)));
 typedef uint16_t bf16;
 
 #define HEADRACE_INLINE static inline __attribute__((always_inline))
+
+// For inner loops that need all registers: inlined into a long function they may be given fewer.
+#define HEADRACE_APART __attribute__((noinline))
+#define HEADRACE_INLINE_LAMBDA __attribute__((always_inline))
+
+template <int I> struct Constant {
+  constexpr operator int() const { return I; }
+};
+
+template <typename F, int... I> HEADRACE_INLINE void each_of(F &f, std::integer_sequence<int, I...>) {
+  (f(Constant<I>{}), ...);
+}
+
+// f(0), f(1), .. f(N - 1) with constant arguments. An array of vectors whose every index is constant from the start stays
+// in registers; one that is indexed in a loop, unrolled or not, GCC 12 may keep or clear in memory (by `rep stos`).
+template <int N, typename F> HEADRACE_INLINE void each(F f) { each_of(f, std::make_integer_sequence<int, N>{}); }
 
 HEADRACE_INLINE vf splat(float x) { return x - vf{}; }
 
@@ -76,7 +93,17 @@ HEADRACE_INLINE void store(bf16 *p, vf x) {
 HEADRACE_INLINE vf round_as(const float *, vf x) { return x; }
 HEADRACE_INLINE vf round_as(const bf16 *, vf x) { return reinterpret_cast<vf>(bf16_bits(x) << 16); }
 
-// The first n < W elements; the others are 0.
+#if defined(__AVX512F__)
+HEADRACE_INLINE vf load_part(const float *p, int64_t n) {
+  return reinterpret_cast<vf>(_mm512_maskz_loadu_ps((1u << n) - 1, p));
+}
+
+HEADRACE_INLINE void store_part(float *p, vf x, int64_t n) {
+  _mm512_mask_storeu_ps(p, (1u << n) - 1, reinterpret_cast<__m512>(x));
+}
+#endif
+
+// The first n <= W elements; the others are 0.
 template <typename T> HEADRACE_INLINE vf load_part(const T *p, int64_t n) {
   T part[W] = {};
   memcpy(part, p, n * sizeof(T));

@@ -1,0 +1,141 @@
+"""The engine in its own process: streaming, aborts, overload, death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from headrace import LLM, AsyncLLM, InvalidRequest, SamplingParams
+from headrace.config import EngineConfig
+from headrace.types import Delta, EngineDead, Overloaded
+
+CONFIG = EngineConfig(model="tiny", kv_cache_tokens=20_000, max_batch_tokens=256, max_queued_requests=8)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+LONG = replace(GREEDY, max_tokens=2000)
+
+
+@pytest_asyncio.fixture
+async def llm() -> AsyncIterator[AsyncLLM]:
+    engine = AsyncLLM(CONFIG)
+    await engine.start()
+    yield engine
+    await engine.shutdown()
+
+
+async def collect(stream: AsyncIterator[Delta]) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+async def settled(llm: AsyncLLM) -> None:
+    """Until the engine holds nothing."""
+    for _ in range(200):
+        if llm.stats.running == llm.stats.waiting == llm.stats.kv_chunks_used == 0:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"chunks leaked: {llm.stats}")
+
+
+async def test_streams_what_the_offline_interface_answers(llm: AsyncLLM) -> None:
+    prompts = ["The code of Lisbon is 4821.", "In the beginning", "And the LORD said unto"]
+    offline = LLM("tiny", kv_cache_tokens=20_000).generate(prompts, replace(GREEDY, n=2, temperature=0.8, seed=3))
+    streams = [collect(llm.generate(p, replace(GREEDY, n=2, temperature=0.8, seed=3))) for p in prompts]
+    for output, deltas in zip(offline, await asyncio.gather(*streams), strict=True):
+        for completion in output.outputs:
+            own = [delta for delta in deltas if delta.index == completion.index]
+            assert "".join(delta.text for delta in own) == completion.text
+            assert [token for delta in own for token in delta.token_ids] == completion.token_ids
+            assert own[-1].finish_reason == completion.finish_reason == "length"
+        metrics = deltas[-1].metrics
+        assert metrics is not None and metrics.output_tokens == 40 and 0 < metrics.ttft_s <= metrics.e2e_s
+    await settled(llm)
+
+
+async def test_leaving_the_iterator_aborts_queued_prefilling_and_decoding(llm: AsyncLLM) -> None:
+    async def leave_after(count: int, prompt: list[int]) -> None:
+        stream = llm.generate(prompt, LONG)
+        if count == 0:
+            task = asyncio.ensure_future(collect(stream))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            return
+        async for _ in stream:
+            count -= 1
+            if not count:
+                break
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    await asyncio.gather(*(leave_after(n % 4, [10 + n] * (1 + 300 * n)) for n in range(8)))
+    await settled(llm)
+    assert len(await collect(llm.generate("In the beginning", GREEDY))) == 20
+
+
+async def test_abort_by_id(llm: AsyncLLM) -> None:
+    deltas = []
+    async for delta in llm.generate("In the beginning", replace(LONG, n=2), request_id="mine"):
+        deltas.append(delta)
+        if len(deltas) == 6:
+            llm.abort("mine")
+    assert {delta.index for delta in deltas if delta.finish_reason == "abort"} == {0, 1}
+    llm.abort("unknown")
+    await settled(llm)
+
+
+async def test_refusals(llm: AsyncLLM) -> None:
+    with pytest.raises(InvalidRequest, match="empty"):
+        await collect(llm.generate([], GREEDY))
+    with pytest.raises(InvalidRequest) as caught:
+        await collect(llm.generate([5], replace(GREEDY, max_tokens=10**6)))
+    assert caught.value.param == "max_tokens"
+    first = asyncio.ensure_future(collect(llm.generate([5], LONG, request_id="same")))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequest, match="in use"):
+        await collect(llm.generate([5], GREEDY, request_id="same"))
+    first.cancel()
+
+
+async def test_overload_is_refused_and_passes(llm: AsyncLLM) -> None:
+    tasks = [asyncio.ensure_future(collect(llm.generate([7] * 500, GREEDY))) for _ in range(40)]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    refused = [r for r in results if isinstance(r, Overloaded)]
+    served = [r for r in results if isinstance(r, list)]
+    assert len(refused) + len(served) == 40 and len(served) >= 8 and refused
+    assert all(1 <= r.retry_after_s <= 60 for r in refused)
+    assert len(await collect(llm.generate([7], GREEDY))) == 20
+
+
+async def test_killed_engine_fails_what_is_under_way_and_says_so(llm: AsyncLLM) -> None:
+    stream = llm.generate("In the beginning", LONG)
+    await anext(stream)
+    assert llm.process_id is not None
+    os.kill(llm.process_id, signal.SIGKILL)
+    with pytest.raises(EngineDead):
+        await asyncio.wait_for(collect(stream), 10)
+    assert "ended" in await asyncio.wait_for(llm.wait_dead(), 10)
+    assert not llm.alive
+    with pytest.raises(EngineDead):
+        await collect(llm.generate("more", GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"model": "/nowhere"}, "no folder with a config.json"), ({"max_model_len": 10**9}, "max_model_len")],
+)
+async def test_settings_that_cannot_work(settings: dict[str, object], reason: str) -> None:
+    llm = AsyncLLM(replace(CONFIG, **settings))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=reason):
+        await llm.start()
+    assert not llm.alive
+
+
+async def test_engine_process_ends_with_its_parent(llm: AsyncLLM) -> None:
+    process = llm.process_id
+    assert process is not None and Path(f"/proc/{process}").exists()
+    await llm.shutdown()
+    assert not Path(f"/proc/{process}").exists()
