@@ -14,47 +14,52 @@ namespace headrace::HEADRACE_NS {
 
 namespace {
 
-constexpr int64_t COLUMNS = 64;       // outputs in a packed block: four vectors
-constexpr int64_t BLOCK_PAIRS = 128;  // pairs of a block: 32 KB of weights, which stay in L1 while rows pass by
-constexpr int64_t BLOCK_ROWS = 128;   // rows of a task: their sums (32 KB) and inputs stay in L2
-constexpr int64_t AHEAD = 12;         // pairs that a single group of rows fetches ahead
+constexpr int64_t COLUMNS = 64;        // outputs in a packed block: four vectors
+constexpr int64_t STEP = 2 * COLUMNS;  // elements of a packed pair of inputs
+constexpr int64_t BLOCK_PAIRS = 64;    // pairs of a block: 16 KB of weights, in L1 with the next block while rows pass by
+constexpr int64_t BLOCK_ROWS = 128;    // rows of a task: their sums (32 KB) and inputs stay in L2
+constexpr int64_t AHEAD = 12;          // pairs that a single group of rows fetches ahead
 
-// sums[R][64] += x[R][pairs] . w[pairs][64], fetching LINES cache lines of `next` for each pair meanwhile.
+// sums[R][64] += x[R][pairs] . w[pairs][64], fetching `ahead` meanwhile.
 template <int R, int LINES>
-void tile(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t pairs, float *sums, const bf16 *next) {
+HEADRACE_APART void tile(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t pairs, float *sums, Ahead ahead) {
   __m512 sum[R][4];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < 4; ++c) sum[r][c] = _mm512_load_ps(sums + r * COLUMNS + c * 16);
-  pair_steps<R, 4, LINES>(x, x_stride, w, 2 * COLUMNS, pairs, {next, 2 * COLUMNS, LINES}, sum);
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < 4; ++c) _mm512_store_ps(sums + r * COLUMNS + c * 16, sum[r][c]);
+  each<4 * R>([&](auto i) HEADRACE_INLINE_LAMBDA {
+    sum[i / 4][i % 4] = _mm512_load_ps(sums + i / 4 * COLUMNS + i % 4 * 16);
+  });
+  pair_steps<R, 4, LINES>(x, x_stride, w, STEP, pairs, ahead, sum);
+  each<4 * R>([&](auto i) HEADRACE_INLINE_LAMBDA {
+    _mm512_store_ps(sums + i / 4 * COLUMNS + i % 4 * 16, sum[i / 4][i % 4]);
+  });
 }
 
-template <int LINES>
-void tile_of(int rows, const bf16 *x, int64_t x_stride, const bf16 *w, int64_t pairs, float *sums, const bf16 *next) {
-  switch (rows) {
-    case 1: return tile<1, LINES>(x, x_stride, w, pairs, sums, next);
-    case 2: return tile<2, LINES>(x, x_stride, w, pairs, sums, next);
-    case 3: return tile<3, LINES>(x, x_stride, w, pairs, sums, next);
-    default: return tile<4, LINES>(x, x_stride, w, pairs, sums, next);
-  }
+void tile_of(int rows, const bf16 *x, int64_t x_stride, const bf16 *w, int64_t pairs, float *sums, Ahead ahead) {
+  with_lines<4>(ahead.lines, [&](auto lines) {
+    switch (rows) {
+      case 1: return tile<1, lines>(x, x_stride, w, pairs, sums, ahead);
+      case 2: return tile<2, lines>(x, x_stride, w, pairs, sums, ahead);
+      case 3: return tile<3, lines>(x, x_stride, w, pairs, sums, ahead);
+      default: return tile<4, lines>(x, x_stride, w, pairs, sums, ahead);
+    }
+  });
 }
 
 // All pairs of one packed block of outputs for rows first..last-1; sums [rows, 64].
 void multiply(const Linear &a, const bf16 *w, int64_t first, int64_t last, float *sums) {
   const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
-  const int64_t pairs = a.inputs / 2, rows = last - first;
+  const int64_t pairs = a.inputs / 2, rows = last - first, groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
   memset(sums, 0, rows * COLUMNS * sizeof(float));
-  if (rows <= TILE_ROWS) return tile_of<4>(rows, x, a.x_stride, w, pairs, sums, w + AHEAD * 2 * COLUMNS);
+  if (groups == 1) return tile_of(rows, x, a.x_stride, w, pairs, sums, {w + AHEAD * STEP, STEP, 4});
+  // Each group of rows fetches its share of the next block of pairs.
+  const int64_t stride = (STEP + groups - 1) / groups;
   for (int64_t k = 0; k < pairs; k += BLOCK_PAIRS) {
     const int64_t count = pairs - k < BLOCK_PAIRS ? pairs - k : BLOCK_PAIRS;
-    const bf16 *block = w + k * 2 * COLUMNS, *next = block + count * 2 * COLUMNS;
-    for (int64_t row = 0, group = 0; row < rows; row += TILE_ROWS, ++group) {
-      const int n = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
-      const bf16 *from = x + row * a.x_stride + 2 * k;
-      // Each of the first four groups fetches one of the four lines of the next block's pairs.
-      if (group < 4) tile_of<1>(n, from, a.x_stride, block, count, sums + row * COLUMNS, next + group * 32);
-      else tile_of<0>(n, from, a.x_stride, block, count, sums + row * COLUMNS, next);
+    const bf16 *block = w + k * STEP, *next = block + count * STEP;
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t row = group * TILE_ROWS;
+      const Ahead ahead = {next + count * STEP * group / groups, stride, static_cast<int>((stride + LINE - 1) / LINE)};
+      tile_of(rows - row < TILE_ROWS ? rows - row : TILE_ROWS, x + row * a.x_stride + 2 * k, a.x_stride, block, count,
+              sums + row * COLUMNS, ahead);
     }
   }
 }
