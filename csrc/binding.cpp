@@ -67,6 +67,12 @@ void linear(Address x, Address w, Address bias, Address out, int64_t rows, int64
 
 bool has_linear() { return kernels().linear != nullptr; }
 
+void probe_read(Address from, int64_t bytes, int threads) { kernels().probe_read(at<void>(from), bytes, threads); }
+
+int64_t probe_multiply(int64_t rounds, int threads) { return kernels().probe_multiply(rounds, threads); }
+
+bool probe_handover(int64_t rounds) { return kernels().probe_handover(rounds); }
+
 void exp_many(Address x, Address out, int64_t n) { kernels().exp(at<float>(x), at<float>(out), n); }
 
 }  // namespace
@@ -83,6 +89,9 @@ NB_MODULE(_cpu, m) {
   m.def("linear", linear, unlocked);
   m.def("has_linear", has_linear);
   m.def("exp", exp_many, unlocked);
+  m.def("probe_read", probe_read, unlocked);
+  m.def("probe_multiply", probe_multiply, unlocked);
+  m.def("probe_handover", probe_handover, unlocked);
   m.def("available_isas", available_isas);
   m.def("isa", isa);
   m.def("use_isa", use_isa);

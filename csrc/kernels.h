@@ -81,6 +81,10 @@ struct Kernels {
   void (*rotary[2])(const Rotary &);
   void (*linear)(const Linear &);  // null where the instruction set has no bf16 products
   void (*exp)(const float *x, float *out, int64_t n);
+  // Limits of the machine, for benchmarks: see probe.cpp.
+  uint32_t (*probe_read)(const void *from, int64_t bytes, int threads);
+  int64_t (*probe_multiply)(int64_t rounds, int threads);  // operations done
+  bool (*probe_handover)(int64_t rounds);
 };
 
 namespace portable {

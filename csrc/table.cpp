@@ -14,6 +14,9 @@ template <typename T> void gelu_tanh(const Unary &);
 template <typename T> void rotary(const Rotary &);
 void linear(const Linear &);
 void exp_many(const float *x, float *out, int64_t n);
+uint32_t probe_read(const void *from, int64_t bytes, int threads);
+int64_t probe_multiply(int64_t rounds, int threads);
+bool probe_handover(int64_t rounds);
 
 extern const Kernels kernels;
 constexpr Kernels kernels = {
@@ -26,6 +29,9 @@ constexpr Kernels kernels = {
     nullptr,
 #endif
     exp_many,
+    probe_read,
+    probe_multiply,
+    probe_handover,
 };
 
 }  // namespace headrace::HEADRACE_NS

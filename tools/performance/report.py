@@ -20,6 +20,17 @@ import plots
 PAGE = Path("docs/performance.md")
 FOLDER = Path("docs/performance")
 
+LIMITS = {
+    "read_gbps_1": "read GB/s, 1 thread",
+    "read_gbps": "all",
+    "gemm_gflops_1": "GEMM GFLOP/s, 1 thread",
+    "gemm_gflops": "all",
+    "peak_gflops_1": "peak GFLOP/s, 1 thread",
+    "peak_gflops": "all",
+    "handover_ns": "core to core, ns",
+}
+SHARES = {"of_bandwidth": "of the read rate", "of_gemm": "of torch's GEMM", "of_peak": "of the peak"}
+
 Case = dict[str, Any]
 Result = dict[str, Any]
 
@@ -35,7 +46,7 @@ def main(files: list[str]) -> None:
         "machine": lambda: machine(attention + engines),
         "decode": lambda: attention_table(cases, plain_decode, of="of_bandwidth"),
         "shared": lambda: shared_table(cases),
-        "chunk-first": lambda: attention_table(cases, lambda name: name.endswith("chunk_first"), of="of_gemm"),
+        "chunk-first": lambda: attention_table(cases, lambda name: name.endswith("chunk_first"), of="of_peak"),
         "prefill": lambda: attention_table(cases, lambda name: name.startswith("prefill_"), of="of_gemm"),
         "linear": lambda: linear_table(cases),
         "engines": lambda: "\n\n".join(race(result) for result in engines),
@@ -78,15 +89,13 @@ def machine(results: list[Result]) -> str:
     rows = []
     for result in results:
         facts = result["machine"]
-        limits = [facts.get(key) for key in ("read_gbps_1", "read_gbps", "gemm_gflops_1", "gemm_gflops")]
+        limits = [facts.get(key) for key in LIMITS]
         rows.append([result["date"], f"{facts['processor']}, {facts['cores']} cores", facts.get("torch"), *limits])
-    head = ["date (UTC)", "machine", "torch", "read GB/s, 1 thread", "all", "GEMM GFLOP/s, 1 thread", "all"]
-    return table(head, rows)
+    return table(["date (UTC)", "machine", "torch", *LIMITS.values()], rows)
 
 
 def attention_table(cases: list[Case], chosen: Callable[[str], bool], of: str) -> str:
     """Cases with their share of one limit."""
-    share = "of the read rate" if of == "of_bandwidth" else "of torch's GEMM"
     rows = [
         [
             case["name"], case["threads"], number(case["ours_ms"]), number(case["sdpa_ms"]), number(case["gbps"]),
@@ -95,7 +104,7 @@ def attention_table(cases: list[Case], chosen: Callable[[str], bool], of: str) -
         for case in cases
         if chosen(case["name"])
     ]  # fmt: skip
-    return table(["case", "threads", "ours ms", "torch sdpa ms", "GB/s", "GFLOP/s", share], rows)
+    return table(["case", "threads", "ours ms", "torch sdpa ms", "GB/s", "GFLOP/s", SHARES[of]], rows)
 
 
 def shared_table(cases: list[Case]) -> str:

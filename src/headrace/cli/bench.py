@@ -123,11 +123,15 @@ def engine(
 ) -> None:
     """Whole engines on the same work, each in a process of its own: time to first token, decoding speed, memory."""
     from headrace.cli.bench_engine import run_all
+    from headrace.cli.bench_limits import Limits
 
     with one_line_errors():
         work, shapes, names = (text.split(",") for text in (workloads, models, engines))
         found = run_all(work, shapes, names, 1 if quick else repeats, scale=32 if quick else 1)
-        _measure_cases(found, json_file)
+        cores = sorted({1, usable_cores()})
+        with err.status("measuring the machine"):
+            limits = (Limits(1 << 20, 128) if quick else Limits()).figures(cores, 1 if quick else 5)
+        _measure_cases(found, json_file, limits)
 
 
 def _measure_cases(cases: Iterable[dict[str, Any]], path: Path | None, limits: dict[str, Any] | None = None) -> None:

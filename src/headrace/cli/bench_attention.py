@@ -176,16 +176,20 @@ class AttentionBench:
 
     def _case(self, name: str, count: int, runs: Mapping[str, Timed], work: Work) -> Case:
         """Times the runs and the limits in turn on `count` threads."""
-        limits: dict[str, Timed] = {"read": self.limits.read(count), "gemm": self.limits.gemm}
+        limits: dict[str, Timed] = {
+            "read": self.limits.read(count), "gemm": self.limits.gemm, "peak": self.limits.peak(count),
+        }  # fmt: skip
         with threads(count):
             times = alternate({**runs, **limits}, self.sizes.repeats)
         read, gemm = self.limits.gbps(times["read"]), self.limits.gflops(times["gemm"])
+        peak = self.limits.peak_gflops(times["peak"], count)
         gbps, gflops = work.bytes / times["ours"] / 1e9, work.ops / times["ours"] / 1e9
         measured = {f"{run}_ms": _ms(times.get(run)) for run in dict.fromkeys(("ours", "sdpa", "unshared", *runs))}
         return {
             "name": name, **measured, "gbps": round(gbps, 2), "gflops": round(gflops, 1),
             "of_bandwidth": _ratio(gbps, read), "of_gemm": _ratio(gflops, gemm),
-            "threads": count, "read_gbps": round(read, 1), "gemm_gflops": round(gemm, 1),
+            "of_peak": _ratio(gflops, peak), "threads": count, "read_gbps": round(read, 1),
+            "gemm_gflops": round(gemm, 1), "peak_gflops": round(peak, 1),
         }  # fmt: skip
 
 

@@ -13,8 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from headrace.kernels import cpu, probe
+
 READ_BYTES = 256 << 20
 GEMM_SIZE = 2048
+PEAK_ROUNDS = 100_000
 
 Timed = Callable[[], object]
 
@@ -55,10 +58,11 @@ class threads:
 
 
 class Limits:
-    """Plain read over a buffer far above the last-level cache, and torch's bf16 matrix product.
+    """Plain read over a buffer far above the last-level cache, torch's bf16 matrix product, and the multiply-adds of
+    our instruction set on registers (vdpbf16ps where there is one).
 
-    There is no plain read in torch or numpy by that name: several ways are tried and the fastest one per thread count
-    is the limit. `read` and `gemm` are calls to time; `gbps` and `gflops` turn their seconds into rates.
+    Several ways of reading are tried and the fastest one per thread count is the limit. `read`, `gemm` and `peak` are
+    calls to time; `gbps`, `gflops` and `peak_gflops` turn their seconds into rates.
     """
 
     def __init__(self, read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE) -> None:
@@ -70,7 +74,8 @@ class Limits:
     def ways(self, count: int) -> dict[str, Timed]:
         """Ways to read the whole buffer on `count` threads."""
         words = self._buffer.view(torch.int32)
-        return {
+        ours: dict[str, Timed] = {"plain loop": lambda: probe.read(self._buffer, count)} if cpu.available() else {}
+        return ours | {
             "sum of float32": self._buffer.sum,
             "sum of int32": lambda: words.sum(dtype=torch.int32),
             "sums of rows": lambda: self._buffer.view(-1, 4096).sum(-1),
@@ -103,6 +108,13 @@ class Limits:
     def gemm(self) -> object:
         return self._a @ self._b
 
+    def peak(self, count: int) -> Timed:
+        """Multiply-adds on `count` threads; without the C++ kernels, torch's product stands for them."""
+        return (lambda: probe.multiply(PEAK_ROUNDS, count)) if cpu.available() else self.gemm
+
+    def peak_gflops(self, duration: float, count: int) -> float:
+        return probe.multiply(PEAK_ROUNDS, count) / duration / 1e9 if cpu.available() else self.gflops(duration)
+
     def gbps(self, duration: float) -> float:
         return self.read_bytes / duration / 1e9
 
@@ -114,9 +126,13 @@ class Limits:
         found: dict[str, object] = {}
         for count in counts:
             with threads(count):
-                times = alternate({"read": self.read(count), "gemm": self.gemm}, repeats)
+                runs: dict[str, Timed] = {"read": self.read(count), "gemm": self.gemm, "peak": self.peak(count)}
+                times = alternate(runs, repeats)
             found[f"read_gbps_{count}"] = round(self.gbps(times["read"]), 1)
             found[f"gemm_gflops_{count}"] = round(self.gflops(times["gemm"]), 1)
+            found[f"peak_gflops_{count}"] = round(self.peak_gflops(times["peak"], count), 1)
             found[f"read_by_{count}"] = self.best_way(count)
         last = counts[-1]
-        return {"read_gbps": found[f"read_gbps_{last}"], "gemm_gflops": found[f"gemm_gflops_{last}"], **found}
+        handover = probe.handover_ns() if cpu.available() and last > 1 else None
+        plain = {name: found[f"{name}_{last}"] for name in ("read_gbps", "gemm_gflops", "peak_gflops")}
+        return {**plain, "handover_ns": None if handover is None else round(handover, 1), **found}

@@ -50,22 +50,22 @@ def unavailable_reason() -> str | None:
 
 def isa() -> str:
     """Instruction set in use: portable, avx2, avx512 or avx512bf16. Raises ValueError if HEADRACE_ISA names another."""
-    return str(_require().isa())
+    return str(extension().isa())
 
 
 def available_isas() -> tuple[str, ...]:
     """Instruction sets that can be used here, from plain to fast."""
-    return tuple(_require().available_isas().split(", "))
+    return tuple(extension().available_isas().split(", "))
 
 
 def use_isa(name: str) -> None:
     """Switches the instruction set of this process, for tests."""
-    _require().use_isa(name)
+    extension().use_isa(name)
 
 
 def describe() -> str:
     """The kernels in use, in a few words: 'C++ avx512'."""
-    return f"C++ {isa()}" + ("" if _require().openmp else ", one thread (built without GCC's OpenMP)")
+    return f"C++ {isa()}" + ("" if extension().openmp else ", one thread (built without GCC's OpenMP)")
 
 
 def supports(dtype: torch.dtype) -> bool:
@@ -73,7 +73,8 @@ def supports(dtype: torch.dtype) -> bool:
     return dtype in _TYPES
 
 
-def _require() -> Any:
+def extension() -> Any:
+    """The C++ module. Raises ValueError with the reason where there is none."""
     if _ext is None:
         raise ValueError(f"the C++ kernels are not available ({unavailable_reason()})")
     return _ext
@@ -142,7 +143,7 @@ def attend(
         _check("bias", bias, torch.float32, (heads, bias_len))
         bias_at = bias.data_ptr()
     out = torch.empty((rows, heads, dim), dtype=q.dtype)
-    _require().attend(
+    extension().attend(
         _type_of(q), q.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr(), items.data_ptr(),
         positions.data_ptr(), bias_at, rows, q_stride, items.shape[0], heads, kv_heads, dim, slots, window or 0,
         bias_len, scale, torch.get_num_threads(),
@@ -177,7 +178,7 @@ def append(k_pool: Tensor, v_pool: Tensor, k_new: Tensor, v_new: Tensor, slots: 
     _check("v_pool", v_pool, k_new.dtype, (slot_count, kv_heads, CHUNK, dim))
     _check("slots", slots, torch.int32, (rows,))
     _check("offsets", offsets, torch.int32, (rows,))
-    _require().append(
+    extension().append(
         _type_of(k_new), k_new.data_ptr(), v_new.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), slots.data_ptr(),
         offsets.data_ptr(), rows, k_stride, v_stride, kv_heads, dim, slot_count, torch.get_num_threads(),
     )  # fmt: skip
@@ -201,7 +202,7 @@ class Packed:
 
 def has_linear() -> bool:
     """Whether the instruction set in use has products of bf16 pairs."""
-    return available() and bool(_require().has_linear())
+    return available() and bool(extension().has_linear())
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -223,7 +224,7 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, wide: bool = F
     if bias is not None:
         _check("bias", bias, torch.bfloat16, (outputs,))
     out = torch.empty((x.shape[0], outputs), dtype=torch.float32 if wide else torch.bfloat16)
-    _require().linear(
+    extension().linear(
         x.data_ptr(), weight.blocks.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0],
         x.stride(0), inputs, outputs, wide, torch.get_num_threads(),
     )  # fmt: skip
@@ -241,7 +242,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x, rows, width = _rows(x)
     _check("weight", weight, x.dtype, (width,))
     out = torch.empty_like(x)
-    _require().rms_norm(
+    extension().rms_norm(
         _type_of(x), x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps, torch.get_num_threads()
     )
     return out
@@ -256,7 +257,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
             _check(name, vector, x.dtype, (width,))
         addresses.append(0 if vector is None else vector.data_ptr())
     out = torch.empty_like(x)
-    _require().layer_norm(
+    extension().layer_norm(
         _type_of(x), x.data_ptr(), *addresses, out.data_ptr(), rows, width, eps, torch.get_num_threads()
     )
     return out
@@ -268,7 +269,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if width % 2:
         raise ValueError(f"gate_up must have an even width, got {width}")
     out = torch.empty((*gate_up.shape[:-1], width // 2), dtype=gate_up.dtype)
-    _require().silu_mul(
+    extension().silu_mul(
         _type_of(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads()
     )
     return out
@@ -278,7 +279,7 @@ def gelu(x: Tensor, tanh: bool = False) -> Tensor:
     """x Phi(x), exact or in the tanh form."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _require().gelu(_type_of(x), tanh, x.data_ptr(), out.data_ptr(), x.numel(), torch.get_num_threads())
+    extension().gelu(_type_of(x), tanh, x.data_ptr(), out.data_ptr(), x.numel(), torch.get_num_threads())
     return out
 
 
@@ -293,7 +294,7 @@ def rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
         raise ValueError(f"cannot rotate {width} of {dim} elements")
     _check("cos_sin", cos_sin, torch.float32, (rows, width))
     out = torch.empty((rows, heads, dim), dtype=x.dtype)
-    _require().rotary(
+    extension().rotary(
         _type_of(x), x.data_ptr(), out.data_ptr(), cos_sin.data_ptr(), rows, x_stride, heads, dim, width,
         torch.get_num_threads(),
     )  # fmt: skip
@@ -304,5 +305,5 @@ def exp(x: Tensor) -> Tensor:
     """The kernels' own exp of x fp32, for the test of its accuracy."""
     _check("x", x, torch.float32, tuple(x.shape))
     out = torch.empty_like(x)
-    _require().exp(x.data_ptr(), out.data_ptr(), x.numel())
+    extension().exp(x.data_ptr(), out.data_ptr(), x.numel())
     return out

@@ -1,0 +1,97 @@
+// What the machine can do at best, beside which the kernels are measured: a plain read of memory and multiply-adds on
+// registers, the fastest of this instruction set; and how long a word takes from one core to another.
+#include "kernels.h"
+#include "simd.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace headrace::HEADRACE_NS {
+
+namespace {
+
+constexpr int SUMS = 16;  // more than the latency of a multiply-add needs on two multipliers
+
+// 8 independent streams side by side, so that their additions are no chain.
+uint32_t read_part(const char *from, int64_t bytes) {
+  vu sum[8];
+  each<8>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i] = vu{}; });
+  for (int64_t at = 0; at + 8 * 4 * W <= bytes; at += 8 * 4 * W)
+    each<8>([&](auto i) HEADRACE_INLINE_LAMBDA {
+      sum[i] ^= reinterpret_cast<vu>(load(reinterpret_cast<const float *>(from + at + i * 4 * W)));
+    });
+  uint32_t all = 0;
+  each<8>([&](auto i) HEADRACE_INLINE_LAMBDA {
+    for (int j = 0; j < W; ++j) all ^= sum[i][j];
+  });
+  return all;
+}
+
+// Sums that differ from the start and a factor it does not know keep the compiler from merging or folding them.
+float multiply_part(int64_t rounds) {
+  float answer = 0.0f;
+  volatile int32_t ones = 0x3f803f80;  // two bf16, or one float a little above
+#ifdef __AVX512BF16__
+  __m512 sum[SUMS];
+  each<SUMS>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i] = _mm512_set1_ps(i); });
+  const __m512bh x = (__m512bh)_mm512_set1_epi32(ones);
+  for (int64_t round = 0; round < rounds; ++round)
+    each<SUMS>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i] = _mm512_dpbf16_ps(sum[i], x, x); });
+  each<SUMS>([&](auto i) HEADRACE_INLINE_LAMBDA { answer += sum[i][0]; });
+#else
+  vf sum[SUMS];
+  each<SUMS>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i] = splat(i); });
+  const vf x = reinterpret_cast<vf>(vi{} + ones);
+  for (int64_t round = 0; round < rounds; ++round)
+    each<SUMS>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i] = madd(x, x, sum[i]); });
+  each<SUMS>([&](auto i) HEADRACE_INLINE_LAMBDA { answer += sum[i][0]; });
+#endif
+  return answer;
+}
+
+#ifdef __AVX512BF16__
+constexpr int64_t ROUND = SUMS * W * 4;  // operations of a round: two multiply-adds per element
+#else
+constexpr int64_t ROUND = SUMS * W * 2;
+#endif
+
+}  // namespace
+
+uint32_t probe_read(const void *from, int64_t bytes, int threads) {
+  const int64_t part = bytes / threads / 64 * 64;
+  uint32_t all = 0;
+#pragma omp parallel for num_threads(threads) reduction(^ : all)
+  for (int i = 0; i < threads; ++i) all ^= read_part(static_cast<const char *>(from) + i * part, part);
+  return all;
+}
+
+int64_t probe_multiply(int64_t rounds, int threads) {
+  float all = 0.0f;
+#pragma omp parallel for num_threads(threads) reduction(+ : all)
+  for (int i = 0; i < threads; ++i) all += multiply_part(rounds);
+  return all > 0.0f ? rounds * ROUND * threads : 0;
+}
+
+// Two threads hand a word to each other, `rounds` times there and back; false if there is but one thread.
+bool probe_handover(int64_t rounds) {
+  alignas(64) int64_t turn = 0;
+  bool two = false;
+#pragma omp parallel num_threads(2)
+  {
+#ifdef _OPENMP
+    const int me = omp_get_thread_num();
+    if (omp_get_num_threads() == 2) {
+      if (me == 0) two = true;
+      for (int64_t i = 0; i < rounds; ++i) {
+        while (__atomic_load_n(&turn, __ATOMIC_ACQUIRE) != 2 * i + me) {
+        }
+        __atomic_store_n(&turn, 2 * i + me + 1, __ATOMIC_RELEASE);
+      }
+    }
+#endif
+  }
+  return two;
+}
+
+}  // namespace headrace::HEADRACE_NS
