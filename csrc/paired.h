@@ -74,23 +74,25 @@ struct Paired {
     });
   }
 
-  // 2^x for x <= 0: at most 3 ulp from the truth; about 1e-38 for all x below -126.
-  static __m512 exp2(__m512 x) {
+  // 2^x for x <= 0; about 1e-38 for all x below -126. FINE: at most 3 ulp from the truth, for states, which are folded in
+  // other orders too. Otherwise 1e-4 of it, for probabilities, which are rounded to 8 bits.
+  template <bool FINE> static __m512 exp2(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // the second operand wins where it is NaN
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 r = _mm512_sub_ps(x, n);
-    __m512 y = _mm512_set1_ps(1.3333558e-3f);
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.6181291e-3f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.5504109e-2f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.4022651e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.9314718e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    auto horner = [&](float first, auto... coefficients) HEADRACE_INLINE_LAMBDA {
+      __m512 y = _mm512_set1_ps(first);
+      ((y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(coefficients))), ...);
+      return y;
+    };
+    const __m512 y = FINE ? horner(1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f)
+                          : horner(5.5009102e-2f, 2.4221098e-1f, 6.9328289e-1f, 1.0f);
     return _mm512_scalef_ps(y, n);
   }
 
   // Weights of the fold: 0 for what was EMPTY.
   static vf power(vf x) {
-    const __m512 y = exp2(x);
+    const __m512 y = exp2<true>(x);
     return x == splat(-__builtin_inff()) ? vf{} : y;
   }
 
@@ -129,7 +131,7 @@ struct Paired {
       const __m512 base = _mm512_set1_ps(m[r]);
       __m512 x[4];
       each<4>([&](auto c) HEADRACE_INLINE_LAMBDA {
-        x[c] = exp2(_mm512_fmsub_ps(_mm512_load_ps(s + r * CHUNK + c * 16), factor, base));
+        x[c] = exp2<false>(_mm512_fmsub_ps(_mm512_load_ps(s + r * CHUNK + c * 16), factor, base));
       });
       if (!seen.everything) {
         const uint64_t mask = seen.mask(lane + r);
