@@ -16,7 +16,9 @@ namespace {
 
 constexpr int64_t COLUMNS = 64;        // outputs in a packed block: four vectors
 constexpr int64_t STEP = 2 * COLUMNS;  // elements of a packed pair of inputs
-constexpr int64_t BLOCK_PAIRS = 64;    // pairs of a block: 16 KB of weights, in L1 with the next block while rows pass by
+constexpr int64_t FEW_GROUPS = 4;      // so few groups of rows wait for weights: two blocks of them must fit into L1
+constexpr int64_t FEW_PAIRS = 64;      // pairs of a block then: 16 KB of weights
+constexpr int64_t MANY_PAIRS = 128;    // otherwise: sums are loaded and stored less often
 constexpr int64_t BLOCK_ROWS = 128;    // rows of a task: their sums (32 KB) and inputs stay in L2
 constexpr int64_t AHEAD = 12;          // pairs that a single group of rows fetches ahead
 
@@ -51,9 +53,9 @@ void multiply(const Linear &a, const bf16 *w, int64_t first, int64_t last, float
   memset(sums, 0, rows * COLUMNS * sizeof(float));
   if (groups == 1) return tile_of(rows, x, a.x_stride, w, pairs, sums, {w + AHEAD * STEP, STEP, 4});
   // Each group of rows fetches its share of the next block of pairs.
-  const int64_t stride = (STEP + groups - 1) / groups;
-  for (int64_t k = 0; k < pairs; k += BLOCK_PAIRS) {
-    const int64_t count = pairs - k < BLOCK_PAIRS ? pairs - k : BLOCK_PAIRS;
+  const int64_t stride = (STEP + groups - 1) / groups, most = groups <= FEW_GROUPS ? FEW_PAIRS : MANY_PAIRS;
+  for (int64_t k = 0; k < pairs; k += most) {
+    const int64_t count = pairs - k < most ? pairs - k : most;
     const bf16 *block = w + k * STEP, *next = block + count * STEP;
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t row = group * TILE_ROWS;
