@@ -14,7 +14,8 @@ from headrace.kernels import cpu
 from headrace.kv.storage import KVStorage
 
 BACKENDS = {"reference": reference, "cpu": cpu}
-"""Each has append and attend, with the same parameters; kernels.table chooses among them."""
+"""Each has, with the same parameters: append and attend; empty_fold, partial, finish, states_of, fold_blocks and merge
+for attention in pieces (docs/attention.md). kernels.table chooses among them."""
 
 
 class Attend(Protocol):

@@ -9,8 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.attention.state import AttnState, Partial, empty_partial, fold, normalise
+from headrace.attention.state import (
+    AttnState,
+    FoldState,
+    Partial,
+    choose,
+    empty_partial,
+    fold,
+    fold_blocks,
+    merge,
+    normalise,
+)
+from headrace.attention.state import empty_fold as state_of_none
 from headrace.types import BLOCK_CHUNKS, CHUNK
+
+__all__ = ["append", "attend", "empty_fold", "finish", "fold_blocks", "merge", "partial", "states_of"]
+"""What a backend has (attention.execute.BACKENDS)."""
 
 ROW_TILE = 16
 """Rows are padded to a multiple of this: torch adds up fewer rows in another order."""
@@ -61,10 +75,9 @@ def _rows(tile: Tensor, rows: int, heads: int) -> Tensor:
 class Folder:
     """Running states of all rows of a step: chunks are folded into a block, full blocks into the total."""
 
-    def __init__(self, rows: int, heads: int, head_dim: int) -> None:
-        self.total = empty_partial(rows, heads, head_dim)
-        self.block = empty_partial(rows, heads, head_dim)
-        self.block_of = torch.full((rows,), -1)
+    def __init__(self, start: FoldState) -> None:
+        """Goes on from `start`, which stays as it is."""
+        self.total, self.block, self.block_of = _copy(start.total), _copy(start.block), start.block_of.clone()
 
     def add(self, begin: int, end: int, key_start: int, chunk: Partial) -> None:
         """Folds one chunk's Partial into rows begin .. end-1."""
@@ -78,14 +91,15 @@ class Folder:
     def _close(self, rows: slice, which: Tensor) -> None:
         """Folds the finished blocks of the rows in `which` into their totals and begins new ones."""
         total, block = _load(self.total, rows), _load(self.block, rows)
-        folded = fold(total, block)
-        _store(self.total, rows, Partial(*(torch.where(_wide(which, b), a, b) for a, b in _pairs(folded, total))))
-        fresh = empty_partial(*block.acc.shape)
-        _store(self.block, rows, Partial(*(torch.where(_wide(which, b), a, b) for a, b in _pairs(fresh, block))))
+        _store(self.total, rows, choose(which, fold(total, block), total))
+        _store(self.block, rows, choose(which, empty_partial(*block.acc.shape), block))
 
-    def state(self) -> AttnState:
-        """The finished attention of all rows."""
-        return normalise(fold(self.total, self.block))
+    def state(self) -> FoldState:
+        return FoldState(self.total, self.block, self.block_of)
+
+
+def _copy(partial: Partial) -> Partial:
+    return Partial(partial.acc.clone(), partial.m.clone(), partial.l.clone())
 
 
 def _load(partial: Partial, rows: slice) -> Partial:
@@ -93,16 +107,7 @@ def _load(partial: Partial, rows: slice) -> Partial:
 
 
 def _store(partial: Partial, rows: slice, value: Partial) -> None:
-    for target, source in _pairs(partial, value):
-        target[rows] = source
-
-
-def _pairs(left: Partial, right: Partial) -> list[tuple[Tensor, Tensor]]:
-    return [(left.acc, right.acc), (left.m, right.m), (left.l, right.l)]
-
-
-def _wide(which: Tensor, like: Tensor) -> Tensor:
-    return which.reshape(-1, *([1] * (like.dim() - 1)))
+    partial.acc[rows], partial.m[rows], partial.l[rows] = value.acc, value.m, value.l
 
 
 def partial(
@@ -115,13 +120,17 @@ def partial(
     scale: float,
     window: int | None = None,
     bias: Tensor | None = None,
-) -> AttnState:
-    """Attention of q [R, Hq, D] over the segment that `items` lists; k [slots, Hk, D, 64], v [slots, Hk, 64, D].
+    state: FoldState | None = None,
+) -> FoldState:
+    """Folds the chunks of `items` for q [R, Hq, D] on from `state` (None: from nothing): a new state.
 
-    items int32 [n, 4] and positions int64 [R] as in attention.plan.Plan, each row's chunks in ascending order; bias
-    fp32 [Hq, keys] by absolute position. States of disjoint segments merge to their union's (attention.state.merge).
+    k [slots, Hk, D, 64], v [slots, Hk, 64, D]; items int32 [n, 4] and positions int64 [R] as in attention.plan.Plan,
+    each row's chunks in ascending order, from call to call too; bias fp32 [Hq, keys] by absolute position. However the
+    items are cut into calls, `finish` gives the bits of one `attend`.
     """
-    folder = Folder(*q.shape)
+    if state is not None:
+        state.expect(tuple(q.shape), 1.0)
+    folder = Folder(state or state_of_none(*q.shape))
     for slot, key, begin, end in items.tolist():
         seen = visible(positions[begin:end], key, window)
         near = None if bias is None else bias[:, key : key + CHUNK]
@@ -129,6 +138,22 @@ def partial(
             near = torch.nn.functional.pad(near, (0, CHUNK - near.shape[-1]))
         folder.add(begin, end, key, chunk_partial(q[begin:end], k[slot], v[slot], seen, scale, near))
     return folder.state()
+
+
+def empty_fold(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> FoldState:
+    """The state of rows that have met no chunk. `dtype` is the one computed in, which only kernels care about."""
+    return state_of_none(rows, heads, head_dim)
+
+
+def states_of(state: FoldState) -> AttnState:
+    """The attention of what was folded, as a value that merges."""
+    state.expect(state.shape, 1.0)
+    return normalise(fold(state.total, state.block))
+
+
+def finish(state: FoldState, dtype: torch.dtype) -> Tensor:
+    """The attention of what was folded: [R, Hq, D] in `dtype`."""
+    return states_of(state).out.to(dtype)
 
 
 def attend(
@@ -143,7 +168,7 @@ def attend(
     bias: Tensor | None = None,
 ) -> Tensor:
     """The finished attention of a plan's rows over all of its items: [R, Hq, D] in q's dtype. See `partial`."""
-    return partial(q, k, v, items, positions, scale=scale, window=window, bias=bias).out.to(q.dtype)
+    return finish(partial(q, k, v, items, positions, scale=scale, window=window, bias=bias), q.dtype)
 
 
 def append(pool_k: Tensor, pool_v: Tensor, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
