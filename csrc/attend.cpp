@@ -7,6 +7,7 @@
 #include "kernels.h"
 #include "natural.h"
 #include "paired.h"
+#include "quantised.h"
 #include "simd.h"
 #include "states.h"
 
@@ -107,9 +108,8 @@ template <typename Math> struct HeadRows {
     const int64_t from = item.row_begin > first ? item.row_begin : first;
     const int64_t to = item.row_end < last ? item.row_end : last;
     enter_block(from, to, item.key_start / BLOCK);
-    const int64_t at = (item.slot * a.kv_heads + kv_head) * CHUNK * a.dim;
-    const Math math(static_cast<const T *>(a.k) + at, static_cast<const T *>(a.v) + at, a.dim, padded, next,
-                    (to - from) * group, scratch);
+    const Math math = Reader<Math>::open(a, static_cast<int64_t>(item.slot) * a.kv_heads + kv_head, padded, next,
+                                         (to - from) * group, scratch);
     const int64_t end = (to - first) * group;
     for (int64_t lane = (from - first) * group, tile = 0; lane < end; lane += LANES, ++tile)
       walk_lanes(item, lane, static_cast<int>(end - lane < LANES ? end - lane : LANES), math, tile == 0);
@@ -135,7 +135,7 @@ template <typename Math> struct HeadRows {
       for (int r = 0; r < n; ++r) add_bias(bias_of(item.key_start, lane + r, bias), scores + r * CHUNK);
       scale = 1.0f;
     }
-    Math::probabilities(n, scores, seen, scale, p, m, l);
+    math.probabilities(n, scores, seen, scale, p, m, l);
     Weights weights;
     block.template take<Math>(lane, n, m, l, weights);
     math.values(n, p, seen, block.acc + lane * padded, weights, fetch);
@@ -243,15 +243,19 @@ template <typename Math> void attend_by(const Attend &a) {
   }
 }
 
+template <typename Math> void attend_stored(const Attend &a) {
+  a.k_scale ? attend_by<Quantised<Math>>(a) : attend_by<Math>(a);
+}
+
 }  // namespace
 
 template <typename T> void attend(const Attend &a) {
   if (a.rows == 0) return;
 #ifdef __AVX512BF16__
   if constexpr (sizeof(T) == 2)
-    if (paired(a.dim)) return attend_by<Paired>(a);
+    if (paired(a.dim)) return attend_stored<Paired>(a);
 #endif
-  attend_by<Natural<T>>(a);
+  attend_stored<Natural<T>>(a);
 }
 
 template void attend<bf16>(const Attend &);

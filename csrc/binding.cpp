@@ -27,20 +27,22 @@ Fold fold_at(const Addresses &state) {
 
 void attend(int type, Address q, Address k, Address v, Address out, Address items, Address positions, Address bias,
             int64_t rows, int64_t q_stride, int64_t item_count, int64_t heads, int64_t kv_heads, int64_t dim,
-            int64_t slots, int64_t window, int64_t bias_len, float scale, int threads, const Addresses &from,
-            const Addresses &to) {
+            int64_t slots, int64_t window, int64_t bias_len, float scale, int threads, Address k_scale,
+            Address v_scale, const Addresses &from, const Addresses &to) {
   const Attend a = {at<void>(q), at<void>(k), at<void>(v), at<void>(out), at<Item>(items), at<int64_t>(positions),
                     at<float>(bias), rows, q_stride, item_count, heads, kv_heads, dim, window, bias_len, scale,
-                    threads, fold_at(from), fold_at(to)};
+                    threads, at<float>(k_scale), at<float>(v_scale), fold_at(from), fold_at(to)};
   check_items(a, slots);
   check_bias(a);
   kernels().attend[type](a);
 }
 
 void append(int type, Address k_new, Address v_new, Address k, Address v, Address slots, Address offsets, int64_t rows,
-            int64_t k_stride, int64_t v_stride, int64_t kv_heads, int64_t dim, int64_t slot_count, int threads) {
+            int64_t k_stride, int64_t v_stride, int64_t kv_heads, int64_t dim, int64_t slot_count, int threads,
+            Address k_scale, Address v_scale) {
   const Append a = {at<void>(k_new), at<void>(v_new), at<void>(k), at<void>(v), at<int32_t>(slots),
-                    at<int32_t>(offsets), rows, k_stride, v_stride, kv_heads, dim, threads};
+                    at<int32_t>(offsets), rows, k_stride, v_stride, kv_heads, dim, threads,
+                    at<float>(k_scale), at<float>(v_scale)};
   check_places(a, slot_count);
   kernels().append[type](a);
 }

@@ -37,6 +37,7 @@ struct Attend {
   int64_t rows, q_stride, item_count, heads, kv_heads, dim, window, bias_len;
   float scale;
   int threads;
+  const float *k_scale, *v_scale;  // [slots, Hkv, 64] where k and v are int8 (see quantised.h), else null
   Fold from, to;  // the state to fold on from; the state to leave instead of `out`. They share no memory
 };
 
@@ -72,6 +73,7 @@ struct Append {
   const int32_t *slots, *offsets;  // [T]
   int64_t rows, k_stride, v_stride, kv_heads, dim;
   int threads;
+  float *k_scale, *v_scale;  // as in Attend
 };
 
 // out = norm(x) * weight + bias, row by row.

@@ -87,7 +87,9 @@ struct Paired {
   // Raw scores s [n, 64] -> probabilities p [n, 64] relative to each lane's own maximum m (in units of log 2), rounded to
   // bf16, 0 where the lane sees nothing; l [n] is the sum of the unrounded ones, 0 when no visible score is above -inf.
   // Two passes, so that the lanes' chains of operations overlap.
-  static void probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l) {
+  // `weights` [64] is what they are multiplied by before they are rounded, but not in the sum.
+  static void probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l,
+                            const float *weights = nullptr) {
     const __m512 factor = _mm512_set1_ps(scale * LOG2_E);
     for (int r = 0; r < n; ++r) {
       const float *row = s + r * CHUNK;
@@ -103,9 +105,12 @@ struct Paired {
       for (int c = 0; c < 4; ++c) x[c] = exp2(_mm512_fmsub_ps(_mm512_load_ps(s + r * CHUNK + c * 16), factor, base));
       if (!seen.everything)
         for (int c = 0; c < 4; ++c) x[c] = _mm512_maskz_mov_ps(seen.mask(r) >> (16 * c), x[c]);
+      l[r] = sum16(_mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]));
+      if (weights)
+        for (int c = 0; c < 4; ++c)
+          x[c] = _mm512_maskz_mul_ps(seen.mask(r) >> (16 * c), x[c], _mm512_loadu_ps(weights + c * 16));
       _mm512_store_si512(p + r * CHUNK, (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
       _mm512_store_si512(p + r * CHUNK + 32, (__m512i)_mm512_cvtne2ps_pbh(x[3], x[2]));
-      l[r] = sum16(_mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]));
     }
   }
 

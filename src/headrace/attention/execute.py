@@ -47,7 +47,8 @@ class PlanAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pool_k, pool_v = self.storage.k[layer], self.storage.v[layer]
         window = self.spec.windows[layer]
-        self.kernels.append(pool_k, pool_v, k, v, self.row_slots, self.row_offsets)
+        scales = {"k_scale": self.storage.k_scale[layer], "v_scale": self.storage.v_scale[layer]}
+        self.kernels.append(pool_k, pool_v, k, v, self.row_slots, self.row_offsets, **scales)
         out: Tensor = self.kernels.attend(
             q,
             pool_k,
@@ -57,5 +58,6 @@ class PlanAttention:
             scale=self.spec.scale,
             window=window,
             bias=self.key_bias,
+            **scales,
         )
         return out
