@@ -7,7 +7,9 @@
 #include "kernels.h"
 #include "natural.h"
 #include "paired.h"
+#include "quantised.h"
 #include "simd.h"
+#include "states.h"
 
 #include <new>
 
@@ -17,35 +19,6 @@ namespace {
 
 constexpr int64_t UNIT_LANES = 128;  // most lanes of a unit: their states stay in L2
 constexpr int64_t SMALL_LANES = 16;  // fewer share a chunk too little
-
-// Running softmax state of lanes: acc [lanes, P], m and l [lanes]. EMPTY is (0, -inf, 0).
-struct State {
-  float *acc, *m, *l;
-
-  void clear(int64_t lane, int64_t padded) {
-    for (int64_t d = 0; d < padded; ++d) acc[lane * padded + d] = 0.0f;
-    m[lane] = -__builtin_inff();
-    l[lane] = 0.0f;
-  }
-
-  // Folds partial states (their m and l; acc follows by the weights) into `n` lanes. A state with l = 0 changes nothing.
-  template <typename Math> void take(int64_t lane, int n, const float *m_new, const float *l_new, Weights &weights) {
-    for (int r = 0; r < n; r += W) {
-      const int count = n - r < W ? n - r : W;
-      const vf old = load_part(m + lane + r, count), part = load_part(m_new + r, count);
-      const vf l_old = load_part(l + lane + r, count), l_part = load_part(l_new + r, count);
-      const vf low = splat(-__builtin_inff());
-      const vf mine = l_old > 0.0f ? old : low, theirs = l_part > 0.0f ? part : low;
-      const vf top = max(mine, theirs);
-      const vf base = top == low ? vf{} : top;
-      const vf keep = Math::power(mine - base), add = Math::power(theirs - base);
-      store_part(l + lane + r, madd(l_old, keep, l_part * add), count);
-      store_part(m + lane + r, top, count);
-      store(weights.keep + r, keep);
-      store(weights.take + r, add);
-    }
-  }
-};
 
 // The rows first..last-1 of one KV head.
 template <typename Math> struct HeadRows {
@@ -92,7 +65,16 @@ template <typename Math> struct HeadRows {
       block.clear(lane, padded);
       total.clear(lane, padded);
     }
+    if (a.from.block_of)
+      for (int64_t row = first; row < last; ++row) {
+        in_tensor(a.from.total, row).copy_to(here(total, row), group, a.dim);
+        in_tensor(a.from.block, row).copy_to(here(block, row), group, a.dim);
+        block_of[row - first] = a.from.block_of[row];
+      }
   }
+
+  Lanes here(const State &state, int64_t row) const { return {state, (row - first) * group, padded}; }
+  Lanes in_tensor(const Parts &parts, int64_t row) const { return {parts, row * a.heads + kv_head * group, a.dim}; }
 
   // Keys of the chunk that a row may see: from..to-1 within the chunk; none if from >= to.
   void visible(int64_t row, int64_t key_start, int &from, int &to) const {
@@ -116,13 +98,7 @@ template <typename Math> struct HeadRows {
 
   void close_block(int64_t row) {
     for (int64_t lane = (row - first) * group; lane < (row - first + 1) * group; ++lane) {
-      Weights w;
-      total.template take<Math>(lane, 1, block.m + lane, block.l + lane, w);
-      if (block.l[lane] == 0.0f) continue;
-      for (int64_t d = 0; d < padded; d += W) {
-        float *to = total.acc + lane * padded + d;
-        store(to, madd(load(to), splat(w.keep[0]), load(block.acc + lane * padded + d) * splat(w.take[0])));
-      }
+      total.template fold<Math>(lane, block, padded);
       block.clear(lane, padded);
     }
   }
@@ -132,9 +108,8 @@ template <typename Math> struct HeadRows {
     const int64_t from = item.row_begin > first ? item.row_begin : first;
     const int64_t to = item.row_end < last ? item.row_end : last;
     enter_block(from, to, item.key_start / BLOCK);
-    const int64_t at = (item.slot * a.kv_heads + kv_head) * CHUNK * a.dim;
-    const Math math(static_cast<const T *>(a.k) + at, static_cast<const T *>(a.v) + at, a.dim, padded, next,
-                    (to - from) * group, scratch);
+    const Math math = Reader<Math>::open(a, static_cast<int64_t>(item.slot) * a.kv_heads + kv_head, padded, next,
+                                         (to - from) * group, scratch);
     const int64_t begin = (from - first) * group, lanes = (to - from) * group;
     for (int64_t i = 0; i < lanes; i += LANES)
       walk_lanes(item, begin + i, static_cast<int>(lanes - i < LANES ? lanes - i : LANES), math, i);
@@ -161,7 +136,7 @@ template <typename Math> struct HeadRows {
       for (int r = 0; r < n; ++r) add_bias(bias_of(item.key_start, lane + r, bias), scores + r * CHUNK);
       scale = 1.0f;
     }
-    Math::probabilities(n, scores, seen, scale, p, m, l);
+    math.probabilities(n, scores, seen, scale, p, m, l);
     Weights weights;
     block.template take<Math>(lane, n, m, l, weights);
     math.values(n, p, seen, block.acc + lane * padded, weights, before);
@@ -182,18 +157,21 @@ template <typename Math> struct HeadRows {
 
   void finish() {
     for (int64_t row = first; row < last; ++row) {
+      if (a.to.block_of) {
+        leave(row);
+        continue;
+      }
       close_block(row);
       T *out = static_cast<T *>(a.out) + (row * a.heads + kv_head * group) * a.dim;
-      for (int64_t g = 0; g < group; ++g) write((row - first) * group + g, out + g * a.dim);
+      for (int64_t g = 0; g < group; ++g) total.write((row - first) * group + g, padded, a.dim, out + g * a.dim);
     }
   }
 
-  void write(int64_t lane, T *out) {
-    const float l = total.l[lane];
-    for (int64_t d = 0; d < a.dim; d += W) {
-      const vf y = l == 0.0f ? vf{} : load(total.acc + lane * padded + d) / splat(l);
-      a.dim - d >= W ? store(out + d, y) : store_part(out + d, y, a.dim - d);
-    }
+  // The row's state as it stands, for a call that folds on.
+  void leave(int64_t row) const {
+    here(total, row).copy_to(in_tensor(a.to.total, row), group, a.dim);
+    here(block, row).copy_to(in_tensor(a.to.block, row), group, a.dim);
+    if (kv_head == 0) a.to.block_of[row] = block_of[row - first];  // the same for all heads: one thread writes it
   }
 };
 
@@ -274,15 +252,19 @@ template <typename Math> void attend_by(const Attend &a) {
   }
 }
 
+template <typename Math> void attend_stored(const Attend &a) {
+  a.k_scale ? attend_by<Quantised<Math>>(a) : attend_by<Math>(a);
+}
+
 }  // namespace
 
 template <typename T> void attend(const Attend &a) {
   if (a.rows == 0) return;
 #ifdef __AVX512BF16__
   if constexpr (sizeof(T) == 2)
-    if (paired(a.dim)) return attend_by<Paired>(a);
+    if (paired(a.dim)) return attend_stored<Paired>(a);
 #endif
-  attend_by<Natural<T>>(a);
+  attend_stored<Natural<T>>(a);
 }
 
 template void attend<bf16>(const Attend &);

@@ -1,6 +1,7 @@
 // Python binding: tensors come as addresses, because that costs a tenth of a DLPack exchange. headrace.kernels.cpu
 // checks shapes, types and layouts before it calls; nothing here is public.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
 
 #include "checks.h"
 #include "dispatch.h"
@@ -12,25 +13,54 @@ namespace {
 
 using Address = uint64_t;
 
+using Addresses = std::vector<Address>;
+
 template <typename T> T *at(Address address) { return reinterpret_cast<T *>(address); }
+
+Parts parts_at(const Address *three) { return {at<float>(three[0]), at<float>(three[1]), at<float>(three[2])}; }
+
+// acc, m and l of the total, the same of the block, and block_of; or nothing.
+Fold fold_at(const Addresses &state) {
+  if (state.size() != 7) return {};
+  return {parts_at(&state[0]), parts_at(&state[3]), at<int32_t>(state[6])};
+}
 
 void attend(int type, Address q, Address k, Address v, Address out, Address items, Address positions, Address bias,
             int64_t rows, int64_t q_stride, int64_t item_count, int64_t heads, int64_t kv_heads, int64_t dim,
-            int64_t slots, int64_t window, int64_t bias_len, float scale, int threads) {
+            int64_t slots, int64_t window, int64_t bias_len, float scale, int threads, Address k_scale,
+            Address v_scale, const Addresses &from, const Addresses &to) {
   const Attend a = {at<void>(q), at<void>(k), at<void>(v), at<void>(out), at<Item>(items), at<int64_t>(positions),
                     at<float>(bias), rows, q_stride, item_count, heads, kv_heads, dim, window, bias_len, scale,
-                    threads};
+                    threads, at<float>(k_scale), at<float>(v_scale), fold_at(from), fold_at(to)};
   check_items(a, slots);
   check_bias(a);
   kernels().attend[type](a);
 }
 
 void append(int type, Address k_new, Address v_new, Address k, Address v, Address slots, Address offsets, int64_t rows,
-            int64_t k_stride, int64_t v_stride, int64_t kv_heads, int64_t dim, int64_t slot_count, int threads) {
+            int64_t k_stride, int64_t v_stride, int64_t kv_heads, int64_t dim, int64_t slot_count, int threads,
+            Address k_scale, Address v_scale) {
   const Append a = {at<void>(k_new), at<void>(v_new), at<void>(k), at<void>(v), at<int32_t>(slots),
-                    at<int32_t>(offsets), rows, k_stride, v_stride, kv_heads, dim, threads};
+                    at<int32_t>(offsets), rows, k_stride, v_stride, kv_heads, dim, threads,
+                    at<float>(k_scale), at<float>(v_scale)};
   check_places(a, slot_count);
   kernels().append[type](a);
+}
+
+void finish(int type, const Addresses &from, Address out, Address lse, int64_t lanes, int64_t dim, bool base2,
+            int threads) {
+  const Fold state = fold_at(from);
+  kernels().finish[type]({state.total, state.block, at<void>(out), at<float>(lse), lanes, dim, base2, threads});
+}
+
+void fold(const Addresses &both, int64_t lanes, int64_t dim, bool base2, int threads) {
+  kernels().fold({parts_at(&both.at(0)), parts_at(&both.at(3)), lanes, dim, base2, threads});
+}
+
+void merge(Address left_out, Address left_lse, Address right_out, Address right_lse, Address out, Address lse,
+           int64_t lanes, int64_t dim, int threads) {
+  kernels().merge({at<float>(left_out), at<float>(left_lse), at<float>(right_out), at<float>(right_lse),
+                   at<float>(out), at<float>(lse), lanes, dim, threads});
 }
 
 void rms_norm(int type, Address x, Address weight, Address out, int64_t rows, int64_t width, float eps,
@@ -81,6 +111,9 @@ NB_MODULE(_cpu, m) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   m.def("attend", attend, unlocked);
   m.def("append", append, unlocked);
+  m.def("finish", finish, unlocked);
+  m.def("fold", fold, unlocked);
+  m.def("merge", merge, unlocked);
   m.def("rms_norm", rms_norm, unlocked);
   m.def("layer_norm", layer_norm, unlocked);
   m.def("silu_mul", silu_mul, unlocked);

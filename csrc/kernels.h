@@ -14,6 +14,18 @@ struct Item {
   int32_t slot, key_start, row_begin, row_end;
 };
 
+// Attention of rows, unnormalised: acc [R, Hq, D], m and l [R, Hq].
+struct Parts {
+  float *acc, *m, *l;
+};
+
+// Where rows stand in the canonical fold. block_of [R]: index of the block that `block` holds, -1 before the first; null
+// where there is no state.
+struct Fold {
+  Parts total, block;
+  int32_t *block_of;
+};
+
 struct Attend {
   const void *q;         // [R, Hq, D], rows q_stride apart
   const void *k;         // [slots, Hkv, D, 64], or in bf16 pairs: see paired.h
@@ -25,6 +37,34 @@ struct Attend {
   int64_t rows, q_stride, item_count, heads, kv_heads, dim, window, bias_len;
   float scale;
   int threads;
+  const float *k_scale, *v_scale;  // [slots, Hkv, 64] where k and v are int8 (see quantised.h), else null
+  Fold from, to;  // the state to fold on from; the state to leave instead of `out`. They share no memory
+};
+
+// left = left folded with right, all lanes. base2: m is in units of log 2, as in paired.h.
+struct FoldLanes {
+  Parts left, right;
+  int64_t lanes, dim;
+  bool base2;
+  int threads;
+};
+
+// out [lanes, D] = attention of what was folded, lse [lanes] (or null) the logarithm of its sum. A lane is one (row, head).
+struct Finish {
+  Parts total, block;
+  void *out;
+  float *lse;
+  int64_t lanes, dim;
+  bool base2;
+  int threads;
+};
+
+// Attention over the union of two disjoint segments: out [lanes, D] and lse [lanes] each.
+struct Merge {
+  const float *left_out, *left_lse, *right_out, *right_lse;
+  float *out, *lse;
+  int64_t lanes, dim;
+  int threads;
 };
 
 struct Append {
@@ -33,6 +73,7 @@ struct Append {
   const int32_t *slots, *offsets;  // [T]
   int64_t rows, k_stride, v_stride, kv_heads, dim;
   int threads;
+  float *k_scale, *v_scale;  // as in Attend
 };
 
 // out = norm(x) * weight + bias, row by row.
@@ -73,6 +114,9 @@ struct Rotary {
 struct Kernels {
   void (*attend[2])(const Attend &);
   void (*append[2])(const Append &);
+  void (*finish[2])(const Finish &);
+  void (*fold)(const FoldLanes &);
+  void (*merge)(const Merge &);
   void (*rms_norm[2])(const Norm &);
   void (*layer_norm[2])(const Norm &);
   void (*silu_mul[2])(const Unary &);

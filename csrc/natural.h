@@ -21,7 +21,7 @@ template <typename T> struct Natural {
 
   static int64_t scratch(int64_t dim) { return CHUNK * (dim + (dim + 15) / 16 * 16); }
 
-  static void query(const T *from, float *to, int64_t n) {
+  template <typename S> static void query(const S *from, float *to, int64_t n) {
     int64_t i = 0;
     for (; i + W <= n; i += W) store(to + i, load(from + i));
     if (i < n) store_part(to + i, load_part(from + i, n - i), n - i);
@@ -36,6 +36,10 @@ template <typename T> struct Natural {
     }
     if (pays || dim != padded) wide_v = widen_values(scratch + CHUNK * dim);
   }
+
+  // On a chunk that is fp32 already: [D][64] and [64][P].
+  Natural(const float *wide_k, const float *wide_v, int64_t dim, int64_t padded)
+      : k(nullptr), v(nullptr), dim(dim), padded(padded), wide_k(wide_k), wide_v(wide_v) {}
 
   const float *widen_values(float *to) const {
     for (int64_t j = 0; j < CHUNK; ++j) {
@@ -77,8 +81,10 @@ template <typename T> struct Natural {
   static vf power(vf x) { return exp(x); }
 
   // Raw scores s [n, 64] -> probabilities p [n, 64] relative to each lane's own maximum m, rounded as T is, 0 where the
-  // lane sees nothing; l [n] is the sum of the unrounded ones, 0 when no visible score is above -inf.
-  static void probabilities(int n, float *s, const Seen &seen, float scale, float *p, float *m, float *l) {
+  // lane sees nothing; l [n] is the sum of the unrounded ones, 0 when no visible score is above -inf. `weights` [64] is
+  // what the probabilities are multiplied by before they are rounded, but not in the sum.
+  static void probabilities(int n, float *s, const Seen &seen, float scale, float *p, float *m, float *l,
+                            const float *weights = nullptr) {
     for (int r = 0; r < n; ++r, s += CHUNK, p += CHUNK) {
       const float low = -__builtin_inff();
       const int first = seen.from(r), last = seen.to(r);
@@ -95,7 +101,7 @@ template <typename T> struct Natural {
       for (int j = 0; j < CHUNK; j += W) {
         const vf x = exp(load(s + j) - splat(m[r]));
         store(s + j, x);
-        store(p + j, round_as(static_cast<const T *>(nullptr), x));
+        store(p + j, round_as(static_cast<const T *>(nullptr), weights ? x * load(weights + j) : x));
       }
       l[r] = sum64(s);
     }

@@ -27,13 +27,16 @@ struct Paired {
   const bf16 *k, *v;
   int64_t dim;
   int64_t ahead;  // elements from these keys to those that are read next; 0: none
-  int64_t tiles;  // of these keys: each fetches its share of what is read next
+  int64_t tiles;  // of these keys: each fetches its share of what is read next; 0: nothing is to be fetched
 
   static int64_t scratch(int64_t) { return 0; }
   static void query(const bf16 *from, bf16 *to, int64_t n) { memcpy(to, from, n * sizeof(bf16)); }
 
   Paired(const bf16 *k, const bf16 *v, int64_t dim, int64_t, int64_t ahead, int64_t lanes, float *)
       : k(k), v(v), dim(dim), ahead(ahead), tiles((lanes + TILE_ROWS - 1) / TILE_ROWS) {}
+
+  // Keys and values that lie in a cache already.
+  Paired(const bf16 *k, const bf16 *v, int64_t dim) : k(k), v(v), dim(dim), ahead(0), tiles(0) {}
 
   // One group of lanes reads K, then V, and L1 holds little more than both: fetch half a chunk ahead. Several groups read
   // them in turn: fetch a whole chunk ahead.
@@ -43,7 +46,7 @@ struct Paired {
 
   // The part of `next` that a tile fetches while it takes 16 `columns` columns a step, from column d on.
   Ahead share(const bf16 *next, int64_t tile, int64_t d, int columns) const {
-    if (!next) return {k, 0, 0};
+    if (!next || tiles == 0) return {k, 0, 0};
     const int64_t stride = (LINE * columns + tiles - 1) / tiles;
     return {next + (tile * dim + d) * CHUNK / tiles, stride, static_cast<int>((stride + LINE - 1) / LINE)};
   }
@@ -75,7 +78,7 @@ struct Paired {
   }
 
   // 2^x for x <= 0; about 1e-38 for all x below -126. FINE: at most 3 ulp from the truth, for states, which are folded in
-  // other orders too. Otherwise 1e-4 of it, for probabilities, which are rounded to 8 bits.
+  // other orders too. Otherwise 3e-6 of it, for probabilities, which are rounded to 8 bits.
   template <bool FINE> static __m512 exp2(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // the second operand wins where it is NaN
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -86,7 +89,7 @@ struct Paired {
       return y;
     };
     const __m512 y = FINE ? horner(1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f)
-                          : horner(5.5009102e-2f, 2.4221098e-1f, 6.9328289e-1f, 1.0f);
+                          : horner(9.5827006e-3f, 5.5906877e-2f, 2.4024104e-1f, 6.9312411e-1f, 1.0f);
     return _mm512_scalef_ps(y, n);
   }
 
@@ -99,15 +102,17 @@ struct Paired {
   // Raw scores s [n, 64] -> probabilities p [n, 64] relative to each lane's own maximum m (in units of log 2), rounded to
   // bf16, 0 where the lane sees nothing; l [n] is the sum of the unrounded ones, 0 when no visible score is above -inf.
   // Two passes, so that the lanes' chains of operations overlap.
-  static void probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l) {
+  // `weights` [64] is what they are multiplied by before they are rounded, but not in the sum.
+  static void probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l,
+                            const float *weights = nullptr) {
     const __m512 factor = _mm512_set1_ps(scale * LOG2_E);
     if (!seen.everything)
       for (int r = 0; r < n; ++r) hide(s + r * CHUNK, seen.mask(r));
     int r = 0;
     for (; r + 4 <= n; r += 4) maxima<4>(s + r * CHUNK, factor, m + r);
     for (; r < n; ++r) maxima<1>(s + r * CHUNK, factor, m + r);
-    for (r = 0; r + 4 <= n; r += 4) powers<4>(s + r * CHUNK, seen, r, factor, m + r, p + r * CHUNK, l + r);
-    for (; r < n; ++r) powers<1>(s + r * CHUNK, seen, r, factor, m + r, p + r * CHUNK, l + r);
+    for (r = 0; r + 4 <= n; r += 4) powers<4>(s + r * CHUNK, seen, r, factor, m + r, p + r * CHUNK, l + r, weights);
+    for (; r < n; ++r) powers<1>(s + r * CHUNK, seen, r, factor, m + r, p + r * CHUNK, l + r, weights);
   }
 
   // m: the greatest scaled score of each of N lanes, 0 for a lane whose scores are all -inf.
@@ -125,7 +130,8 @@ struct Paired {
 
   // p and l of N lanes, the first of which is number `lane` of the group.
   template <int N>
-  static void powers(const float *s, const Seen &seen, int lane, __m512 factor, const float *m, bf16 *p, float *l) {
+  static void powers(const float *s, const Seen &seen, int lane, __m512 factor, const float *m, bf16 *p, float *l,
+                     const float *weights) {
     __m512 sum[N];
     each<N>([&](auto r) HEADRACE_INLINE_LAMBDA {
       const __m512 base = _mm512_set1_ps(m[r]);
@@ -137,11 +143,19 @@ struct Paired {
         const uint64_t mask = seen.mask(lane + r);
         each<4>([&](auto c) HEADRACE_INLINE_LAMBDA { x[c] = _mm512_maskz_mov_ps(mask >> (16 * c), x[c]); });
       }
+      sum[r] = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]);
+      if (weights) weigh(seen.mask(lane + r), weights, x);
       _mm512_store_si512(p + r * CHUNK, (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
       _mm512_store_si512(p + r * CHUNK + 32, (__m512i)_mm512_cvtne2ps_pbh(x[3], x[2]));
-      sum[r] = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]);
     });
     store_part(l, reduce<N>(sum, [](vf a, vf b) HEADRACE_INLINE_LAMBDA { return a + b; }), N);
+  }
+
+  // x times the weights of the keys in `mask`; the others' may be garbage.
+  static void weigh(uint64_t mask, const float *weights, __m512 (&x)[4]) {
+    each<4>([&](auto c) HEADRACE_INLINE_LAMBDA {
+      x[c] = _mm512_maskz_mul_ps(mask >> (16 * c), x[c], _mm512_loadu_ps(weights + c * 16));
+    });
   }
 
   static __m512i half_mask(int halves) {

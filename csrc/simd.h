@@ -27,6 +27,7 @@ typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
+typedef int8_t vb __attribute__((vector_size(W)));
 
 typedef uint16_t bf16;
 
@@ -73,6 +74,12 @@ HEADRACE_INLINE vf load(const bf16 *p) {
   vh x;
   memcpy(&x, p, sizeof x);
   return reinterpret_cast<vf>(__builtin_convertvector(x, vu) << 16);
+}
+
+HEADRACE_INLINE vf load(const int8_t *p) {
+  vb x;
+  memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(__builtin_convertvector(x, vi), vf);
 }
 
 HEADRACE_INLINE void store(float *p, vf x) { memcpy(p, &x, sizeof x); }

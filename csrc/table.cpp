@@ -6,6 +6,9 @@ namespace headrace::HEADRACE_NS {
 
 template <typename T> void attend(const Attend &);
 template <typename T> void append(const Append &);
+template <typename T> void finish(const Finish &);
+void fold(const FoldLanes &);
+void merge(const Merge &);
 template <typename T> void rms_norm(const Norm &);
 template <typename T> void layer_norm(const Norm &);
 template <typename T> void silu_mul(const Unary &);
@@ -20,9 +23,17 @@ bool probe_handover(int64_t rounds);
 
 extern const Kernels kernels;
 constexpr Kernels kernels = {
-    {attend<bf16>, attend<float>},         {append<bf16>, append<float>},     {rms_norm<bf16>, rms_norm<float>},
-    {layer_norm<bf16>, layer_norm<float>}, {silu_mul<bf16>, silu_mul<float>}, {gelu<bf16>, gelu<float>},
-    {gelu_tanh<bf16>, gelu_tanh<float>},   {rotary<bf16>, rotary<float>},
+    {attend<bf16>, attend<float>},
+    {append<bf16>, append<float>},
+    {finish<bf16>, finish<float>},
+    fold,
+    merge,
+    {rms_norm<bf16>, rms_norm<float>},
+    {layer_norm<bf16>, layer_norm<float>},
+    {silu_mul<bf16>, silu_mul<float>},
+    {gelu<bf16>, gelu<float>},
+    {gelu_tanh<bf16>, gelu_tanh<float>},
+    {rotary<bf16>, rotary<float>},
 #ifdef __AVX512BF16__
     linear,
 #else

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from headrace.types import CHUNK
 
 DType = Literal["auto", "bfloat16", "float32"]
+KVDType = Literal["auto", "int8"]
 Backend = Literal["auto", "reference", "cpu", "triton"]
 
 ENV_PREFIX = "HEADRACE_"
@@ -33,6 +34,9 @@ class EngineConfig:
     )
     max_model_len: int | None = _flag(None, "Longest sequence, prompt and answer together, in tokens.")
     kv_cache_tokens: int | None = _flag(None, "KV cache size in tokens. Default: a quarter of the free memory.")
+    kv_cache_dtype: KVDType = _flag(
+        "auto", "Type of the cached keys and values: auto (the compute type) or int8 (half of bfloat16, lossy)."
+    )
     enable_prefix_caching: bool = _flag(True, "Share and keep the KV of common prefixes.")
     max_batch_tokens: int = _flag(2048, "Most tokens computed in one step.", "--max-num-batched-tokens")
     max_sequences: int = _flag(256, "Most sequences running at once.", "--max-num-seqs")
@@ -63,7 +67,7 @@ class EngineConfig:
             raise ValueError("api_key must not be empty; leave it out to serve without one")
         if self.log_interval_s <= 0:
             raise ValueError(f"log_interval_s must be above 0, got {self.log_interval_s}")
-        for name, kind in (("dtype", DType), ("attention_backend", Backend)):
+        for name, kind in (("dtype", DType), ("attention_backend", Backend), ("kv_cache_dtype", KVDType)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
 

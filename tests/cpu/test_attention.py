@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.attention import reference
 from headrace.attention.plan import Span, build
-from headrace.attention.state import AttnState, Partial, empty, empty_partial, fold, merge, normalise
+from headrace.attention.state import AttnState, Partial, empty, empty_fold, empty_partial, fold, merge, normalise
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
 HEADS, DIM = 2, 8
@@ -124,9 +124,9 @@ def test_partial_states_of_two_segments_merge_to_the_whole(cut: int) -> None:
     plan = build([Span(np.arange(41, dtype=np.int32), 2560, 40)])
     q, positions = torch.randn(40, 4, DIM).bfloat16(), torch.from_numpy(plan.positions)
     near, far = (torch.from_numpy(items) for items in (plan.items[:cut], plan.items[cut:]))
-    states = [reference.partial(q, pool_k, pool_v, part, positions, scale=0.3) for part in (near, far)]
+    parts = [reference.partial(q, pool_k, pool_v, part, positions, scale=0.3) for part in (near, far)]
     whole = reference.partial(q, pool_k, pool_v, torch.from_numpy(plan.items), positions, scale=0.3)
-    close(merge(*states), whole, 1e-6)
+    close(merge(*map(reference.states_of, parts)), reference.states_of(whole), 1e-6)
 
 
 def test_bf16_error_is_that_of_rounding_probabilities() -> None:
@@ -147,7 +147,7 @@ def test_folds_chunks_into_blocks_and_blocks_into_the_total(monkeypatch: pytest.
     parts = [
         Partial(torch.randn(rows, HEADS, DIM), torch.randn(rows, HEADS), torch.rand(rows, HEADS)) for _ in range(chunks)
     ]
-    folder = reference.Folder(rows, HEADS, DIM)
+    folder = reference.Folder(empty_fold(rows, HEADS, DIM))
     for index, part in enumerate(parts):
         folder.add(0, rows, index * CHUNK, part)
     total = empty_partial(rows, HEADS, DIM)
@@ -156,8 +156,8 @@ def test_folds_chunks_into_blocks_and_blocks_into_the_total(monkeypatch: pytest.
         for part in parts[first : first + BLOCK_CHUNKS]:
             block = fold(block, part)
         total = fold(total, block)
-    assert torch.equal(folder.state().out, normalise(total).out)
-    assert torch.equal(folder.state().lse, normalise(total).lse)
+    assert torch.equal(reference.states_of(folder.state()).out, normalise(total).out)
+    assert torch.equal(reference.states_of(folder.state()).lse, normalise(total).lse)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -40,7 +40,9 @@ ENGINE = {"workload", "model", "engine", "precision", "ttft_s", "decode_tok_s", 
 TINY = Shape(hidden=64, layers=1, heads=2, kv_heads=1, head_dim=32, mlp=64)
 
 
-@pytest.mark.parametrize("chosen", ["decode_gqa_1x", "decode_shared_tree_gqa", "prefill_h64_64_on", "linear_4"])
+@pytest.mark.parametrize(
+    "chosen", ["decode_gqa_1x", "decode_gqa_1x256_kv8", "decode_shared_tree_gqa", "prefill_h64_64_on", "linear_4"]
+)
 def test_attention_writes_the_fixed_format(chosen: str, tmp_path: Path) -> None:
     file = tmp_path / "attention.json"
     arguments = ["bench", "attention", "--quick", "--threads", "1", "--cases", chosen, "--json", str(file)]
@@ -59,7 +61,7 @@ def test_attention_has_every_case() -> None:
     bench = AttentionBench(QUICK, [1, 2])
     families = [name for family in (bench.decode, bench.shared, bench.tree, bench.prefill, bench.linear)
                 for name, _ in family()]  # fmt: skip
-    assert len(families) == 6 + 10 + 2 + 6 + 6
+    assert len(families) == 12 + 10 + 2 + 6 + 6
     assert all(name.startswith(("decode_", "prefill_", "linear_")) for name in families)
 
 

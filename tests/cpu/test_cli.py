@@ -101,6 +101,7 @@ def test_exit_code_of_the_server_is_passed_on(monkeypatch: pytest.MonkeyPatch) -
         (["serve", "--port", "many"], ["--port"]),
         (["serve", "--port", "70000"], ["port", "65535"]),
         (["serve", "--dtype", "int3"], ["--dtype"]),
+        (["serve", "--kv-cache-dtype", "int4"], ["--kv-cache-dtype", "int8"]),
         (["serve", "--kv-cache-tokens", "3"], ["kv_cache_tokens", "64"]),
         (["serve", "--no-such-flag"], ["--no-such-flag"]),
         (["generate", "hi", "--temperature", "-1"], ["temperature"]),

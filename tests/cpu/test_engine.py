@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from headrace import LLM, InvalidRequest, SamplingParams
+from headrace.assets import facts
+from headrace.kernels import cpu
 from headrace.types import Request
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -206,6 +209,7 @@ def test_parameters_out_of_range(field: str, value: Any) -> None:
         ({"max_model_len": 8192, "kv_cache_tokens": 4096}, "kv_cache_tokens"),
         ({"attention_backend": "triton"}, "triton"),
         ({"max_sequences": 0}, "max_sequences"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of auto, int8, got 'fp8'"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, Any], word: str) -> None:
@@ -240,3 +244,30 @@ def test_tenants_share_only_the_public_prefix() -> None:
 
     assert [cached("a"), cached("b"), cached("a"), cached(None)] == [0, 0, 256, 0]
     assert [cached("c", public=130), cached("d", public=130)] == [128, 128]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_int8_cache(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Facts are still found, in little more than half of the bytes; chunks of either kind have names of their own."""
+    if backend == "cpu" and not cpu.available():
+        pytest.skip(str(cpu.unavailable_reason()))
+    monkeypatch.setenv("HEADRACE_KV_CACHE_DTYPE", "int8")
+    small = LLM("tiny", kv_cache_tokens=4096, attention_backend=backend)
+    plain = LLM("tiny", kv_cache_tokens=4096, attention_backend=backend, kv_cache_dtype="auto")
+    spec = small.engine.loaded.decoder.config.attention
+    elements = 2 * spec.layers * spec.kv_heads * spec.head_dim
+    assert plain.capacity.kv_bytes_per_token == 2 * elements and plain.capacity.kv_cache_dtype == "bfloat16"
+    assert small.capacity.kv_bytes_per_token == elements + 4 * elements // spec.head_dim
+    assert small.capacity.kv_cache_dtype == "int8"
+    assert small.engine.cache.identity != plain.engine.cache.identity
+    rng = random.Random(7)
+    prompts, answers = [], []
+    for _ in range(4):
+        text, known = facts.fact_document(rng, 6, 300)
+        name, code = rng.choice(sorted(known.items()))
+        prompts.append(f"{text} {facts.question(name)}")
+        answers.append(f" {code}.")
+    assert [output.text for output in small.generate(prompts, replace(GREEDY, ignore_eos=False))] == answers
+    assert all(
+        x.dtype == torch.int8 for x in (*small.engine.loaded.runner.storage.k, *small.engine.loaded.runner.storage.v)
+    )

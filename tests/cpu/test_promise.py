@@ -166,17 +166,18 @@ def test_sixteen_requests_compute_their_common_prefix_once(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("isa", cpu.available_isas() if cpu.available() else ())
-def test_the_promise_holds_on_every_instruction_set(isa: str, llm: LLM) -> None:
+@pytest.mark.parametrize("stored", ["auto", "int8"])
+def test_the_promise_holds_on_every_instruction_set(isa: str, stored: str, llm: LLM) -> None:
     """Alone, in a batch, cached, in prefill chunks, in a small cache; weights and pools lie differently for each."""
     before = cpu.isa()
     cpu.use_isa(isa)
     try:
         prompts = prompts_of(llm)
-        private = engine(enable_prefix_caching=False)
+        private = engine(enable_prefix_caching=False, kv_cache_dtype=stored)
         alone = [run(private, [prompt])[0] for prompt in prompts]
-        shared = engine(max_batch_tokens=96)
+        shared = engine(max_batch_tokens=96, kv_cache_dtype=stored)
         same(run(shared, prompts), alone)
         same(run(shared, prompts), alone)
-        same(run(engine(kv_cache_tokens=1024), prompts), alone)
+        same(run(engine(kv_cache_tokens=1024, kv_cache_dtype=stored), prompts), alone)
     finally:
         cpu.use_isa(before)

@@ -57,6 +57,7 @@ class FakeTokenizer:
 class FakeCapacity:
     kv_cache_tokens: int = 64_000
     kv_bytes_per_token: int = 1024
+    kv_cache_dtype: str = "bytes"
     max_model_len: int = 4000
     max_sequences: int = 8
     vocab_size: int = VOCAB

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "config": {"types"},
     "assets": BASE,
     "kv": BASE,
-    "kernels": BASE,
+    "kernels": BASE | {"attention.state"},
     "planner": BASE,
     "attention.state": BASE,
     "attention": CORE,

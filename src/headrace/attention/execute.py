@@ -14,7 +14,8 @@ from headrace.kernels import cpu
 from headrace.kv.storage import KVStorage
 
 BACKENDS = {"reference": reference, "cpu": cpu}
-"""Each has append and attend, with the same parameters; kernels.table chooses among them."""
+"""Each has, with the same parameters: append and attend; empty_fold, partial, finish, states_of, fold_blocks and merge
+for attention in pieces (docs/attention.md). kernels.table chooses among them."""
 
 
 class Attend(Protocol):
@@ -46,7 +47,8 @@ class PlanAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pool_k, pool_v = self.storage.k[layer], self.storage.v[layer]
         window = self.spec.windows[layer]
-        self.kernels.append(pool_k, pool_v, k, v, self.row_slots, self.row_offsets)
+        scales = {"k_scale": self.storage.k_scale[layer], "v_scale": self.storage.v_scale[layer]}
+        self.kernels.append(pool_k, pool_v, k, v, self.row_slots, self.row_offsets, **scales)
         out: Tensor = self.kernels.attend(
             q,
             pool_k,
@@ -56,5 +58,6 @@ class PlanAttention:
             scale=self.spec.scale,
             window=window,
             bias=self.key_bias,
+            **scales,
         )
         return out

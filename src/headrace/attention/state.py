@@ -2,11 +2,13 @@
 
 T: rows, Hq: query heads, D: head size. Everything is fp32 with natural logarithms; EMPTY = (0, -inf).
 docs/attention.md has the mathematics. A `Partial` is the same value unnormalised, the form in which kernels fold:
-out = acc / l, lse = m + log l. This file is the only place that converts between the two.
+out = acc / l, lse = m + log l. A `FoldState` is where rows stand in the canonical fold: what goes from one call of a
+backend to the next, or from one rank to another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +32,38 @@ class Partial:
     l: Tensor  # noqa: E741
 
 
+@dataclass(frozen=True, slots=True)
+class FoldState:
+    """Rows in the midst of the canonical fold, with all that is needed to go on to the same bits.
+
+    total: the blocks that are finished, folded; block: the one that is not; block_of int32 [T]: its index (position of
+    a key // 2,048), -1 before the first. m counts in `unit` natural logarithms: 1, or log 2 in kernels that work in
+    base 2. It stays in the unit of the kernels that folded, because a conversion would cost bits; only these kernels
+    can go on folding.
+    """
+
+    total: Partial
+    block: Partial
+    block_of: Tensor
+    unit: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(T, Hq, D)."""
+        rows, heads, dim = self.total.acc.shape
+        return rows, heads, dim
+
+    def expect(self, shape: tuple[int, ...], unit: float) -> None:
+        """Raises ValueError unless the state has this shape and unit."""
+        if self.shape != shape:
+            raise ValueError(f"the state is of rows, heads and head size {self.shape}, these are {shape}")
+        if self.unit != unit:
+            raise ValueError(
+                f"the state counts in {self.unit:.4f} natural logarithms, these kernels in {unit:.4f}: "
+                "finish it with the backend and the instruction set that folded it"
+            )
+
+
 def empty(rows: int, heads: int, head_dim: int) -> AttnState:
     """The state of rows that have seen no key: the neutral element of merge."""
     return AttnState(torch.zeros(rows, heads, head_dim), torch.full((rows, heads), -torch.inf))
@@ -38,6 +72,12 @@ def empty(rows: int, heads: int, head_dim: int) -> AttnState:
 def empty_partial(rows: int, heads: int, head_dim: int) -> Partial:
     state = empty(rows, heads, head_dim)
     return Partial(state.out, state.lse, torch.zeros(rows, heads))
+
+
+def empty_fold(rows: int, heads: int, head_dim: int, unit: float = 1.0) -> FoldState:
+    """The state of rows that have met no chunk."""
+    total, block = empty_partial(rows, heads, head_dim), empty_partial(rows, heads, head_dim)
+    return FoldState(total, block, torch.full((rows,), -1, dtype=torch.int32), unit)
 
 
 def _shift(m: Tensor, top: Tensor) -> Tensor:
@@ -50,6 +90,29 @@ def fold(left: Partial, right: Partial) -> Partial:
     top = torch.maximum(left.m, right.m)
     x, y = _shift(left.m, top), _shift(right.m, top)
     return Partial(left.acc * x[..., None] + right.acc * y[..., None], top, left.l * x + right.l * y)
+
+
+def choose(which: Tensor, left: Partial, right: Partial) -> Partial:
+    """Left in the rows of `which`, bool [T], right in the others."""
+    pairs = ((left.acc, right.acc), (left.m, right.m), (left.l, right.l))
+    return Partial(*(torch.where(which.reshape(-1, *[1] * (a.dim() - 1)), a, b) for a, b in pairs))
+
+
+def fold_blocks(left: FoldState, right: FoldState, folded: Callable[[Partial, Partial], Partial] = fold) -> FoldState:
+    """The fold of left, continued by a block that was folded elsewhere from nothing: the same bits as in one go.
+
+    Right holds at most one block per row, which begins behind left's: cut at multiples of 2,048 keys. Otherwise this
+    would not be the canonical order: ValueError. `folded` is how a backend folds.
+    """
+    right.expect(left.shape, left.unit)
+    joins = right.block_of >= 0
+    if bool((right.total.l > 0).any()) or bool((joins & (right.block_of <= left.block_of)).any()):
+        raise ValueError(
+            "only a single block that begins behind the left one's can be folded: cut at multiples of 2,048"
+        )
+    total = choose(joins, folded(left.total, left.block), left.total)
+    block = choose(joins, right.block, left.block)
+    return FoldState(total, block, torch.where(joins, right.block_of, left.block_of), left.unit)
 
 
 def normalise(partial: Partial) -> AttnState:

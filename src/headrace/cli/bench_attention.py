@@ -1,8 +1,9 @@
 """`headrace bench attention`: the kernels beside torch's, beside themselves without sharing, and beside the machine.
 
 A case times its runs in turn, the machine's limits among them: ours, torch's scaled_dot_product_attention, our kernel
-on private copies (unshared), our kernel reading shared pages once per sequence (pages). GB/s count every chunk that
-the plan names once; FLOP/s count the pairs that the causal mask lets through.
+on private copies (unshared), our kernel reading shared pages once per sequence (pages), our kernel on bf16 where the
+case is of int8 keys and values (bf16). GB/s count every chunk that the plan names once; FLOP/s count the pairs that the
+causal mask lets through.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class AttentionBench:
         for heads in (MHA, GQA, H64):
             for sequences, length in ((1, 8192), (16, 2048)):
                 yield f"decode_{heads.name}_", partial(self._decode, heads, sequences, length)
+                name = f"decode_{heads.name}_{sequences}x{self._short(length)}_kv8"
+                yield name, partial(self._decode_int8, name, heads, sequences, length)
 
     def shared(self) -> Iterator[Family]:
         for heads in (MHA, GQA):
@@ -108,6 +111,18 @@ class AttentionBench:
         work = Work(sequences * length * heads.token_bytes, heads.ops(pairs(plan)))
         for count in self.counts:
             yield self._case(f"decode_{heads.name}_{sequences}x{length}", count, runs, work)
+
+    def _decode_int8(self, name: str, heads: Heads, sequences: int, length: int) -> Iterator[Case]:
+        """Decoding from int8 keys and values beside bf16 ones: gbps counts the int8 bytes."""
+        length = self._short(length)
+        paths = private(sequences, length)
+        plan = build(decode_spans(paths, length))
+        beds = {"ours": torch.int8, "bf16": torch.bfloat16}
+        runs = {run: Bed(heads, slots_of(paths), self.backend, stored).attend(plan) for run, stored in beds.items()}
+        work = Work(sequences * length * heads.token_bytes_int8, heads.ops(pairs(plan)))
+        for count in self.counts:
+            case = self._case(name, count, runs, work)
+            yield case | {"gain": round(case["bf16_ms"] / case["ours_ms"], 2)}
 
     def _shared(self, heads: Heads, prefix: int) -> Iterator[Case]:
         """Sequences on one prefix; without a prefix, a kilotoken of their own each: sharing must cost nothing."""

@@ -42,6 +42,11 @@ class Heads:
         """Bytes of K and V of one token."""
         return self.spec.kv_bytes_per_token(ELEMENT)
 
+    @property
+    def token_bytes_int8(self) -> int:
+        """The same, stored as int8 with scales."""
+        return KVStorage.bytes_per_token(self.spec, torch.int8)
+
     def ops(self, pairs: int) -> int:
         """Operations of both products over that many (row, key) pairs, all heads."""
         return 4 * self.dim * self.heads * pairs
@@ -73,9 +78,9 @@ class _AttendOnly:
 class Bed:
     """`slots` chunks of random keys and values for one layer of that shape, on the best backend there is."""
 
-    def __init__(self, heads: Heads, slots: int, backend: str) -> None:
+    def __init__(self, heads: Heads, slots: int, backend: str, stored: torch.dtype = torch.bfloat16) -> None:
         self.heads, self.backend = heads, backend
-        self.storage = KVStorage(heads.spec, slots, torch.bfloat16)
+        self.storage = KVStorage(heads.spec, slots, stored)
         block = 16 * CHUNK
         q, k, v = heads.rows(block), heads.keys(block), heads.keys(block)
         for first in range(0, slots, 16):

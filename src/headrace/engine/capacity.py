@@ -19,6 +19,7 @@ class Capacity:
     folder: str
     dtype: str
     backend: str
+    kv_cache_dtype: str
     kv_cache_tokens: int
     kv_bytes_per_token: int
     max_model_len: int

@@ -47,15 +47,17 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     decoder = load_decoder(folder, config.dtype, progress)
     backend = table.choose(config.attention_backend, decoder.dtype, torch.device("cpu"))
     spec = decoder.config.attention
-    bytes_per_token = spec.kv_bytes_per_token(decoder.dtype.itemsize)
+    kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else decoder.dtype
+    bytes_per_token = KVStorage.bytes_per_token(spec, kv_dtype)
     tokens, max_len = _sizes(config, decoder.config.max_model_len, bytes_per_token)
-    storage = KVStorage(spec, tokens // CHUNK, decoder.dtype)
+    storage = KVStorage(spec, tokens // CHUNK, kv_dtype)
     tokenizer = Tokenizer.load(folder)
     capacity = Capacity(
         model=config.served_model_name or config.model,
         folder=str(folder),
         dtype=str(decoder.dtype).removeprefix("torch."),
         backend=backend,
+        kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
         kv_cache_tokens=tokens,
         kv_bytes_per_token=bytes_per_token,
         max_model_len=max_len,
@@ -103,9 +105,9 @@ def _eos(decoder: Decoder, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 
 def _identity(folder: Path, capacity: Capacity) -> bytes:
-    """What chunks of this engine are made by: model, layout, dtype."""
+    """What chunks of this engine are made by: model, layout, the types computed in and stored."""
     facts = [(folder / "config.json").read_bytes(), LAYOUT.encode(), capacity.backend.encode()]
-    facts += [capacity.dtype.encode(), str(folder).encode()]
+    facts += [capacity.dtype.encode(), capacity.kv_cache_dtype.encode(), str(folder).encode()]
     for path in sorted(folder.glob("*.safetensors")):
         facts.append(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
     return hashlib.sha256(b"\0".join(facts)).digest()

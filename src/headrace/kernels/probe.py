@@ -6,17 +6,17 @@ import time
 
 from torch import Tensor
 
-from headrace.kernels import cpu
+from headrace.kernels.extension import require
 
 
 def read(buffer: Tensor, threads: int) -> None:
     """Reads a contiguous CPU tensor once, a share per thread. Raises ValueError without the C++ kernels."""
-    cpu.extension().probe_read(buffer.data_ptr(), buffer.numel() * buffer.element_size(), threads)
+    require().probe_read(buffer.data_ptr(), buffer.numel() * buffer.element_size(), threads)
 
 
 def multiply(rounds: int, threads: int) -> int:
     """Multiply-adds on registers, of bf16 pairs where the instruction set has them: the operations done."""
-    return int(cpu.extension().probe_multiply(rounds, threads))
+    return int(require().probe_multiply(rounds, threads))
 
 
 def handover_ns(tries: int = 5, rounds: int = 200) -> float | None:
@@ -25,7 +25,7 @@ def handover_ns(tries: int = 5, rounds: int = 200) -> float | None:
     times = []
     for _ in range(tries):
         began = time.perf_counter()
-        if not cpu.extension().probe_handover(rounds):
+        if not require().probe_handover(rounds):
             return None
         times.append(time.perf_counter() - began)
     return min(times) / rounds / 2 * 1e9

@@ -29,7 +29,8 @@ def capacity_lines(capacity: Any, config: EngineConfig, model: str) -> list[str]
     return [
         f"{model} is ready on {address(config)} "
         f"({capacity.backend}, {capacity.dtype}{'; ' + kernels if kernels else ''})",
-        f"KV cache: {tokens:,} tokens in {held:.2f} GiB ({capacity.kv_bytes_per_token:,} bytes per token)",
+        f"KV cache: {tokens:,} tokens in {held:.2f} GiB ({capacity.kv_bytes_per_token:,} bytes per token, "
+        f"{capacity.kv_cache_dtype})",
         f"concurrency: {tokens / length:.1f} sequences of {length:,} tokens, unshared; "
         f"at most {capacity.max_sequences} at once; "
         f"up to {config.max_queued_requests:,} requests and {config.max_queued_tokens:,} prompt tokens may wait",

@@ -1,0 +1,78 @@
+// States of rows outside of attention over chunks: finished, folded block by block, merged (docs/attention.md).
+//
+// D: head size; lane: one (row, query head).
+#include "arena.h"
+#include "kernels.h"
+#include "natural.h"
+#include "paired.h"
+#include "simd.h"
+#include "states.h"
+
+namespace headrace::HEADRACE_NS {
+
+namespace {
+
+constexpr int64_t WORTH_THREADS = 16384;  // elements
+constexpr double LOG_2 = 0.693147180559945309;
+
+// Natural logarithm of the sum of exponentials.
+float natural(float m, float l, bool base2) {
+  return l == 0.0f ? -__builtin_inff() : static_cast<float>(m * (base2 ? LOG_2 : 1.0) + __builtin_log(l));
+}
+
+template <typename Math, typename T> void finish_by(const Finish &f) {
+#pragma omp parallel for schedule(static) num_threads(f.threads) if (f.lanes * f.dim > WORTH_THREADS)
+  for (int64_t lane = 0; lane < f.lanes; ++lane) {
+    float m, l;
+    State mine{{arena(f.dim), &m, &l}};
+    Lanes{f.total, lane, f.dim}.copy_to({mine, 0, f.dim}, 1, f.dim);
+    mine.fold<Math>(0, {{f.block.acc + lane * f.dim, f.block.m + lane, f.block.l + lane}}, f.dim);
+    mine.write(0, f.dim, f.dim, static_cast<T *>(f.out) + lane * f.dim);
+    if (f.lse) f.lse[lane] = natural(m, l, f.base2);
+  }
+}
+
+template <typename Math> void fold_by(const FoldLanes &f) {
+#pragma omp parallel for schedule(static) num_threads(f.threads) if (f.lanes * f.dim > WORTH_THREADS)
+  for (int64_t lane = 0; lane < f.lanes; ++lane) State{f.left}.fold<Math>(lane, {f.right}, f.dim);
+}
+
+// e^(lse - top), and 0 for EMPTY: where both are, the difference is no number.
+float weight(float lse, float top) { return lse == -__builtin_inff() ? 0.0f : exp(lse - top); }
+
+void merge_lane(const Merge &s, int64_t lane) {
+  const float left = s.left_lse[lane], right = s.right_lse[lane], top = left > right ? left : right;
+  const float keep = weight(left, top), add = weight(right, top), sum = keep + add;
+  for (int64_t d = 0; d < s.dim; d += W) {
+    const int64_t at = lane * s.dim + d, n = s.dim - d;
+    const vf both = madd(load_up_to(s.left_out + at, n), splat(keep), load_up_to(s.right_out + at, n) * splat(add));
+    store_up_to(s.out + at, sum == 0.0f ? vf{} : both / splat(sum), n);
+  }
+  s.lse[lane] = sum == 0.0f ? -__builtin_inff() : static_cast<float>(top + __builtin_log(sum));
+}
+
+}  // namespace
+
+template <typename T> void finish(const Finish &f) {
+#ifdef __AVX512BF16__
+  if (f.base2) return finish_by<Paired, T>(f);
+#endif
+  finish_by<Natural<float>, T>(f);
+}
+
+void fold(const FoldLanes &f) {
+#ifdef __AVX512BF16__
+  if (f.base2) return fold_by<Paired>(f);
+#endif
+  fold_by<Natural<float>>(f);
+}
+
+void merge(const Merge &s) {
+#pragma omp parallel for schedule(static) num_threads(s.threads) if (s.lanes * s.dim > WORTH_THREADS)
+  for (int64_t lane = 0; lane < s.lanes; ++lane) merge_lane(s, lane);
+}
+
+template void finish<bf16>(const Finish &);
+template void finish<float>(const Finish &);
+
+}  // namespace headrace::HEADRACE_NS

@@ -1,0 +1,104 @@
+"""The C++ extension: loaded or why not, its instruction sets, and the checks of tensors that go into it.
+
+torch is imported before the extension, because both then share one OpenMP thread pool. The number of threads is
+torch's; results do not depend on it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TYPES = {torch.bfloat16: 0, torch.float32: 1}
+
+
+def _load() -> tuple[Any, str | None]:
+    """The extension, or why there is none."""
+    try:
+        return import_module("headrace.kernels._cpu"), None
+    except ModuleNotFoundError as error:
+        if error.name != "headrace.kernels._cpu":
+            raise
+        note = Path(__file__).with_name("_unbuilt.txt")
+        why = note.read_text().strip() if note.exists() else "install the package to build it"
+        return None, f"extension not built: {why}"
+    except ImportError as error:
+        return None, f"extension does not load: {error}"
+
+
+_ext, _reason = _load()
+
+
+def available() -> bool:
+    """Whether the extension was built and loads."""
+    return _ext is not None
+
+
+def unavailable_reason() -> str | None:
+    """Why there is no extension; None where there is one."""
+    return _reason
+
+
+def isa() -> str:
+    """Instruction set in use: portable, avx2, avx512 or avx512bf16. Raises ValueError if HEADRACE_ISA names another."""
+    return str(require().isa())
+
+
+def available_isas() -> tuple[str, ...]:
+    """Instruction sets that can be used here, from plain to fast."""
+    return tuple(require().available_isas().split(", "))
+
+
+def use_isa(name: str) -> None:
+    """Switches the instruction set of this process, for tests."""
+    require().use_isa(name)
+
+
+def describe() -> str:
+    """The kernels in use, in a few words: 'C++ avx512'."""
+    return f"C++ {isa()}" + ("" if require().openmp else ", one thread (built without GCC's OpenMP)")
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Whether the kernels compute in `dtype`."""
+    return dtype in _TYPES
+
+
+def require() -> Any:
+    """The C++ module. Raises ValueError with the reason where there is none."""
+    if _ext is None:
+        raise ValueError(f"the C++ kernels are not available ({unavailable_reason()})")
+    return _ext
+
+
+def type_of(x: Tensor) -> int:
+    if not x.is_cpu:
+        raise ValueError(f"the C++ kernels take CPU tensors, got {x.device}")
+    kind = _TYPES.get(x.dtype)
+    if kind is None:
+        raise ValueError(f"the C++ kernels take bfloat16 or float32, got {x.dtype}")
+    return kind
+
+
+def check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless x is a contiguous CPU tensor of this type and shape."""
+    if x.dtype != dtype or x.shape != shape or not x.is_cpu or not x.is_contiguous():
+        raise ValueError(
+            f"{name} must be a contiguous CPU tensor {list(shape)} of {dtype}, "
+            f"got {list(x.shape)} of {x.dtype} on {x.device} with strides {x.stride()}"
+        )
+
+
+def heads_of(name: str, x: Tensor) -> tuple[int, int, int, int]:
+    """(rows, heads, head size, elements from row to row) of x [T, heads, D], whose rows must be contiguous each."""
+    if x.dim() != 3:
+        raise ValueError(f"{name} must be [rows, heads, head size], got {list(x.shape)}")
+    rows, heads, dim = x.shape
+    row_stride, head_stride, stride = x.stride()
+    if stride != 1 or (head_stride != dim and heads != 1):
+        raise ValueError(f"{name}: each row must be contiguous, got strides {x.stride()}")
+    return rows, heads, dim, row_stride

@@ -1,0 +1,225 @@
+"""Attention in pieces, on both backends: folded on from call to call, by blocks, merged from segments.
+
+R: rows, Hq: query heads, D: head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headrace.attention import reference, state
+from headrace.attention.execute import BACKENDS
+from headrace.attention.state import AttnState, FoldState
+from headrace.kernels import cpu
+from headrace.kernels.chunks import LOG_2
+from headrace.types import BLOCK_CHUNKS, CHUNK
+from tests.cpu.test_kernels_attend import (  # noqa: F401 (fixtures)
+    SHARED_FIXTURE,
+    Case,
+    Tree,
+    cases,
+    isa,
+    make_case,
+    reordered,
+    seen_keys,
+    threads,
+)
+
+pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
+
+BLOCK = BLOCK_CHUNKS * CHUNK
+
+
+class Backend:
+    """A backend on one case: the pools lie as it wants them."""
+
+    def __init__(self, name: str, case: Case) -> None:
+        self.kernels: Any = BACKENDS[name]
+        self.case = case
+        self.pools = cpu.arrange(case.k, case.v) if name == "cpu" else (case.k, case.v)
+        self.options = {"scale": case.scale, "window": case.window, "bias": case.bias}
+
+    def attend(self) -> Tensor:
+        out: Tensor = self.kernels.attend(
+            self.case.q, *self.pools, self.case.items, self.case.positions, **self.options
+        )
+        return out
+
+    def partial(self, items: Tensor, start: FoldState | None = None) -> FoldState:
+        case = self.case
+        left: FoldState = self.kernels.partial(
+            case.q, *self.pools, items.contiguous(), case.positions, state=start, **self.options
+        )
+        return left
+
+    def finish(self, left: FoldState) -> Tensor:
+        out: Tensor = self.kernels.finish(left, self.case.q.dtype)
+        return out
+
+
+def moved(case: Case, by: int) -> Case:
+    """The same work `by` keys later, so that a few chunks straddle a block boundary."""
+    items = case.items.clone()
+    items[:, 1] += by
+    bias = None if case.bias is None else torch.nn.functional.pad(case.bias, (by, 0))
+    return replace(case, items=items, positions=case.positions + by, bias=bias)
+
+
+def clean(case: Case) -> Case:
+    """Unseen keys as numbers: the reference multiplies keys that some rows of an item see by 0 for the others."""
+    return replace(case, k=case.k.nan_to_num(3.0), v=case.v.nan_to_num(-3.0))
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+@SHARED_FIXTURE
+@given(case=cases(), seed=st.integers(0, 2**32), by=st.sampled_from([0, BLOCK - CHUNK, BLOCK - 2 * CHUNK]))
+def test_folding_on_gives_the_bits_of_one_call(
+    isa: str,  # noqa: F811
+    threads: None,  # noqa: F811
+    name: str,
+    case: Case,
+    seed: int,
+    by: int,
+) -> None:
+    """However the items are cut into calls: inside a block, at its edge, rows apart."""
+    generator = torch.Generator().manual_seed(seed)
+    backend = Backend(name, moved(case, by))
+    torch.set_num_threads(1)
+    whole = backend.attend()
+    items = backend.case.items if name == "reference" else reordered(backend.case.items, generator)
+    torch.set_num_threads(2)
+    cuts = torch.randint(0, len(items) + 1, (3,), generator=generator).sort().values.tolist()
+    left = None
+    for begin, end in pairwise([0, *cuts, len(items)]):
+        left = backend.partial(items[begin:end], left)
+    assert left is not None
+    assert torch.equal(backend.finish(left), whole)
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 32), (torch.float32, 20)])
+@pytest.mark.parametrize("window", [None, 2500])
+def test_blocks_computed_apart_fold_to_the_bits_of_one_call(
+    isa: str,  # noqa: F811
+    name: str,
+    dtype: torch.dtype,
+    dim: int,
+    window: int | None,
+) -> None:
+    """Three blocks, each from nothing; some rows see only two of them; then a fourth piece, folded on."""
+    tree = Tree(torch.Generator().manual_seed(dim), 1, 71, False)
+    tree.row_counts = [460]
+    case = clean(make_case(tree, 4, 2, dim, dtype, window=window))
+    keep = torch.tensor([0, 17, 200, 459])
+    items = case.items.clone()
+    items[:, 3] = len(keep)
+    case = replace(case, q=case.q[keep], positions=case.positions[keep], items=items)
+    assert case.positions[0] < 2 * BLOCK < case.positions[-1]
+    backend = Backend(name, case)
+    blocks = [backend.partial(items[items[:, 1] // BLOCK == block]) for block in range(3)]
+    total = backend.kernels.empty_fold(*case.q.shape, dtype)
+    for block in blocks:
+        total = backend.kernels.fold_blocks(total, block)
+    assert torch.equal(backend.finish(total), backend.attend())
+    early = backend.kernels.fold_blocks(blocks[0], backend.partial(items[BLOCK_CHUNKS : BLOCK_CHUNKS + 7]))
+    assert torch.equal(backend.finish(backend.partial(items[BLOCK_CHUNKS + 7 :], early)), backend.attend())
+    with pytest.raises(ValueError, match="cut at multiples of 2,048"):
+        backend.kernels.fold_blocks(early, blocks[1])
+    with pytest.raises(ValueError, match="cut at multiples of 2,048"):
+        backend.kernels.fold_blocks(blocks[0], total)
+
+
+def test_starts_where_another_state_left_it_alone(isa: str) -> None:  # noqa: F811
+    """A state is a value: folding on from it twice gives the same twice."""
+    case = make_case(Tree(torch.Generator().manual_seed(2), 3, 3, True), 4, 2, 32, torch.bfloat16)
+    backend = Backend("cpu", case)
+    half = backend.partial(case.items[:2])
+    once, twice = (backend.finish(backend.partial(case.items[2:], half)) for _ in range(2))
+    assert torch.equal(once, twice) and torch.equal(once, backend.attend())
+
+
+@SHARED_FIXTURE
+@given(case=cases())
+def test_states_are_those_of_fp64(isa: str, case: Case) -> None:  # noqa: F811
+    """lse in natural logarithms; and two segments merge to the whole."""
+    backend = Backend("cpu", case)
+    whole = cpu.states_of(backend.partial(case.items))
+    group = case.q.shape[1] // case.k.shape[1]
+    for row in range(0, len(case.q), 7):
+        slots, offsets, positions = seen_keys(case, row)
+        k = case.k[slots, :, :, offsets].double().repeat_interleave(group, dim=1)
+        scores = torch.einsum("hd,nhd->hn", case.q[row].double(), k) * case.scale
+        if case.bias is not None:
+            scores = scores + case.bias[:, positions].double()
+        torch.testing.assert_close(whole.lse[row].double(), scores.logsumexp(-1), rtol=1e-5, atol=2e-5)
+    cut = len(case.items) // 2
+    near, far = (cpu.states_of(backend.partial(part)) for part in (case.items[:cut], case.items[cut:]))
+    # A state's lse is rounded to fp32: that alone shifts the weights of a merge by as much as its last bit.
+    last_bit = 2**-23 * float(whole.lse.abs().max())
+    close(cpu.merge(near, far), whole, 1e-6 + last_bit)
+    assert torch.equal(whole.out.to(case.q.dtype), backend.attend())
+
+
+def close(got: AttnState, want: AttnState, tolerance: float) -> None:
+    assert torch.equal(got.lse == -torch.inf, want.lse == -torch.inf)
+    torch.testing.assert_close(got.lse, want.lse, rtol=tolerance, atol=tolerance)
+    size = want.out.abs().amax(-1, keepdim=True) + 1e-30
+    assert ((got.out - want.out).abs() <= tolerance * size).all()
+
+
+@SHARED_FIXTURE
+@given(st.integers(0, 2**32), st.integers(1, 40), st.sampled_from([8, 20, 64, 128]), st.sampled_from([1.0, 40.0, 1e4]))
+def test_merge_is_that_of_the_algebra(isa: str, seed: int, rows: int, dim: int, size: float) -> None:  # noqa: F811
+    """In some rows either state is EMPTY, in some both; EMPTY changes no bit of the other."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random() -> AttnState:
+        gone = torch.rand(rows, 3, generator=generator) < 0.3
+        out = torch.randn(rows, 3, dim, generator=generator).masked_fill(gone[..., None], 0.0)
+        return AttnState(out, (size * torch.randn(rows, 3, generator=generator)).masked_fill(gone, -torch.inf))
+
+    left, right = random(), random()
+    got, want = cpu.merge(left, right), state.merge(left, right)
+    close(got, want, 1e-6)
+    for one, other in ((left, right), (right, left)):
+        alone = other.lse == -torch.inf
+        assert torch.equal(got.out[alone], one.out[alone]) and torch.equal(got.lse[alone], one.lse[alone])
+
+
+def test_rows_that_met_nothing_are_empty(isa: str) -> None:  # noqa: F811
+    for dtype in (torch.bfloat16, torch.float32):
+        nothing = cpu.states_of(cpu.empty_fold(3, 2, 32, dtype))
+        assert not nothing.out.any() and bool((nothing.lse == -torch.inf).all())
+
+
+def test_refuses_states_that_do_not_fit() -> None:
+    case = clean(make_case(Tree(torch.Generator().manual_seed(4), 2, 2, True), 2, 1, 32, torch.bfloat16))
+    for name in ("cpu", "reference"):
+        backend = Backend(name, case)
+        with pytest.raises(ValueError, match="rows, heads and head size"):
+            backend.partial(case.items, backend.kernels.empty_fold(len(case.q) + 1, 2, 32, torch.bfloat16))
+    foreign = state.empty_fold(len(case.q), 2, 32, unit=0.5)
+    for kernels in (cpu, reference):
+        with pytest.raises(ValueError, match=r"counts in 0\.5000 natural logarithms"):
+            kernels.partial(case.q, case.k, case.v, case.items, case.positions, scale=1.0, state=foreign)  # type: ignore
+    with pytest.raises(ValueError, match="acc must be"):
+        half = replace(foreign.total, acc=foreign.total.acc.half())
+        cpu.finish(replace(foreign, total=half), torch.float32)
+    with pytest.raises(ValueError, match=r"right\.lse must be"):
+        good = state.empty(3, 2, 32)
+        cpu.merge(good, AttnState(good.out, good.lse[:2]))
+    before = cpu.isa()
+    cpu.use_isa("portable")
+    try:
+        with pytest.raises(ValueError, match="finish it with avx512bf16"):
+            cpu.finish(state.empty_fold(3, 2, 32, LOG_2), torch.float32)
+    finally:
+        cpu.use_isa(before)
