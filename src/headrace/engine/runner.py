@@ -53,8 +53,9 @@ class Runner:
                 wanted.append((part, range(end - 1, end)))
         if not wanted:
             return []
-        rows = torch.tensor([row for _, span in wanted for row in span])
-        logits = self.decoder.logits(hidden[rows])
+        rows = [row for _, span in wanted for row in span]
+        # All rows, in order, in the usual step of decoding: nothing to pick.
+        logits = self.decoder.logits(hidden if len(rows) == len(hidden) else hidden[torch.tensor(rows)])
         return list(zip((part for part, _ in wanted), logits.split([len(span) for _, span in wanted]), strict=True))
 
 
