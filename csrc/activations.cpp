@@ -1,4 +1,4 @@
-// Elementwise operations: activations and rotary embedding, in fp32, rounded once. An element's bits do not depend on
+// Elementwise operations: activations, sums and rotary embedding, in fp32, rounded once. An element's bits do not depend on
 // its place: the last elements of a row go through the same vector code, padded.
 #include "kernels.h"
 #include "simd.h"
@@ -40,6 +40,10 @@ struct GeluTanh {
   }
 };
 
+struct Relu {
+  static vf apply(vf x) { return x < 0.0f ? vf{} : x; }  // NaN stays
+};
+
 template <typename T, typename F> void map(const Unary &a) {
   const int64_t total = a.rows * a.width, vectors = (total + W - 1) / W;
   const T *x = static_cast<const T *>(a.x);
@@ -58,6 +62,21 @@ template <typename T, typename F> void map(const Unary &a) {
 
 template <typename T> void gelu(const Unary &a) { map<T, Gelu>(a); }
 template <typename T> void gelu_tanh(const Unary &a) { map<T, GeluTanh>(a); }
+template <typename T> void relu(const Unary &a) { map<T, Relu>(a); }
+
+template <typename T> void add(const Sum &a) {
+  const int64_t vectors = (a.elements + W - 1) / W;
+  const T *x = static_cast<const T *>(a.x), *y = static_cast<const T *>(a.y);
+  T *out = static_cast<T *>(a.out);
+#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.elements > PARALLEL)
+  for (int64_t i = 0; i < vectors; ++i) {
+    const int64_t at = i * W, n = a.elements - at;
+    if (n >= W)
+      store(out + at, load(x + at) + load(y + at));
+    else
+      store_part(out + at, load_part(x + at, n) + load_part(y + at, n), n);
+  }
+}
 
 // x [T, 2 I] = (gate, up) -> silu(gate) * up [T, I]
 template <typename T> void silu_mul(const Unary &a) {
@@ -92,9 +111,9 @@ template <typename T> void rotary(const Rotary &a) {
   for (int64_t t = 0; t < a.rows; ++t)
     for (int64_t h = 0; h < a.heads; ++h) {
       const T *x = static_cast<const T *>(a.x) + t * a.x_stride + h * a.dim;
-      T *out = static_cast<T *>(a.out) + (t * a.heads + h) * a.dim;
+      T *out = static_cast<T *>(a.out) + t * a.out_stride + h * a.dim;
       rotate(x, out, a.cos_sin + t * a.rotary, a.rotary);
-      memcpy(out + a.rotary, x + a.rotary, (a.dim - a.rotary) * sizeof(T));
+      if (out != x) memcpy(out + a.rotary, x + a.rotary, (a.dim - a.rotary) * sizeof(T));
     }
 }
 
@@ -107,6 +126,10 @@ template void gelu<bf16>(const Unary &);
 template void gelu<float>(const Unary &);
 template void gelu_tanh<bf16>(const Unary &);
 template void gelu_tanh<float>(const Unary &);
+template void relu<bf16>(const Unary &);
+template void relu<float>(const Unary &);
+template void add<bf16>(const Sum &);
+template void add<float>(const Sum &);
 template void silu_mul<bf16>(const Unary &);
 template void silu_mul<float>(const Unary &);
 template void rotary<bf16>(const Rotary &);

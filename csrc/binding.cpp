@@ -3,8 +3,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include "block.h"
 #include "checks.h"
 #include "dispatch.h"
+#include "step.h"
 
 namespace nb = nanobind;
 using namespace headrace;
@@ -65,13 +67,14 @@ void merge(Address left_out, Address left_lse, Address right_out, Address right_
 
 void rms_norm(int type, Address x, Address weight, Address out, int64_t rows, int64_t width, float eps,
               int threads) {
-  kernels().rms_norm[type]({at<void>(x), at<void>(weight), nullptr, at<void>(out), rows, width, eps, threads});
+  kernels().rms_norm[type]({at<void>(x), at<void>(weight), nullptr, at<void>(out), rows, width, 1, width, eps,
+                              threads});
 }
 
 void layer_norm(int type, Address x, Address weight, Address bias, Address out, int64_t rows, int64_t width,
                 float eps, int threads) {
   kernels().layer_norm[type](
-      {at<void>(x), at<void>(weight), at<void>(bias), at<void>(out), rows, width, eps, threads});
+      {at<void>(x), at<void>(weight), at<void>(bias), at<void>(out), rows, width, 1, width, eps, threads});
 }
 
 void silu_mul(int type, Address x, Address out, int64_t rows, int64_t width, int threads) {
@@ -83,16 +86,77 @@ void gelu(int type, bool tanh, Address x, Address out, int64_t elements, int thr
   op[type]({at<void>(x), at<void>(out), 1, elements, threads});
 }
 
+void relu(int type, Address x, Address out, int64_t elements, int threads) {
+  kernels().relu[type]({at<void>(x), at<void>(out), 1, elements, threads});
+}
+
 void rotary(int type, Address x, Address out, Address cos_sin, int64_t rows, int64_t x_stride, int64_t heads,
             int64_t dim, int64_t width, int threads) {
   kernels().rotary[type](
-      {at<void>(x), at<void>(out), at<float>(cos_sin), rows, x_stride, heads, dim, width, threads});
+      {at<void>(x), at<void>(out), at<float>(cos_sin), rows, x_stride, heads * dim, heads, dim, width, threads});
 }
 
 void linear(Address x, Address w, Address bias, Address out, int64_t rows, int64_t x_stride, int64_t inputs,
             int64_t outputs, bool wide, int threads) {
   kernels().linear({at<void>(x), at<void>(w), at<void>(bias), at<void>(out), rows, x_stride, inputs, outputs, wide,
                     threads});
+}
+
+void make_matrix(Matrix *self, Form form, Address weight, Address bias, int64_t inputs, int64_t outputs) {
+  new (self) Matrix{form, at<void>(weight), at<bf16>(bias), inputs, outputs};
+}
+
+void make_scale(Scale *self, bool rms, Address weight, Address bias) {
+  new (self) Scale{rms, at<bf16>(weight), at<bf16>(bias)};
+}
+
+void make_block(Block *self, Order order, Activation activation, int64_t heads, int64_t kv_heads, int64_t dim,
+                float eps, const Matrix &qkv, const Matrix &out, const Matrix &up, const Matrix &down,
+                const Scale &attention_norm, const Scale &mlp_norm, Address q_norm, Address k_norm) {
+  new (self) Block{order, activation, heads, kv_heads, dim, eps, qkv, out, up, down, attention_norm, mlp_norm,
+                   at<bf16>(q_norm), at<bf16>(k_norm)};
+}
+
+void before(const Block &self, Address x, Address cos_sin, int64_t rotary, Address qkv, Address scratch, int64_t rows,
+            int threads) {
+  self.before(at<bf16>(x), at<float>(cos_sin), rotary, at<bf16>(qkv), at<bf16>(scratch), rows, threads);
+}
+
+void after(const Block &self, Address x, Address attended, Address scratch, int64_t rows, int threads) {
+  self.after(at<bf16>(x), at<bf16>(attended), at<bf16>(scratch), rows, threads);
+}
+
+void make_step(Step *self, int type, Address positions, Address slots, Address offsets, Address bias, int64_t bias_len,
+               int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t slot_count, float scale,
+               int threads) {
+  Attend attend = {};
+  attend.positions = at<int64_t>(positions);
+  attend.bias = at<float>(bias);
+  attend.bias_len = bias_len;
+  attend.rows = rows;
+  attend.heads = heads;
+  attend.kv_heads = kv_heads;
+  attend.dim = dim;
+  attend.scale = scale;
+  attend.threads = threads;
+  Append append = {};
+  append.slots = at<int32_t>(slots);
+  append.offsets = at<int32_t>(offsets);
+  append.rows = rows;
+  append.kv_heads = kv_heads;
+  append.dim = dim;
+  append.threads = threads;
+  new (self) Step(type, attend, append, slot_count);
+}
+
+int64_t add_items(Step &self, Address items, int64_t count, int64_t window) {
+  return self.add_items(at<Item>(items), count, window);
+}
+
+void run(const Step &self, int64_t kind, Address q, int64_t q_stride, Address k, int64_t k_stride, Address v,
+         int64_t v_stride, Address k_pool, Address v_pool, Address out) {
+  self.run(kind, {at<void>(q), q_stride}, {at<void>(k), k_stride}, {at<void>(v), v_stride}, at<void>(k_pool),
+           at<void>(v_pool), at<void>(out));
 }
 
 bool has_linear() { return kernels().linear != nullptr; }
@@ -118,8 +182,27 @@ NB_MODULE(_cpu, m) {
   m.def("layer_norm", layer_norm, unlocked);
   m.def("silu_mul", silu_mul, unlocked);
   m.def("gelu", gelu, unlocked);
+  m.def("relu", relu, unlocked);
   m.def("rotary", rotary, unlocked);
   m.def("linear", linear, unlocked);
+  nb::enum_<Order>(m, "Order")
+      .value("pre", Order::pre)
+      .value("post", Order::post)
+      .value("parallel", Order::parallel);
+  nb::enum_<Activation>(m, "Activation")
+      .value("silu_mul", Activation::silu_mul)
+      .value("gelu", Activation::gelu)
+      .value("gelu_tanh", Activation::gelu_tanh)
+      .value("relu", Activation::relu);
+  nb::enum_<Form>(m, "Form").value("packed", Form::packed);
+  nb::class_<Matrix>(m, "Matrix").def("__init__", make_matrix);
+  nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
+  nb::class_<Block>(m, "Block")
+      .def("__init__", make_block)
+      .def("scratch", &Block::scratch)
+      .def("before", before, unlocked)
+      .def("after", after, unlocked);
+  nb::class_<Step>(m, "Step").def("__init__", make_step).def("add_items", add_items).def("run", run, unlocked);
   m.def("has_linear", has_linear);
   m.def("exp", exp_many, unlocked);
   m.def("probe_read", probe_read, unlocked);

@@ -76,11 +76,11 @@ struct Append {
   float *k_scale, *v_scale;  // as in Attend
 };
 
-// out = norm(x) * weight + bias, row by row.
+// out = norm(x) * weight + bias, head by head: `width` contiguous elements each. out may be x.
 struct Norm {
-  const void *x, *weight, *bias;  // [T, H], [H], [H] or null
-  void *out;                      // [T, H]
-  int64_t rows, width;
+  const void *x, *weight, *bias;  // [T, heads, H] rows `stride` apart, [H], [H] or null
+  void *out;                      // as x
+  int64_t rows, stride, heads, width;
   float eps;
   int threads;
 };
@@ -102,11 +102,19 @@ struct Linear {
   int threads;
 };
 
+// out = x + y, rounded once; out may be x.
+struct Sum {
+  const void *x, *y;
+  void *out;
+  int64_t elements;
+  int threads;
+};
+
 struct Rotary {
   const void *x;           // [T, heads, D], rows x_stride apart
-  void *out;               // [T, heads, D]
+  void *out;               // [T, heads, D], rows out_stride apart; may be x
   const float *cos_sin;    // [T, rotary] = (cos, sin), each rotary / 2 wide
-  int64_t rows, x_stride, heads, dim, rotary;
+  int64_t rows, x_stride, out_stride, heads, dim, rotary;
   int threads;
 };
 
@@ -122,6 +130,8 @@ struct Kernels {
   void (*silu_mul[2])(const Unary &);
   void (*gelu[2])(const Unary &);
   void (*gelu_tanh[2])(const Unary &);
+  void (*relu[2])(const Unary &);
+  void (*add[2])(const Sum &);
   void (*rotary[2])(const Rotary &);
   void (*linear)(const Linear &);  // null where the instruction set has no bf16 products
   void (*exp)(const float *x, float *out, int64_t n);

@@ -1,4 +1,4 @@
-// Norms over a row, in fp32, rounded once at the end. T: rows, H: width.
+// Norms over a row or head, in fp32, rounded once at the end. T: rows, H: width.
 //
 // Sums run over 64 lanes (element i goes to lane i % 64), which are then added by sum64: one order for every W.
 #include "kernels.h"
@@ -48,26 +48,31 @@ void write_row(const Norm &a, const T *x, T *out, float mean, float factor) {
 
 float reciprocal_root(float x) { return 1.0f / __builtin_sqrtf(x); }
 
-}  // namespace
-
-template <typename T> void rms_norm(const Norm &a) {
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.width > PARALLEL)
-  for (int64_t t = 0; t < a.rows; ++t) {
-    const T *x = static_cast<const T *>(a.x) + t * a.width;
-    const float mean = row_sum<true>(x, a.width, 0.0f) / static_cast<float>(a.width);
-    write_row(a, x, static_cast<T *>(a.out) + t * a.width, 0.0f, reciprocal_root(mean + a.eps));
+// f(x, out) for each head of each row.
+template <typename T, typename F> void each_head(const Norm &a, F f) {
+#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.heads * a.width > PARALLEL)
+  for (int64_t i = 0; i < a.rows * a.heads; ++i) {
+    const int64_t at = i / a.heads * a.stride + i % a.heads * a.width;
+    f(static_cast<const T *>(a.x) + at, static_cast<T *>(a.out) + at);
   }
 }
 
+}  // namespace
+
+template <typename T> void rms_norm(const Norm &a) {
+  each_head<T>(a, [&](const T *x, T *out) {
+    const float mean = row_sum<true>(x, a.width, 0.0f) / static_cast<float>(a.width);
+    write_row(a, x, out, 0.0f, reciprocal_root(mean + a.eps));
+  });
+}
+
 template <typename T> void layer_norm(const Norm &a) {
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.width > PARALLEL)
-  for (int64_t t = 0; t < a.rows; ++t) {
-    const T *x = static_cast<const T *>(a.x) + t * a.width;
+  each_head<T>(a, [&](const T *x, T *out) {
     const float width = static_cast<float>(a.width);
     const float mean = row_sum<false>(x, a.width, 0.0f) / width;
     const float variance = row_sum<true>(x, a.width, mean) / width;
-    write_row(a, x, static_cast<T *>(a.out) + t * a.width, mean, reciprocal_root(variance + a.eps));
-  }
+    write_row(a, x, out, mean, reciprocal_root(variance + a.eps));
+  });
 }
 
 template void rms_norm<bf16>(const Norm &);

@@ -14,6 +14,8 @@ template <typename T> void layer_norm(const Norm &);
 template <typename T> void silu_mul(const Unary &);
 template <typename T> void gelu(const Unary &);
 template <typename T> void gelu_tanh(const Unary &);
+template <typename T> void relu(const Unary &);
+template <typename T> void add(const Sum &);
 template <typename T> void rotary(const Rotary &);
 void linear(const Linear &);
 void exp_many(const float *x, float *out, int64_t n);
@@ -33,6 +35,8 @@ constexpr Kernels kernels = {
     {silu_mul<bf16>, silu_mul<float>},
     {gelu<bf16>, gelu<float>},
     {gelu_tanh<bf16>, gelu_tanh<float>},
+    {relu<bf16>, relu<float>},
+    {add<bf16>, add<float>},
     {rotary<bf16>, rotary<float>},
 #ifdef __AVX512BF16__
     linear,

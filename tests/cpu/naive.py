@@ -22,8 +22,8 @@ class NaiveAttend:
         self.values: list[list[Tensor]] = [[] for _ in range(spec.layers)]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.keys[layer].append(k)
-        self.values[layer].append(v)
+        self.keys[layer].append(k.clone())
+        self.values[layer].append(v.clone())
         return self.attend(layer, q, torch.cat(self.keys[layer]), torch.cat(self.values[layer]))
 
     def attend(self, layer: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

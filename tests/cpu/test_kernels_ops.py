@@ -63,6 +63,7 @@ def operations(width: int, dtype: torch.dtype) -> dict[str, tuple[Op, Op]]:
         ),
         "silu_mul": (ops.silu_mul, lambda x: F.silu(x[..., : width // 2]) * x[..., width // 2 :]),
         "gelu": (ops.gelu, F.gelu),
+        "relu": (ops.relu, F.relu),
         "gelu tanh": (partial(ops.gelu, approximate="tanh"), partial(F.gelu, approximate="tanh")),
     }
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace.models.decoder import Decoder
+from headrace.kernels import table
+from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.spec import ModelConfig
 from tests.cpu.checkpoints import KINDS, VOCAB
-from tests.cpu.conftest import OursOf, TheirsOf
+from tests.cpu.conftest import FolderOf, OursOf, TheirsOf
 from tests.cpu.naive import BatchAttend, NaiveAttend, RowAttend, batch_of, greedy, join, naive, prompt_logits
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
@@ -107,6 +108,24 @@ def test_a_row_has_the_same_bits_on_two_threads(kind: str, dtype: str, ours_of: 
     torch.set_num_threads(2)
     try:
         check_schedules(ours_of(kind, dtype))
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@all_kinds
+def test_blocks_give_the_bits_of_single_operations(
+    kind: str, threads: int, folder_of: FolderOf, ours_of: OursOf
+) -> None:
+    decoder = ours_of(kind, "bfloat16")
+    with table.force("ops"):
+        single = load_decoder(folder_of(kind), "bfloat16")
+    torch.set_num_threads(threads)
+    try:
+        for rows in (1, 3, 64, 300):
+            batch = batch_of(prompt(rows), 0, rows)
+            hidden = decoder.forward(batch, naive(decoder))
+            assert torch.equal(hidden, single.forward(batch, naive(single))), rows
     finally:
         torch.set_num_threads(1)
 

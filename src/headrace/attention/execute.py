@@ -11,6 +11,7 @@ from headrace.attention import reference
 from headrace.attention.plan import Plan
 from headrace.config import AttentionSpec
 from headrace.kernels import cpu
+from headrace.kernels.step import Step
 from headrace.kv.storage import KVStorage
 
 BACKENDS = {"reference": reference, "cpu": cpu}
@@ -22,7 +23,8 @@ class Attend(Protocol):
     """Attention of one step, as a model calls it once per layer.
 
     Stores the new keys and values (already rotated) in the cache, then attends: q [T, Hq, D], k and v [T, Hkv, D]
-    -> [T, Hq, D] in q's dtype. T counts the rows of all sequences of the step.
+    -> [T, Hq, D] in q's dtype. T counts the rows of all sequences of the step. The next layer writes its q, k and v
+    over these: whoever needs them after returning copies them.
     """
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
@@ -43,10 +45,27 @@ class PlanAttention:
         self.row_slots = torch.from_numpy(plan.row_slots)
         self.row_offsets = torch.from_numpy(plan.row_offsets)
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in set(spec.windows)}
+        self.step = self._step() if backend == "cpu" and storage.dtype != torch.int8 else None
+
+    def _step(self) -> Step:
+        """append and attend in one call, where the backend has that."""
+        return Step(
+            self.items,
+            self.positions,
+            self.row_slots,
+            self.row_offsets,
+            heads=self.spec.heads,
+            shape=(self.storage.slots, self.spec.kv_heads, self.spec.head_dim),
+            dtype=self.storage.dtype,
+            scale=self.spec.scale,
+            bias=self.key_bias,
+        )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pool_k, pool_v = self.storage.k[layer], self.storage.v[layer]
         window = self.spec.windows[layer]
+        if self.step is not None:
+            return self.step(pool_k, pool_v, q, k, v, window)
         scales = {"k_scale": self.storage.k_scale[layer], "v_scale": self.storage.v_scale[layer]}
         self.kernels.append(pool_k, pool_v, k, v, self.row_slots, self.row_offsets, **scales)
         out: Tensor = self.kernels.attend(

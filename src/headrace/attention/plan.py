@@ -100,9 +100,9 @@ def _items(grid: Int32, begins: Int64, ends: Int64, starts: Int64) -> tuple[Int3
     """Runs of equal slots down each column of the grid, as items: shared runs by column, then the others by row."""
     sequences, width = grid.shape
     columns = np.ascontiguousarray(grid.T)
-    first = np.ones((width, sequences), dtype=bool)
-    first[:, 1:] = (columns[:, 1:] != columns[:, :-1]) | (columns[:, 1:] < 0)
-    edge = np.append(np.flatnonzero(first), width * sequences)
+    first = np.ones(width * sequences + 1, dtype=bool)  # the last one ends the last run
+    first[:-1].reshape(width, sequences)[:, 1:] = (columns[:, 1:] != columns[:, :-1]) | (columns[:, 1:] < 0)
+    edge = np.flatnonzero(first)
     slot = columns.reshape(-1)[edge[:-1]]
     real = slot >= 0
     run, stop = edge[:-1][real], edge[1:][real]
@@ -112,7 +112,7 @@ def _items(grid: Int32, begins: Int64, ends: Int64, starts: Int64) -> tuple[Int3
     shared = high > low
     # An own chunk is met from its first key on; a shared one may begin with its writer's rows, which the mask knows.
     begin = np.where(shared, begins[low], np.maximum(begins[low], begins[low] + key - starts[low]))
-    items = np.stack([slot[real], key, begin, ends[high]], axis=1).astype(np.int32)
-    own = np.flatnonzero(~shared)
-    order = np.concatenate([np.flatnonzero(shared), own[np.argsort(low[own], kind="stable")]])
-    return items[order], int(shared.sum())
+    items = np.empty((len(run), 4), dtype=np.int32)
+    items[:, 0], items[:, 1], items[:, 2], items[:, 3] = slot[real], key, begin, ends[high]
+    order = np.argsort(np.where(shared, -1, low), kind="stable")
+    return items[order], int(np.count_nonzero(shared))

@@ -97,7 +97,7 @@ class Bed:
     def attend(self, plan: Plan) -> Callable[[], Tensor]:
         """Attention of random rows by `plan`, as a call to time."""
         run = PlanAttention(plan, self.storage, self.heads.spec, self.backend)
-        run.kernels = _AttendOnly(run.kernels)
+        run.step, run.kernels = None, _AttendOnly(run.kernels)
         q, k, v = self.heads.rows(plan.rows), self.heads.keys(plan.rows), self.heads.keys(plan.rows)
         return lambda: run(0, q, k, v)
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.loader import Loaded
+from headrace.engine.runner import Computed
 from headrace.engine.sampler import (
     BadLogits,
     History,
@@ -140,10 +140,10 @@ class EngineCore:
             return []
         self._note_start(slices, began)
         self._stats.prefilled_tokens += sum(part.length for part in slices if not part.decodes)
-        results = self.loaded.runner.run(slices)
+        computed = self.loaded.runner.run(slices)
         self.cache.commit()
-        self._observe(results)
-        deltas = self._advance([(part.sequence, logits[-1:]) for part, logits in results if part.samples])
+        self._observe(computed)
+        deltas = self._advance(computed)
         self._stats.steps += 1
         self._stats.step_s += time.monotonic() - began
         return deltas
@@ -160,11 +160,15 @@ class EngineCore:
         started, self._started = self._started, []
         return started
 
-    def _observe(self, results: list[tuple[Slice, Tensor]]) -> None:
-        for part, logits in results:
+    def _observe(self, computed: Computed) -> None:
+        for part, span in computed.parts:
+            wanted = part.sequence.wants_all_logits and part.sequence.request.params.prompt_logprobs is not None
+            if self.on_logits is None and not wanted:
+                continue
+            logits = computed.logits[span.start : span.stop]
             if self.on_logits is not None:
                 self.on_logits(part.sequence, part.end - len(logits), logits)
-            if part.sequence.wants_all_logits and part.sequence.request.params.prompt_logprobs is not None:
+            if wanted:
                 self._note_prompt_logprobs(part, logits)
 
     def _note_prompt_logprobs(self, part: Slice, logits: Tensor) -> None:
@@ -187,13 +191,14 @@ class EngineCore:
             return entry
         return {token: _named(logprob, tokenizer.token_text(token)) for token, logprob in entry.items()}
 
-    def _advance(self, rows: list[tuple[Sequence, Tensor]]) -> list[Delta]:
+    def _advance(self, computed: Computed) -> list[Delta]:
         """Samples the next token of each sequence and sees which are finished."""
+        rows = [(part.sequence, span[-1]) for part, span in computed.parts if part.samples]
         broken: list[Delta] = []
         while rows:
             try:
                 inputs = [self._sample_input(sequence) for sequence, _ in rows]
-                sampled = sample(_stack([row for _, row in rows]), inputs)
+                sampled = sample(_pick(computed.logits, [row for _, row in rows]), inputs)
             except BadLogits as error:
                 request_id = rows[error.row][0].request.request_id
                 rows = [row for row in rows if row[0].request.request_id != request_id]
@@ -296,8 +301,8 @@ class EngineCore:
         return stats
 
 
-def _stack(rows: list[Tensor]) -> Tensor:
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+def _pick(logits: Tensor, rows: list[int]) -> Tensor:
+    return logits if len(rows) == len(logits) else logits[rows]
 
 
 def _named(logprob: Logprob, text: str) -> Logprob:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,14 @@ from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
 
 
+class Computed(NamedTuple):
+    """Logits of a step, fp32 [R, V], and which of these rows belong to each slice that asked for some. No slice that
+    did: no rows, of any width."""
+
+    logits: Tensor
+    parts: list[tuple[Slice, range]]
+
+
 class Runner:
     """A model, its KV storage and the attention backend ('reference' or 'cpu')."""
 
@@ -24,9 +33,9 @@ class Runner:
         self.backend = backend
 
     @torch.inference_mode()
-    def run(self, slices: Seq[Slice]) -> list[tuple[Slice, Tensor]]:
-        """Computes the slices in one pass. Returns, for those that ask for logits, fp32 [rows, V]: all of the slice's
-        rows if its sequence wants all, the last row if it samples."""
+    def run(self, slices: Seq[Slice]) -> Computed:
+        """Computes the slices in one pass. Logits are those of all of a slice's rows if its sequence wants all, of the
+        last row if it samples."""
         tables = [_slots(part) for part in slices]
         order = planning.batch_order(tables)
         ordered = [slices[i] for i in order]
@@ -43,19 +52,22 @@ class Runner:
             lengths = torch.from_numpy(np.maximum(prompts, positions + 1))
         return TokenBatch(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(positions), lengths)
 
-    def _logits(self, slices: list[Slice], hidden: Tensor) -> list[tuple[Slice, Tensor]]:
-        ends = np.cumsum([part.length for part in slices]).tolist()
-        wanted: list[tuple[Slice, range]] = []
-        for part, end in zip(slices, ends, strict=True):
-            if part.sequence.wants_all_logits and part.start < part.sequence.prompt_len:
-                wanted.append((part, range(end - part.length, end)))
-            elif part.samples:
-                wanted.append((part, range(end - 1, end)))
-        if not wanted:
-            return []
-        rows = torch.tensor([row for _, span in wanted for row in span])
-        logits = self.decoder.logits(hidden[rows])
-        return list(zip((part for part, _ in wanted), logits.split([len(span) for _, span in wanted]), strict=True))
+    def _logits(self, slices: list[Slice], hidden: Tensor) -> Computed:
+        rows: list[int] = []
+        parts: list[tuple[Slice, range]] = []
+        end = 0
+        for part in slices:
+            end += part.length
+            wants_all = part.sequence.wants_all_logits and part.start < part.sequence.prompt_len
+            if wants_all or part.samples:
+                count = part.length if wants_all else 1
+                parts.append((part, range(len(rows), len(rows) + count)))
+                rows.extend(range(end - count, end))
+        if not rows:
+            return Computed(hidden[:0], parts)
+        if len(rows) < len(hidden):
+            hidden = hidden[torch.tensor(rows)]
+        return Computed(self.decoder.logits(hidden), parts)
 
 
 def _slots(part: Slice) -> planning.Int32:

@@ -130,6 +130,14 @@ def gelu(x: Tensor, tanh: bool = False) -> Tensor:
     return out
 
 
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0)."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _require().relu(_type_of(x), x.data_ptr(), out.data_ptr(), x.numel(), torch.get_num_threads())
+    return out
+
+
 def rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
     """x [T, heads, D] with its first N elements rotated by halves, the others copied, as a new tensor.
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TYPES = {torch.bfloat16: 0, torch.float32: 1}
+TYPES = {torch.bfloat16: 0, torch.float32: 1}
+"""The C++ kernels' numbers of the types that they compute in."""
 
 
 def _load() -> tuple[Any, str | None]:
@@ -65,7 +66,7 @@ def describe() -> str:
 
 def supports(dtype: torch.dtype) -> bool:
     """Whether the kernels compute in `dtype`."""
-    return dtype in _TYPES
+    return dtype in TYPES
 
 
 def require() -> Any:
@@ -78,7 +79,7 @@ def require() -> Any:
 def type_of(x: Tensor) -> int:
     if not x.is_cpu:
         raise ValueError(f"the C++ kernels take CPU tensors, got {x.device}")
-    kind = _TYPES.get(x.dtype)
+    kind = TYPES.get(x.dtype)
     if kind is None:
         raise ValueError(f"the C++ kernels take bfloat16 or float32, got {x.dtype}")
     return kind

@@ -79,6 +79,11 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return F.gelu(padded, approximate=approximate)[..., :width].to(x.dtype)
 
 
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0)."""
+    return cpu.relu(x) if table.native(x) else F.relu(x)
+
+
 def rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
     """x [T, heads, D] with its first N elements rotated by halves, in fp32: a new tensor.
 

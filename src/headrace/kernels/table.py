@@ -15,9 +15,10 @@ from headrace.kernels import cpu
 
 log = logging.getLogger(__name__)
 
-Implementation = Literal["cpu", "torch"]
+Implementation = Literal["cpu", "torch", "ops"]
+"""ops: a layer of the decoder one operation at a time, whatever implements those."""
 
-NATIVE_OPS = ("attend", "append", "rms_norm", "layer_norm", "silu_mul", "gelu", "rotary")
+NATIVE_OPS = ("attend", "append", "rms_norm", "layer_norm", "silu_mul", "gelu", "relu", "rotary")
 TORCH_LINEAR = "oneDNN's matrix product, batches padded to 16 rows"
 
 
@@ -38,13 +39,14 @@ _forced: Implementation | None = None
 class force:
     """force("torch") makes every op take that implementation, force("cpu") the C++ one, force(None) the best.
 
+    force("ops") makes models loaded under it compute their layers one operation at a time, each at its best.
     Holds until the next call, or until the end of the `with` block if used in one. For tests and for measuring.
     """
 
     def __init__(self, implementation: Implementation | None) -> None:
         global _forced
-        if implementation not in ("cpu", "torch", None):
-            raise ValueError(f"implementation must be 'cpu', 'torch' or None, got {implementation!r}")
+        if implementation not in ("cpu", "torch", "ops", None):
+            raise ValueError(f"implementation must be 'cpu', 'torch', 'ops' or None, got {implementation!r}")
         if implementation == "cpu" and not cpu.available():
             raise ValueError(f"implementation 'cpu': {cpu.unavailable_reason()}")
         self._before, _forced = _forced, implementation
@@ -69,7 +71,18 @@ def native(x: Tensor) -> bool:
 
 def table() -> dict[str, Choice]:
     """The choice for each operation on CPU tensors of bfloat16 or float32."""
-    return {name: _native_choice() for name in NATIVE_OPS} | {"linear": _linear_choice()}
+    return {name: _native_choice() for name in NATIVE_OPS} | {"linear": _linear_choice(), "layer": layer_choice()}
+
+
+def layer_choice() -> Choice:
+    """How the layers of a decoder are computed whose weights are all packed; all others go op by op."""
+    if _forced in ("torch", "ops"):
+        return Choice("ops", "forced")
+    if _linear_choice().implementation == "cpu":
+        return Choice(
+            "cpu", f"{cpu.describe()}, two calls beside attention (bfloat16; float32 one operation at a time)"
+        )
+    return Choice("ops", "one operation at a time, since linear is torch's")
 
 
 def _linear_choice() -> Choice:

@@ -8,6 +8,7 @@ one row, and whatever is elementwise is add, multiply or a table look-up.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headrace.kernels import ops
+from headrace.kernels import block, ops
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.rope import Rope
@@ -24,6 +25,8 @@ from headrace.models.weights import LEARNED_OFFSET, Progress, load_weights
 
 if TYPE_CHECKING:
     from headrace.attention.execute import Attend
+
+log = logging.getLogger(__name__)
 
 Weights = dict[str, Tensor]
 Matrices = dict[str, ops.Weight]
@@ -77,7 +80,7 @@ class Layer:
             k = ops.rms_norm(k, self.weights["k_norm.weight"], self.config.norm_eps)
         if cos_sin is not None:
             q, k = ops.rotary(q, cos_sin), ops.rotary(k, cos_sin)
-        out = attend(self.index, q.contiguous(), k.contiguous(), v.contiguous())
+        out = attend(self.index, q, k, v)
         return self._linear("out", out.reshape(len(x), -1))
 
     def _mlp(self, x: Tensor) -> Tensor:
@@ -86,7 +89,7 @@ class Layer:
 
     def _activate(self, x: Tensor) -> Tensor:
         if self.config.activation == "relu":
-            return F.relu(x)
+            return ops.relu(x)
         return ops.gelu(x, "tanh" if self.config.activation == "gelu_tanh" else "none")
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
@@ -94,6 +97,19 @@ class Layer:
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return norm(self.config, self.weights, name, x)
+
+
+class OneByOne:
+    """The layers of a model, each operation by its own call: what kernels.block.Blocks does in two calls a layer."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self.layers = layers
+
+    def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        for layer in self.layers:
+            x = layer(x, cos_sin, attend)
+        return x
 
 
 class Decoder:
@@ -112,19 +128,26 @@ class Decoder:
         # What was packed is not kept twice.
         self.weights = {name: w for name, w in weights.items() if isinstance(self.matrices.get(name, w), Tensor)}
         self.dtype = weights["embed.weight"].dtype
-        self.layers = [Layer(config, self.weights, self.matrices, index) for index in range(config.layers)]
+        self.layers = self._layers()
         self.rope = Rope(config.rope, config.attention.head_dim) if config.rope else None
         self.key_bias = alibi_bias(config.attention, config.max_model_len) if config.positions == "alibi" else None
+
+    def _layers(self) -> block.Blocks | OneByOne:
+        layers = [Layer(self.config, self.weights, self.matrices, index) for index in range(self.config.layers)]
+        reason = block.obstacle(layers)
+        if reason is None:
+            return block.Blocks(_shape(self.config), layers)
+        log.info("layers one operation at a time (%s)", reason)
+        return OneByOne(layers)
 
     def forward(self, batch: TokenBatch, attend: Attend) -> Tensor:
         """Hidden states [T, E] of the batch, ready for `logits`. Calls attend(layer, q, k, v) once per layer, in order.
 
-        k is handed over rotated; q, k and v are contiguous.
+        k is handed over rotated; q, k and v may be views of one tensor, each row contiguous.
         """
         x = self._embed(batch)
         cos_sin = self.rope.at(batch.positions, batch.rope_lengths) if self.rope else None
-        for layer in self.layers:
-            x = layer(x, cos_sin, attend)
+        x = self.layers(x, cos_sin, attend)
         if self.config.final_norm:
             x = norm(self.config, self.weights, "final_norm", x)
         return ops.linear(x, self.matrices["project_out.weight"]) if "project_out.weight" in self.matrices else x
@@ -140,6 +163,21 @@ class Decoder:
         if self.config.positions == "learned":
             x = x + F.embedding(batch.positions + LEARNED_OFFSET, self.weights["positions.weight"])
         return x
+
+
+def _shape(config: ModelConfig) -> block.Shape:
+    """What kernels.block needs to know of the layers."""
+    return block.Shape(
+        attention=config.attention,
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        order=config.block,
+        activation="silu_mul" if config.gated else config.activation,
+        rms=config.norm == "rms",
+        eps=config.norm_eps,
+        mlp_norm=config.mlp_norm or config.block != "parallel",
+        qk_norm=config.qk_norm,
+    )
 
 
 def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:

@@ -1,0 +1,132 @@
+#include "block.h"
+
+#include <stdexcept>
+
+namespace headrace {
+namespace {
+
+constexpr int BF16 = 0;
+constexpr int64_t TILE = 1024;  // rows that go through a layer together: bounds the scratch memory
+
+// The kernels in use, over some rows.
+struct Pass {
+  const Kernels &kernels;
+  int64_t rows;
+  int threads;
+
+  // The one place that knows in which forms weights come.
+  void multiply(const Matrix &m, const bf16 *x, bf16 *y) const {
+    switch (m.form) {
+      case Form::packed:
+        return kernels.linear({x, m.weight, m.bias, y, rows, m.inputs, m.inputs, m.outputs, false, threads});
+    }
+  }
+
+  void norm(const Scale &s, float eps, const bf16 *x, bf16 *y, int64_t width) const {
+    const auto &op = s.rms ? kernels.rms_norm : kernels.layer_norm;
+    op[BF16]({x, s.weight, s.bias, y, rows, width, 1, width, eps, threads});
+  }
+
+  void norm_heads(const bf16 *weight, float eps, bf16 *x, int64_t stride, int64_t heads, int64_t dim) const {
+    kernels.rms_norm[BF16]({x, weight, nullptr, x, rows, stride, heads, dim, eps, threads});
+  }
+
+  void rotate(const float *cos_sin, int64_t rotary, bf16 *x, int64_t stride, int64_t heads, int64_t dim) const {
+    kernels.rotary[BF16]({x, x, cos_sin, rows, stride, stride, heads, dim, rotary, threads});
+  }
+
+  void add(bf16 *x, const bf16 *y, int64_t width) const { kernels.add[BF16]({x, y, x, rows * width, threads}); }
+
+  void activate(Activation f, const bf16 *x, bf16 *y, int64_t width) const {
+    const Unary a = {x, y, rows, width, threads};
+    switch (f) {
+      case Activation::silu_mul: return kernels.silu_mul[BF16](a);
+      case Activation::gelu: return kernels.gelu[BF16](a);
+      case Activation::gelu_tanh: return kernels.gelu_tanh[BF16](a);
+      case Activation::relu: return kernels.relu[BF16](a);
+    }
+  }
+};
+
+Pass pass(int64_t rows, int threads) {
+  if (!kernels().linear)
+    throw std::invalid_argument("weights were packed for another instruction set; load the model again");
+  return {kernels(), rows, threads};
+}
+
+// f(first row, rows) for each tile.
+template <typename F> void tiles(int64_t rows, F f) {
+  for (int64_t first = 0; first < rows; first += TILE) f(first, rows - first < TILE ? rows - first : TILE);
+}
+
+// Scratch of a tile: two rows of the hidden size, and the MLP's before and after its activation.
+struct Buffers {
+  bf16 *a, *b, *inner, *active;
+
+  Buffers(const Block &block, bf16 *memory, int64_t rows)
+      : a(memory), b(a + rows * block.qkv.inputs), inner(b + rows * block.qkv.inputs),
+        active(inner + rows * block.up.outputs) {}
+};
+
+void mlp(const Block &block, const Pass &run, const bf16 *x, bf16 *y, const Buffers &buffers) {
+  run.multiply(block.up, x, buffers.inner);
+  run.activate(block.activation, buffers.inner, buffers.active, block.down.inputs);
+  run.multiply(block.down, buffers.active, y);
+}
+
+void finish(const Block &block, const Pass &run, bf16 *x, const bf16 *attended, const Buffers &buffers) {
+  const int64_t hidden = block.qkv.inputs;
+  bf16 *a = buffers.a, *b = buffers.b;
+  run.multiply(block.out, attended, a);
+  switch (block.order) {
+    case Order::pre:
+      run.add(x, a, hidden);
+      run.norm(block.mlp_norm, block.eps, x, b, hidden);
+      mlp(block, run, b, a, buffers);
+      return run.add(x, a, hidden);
+    case Order::post:
+      run.add(x, a, hidden);
+      run.norm(block.attention_norm, block.eps, x, x, hidden);
+      mlp(block, run, x, a, buffers);
+      run.add(x, a, hidden);
+      return run.norm(block.mlp_norm, block.eps, x, x, hidden);
+    case Order::parallel:
+      run.norm(block.mlp_norm, block.eps, x, b, hidden);
+      mlp(block, run, b, b, buffers);
+      run.add(a, b, hidden);
+      return run.add(x, a, hidden);
+  }
+}
+
+}  // namespace
+
+int64_t Block::scratch(int64_t rows) const {
+  return (rows < TILE ? rows : TILE) * (2 * qkv.inputs + up.outputs + down.inputs);
+}
+
+void Block::before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *heads_out, bf16 *scratch, int64_t rows,
+                   int threads) const {
+  const int64_t hidden = qkv.inputs, width = qkv.outputs;
+  tiles(rows, [&](int64_t first, int64_t count) {
+    const Pass run = pass(count, threads);
+    const bf16 *from = x + first * hidden;
+    bf16 *q = heads_out + first * width, *k = q + heads * dim;
+    if (order != Order::post) {
+      run.norm(attention_norm, eps, from, scratch, hidden);
+      from = scratch;
+    }
+    run.multiply(qkv, from, q);
+    if (q_norm) run.norm_heads(q_norm, eps, q, width, heads, dim);
+    if (k_norm) run.norm_heads(k_norm, eps, k, width, kv_heads, dim);
+    if (cos_sin) run.rotate(cos_sin + first * rotary, rotary, q, width, heads + kv_heads, dim);
+  });
+}
+
+void Block::after(bf16 *x, const bf16 *attended, bf16 *scratch, int64_t rows, int threads) const {
+  tiles(rows, [&](int64_t first, int64_t count) {
+    finish(*this, pass(count, threads), x + first * qkv.inputs, attended + first * out.inputs,
+           Buffers(*this, scratch, count));
+  });
+}
+
+}  // namespace headrace

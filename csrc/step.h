@@ -1,0 +1,62 @@
+// Attention of one engine step: append and attend in one call for each layer. What the layers share is checked once.
+#pragma once
+
+#include <vector>
+
+#include "checks.h"
+#include "dispatch.h"
+
+namespace headrace {
+
+class Step {
+ public:
+  // Of `attend` and `append`, all but what a layer brings. The memory behind them must outlive the step.
+  Step(int type, const Attend &attend, const Append &append, int64_t slots)
+      : type(type), slots(slots), shared(attend), places(append) {
+    check_bias(shared);
+    check_places(places, slots);
+  }
+
+  // The items of layers with this window (0: none); how `run` is to call them.
+  int64_t add_items(const Item *items, int64_t count, int64_t window) {
+    Attend a = shared;
+    a.items = items;
+    a.item_count = count;
+    a.window = window;
+    check_items(a, slots);
+    kinds.push_back(a);
+    return static_cast<int64_t>(kinds.size()) - 1;
+  }
+
+  struct Rows {
+    void *at;
+    int64_t stride;
+  };
+
+  void run(int64_t kind, Rows q, Rows k, Rows v, void *k_pool, void *v_pool, void *out) const {
+    Append append = places;
+    append.k_new = k.at;
+    append.k_stride = k.stride;
+    append.v_new = v.at;
+    append.v_stride = v.stride;
+    append.k = k_pool;
+    append.v = v_pool;
+    kernels().append[type](append);
+    Attend attend = kinds.at(kind);
+    attend.q = q.at;
+    attend.q_stride = q.stride;
+    attend.k = k_pool;
+    attend.v = v_pool;
+    attend.out = out;
+    kernels().attend[type](attend);
+  }
+
+ private:
+  int type;
+  int64_t slots;
+  Attend shared;
+  Append places;
+  std::vector<Attend> kinds;
+};
+
+}  // namespace headrace

@@ -1,0 +1,149 @@
+"""All layers of a decoder in C++ but for their attention: two calls for each, where the ops take a dozen.
+
+T: rows; H: hidden size; Hq, Hkv: query and KV heads; D: head size; I: MLP width. bf16, packed weights. The bits are
+those of `ops`, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.config import AttentionSpec
+from headrace.kernels import cpu, table
+from headrace.kernels.extension import check, require
+from headrace.kernels.ops import Weight
+
+MATRICES = ("qkv", "out", "up", "down")
+
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""See attention.execute.Attend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the layers of a model have in common. order: pre, post or parallel (models.spec.Block). activation:
+    silu_mul (a gated MLP), gelu, gelu_tanh or relu. rms: the norm is RMS norm where it has weights, else LayerNorm."""
+
+    attention: AttentionSpec
+    hidden: int
+    inner: int
+    order: str
+    activation: str
+    rms: bool
+    eps: float
+    mlp_norm: bool
+    qk_norm: bool
+
+
+class LayerWeights(Protocol):
+    """A layer's vectors and matrices by our names, without the layer's prefix."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def matrices(self) -> Mapping[str, Weight]: ...
+
+
+def obstacle(layers: Sequence[LayerWeights]) -> str | None:
+    """Why Blocks does not take these layers; None where it does."""
+    choice = table.layer_choice()
+    if choice.implementation != "cpu":
+        return choice.reason
+    loose = [
+        name for name in MATRICES if any(type(each.matrices[f"{name}.weight"]) is not cpu.Packed for each in layers)
+    ]
+    return f"not packed: {', '.join(loose)}" if loose else None
+
+
+class Blocks:
+    """The layers of a model, called like decoder.OneByOne. Raises ValueError for weights that do not fit `shape`."""
+
+    def __init__(self, shape: Shape, layers: Sequence[LayerWeights]) -> None:
+        self.shape = shape
+        self.layers = layers  # keeps the memory that the blocks point to
+        self.blocks = [_block(shape, layer) for layer in layers]
+
+    def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend) -> Tensor:
+        """x [T, H] -> [T, H], which takes x's place in memory; cos_sin [T, N] fp32 as in ops.rotary.
+
+        All layers hand the same memory to `attend`: q, k and v are views of it.
+        """
+        spec, rows, threads = self.shape.attention, len(x), torch.get_num_threads()
+        check("x", x, torch.bfloat16, (rows, self.shape.hidden))
+        qkv = torch.empty((rows, spec.heads + 2 * spec.kv_heads, spec.head_dim), dtype=x.dtype)
+        q, k, v = qkv.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
+        scratch = torch.empty(self.blocks[0].scratch(rows), dtype=x.dtype)
+        x_at, qkv_at, scratch_at = x.data_ptr(), qkv.data_ptr(), scratch.data_ptr()
+        turn_at, turned = self._rotation(rows, cos_sin)
+        for index, block in enumerate(self.blocks):
+            block.before(x_at, turn_at, turned, qkv_at, scratch_at, rows, threads)
+            attended = attend(index, q, k, v).contiguous()
+            check("attended", attended, x.dtype, q.shape)
+            block.after(x_at, attended.data_ptr(), scratch_at, rows, threads)
+        return x
+
+    def _rotation(self, rows: int, cos_sin: Tensor | None) -> tuple[int, int]:
+        """Address of cos_sin and the number of elements that it turns; zeros for none."""
+        if cos_sin is None:
+            return 0, 0
+        width, dim = cos_sin.shape[-1], self.shape.attention.head_dim
+        if width % 2 or width > dim:
+            raise ValueError(f"cannot rotate {width} of {dim} elements")
+        check("cos_sin", cos_sin, torch.float32, (rows, width))
+        return cos_sin.data_ptr(), width
+
+
+def _block(shape: Shape, layer: LayerWeights) -> Any:
+    """The C++ block, which holds addresses only."""
+    ext, spec = require(), shape.attention
+    heads = spec.heads * spec.head_dim
+    sizes = {
+        "qkv": (heads + 2 * spec.kv_heads * spec.head_dim, shape.hidden),
+        "out": (shape.hidden, heads),
+        "up": (shape.inner * (2 if shape.activation == "silu_mul" else 1), shape.hidden),
+        "down": (shape.hidden, shape.inner),
+    }
+    matrices = [_matrix(layer, name, sizes[name]) for name in MATRICES]
+    # A parallel block without a norm of its own for the MLP feeds both halves from the same one.
+    norms = [
+        _norm(shape, layer, name) for name in ("attention_norm", "mlp_norm" if shape.mlp_norm else "attention_norm")
+    ]
+    head_norms = [
+        _vector(layer, f"{name}.weight", spec.head_dim) if shape.qk_norm else 0 for name in ("q_norm", "k_norm")
+    ]
+    order, activation = getattr(ext.Order, shape.order), getattr(ext.Activation, shape.activation)
+    return ext.Block(
+        order, activation, spec.heads, spec.kv_heads, spec.head_dim, shape.eps, *matrices, *norms, *head_norms
+    )
+
+
+def _matrix(layer: LayerWeights, name: str, shape: tuple[int, int]) -> Any:
+    weight = layer.matrices[f"{name}.weight"]
+    if not isinstance(weight, cpu.Packed) or weight.shape != shape:
+        raise ValueError(f"{name}.weight must be packed and {list(shape)}, got {list(weight.shape)}")
+    outputs, inputs = shape
+    ext = require()
+    return ext.Matrix(
+        ext.Form.packed, weight.blocks.data_ptr(), _vector(layer, f"{name}.bias", outputs), inputs, outputs
+    )
+
+
+def _norm(shape: Shape, layer: LayerWeights, name: str) -> Any:
+    weight, bias = (_vector(layer, f"{name}.{kind}", shape.hidden) for kind in ("weight", "bias"))
+    return require().Scale(shape.rms and weight != 0, weight, bias)
+
+
+def _vector(layer: LayerWeights, name: str, size: int) -> int:
+    """Address of a vector; 0 where the layer has none of that name."""
+    vector = layer.weights.get(name)
+    if vector is None:
+        return 0
+    check(name, vector, torch.bfloat16, (size,))
+    return vector.data_ptr()

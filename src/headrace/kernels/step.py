@@ -1,0 +1,81 @@
+"""Attention of one engine step over the local pools: `cpu.append` and `cpu.attend` in one call for each layer.
+
+T: rows; Hq, Hkv: query and KV heads; D: head size. Index data is checked once for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.extension import TYPES, check, require, supports
+from headrace.types import CHUNK
+
+
+class Step:
+    """items[window] int32 [n, 4], positions int64 [T], slots and offsets int32 [T], bias fp32 [Hq, keys]: see
+    `cpu.attend` and `cpu.append`. Raises ValueError for what does not fit pools of `shape` = (slots, Hkv, D)."""
+
+    def __init__(
+        self,
+        items: Mapping[int | None, Tensor],
+        positions: Tensor,
+        slots: Tensor,
+        offsets: Tensor,
+        *,
+        heads: int,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        scale: float,
+        bias: Tensor | None = None,
+    ) -> None:
+        if not supports(dtype):
+            raise ValueError(f"the C++ kernels take bfloat16 or float32, got {dtype}")
+        rows, (slot_count, kv_heads, dim) = len(positions), shape
+        self.dtype = dtype
+        self.q_shape, self.kv_shape = (rows, heads, dim), (rows, kv_heads, dim)
+        self.k_pool_shape, self.v_pool_shape = (slot_count, kv_heads, dim, CHUNK), (slot_count, kv_heads, CHUNK, dim)
+        self._keep = (items, positions, slots, offsets, bias)  # the C++ step holds their addresses
+        check("positions", positions, torch.int64, (rows,))
+        check("slots", slots, torch.int32, (rows,))
+        check("offsets", offsets, torch.int32, (rows,))
+        if bias is not None:
+            check("bias", bias, torch.float32, (heads, bias.shape[-1]))
+        self._step = require().Step(
+            TYPES[dtype], positions.data_ptr(), slots.data_ptr(), offsets.data_ptr(),
+            0 if bias is None else bias.data_ptr(), 0 if bias is None else bias.shape[-1], rows, heads, kv_heads, dim,
+            slot_count, scale, torch.get_num_threads(),
+        )  # fmt: skip
+        self._kinds = {window: self._add(window, each) for window, each in items.items()}
+
+    def _add(self, window: int | None, items: Tensor) -> int:
+        check("items", items, torch.int32, (items.shape[0], 4))
+        kind: int = self._step.add_items(items.data_ptr(), items.shape[0], window or 0)
+        return kind
+
+    def __call__(self, k_pool: Tensor, v_pool: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """Stores k, v [T, Hkv, D] in the pools, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory.
+
+        Rows of q, k and v must be contiguous each, but may lie apart.
+        """
+        check("k_pool", k_pool, self.dtype, self.k_pool_shape)
+        check("v_pool", v_pool, self.dtype, self.v_pool_shape)
+        q_stride = self._row_stride("q", q, self.q_shape)
+        k_stride, v_stride = self._row_stride("k", k, self.kv_shape), self._row_stride("v", v, self.kv_shape)
+        out = torch.empty(self.q_shape, dtype=self.dtype)
+        self._step.run(
+            self._kinds[window], q.data_ptr(), q_stride, k.data_ptr(), k_stride, v.data_ptr(), v_stride,
+            k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def _row_stride(self, name: str, x: Tensor, shape: tuple[int, int, int]) -> int:
+        """Elements from row to row of x."""
+        if x.shape != shape or x.dtype != self.dtype or not x.is_cpu:
+            raise ValueError(f"{name} must be {list(shape)} of {self.dtype}, got {list(x.shape)} of {x.dtype}")
+        row, head, one = x.stride()
+        if one != 1 or (head != shape[2] and shape[1] != 1):
+            raise ValueError(f"{name}: each row must be contiguous, got strides {x.stride()}")
+        return row

@@ -1,0 +1,159 @@
+"""Layers in two calls beside attention: the bits of single operations, whatever the layers are made of.
+
+T: rows; Hq, Hkv: query and KV heads; D: head size; N: elements of a head that are rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.config import AttentionSpec
+from headrace.kernels import cpu, table
+from headrace.kernels.block import Blocks
+from headrace.models.decoder import Decoder, OneByOne
+from headrace.models.spec import ModelConfig
+from headrace.models.weights import expected
+
+pytestmark = [pytest.mark.skipif(not cpu.has_linear(), reason="this processor has no AVX-512 BF16")]
+
+PLAIN = dict(norm="layer", gated=False, activation="gelu")
+BIASED = dict(qkv_bias=True, out_bias=True, mlp_bias=True)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": dict(qkv_bias=True),
+    "qwen3": dict(qk_norm=True, head_dim=64),
+    "opt": PLAIN | BIASED | dict(activation="relu", kv_heads=4, rotary=0),
+    "opt350": PLAIN | BIASED | dict(activation="relu", block="post", rotary=0),
+    "opt without affine norms": PLAIN | dict(norm_affine=False, rotary=0),
+    "rms without weights": dict(norm_affine=False),
+    "falcon7": PLAIN | dict(block="parallel", mlp_norm=False, kv_heads=1),
+    "falcon40": PLAIN | BIASED | dict(block="parallel", activation="gelu_tanh"),
+    "partial rotary": dict(head_dim=20, hidden=72, inner=90, heads=6, rotary=6),
+}
+ROWS = (1, 3, 64, 300, 1100)
+
+
+def model(
+    *, heads: int = 4, kv_heads: int = 2, head_dim: int = 32, hidden: int = 128, inner: int = 192, **facts: Any
+) -> ModelConfig:
+    """A model of two layers; a Llama where `facts` do not say otherwise."""
+    spec = AttentionSpec(2, heads, kv_heads, head_dim, head_dim**-0.5, (None, None))
+    common: dict[str, Any] = dict(
+        architecture="", vocab_size=96, hidden_size=hidden, intermediate_size=inner, embed_size=hidden, layers=2,
+        max_model_len=64, attention=spec, dtype="bfloat16", positions="alibi", norm="rms", norm_eps=1e-5,
+        activation="silu", gated=True,
+    )  # fmt: skip
+    return ModelConfig(**common | facts)
+
+
+def weights_of(config: ModelConfig) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        noise = torch.randn(shape, generator=g)
+        return (1 + 0.3 * noise if "norm" in name else noise / shape[-1] ** (0.5 * (len(shape) > 1))).bfloat16()
+
+    return {name: draw(name, slot.shape(sum(slot.parts))) for name, slot in expected(config).items()}
+
+
+def both(variant: str) -> tuple[Decoder, Decoder, int]:
+    """The model's decoder by blocks and op by op, and how many elements of a head are rotated."""
+    facts = dict(VARIANTS[variant])
+    rotary = facts.pop("rotary", facts.get("head_dim", 32))
+    config = model(**facts)
+    fast = Decoder(config, weights_of(config))
+    with table.force("ops"):
+        return fast, Decoder(config, weights_of(config)), rotary
+
+
+def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Not attention, but every element of q, k and v shows in it."""
+    group = q.shape[1] // k.shape[1]
+    return q - k.repeat_interleave(group, 1) + v.repeat_interleave(group, 1) * (layer + 1)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_bits_of_single_operations(variant: str, threads: None) -> None:
+    fast, slow, rotary = both(variant)
+    assert isinstance(fast.layers, Blocks) and isinstance(slow.layers, OneByOne)
+    for rows in ROWS:
+        g = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, fast.config.hidden_size, generator=g).bfloat16()
+        cos_sin = torch.randn(rows, rotary, generator=g) if rotary else None
+        want = slow.layers(x.clone(), cos_sin, attend)
+        assert want.isfinite().all() and want.float().std() > 0.1
+        assert torch.equal(fast.layers(x.clone(), cos_sin, attend), want), rows
+
+
+def test_no_rows() -> None:
+    fast, _, _ = both("llama")
+    assert fast.layers(torch.empty(0, 128).bfloat16(), torch.empty(0, 32), attend).shape == (0, 128)
+
+
+def test_attended_rows_may_lie_anyhow() -> None:
+    fast, slow, _ = both("opt")
+    x = torch.randn(5, 128).bfloat16()
+
+    def turned(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(layer, q, k, v).transpose(0, 1).contiguous().transpose(0, 1)
+
+    assert torch.equal(fast.layers(x.clone(), None, turned), slow.layers(x.clone(), None, attend))
+
+
+def test_other_instruction_sets_go_op_by_op() -> None:
+    fast, _, _ = both("llama")
+    x, before = torch.randn(2, 128).bfloat16(), cpu.isa()
+    cpu.use_isa("avx512")
+    try:
+        assert isinstance(Decoder(fast.config, weights_of(fast.config)).layers, OneByOne)
+        assert str(table.layer_choice()).startswith("ops: one operation at a time")
+        with pytest.raises(ValueError, match="packed for another instruction set"):
+            fast.layers(x, None, attend)
+    finally:
+        cpu.use_isa(before)
+
+
+@pytest.mark.parametrize("lost", ["float32", "odd width"])
+def test_what_is_not_packed_goes_op_by_op(lost: str) -> None:
+    config = model(inner=191 if lost == "odd width" else 192)
+    dtype = torch.float32 if lost == "float32" else torch.bfloat16
+    weights = {name: weight.to(dtype) for name, weight in weights_of(config).items()}
+    assert isinstance(Decoder(config, weights).layers, OneByOne)
+
+
+def test_refusals() -> None:
+    fast, _, _ = both("llama")
+    x, cos_sin = torch.randn(2, 128).bfloat16(), torch.randn(2, 32)
+    for bad in (x.float(), x[:, :64], torch.randn(2, 256).bfloat16()[:, ::2]):
+        with pytest.raises(ValueError, match="x must be"):
+            fast.layers(bad, cos_sin, attend)
+    for angles in (cos_sin[:1], cos_sin.double()):
+        with pytest.raises(ValueError, match="cos_sin must be"):
+            fast.layers(x, angles, attend)
+    for width in (31, 34):
+        with pytest.raises(ValueError, match="cannot rotate"):
+            fast.layers(x, torch.randn(2, width), attend)
+    with pytest.raises(ValueError, match="attended must be"):
+        fast.layers(x, cos_sin, lambda layer, q, k, v: q[:, :1])
+
+
+@pytest.mark.parametrize("name", ["qkv.weight", "down.weight", "attention_norm.weight"])
+def test_weights_of_another_shape_are_refused(name: str) -> None:
+    config = model()
+    weights = weights_of(config)
+    weights[f"layers.1.{name}"] = weights[f"layers.1.{name}"][:-2].contiguous()
+    with pytest.raises(ValueError, match=name):
+        Decoder(config, weights)
