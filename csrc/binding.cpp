@@ -65,6 +65,12 @@ void linear(Address x, Address w, Address bias, Address out, int64_t rows, int64
                     threads});
 }
 
+void linear_quant(int type, int bits, Address x, Address codes, Address scales, Address bias, Address out, int64_t rows,
+                  int64_t x_stride, int64_t inputs, int64_t outputs, bool wide, int threads) {
+  kernels().linear_quant[type]({at<void>(x), at<void>(codes), at<void>(scales), at<void>(bias), at<void>(out), rows,
+                                x_stride, inputs, outputs, bits, wide, threads});
+}
+
 bool has_linear() { return kernels().linear != nullptr; }
 
 void exp_many(Address x, Address out, int64_t n) { kernels().exp(at<float>(x), at<float>(out), n); }
@@ -81,6 +87,7 @@ NB_MODULE(_cpu, m) {
   m.def("gelu", gelu, unlocked);
   m.def("rotary", rotary, unlocked);
   m.def("linear", linear, unlocked);
+  m.def("linear_quant", linear_quant, unlocked);
   m.def("has_linear", has_linear);
   m.def("exp", exp_many, unlocked);
   m.def("available_isas", available_isas);

@@ -18,6 +18,7 @@ class Capacity:
     model: str
     folder: str
     dtype: str
+    quantization: str
     backend: str
     kv_cache_tokens: int
     kv_bytes_per_token: int

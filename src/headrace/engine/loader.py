@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, Quantization
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.runner import Runner
 from headrace.engine.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     folder = model_folder(config.model)
-    decoder = load_decoder(folder, config.dtype, progress)
+    decoder = load_decoder(folder, config.dtype, progress, config.quantization)
     backend = table.choose(config.attention_backend, decoder.dtype, torch.device("cpu"))
     spec = decoder.config.attention
     bytes_per_token = spec.kv_bytes_per_token(decoder.dtype.itemsize)
@@ -55,6 +55,7 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
         model=config.served_model_name or config.model,
         folder=str(folder),
         dtype=str(decoder.dtype).removeprefix("torch."),
+        quantization=config.quantization,
         backend=backend,
         kv_cache_tokens=tokens,
         kv_bytes_per_token=bytes_per_token,
@@ -62,10 +63,16 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
         max_sequences=min(config.max_sequences, config.max_batch_tokens),
         vocab_size=decoder.config.vocab_size,
         eos_token_ids=_eos(decoder, tokenizer),
-        kernels=table.reasons(),
+        kernels=_kernels(config.quantization),
     )
     cache = KVCache(tokens // CHUNK, _identity(folder, capacity))
     return Loaded(config, capacity, decoder, tokenizer, cache, Runner(decoder, storage, backend))
+
+
+def _kernels(quantization: Quantization) -> dict[str, str]:
+    """Operation -> implementation and reason; of the linear layers those in use."""
+    linear = "linear" if quantization == "none" else f"linear_{quantization}"
+    return {name: why for name, why in table.reasons().items() if name == linear or not name.startswith("linear")}
 
 
 def _sizes(config: EngineConfig, model_len: int, bytes_per_token: int) -> tuple[int, int]:
@@ -103,9 +110,9 @@ def _eos(decoder: Decoder, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 
 def _identity(folder: Path, capacity: Capacity) -> bytes:
-    """What chunks of this engine are made by: model, layout, dtype."""
+    """What chunks of this engine are made by: model, layout, dtype, rounding of the weights."""
     facts = [(folder / "config.json").read_bytes(), LAYOUT.encode(), capacity.backend.encode()]
-    facts += [capacity.dtype.encode(), str(folder).encode()]
+    facts += [capacity.dtype.encode(), capacity.quantization.encode(), str(folder).encode()]
     for path in sorted(folder.glob("*.safetensors")):
         facts.append(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
     return hashlib.sha256(b"\0".join(facts)).digest()
