@@ -102,8 +102,9 @@ void linear(Address x, Address w, Address bias, Address out, int64_t rows, int64
                     threads});
 }
 
-void make_matrix(Matrix *self, Form form, Address weight, Address bias, int64_t inputs, int64_t outputs) {
-  new (self) Matrix{form, at<void>(weight), at<bf16>(bias), inputs, outputs};
+void make_matrix(Matrix *self, Form form, Address weight, Address scales, Address bias, int64_t inputs,
+                 int64_t outputs) {
+  new (self) Matrix{form, at<void>(weight), at<void>(scales), at<bf16>(bias), inputs, outputs};
 }
 
 void make_scale(Scale *self, bool rms, Address weight, Address bias) {
@@ -159,6 +160,12 @@ void run(const Step &self, int64_t kind, Address q, int64_t q_stride, Address k,
            at<void>(v_pool), at<void>(out));
 }
 
+void linear_quant(int type, int bits, Address x, Address codes, Address scales, Address bias, Address out, int64_t rows,
+                  int64_t x_stride, int64_t inputs, int64_t outputs, bool wide, int threads) {
+  kernels().linear_quant[type]({at<void>(x), at<void>(codes), at<void>(scales), at<void>(bias), at<void>(out), rows,
+                                x_stride, inputs, outputs, bits, wide, threads});
+}
+
 bool has_linear() { return kernels().linear != nullptr; }
 
 void probe_read(Address from, int64_t bytes, int threads) { kernels().probe_read(at<void>(from), bytes, threads); }
@@ -185,6 +192,7 @@ NB_MODULE(_cpu, m) {
   m.def("relu", relu, unlocked);
   m.def("rotary", rotary, unlocked);
   m.def("linear", linear, unlocked);
+  m.def("linear_quant", linear_quant, unlocked);
   nb::enum_<Order>(m, "Order")
       .value("pre", Order::pre)
       .value("post", Order::post)
@@ -194,7 +202,7 @@ NB_MODULE(_cpu, m) {
       .value("gelu", Activation::gelu)
       .value("gelu_tanh", Activation::gelu_tanh)
       .value("relu", Activation::relu);
-  nb::enum_<Form>(m, "Form").value("packed", Form::packed);
+  nb::enum_<Form>(m, "Form").value("packed", Form::packed).value("int8", Form::int8).value("int4", Form::int4);
   nb::class_<Matrix>(m, "Matrix").def("__init__", make_matrix);
   nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
   nb::class_<Block>(m, "Block")

@@ -19,6 +19,11 @@ struct Pass {
     switch (m.form) {
       case Form::packed:
         return kernels.linear({x, m.weight, m.bias, y, rows, m.inputs, m.inputs, m.outputs, false, threads});
+      case Form::int8:
+      case Form::int4:
+        const int bits = m.form == Form::int8 ? 8 : 4;
+        return kernels.linear_quant[BF16](
+            {x, m.weight, m.scales, m.bias, y, rows, m.inputs, m.inputs, m.outputs, bits, false, threads});
     }
   }
 

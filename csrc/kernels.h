@@ -110,6 +110,16 @@ struct Sum {
   int threads;
 };
 
+// The same with weights of `bits` 8 or 4 under scales: see linear_quant.cpp. x, bias and a narrow out are of one type.
+struct LinearQuant {
+  const void *x, *codes, *scales, *bias;
+  void *out;
+  int64_t rows, x_stride, inputs, outputs;
+  int bits;
+  bool wide;
+  int threads;
+};
+
 struct Rotary {
   const void *x;           // [T, heads, D], rows x_stride apart
   void *out;               // [T, heads, D], rows out_stride apart; may be x
@@ -133,6 +143,7 @@ struct Kernels {
   void (*relu[2])(const Unary &);
   void (*add[2])(const Sum &);
   void (*rotary[2])(const Rotary &);
+  void (*linear_quant[2])(const LinearQuant &);
   void (*linear)(const Linear &);  // null where the instruction set has no bf16 products
   void (*exp)(const float *x, float *out, int64_t n);
   // Limits of the machine, for benchmarks: see probe.cpp.

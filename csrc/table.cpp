@@ -17,6 +17,7 @@ template <typename T> void gelu_tanh(const Unary &);
 template <typename T> void relu(const Unary &);
 template <typename T> void add(const Sum &);
 template <typename T> void rotary(const Rotary &);
+template <typename T> void linear_quant(const LinearQuant &);
 void linear(const Linear &);
 void exp_many(const float *x, float *out, int64_t n);
 uint32_t probe_read(const void *from, int64_t bytes, int threads);
@@ -38,6 +39,7 @@ constexpr Kernels kernels = {
     {relu<bf16>, relu<float>},
     {add<bf16>, add<float>},
     {rotary<bf16>, rotary<float>},
+    {linear_quant<bf16>, linear_quant<float>},
 #ifdef __AVX512BF16__
     linear,
 #else

@@ -15,6 +15,7 @@ from headrace.types import CHUNK
 DType = Literal["auto", "bfloat16", "float32"]
 KVDType = Literal["auto", "int8"]
 Backend = Literal["auto", "reference", "cpu", "triton"]
+Quantization = Literal["none", "int8", "int4"]
 
 ENV_PREFIX = "HEADRACE_"
 
@@ -31,6 +32,9 @@ class EngineConfig:
     model: str = _flag("tiny", "Model folder in Hugging Face form, or 'tiny' for the shipped model.")
     dtype: DType = _flag(
         "auto", "Compute type: bfloat16, float32, or auto (the checkpoint's; float16 becomes bfloat16)."
+    )
+    quantization: Quantization = _flag(
+        "none", "Weights rounded as they load: none, int8 (a scale per output), int4 (a scale per 64 inputs)."
     )
     max_model_len: int | None = _flag(None, "Longest sequence, prompt and answer together, in tokens.")
     kv_cache_tokens: int | None = _flag(None, "KV cache size in tokens. Default: a quarter of the free memory.")
@@ -67,7 +71,10 @@ class EngineConfig:
             raise ValueError("api_key must not be empty; leave it out to serve without one")
         if self.log_interval_s <= 0:
             raise ValueError(f"log_interval_s must be above 0, got {self.log_interval_s}")
-        for name, kind in (("dtype", DType), ("attention_backend", Backend), ("kv_cache_dtype", KVDType)):
+        choices = {
+            "dtype": DType, "quantization": Quantization, "attention_backend": Backend, "kv_cache_dtype": KVDType,
+        }  # fmt: skip
+        for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
 

@@ -105,7 +105,7 @@ def test_choose() -> None:
         table.choose("triton", torch.bfloat16)
     with pytest.raises(ValueError, match=r"'cpu'.*float16.*use 'auto'"):
         table.choose("cpu", torch.float16)
-    assert set(table.reasons()) == {*table.NATIVE_OPS, "linear", "layer"}
+    assert set(table.reasons()) == {*table.NATIVE_OPS, "linear", "linear_int8", "linear_int4", "layer"}
     assert table.reasons()["attend"] == f"cpu: C++ {cpu.isa()}"
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.config import AttentionSpec
+from headrace.config import AttentionSpec, Quantization
 from headrace.kernels import cpu, table
 from headrace.kernels.block import Blocks
 from headrace.models.decoder import Decoder, OneByOne
@@ -61,14 +61,14 @@ def weights_of(config: ModelConfig) -> dict[str, Tensor]:
     return {name: draw(name, slot.shape(sum(slot.parts))) for name, slot in expected(config).items()}
 
 
-def both(variant: str) -> tuple[Decoder, Decoder, int]:
+def both(variant: str, quantization: Quantization = "none") -> tuple[Decoder, Decoder, int]:
     """The model's decoder by blocks and op by op, and how many elements of a head are rotated."""
     facts = dict(VARIANTS[variant])
     rotary = facts.pop("rotary", facts.get("head_dim", 32))
     config = model(**facts)
-    fast = Decoder(config, weights_of(config))
+    fast = Decoder(config, weights_of(config), quantization)
     with table.force("ops"):
-        return fast, Decoder(config, weights_of(config)), rotary
+        return fast, Decoder(config, weights_of(config), quantization), rotary
 
 
 def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -87,7 +87,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_bits_of_single_operations(variant: str, threads: None) -> None:
-    fast, slow, rotary = both(variant)
+    same_bits(*both(variant))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("variant", ["llama", "opt"])
+def test_the_bits_of_single_operations_on_rounded_weights(variant: str, quantization: Quantization) -> None:
+    same_bits(*both(variant, quantization))
+
+
+def same_bits(fast: Decoder, slow: Decoder, rotary: int) -> None:
     assert isinstance(fast.layers, Blocks) and isinstance(slow.layers, OneByOne)
     for rows in ROWS:
         g = torch.Generator().manual_seed(rows)

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.attention.plan import Plan, Span, build
@@ -34,7 +33,7 @@ from headrace.cli.bench_beds import (
     unmerged,
 )  # fmt: skip
 from headrace.cli.bench_limits import Limits, Timed, alternate, threads
-from headrace.kernels import ops, table
+from headrace.kernels import ops, quantized, table
 from headrace.types import CHUNK
 
 Case = dict[str, Any]
@@ -180,10 +179,15 @@ class AttentionBench:
         out, width = self.sizes.weight
         weight = (torch.randn(out, width) * width**-0.5).bfloat16()
         x = torch.randn(rows, width).bfloat16()
-        ours = linear_of(weight)
-        runs = {"ours": lambda: ours(x), "torch": lambda: F.linear(x, weight)}
+        plain, torchs = partial(ops.linear, x, ops.pack(weight)), partial(F.linear, x, weight)
+        runs: dict[str, Timed] = {"ours": plain, "torch": torchs}
         work = Work(weight.numel() * ELEMENT, 2 * rows * weight.numel())
         yield self._case(f"linear_{rows}x{width}x{out}", self.counts[-1], runs, work)
+        for scheme in quantized.BITS:
+            packed = ops.pack(weight, scheme)
+            runs = {"ours": partial(ops.linear, x, packed), "bf16": plain, "torch": torchs}
+            work = Work(packed.nbytes, 2 * rows * weight.numel())
+            yield self._case(f"linear_{rows}x{width}x{out}_{scheme}", self.counts[-1], runs, work)
 
     def _short(self, tokens: int) -> int:
         """`tokens` on this scale, in whole chunks."""
@@ -223,12 +227,6 @@ def predicted(plan: Plan, heads: Heads, read: float, gemm: float) -> float:
     return float(sum(max(chunk, heads.ops(int(count) * CHUNK) / gemm) for count in rows))
 
 
-def linear_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """The engine's product with this weight, in the form that the engine keeps it in."""
-    packed = ops.pack(weight)
-    return lambda x: ops.linear(x, packed)
-
-
 def sdpa(heads: Heads, sequences: int, length: int, first: int, *, one_copy: bool = False) -> Timed:
     """torch's attention of the rows at first .. length of each sequence, causal, on tensors in its own best layout.
 
@@ -247,7 +245,7 @@ def sdpa(heads: Heads, sequences: int, length: int, first: int, *, one_copy: boo
 
 
 def _kernel_names() -> dict[str, str]:
-    return {f"kernel_{name}": why for name, why in table.reasons().items() if name in ("attend", "linear")}
+    return {f"kernel_{name}": why for name, why in table.reasons().items() if name.startswith(("attend", "linear"))}
 
 
 def _ms(duration: float | None) -> float | None:

@@ -51,6 +51,12 @@ ENGINES = {
     contender.name: contender
     for contender in (
         Contender("headrace", "bf16", None, {"kv_cache_tokens": KV_TOKENS, "dtype": "bfloat16"}),
+        Contender(
+            "headrace-int8",
+            "int8 weights",
+            None,
+            {"kv_cache_tokens": KV_TOKENS, "dtype": "bfloat16", "quantization": "int8"},
+        ),
         Contender("transformers", "bf16", "transformers"),
         Contender("openvino-genai", "bf16", "openvino", {"kv": "bf16", "kv_tokens": KV_TOKENS}),
         Contender("openvino-genai-kv8", "bf16, KV u8", "openvino", {"kv": "u8", "kv_tokens": KV_TOKENS}),

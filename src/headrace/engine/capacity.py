@@ -18,6 +18,7 @@ class Capacity:
     model: str
     folder: str
     dtype: str
+    quantization: str
     backend: str
     kv_cache_dtype: str
     kv_cache_tokens: int

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, Quantization
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.runner import Runner
 from headrace.engine.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     folder = model_folder(config.model)
-    decoder = load_decoder(folder, config.dtype, progress)
+    decoder = load_decoder(folder, config.dtype, progress, config.quantization)
     backend = table.choose(config.attention_backend, decoder.dtype, torch.device("cpu"))
     spec = decoder.config.attention
     kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else decoder.dtype
@@ -56,6 +56,7 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
         model=config.served_model_name or config.model,
         folder=str(folder),
         dtype=str(decoder.dtype).removeprefix("torch."),
+        quantization=config.quantization,
         backend=backend,
         kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
         kv_cache_tokens=tokens,
@@ -64,10 +65,16 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
         max_sequences=min(config.max_sequences, config.max_batch_tokens),
         vocab_size=decoder.config.vocab_size,
         eos_token_ids=_eos(decoder, tokenizer),
-        kernels=table.reasons(),
+        kernels=_kernels(config.quantization),
     )
     cache = KVCache(tokens // CHUNK, _identity(folder, capacity))
     return Loaded(config, capacity, decoder, tokenizer, cache, Runner(decoder, storage, backend))
+
+
+def _kernels(quantization: Quantization) -> dict[str, str]:
+    """Operation -> implementation and reason; of the linear layers those in use."""
+    linear = "linear" if quantization == "none" else f"linear_{quantization}"
+    return {name: why for name, why in table.reasons().items() if name == linear or not name.startswith("linear")}
 
 
 def _sizes(config: EngineConfig, model_len: int, bytes_per_token: int) -> tuple[int, int]:
@@ -105,9 +112,10 @@ def _eos(decoder: Decoder, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 
 def _identity(folder: Path, capacity: Capacity) -> bytes:
-    """What chunks of this engine are made by: model, layout, the types computed in and stored."""
+    """What chunks of this engine are made by: model, layout, types computed in and stored, rounding."""
     facts = [(folder / "config.json").read_bytes(), LAYOUT.encode(), capacity.backend.encode()]
-    facts += [capacity.dtype.encode(), capacity.kv_cache_dtype.encode(), str(folder).encode()]
+    facts += [capacity.dtype.encode(), capacity.kv_cache_dtype.encode(), capacity.quantization.encode()]
+    facts.append(str(folder).encode())
     for path in sorted(folder.glob("*.safetensors")):
         facts.append(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
     return hashlib.sha256(b"\0".join(facts)).digest()

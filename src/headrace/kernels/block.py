@@ -1,7 +1,7 @@
 """All layers of a decoder in C++ but for their attention: two calls for each, where the ops take a dozen.
 
-T: rows; H: hidden size; Hq, Hkv: query and KV heads; D: head size; I: MLP width. bf16, packed weights. The bits are
-those of `ops`, one by one.
+T: rows; H: hidden size; Hq, Hkv: query and KV heads; D: head size; I: MLP width. bf16, packed or rounded weights.
+The bits are those of `ops`, one by one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from headrace.config import AttentionSpec
 from headrace.kernels import cpu, table
 from headrace.kernels.extension import check, require
 from headrace.kernels.ops import Weight
+from headrace.kernels.quantized import Quantized
 
 MATRICES = ("qkv", "out", "up", "down")
 
@@ -57,9 +58,14 @@ def obstacle(layers: Sequence[LayerWeights]) -> str | None:
     if choice.implementation != "cpu":
         return choice.reason
     loose = [
-        name for name in MATRICES if any(type(each.matrices[f"{name}.weight"]) is not cpu.Packed for each in layers)
+        name
+        for name in MATRICES
+        if any(not isinstance(each.matrices[f"{name}.weight"], cpu.Packed | Quantized) for each in layers)
     ]
-    return f"not packed: {', '.join(loose)}" if loose else None
+    if loose:
+        return f"not packed: {', '.join(loose)}"
+    wide = any(vector.dtype != torch.bfloat16 for each in layers for vector in each.weights.values())
+    return "not in bfloat16" if wide else None
 
 
 class Blocks:
@@ -126,13 +132,14 @@ def _block(shape: Shape, layer: LayerWeights) -> Any:
 
 def _matrix(layer: LayerWeights, name: str, shape: tuple[int, int]) -> Any:
     weight = layer.matrices[f"{name}.weight"]
-    if not isinstance(weight, cpu.Packed) or weight.shape != shape:
+    if not isinstance(weight, cpu.Packed | Quantized) or weight.shape != shape:
         raise ValueError(f"{name}.weight must be packed and {list(shape)}, got {list(weight.shape)}")
     outputs, inputs = shape
-    ext = require()
-    return ext.Matrix(
-        ext.Form.packed, weight.blocks.data_ptr(), _vector(layer, f"{name}.bias", outputs), inputs, outputs
-    )
+    form, bias = require().Form, _vector(layer, f"{name}.bias", outputs)
+    if isinstance(weight, cpu.Packed):
+        return require().Matrix(form.packed, weight.blocks.data_ptr(), 0, bias, inputs, outputs)
+    kind, codes, scales = form.int8 if weight.bits == 8 else form.int4, weight.codes, weight.scales
+    return require().Matrix(kind, codes.data_ptr(), scales.data_ptr(), bias, inputs, outputs)
 
 
 def _norm(shape: Shape, layer: LayerWeights, name: str) -> Any:

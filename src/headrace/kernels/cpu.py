@@ -46,6 +46,11 @@ class Packed:
         padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % COLUMNS))
         self.blocks = padded.view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2).contiguous()
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the blocks."""
+        return self.blocks.nbytes
+
 
 def has_linear() -> bool:
     """Whether the instruction set in use has products of bf16 pairs."""

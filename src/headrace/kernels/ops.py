@@ -10,18 +10,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headrace.kernels import cpu, table
+from headrace.config import Quantization
+from headrace.kernels import cpu, quantized, table
 
 MIN_ROWS = 16
 """torch's CPU GEMM adds up one to three rows (a dozen with two threads, in fp32) in another order than more rows;
 smaller batches are padded to this."""
 
 
-Weight = Tensor | cpu.Packed
+Weight = Tensor | cpu.Packed | quantized.Quantized
 
 
-def pack(weight: Tensor) -> Weight:
-    """A weight matrix [N, H] in the form that `linear` multiplies by fastest here; maybe the tensor itself."""
+def pack(weight: Tensor, quantization: Quantization = "none") -> Weight:
+    """A weight matrix [N, H] in the form that `linear` multiplies by fastest here; maybe the tensor itself.
+
+    Quantised where that is asked for. Without the C++ kernels a tensor of the rounded values takes its place, in the
+    weight's own type. Raises ValueError for a matrix that cannot be quantised so.
+    """
+    if quantization != "none":
+        rounded = quantized.Rounded(weight, quantization)
+        return quantized.Quantized(rounded) if table.native(weight) else rounded.dequantised(weight.dtype)
     return cpu.Packed(weight) if table.native(weight) and cpu.can_pack(weight) else weight
 
 
@@ -32,6 +40,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = F
     """
     if isinstance(weight, cpu.Packed):
         return cpu.linear(x, weight, bias, wide)
+    if isinstance(weight, quantized.Quantized):
+        return quantized.linear(x, weight, bias, wide)
     out = _plain_linear(x, weight, bias)
     return out.float() if wide else out
 

@@ -71,7 +71,8 @@ def native(x: Tensor) -> bool:
 
 def table() -> dict[str, Choice]:
     """The choice for each operation on CPU tensors of bfloat16 or float32."""
-    return {name: _native_choice() for name in NATIVE_OPS} | {"linear": _linear_choice(), "layer": layer_choice()}
+    products = {"linear": _linear_choice()} | {f"linear_{scheme}": _quantized_choice() for scheme in ("int8", "int4")}
+    return {name: _native_choice() for name in NATIVE_OPS} | products | {"layer": layer_choice()}
 
 
 def layer_choice() -> Choice:
@@ -90,6 +91,15 @@ def _linear_choice() -> Choice:
     if _forced != "torch" and cpu.has_linear():
         return Choice("cpu", f"{cpu.describe()}, packed weights (bfloat16; float32 by {TORCH_LINEAR})")
     return Choice("torch", TORCH_LINEAR)
+
+
+def _quantized_choice() -> Choice:
+    native = _native_choice()
+    if native.implementation == "torch":
+        return Choice("torch", f"{native.reason}: weights are rounded, but kept in full size")
+    fast = cpu.isa() == "avx512bf16"
+    how = "bfloat16 pairs (float32 plainly)" if fast else "codes to fp32 as they are multiplied"
+    return Choice("cpu", f"{native.reason}, {how}")
 
 
 def _native_choice() -> Choice:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headrace.config import Quantization
 from headrace.kernels import block, ops
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
@@ -120,13 +121,15 @@ class Decoder:
     `key_bias` [Hq, max_model_len] fp32 is added to the scaled scores by head and key position (ALiBi), if not None.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, quantization: Quantization = "none") -> None:
         self.config = config
         self.matrices: Matrices = {
-            name: ops.pack(w) for name, w in weights.items() if w.dim() == 2 and name not in LOOKED_UP
+            name: _packed(name, w, quantization)
+            for name, w in weights.items()
+            if w.dim() == 2 and name not in LOOKED_UP
         }
         # What was packed is not kept twice.
-        self.weights = {name: w for name, w in weights.items() if isinstance(self.matrices.get(name, w), Tensor)}
+        self.weights = {name: w for name, w in weights.items() if self.matrices.get(name, w) is w}
         self.dtype = weights["embed.weight"].dtype
         self.layers = self._layers()
         self.rope = Rope(config.rope, config.attention.head_dim) if config.rope else None
@@ -180,6 +183,13 @@ def _shape(config: ModelConfig) -> block.Shape:
     )
 
 
+def _packed(name: str, weight: Tensor, quantization: Quantization) -> ops.Weight:
+    try:
+        return ops.pack(weight, quantization)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
 def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     """The model's norm of x [T, H] with the weights called `name`."""
     weight, bias = weights.get(name + ".weight"), weights.get(name + ".bias")
@@ -192,13 +202,17 @@ def load_decoder(
     folder: str | Path,
     dtype: Literal["auto", "bfloat16", "float32"] = "auto",
     progress: Progress | None = None,
+    quantization: Quantization = "none",
 ) -> Decoder:
     """Reads the model in `folder`; `auto` computes in the checkpoint's type, float16 as bfloat16.
 
-    Raises UnsupportedModel naming what Headrace does not implement, ValueError for a folder that is not sound.
+    `quantization` rounds every matrix that rows are multiplied by, the head among them; embeddings, norms and biases
+    stay. Raises UnsupportedModel naming what Headrace does not implement, ValueError for a folder that is not sound.
     """
     if dtype not in ("auto", "bfloat16", "float32"):
         raise ValueError(f"dtype must be auto, bfloat16 or float32, got {dtype!r}")
+    if quantization not in get_args(Quantization):
+        raise ValueError(f"quantization must be one of {', '.join(get_args(Quantization))}, got {quantization!r}")
     config = read_config(folder)
     compute = DTYPES[config.dtype if dtype == "auto" else dtype]
-    return Decoder(config, load_weights(Path(folder), config, compute, progress))
+    return Decoder(config, load_weights(Path(folder), config, compute, progress), quantization)

@@ -1,0 +1,274 @@
+// Products with quantised weights: y[m, n] = scale * sum over k of x[m, k] * q[n, k], sums in fp32.
+//
+// M: rows, N: outputs, K: inputs. Codes are packed by blocks of 64 outputs and pairs of inputs, alike for every
+// instruction set (kernels.quantized.Quantized).
+//   int8: codes [N / 64][K / 2][4][2][16], by input of the pair and then 16 outputs; scales fp32 [N], one a row.
+//   int4: words of 16 bits [N / 64][K / 2][16][2]: bits 4c..4c+3 of word [l][p] are q + 8 of output 16 c + l and input
+//   p of the pair; scales bf16 [N / 64][K / 64][64], one for 64 inputs.
+// Every output is one chain of sums, whatever M, tile, block or thread: int8 over all inputs in ascending order; int4
+// over the inputs of a group from 0, then acc = sum * scale + acc over ascending groups.
+#include "arena.h"
+#include "kernels.h"
+#include "pairs.h"
+#include "simd.h"
+
+namespace headrace::HEADRACE_NS {
+
+namespace {
+
+constexpr int64_t COLUMNS = 64;     // outputs in a packed block
+constexpr int64_t GROUP = 64;       // inputs under one scale in int4
+constexpr int64_t TASK_ROWS = 128;  // rows of a task: their sums (32 KB) stay in L2
+
+typedef uint8_t byte;
+
+int64_t pair_bytes(const LinearQuant &a) { return COLUMNS * 2 * a.bits / 8; }
+
+// Any instruction set, any x: 64 inputs at a time become fp32 weights [64 inputs][64 outputs], which all rows pass by.
+
+void decode8(const byte *codes, int64_t pairs, float *weights) {
+  typedef int8_t vb __attribute__((vector_size(W)));
+  typedef int16_t vs __attribute__((vector_size(2 * W)));
+  for (int64_t k = 0; k < 2 * pairs; ++k)
+    for (int64_t c = 0; c < COLUMNS; c += W) {
+      vb code;
+      memcpy(&code, codes + (k / 2 * 4 + c / 16) * 32 + k % 2 * 16 + c % 16, sizeof code);
+      const vi wide = __builtin_convertvector(__builtin_convertvector(code, vs), vi);  // GCC takes one step by scalars
+      store(weights + k * COLUMNS + c, __builtin_convertvector(wide, vf));
+    }
+}
+
+void decode4(const byte *codes, int64_t pairs, float *weights) {
+  for (int64_t i = 0; i < pairs; ++i, weights += 2 * COLUMNS)
+    for (int64_t c = 0; c < COLUMNS; c += W) {
+      vu words;
+      memcpy(&words, codes + i * COLUMNS + c % 16 * 4, sizeof words);
+      const vi first = reinterpret_cast<vi>(words >> static_cast<uint32_t>(c / 16 * 4) & 15u);
+      const vi second = reinterpret_cast<vi>(words >> static_cast<uint32_t>(c / 16 * 4 + 16) & 15u);
+      store(weights + c, __builtin_convertvector(first - 8, vf));
+      store(weights + COLUMNS + c, __builtin_convertvector(second - 8, vf));
+    }
+}
+
+HEADRACE_INLINE float widened(float x) { return x; }
+
+HEADRACE_INLINE float widened(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float wide;
+  memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+// sums[R][4 W] of R rows over the inputs that were decoded: a group on its own under `scales`, else one chain goes on.
+template <int R, typename T>
+void strip(const T *x, int64_t x_stride, const float *w, int64_t inputs, const bf16 *scales, float *sums) {
+  vf sum[R][4];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < 4; ++c) sum[r][c] = scales ? vf{} : load(sums + r * COLUMNS + c * W);
+  for (int64_t k = 0; k < inputs; ++k)
+    for (int r = 0; r < R; ++r) {
+      const vf input = splat(widened(x[r * x_stride + k]));
+      for (int c = 0; c < 4; ++c) sum[r][c] = madd(input, load(w + k * COLUMNS + c * W), sum[r][c]);
+    }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < 4; ++c) {
+      float *to = sums + r * COLUMNS + c * W;
+      store(to, scales ? madd(sum[r][c], load(scales + c * W), load(to)) : sum[r][c]);
+    }
+}
+
+// All inputs of one packed block of outputs for rows first..last-1; sums [rows, 64]; no `scales` in int8.
+template <typename T>
+void multiply(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last, float *sums,
+              float *weights) {
+  const T *x = static_cast<const T *>(a.x) + first * a.x_stride;
+  const int64_t rows = last - first;
+  memset(sums, 0, rows * COLUMNS * sizeof(float));
+  for (int64_t k = 0; k < a.inputs; k += GROUP) {
+    const int64_t count = a.inputs - k < GROUP ? a.inputs - k : GROUP;
+    (a.bits == 4 ? decode4 : decode8)(codes + k / 2 * pair_bytes(a), count / 2, weights);
+    const bf16 *group = scales ? scales + k : nullptr;
+    for (int64_t row = 0; row < rows; row += 2)
+      for (int64_t c = 0; c < COLUMNS; c += 4 * W) {
+        const T *from = x + row * a.x_stride + k;
+        const bf16 *scale = group ? group + c : nullptr;
+        float *to = sums + row * COLUMNS + c;
+        if (row + 1 < rows) strip<2>(from, a.x_stride, weights + c, count, scale, to);
+        else strip<1>(from, a.x_stride, weights + c, count, scale, to);
+      }
+  }
+}
+
+#ifdef __AVX512BF16__
+
+// bf16 x where the processor multiplies pairs. Codes are whole numbers up to 128 and therefore exact in bf16: few rows
+// decode them in registers, more rows decode a block once, and either adds up the same products in the same order.
+
+constexpr int64_t BLOCK_PAIRS = 128;  // pairs decoded at once: 32 KB, which stay in L1 while rows pass by
+constexpr int64_t AHEAD = 8192;       // bytes that few rows fetch ahead
+constexpr int64_t LINE = 64;
+
+struct Int8 {
+  static constexpr int64_t BYTES = 128;  // of a pair
+
+  // A code's fp32 has nothing in its lower half: the pair is two upper halves.
+  HEADRACE_INLINE void decode(const byte *w, __m512bh (&out)[4]) {
+    for (int c = 0; c < 4; ++c)
+      out[c] = (__m512bh)_mm512_or_si512(_mm512_srli_epi32(wide(w + c * 32), 16), wide(w + c * 32 + 16));
+  }
+
+  HEADRACE_INLINE __m512i wide(const byte *w) {
+    const __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(w)));
+    return (__m512i)_mm512_cvtepi32_ps(codes);
+  }
+};
+
+struct Int4 {
+  static constexpr int64_t BYTES = 64;
+
+  // A permutation looks at five bits, so the sixteen values stand twice in the table: no bit need be masked off.
+  HEADRACE_INLINE void decode(const byte *w, __m512bh (&out)[4]) {
+    alignas(64) static constexpr bf16 VALUES[32] = {
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+        0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+        0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const __m512i values = _mm512_load_si512(VALUES), words = _mm512_loadu_si512(w);
+    out[0] = (__m512bh)_mm512_permutexvar_epi16(words, values);
+    out[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), values);
+    out[2] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), values);
+    out[3] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), values);
+  }
+};
+
+struct Decoded {
+  static constexpr int64_t BYTES = 256;
+
+  HEADRACE_INLINE void decode(const byte *w, __m512bh (&out)[4]) {
+    for (int c = 0; c < 4; ++c) out[c] = (__m512bh)_mm512_loadu_si512(w + c * 64);
+  }
+};
+
+// sums[R][64] += x[R][pairs] . w[pairs][64], group by group under `scales` where there are any, fetching LINES cache
+// lines of `next` for each pair meanwhile.
+template <int R, typename Form, int LINES>
+void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const bf16 *scales, float *sums,
+          const byte *next) {
+  const int64_t run = scales ? GROUP / 2 : pairs;
+  for (int64_t begin = 0; begin < pairs; begin += run, scales += scales ? GROUP : 0) {
+    __m512 sum[R][4];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < 4; ++c)
+        sum[r][c] = scales ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * COLUMNS + c * 16);
+    for (int64_t i = begin; i < begin + run; ++i) {
+      for (int line = 0; line < LINES; ++line)
+        _mm_prefetch(reinterpret_cast<const char *>(next + (i * LINES + line) * LINE), _MM_HINT_T0);
+      __m512bh weight[4];
+      Form::decode(w + i * Form::BYTES, weight);
+      for (int r = 0; r < R; ++r) {
+        const __m512bh input = splat_pair(x + r * x_stride + 2 * i);
+        for (int c = 0; c < 4; ++c) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < 4; ++c) {
+        float *to = sums + r * COLUMNS + c * 16;
+        store(to, scales ? madd((vf)sum[r][c], load(scales + c * 16), load(to)) : (vf)sum[r][c]);
+      }
+  }
+}
+
+template <typename Form, int LINES>
+void tile_of(int rows, const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const bf16 *scales, float *sums,
+             const byte *next) {
+  switch (rows) {
+    case 1: return tile<1, Form, LINES>(x, x_stride, w, pairs, scales, sums, next);
+    case 2: return tile<2, Form, LINES>(x, x_stride, w, pairs, scales, sums, next);
+    case 3: return tile<3, Form, LINES>(x, x_stride, w, pairs, scales, sums, next);
+    default: return tile<4, Form, LINES>(x, x_stride, w, pairs, scales, sums, next);
+  }
+}
+
+template <typename Form> void decode_block(const byte *codes, int64_t pairs, byte *decoded) {
+  for (int64_t i = 0; i < pairs; ++i) {
+    __m512bh weight[4];
+    Form::decode(codes + i * Form::BYTES, weight);
+    for (int c = 0; c < 4; ++c) _mm512_store_si512(decoded + i * Decoded::BYTES + c * 64, (__m512i)weight[c]);
+  }
+}
+
+template <typename Form>
+void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last,
+                    float *sums, byte *decoded) {
+  const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
+  const int64_t pairs = a.inputs / 2, rows = last - first;
+  memset(sums, 0, rows * COLUMNS * sizeof(float));
+  if (rows <= TILE_ROWS)
+    return tile_of<Form, Form::BYTES / LINE>(rows, x, a.x_stride, codes, pairs, scales, sums, codes + AHEAD);
+  for (int64_t k = 0; k < pairs; k += BLOCK_PAIRS) {
+    const int64_t count = pairs - k < BLOCK_PAIRS ? pairs - k : BLOCK_PAIRS;
+    const byte *next = codes + (k + count) * Form::BYTES;
+    decode_block<Form>(codes + k * Form::BYTES, count, decoded);
+    const bf16 *group = scales ? scales + 2 * k : nullptr;
+    for (int64_t row = 0, turn = 0; row < rows; row += TILE_ROWS, ++turn) {
+      const int n = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
+      const bf16 *from = x + row * a.x_stride + 2 * k;
+      float *to = sums + row * COLUMNS;
+      // The first rows fetch the next block meanwhile, one line for each pair.
+      if (turn < Form::BYTES / LINE)
+        tile_of<Decoded, 1>(n, from, a.x_stride, decoded, count, group, to, next + turn * count * LINE);
+      else tile_of<Decoded, 0>(n, from, a.x_stride, decoded, count, group, to, next);
+    }
+  }
+}
+
+template <>
+void multiply<bf16>(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last,
+                    float *sums, float *weights) {
+  byte *decoded = reinterpret_cast<byte *>(weights);
+  if (a.bits == 4) multiply_pairs<Int4>(a, codes, scales, first, last, sums, decoded);
+  else multiply_pairs<Int8>(a, codes, scales, first, last, sums, decoded);
+}
+
+#endif
+
+constexpr int64_t SCRATCH = 8192;  // floats of decoded weights: [64][64] fp32, or bf16 pairs [128][64][2]
+
+// One block of outputs from its sums: scaled by row in int8, plus the bias.
+template <typename T, typename Out>
+void write(const LinearQuant &a, int64_t column, int64_t first, int64_t last, const float *sums) {
+  const int64_t count = a.outputs - column < COLUMNS ? a.outputs - column : COLUMNS;
+  const float *scales = a.bits == 8 ? static_cast<const float *>(a.scales) + column : nullptr;
+  const T *bias = static_cast<const T *>(a.bias);
+  for (int64_t row = first; row < last; ++row, sums += COLUMNS) {
+    Out *out = static_cast<Out *>(a.out) + row * a.outputs + column;
+    for (int64_t c = 0; c < count; c += W) {
+      const int64_t n = count - c < W ? count - c : W;
+      const vf scale = scales ? load(scales + c) : splat(1.0f);
+      const vf y = madd(load(sums + c), scale, bias ? load_part(bias + column + c, n) : vf{});
+      n == W ? store(out + c, y) : store_part(out + c, y, n);
+    }
+  }
+}
+
+}  // namespace
+
+template <typename T> void linear_quant(const LinearQuant &a) {
+  const int64_t blocks = (a.outputs + COLUMNS - 1) / COLUMNS, ranges = (a.rows + TASK_ROWS - 1) / TASK_ROWS;
+  const int64_t block_bytes = a.inputs / 2 * pair_bytes(a);
+#pragma omp parallel for schedule(static) num_threads(a.threads) if (blocks * ranges > 1)
+  for (int64_t i = 0; i < blocks * ranges; ++i) {
+    const int64_t block = i % blocks, first = i / blocks * TASK_ROWS;
+    const int64_t last = first + TASK_ROWS < a.rows ? first + TASK_ROWS : a.rows;
+    float *sums = arena(TASK_ROWS * COLUMNS + SCRATCH), *weights = sums + TASK_ROWS * COLUMNS;
+    const byte *codes = static_cast<const byte *>(a.codes) + block * block_bytes;
+    const bf16 *scales = a.bits == 4 ? static_cast<const bf16 *>(a.scales) + block * a.inputs : nullptr;
+    multiply<T>(a, codes, scales, first, last, sums, weights);
+    if (a.wide) write<T, float>(a, block * COLUMNS, first, last, sums);
+    else write<T, T>(a, block * COLUMNS, first, last, sums);
+  }
+}
+
+template void linear_quant<bf16>(const LinearQuant &);
+template void linear_quant<float>(const LinearQuant &);
+
+}  // namespace headrace::HEADRACE_NS

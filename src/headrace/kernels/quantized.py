@@ -1,0 +1,110 @@
+"""Weights of 8 or 4 bits: rounded to the nearest code, packed for the C++ product, or multiplied out again.
+
+N: outputs, K: inputs, T: rows. int8 has one scale per output, amax / 127, and codes -127..127; int4 one scale per
+output and group of 64 inputs and codes -8..7. There the element furthest from 0 becomes -8, whatever its sign, so that
+all sixteen codes are used: a step is an eighth of that element where symmetric codes would make it a seventh (about an
+eighth less error in all; llama.cpp's Q4_0 does the same in groups of 32).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.config import Quantization
+from headrace.kernels import cpu
+
+BITS: dict[Quantization, int] = {"int8": 8, "int4": 4}
+GROUP = 64
+"""Inputs under one scale in int4."""
+
+
+class Rounded:
+    """A weight [N, K] as codes int8 [N, K] and scales fp32 [N, G]: K / G inputs in a row share a scale.
+
+    Raises ValueError for a weight that is not finite or that the scheme cannot cut into pairs (int8) or groups (int4).
+    """
+
+    __slots__ = ("bits", "codes", "scales")
+
+    def __init__(self, weight: Tensor, scheme: Quantization) -> None:
+        _check(weight, scheme)
+        self.bits = BITS[scheme]
+        outputs, inputs = weight.shape
+        groups = weight.float().view(outputs, -1, GROUP if scheme == "int4" else inputs)
+        self.scales = _int4_scales(groups) if scheme == "int4" else groups.abs().amax(-1) / 127
+        steps = torch.where(self.scales == 0, 1, self.scales)[..., None]
+        codes = (groups / steps).round_().clamp_(*((-8, 7) if scheme == "int4" else (-127, 127)))
+        self.codes = codes.to(torch.int8).view(outputs, inputs)
+
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [N, K] that the codes stand for."""
+        outputs, groups = self.scales.shape
+        weight = self.codes.view(outputs, groups, -1).float() * self.scales[..., None]
+        return weight.view(self.codes.shape).to(dtype)
+
+
+class Quantized:
+    """A rounded weight [N, K] as the C++ product reads it, outputs beyond N zero: see csrc/linear_quant.cpp.
+
+    codes: int8 [ceil(N / 64), K / 2, 4, 2, 16], or nibbles uint8 [ceil(N / 64), K / 2, 16, 2, 2].
+    scales: fp32 [64 ceil(N / 64)], or bf16 [ceil(N / 64), K / 64, 64].
+    """
+
+    __slots__ = ("bits", "codes", "scales", "shape")
+
+    def __init__(self, rounded: Rounded) -> None:
+        self.bits = rounded.bits
+        outputs, inputs = self.shape = tuple(rounded.codes.shape)
+        more = (0, 0, 0, -outputs % cpu.COLUMNS)
+        codes = torch.nn.functional.pad(rounded.codes, more)
+        scales = torch.nn.functional.pad(rounded.scales, more)
+        if self.bits == 8:
+            self.codes = codes.view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 4, 2).contiguous()
+            self.scales = scales.view(-1)
+            return
+        nibbles = (codes + 8).view(torch.uint8).view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 2, 4, 1)
+        self.codes = (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).contiguous()
+        self.scales = scales.view(-1, cpu.COLUMNS, inputs // GROUP).transpose(1, 2).contiguous().bfloat16()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
+def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+    """x [T, K] in bf16 or fp32 times weight [N, K] transposed, plus bias [N]: [T, N], fp32 if `wide`, else as x."""
+    outputs, inputs = weight.shape
+    if x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
+        raise ValueError(f"x must be [T, {inputs}] with contiguous rows, got {list(x.shape)}")
+    kind = cpu._type_of(x)
+    if bias is not None:
+        cpu._check("bias", bias, x.dtype, (outputs,))
+    out = torch.empty((x.shape[0], outputs), dtype=torch.float32 if wide else x.dtype)
+    cpu._require().linear_quant(
+        kind, weight.bits, x.data_ptr(), weight.codes.data_ptr(), weight.scales.data_ptr(),
+        0 if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0), inputs, outputs, wide,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _check(weight: Tensor, scheme: Quantization) -> None:
+    if scheme not in BITS:
+        raise ValueError(f"quantization must be one of {', '.join(BITS)} here, got {scheme!r}")
+    step = GROUP if scheme == "int4" else 2
+    if weight.dim() != 2 or weight.shape[1] % step or not weight.numel():
+        remedy = "use int8 or none" if scheme == "int4" and weight.shape[-1] % 2 == 0 else "use none"
+        raise ValueError(
+            f"quantization {scheme} takes matrices whose inputs are a multiple of {step}, got {list(weight.shape)}; "
+            f"{remedy}"
+        )
+    if not weight.isfinite().all():
+        raise ValueError(f"quantization {scheme}: a weight {list(weight.shape)} holds infinities or NaN; use none")
+
+
+def _int4_scales(groups: Tensor) -> Tensor:
+    """Scales [N, G] of groups [N, G, 64], values of bf16: the element furthest from 0 becomes -8."""
+    furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    return (furthest.squeeze(-1) / -8).bfloat16().float()
