@@ -26,11 +26,11 @@ constexpr int64_t AHEAD = 12;          // pairs that a single group of rows fetc
 template <int R, int LINES>
 HEADRACE_APART void tile(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t pairs, float *sums, Ahead ahead) {
   __m512 sum[R][4];
-  each<4 * R>([&](auto i) HEADRACE_INLINE_LAMBDA {
+  each<4 * R>([&](auto i) HEADRACE_ALWAYS_INLINE {
     sum[i / 4][i % 4] = _mm512_load_ps(sums + i / 4 * COLUMNS + i % 4 * 16);
   });
   pair_steps<R, 4, LINES>(x, x_stride, w, STEP, pairs, ahead, sum);
-  each<4 * R>([&](auto i) HEADRACE_INLINE_LAMBDA {
+  each<4 * R>([&](auto i) HEADRACE_ALWAYS_INLINE {
     _mm512_store_ps(sums + i / 4 * COLUMNS + i % 4 * 16, sum[i / 4][i % 4]);
   });
 }

@@ -66,7 +66,7 @@ template <typename T> struct Natural {
   template <int N, typename K> void score_tile(const float *q, const K *keys, float *p) const {
     for (int j = 0; j < CHUNK; j += WIDE * W) {
       vf sum[N][WIDE];
-      each<N * WIDE>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i / WIDE][i % WIDE] = vf{}; });
+      each<N * WIDE>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i / WIDE][i % WIDE] = vf{}; });
       for (int64_t d = 0; d < dim; ++d) {
         vf key[WIDE];
         for (int c = 0; c < WIDE; ++c) key[c] = load(keys + d * CHUNK + j + c * W);
@@ -152,7 +152,7 @@ template <typename T> struct Natural {
   void value_tile(const float *p, int first, int last, const V *from, int64_t stride, float *acc, const Weights &w,
                   int lane) const {
     vf sum[N][C];
-    each<N * C>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i / C][i % C] = vf{}; });
+    each<N * C>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i / C][i % C] = vf{}; });
     for (int j = first; j < last; ++j) {
       vf value[C];
       for (int c = 0; c < C; ++c) value[c] = load(from + j * stride + c * W);

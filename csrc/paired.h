@@ -72,7 +72,11 @@ struct Paired {
     __m512 sum[R][4];
     clear(sum);
     pair_steps<R, 4, LINES>(q, dim, k, 2 * CHUNK, dim / 2, next, sum);
-    each<4 * R>([&](auto i) HEADRACE_INLINE_LAMBDA {
+    store_scores(sum, p);
+  }
+
+  template <int R> static HEADRACE_ALWAYS_INLINE void store_scores(const __m512 (&sum)[R][4], float *p) {
+    each<4 * R>([&](auto i) HEADRACE_ALWAYS_INLINE {
       _mm512_store_ps(p + i / 4 * CHUNK + i % 4 * 16, sum[i / 4][i % 4]);
     });
   }
@@ -83,12 +87,12 @@ struct Paired {
     x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // the second operand wins where it is NaN
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 r = _mm512_sub_ps(x, n);
-    auto horner = [&](float first, auto... coefficients) HEADRACE_INLINE_LAMBDA {
+    auto horner = [&](float first, auto... coefficients) HEADRACE_ALWAYS_INLINE {
       __m512 y = _mm512_set1_ps(first);
       ((y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(coefficients))), ...);
       return y;
     };
-    const __m512 y = FINE ? horner(1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f)
+    const __m512 y = FINE ? horner(1.3202860e-3f, 9.6749528e-3f, 5.5510478e-2f, 2.4022166e-1f, 6.9314660e-1f, 1.0f)
                           : horner(9.5827006e-3f, 5.5906877e-2f, 2.4024104e-1f, 6.9312411e-1f, 1.0f);
     return _mm512_scalef_ps(y, n);
   }
@@ -118,13 +122,13 @@ struct Paired {
   // m: the greatest scaled score of each of N lanes, 0 for a lane whose scores are all -inf.
   template <int N> static void maxima(const float *s, __m512 factor, float *m) {
     __m512 top[N];
-    each<N>([&](auto r) HEADRACE_INLINE_LAMBDA {
+    each<N>([&](auto r) HEADRACE_ALWAYS_INLINE {
       const float *row = s + r * CHUNK;
       const __m512 most = _mm512_max_ps(_mm512_max_ps(_mm512_load_ps(row), _mm512_load_ps(row + 16)),
                                         _mm512_max_ps(_mm512_load_ps(row + 32), _mm512_load_ps(row + 48)));
       top[r] = _mm512_mul_ps(most, factor);
     });
-    const vf most = reduce<N>(top, [](vf a, vf b) HEADRACE_INLINE_LAMBDA { return max(a, b); });
+    const vf most = reduce<N>(top, [](vf a, vf b) HEADRACE_ALWAYS_INLINE { return max(a, b); });
     store_part(m, most == splat(-__builtin_inff()) ? vf{} : most, N);
   }
 
@@ -133,27 +137,27 @@ struct Paired {
   static void powers(const float *s, const Seen &seen, int lane, __m512 factor, const float *m, bf16 *p, float *l,
                      const float *weights) {
     __m512 sum[N];
-    each<N>([&](auto r) HEADRACE_INLINE_LAMBDA {
+    each<N>([&](auto r) HEADRACE_ALWAYS_INLINE {
       const __m512 base = _mm512_set1_ps(m[r]);
       __m512 x[4];
-      each<4>([&](auto c) HEADRACE_INLINE_LAMBDA {
+      each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
         x[c] = exp2<false>(_mm512_fmsub_ps(_mm512_load_ps(s + r * CHUNK + c * 16), factor, base));
       });
       if (!seen.everything) {
         const uint64_t mask = seen.mask(lane + r);
-        each<4>([&](auto c) HEADRACE_INLINE_LAMBDA { x[c] = _mm512_maskz_mov_ps(mask >> (16 * c), x[c]); });
+        each<4>([&](auto c) HEADRACE_ALWAYS_INLINE { x[c] = _mm512_maskz_mov_ps(mask >> (16 * c), x[c]); });
       }
       sum[r] = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]);
       if (weights) weigh(seen.mask(lane + r), weights, x);
       _mm512_store_si512(p + r * CHUNK, (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
       _mm512_store_si512(p + r * CHUNK + 32, (__m512i)_mm512_cvtne2ps_pbh(x[3], x[2]));
     });
-    store_part(l, reduce<N>(sum, [](vf a, vf b) HEADRACE_INLINE_LAMBDA { return a + b; }), N);
+    store_part(l, reduce<N>(sum, [](vf a, vf b) HEADRACE_ALWAYS_INLINE { return a + b; }), N);
   }
 
   // x times the weights of the keys in `mask`; the others' may be garbage.
   static void weigh(uint64_t mask, const float *weights, __m512 (&x)[4]) {
-    each<4>([&](auto c) HEADRACE_INLINE_LAMBDA {
+    each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
       x[c] = _mm512_maskz_mul_ps(mask >> (16 * c), x[c], _mm512_loadu_ps(weights + c * 16));
     });
   }
@@ -218,10 +222,16 @@ struct Paired {
         const int halves = keys >> (2 * pair) & 3;
         if (halves) pair_step<R, C>(p + 2 * pair, CHUNK, from + pair * 2 * dim, half_mask(halves), sum);
       }
-    each<R>([&](auto r) HEADRACE_INLINE_LAMBDA {
+    fold_values(sum, acc + d, dim, w, lane);
+  }
+
+  template <int R, int C>
+  static HEADRACE_ALWAYS_INLINE void fold_values(const __m512 (&sum)[R][C], float *acc, int64_t dim, const Weights &w,
+                                                 int lane) {
+    each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
       const __m512 keep = _mm512_set1_ps(w.keep[lane + r]), take = _mm512_set1_ps(w.take[lane + r]);
-      each<C>([&](auto c) HEADRACE_INLINE_LAMBDA {
-        float *at = acc + r * dim + d + c * 16;
+      each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
+        float *at = acc + r * dim + c * 16;
         _mm512_store_ps(at, _mm512_fmadd_ps(sum[r][c], take, _mm512_mul_ps(_mm512_load_ps(at), keep)));
       });
     });

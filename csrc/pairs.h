@@ -20,15 +20,15 @@ HEADRACE_INLINE __m512bh splat_pair(const bf16 *x) {
 }
 
 template <int R, int C> HEADRACE_INLINE void clear(__m512 (&sum)[R][C]) {
-  each<R * C>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i / C][i % C] = _mm512_setzero_ps(); });
+  each<R * C>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i / C][i % C] = _mm512_setzero_ps(); });
 }
 
 // One pair of each row with 16 C columns of weights.
 template <int R, int C>
 HEADRACE_INLINE void multiply(const bf16 *x, int64_t x_stride, const __m512bh (&weight)[C], __m512 (&sum)[R][C]) {
-  each<R>([&](auto r) HEADRACE_INLINE_LAMBDA {
+  each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
     const __m512bh input = splat_pair(x + r * x_stride);
-    each<C>([&](auto c) HEADRACE_INLINE_LAMBDA { sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[c]); });
+    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[c]); });
   });
 }
 
@@ -36,7 +36,7 @@ HEADRACE_INLINE void multiply(const bf16 *x, int64_t x_stride, const __m512bh (&
 template <int R, int C>
 HEADRACE_INLINE void pair_step(const bf16 *x, int64_t x_stride, const bf16 *w, __m512i keep, __m512 (&sum)[R][C]) {
   __m512bh weight[C];
-  each<C>([&](auto c) HEADRACE_INLINE_LAMBDA {
+  each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
     weight[c] = (__m512bh)_mm512_and_si512(_mm512_loadu_si512(w + c * 32), keep);
   });
   multiply<R, C>(x, x_stride, weight, sum);
@@ -56,11 +56,11 @@ template <int R, int C, int LINES>
 HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs,
                                 Ahead ahead, __m512 (&sum)[R][C]) {
   for (int64_t i = 0; i < pairs; ++i, x += 2, w += w_stride, ahead.from += ahead.stride) {
-    each<LINES>([&](auto line) HEADRACE_INLINE_LAMBDA {
+    each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE {
       _mm_prefetch(reinterpret_cast<const char *>(ahead.from + line * LINE), _MM_HINT_T0);
     });
     __m512bh weight[C];
-    each<C>([&](auto c) HEADRACE_INLINE_LAMBDA { weight[c] = (__m512bh)_mm512_loadu_si512(w + c * 32); });
+    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { weight[c] = (__m512bh)_mm512_loadu_si512(w + c * 32); });
     multiply<R, C>(x, x_stride, weight, sum);
   }
 }
@@ -75,7 +75,7 @@ template <int MOST, typename F> HEADRACE_INLINE void with_lines(int lines, F f) 
 // Each of N vectors (1 or 4) folded to one number by halves: element i with i + 8, then i + 4, i + 2, i + 1. They are the
 // first N elements of the result, the same bits for 1 and for 4 at once.
 template <int N, typename F> HEADRACE_INLINE vf reduce(const __m512 (&x)[N], F f) {
-  auto halves = [&](__m512 a, __m512 b, auto low, auto high) HEADRACE_INLINE_LAMBDA {
+  auto halves = [&](__m512 a, __m512 b, auto low, auto high) HEADRACE_ALWAYS_INLINE {
     return (__m512)f((vf)_mm512_shuffle_f32x4(a, b, low), (vf)_mm512_shuffle_f32x4(a, b, high));
   };
   const Constant<0x44> front;

@@ -16,13 +16,13 @@ constexpr int SUMS = 16;  // more than the latency of a multiply-add needs on tw
 // 8 independent streams side by side, so that their additions are no chain.
 uint32_t read_part(const char *from, int64_t bytes) {
   vu sum[8];
-  each<8>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i] = vu{}; });
+  each<8>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i] = vu{}; });
   for (int64_t at = 0; at + 8 * 4 * W <= bytes; at += 8 * 4 * W)
-    each<8>([&](auto i) HEADRACE_INLINE_LAMBDA {
+    each<8>([&](auto i) HEADRACE_ALWAYS_INLINE {
       sum[i] ^= reinterpret_cast<vu>(load(reinterpret_cast<const float *>(from + at + i * 4 * W)));
     });
   uint32_t all = 0;
-  each<8>([&](auto i) HEADRACE_INLINE_LAMBDA {
+  each<8>([&](auto i) HEADRACE_ALWAYS_INLINE {
     for (int j = 0; j < W; ++j) all ^= sum[i][j];
   });
   return all;
@@ -34,18 +34,18 @@ float multiply_part(int64_t rounds) {
   volatile int32_t ones = 0x3f803f80;  // two bf16, or one float a little above
 #ifdef __AVX512BF16__
   __m512 sum[SUMS];
-  each<SUMS>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i] = _mm512_set1_ps(i); });
+  each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i] = _mm512_set1_ps(i); });
   const __m512bh x = (__m512bh)_mm512_set1_epi32(ones);
   for (int64_t round = 0; round < rounds; ++round)
-    each<SUMS>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i] = _mm512_dpbf16_ps(sum[i], x, x); });
-  each<SUMS>([&](auto i) HEADRACE_INLINE_LAMBDA { answer += sum[i][0]; });
+    each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i] = _mm512_dpbf16_ps(sum[i], x, x); });
+  each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { answer += sum[i][0]; });
 #else
   vf sum[SUMS];
-  each<SUMS>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i] = splat(i); });
+  each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i] = splat(i); });
   const vf x = reinterpret_cast<vf>(vi{} + ones);
   for (int64_t round = 0; round < rounds; ++round)
-    each<SUMS>([&](auto i) HEADRACE_INLINE_LAMBDA { sum[i] = madd(x, x, sum[i]); });
-  each<SUMS>([&](auto i) HEADRACE_INLINE_LAMBDA { answer += sum[i][0]; });
+    each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i] = madd(x, x, sum[i]); });
+  each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { answer += sum[i][0]; });
 #endif
   return answer;
 }

@@ -1,7 +1,8 @@
 // Attention of lanes over one chunk of int8 keys and values, each key and each value with a scale of its own per KV head.
 //
-// The integers lie in the order of the policy that reads them (natural.h, paired.h). A chunk is widened to the policy's
-// numbers, exactly, once per visit; scores are multiplied by the keys' scales, probabilities by the values'.
+// The integers lie in the order of the policy that reads them (natural.h, paired.h), whose numbers hold them exactly: it
+// works on a widened copy of the chunk, or widens as it goes. Scores are multiplied by the keys' scales, probabilities by
+// the values'.
 #pragma once
 
 #include "natural.h"
@@ -15,76 +16,150 @@ struct Chunk8 {
   const float *k_scale, *v_scale;  // [64]
   int64_t ahead;
 
-  // Fetches cache line `line` of the next chunk's keys and values; the scales' come with the first lines. Always inline:
-  // GCC takes a function that only prefetches for one without effect, and drops its calls.
-  __attribute__((always_inline)) void fetch(int64_t line, int64_t dim) const {
-    if (!ahead) return;
-    __builtin_prefetch(k + ahead + line * 64, 0, 2);
-    __builtin_prefetch(v + ahead + line * 64, 0, 2);
-    if (line >= CHUNK / 16) return;
-    __builtin_prefetch(k_scale + ahead / dim + line * 16);
-    __builtin_prefetch(v_scale + ahead / dim + line * 16);
-  }
-};
-
-// A policy on a widened copy of the chunk in `scratch`.
-template <typename T> Natural<T> widen(const Chunk8 &from, int64_t dim, int64_t padded, float *scratch, Natural<T> *) {
-  float *v = scratch + CHUNK * dim;
-  for (int64_t d = 0; d < dim; ++d) {
-    from.fetch(d, dim);
-    for (int64_t j = 0; j < CHUNK; j += W) store(scratch + d * CHUNK + j, load(from.k + d * CHUNK + j));
-  }
-  for (int64_t j = 0; j < CHUNK; ++j) {
-    for (int64_t d = dim; d < padded; ++d) v[j * padded + d] = 0.0f;
-    Natural<T>::query(from.v + j * dim, v + j * padded, dim);
-  }
-  return Natural<T>(scratch, v, dim, padded);
-}
-
-#ifdef __AVX512BF16__
-
-HEADRACE_INLINE void widen32(const int8_t *from, bf16 *to) {
-  const auto numbers = [&](int at) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from + at))));
-  };
-  _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(numbers(16), numbers(0)));
-}
-
-inline Paired widen(const Chunk8 &from, int64_t dim, int64_t, float *scratch, Paired *) {
-  bf16 *k = reinterpret_cast<bf16 *>(scratch), *v = k + CHUNK * dim;
-  for (int64_t d = 0; d < dim; ++d) {
-    from.fetch(d, dim);
-    for (int64_t half = d * CHUNK; half < (d + 1) * CHUNK; half += CHUNK / 2) {
-      widen32(from.k + half, k + half);
-      widen32(from.v + half, v + half);
-    }
-  }
-  return Paired(k, v, dim);
-}
-
-#endif
-
-template <typename Math> struct Quantised : Math {
-  const float *k_scale, *v_scale;
-
-  static int64_t scratch(int64_t dim) { return CHUNK * (dim + (dim + 15) / 16 * 16); }
-
-  Quantised(const Chunk8 &from, int64_t dim, int64_t padded, float *scratch)
-      : Math(widen(from, dim, padded, scratch, static_cast<Math *>(nullptr))), k_scale(from.k_scale),
-        v_scale(from.v_scale) {}
-
   // Keys that a lane does not see may have any scale: their scores are replaced before they are looked at.
-  void scores(int n, const typename Math::Query *q, float *s, int64_t before) const {
-    Math::scores(n, q, s, before);
+  void scale_scores(int n, float *s) const {
     for (int r = 0; r < n; ++r, s += CHUNK)
       for (int j = 0; j < CHUNK; j += W) store(s + j, load(s + j) * load(k_scale + j));
   }
+};
 
-  void probabilities(int n, float *s, const Seen &seen, float scale, typename Math::Probability *p, float *m,
-                     float *l) const {
-    Math::probabilities(n, s, seen, scale, p, m, l, v_scale);
+// Fetches two cache lines of what is read next. To be inlined always: GCC takes a function that only prefetches for one
+// without effect, and drops its calls.
+HEADRACE_INLINE void fetch(const int8_t *from) {
+  __builtin_prefetch(from);
+  __builtin_prefetch(from + 64);
+}
+HEADRACE_INLINE void fetch_scales(const Chunk8 &chunk, int64_t dim) {
+  const int64_t ahead = chunk.ahead / dim;
+  for (int64_t j = 0; j < CHUNK; j += 32) {
+    fetch(reinterpret_cast<const int8_t *>(chunk.k_scale + ahead + j));
+    fetch(reinterpret_cast<const int8_t *>(chunk.v_scale + ahead + j));
+  }
+}
+
+template <typename Math> struct Quantised;
+
+template <typename T> struct Quantised<Natural<T>> : Natural<T> {
+  Chunk8 chunk;
+
+  Quantised(const Chunk8 &chunk, int64_t dim, int64_t padded, int64_t, float *scratch)
+      : Natural<T>(scratch, scratch + CHUNK * dim, dim, padded), chunk(chunk) {
+    float *v = scratch + CHUNK * dim;
+    for (int64_t d = 0; d < dim; ++d) {
+      if (d % 2 == 0) fetch(chunk.k + chunk.ahead + d * CHUNK), fetch(chunk.v + chunk.ahead + d * CHUNK);
+      Natural<T>::query(chunk.k + d * CHUNK, scratch + d * CHUNK, CHUNK);
+    }
+    for (int64_t j = 0; j < CHUNK; ++j) {
+      for (int64_t d = dim; d < padded; ++d) v[j * padded + d] = 0.0f;
+      Natural<T>::query(chunk.v + j * dim, v + j * padded, dim);
+    }
+  }
+
+  void scores(int n, const float *q, float *s, int64_t before) const {
+    Natural<T>::scores(n, q, s, before);
+    chunk.scale_scores(n, s);
+  }
+
+  void probabilities(int n, float *s, const Seen &seen, float scale, float *p, float *m, float *l) const {
+    Natural<T>::probabilities(n, s, seen, scale, p, m, l, chunk.v_scale);
   }
 };
+
+#ifdef __AVX512BF16__
+
+// 32 integers as bf16.
+HEADRACE_INLINE __m512bh widened(const int8_t *from) {
+  const auto numbers = [&](int at) __attribute__((always_inline)) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from + at))));
+  };
+  return _mm512_cvtne2ps_pbh(numbers(16), numbers(0));
+}
+
+// pair_steps on integers: the same chains of sums. Each step fetches two cache lines from `next` on.
+template <int R, int C>
+HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const int8_t *w, int64_t w_stride, int64_t pairs,
+                                const int8_t *next, __m512 (&sum)[R][C]) {
+  for (int64_t i = 0; i < pairs; ++i, x += 2, w += w_stride) {
+    fetch(next + i * 128);
+    __m512bh weight[C];
+    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { weight[c] = widened(w + c * 32); });
+    multiply<R, C>(x, x_stride, weight, sum);
+  }
+}
+
+// Few lanes widen as they go; a copy in `scratch` pays where more than one tile of them reads it.
+template <> struct Quantised<Paired> : Paired {
+  Chunk8 chunk;
+  bool few;
+  bf16 *copy;  // [2][64 D]: keys, values
+
+  Quantised(const Chunk8 &chunk, int64_t dim, int64_t, int64_t lanes, float *scratch)
+      : Paired(reinterpret_cast<bf16 *>(scratch), reinterpret_cast<bf16 *>(scratch) + CHUNK * dim, dim), chunk(chunk),
+        few(lanes <= TILE_ROWS), copy(reinterpret_cast<bf16 *>(scratch)) {
+    fetch_scales(chunk, dim);
+    if (few) return;
+    widen(chunk.k, copy);
+    widen(chunk.v, copy + CHUNK * dim);
+  }
+
+  static int64_t scratch(int64_t dim) { return CHUNK * dim; }
+
+  void widen(const int8_t *from, bf16 *to) const {
+    for (int64_t i = 0; i < CHUNK * dim; i += 128) {
+      fetch(from + chunk.ahead + i);
+      for (int part = 0; part < 128; part += 32) _mm512_store_si512(to + i + part, (__m512i)widened(from + i + part));
+    }
+  }
+
+  void scores(int n, const bf16 *q, float *s, int64_t before) const {
+    if (!few) Paired::scores(n, q, s, before);
+    else if (n == 1) score_few<1>(q, s);
+    else if (n == 2) score_few<2>(q, s);
+    else if (n == 3) score_few<3>(q, s);
+    else score_few<4>(q, s);
+    chunk.scale_scores(n, s);
+  }
+
+  // Fetches the values meanwhile, and value_few the next keys: as Paired does for one group of lanes.
+  template <int R> HEADRACE_APART void score_few(const bf16 *q, float *s) const {
+    __m512 sum[R][4];
+    clear(sum);
+    pair_steps<R, 4>(q, dim, chunk.k, 2 * CHUNK, dim / 2, chunk.v, sum);
+    store_scores(sum, s);
+  }
+
+  void probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l) const {
+    Paired::probabilities(n, s, seen, scale, p, m, l, chunk.v_scale);
+  }
+
+  void values(int n, const bf16 *p, const Seen &seen, float *acc, const Weights &w, int64_t before) const {
+    uint64_t keys = seen.everything ? ~0ull : 0;
+    for (int r = 0; r < n && !seen.everything; ++r) keys |= seen.mask(r);
+    if (few && keys == ~0ull) {
+      if (n == 1) return value_few<1>(p, acc, w);
+      if (n == 2) return value_few<2>(p, acc, w);
+      if (n == 3) return value_few<3>(p, acc, w);
+      return value_few<4>(p, acc, w);
+    }
+    if (few) widen(chunk.v, copy + CHUNK * dim);
+    Paired::values(n, p, seen, acc, w, before);
+  }
+
+  template <int R> void value_few(const bf16 *p, float *acc, const Weights &w) const {
+    int64_t d = 0;
+    for (; d + 64 <= dim; d += 64) value_few<R, 4>(p, d, acc, w);
+    for (; d < dim; d += 16) value_few<R, 1>(p, d, acc, w);
+  }
+
+  template <int R, int C> HEADRACE_APART void value_few(const bf16 *p, int64_t d, float *acc, const Weights &w) const {
+    __m512 sum[R][C];
+    clear(sum);
+    pair_steps<R, C>(p, CHUNK, chunk.v + 2 * d, 2 * dim, CHUNK / 2, chunk.k + chunk.ahead + d * CHUNK, sum);
+    fold_values(sum, acc + d, dim, w, 0);
+  }
+};
+
+#endif
 
 // The policy for a chunk and KV head, the `index`-th of the pools, met by so many lanes.
 template <typename Math> struct Reader {
@@ -96,10 +171,11 @@ template <typename Math> struct Reader {
 };
 
 template <typename Math> struct Reader<Quantised<Math>> {
-  static Quantised<Math> open(const Attend &a, int64_t index, int64_t padded, int64_t ahead, int64_t, float *scratch) {
+  static Quantised<Math> open(const Attend &a, int64_t index, int64_t padded, int64_t ahead, int64_t lanes,
+                              float *scratch) {
     const auto *k = static_cast<const int8_t *>(a.k), *v = static_cast<const int8_t *>(a.v);
     const int64_t at = index * CHUNK * a.dim, scale = index * CHUNK;
-    return {{k + at, v + at, a.k_scale + scale, a.v_scale + scale, ahead}, a.dim, padded, scratch};
+    return {{k + at, v + at, a.k_scale + scale, a.v_scale + scale, ahead}, a.dim, padded, lanes, scratch};
   }
 };
 

@@ -35,7 +35,7 @@ typedef uint16_t bf16;
 
 // For inner loops that need all registers: inlined into a long function they may be given fewer.
 #define HEADRACE_APART __attribute__((noinline))
-#define HEADRACE_INLINE_LAMBDA __attribute__((always_inline))
+#define HEADRACE_ALWAYS_INLINE __attribute__((always_inline))
 
 template <int I> struct Constant {
   constexpr operator int() const { return I; }
