@@ -15,15 +15,16 @@ pytestmark = pytest.mark.unit
 
 SOURCE = Path(__file__).parents[2] / "src"
 BASE = {"types", "config"}
-CORE = BASE | {"kv", "attention.state", "attention", "kernels"}
+CORE = BASE | {"memory", "kv", "attention.state", "attention", "kernels"}
 BELOW_ENGINE = CORE | {"models", "parallel", "recompute", "planner", "assets"}
 
 MAY_IMPORT = {
     "types": set(),
     "config": {"types"},
+    "memory": set(),
     "assets": BASE,
-    "kv": BASE,
-    "kernels": BASE | {"attention.state"},
+    "kv": BASE | {"memory"},
+    "kernels": BASE | {"memory", "attention.state"},
     "planner": BASE,
     "attention.state": BASE,
     "attention": CORE,

@@ -6,6 +6,7 @@ A shared machine drifts by a third within minutes, so limits are sampled next to
 from __future__ import annotations
 
 import ctypes
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from headrace.kernels import cpu, probe
+from headrace.memory import zeros
 
 READ_BYTES = 256 << 20
 GEMM_SIZE = 2048
@@ -30,16 +32,16 @@ def seconds(run: Timed) -> float:
 
 
 def alternate(runs: dict[str, Timed], repeats: int) -> dict[str, float]:
-    """Median seconds of each, called in turn (A B C A B C), after one call each to warm up.
-
-    Whatever drifts meets all of them alike.
+    """Median seconds of each, called in turn after one call each to warm up, every round in another order: whatever
+    drifts, and what the run before leaves in the caches, meets all of them alike.
     """
     for run in runs.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in runs}
+    shuffled = random.Random(0)
     for _ in range(repeats):
-        for name, run in runs.items():
-            times[name].append(seconds(run))
+        for name in shuffled.sample(list(runs), len(runs)):
+            times[name].append(seconds(runs[name]))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -67,7 +69,7 @@ class Limits:
 
     def __init__(self, read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE) -> None:
         self.read_bytes, self.gemm_size = read_bytes, gemm_size
-        self._buffer = torch.ones(read_bytes // 4)
+        self._buffer = zeros((read_bytes // 4,), torch.float32).fill_(1.0)
         self._a, self._b = (torch.randn(gemm_size, gemm_size).bfloat16() for _ in range(2))
         self._best: dict[int, str] = {}
 

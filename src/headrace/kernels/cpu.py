@@ -24,6 +24,7 @@ from headrace.kernels.extension import heads_of as _heads
 from headrace.kernels.extension import require as _require
 from headrace.kernels.extension import type_of as _type_of
 from headrace.kernels.states import empty_fold, finish, fold_blocks, merge, states_of
+from headrace.memory import copied
 
 __all__ = [
     "append", "arrange", "attend", "available", "available_isas", "describe", "empty_fold", "finish", "fold_blocks",
@@ -44,7 +45,7 @@ class Packed:
         outputs, inputs = weight.shape
         self.shape = (outputs, inputs)
         padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % COLUMNS))
-        self.blocks = padded.view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2).contiguous()
+        self.blocks = copied(padded.view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2))
 
     @property
     def nbytes(self) -> int:

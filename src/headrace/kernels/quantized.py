@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headrace.config import Quantization
 from headrace.kernels import cpu
+from headrace.memory import copied
 
 BITS: dict[Quantization, int] = {"int8": 8, "int4": 4}
 GROUP = 64
@@ -60,11 +61,11 @@ class Quantized:
         codes = torch.nn.functional.pad(rounded.codes, more)
         scales = torch.nn.functional.pad(rounded.scales, more)
         if self.bits == 8:
-            self.codes = codes.view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 4, 2).contiguous()
+            self.codes = copied(codes.view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 4, 2))
             self.scales = scales.view(-1)
             return
         nibbles = (codes + 8).view(torch.uint8).view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 2, 4, 1)
-        self.codes = (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).contiguous()
+        self.codes = copied(nibbles[..., 0::2] | nibbles[..., 1::2] << 4)
         self.scales = scales.view(-1, cpu.COLUMNS, inputs // GROUP).transpose(1, 2).contiguous().bfloat16()
 
     @property

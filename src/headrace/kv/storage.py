@@ -8,13 +8,11 @@ each key and each value has a scale of its own per head and layer: [slots, Hk, 6
 
 from __future__ import annotations
 
-import math
-import mmap
-
 import torch
 from torch import Tensor
 
 from headrace.config import AttentionSpec
+from headrace.memory import zeros
 from headrace.types import CHUNK
 
 LAYOUT = "chunk64-dk-kd-1"
@@ -28,28 +26,19 @@ class KVStorage:
     """
 
     def __init__(self, spec: AttentionSpec, slots: int, dtype: torch.dtype) -> None:
+        if dtype not in (torch.bfloat16, torch.float32, torch.int8):
+            raise ValueError(f"KV is stored as bfloat16, float32 or int8, not {dtype}")
         self.slots = slots
         self.dtype = dtype
-        self.k = [_zeros((slots, spec.kv_heads, spec.head_dim, CHUNK), dtype) for _ in range(spec.layers)]
-        self.v = [_zeros((slots, spec.kv_heads, CHUNK, spec.head_dim), dtype) for _ in range(spec.layers)]
+        self.k = [zeros((slots, spec.kv_heads, spec.head_dim, CHUNK), dtype) for _ in range(spec.layers)]
+        self.v = [zeros((slots, spec.kv_heads, CHUNK, spec.head_dim), dtype) for _ in range(spec.layers)]
         self.k_scale, self.v_scale = ([self._scales(spec) for _ in range(spec.layers)] for _ in range(2))
 
     def _scales(self, spec: AttentionSpec) -> Tensor | None:
-        return _zeros((self.slots, spec.kv_heads, CHUNK), torch.float32) if self.dtype == torch.int8 else None
+        return zeros((self.slots, spec.kv_heads, CHUNK), torch.float32) if self.dtype == torch.int8 else None
 
     @staticmethod
     def bytes_per_token(spec: AttentionSpec, dtype: torch.dtype) -> int:
         """Bytes of K and V of one token over all layers, scales included."""
         scales = 2 * spec.layers * spec.kv_heads * 4 if dtype == torch.int8 else 0
         return spec.kv_bytes_per_token(dtype.itemsize) + scales
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros from the system: pages are mapped when first written (torch.zeros would do so at once), and huge where the
-    system allows, since a step walks through all of them."""
-    if dtype not in (torch.bfloat16, torch.float32, torch.int8):
-        raise ValueError(f"KV is stored as bfloat16, float32 or int8, not {dtype}")
-    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)

@@ -1,0 +1,28 @@
+"""Tensors in memory straight from the system: what a step walks through from end to end, keys, values and weights."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros whose pages are mapped when first written (torch.zeros would do so at once), and huge where the system
+    allows: reading 4 KB pages costs 5 to 20 % of the bandwidth."""
+    count = math.prod(shape)
+    size = max(1, count * dtype.itemsize)
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype, count=count).view(*shape)
+    # Private: shared memory, which is mmap's default, gets no huge pages on most systems.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
+
+
+def copied(x: Tensor) -> Tensor:
+    """x in such memory, contiguous."""
+    return zeros(x.shape, x.dtype).copy_(x)
