@@ -1,9 +1,9 @@
 """`headrace bench attention`: the kernels beside torch's, beside themselves without sharing, and beside the machine.
 
-A case times its runs in turn, the machine's limits among them: ours, torch's scaled_dot_product_attention, our kernel
-on private copies (unshared), our kernel reading shared pages once per sequence (pages), our kernel on bf16 where the
-case is of int8 keys and values (bf16). GB/s count every chunk that the plan names once; FLOP/s count the pairs that the
-causal mask lets through.
+A case times its runs in turn, the machine's limits among them, over as many layers as leave the caches behind: ours,
+torch's scaled_dot_product_attention, our kernel on private copies (unshared), our kernel reading shared pages once per
+sequence (pages), our kernel on bf16 where the case is int8 (bf16). GB/s count every chunk that the plan names once;
+FLOP/s count the pairs that the causal mask lets through.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class AttentionBench:
         length = self._short(length)
         paths = private(sequences, length)
         plan = build(decode_spans(paths, length))
-        bed = Bed(heads, slots_of(paths), self.backend)
-        runs = {"ours": bed.attend(plan), "sdpa": sdpa(heads, sequences, length, length)}
         work = Work(sequences * length * heads.token_bytes, heads.ops(pairs(plan)))
+        bed = Bed(heads, slots_of(paths), self.backend, layers=self._layers(work.bytes))
+        runs: dict[str, Timed] = {"ours": bed.attend(plan), "sdpa": sdpa(heads, sequences, length, length)}
         for count in self.counts:
             yield self._case(f"decode_{heads.name}_{sequences}x{length}", count, runs, work)
 
@@ -117,8 +117,11 @@ class AttentionBench:
         paths = private(sequences, length)
         plan = build(decode_spans(paths, length))
         beds = {"ours": torch.int8, "bf16": torch.bfloat16}
-        runs = {run: Bed(heads, slots_of(paths), self.backend, stored).attend(plan) for run, stored in beds.items()}
         work = Work(sequences * length * heads.token_bytes_int8, heads.ops(pairs(plan)))
+        layers = self._layers(work.bytes)
+        runs: dict[str, Timed] = {
+            run: Bed(heads, slots_of(paths), self.backend, stored, layers).attend(plan) for run, stored in beds.items()
+        }
         for count in self.counts:
             case = self._case(name, count, runs, work)
             yield case | {"over_bf16": round(case["bf16_ms"] / case["ours_ms"], 2)}
@@ -128,7 +131,7 @@ class AttentionBench:
         prefix, own, count = self._short(prefix), CHUNK if prefix else self._short(1024), self.counts[-1]
         paths = shared([self.sizes.sequences], [prefix], own)
         plan = build(decode_spans(paths, prefix + own))
-        bed = Bed(heads, slots_of(paths), self.backend)
+        bed = self._bed(heads, paths)
         name = f"decode_shared_{heads.name}_{prefix}"
         yield self._compared(name, heads, bed, paths, prefix + own)
         if prefix:
@@ -140,7 +143,7 @@ class AttentionBench:
         """Groups of 8 that share 4,096 tokens, of which the first 1,024 are everyone's."""
         groups, top, within = [max(1, self.sizes.sequences // 8), 8], self._short(1024), self._short(3072)
         paths = shared(groups, [top, within], CHUNK)
-        bed = Bed(heads, slots_of(paths), self.backend)
+        bed = self._bed(heads, paths)
         yield self._compared(f"decode_shared_tree_{heads.name}", heads, bed, paths, top + within + CHUNK)
 
     def _compared(self, name: str, heads: Heads, bed: Bed, paths: list[list[int]], length: int) -> Case:
@@ -152,7 +155,7 @@ class AttentionBench:
         plan, alone = build(decode_spans(paths, length)), private(len(paths), length)
         copies = Bed(heads, slots_of(alone), self.backend)
         plain = build(decode_spans(alone, length))
-        runs = {
+        runs: dict[str, Timed] = {
             "ours": bed.attend(plan),
             "unshared": copies.attend(plain),
             "pages": bed.attend(unmerged(paths, length)),
@@ -170,7 +173,7 @@ class AttentionBench:
         path = private(1, cached + new)
         plan = build([Span(decode_spans(path, 1)[0].slots, cached, new)])
         bed = Bed(heads, slots_of(path), self.backend)
-        runs = {"ours": bed.attend(plan), "sdpa": sdpa(heads, 1, cached + new, cached + 1)}
+        runs: dict[str, Timed] = {"ours": bed.attend(plan), "sdpa": sdpa(heads, 1, cached + new, cached + 1)}
         work = Work((cached + new) * heads.token_bytes, heads.ops(pairs(plan)))
         name = f"prefill_{heads.name}_{new}" + (f"_on_{cached}" if cached else "")
         yield self._case(name, self.counts[-1], runs, work)
@@ -189,6 +192,15 @@ class AttentionBench:
             work = Work(packed.nbytes, 2 * rows * weight.numel())
             yield self._case(f"linear_{rows}x{width}x{out}_{scheme}", self.counts[-1], runs, work)
 
+    def _bed(self, heads: Heads, paths: list[list[int]]) -> Bed:
+        slots = slots_of(paths)
+        return Bed(heads, slots, self.backend, layers=self._layers(slots * CHUNK * heads.token_bytes))
+
+    def _layers(self, size: int) -> int:
+        """How many layers of `size` bytes are more than any cache holds. (One call on less would not only find some of
+        it in the cache: after a run that swept the caches, it would wait for Python's own memory.)"""
+        return min(8, -(-self.sizes.read_bytes // 2 // size))
+
     def _short(self, tokens: int) -> int:
         """`tokens` on this scale, in whole chunks."""
         return -(-tokens // self.sizes.scale // CHUNK) * CHUNK
@@ -200,6 +212,7 @@ class AttentionBench:
         }  # fmt: skip
         with threads(count):
             times = alternate({**runs, **limits}, self.sizes.repeats)
+        times = {run: each / getattr(runs.get(run), "calls", 1) for run, each in times.items()}
         read, gemm = self.limits.gbps(times["read"]), self.limits.gflops(times["gemm"])
         peak = self.limits.peak_gflops(times["peak"], count)
         gbps, gflops = work.bytes / times["ours"] / 1e9, work.ops / times["ours"] / 1e9

@@ -75,12 +75,26 @@ class _AttendOnly:
         pass
 
 
-class Bed:
-    """`slots` chunks of random keys and values for one layer of that shape, on the best backend there is."""
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A call that does the same work several times: what is timed is one of them."""
 
-    def __init__(self, heads: Heads, slots: int, backend: str, stored: torch.dtype = torch.bfloat16) -> None:
+    run: Callable[[], object]
+    calls: int
+
+    def __call__(self) -> object:
+        return self.run()
+
+
+class Bed:
+    """`slots` chunks of random keys and values for each of some layers of that shape."""
+
+    def __init__(
+        self, heads: Heads, slots: int, backend: str, stored: torch.dtype = torch.bfloat16, layers: int = 1
+    ) -> None:
         self.heads, self.backend = heads, backend
-        self.storage = KVStorage(heads.spec, slots, stored)
+        self.spec = replace(heads.spec, layers=layers, windows=(None,) * layers)
+        self.storage = KVStorage(self.spec, slots, stored)
         block = 16 * CHUNK
         q, k, v = heads.rows(block), heads.keys(block), heads.keys(block)
         for first in range(0, slots, 16):
@@ -92,14 +106,22 @@ class Bed:
                 row_slots=np.repeat(np.arange(first, first + count // CHUNK, dtype=np.int32), CHUNK),
                 row_offsets=np.tile(np.arange(CHUNK, dtype=np.int32), count // CHUNK),
             )
-            PlanAttention(plan, self.storage, heads.spec, backend)(0, q[:count], k[:count], v[:count])
+            store = PlanAttention(plan, self.storage, self.spec, backend)
+            for layer in range(layers):
+                store(layer, q[:count], k[:count], v[:count])
 
-    def attend(self, plan: Plan) -> Callable[[], Tensor]:
-        """Attention of random rows by `plan`, as a call to time."""
-        run = PlanAttention(plan, self.storage, self.heads.spec, self.backend)
+    def attend(self, plan: Plan) -> Repeated:
+        """Attention of random rows by `plan` in every layer, one after another as in a step."""
+        run = PlanAttention(plan, self.storage, self.spec, self.backend)
         run.step, run.kernels = None, _AttendOnly(run.kernels)
         q, k, v = self.heads.rows(plan.rows), self.heads.keys(plan.rows), self.heads.keys(plan.rows)
-        return lambda: run(0, q, k, v)
+
+        def step() -> Tensor:
+            for layer in range(self.spec.layers):
+                out = run(layer, q, k, v)
+            return out
+
+        return Repeated(step, self.spec.layers)
 
 
 def decode_spans(paths: list[list[int]], length: int) -> list[Span]:
