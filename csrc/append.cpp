@@ -20,6 +20,78 @@ template <typename S> void place(const S *k_new, const S *v_new, S *k, S *v, int
   memcpy(v + offset * dim, v_new, dim * sizeof(S));
 }
 
+#ifdef __AVX512BF16__
+
+constexpr int RUN = 16;  // rows whose keys fill a vector of pairs
+
+// Words x[i][j] -> x[j][i].
+HEADRACE_INLINE void turn(__m512i (&x)[RUN]) {
+  __m512i t[RUN], u[RUN];
+  each<RUN / 2>([&](auto i) HEADRACE_ALWAYS_INLINE {
+    t[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+  });
+  each<RUN / 2>([&](auto i) HEADRACE_ALWAYS_INLINE {
+    constexpr int from = i / 2 * 4 + i % 2, to = i / 2 * 4 + i % 2 * 2;
+    u[to] = _mm512_unpacklo_epi64(t[from], t[from + 2]);
+    u[to + 1] = _mm512_unpackhi_epi64(t[from], t[from + 2]);
+  });
+  each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
+    const __m512i even = _mm512_shuffle_i32x4(u[c], u[c + 4], 0x88), odd = _mm512_shuffle_i32x4(u[c], u[c + 4], 0xdd);
+    const __m512i even2 = _mm512_shuffle_i32x4(u[c + 8], u[c + 12], 0x88);
+    const __m512i odd2 = _mm512_shuffle_i32x4(u[c + 8], u[c + 12], 0xdd);
+    x[c] = _mm512_shuffle_i32x4(even, even2, 0x88);
+    x[c + 4] = _mm512_shuffle_i32x4(odd, odd2, 0x88);
+    x[c + 8] = _mm512_shuffle_i32x4(even, even2, 0xdd);
+    x[c + 12] = _mm512_shuffle_i32x4(odd, odd2, 0xdd);
+  });
+}
+
+// Keys and values of 16 rows at keys offset .. offset + 15 of a chunk in pairs: vectors where `place` writes single words.
+void place_run(const bf16 *k_new, int64_t k_stride, const bf16 *v_new, int64_t v_stride, bf16 *k, bf16 *v, int64_t dim,
+               int64_t offset) {
+  for (int64_t d = 0; d + 32 <= dim; d += 32) {
+    __m512i words[RUN];
+    each<RUN>([&](auto i) HEADRACE_ALWAYS_INLINE { words[i] = _mm512_loadu_si512(k_new + i * k_stride + d); });
+    turn(words);
+    each<RUN>([&](auto i) HEADRACE_ALWAYS_INLINE {
+      _mm512_storeu_si512(k + (d + 2 * i) * CHUNK + 2 * offset, words[i]);
+    });
+  }
+  for (int64_t d = dim / 32 * 32; d < dim; d += 2)
+    for (int64_t i = 0; i < RUN; ++i) memcpy(k + d * CHUNK + 2 * (offset + i), k_new + i * k_stride + d, 4);
+  for (int64_t i = 0; i < RUN; i += 2) {
+    const bf16 *first = v_new + i * v_stride, *second = first + v_stride;
+    bf16 *to = v + (offset + i) * dim;
+    for (int64_t d = 0; d < dim; ++d) to[2 * d] = first[d], to[2 * d + 1] = second[d];
+  }
+}
+
+// Whether rows row .. row + 15 are the keys that fill a vector of one chunk.
+bool is_run(const Append &a, int64_t row) {
+  if (row + RUN > a.rows || a.offsets[row] % RUN) return false;
+  int others = 0;
+  for (int i = 1; i < RUN; ++i)
+    others += a.slots[row + i] != a.slots[row] || a.offsets[row + i] != a.offsets[row] + i;
+  return others == 0;
+}
+
+#endif
+
+// Stores as many rows from `row` on as go at once, if any: how many.
+template <typename T> int64_t store_run(const Append &a, const T *k_new, const T *v_new, int64_t index, int64_t row) {
+#ifdef __AVX512BF16__
+  if constexpr (sizeof(T) == 2)
+    if (!a.k_scale && paired(a.dim) && is_run(a, row)) {
+      const int64_t chunk = index * CHUNK * a.dim;
+      place_run(k_new, a.k_stride, v_new, a.v_stride, static_cast<T *>(a.k) + chunk, static_cast<T *>(a.v) + chunk,
+                a.dim, a.offsets[row]);
+      return RUN;
+    }
+#endif
+  return 0;
+}
+
 uint32_t bits_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -71,10 +143,13 @@ template <typename T> void append(const Append &a) {
   // Split by head: two rows of one chunk share cache lines of K, two heads do not.
 #pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.kv_heads * a.dim > 16384)
   for (int64_t head = 0; head < a.kv_heads; ++head) {
-    for (int64_t row = 0; row < a.rows; ++row) {
+    for (int64_t row = 0; row < a.rows;) {
       const T *k_new = static_cast<const T *>(a.k_new) + row * a.k_stride + head * a.dim;
       const T *v_new = static_cast<const T *>(a.v_new) + row * a.v_stride + head * a.dim;
-      store_row(a, k_new, v_new, a.slots[row] * a.kv_heads + head, a.offsets[row]);
+      const int64_t index = a.slots[row] * a.kv_heads + head;
+      const int64_t stored = store_run(a, k_new, v_new, index, row);
+      if (!stored) store_row(a, k_new, v_new, index, a.offsets[row]);
+      row += stored ? stored : 1;
     }
   }
 }

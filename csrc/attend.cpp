@@ -169,7 +169,7 @@ template <typename Math> struct HeadRows {
 
   // The row's state as it stands, for a call that folds on.
   void leave(int64_t row) const {
-    here(total, row).copy_to(in_tensor(a.to.total, row), group, a.dim);
+    if (a.to.total.acc) here(total, row).copy_to(in_tensor(a.to.total, row), group, a.dim);
     here(block, row).copy_to(in_tensor(a.to.block, row), group, a.dim);
     if (kv_head == 0) a.to.block_of[row] = block_of[row - first];  // the same for all heads: one thread writes it
   }
@@ -181,12 +181,15 @@ template <typename Math> struct Unit {
   const Attend &a;
   int64_t first, last, head, heads;
   float *memory;
+  int64_t block;  // of the fold, -1 for all
 
   static int64_t floats(const Attend &a, int64_t rows, int64_t heads) {
     return Math::scratch(a.dim) + 16 + heads * HeadRows<Math>::floats(a, rows);
   }
 
-  bool touches(const Item &item) const { return item.row_begin < last && item.row_end > first; }
+  bool touches(const Item &item) const {
+    return item.row_begin < last && item.row_end > first && (block < 0 || item.key_start / BLOCK == block);
+  }
 
   void run() {
     alignas(HeadRows<Math>) char space[MAX_HEADS * sizeof(HeadRows<Math>)];
@@ -221,10 +224,21 @@ bool nothing_shared(const Attend &a) {
   return offered < 2 * a.item_count;
 }
 
-// How many rows and KV heads a unit has: few rows take many heads, whose chunks lie in one stretch of memory.
+// How many rows and KV heads a unit has: few rows take many heads, whose chunks lie in one stretch of memory. And how many
+// blocks of keys are folded apart: where there is but one range of rows they are what threads share best, since each then
+// reads memory of its own; heads of one chunk lie side by side.
 struct Cut {
-  int64_t rows, heads;
+  int64_t rows, heads, ranges, blocks;
+
+  int64_t groups(const Attend &a) const { return a.kv_heads / heads; }
 };
+
+int64_t blocks_of(const Attend &a) {
+  if (a.from.block_of || a.to.block_of || a.threads == 1) return 1;
+  int64_t most = 0;
+  for (int64_t i = 0; i < a.item_count; ++i) most = a.items[i].key_start > most ? a.items[i].key_start : most;
+  return most / BLOCK + 1;
+}
 
 Cut cut(const Attend &a) {
   const int64_t group = a.heads / a.kv_heads, wanted = 4 * a.threads;
@@ -232,24 +246,66 @@ Cut cut(const Attend &a) {
   while (rows > 1 && rows * group > SMALL_LANES && a.kv_heads * ((a.rows + rows - 1) / rows) < wanted) rows /= 2;
   if (nothing_shared(a)) rows = 1;
   if (rows > a.rows) rows = a.rows;
-  const int64_t ranges = (a.rows + rows - 1) / rows;
+  const int64_t ranges = (a.rows + rows - 1) / rows, blocks = ranges == 1 ? blocks_of(a) : 1;
+  const int64_t enough = blocks > 1 ? wanted : a.threads;
   int64_t heads = 1;
-  while (heads < MAX_HEADS && 2 * heads * rows * group <= UNIT_LANES && ranges * (a.kv_heads / (2 * heads)) >= a.threads &&
-         a.kv_heads % (2 * heads) == 0)
+  while (heads < MAX_HEADS && 2 * heads * rows * group <= UNIT_LANES && a.kv_heads % (2 * heads) == 0 &&
+         ranges * blocks * (a.kv_heads / (2 * heads)) >= enough)
     heads *= 2;
-  return {rows, heads};
+  return {rows, heads, ranges, blocks};
+}
+
+template <typename Math> void attend_unit(const Attend &a, const Cut &size, int64_t index, int64_t block) {
+  const int64_t groups = size.groups(a);
+  const int64_t range = size.ranges - 1 - index / groups;  // later rows see more keys: start them first
+  const int64_t first = range * size.rows, last = first + size.rows < a.rows ? first + size.rows : a.rows;
+  float *memory = arena(Unit<Math>::floats(a, size.rows, size.heads));
+  Unit<Math>{a, first, last, index % groups * size.heads, size.heads, memory, block}.run();
+}
+
+// The state of all rows and heads after each block alone: acc [R, Hq, D], m and l [R, Hq], block_of [R].
+struct Blocks {
+  const Attend &a;
+  float *memory;
+
+  static int64_t floats(const Attend &a) { return a.rows * (a.heads * (a.dim + 2) + 1); }
+
+  Fold of(int64_t block) const {
+    const int64_t lanes = a.rows * a.heads;
+    float *acc = memory + block * floats(a), *m = acc + lanes * a.dim, *l = m + lanes;
+    return {{}, {acc, m, l}, reinterpret_cast<int32_t *>(l + lanes)};
+  }
+};
+
+// Blocks apart, each from nothing, then folded from left to right: the same bits.
+template <typename Math> void attend_split(const Attend &a, const Cut &size) {
+  static thread_local Arena states;
+  const Blocks each{a, states.at_least(size.blocks * Blocks::floats(a))};
+#pragma omp parallel for schedule(dynamic, 1) num_threads(a.threads)
+  for (int64_t i = 0; i < size.blocks * size.groups(a); ++i) {
+    Attend part = a;
+    part.to = each.of(i % size.blocks);
+    attend_unit<Math>(part, size, i / size.blocks, i % size.blocks);
+  }
+#pragma omp parallel for schedule(static) num_threads(a.threads)
+  for (int64_t lane = 0; lane < a.rows * a.heads; ++lane) {
+    float m, l;
+    State mine{{arena(a.dim), &m, &l}};
+    mine.clear(0, a.dim);
+    for (int64_t block = 0; block < size.blocks; ++block) {
+      const Parts part = each.of(block).block;
+      mine.fold<Math>(0, {{part.acc + lane * a.dim, part.m + lane, part.l + lane}}, a.dim);
+    }
+    mine.write(0, a.dim, a.dim, static_cast<typename Math::Type *>(a.out) + lane * a.dim);
+  }
 }
 
 template <typename Math> void attend_by(const Attend &a) {
   const Cut size = cut(a);
-  const int64_t ranges = (a.rows + size.rows - 1) / size.rows, groups = a.kv_heads / size.heads;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(a.threads) if (ranges * groups > 1)
-  for (int64_t i = 0; i < ranges * groups; ++i) {
-    const int64_t range = ranges - 1 - i / groups;  // later rows see more keys: start them first
-    const int64_t first = range * size.rows, last = first + size.rows < a.rows ? first + size.rows : a.rows;
-    Unit<Math>{a, first, last, i % groups * size.heads, size.heads, arena(Unit<Math>::floats(a, size.rows, size.heads))}
-        .run();
-  }
+  if (size.blocks > 1) return attend_split<Math>(a, size);
+  const int64_t units = size.ranges * size.groups(a);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(a.threads) if (units > 1)
+  for (int64_t i = 0; i < units; ++i) attend_unit<Math>(a, size, i, -1);
 }
 
 template <typename Math> void attend_stored(const Attend &a) {

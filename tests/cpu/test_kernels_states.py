@@ -138,6 +138,29 @@ def test_blocks_computed_apart_fold_to_the_bits_of_one_call(
         backend.kernels.fold_blocks(blocks[0], total)
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 32), (torch.float32, 20)])
+@pytest.mark.parametrize("window", [None, 2500])
+def test_more_threads_than_heads_take_blocks_apart(
+    isa: str,  # noqa: F811
+    threads: None,  # noqa: F811
+    dtype: torch.dtype,
+    dim: int,
+    window: int | None,
+) -> None:
+    """Few rows on many threads: the kernel folds blocks apart, to the bits of one thread."""
+    tree = Tree(torch.Generator().manual_seed(dim), 1, 71, False)
+    tree.row_counts = [460]
+    case = make_case(tree, 4, 2, dim, dtype, window=window)
+    keep = torch.tensor([3, 200, 459])
+    items = case.items.clone()
+    items[:, 3] = len(keep)
+    backend = Backend("cpu", replace(case, q=case.q[keep], positions=case.positions[keep], items=items))
+    torch.set_num_threads(1)
+    alone = backend.attend()
+    torch.set_num_threads(16)
+    assert alone.float().std() > 0.01 and torch.equal(backend.attend(), alone)
+
+
 def test_starts_where_another_state_left_it_alone(isa: str) -> None:  # noqa: F811
     """A state is a value: folding on from it twice gives the same twice."""
     case = make_case(Tree(torch.Generator().manual_seed(2), 3, 3, True), 4, 2, 32, torch.bfloat16)
