@@ -317,6 +317,21 @@ def test_append_then_read(isa: str, dtype: torch.dtype) -> None:
     assert torch.equal(k_pool, expected_k) and torch.equal(v_pool, expected_v)
 
 
+@pytest.mark.parametrize("dim", [16, 32, 80, 128])
+def test_append_in_runs(isa: str, dim: int) -> None:
+    """Rows that fill chunks in order, as a prefill's do, some that begin or end inside, some out of order."""
+    heads, slots = 2, torch.tensor([3, 0, 4, 1]).repeat_interleave(CHUNK)
+    offsets = torch.arange(CHUNK).repeat(4)
+    order = torch.cat([torch.arange(5, 150), torch.tensor([151, 150]), torch.arange(152, 256), torch.arange(5)])
+    k, v = torch.randn(256, heads, dim).bfloat16(), torch.randn(256, heads, dim).bfloat16()
+    natural_k, natural_v = (torch.zeros(5, heads, dim, CHUNK).bfloat16(), torch.zeros(5, heads, CHUNK, dim).bfloat16())
+    natural_k[slots, :, :, offsets], natural_v[slots, :, offsets] = k, v
+    pools = [torch.zeros_like(natural_k), torch.zeros_like(natural_v)]
+    cpu.append(*pools, k[order], v[order], slots[order].int(), offsets[order].int())
+    for got, want in zip(pools, cpu.arrange(natural_k, natural_v), strict=True):
+        assert torch.equal(got, want)
+
+
 def fold_case(dtype: torch.dtype) -> Case:
     """One row over three blocks of equal scores. Values are 2^24 at the first key, 1 at the first key of each chunk of
     the second block, -2^24 at the first key of the third: folded by chunks all ones are lost, by blocks none."""
