@@ -41,6 +41,9 @@ class EngineConfig:
     kv_cache_dtype: KVDType = _flag(
         "auto", "Type of the cached keys and values: auto (the compute type) or int8 (half of bfloat16, lossy)."
     )
+    kv_cache_prefault: bool = _flag(
+        False, "Touch all of the KV cache's memory at start, so that no request waits for the system to map it."
+    )
     enable_prefix_caching: bool = _flag(True, "Share and keep the KV of common prefixes.")
     max_batch_tokens: int = _flag(2048, "Most tokens computed in one step.", "--max-num-batched-tokens")
     max_sequences: int = _flag(256, "Most sequences running at once.", "--max-num-seqs")

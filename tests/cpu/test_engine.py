@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import resource
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,6 +246,23 @@ def test_tenants_share_only_the_public_prefix() -> None:
 
     assert [cached("a"), cached("b"), cached("a"), cached(None)] == [0, 0, 256, 0]
     assert [cached("c", public=130), cached("d", public=130)] == [128, 128]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the resident size from Linux' /proc")
+def test_prefault_maps_all_of_the_cache_at_start() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    LLM("tiny", kv_cache_tokens=640)  # what a first load brings into memory
+    tokens = 40_000
+    sizes = []
+    for prefault in (False, True):
+        before = resident()
+        llm = LLM("tiny", kv_cache_tokens=tokens, kv_cache_prefault=prefault)
+        sizes.append(resident() - before)
+        assert llm.generate(["The first"], SamplingParams(max_tokens=2))
+    cache = tokens * llm.capacity.kv_bytes_per_token
+    assert sizes[0] < cache / 2 < 0.9 * cache < sizes[1]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

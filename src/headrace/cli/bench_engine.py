@@ -24,6 +24,9 @@ FOLDER = Path("build/bench")
 PATIENCE_S = 240.0
 """An engine that has spent this long on a case is not asked to repeat it."""
 
+SETTLE_S = 0.5
+"""A pause before each run: threads of the engine that ran before may spin for a while (200 ms with Intel's OpenMP)."""
+
 Case = dict[str, Any]
 
 
@@ -101,6 +104,7 @@ class Racer:
         """Does a run unless the engine has failed or has had its time."""
         if self.process is None or self.spent > PATIENCE_S:
             return
+        time.sleep(SETTLE_S)
         began = time.perf_counter()
         try:
             prime_s = 0.0

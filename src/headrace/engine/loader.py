@@ -51,6 +51,8 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     bytes_per_token = KVStorage.bytes_per_token(spec, kv_dtype)
     tokens, max_len = _sizes(config, decoder.config.max_model_len, bytes_per_token)
     storage = KVStorage(spec, tokens // CHUNK, kv_dtype)
+    if config.kv_cache_prefault:
+        storage.prefault()
     tokenizer = Tokenizer.load(folder)
     capacity = Capacity(
         model=config.served_model_name or config.model,

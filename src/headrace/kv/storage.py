@@ -37,6 +37,12 @@ class KVStorage:
     def _scales(self, spec: AttentionSpec) -> Tensor | None:
         return zeros((self.slots, spec.kv_heads, CHUNK), torch.float32) if self.dtype == torch.int8 else None
 
+    def prefault(self) -> None:
+        """Writes zeros everywhere, so that the system maps all of the memory now."""
+        for each in (*self.k, *self.v, *self.k_scale, *self.v_scale):
+            if each is not None:
+                each.zero_()
+
     @staticmethod
     def bytes_per_token(spec: AttentionSpec, dtype: torch.dtype) -> int:
         """Bytes of K and V of one token over all layers, scales included."""
