@@ -48,7 +48,7 @@ class Contender:
 KV_TOKENS = 65_536
 
 OURS = {"kv_cache_tokens": KV_TOKENS, "kv_cache_prefault": True, "dtype": "bfloat16"}
-"""The peers, too, have the memory of their caches before the first request."""
+"""vLLM, too, has the memory of its cache before the first request; OpenVINO maps its own as it grows."""
 
 ENGINES = {
     contender.name: contender
