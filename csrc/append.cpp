@@ -79,7 +79,9 @@ bool is_run(const Append &a, int64_t row) {
 #endif
 
 // Stores as many rows from `row` on as go at once, if any: how many.
-template <typename T> int64_t store_run(const Append &a, const T *k_new, const T *v_new, int64_t index, int64_t row) {
+template <typename T>
+int64_t store_run([[maybe_unused]] const Append &a, [[maybe_unused]] const T *k_new, [[maybe_unused]] const T *v_new,
+                  [[maybe_unused]] int64_t index, [[maybe_unused]] int64_t row) {
 #ifdef __AVX512BF16__
   if constexpr (sizeof(T) == 2)
     if (!a.k_scale && paired(a.dim) && is_run(a, row)) {

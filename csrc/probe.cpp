@@ -74,23 +74,21 @@ int64_t probe_multiply(int64_t rounds, int threads) {
 }
 
 // Two threads hand a word to each other, `rounds` times there and back; false if there is but one thread.
-bool probe_handover(int64_t rounds) {
-  alignas(64) int64_t turn = 0;
+bool probe_handover([[maybe_unused]] int64_t rounds) {
   bool two = false;
-#pragma omp parallel num_threads(2)
-  {
 #ifdef _OPENMP
+  alignas(64) int64_t turn = 0;
+#pragma omp parallel num_threads(2)
+  if (omp_get_num_threads() == 2) {
     const int me = omp_get_thread_num();
-    if (omp_get_num_threads() == 2) {
-      if (me == 0) two = true;
-      for (int64_t i = 0; i < rounds; ++i) {
-        while (__atomic_load_n(&turn, __ATOMIC_ACQUIRE) != 2 * i + me) {
-        }
-        __atomic_store_n(&turn, 2 * i + me + 1, __ATOMIC_RELEASE);
+    if (me == 0) two = true;
+    for (int64_t i = 0; i < rounds; ++i) {
+      while (__atomic_load_n(&turn, __ATOMIC_ACQUIRE) != 2 * i + me) {
       }
+      __atomic_store_n(&turn, 2 * i + me + 1, __ATOMIC_RELEASE);
     }
-#endif
   }
+#endif
   return two;
 }
 
