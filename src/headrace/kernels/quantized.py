@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headrace.config import Quantization
 from headrace.kernels import cpu
+from headrace.kernels.extension import check, require, type_of
 from headrace.memory import copied
 
 BITS: dict[Quantization, int] = {"int8": 8, "int4": 4}
@@ -79,11 +80,11 @@ def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None, wide: bool 
     outputs, inputs = weight.shape
     if x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
         raise ValueError(f"x must be [T, {inputs}] with contiguous rows, got {list(x.shape)}")
-    kind = cpu._type_of(x)
+    kind = type_of(x)
     if bias is not None:
-        cpu._check("bias", bias, x.dtype, (outputs,))
+        check("bias", bias, x.dtype, (outputs,))
     out = torch.empty((x.shape[0], outputs), dtype=torch.float32 if wide else x.dtype)
-    cpu._require().linear_quant(
+    require().linear_quant(
         kind, weight.bits, x.data_ptr(), weight.codes.data_ptr(), weight.scales.data_ptr(),
         0 if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0), inputs, outputs, wide,
         torch.get_num_threads(),
