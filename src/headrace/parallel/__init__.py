@@ -1,0 +1,1 @@
+"""Several ranks, one engine: KV-Runahead, context parallelism and tensor parallelism as schedules of one attention."""

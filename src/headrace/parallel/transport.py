@@ -1,0 +1,209 @@
+"""How tensors go from rank to rank: point to point, tagged, asynchronous. Strategies see this interface only.
+
+    work = transport.irecv(buffer, source=0, tag=Tag(step, layer=3, piece=1), relay=2)
+    transport.isend(mine, to=2, tag=...)
+    work.wait()
+
+A receive may name a rank to which what arrives is sent on at once, under the same tag, before anybody looks at it.
+Memory given to a send or a receive stays untouched until `wait` (and, with a relay, `drain`) has returned.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class RankLost(RuntimeError):
+    """Another rank is gone or does not answer; nothing that was under way with it can be finished."""
+
+
+class Tag(NamedTuple):
+    """Names a message between two ranks: group counts the groups of all steps, layer may be LAST."""
+
+    group: int
+    layer: int
+    piece: int
+
+    @property
+    def number(self) -> int:
+        """As one integer below 2**31, unique among messages that can be under way together."""
+        return ((self.group % 512) * 1024 + self.layer) * 4096 + self.piece
+
+
+LAST = 1023
+"""In place of a layer: the hidden states that go to rank 0."""
+
+
+class Work(Protocol):
+    """A send or a receive under way."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when the data has left, or arrived. Raises RankLost."""
+        ...
+
+    def drain(self) -> None:
+        """Returns when the memory may be written again: as `wait`, and what was to be relayed has left too."""
+        ...
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one rank sent and how long it waited: messages and bytes by receiving rank, seconds in Work.wait."""
+
+    messages: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    bytes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    wait_s: float = 0.0
+
+    def sent(self, to: int, x: Tensor) -> None:
+        self.messages[to] += 1
+        self.bytes[to] += x.numel() * x.element_size()
+
+
+class Transport(Protocol):
+    """One rank's end of the links. Calls may come from several threads."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def traffic(self) -> Traffic: ...
+
+    def isend(self, x: Tensor, to: int, tag: Tag) -> Work:
+        """Sends x, which must be contiguous."""
+        ...
+
+    def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Work:
+        """Receives into x, contiguous and of the sender's size and type; `relay`: a rank to send it on to."""
+        ...
+
+
+def all_gather(
+    transport: Transport, mine: Sequence[Tensor], theirs: Sequence[Sequence[Tensor]], tag: Tag
+) -> list[Work]:
+    """Sends `mine` to every other rank and receives theirs[rank] from each. theirs[own rank] is not looked at.
+
+    Empty tensors are not sent. Returns what is under way; pieces of the tag count up from tag.piece.
+    """
+    works = []
+    for other in range(transport.size):
+        if other != transport.rank:
+            works += [
+                transport.irecv(x, other, tag._replace(piece=tag.piece + i))
+                for i, x in enumerate(theirs[other])
+                if len(x)
+            ]
+    for other in range(transport.size):
+        if other != transport.rank:
+            works += [
+                transport.isend(x, other, tag._replace(piece=tag.piece + i)) for i, x in enumerate(mine) if len(x)
+            ]
+    return works
+
+
+class LoopbackHub:
+    """Ranks as threads of one process, for tests: `hub.transport(rank)` is each one's end."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.arrived = threading.Condition()
+        self.boxes: dict[tuple[int, int, int], list[Tensor]] = defaultdict(list)
+        self.broken: str | None = None
+
+    def transport(self, rank: int) -> Loopback:
+        return Loopback(self, rank)
+
+    def fail(self, why: str) -> None:
+        """Breaks all links: everybody who waits gets RankLost."""
+        with self.arrived:
+            self.broken = why
+            self.arrived.notify_all()
+
+    def put(self, key: tuple[int, int, int], x: Tensor) -> None:
+        with self.arrived:
+            self.boxes[key].append(x.clone())
+            self.arrived.notify_all()
+
+    def left_over(self) -> int:
+        """Messages that nobody received."""
+        return sum(len(box) for box in self.boxes.values())
+
+
+class Loopback:
+    """One thread's end of a LoopbackHub."""
+
+    def __init__(self, hub: LoopbackHub, rank: int) -> None:
+        self.hub, self.rank, self.size = hub, rank, hub.size
+        self.traffic = Traffic()
+
+    def isend(self, x: Tensor, to: int, tag: Tag) -> Work:
+        self.traffic.sent(to, x)
+        self.hub.put((self.rank, to, tag.number), x)
+        return _Sent()
+
+    def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Work:
+        return _Receive(self, x, source, tag, relay)
+
+
+class _Sent:
+    done = True
+
+    def wait(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+
+class _Receive:
+    """A thread waits for the message, so that it is relayed while its receiver computes."""
+
+    def __init__(self, end: Loopback, x: Tensor, source: int, tag: Tag, relay: int | None) -> None:
+        self.end, self.x, self.key = end, x, (source, end.rank, tag.number)
+        self.tag, self.relay = tag, relay
+        self._here = False
+        self._lock = threading.Lock()
+        threading.Thread(target=self._take, daemon=True).start()
+
+    def _take(self) -> None:
+        hub = self.end.hub
+        with hub.arrived:
+            hub.arrived.wait_for(lambda: hub.broken or hub.boxes[self.key])
+            if hub.broken:
+                return
+            message = hub.boxes[self.key].pop(0)
+        if message.shape != self.x.shape or message.dtype != self.x.dtype:
+            hub.fail(f"{self.key}: got {list(message.shape)}, expected {list(self.x.shape)}")
+            return
+        self.x.copy_(message)
+        if self.relay is not None:
+            self.end.isend(self.x, self.relay, self.tag)
+        with hub.arrived:
+            self._here = True
+            hub.arrived.notify_all()
+
+    @property
+    def done(self) -> bool:
+        return self._here
+
+    def wait(self) -> None:
+        hub, began = self.end.hub, time.perf_counter()
+        with hub.arrived:
+            hub.arrived.wait_for(lambda: hub.broken or self._here)
+            if hub.broken:
+                raise RankLost(hub.broken)
+        self.end.traffic.wait_s += time.perf_counter() - began
+
+    drain = wait
