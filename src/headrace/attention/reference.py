@@ -23,7 +23,7 @@ from headrace.attention.state import (
 from headrace.attention.state import empty_fold as state_of_none
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
-__all__ = ["append", "attend", "empty_fold", "finish", "fold_blocks", "merge", "partial", "states_of"]
+__all__ = ["append", "attend", "empty_fold", "finish", "fold_blocks", "fold_into", "merge", "partial", "states_of"]
 """What a backend has (attention.execute.BACKENDS)."""
 
 ROW_TILE = 16
@@ -167,6 +167,13 @@ def _check_scales(pool: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) 
 def empty_fold(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> FoldState:
     """The state of rows that have met no chunk. `dtype` is the one computed in, which only kernels care about."""
     return state_of_none(rows, heads, head_dim)
+
+
+def fold_into(total: Partial, block: Partial, unit: float) -> None:
+    """total [R, Hq, D] becomes the fold of itself and then `block`, in place; both count in `unit` (FoldState)."""
+    if unit != 1.0:
+        raise ValueError(f"the reference folds in natural logarithms, the state counts in {unit:.4f}")
+    _store(total, slice(None), fold(total, block))
 
 
 def states_of(state: FoldState) -> AttnState:

@@ -23,11 +23,12 @@ from headrace.kernels.extension import check as _check
 from headrace.kernels.extension import heads_of as _heads
 from headrace.kernels.extension import require as _require
 from headrace.kernels.extension import type_of as _type_of
-from headrace.kernels.states import empty_fold, finish, fold_blocks, merge, states_of
+from headrace.kernels.states import empty_fold, finish, fold_blocks, fold_into, merge, states_of
 from headrace.memory import copied
 
 __all__ = [
     "append", "arrange", "attend", "available", "available_isas", "describe", "empty_fold", "finish", "fold_blocks",
+    "fold_into",
     "isa", "layout", "merge", "partial", "states_of", "supports", "unavailable_reason", "use_isa",
 ]  # fmt: skip
 """What comes from the other files: callers need to know of one module only."""

@@ -64,6 +64,18 @@ def fold_blocks(left: FoldState, right: FoldState) -> FoldState:
     return algebra.fold_blocks(left, right, folded)
 
 
+def fold_into(total: Partial, block: Partial, unit: float) -> None:
+    """total [R, Hq, D] becomes the fold of itself and then `block`, in place; both count in `unit` (FoldState)."""
+    rows, heads, dim = total.acc.shape
+    pointers = []
+    for part in (total, block):
+        check("acc", part.acc, torch.float32, (rows, heads, dim))
+        check("m", part.m, torch.float32, (rows, heads))
+        check("l", part.l, torch.float32, (rows, heads))
+        pointers += [part.acc.data_ptr(), part.m.data_ptr(), part.l.data_ptr()]
+    require().fold(tuple(pointers), rows * heads, dim, unit == LOG_2, torch.get_num_threads())
+
+
 def merge(left: AttnState, right: AttnState) -> AttnState:
     """Attention over the union of two disjoint segments, out [R, Hq, D] and lse [R, Hq]. Two EMPTY give EMPTY."""
     rows, heads, dim = left.out.shape

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -187,7 +188,8 @@ class _Receive:
         if message.shape != self.x.shape or message.dtype != self.x.dtype:
             hub.fail(f"{self.key}: got {list(message.shape)}, expected {list(self.x.shape)}")
             return
-        self.x.copy_(message)
+        with torch.inference_mode():  # the buffer may have been made in it
+            self.x.copy_(message)
         if self.relay is not None:
             self.end.isend(self.x, self.relay, self.tag)
         with hub.arrived:

@@ -1,0 +1,104 @@
+"""Tensor and sequence parallel prefill as KV-Runahead's baseline has it (arXiv 2405.05329, section 2): all-gather K, V.
+
+Blocking, as published: the rank sends its keys and values to all others, waits for theirs, then attends. `gather` skips
+what the causal mask hides; `gather-full` computes the whole rectangle, as softmax(q K^T + mask) does, and throws the
+hidden part away.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.parallel.context import Context
+from headrace.parallel.folding import Arrival
+from headrace.parallel.layout import Piece
+from headrace.parallel.moving import Moving, bytes_of, view
+from headrace.parallel.transport import Work
+from headrace.parallel.workspace import Buffer
+from headrace.types import CHUNK
+
+
+class Gather(Moving):
+    """One rank. Shards may lie in any order and begin anywhere."""
+
+    def __init__(self, context: Context) -> None:
+        self.sides: list[tuple[Piece, list[Tensor], list[Work]]] = []
+        super().__init__(context)
+
+    def receives(self, layer: int, buffer: Buffer) -> list[Arrival]:
+        arrivals = self.exchange_cached(layer, buffer)
+        for piece in self._new():
+            if piece.cut:  # filled by several ranks: each sends what it has, and bits are put together in _attend
+                for x in view(buffer, piece):
+                    bytes_of(x).zero_()
+            elif piece.holder != self.context.rank:
+                arrivals.append(self.receive(layer, buffer, piece, piece.holder, None, 0))
+        return arrivals
+
+    def _new(self) -> list[Piece]:
+        return [piece for piece in self.layout.pieces if not piece.cached]
+
+    def _writers(self, piece: Piece) -> dict[int, int]:
+        """Ranks that write in a piece, and how many tokens."""
+        written: dict[int, int] = {}
+        part = self.context.group.parts[0] if len(self.context.group.parts) == 1 else None
+        for shard in range(piece.first, piece.last + 1):
+            count = piece.filled[shard] - (piece.filled[shard - 1] if shard > piece.first else 0)
+            for each in [part] if part else self.context.group.parts:
+                if shard < len(each.ranks):
+                    written[each.ranks[shard]] = written.get(each.ranks[shard], 0) + count
+        return written
+
+    def send_own(self, layer: int, buffer: Buffer) -> None:
+        mine = self.context.rank
+        for piece in self._new():
+            writers = self._writers(piece) if piece.cut else {piece.holder: piece.filled[piece.last]}
+            for other in range(self.context.transport.size):
+                if other == mine:
+                    continue
+                if mine in writers:
+                    self._send(layer, buffer, piece, other, writers[mine])
+                if piece.cut and other in writers:
+                    self._expect(layer, buffer, piece, other)
+
+    def _send(self, layer: int, buffer: Buffer, piece: Piece, other: int, tokens: int) -> None:
+        tensors = view(buffer, piece)
+        if piece.cut:
+            tensors = [x.clone() for x in tensors]  # others' bits are about to be put in
+        buffer.works += self.context.send(tensors, other, layer, piece.index, tokens)
+
+    def _expect(self, layer: int, buffer: Buffer, piece: Piece, other: int) -> None:
+        side = [torch.empty_like(x) for x in view(buffer, piece)]
+        works = self.context.receive(side, other, layer, piece.index)
+        self.sides.append((piece, side, works))
+
+    def _attend(self, layer: int, q: Tensor, buffer: Buffer) -> Tensor:
+        for arrival in self.arrivals[layer]:
+            arrival.wait()
+        for piece, side, works in self.sides:
+            for work in works:
+                work.wait()
+            for x, y in zip(view(buffer, piece), side, strict=True):
+                bytes_of(x).bitwise_or_(bytes_of(y))
+        self.sides.clear()
+        return super()._attend(layer, q, buffer)
+
+
+class GatherFull(Gather):
+    """With the masked half of the rectangle computed."""
+
+    def after_attention(self, layer: int, q: Tensor, buffer: Buffer) -> None:
+        begin = 0
+        for run, table in zip(self.rows.runs, self.rows.tables, strict=True):
+            slots = self.context.group.parts[run.part].slots
+            hidden = self.layout.table(np.array(slots[len(table) :], dtype=np.int32))
+            items = np.zeros((len(hidden), 4), dtype=np.int32)
+            items[:, 0], items[:, 1] = hidden, (len(table) + np.arange(len(hidden))) * CHUNK
+            items[:, 3] = run.rows
+            everywhere = torch.full((run.rows,), len(slots) * CHUNK - 1, dtype=torch.int64)
+            rows = q[begin : begin + run.rows]
+            if len(hidden):
+                self.context.kernels.attend(layer, rows, buffer.tensors, torch.from_numpy(items), everywhere)
+            begin += run.rows

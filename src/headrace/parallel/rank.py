@@ -1,0 +1,139 @@
+"""One rank: computes its part of each step and sends the hidden states that are wanted to rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.attention.execute import Attend
+from headrace.kv.storage import KVStorage
+from headrace.models.decoder import Decoder, TokenBatch
+from headrace.parallel import layout, single
+from headrace.parallel.chain import Chain
+from headrace.parallel.context import Context, Counters, NothingLeft
+from headrace.parallel.folding import Kernels
+from headrace.parallel.gather import Gather, GatherFull
+from headrace.parallel.messages import Group, Step
+from headrace.parallel.ring_kv import RingKV
+from headrace.parallel.ring_q import RingQ
+from headrace.parallel.transport import LAST, Tag, Transport, Work
+from headrace.parallel.workspace import Workspace
+
+STRATEGIES: dict[str, Callable[[Context], Attend]] = {
+    "single": single.make,
+    "gather": Gather,
+    "gather-full": GatherFull,
+    "chain": Chain,
+    "ring-kv": RingKV,
+    "ring-q": RingQ,
+}
+
+Hidden = dict[tuple[int, int, int], Tensor]
+"""(group, part, position) -> hidden state [E]."""
+
+
+class Rank:
+    """A model, its pool of `storage.slots` chunks, and a place among the ranks of `transport`."""
+
+    def __init__(self, decoder: Decoder, storage: KVStorage, backend: str, transport: Transport) -> None:
+        self.decoder, self.storage, self.transport = decoder, storage, transport
+        spec = decoder.config.attention
+        self.kernels = Kernels(backend, spec, decoder.key_bias)
+        self.workspace = Workspace(spec, storage.dtype)
+        self.counters = Counters()
+        self.groups = 0
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Hidden:
+        """Computes this rank's rows of the step. Rank 0 returns all wanted hidden states, the others nothing.
+
+        Raises ValueError for a step that cannot be, RankLost if another rank is gone.
+        """
+        for group in step.groups:
+            layout.check(group, self.transport.size)
+        found: Hidden = {}
+        coming: list[tuple[int, int, list[tuple[int, int]], Tensor, Work]] = []
+        going: list[Work] = []
+        first = self.groups
+        self.groups += len(step.groups)
+        for index, group in enumerate(step.groups):
+            hidden = self._compute(group, first + index)
+            mine = layout.wanted(group, self.transport.rank)
+            if self.transport.rank == 0:
+                found |= {(index, *key): row for key, row in zip(mine, hidden, strict=True)}
+                coming += self._expect(index, group, first + index)
+            elif mine:
+                going.append(self.transport.isend(hidden.contiguous(), 0, Tag(first + index, LAST, 0)))
+        for index, _, keys, rows, work in coming:
+            work.wait()
+            found |= {(index, *key): row for key, row in zip(keys, rows, strict=True)}
+        for work in going:
+            work.drain()
+        return found
+
+    def _expect(self, index: int, group: Group, number: int):  # type: ignore[no-untyped-def]
+        """Receives of the hidden states that other ranks have."""
+        width, dtype = self.decoder.config.embed_size, self.decoder.dtype
+        found = []
+        for rank in range(1, self.transport.size):
+            keys = layout.wanted(group, rank)
+            if keys:
+                rows = torch.empty(len(keys), width, dtype=dtype)
+                found.append((index, rank, keys, rows, self.transport.irecv(rows, rank, Tag(number, LAST, 0))))
+        return found
+
+    def _compute(self, group: Group, number: int) -> Tensor:
+        """The wanted hidden states of this rank's rows, in their order: [n, E]."""
+        context = Context(
+            group, number, self.transport, self.storage, self.kernels, self.workspace, self.storage.slots, self.counters
+        )
+        runs = layout.runs(group, self.transport.rank)
+        none = torch.empty(0, self.decoder.config.embed_size, dtype=self.decoder.dtype)
+        if group.strategy == "single" and not runs and not single.shares(context):
+            return none
+        attend = STRATEGIES[group.strategy](context)
+        if not runs:
+            self._pass_on(attend)
+            return none
+        try:
+            hidden = self.decoder.forward(self._batch(group, runs), attend)
+        except NothingLeft:
+            return none
+        return hidden[torch.tensor(_wanted_rows(group, runs), dtype=torch.int64)]
+
+    def _pass_on(self, attend: Attend) -> None:
+        """A rank without rows takes part in the exchange."""
+        spec = self.kernels.spec
+        q = torch.empty(0, spec.heads, spec.head_dim, dtype=self.decoder.dtype)
+        kv = torch.empty(0, spec.kv_heads, spec.head_dim, dtype=self.decoder.dtype)
+        try:
+            for layer in range(spec.layers):
+                attend(layer, q, kv, kv)
+        except NothingLeft:
+            pass
+
+    def _batch(self, group: Group, runs: list[layout.Run]) -> TokenBatch:
+        tokens: list[int] = []
+        for run in runs:
+            part = group.parts[run.part]
+            tokens += part.tokens[run.start - part.start : run.end - part.start]
+        positions = np.concatenate([np.arange(run.start, run.end) for run in runs])
+        lengths = None
+        if self.decoder.config.rope_depends_on_length:
+            prompts = np.repeat([group.parts[run.part].prompt_len for run in runs], [run.rows for run in runs])
+            lengths = torch.from_numpy(np.maximum(prompts, positions + 1))
+        return TokenBatch(torch.tensor(tokens), torch.from_numpy(positions), lengths)
+
+
+def _wanted_rows(group: Group, runs: list[layout.Run]) -> list[int]:
+    rows: list[int] = []
+    begin = 0
+    for run in runs:
+        part = group.parts[run.part]
+        first = max(run.start, part.end - part.wanted)
+        rows += range(begin + first - run.start, begin + run.rows)
+        begin += run.rows
+    return rows

@@ -1,0 +1,251 @@
+"""Ring pass-Q (context parallelism, arXiv 2411.01783, section 3.4 and algorithms 3 and 4), for prefill and for decode.
+
+Queries go round the ring; every rank attends for them to the keys that it owns, and the states come home by all-to-all.
+T: rows of a rank in the group, Hq: query heads, D: head size.
+
+What comes home is one unnormalised state for each row and block of 2,048 keys, not one for each rank: the home folds
+blocks from left to right, which gives the bits of one rank where a block has one owner, and 1e-6 where it has several.
+New keys are stored where they are computed, so the rank of a shard owns its chunks. A rank that has no rows sends none,
+and one that owns none of the chunks is not visited: small batches need no dummy queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.attention import plan as planning
+from headrace.attention.plan import Int32
+from headrace.attention.state import FoldState, Partial
+from headrace.parallel import layout
+from headrace.parallel.context import Context
+from headrace.parallel.folding import Kernels
+from headrace.parallel.transport import Work
+from headrace.parallel.workspace import pools
+from headrace.types import BLOCK_CHUNKS, CHUNK
+
+QUERIES, STATES = 0, 1
+"""Pieces of the tags; the states of rank s on rank k have piece STATES + k."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows begin .. end-1 of a home meet keys of one block on one rank; `first` is the least of these chunks."""
+
+    block: int
+    first: int
+    begin: int
+    end: int
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The rows of one home on one rank: its rows repeated for each segment, and the items over that rank's pool.
+
+    positions int64 [sum of segments' rows]; items int32 [n, 4].
+    """
+
+    segments: list[Segment]
+    positions: Tensor
+    items: Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.positions)
+
+    def repeat(self, q: Tensor) -> Tensor:
+        """q [T, Hq, D] -> [rows, Hq, D]."""
+        if len(self.segments) == 1 and self.rows == len(q):
+            return q
+        return torch.cat([q[each.begin : each.end] for each in self.segments])
+
+
+def visit(group: layout.Group, home: int, host: int, per_rank: int, window: int | None) -> Visit:
+    """What the rows of `home` have to do on `host`; no segments if it owns nothing that they see."""
+    spans = []
+    for run in layout.runs(group, home):
+        slots = layout.slots_of(group, run)
+        here = np.where(slots // per_rank == host, slots % per_rank, -1).astype(np.int32)
+        spans.append(planning.Span(here, run.start, run.rows))
+    plan = planning.build(spans)
+    return _by_block(plan.items_within(window), plan.positions)
+
+
+def _by_block(items: Int32, positions: planning.Int64) -> Visit:
+    segments: list[Segment] = []
+    parts: list[Int32] = []
+    offset = 0
+    blocks = items[:, 1] // (CHUNK * BLOCK_CHUNKS)
+    for block in np.unique(blocks).tolist():
+        chosen = items[blocks == block].copy()
+        begin, end = int(chosen[:, 2].min()), int(chosen[:, 3].max())
+        segments.append(Segment(block, int(chosen[:, 1].min()) // CHUNK, begin, end))
+        chosen[:, 2:] += offset - begin
+        parts.append(chosen)
+        offset += end - begin
+    repeated = [positions[each.begin : each.end] for each in segments]
+    return Visit(
+        segments,
+        torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *repeated])),
+        torch.from_numpy(np.concatenate([np.empty((0, 4), dtype=np.int32), *parts])),
+    )
+
+
+class RingQ:
+    """Attend of one group on one rank."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.size, self.rank = context.transport.size, context.rank
+        group, per_rank = context.group, context.slots_per_rank
+        rows = {home: layout.runs(group, home) for home in range(self.size)}
+        self.lengths = {home: sum(run.rows for run in found) for home, found in rows.items()}
+        self.windows = {window: _Visits(context, self.rank, self.size) for window in set(context.kernels.spec.windows)}
+        for window, visits in self.windows.items():
+            visits.plan(group, per_rank, window, self.lengths)
+        self._own_slots(group, per_rank)
+
+    def _own_slots(self, group: layout.Group, per_rank: int) -> None:
+        spans = [
+            planning.Span(layout.slots_of(group, run), run.start, run.rows) for run in layout.runs(group, self.rank)
+        ]
+        plan = planning.build(spans)
+        if (plan.row_slots // per_rank != self.rank).any():
+            raise ValueError("pass-Q leaves keys where they are computed: the rank of a shard must own its chunks")
+        self.slots = torch.from_numpy(plan.row_slots % per_rank)
+        self.offsets = torch.from_numpy(plan.row_offsets)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        context = self.context
+        stored = pools(context.storage, layer)
+        visits = self.windows[context.kernels.spec.windows[layer]]
+        guests = visits.expect(layer, q)
+        mine = q.contiguous()
+        outgoing = visits.send_queries(layer, mine)
+        if len(q):
+            context.kernels.append(stored, k, v, self.slots, self.offsets)
+        homecoming = visits.expect_states(layer, q)
+        own = visits.attend(layer, mine, self.rank, stored)
+        for home, (rows, works) in guests.items():
+            for work in works:
+                work.wait()
+            outgoing += visits.send_states(layer, home, visits.attend(layer, rows, home, stored))
+        out = visits.fold(own, homecoming, q)
+        for work in (*outgoing, *(work for _, works in guests.values() for work in works)):
+            work.drain()
+        return out
+
+
+class _Visits:
+    """Who visits whom, for layers with the same window."""
+
+    def __init__(self, context: Context, rank: int, size: int) -> None:
+        self.context, self.rank, self.size = context, rank, size
+        self.hosting: dict[int, Visit] = {}
+        self.abroad: dict[int, Visit] = {}
+        self.last: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
+
+    def plan(self, group: layout.Group, per_rank: int, window: int | None, lengths: dict[int, int]) -> None:
+        """hosting[home]: that rank's rows here; abroad[host]: own rows there; last[home]: hops its queries make."""
+        self.lengths = lengths
+        for home in range(self.size):
+            if not lengths[home]:
+                continue
+            hosts = {host: visit(group, home, host, per_rank, window) for host in range(self.size)}
+            visited = [(host - home) % self.size for host, each in hosts.items() if each.rows]
+            self.last[home] = max(visited, default=0)
+            self.hosting[home] = hosts[self.rank]
+            if home == self.rank:
+                self.abroad = hosts
+
+    def expect(self, layer: int, q: Tensor) -> dict[int, tuple[Tensor, list[Work]]]:
+        """Posts the receives of queries that come by, and sends them on where they have further to go."""
+        guests = {}
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        for home, hops in self.last.items():
+            distance = (self.rank - home) % self.size
+            if home == self.rank or distance > hops:
+                continue
+            rows = torch.empty(self.lengths[home], *q.shape[1:], dtype=q.dtype)
+            relay = after if distance < hops else None
+            works = [self.context.transport.irecv(rows, before, self._tag(layer, QUERIES, home), relay)]
+            guests[home] = (rows, works)
+        return guests
+
+    def _tag(self, layer: int, kind: int, rank: int):  # type: ignore[no-untyped-def]
+        return self.context.tag(layer, kind * self.size + rank)
+
+    def send_queries(self, layer: int, q: Tensor) -> list[Work]:
+        if not self.last.get(self.rank):
+            return []
+        tag = self._tag(layer, QUERIES, self.rank)
+        return [self.context.transport.isend(q, (self.rank + 1) % self.size, tag)]
+
+    def attend(self, layer: int, q: Tensor, home: int, stored: list[Tensor]) -> FoldState | None:
+        """The states of a home's rows over what is stored here."""
+        visit = self.hosting.get(home)
+        if visit is None or not visit.rows:
+            return None
+        kernels: Kernels = self.context.kernels
+        return kernels.partial(layer, visit.repeat(q), stored, visit.items, visit.positions, None)
+
+    def send_states(self, layer: int, home: int, state: FoldState | None) -> list[Work]:
+        if state is None:
+            return []
+        flat = torch.cat([x.reshape(-1) for x in (state.block.acc, state.block.m, state.block.l)])
+        return [self.context.transport.isend(flat, home, self._tag(layer, STATES, self.rank))]
+
+    def expect_states(self, layer: int, q: Tensor) -> dict[int, tuple[Partial, Work]]:
+        found = {}
+        for host, visit in self.abroad.items():
+            if host != self.rank and visit.rows:
+                flat = torch.empty(visit.rows * q.shape[1] * (q.shape[2] + 2))
+                work = self.context.transport.irecv(flat, host, self._tag(layer, STATES, host))
+                found[host] = (_unflatten(flat, visit.rows, *q.shape[1:]), work)
+        return found
+
+    def fold(self, own: FoldState | None, homecoming: dict[int, tuple[Partial, Work]], q: Tensor) -> Tensor:
+        """All states of this rank's rows, from left to right: [T, Hq, D] in q's dtype."""
+        if not len(q):
+            return q
+        states = {} if own is None else {self.rank: own.block}
+        for host, (partial, work) in homecoming.items():
+            work.wait()
+            states[host] = partial
+        kernels = self.context.kernels
+        total = kernels.empty(q)
+        for _, _, host, offset, segment in self._in_order(states):
+            kernels.ops.fold_into(
+                _rows(total.total, segment.begin, segment.end),
+                _rows(states[host], offset, offset + segment.rows),
+                total.unit,
+            )
+        out: Tensor = kernels.ops.finish(total, q.dtype)
+        return out
+
+    def _in_order(self, states: dict[int, Partial]) -> list[tuple[int, int, int, int, Segment]]:
+        """(block, first chunk, host, first row of the segment in the host's states, segment), sorted."""
+        found = []
+        for host in states:
+            offset = 0
+            for segment in self.abroad[host].segments:
+                found.append((segment.block, segment.first, host, offset, segment))
+                offset += segment.rows
+        return sorted(found, key=lambda each: each[:3])
+
+
+def _rows(partial: Partial, begin: int, end: int) -> Partial:
+    return Partial(partial.acc[begin:end], partial.m[begin:end], partial.l[begin:end])
+
+
+def _unflatten(flat: Tensor, rows: int, heads: int, dim: int) -> Partial:
+    acc, m, l = flat.split((rows * heads * dim, rows * heads, rows * heads))  # noqa: E741
+    return Partial(acc.view(rows, heads, dim), m.view(rows, heads), l.view(rows, heads))
