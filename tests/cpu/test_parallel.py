@@ -112,6 +112,24 @@ def test_absurd_partitions(dtype: str, strategy: str, cut: list[int], ours_of: A
     same(strategy, [row for _, row in sorted(found.items())], one_rank(decoder, [tokens], 300))
 
 
+@pytest.mark.parametrize("strategy", ["gather", "ring-kv", "ring-q"])
+def test_whoever_owns_the_chunks(strategy: str, ours_of: Any) -> None:
+    """Owners that have nothing to do with who computes; then a step of decode that reads them all."""
+    decoder = ours_of("llama_gqa", "float32")
+    tokens = tokens_of(300, 1)
+    found = []
+    for size in (1, 3):
+        crew = Crew(decoder, size)
+        talk = Conversation(crew)
+        bounds, ranks = cuts(strategy if size > 1 else "single", 0, 300, size, CHUNK)
+        part = talk.part(tokens, bounds, ranks, lambda chunk, size=size: (2 * chunk + 1) % size, wanted=300)
+        states = crew.run([Group(strategy if size > 1 else "single", [part])])
+        states |= crew.run([Group("ring-q", [talk.part([7], [300, 301], [0], lambda chunk, size=size: chunk % size)])])
+        found.append([row for _, row in sorted(states.items())])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
 BLOCK = CHUNK * BLOCK_CHUNKS
 
 
@@ -222,5 +240,5 @@ def test_a_step_that_cannot_be_is_refused(ours_of: Any) -> None:
     part = Conversation(crew).part([1, 2, 3], [0, 3], [0], lambda chunk: 0)
     for wrong in ({"bounds": [0, 2]}, {"ranks": [2]}, {"ranks": [0, 1]}, {"slots": []}):
         broken = msgspec.structs.replace(part, **wrong)
-        with pytest.raises(ValueError, match="bounds|ranks|chunks"):
+        with pytest.raises(ValueError, match=r"bounds|ranks|chunks"):
             crew.run([Group("chain", [broken])])

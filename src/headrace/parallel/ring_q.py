@@ -5,8 +5,8 @@ T: rows of a rank in the group, Hq: query heads, D: head size.
 
 What comes home is one unnormalised state for each row and block of 2,048 keys, not one for each rank: the home folds
 blocks from left to right, which gives the bits of one rank where a block has one owner, and 1e-6 where it has several.
-New keys are stored where they are computed, so the rank of a shard owns its chunks. A rank that has no rows sends none,
-and one that owns none of the chunks is not visited: small batches need no dummy queries.
+New keys go first of all to the owner of their chunk. A rank that has no rows sends none, and one that owns none of
+the chunks is not visited: small batches need no dummy queries.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from headrace.parallel.transport import Work
 from headrace.parallel.workspace import pools
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
-QUERIES, STATES = 0, 1
-"""Pieces of the tags; the states of rank s on rank k have piece STATES + k."""
+QUERIES, STATES, KEYS = 0, 1, 2
+"""What a message holds; its tag's piece also names a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,28 +110,23 @@ class RingQ:
         self.windows = {window: _Visits(context, self.rank, self.size) for window in set(context.kernels.spec.windows)}
         for window, visits in self.windows.items():
             visits.plan(group, per_rank, window, self.lengths)
-        self._own_slots(group, per_rank)
-
-    def _own_slots(self, group: layout.Group, per_rank: int) -> None:
-        spans = [
-            planning.Span(layout.slots_of(group, run), run.start, run.rows) for run in layout.runs(group, self.rank)
-        ]
-        plan = planning.build(spans)
-        if (plan.row_slots // per_rank != self.rank).any():
-            raise ValueError("pass-Q leaves keys where they are computed: the rank of a shard must own its chunks")
-        self.slots = torch.from_numpy(plan.row_slots % per_rank)
-        self.offsets = torch.from_numpy(plan.row_offsets)
+        self.places = {
+            (home, owner): places
+            for home in range(self.size)
+            for owner, places in _places(group, home, per_rank).items()
+            if self.rank in (home, owner)
+        }
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         context = self.context
         stored = pools(context.storage, layer)
         visits = self.windows[context.kernels.spec.windows[layer]]
+        coming = self._expect_keys(layer, k)
         guests = visits.expect(layer, q)
         mine = q.contiguous()
-        outgoing = visits.send_queries(layer, mine)
-        if len(q):
-            context.kernels.append(stored, k, v, self.slots, self.offsets)
+        outgoing = self._send_keys(layer, k, v) + visits.send_queries(layer, mine)
         homecoming = visits.expect_states(layer, q)
+        self._store(stored, k, v, coming)
         own = visits.attend(layer, mine, self.rank, stored)
         for home, (rows, works) in guests.items():
             for work in works:
@@ -141,6 +136,58 @@ class RingQ:
         for work in (*outgoing, *(work for _, works in guests.values() for work in works)):
             work.drain()
         return out
+
+    def _expect_keys(self, layer: int, k: Tensor) -> dict[int, tuple[Tensor, Work]]:
+        """Posts the receives of keys and values that other ranks compute for chunks of this one: [2, n, Hkv, D]."""
+        found = {}
+        for (home, owner), places in self.places.items():
+            if owner == self.rank != home:
+                both = torch.empty(2, len(places.rows), *k.shape[1:], dtype=k.dtype)
+                tag = self.context.tag(layer, KEYS * self.size + home)
+                found[home] = (both, self.context.transport.irecv(both, home, tag))
+        return found
+
+    def _send_keys(self, layer: int, k: Tensor, v: Tensor) -> list[Work]:
+        works = []
+        for (home, owner), places in self.places.items():
+            if home == self.rank != owner:
+                both = torch.stack((k[places.rows], v[places.rows]))
+                tag = self.context.tag(layer, KEYS * self.size + home)
+                works.append(self.context.transport.isend(both, owner, tag))
+        return works
+
+    def _store(self, stored: list[Tensor], k: Tensor, v: Tensor, coming: dict[int, tuple[Tensor, Work]]) -> None:
+        own = self.places.get((self.rank, self.rank))
+        if own is not None:
+            whole = len(own.rows) == len(k)
+            mine = (k, v) if whole else (k[own.rows], v[own.rows])
+            self.context.kernels.append(stored, *mine, own.slots, own.offsets)
+        for home, (both, work) in coming.items():
+            work.wait()
+            places = self.places[home, self.rank]
+            self.context.kernels.append(stored, both[0], both[1], places.slots, places.offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Rows of a home whose keys one rank keeps, and where: its local slots, and offsets in them."""
+
+    rows: Tensor
+    slots: Tensor
+    offsets: Tensor
+
+
+def _places(group: layout.Group, home: int, per_rank: int) -> dict[int, Places]:
+    """By owner."""
+    runs = layout.runs(group, home)
+    plan = planning.build([planning.Span(layout.slots_of(group, run), run.start, run.rows) for run in runs])
+    owners = plan.row_slots // per_rank
+    found = {}
+    for owner in np.unique(owners).tolist():
+        rows = np.flatnonzero(owners == owner)
+        slots, offsets = plan.row_slots[rows] % per_rank, plan.row_offsets[rows]
+        found[owner] = Places(torch.from_numpy(rows), torch.from_numpy(slots), torch.from_numpy(offsets))
+    return found
 
 
 class _Visits:
