@@ -5,6 +5,7 @@ KV-Runahead's calibration is a fit to its table 3, one GPU (Llama 7B on A100): r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -42,6 +43,18 @@ class Toy:
 
     def gather(self, tokens: int, ranks: int) -> float:
         return max((A + B * tokens) * (r - left) for left, r in pairwise(even(tokens, ranks)))
+
+
+def toy_fractions(tokens: int, ranks: int, b: float = B) -> tuple[float, ...]:
+    """The partition with which all ranks take the same time, by bisection: each block solves a quadratic."""
+    low, high = 0.0, A * tokens + b * tokens**2
+    for _ in range(60):
+        seconds, sizes = (low + high) / 2, []
+        for _ in range(ranks):
+            linear = A + b * sum(sizes)
+            sizes.append((-linear + math.sqrt(linear**2 + 4 * b * seconds)) / (2 * b))
+        low, high = (low, seconds) if sum(sizes) > tokens else (seconds, high)
+    return tuple(size / sum(sizes) for size in sizes)
 
 
 MACHINE = Machine(

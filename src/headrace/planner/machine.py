@@ -52,7 +52,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"profile: {name} must be at least 0; run `headrace profile` again")
         rows = [pair[0] for pair in self.attention_flops_s]
         if not rows or rows[0] < 1 or any(a >= b for a, b in pairwise(rows)):
-            raise ValueError(f"profile: attention_flops_s needs rising row counts from 1 up, got {rows}")
+            raise ValueError(
+                f"profile: attention_flops_s needs rising row counts from 1 up, got {rows}; "
+                "run `headrace profile` again"
+            )
 
     @property
     def fingerprint(self) -> str:

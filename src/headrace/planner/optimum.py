@@ -91,7 +91,7 @@ def _best_fractions(
     machine: Machine, shape: Shape, ranks: int, T: int, P: int, lies: tuple[float, ...] | None
 ) -> Fractions:
     seed = balanced(machine, shape, ranks, T, P)
-    stride = max(1, T // 256)
+    stride = max(1, T // (256 if ranks == 2 else 128))
     if ranks * stride > T or ranks == 1:
         return seed
 

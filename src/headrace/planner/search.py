@@ -7,11 +7,14 @@ prefill (give the median of several runs; the best measured point wins), or the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 
 from headrace.planner.partition import Bounds, align, even
+
+MOVES = (-2, -1, 0, 1, 2)
+"""Strides by which a bound is moved: five values."""
 
 Measure = Callable[[Bounds], float]
 FULL_GRID = 3
@@ -36,8 +39,8 @@ class Search:
     tokens: of the prompt, all new. stride: the least distance between two bounds tried, in tokens (a multiple of the
     chunk length, 64, where cached chunks matter). seed: bounds to begin at (the cost model's optimum), else even ones.
     measured: points known from before, which are not measured again; new ones are put into it. Interrupted, it is
-    resumed by a new Search with the same `measured`. full_grid: with more free bounds than this, they are moved one
-    after another (five values each), which needs a good seed: far from it such steps can come to rest too early.
+    resumed by a new Search with the same `measured`. full_grid: with more free bounds than this, tokens
+    are moved between two shards at a time instead (five values for each pair), which needs a good seed.
     Raises ValueError for fewer tokens than `ranks` strides, or a seed that does not cut 0 .. tokens.
     """
 
@@ -65,14 +68,16 @@ class Search:
             raise ValueError(f"seed must be {ranks + 1} bounds from 0 to {tokens}, got {seed}")
         self.seed, self.count = start, 0
         legal = [bounds for bounds in self.measured if bounds == self._legal(bounds)]
-        self._best = min(legal, key=self.measured.__getitem__, default=None)
+        self._known = min(legal, key=self.measured.__getitem__, default=None)
+        self._here: Bounds | None = None
 
     @property
     def best(self) -> Bounds:
         """The fastest point measured so far; of equals the first. Raises ValueError before the first."""
-        if self._best is None:
+        found = [bounds for bounds in (self._here, self._known) if bounds is not None]
+        if not found:
             raise ValueError("nothing measured yet: iterate over the search first")
-        return self._best
+        return min(found, key=self.measured.__getitem__)
 
     @property
     def best_s(self) -> float:
@@ -103,24 +108,33 @@ class Search:
         return (0, *inner, self.tokens)
 
     def _try(self, points: Sequence[Bounds], stride: int) -> Iterator[Progress]:
-        """Measures the points that are new."""
+        """Visits the points, measures those that are new and keeps the best visited one in `_here`.
+
+        What was measured before but not visited does not steer: a resumed search takes the same way again.
+        """
         for bounds in points:
-            if bounds not in self.measured:
-                seconds = self.measured[bounds] = self.measure(bounds)
+            new = bounds not in self.measured
+            if new:
+                self.measured[bounds] = self.measure(bounds)
                 self.count += 1
-                if self._best is None or seconds < self.best_s:
-                    self._best = bounds
-                yield Progress(self.count, stride, bounds, seconds, self.best, self.best_s)
+            if self._here is None or self.measured[bounds] < self.measured[self._here]:
+                self._here = bounds
+            if new:
+                yield Progress(self.count, stride, bounds, self.measured[bounds], self.best, self.best_s)
+
+    @property
+    def _centre(self) -> Bounds:
+        return self.seed if self._here is None else self._here
 
     def _ternary(self) -> Iterator[Progress]:
         """Two ranks: brackets the optimum round the seed, then drops the worse third until nothing is left between."""
         unit, top = self.stride, (self.tokens - 1) // self.stride
-        middle = self.best[1] // unit
+        middle = self._centre[1] // unit
         reach = max(1, top // 8)
         low, high = max(1, middle - reach), min(top, middle + reach)
         while True:  # until the best lies inside the bracket, or at an end of what is possible
             yield from self._try([self._at(low), self._at(high)], reach * unit)
-            best = self.best[1] // unit
+            best = self._centre[1] // unit
             if best == low > 1:
                 low = max(1, low - 2 * reach)
             elif best == high < top:
@@ -146,23 +160,30 @@ class Search:
         while stride * 2 <= self.tokens // (4 * self.ranks):
             stride *= 2
         while stride >= self.stride:
-            centre = self.best
+            centre = self._centre
             if self.ranks - 1 <= self.full_grid:
-                yield from self._try(self._around(centre, stride, range(1, self.ranks)), stride)
+                yield from self._try(self._all_around(centre, stride), stride)
             else:
-                for free in range(1, self.ranks):
-                    yield from self._try(self._around(self.best, stride, [free]), stride)
-            if self.best == centre:
+                for first, last in combinations(range(self.ranks), 2):
+                    yield from self._try(self._around(self._centre, stride, first, last), stride)
+            if self._centre == centre:
                 stride //= 2
 
-    def _around(self, centre: Bounds, stride: int, free: Sequence[int]) -> list[Bounds]:
-        """The points with each of the `free` bounds at five values round the centre; legal ones, each once."""
-        steps = [-2, -1, 0, 1, 2]
+    def _all_around(self, centre: Bounds, stride: int) -> list[Bounds]:
+        """The points with every free bound at five values round the centre."""
+        return self._moved(centre, stride, product(MOVES, repeat=self.ranks - 1))
+
+    def _around(self, centre: Bounds, stride: int, first: int, last: int) -> list[Bounds]:
+        """Up to two strides moved from one shard to another: all bounds between them move together."""
+        moves = [[move if first <= bound < last else 0 for bound in range(self.ranks - 1)] for move in MOVES]
+        return self._moved(centre, stride, moves)
+
+    def _moved(self, centre: Bounds, stride: int, moves: Iterable[Sequence[int]]) -> list[Bounds]:
+        """Legal points, each once."""
         points: dict[Bounds, None] = {}
-        for moves in product(steps, repeat=len(free)):
-            moved = list(centre)
-            for i, move in zip(free, moves, strict=True):
-                moved[i] += move * stride
+        for steps in moves:
+            inner = (bound + step * stride for bound, step in zip(centre[1:-1], steps, strict=True))
+            moved = (0, *inner, self.tokens)
             legal = self._legal(moved) if all(a < b for a, b in pairwise(moved)) else None
             if legal is not None:
                 points[legal] = None
