@@ -94,9 +94,11 @@ def single(
     times, run = Times(machine, shape), _Run(machine, ranks)
     rank, lies = home(cached_on, ranks), shares(cached_on, ranks)
     pairs = causal_pairs((P, P + T), (0, P + T))
-    for _ in range(shape.layers):
-        arrived = max((here for here, _ in _fetch(run, times, rank, P, lies)), default=0.0)
+    fetched = _fetch(run, times, rank, P, lies)
+    for layer in range(shape.layers):
+        arrived = max((here for here, _ in fetched), default=0.0)
         run.work(rank, times.qkv(T))
+        fetched = _fetch(run, times, rank, P, lies) if layer + 1 < shape.layers else []
         run.until(rank, arrived)
         run.work(rank, times.attend(T, pairs, P + T) + times.rest(T))
     return run.cost(run.clock[rank] + times.head(), alone=True)
@@ -109,10 +111,11 @@ def home(cached_on: Sequence[float] | None, ranks: int) -> int:
 
 
 def _fetch(run: _Run, times: Times, rank: int, P: int, lies: Sequence[float]) -> list[tuple[float, float]]:
-    """Books the way of all cached K and V of one layer to a rank, each from when its holder begins the layer.
+    """Books the way of all cached K and V of one layer to a rank, each from where its holder's clock stands.
 
-    Returns (when it is there, how many tokens) for every holder of some. To be called before any other message of the
-    layer: a port serves messages in the order in which they are booked.
+    Returns (when it is there, how many tokens) for every holder of some. A layer's are sent one layer ahead: to be
+    called after the projections of the layer before and before its new K and V are sent (a port serves messages in the
+    order in which they are booked).
     """
     parts = []
     for holder, share in enumerate(lies):
@@ -135,7 +138,7 @@ def gather(
     bounds: Sequence[int] | None = None,
     full: bool = False,
 ) -> Cost:
-    """TSP: everybody's new K and V to everybody after the projections, cached ones as soon as the layer begins.
+    """TSP: everybody's new K and V to everybody after the projections, cached ones a layer ahead.
 
     `full`: the paper's form, which computes the masked products too. Even blocks unless `bounds` says otherwise.
     """
@@ -143,11 +146,13 @@ def gather(
     _check(bounds, ranks, P)
     times, run, lies = Times(machine, shape), _Run(machine, ranks), shares(cached_on, ranks)
     sizes, end = sizes_of(bounds), P + T
-    for _ in range(shape.layers):
-        fetched = [_fetch(run, times, rank, P, lies) for rank in range(ranks)]
+    fetched = [_fetch(run, times, rank, P, lies) for rank in range(ranks)]
+    for layer in range(shape.layers):
         arrived = [max((here for here, _ in parts), default=0.0) for parts in fetched]
         for rank in range(ranks):
             run.work(rank, times.qkv(sizes[rank]))
+        if layer + 1 < shape.layers:
+            fetched = [_fetch(run, times, rank, P, lies) for rank in range(ranks)]
         for step in range(1, ranks):
             for source in range(ranks):
                 to = (source + step) % ranks
@@ -169,22 +174,27 @@ def chain(
 ) -> Cost:
     """KV-Runahead with any contiguous partition of P .. P+T, one shard per rank, some of which may be empty.
 
-    Cached K and V go from where they lie to every rank that has rows and lacks them, as soon as the layer begins there.
+    Cached K and V go from where they lie to every rank that has rows and lacks them, one layer ahead.
     """
     ranks = len(bounds) - 1
     _check(bounds, ranks, P)
     times, run, lies = Times(machine, shape), _Run(machine, ranks), shares(cached_on, ranks)
     blocks = list(pairwise(bounds))
     last = max((rank for rank in range(ranks) if _rows(blocks[rank])), default=0)
+    readers = [rank for rank in range(ranks) if _rows(blocks[rank])]
+    fetched = {rank: _fetch(run, times, rank, P, lies) for rank in readers}
     for layer in range(shape.layers):
-        fetched = [_fetch(run, times, rank, P, lies) if _rows(blocks[rank]) else [] for rank in range(ranks)]
+        cached = fetched
+        for rank in range(ranks):
+            run.work(rank, times.qkv(_rows(blocks[rank])))
+        if layer + 1 < shape.layers:
+            fetched = {rank: _fetch(run, times, rank, P, lies) for rank in readers}
         relayed: list[tuple[float, int]] = []  # when each earlier block is on this rank, and whose it is
         for rank in range(last + 1):
             final = layer == shape.layers - 1 and rank < last
-            run.work(rank, times.qkv(_rows(blocks[rank])))
             own = run.clock[rank]
             if not final:
-                _attend_chain(run, times, rank, blocks, relayed, fetched[rank])
+                _attend_chain(run, times, rank, blocks, relayed, cached.get(rank, []))
             relayed = sorted([*relayed, (own, rank)])
             if rank < last:
                 relayed = [
