@@ -1,0 +1,229 @@
+"""Which strategy computes a prefill, with which bounds, and why: predicted cost decides, or a named rule.
+
+The engine asks this for every request; nothing else decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from headrace.planner import cost
+from headrace.planner.heuristic import Heuristic, Ring, algorithm1, algorithm5, guarded
+from headrace.planner.machine import Machine, Shape
+from headrace.planner.optimum import best_chain
+from headrace.planner.partition import Bounds, align, even, zigzag, zigzag_ranks
+from headrace.planner.table import Table
+from headrace.types import CHUNK
+
+Rule = Literal["cost", "alg1", "alg5", "heuristic"]
+"""cost: the least predicted time of all allowed strategies. The others decide between ring-kv and ring-q only."""
+
+STRATEGIES = ("single", "gather", "gather-full", "chain", "ring-kv", "ring-q")
+ALLOWED = ("single", "gather", "chain", "ring-kv", "ring-q")
+"""What is considered unless a caller says otherwise: gather-full computes more than gather and is a baseline only."""
+
+MARGIN = 0.03
+"""Several ranks must be predicted to gain this much on one: a tie goes to the strategy that leaves ranks free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """bounds are absolute positions from P to P + T; shard i, bounds[i] .. bounds[i+1]-1, is computed by ranks[i].
+
+    predicted_s: seconds to the first token by strategy, as far as considered. reason: one line for people.
+    """
+
+    strategy: str
+    bounds: Bounds
+    ranks: tuple[int, ...]
+    predicted_s: Mapping[str, float]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Who computes which new tokens: see Choice."""
+
+    bounds: Bounds
+    ranks: tuple[int, ...]
+
+
+def layout(
+    strategy: str,
+    machine: Machine,
+    shape: Shape,
+    ranks: int,
+    T: int,
+    P: int = 0,
+    cached_on: Sequence[float] | None = None,
+    table: Table | None = None,
+    unit: int = CHUNK,
+) -> Layout:
+    """The cut that a strategy would use. The chain's comes from the table where nothing is cached, else from the model.
+
+    Raises ValueError for an unknown strategy.
+    """
+    if strategy == "single":
+        return Layout((P, P + T), (cost.home(cached_on, ranks),))
+    if strategy in ("gather", "gather-full"):
+        return Layout(align(tuple(P + bound for bound in even(T, ranks)), unit), tuple(range(ranks)))
+    if strategy in ("ring-kv", "ring-q"):
+        return Layout(zigzag(T, ranks, unit, P), zigzag_ranks(ranks))
+    if strategy == "chain":
+        if table is not None and table.entries and P == 0:
+            return Layout(table.lookup(T, P, unit), tuple(range(ranks)))
+        return Layout(best_chain(machine, shape, ranks, T, P, cached_on, unit), tuple(range(ranks)))
+    raise ValueError(f"unknown strategy {strategy!r}: one of {', '.join(STRATEGIES)}")
+
+
+def predict(
+    strategy: str,
+    machine: Machine,
+    shape: Shape,
+    ranks: int,
+    bounds: Sequence[int],
+    P: int = 0,
+    cached_on: Sequence[float] | None = None,
+) -> cost.Cost:
+    """The cost model's figures for a strategy with these bounds (as `layout` gives them)."""
+    T = bounds[-1] - P
+    if strategy == "single":
+        return cost.single(machine, shape, ranks, T, P, cached_on)
+    if strategy == "chain":
+        return cost.chain(machine, shape, bounds, P, cached_on)
+    if strategy in ("gather", "gather-full"):
+        full = strategy == "gather-full"
+        return cost.gather(machine, shape, ranks, T, P, cached_on, bounds=bounds, full=full)
+    ring = {"ring-kv": cost.ring_kv, "ring-q": cost.ring_q}.get(strategy)
+    if ring is None:
+        raise ValueError(f"unknown strategy {strategy!r}: one of {', '.join(STRATEGIES)}")
+    return ring(machine, shape, ranks, T, P, cached_on, bounds=bounds)
+
+
+def choose(
+    machine: Machine,
+    shape: Shape,
+    ranks: int,
+    T: int,
+    P: int = 0,
+    cached_on: Sequence[float] | None = None,
+    table: Table | None = None,
+    heuristic: Heuristic | None = None,
+    *,
+    rule: Rule = "cost",
+    allowed: Collection[str] = ALLOWED,
+    unit: int = CHUNK,
+) -> Choice:
+    """How to compute T new tokens on P cached ones on so many ranks.
+
+    cached_on: any measure of the cached tokens on each rank (None: spread evenly). table: of this machine and model
+    (the caller has had it checked); its corrections scale the predictions. heuristic: instead of the table's.
+    unit: inner bounds are its multiples. Pass-Q is not used where nothing is cached (pass-KV instead). Where one rank
+    is predicted to be as fast, it is `single` under every rule. Raises ValueError for T < 1, an unknown rule or
+    strategy, nothing left that is allowed, or rule "heuristic" without coefficients.
+    """
+    _check(ranks, T, P, rule, allowed, table)
+    considered = [name for name in STRATEGIES if name in allowed and (ranks > 1 or name == "single")]
+    considered = [name for name in considered if P or name != "ring-q"]
+    if not considered:  # one rank is always single; pass-Q with nothing cached is pass-KV
+        considered = ["single"] if ranks == 1 else ["ring-kv"]
+    corrections = table.corrections if table else {}
+    layouts = {name: layout(name, machine, shape, ranks, T, P, cached_on, table, unit) for name in considered}
+    predicted = {
+        name: predict(name, machine, shape, ranks, cut.bounds, P, cached_on).ttft_s * corrections.get(name, 1.0)
+        for name, cut in layouts.items()
+    }
+    if rule == "cost":
+        name, why = _cheapest(predicted), ""
+    else:
+        coefficients = heuristic or (table.heuristic if table else None)
+        name, why = _ruled(rule, Ring.of(machine, shape, ranks), coefficients, predicted, T, P)
+    cut = layouts[name]
+    return Choice(name, cut.bounds, cut.ranks, predicted, _reason(name, why, predicted))
+
+
+def _check(ranks: int, T: int, P: int, rule: str, allowed: Collection[str], table: Table | None) -> None:
+    if ranks < 1 or T < 1 or P < 0:
+        raise ValueError(f"nothing to choose for {T} new tokens on {P} cached ones and {ranks} ranks")
+    if rule not in get_args(Rule):
+        raise ValueError(f"unknown rule {rule!r}: one of {', '.join(get_args(Rule))}")
+    unknown = sorted(set(allowed) - set(STRATEGIES))
+    if unknown or not allowed:
+        raise ValueError(f"allowed must name some of {', '.join(STRATEGIES)}, got {sorted(allowed)}")
+    if table is not None and table.stamp.ranks != ranks:
+        raise ValueError(f"the tuned table is for {table.stamp.ranks} ranks, not {ranks}: run `headrace tune` here")
+
+
+def _cheapest(predicted: Mapping[str, float]) -> str:
+    """The least predicted time; one rank wins what several would not gain MARGIN on."""
+    best = min(predicted, key=predicted.__getitem__)
+    return "single" if predicted.get("single", float("inf")) * (1 - MARGIN) <= predicted[best] else best
+
+
+def _ruled(
+    rule: str, ring: Ring, heuristic: Heuristic | None, predicted: Mapping[str, float], T: int, P: int
+) -> tuple[str, str]:
+    """Strategy and reason by a rule between the two rings; where only one of them may be used it is that one."""
+    rings = [name for name in ("ring-kv", "ring-q") if name in predicted]
+    if not rings:
+        return _cheapest(predicted), f"{rule} decides between rings, none of which may be used; by cost"
+    if len(rings) == 1:
+        name = rings[0]
+    elif rule == "alg1":
+        name = algorithm1(ring, T, P)
+    elif rule == "alg5":
+        name = algorithm5(ring, T, P)
+    elif heuristic is None:
+        raise ValueError("rule 'heuristic' needs fitted coefficients: run `headrace tune --heuristic`")
+    else:
+        name = guarded(ring, heuristic, T, P)
+    if _cheapest({key: seconds for key, seconds in predicted.items() if key in ("single", name)}) == "single":
+        return "single", f"too small for {name}, which {rule} names"
+    return name, f"by {rule}"
+
+
+def _reason(chosen: str, why: str, predicted: Mapping[str, float]) -> str:
+    """'chain: 0.41 s predicted, ring-kv 0.44, gather 0.52, single 0.80'."""
+    others = sorted((name for name in predicted if name != chosen), key=predicted.__getitem__)
+    parts = [f"{chosen}{f' ({why})' if why else ''}: {_seconds(predicted[chosen])} s predicted"]
+    return ", ".join([*parts, *(f"{name} {_seconds(predicted[name])}" for name in others)])
+
+
+def _seconds(seconds: float) -> str:
+    """Two digits after the point, or two significant ones below a tenth."""
+    return f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.2g}"
+
+
+def break_even(
+    machine: Machine, shape: Shape, ranks: int, P: int = 0, cached_on: Sequence[float] | None = None
+) -> int | None:
+    """New tokens from which several ranks are worth it, to a chunk; None where they are not below a million."""
+    low, high = 0, CHUNK
+    while choose(machine, shape, ranks, high, P, cached_on).strategy == "single":
+        low, high = high, 2 * high
+        if high > 2**20:
+            return None
+    while high - low > CHUNK:
+        middle = (low + high) // 2 // CHUNK * CHUNK
+        if choose(machine, shape, ranks, middle, P, cached_on).strategy == "single":
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def crossover(
+    machine: Machine, shape: Shape, ranks: int, total: int, cached_on: Sequence[float] | None = None
+) -> int | None:
+    """Of `total` = T + P tokens, the most new ones with which pass-Q is predicted to beat pass-KV; None: never.
+
+    Looked up at four token counts per octave, whole chunks each.
+    """
+    counts = sorted({int(total / 2 ** (i / 4)) // CHUNK * CHUNK for i in range(1, 49)} - {0})
+    rings = ("ring-kv", "ring-q")
+    wins = [
+        T for T in counts if choose(machine, shape, ranks, T, total - T, cached_on, allowed=rings).strategy == "ring-q"
+    ]
+    return max(wins, default=None)

@@ -1,0 +1,215 @@
+"""The measured machine and the sizes of the model, and how long one piece of work takes by them (a roofline).
+
+Units: seconds, bytes, operations (a multiply-add is two). Both records go to JSON and back with `msgspec.json`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+STATE_BYTES = 4
+"""States travel in fp32: head_dim numbers and two more (maximum, sum) per row and head."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank attains, as measured with all ranks at work: the profile.
+
+    linear_flops_s: rate of the linear layers at many rows. attention_flops_s: (rows, rate) pairs by rising rows, for
+    the unmasked products; between them the rate is interpolated over log(rows), outside it is that of the nearest.
+    attention_call_s: fixed time of one attention call; layer_s: fixed time of a layer beside it. memory_bytes_s:
+    reading weights and KV, a floor under both rates. link_bytes_s, latency_s: a link between two ranks, one way;
+    a rank sends one message at a time and receives one at a time. Raises ValueError for a figure that is not positive
+    (fixed times and latency may be 0).
+    """
+
+    name: str
+    cores: int
+    isa: str
+    date: str
+    linear_flops_s: float
+    attention_flops_s: tuple[tuple[int, float], ...]
+    memory_bytes_s: float
+    link_bytes_s: float
+    latency_s: float = 0.0
+    attention_call_s: float = 0.0
+    layer_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        rates = {name: getattr(self, name) for name in ("linear_flops_s", "memory_bytes_s", "link_bytes_s")}
+        rates |= {f"attention_flops_s at {rows} rows": rate for rows, rate in self.attention_flops_s}
+        for name, value in rates.items():
+            if not value > 0:
+                raise ValueError(f"profile: {name} must be above 0, got {value}; run `headrace profile` again")
+        for name in ("latency_s", "attention_call_s", "layer_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"profile: {name} must be at least 0; run `headrace profile` again")
+        rows = [pair[0] for pair in self.attention_flops_s]
+        if not rows or rows[0] < 1 or any(a >= b for a, b in pairwise(rows)):
+            raise ValueError(
+                f"profile: attention_flops_s needs rising row counts from 1 up, got {rows}; "
+                "run `headrace profile` again"
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        """What must be the same for a tuned table to fit: the machine, not the rates of one measurement."""
+        return f"{self.name}, {self.cores} cores, {self.isa}"
+
+    def attention_rate(self, rows: int) -> float:
+        """Operations a second of an attention call with so many rows."""
+        table = self.attention_flops_s
+        for (low, slow), (high, fast) in pairwise(table):
+            if rows <= high:
+                weight = math.log(max(rows, low) / low) / math.log(high / low)
+                return slow + weight * (fast - slow)
+        return table[-1][1]
+
+
+class _Attention(Protocol):
+    """The sizes of headrace.config.AttentionSpec that count here."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of a decoder as one rank computes it (divide heads, mlp and vocab by the tensor-parallel size).
+
+    mlp is the inner width; gated: three matrices instead of two. element_bytes: of weights, K, V, Q.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    gated: bool = True
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "element_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"shape: {name} must be at least 1, got {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, model: Any, element_bytes: int = 2, tensor_ranks: int = 1) -> Shape:
+        """Of a headrace.models.spec.ModelConfig (or anything with its fields), for one of `tensor_ranks` ranks."""
+        spec: _Attention = model.attention
+        return cls(
+            layers=spec.layers,
+            hidden=model.hidden_size,
+            heads=-(-spec.heads // tensor_ranks),
+            kv_heads=-(-spec.kv_heads // tensor_ranks),
+            head_dim=spec.head_dim,
+            mlp=-(-model.intermediate_size // tensor_ranks),
+            vocab=-(-model.vocab_size // tensor_ranks),
+            gated=model.gated,
+            element_bytes=element_bytes,
+        )
+
+    @property
+    def qkv_weights(self) -> int:
+        """Elements of a layer's Q, K and V projections."""
+        return self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def rest_weights(self) -> int:
+        """Elements of a layer's output projection and MLP: what follows its attention."""
+        return self.hidden * self.heads * self.head_dim + (3 if self.gated else 2) * self.hidden * self.mlp
+
+    @property
+    def linear_flops(self) -> int:
+        """Operations of all layers' linear maps for one token, the head not counted."""
+        return 2 * self.layers * (self.qkv_weights + self.rest_weights)
+
+    @property
+    def pair_flops(self) -> int:
+        """Operations of one row meeting one key in one layer: two products over all heads."""
+        return 4 * self.heads * self.head_dim
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of one token in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.element_bytes
+
+    @property
+    def q_bytes(self) -> int:
+        """Q of one token in one layer."""
+        return self.heads * self.head_dim * self.element_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """One row's attention state over one segment, in one layer."""
+        return self.heads * (self.head_dim + 2) * STATE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one layer's pieces on one rank; no rows or no pairs take no time."""
+
+    machine: Machine
+    shape: Shape
+
+    def linear(self, rows: int, weights: int) -> float:
+        if not rows:
+            return 0.0
+        read = weights * self.shape.element_bytes / self.machine.memory_bytes_s
+        return max(2 * rows * weights / self.machine.linear_flops_s, read)
+
+    def qkv(self, rows: int) -> float:
+        """Projections before the attention, and the fixed time of a layer."""
+        return self.linear(rows, self.shape.qkv_weights) + (self.machine.layer_s if rows else 0.0)
+
+    def rest(self, rows: int) -> float:
+        """What follows the attention: output projection and MLP."""
+        return self.linear(rows, self.shape.rest_weights)
+
+    def head(self) -> float:
+        """Logits of one token."""
+        return self.linear(1, self.shape.hidden * self.shape.vocab)
+
+    def attend(self, rows: int, pairs: int, keys: int) -> float:
+        """`rows` rows meet `keys` keys in `pairs` unmasked pairs, in one call."""
+        if not pairs:
+            return 0.0
+        compute = pairs * self.shape.pair_flops / self.machine.attention_rate(rows)
+        return self.machine.attention_call_s + max(compute, keys * self.shape.kv_bytes / self.machine.memory_bytes_s)
+
+    def fold(self, states: int) -> float:
+        """Merging so many states of one row into a result: they are read once."""
+        return states * self.shape.state_bytes / self.machine.memory_bytes_s
+
+
+def shares(cached_on: Sequence[float] | None, ranks: int) -> tuple[float, ...]:
+    """Fraction of the cached tokens that lies on each rank, from any non-negative measure; None: spread evenly.
+
+    Raises ValueError for a wrong number of ranks or a negative figure.
+    """
+    if cached_on is None or not any(cached_on):
+        return (1 / ranks,) * ranks
+    if len(cached_on) != ranks or min(cached_on) < 0:
+        raise ValueError(f"cached_on must be {ranks} figures of at least 0, one per rank, got {list(cached_on)}")
+    return tuple(x / sum(cached_on) for x in cached_on)
+
+
+def load_machine(path: Path) -> Machine:
+    """The profile that `headrace profile` wrote; ValueError where there is none or it cannot be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Machine)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ValueError(f"no usable machine profile in {path} ({error}); run `headrace profile`") from error
