@@ -187,7 +187,8 @@ def _leaking_pool(pool: SlotPool, slot: int) -> None:
     """Mutant of SlotPool.give: now and then a slot is lost."""
     if slot % 5:
         pool._is_free[slot] = 1
-        pool._free.append(slot)
+        pool._free[0].append(slot)
+        pool.free += 1
 
 
 MUTANTS = [
