@@ -252,9 +252,8 @@ def _rank_not_minded(tree: PrefixTree, rank: int | None = None) -> int | None:
 
 
 def _block_not_minded(cache: KVCache, table: Table, end: int, ask: Any, by_block: bool) -> dict[int, int]:
-    """Mutant of KVCache._asked: asks for each chunk, in the midst of a block too."""
-    new = range(len(table.nodes), chunks_for(end))
-    return {chunk: ask(chunk) for chunk in new} if ask else {}
+    """Mutant of KVCache._asked: asks in the midst of a block too."""
+    return {chunk: ask(chunk) for chunk in range(len(table.nodes), chunks_for(end))} if ask else {}
 
 
 def _given_to_another_rank(pool: SlotPool, slot: int) -> None:
