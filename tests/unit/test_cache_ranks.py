@@ -70,6 +70,21 @@ def test_new_tables_begin_where_most_can_be_had_and_take_turns() -> None:
     assert [cache.available_on(rank) for rank in range(3)] == [95, 95, 95] and cache.available == 285
 
 
+def test_new_tables_take_what_is_free_before_what_is_idle() -> None:
+    cache = cache_of(4, 3)
+    first = []
+    for seed in range(6):
+        table = filled(cache, sentence(2, seed))
+        first.append(table.owner(0))
+        cache.close(table)
+    assert first == [0, 1, 2, 0, 1, 2] and not cache.tree.evictions and not cache.pool.free
+    for seed in range(6, 9):
+        table = filled(cache, sentence(2, seed))
+        first.append(table.owner(0))
+        cache.close(table)
+    assert first[6:] == [0, 1, 2], "in turn where all is equal"
+
+
 def test_a_table_stays_on_its_rank_while_that_has_room_for_a_block_and_then_rotates() -> None:
     cache = cache_of(10, 3, block=4)
     held = filled(cache, sentence(1, seed=1), on(2), shares=False)

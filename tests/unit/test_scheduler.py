@@ -250,7 +250,7 @@ def test_the_first_prompt_goes_on_at_every_step(
     harness = Harness(ranks * 300, align + spare, shares=shares, ranks=ranks, align=align)
     for seed, length in enumerate(lengths):
         harness.add(prompt(length, seed), 20)
-    for _ in range(400):
+    for _ in range(sum(lengths) + 20 * len(lengths)):
         running = harness.scheduler.running
         first = next((s for s in running if s.remaining > 1), None)
         decoding = [s for s in running if s.remaining == 1]
@@ -288,6 +288,30 @@ def test_prompts_that_wait_for_budget_are_not_overtaken_for_good() -> None:
     assert Harness(chunks=200, budget=CHUNK + 9, align=CHUNK).scheduler.max_sequences == 10
     assert Harness(chunks=200, budget=70).scheduler.max_sequences == 64, "with align 1 a token each is enough"
     harness.finish()
+
+
+def test_a_prompt_is_skipped_where_less_than_align_is_left_of_the_budget() -> None:
+    harness = Harness(chunks=200, budget=2 * CHUNK, align=CHUNK)
+    sequence = harness.add(prompt(500), 1)
+    harness.step()
+    for budget, computed in ((CHUNK - 1, 128), (CHUNK, 192), (2 * CHUNK - 1, 256)):
+        harness.scheduler._slices, harness.scheduler._budget = {}, budget
+        harness.scheduler._prefill(sequence)
+        assert sequence.computed == computed
+        assert len(harness.scheduler._slices) == (computed > 128)
+
+
+def test_a_prompt_waits_where_the_cache_has_less_room_than_align() -> None:
+    harness = Harness(chunks=11, budget=200, shares=False, align=2 * CHUNK)
+    for seed in range(3):
+        harness.add(prompt(63, seed), 20)
+    long = harness.add(prompt(350, seed=3), 2)
+    for computed in (0, 128, 256, 256, 256):
+        harness.step()
+        assert long.computed == computed
+    assert harness.cache.available == 1, "the rest of 94 tokens has no room in one chunk"
+    harness.finish()
+    assert not harness.scheduler.preemptions
 
 
 @pytest.mark.parametrize(("budget", "align", "message"), [(63, 64, "raise max_batch_tokens"), (64, 0, "at least 1")])

@@ -234,7 +234,8 @@ class KVCache:
 
     def _choose(self, table: Table, chunk: int) -> int:
         """The rank of a new chunk where nobody asks for one. A table stays on its rank as long as that has room for a
-        block; then its blocks take the ranks in turn. A new table begins where most can be had."""
+        block; then its blocks take the ranks in turn. A new table begins where most can be had, of these where most is
+        free, of these in turn."""
         if chunk % self.block_chunks:
             return table.owner(chunk - 1)
         block = min(self.block_chunks, self.pool.per_rank)
@@ -243,7 +244,7 @@ class KVCache:
             return last
         first = last + 1 if chunk else self._turn
         turns = [(first + turn) % self.ranks for turn in range(self.ranks)]
-        most = max(turns, key=self.available_on)
+        most = max(turns, key=lambda rank: (self.available_on(rank), self.pool.free_of(rank)))
         if not chunk:
             self._turn = most + 1
             return most
