@@ -26,11 +26,14 @@ POOL = 24
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Sequences over a tiny alphabet of whole chunks, so that prefixes meet often, in a pool that is often full.
+    """Sequences over a tiny alphabet of whole chunks, so that prefixes meet often, in a pool that is often full, of one
+    rank or several, with blocks of few chunks.
 
     `content` plays the memory: what each slot's tokens are. A table must find its own tokens in its slots at any time,
     which a chunk shared wrongly, freed early or evicted in use would break.
     """
+
+    ranks = st.sampled_from([1, 2, 3, 4])
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,9 +46,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.live.append(table)
         return table
 
-    @initialize()
-    def start(self) -> None:
-        self.cache.check()
+    @initialize(data=st.data(), block=st.sampled_from([1, 2, 3, 32]))
+    def start(self, data: st.DataObject, block: int) -> None:
+        self.cache = KVCache(POOL, ranks=data.draw(self.ranks))
+        self.cache.block_chunks = block
 
     @rule(
         blocks=st.lists(st.integers(0, 2), min_size=0, max_size=6),
@@ -58,6 +62,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.fresh(tokens, salt, public)
 
     @precondition(lambda self: self.live)
+    @rule(data=st.data(), rank=st.integers(0, 3))
+    def place(self, data: st.DataObject, rank: int) -> None:
+        self.pick(data).place = None if rank == 3 else lambda chunk: rank % self.cache.ranks
+
+    @precondition(lambda self: self.live)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         """n > 1: another sequence with the same prompt."""
@@ -67,8 +76,13 @@ class CacheMachine(RuleBasedStateMachine):
         return self.live[data.draw(st.integers(0, len(self.live) - 1))]
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), wish=st.integers(1, 400), grow=st.sampled_from([0, 0, 1, 3]))
-    def extend(self, data: st.DataObject, wish: int, grow: int) -> None:
+    @rule(
+        data=st.data(),
+        wish=st.integers(1, 400),
+        grow=st.sampled_from([0, 0, 1, 3]),
+        owner=st.sampled_from([None, None, 0, 1, 2, 3]),
+    )
+    def extend(self, data: st.DataObject, wish: int, grow: int, owner: int | None) -> None:
         """A step: reuse, then prefill a part, or decode tokens."""
         table = self.pick(data)
         table.tokens.extend([3] * grow)
@@ -79,9 +93,21 @@ class CacheMachine(RuleBasedStateMachine):
         count = min(wish, len(table.tokens) - table.length, self.cache.room(table))
         before = table.length
         if count:
-            assert self.cache.extend(table, count)
+            self.enlarge(table, count, owner)
             self.write(table, before)
         self.cache.commit()
+
+    def enlarge(self, table: Table, count: int, owner: int | None = None) -> None:
+        """`room` is a promise, on all ranks together; a chunk is displaced by a rank only that has nothing left."""
+        displaced = self.cache.displaced
+        block, ranks = self.cache.block_chunks, self.cache.ranks
+        assert self.cache.extend(
+            table, count, None if owner is None else lambda chunk: (owner + chunk // block) % ranks
+        )
+        left = [self.cache.available_on(rank) for rank in range(self.cache.ranks)]
+        assert sum(left) == self.cache.available
+        assert self.cache.displaced == displaced or 0 in left, "displaced although its rank had something left"
+        assert ranks > 1 or not self.cache.displaced
 
     def write(self, table: Table, start: int) -> None:
         for position in range(start, table.length):
@@ -125,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
         room = min(count, self.cache.available)
         if room:
             table = self.cache.open([9] * room * CHUNK, shares=False)
-            assert self.cache.extend(table, room * CHUNK)
+            self.enlarge(table, room * CHUNK)
             self.cache.commit()
             self.cache.close(table)
 
@@ -136,6 +162,15 @@ class CacheMachine(RuleBasedStateMachine):
             for position in range(0, table.length):
                 found = self.content[int(table.slots[position // CHUNK])][position % CHUNK]
                 assert found == table.tokens[position], "a sequence reads another's tokens"
+
+    @invariant()
+    def blocks_have_one_owner(self) -> None:
+        size = self.cache.block_chunks
+        for table in self.live:
+            owners = [table.owner(chunk) for chunk in range(len(table.nodes))]
+            assert owners == [self.cache.pool.rank_of(slot) for slot in table.slots.tolist()]
+            for start in range(0, len(owners), size):
+                assert self.cache.displaced or len(set(owners[start : start + size])) == 1, "a block has two owners"
 
     def teardown(self) -> None:
         for table in self.live:
@@ -149,6 +184,14 @@ CacheMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestCacheMachine = CacheMachine.TestCase
+
+
+class OneRankMachine(CacheMachine):
+    ranks = st.just(1)
+
+
+class RanksMachine(CacheMachine):
+    ranks = st.sampled_from([2, 3, 4])
 
 
 def _dropped_refcount(tree: PrefixTree, node: Node) -> None:
@@ -187,19 +230,55 @@ def _leaking_pool(pool: SlotPool, slot: int) -> None:
     """Mutant of SlotPool.give: now and then a slot is lost."""
     if slot % 5:
         pool._is_free[slot] = 1
-        pool._free.append(slot)
+        pool._free[0].append(slot)
+        pool.free += 1
+
+
+def _evicted_with_children(tree: PrefixTree, node: Node) -> None:
+    """Mutant of PrefixTree._evict: the oldest of a rank goes alone, though it may have children on other ranks."""
+    tree._remove(node)
+    tree.evictions += 1
+
+
+def _rank_not_minded(tree: PrefixTree, rank: int | None = None) -> int | None:
+    """Mutant of PrefixTree.take_slot: the rank asked for counts only while it has slots free."""
+    slot = tree.pool.take(rank)
+    if slot is None:
+        slot = tree.pool.take()
+    if slot is None and tree.idle:
+        tree._evict(next(iter(tree.idle.values())))
+        slot = tree.pool.take()
+    return slot
+
+
+def _block_not_minded(cache: KVCache, table: Table, end: int, ask: Any, by_block: bool) -> dict[int, int]:
+    """Mutant of KVCache._asked: asks in the midst of a block too."""
+    return {chunk: ask(chunk) for chunk in range(len(table.nodes), chunks_for(end))} if ask else {}
+
+
+def _given_to_another_rank(pool: SlotPool, slot: int) -> None:
+    """Mutant of SlotPool.give: returns the slot to the next rank."""
+    pool._is_free[slot] = 1
+    pool._free[(slot // pool.per_rank + 1) % pool.ranks].append(slot)
+    pool.free += 1
 
 
 MUTANTS = [
-    (PrefixTree, "hold", _dropped_refcount),
-    (KVCache, "reuse", _shared_partial_chunk),
-    (PrefixTree, "release", _first_idle_wrong),
-    (SlotPool, "give", _leaking_pool),
+    (OneRankMachine, PrefixTree, "hold", _dropped_refcount),
+    (OneRankMachine, KVCache, "reuse", _shared_partial_chunk),
+    (OneRankMachine, PrefixTree, "release", _first_idle_wrong),
+    (OneRankMachine, SlotPool, "give", _leaking_pool),
+    (RanksMachine, PrefixTree, "_evict", _evicted_with_children),
+    (RanksMachine, PrefixTree, "take_slot", _rank_not_minded),
+    (RanksMachine, KVCache, "_asked", _block_not_minded),
+    (RanksMachine, SlotPool, "give", _given_to_another_rank),
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "mutant"), MUTANTS, ids=[m.__name__.strip("_") for _, _, m in MUTANTS])
-def test_mutants_are_caught(owner: type, name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("machine", "owner", "name", "mutant"), MUTANTS, ids=[m[3].__name__[1:] for m in MUTANTS])
+def test_mutants_are_caught(
+    machine: type[CacheMachine], owner: type, name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(owner, name, mutant)
     relaxed = settings(
         max_examples=300,
@@ -213,7 +292,7 @@ def test_mutants_are_caught(owner: type, name: str, mutant: Any, monkeypatch: py
         phases=_generate_only(),
     )
     with pytest.raises((AssertionError, KeyError, ValueError)):
-        run_state_machine_as_test(CacheMachine, settings=relaxed)
+        run_state_machine_as_test(machine, settings=relaxed)
 
 
 def _generate_only() -> tuple[Any, ...]:

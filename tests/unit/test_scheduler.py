@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, Slice
-from headrace.kv.cache import KVCache
+from headrace.kv.cache import KVCache, Owners
 from headrace.types import CHUNK, Request, SamplingParams
 
 
@@ -18,13 +19,16 @@ class Harness:
     """A scheduler and a memory of tokens in place of keys and values. The next token is a function of those before it,
     so that a sequence computed wrongly, or twice, shows."""
 
-    def __init__(self, chunks: int, budget: int, sequences: int = 64, shares: bool = True) -> None:
-        self.cache = KVCache(chunks)
+    def __init__(
+        self, chunks: int, budget: int, sequences: int = 64, shares: bool = True, ranks: int = 1, align: int = 1
+    ) -> None:
+        self.cache = KVCache(chunks, ranks=ranks)
         self.scheduler = Scheduler(
             self.cache,
             lambda s: self.cache.open(s.tokens, salt=s.request.cache_salt, shares=shares),
             budget,
             sequences,
+            align,
         )
         self.memory: dict[int, list[int]] = {}
         self.live: dict[Sequence, int] = {}
@@ -43,6 +47,7 @@ class Harness:
         slices = self.scheduler.schedule()
         assert sum(part.length for part in slices) <= self.scheduler.max_batch_tokens
         for part in slices:
+            self.check_ends(part)
             self.write(part)
         self.cache.commit()
         for part in slices:
@@ -51,6 +56,12 @@ class Harness:
                 self.sample(part.sequence)
         self.scheduler.check()
         return slices
+
+    def check_ends(self, part: Slice) -> None:
+        """Slices end at a multiple of `align` or with all that is known; then longer ones begin with a chunk."""
+        align = self.scheduler.align
+        assert part.length >= 1 and (part.samples or part.end % align == 0), "ends inside a stretch"
+        assert align % CHUNK or part.length == 1 or part.start % CHUNK == 0, "begins inside a chunk"
 
     def write(self, part: Slice) -> None:
         table = part.sequence.table
@@ -94,9 +105,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     harness: Harness
 
-    @initialize(chunks=st.integers(8, 20), budget=st.sampled_from([1, 7, 64, 100, 1000]), shares=st.booleans())
-    def start(self, chunks: int, budget: int, shares: bool) -> None:
-        self.harness = Harness(chunks, budget, shares=shares)
+    @initialize(
+        per_rank=st.integers(8, 20),
+        budget=st.sampled_from([1, 7, 64, 100, 1000]),
+        shares=st.booleans(),
+        ranks=st.sampled_from([1, 1, 2, 4]),
+        align=st.sampled_from([1, CHUNK, CHUNK, 10, 2 * CHUNK, 5 * CHUNK]),
+    )
+    def start(self, per_rank: int, budget: int, shares: bool, ranks: int, align: int) -> None:
+        chunks = max(8, per_rank // ranks * ranks)
+        self.harness = Harness(chunks, max(budget, align), shares=shares, ranks=ranks, align=align)
+        self.harness.cache.block_chunks = 2
         self.capacity = chunks * CHUNK
 
     @rule(
@@ -213,4 +232,107 @@ def test_limits_on_sequences() -> None:
         harness.add(prompt(20, seed), 5)
     harness.step()
     assert len(harness.scheduler.running) == 3
+    harness.finish()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    align=st.sampled_from([1, CHUNK, 3 * CHUNK]),
+    spare=st.integers(0, 200),
+    lengths=st.lists(st.integers(1, 700), min_size=2, max_size=12),
+    shares=st.booleans(),
+    ranks=st.integers(1, 4),
+)
+def test_the_first_prompt_goes_on_at_every_step(
+    align: int, spare: int, lengths: list[int], shares: bool, ranks: int
+) -> None:
+    """However many decode, and however short the prompts that could use what is left of a step. The cache has room."""
+    harness = Harness(ranks * 300, align + spare, shares=shares, ranks=ranks, align=align)
+    for seed, length in enumerate(lengths):
+        harness.add(prompt(length, seed), 20)
+    for _ in range(sum(lengths) + 20 * len(lengths)):
+        running = harness.scheduler.running
+        first = next((s for s in running if s.remaining > 1), None)
+        decoding = [s for s in running if s.remaining == 1]
+        served = {part.sequence for part in harness.step()}
+        assert first is None or first in served
+        assert served.issuperset(decoding)
+        if not harness.live:
+            break
+    assert not harness.live
+
+
+def test_slices_end_at_multiples_of_align() -> None:
+    harness = Harness(chunks=200, budget=200, align=CHUNK, ranks=2)
+    long = harness.add(prompt(500), 3)
+    harness.add(prompt(30, seed=1), 30)
+    late = harness.add(prompt(300, seed=2), 1)
+    taken = [[(part.start, part.length) for part in harness.step()] for _ in range(5)]
+    assert taken[0] == [(0, 192)], "8 tokens are left, too few to begin another prompt"
+    assert taken[1] == [(192, 192)]
+    assert taken[2] == [(384, 116), (0, 30)], "54 are left"
+    assert taken[3] == [(500, 1), (30, 1), (0, 192)]
+    assert taken[4] == [(501, 1), (31, 1), (192, 108)], "the rest need not be a multiple"
+    assert long not in harness.live and late not in harness.live
+    harness.finish()
+
+
+def test_prompts_that_wait_for_budget_are_not_overtaken_for_good() -> None:
+    """A budget of one chunk takes one sequence at a time; more budget, as many more."""
+    harness = Harness(chunks=200, budget=CHUNK, align=CHUNK)
+    assert harness.scheduler.max_sequences == 1
+    first, second = harness.add(prompt(200), 5), harness.add(prompt(20, seed=1), 5)
+    while first in harness.live:
+        assert [part.sequence for part in harness.step()] == [first]
+    assert [part.sequence for part in harness.step()] == [second]
+    assert Harness(chunks=200, budget=CHUNK + 9, align=CHUNK).scheduler.max_sequences == 10
+    assert Harness(chunks=200, budget=70).scheduler.max_sequences == 64, "with align 1 a token each is enough"
+    harness.finish()
+
+
+def test_a_prompt_is_skipped_where_less_than_align_is_left_of_the_budget() -> None:
+    harness = Harness(chunks=200, budget=2 * CHUNK, align=CHUNK)
+    sequence = harness.add(prompt(500), 1)
+    harness.step()
+    for budget, computed in ((CHUNK - 1, 128), (CHUNK, 192), (2 * CHUNK - 1, 256)):
+        harness.scheduler._slices, harness.scheduler._budget = {}, budget
+        harness.scheduler._prefill(sequence)
+        assert sequence.computed == computed
+        assert len(harness.scheduler._slices) == (computed > 128)
+
+
+def test_a_prompt_waits_where_the_cache_has_less_room_than_align() -> None:
+    harness = Harness(chunks=11, budget=200, shares=False, align=2 * CHUNK)
+    for seed in range(3):
+        harness.add(prompt(63, seed), 20)
+    long = harness.add(prompt(350, seed=3), 2)
+    for computed in (0, 128, 256, 256, 256):
+        harness.step()
+        assert long.computed == computed
+    assert harness.cache.available == 1, "the rest of 94 tokens has no room in one chunk"
+    harness.finish()
+    assert not harness.scheduler.preemptions
+
+
+@pytest.mark.parametrize(("budget", "align", "message"), [(63, 64, "raise max_batch_tokens"), (64, 0, "at least 1")])
+def test_refuses_steps_that_hold_no_slice(budget: int, align: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Harness(chunks=10, budget=budget, align=align)
+
+
+def test_owners_are_asked_for_each_slice() -> None:
+    harness = Harness(chunks=400, budget=4096, align=CHUNK, ranks=2)
+    asked: list[tuple[int, int, int]] = []
+
+    def last(sequence: Sequence, start: int, count: int) -> Owners | None:
+        asked.append((sequence.order, start, count))
+        return (lambda chunk: 1) if sequence.order == 0 else None
+
+    harness.scheduler.owners = last
+    first, second = harness.add(prompt(5000), 2), harness.add(prompt(100, seed=1), 2)
+    harness.step()
+    harness.step()
+    assert asked == [(0, 0, 4096), (0, 4096, 904), (1, 0, 100)]
+    assert first.table is not None and {first.table.owner(chunk) for chunk in range(79)} == {1}
+    assert second.table is not None and second.table.owner(0) == 0, "the cache's own choice: most room"
     harness.finish()

@@ -4,6 +4,13 @@ Decoding sequences come first, one token each; what is left of the step's token 
 arrival, so that a long prompt delays a decoding sequence by at most one budget per token. A prompt whose next chunk
 another sequence is writing waits for that chunk, not for the sequence. When the cache is full, the sequence that
 arrived last gives up its chunks and is computed again later; nothing of its answer is lost.
+
+With several ranks a slice of a prompt ends at a multiple of `align` tokens, or at the prompt's end:
+
+    |<-- align -->|<-- align -->|<-- align -->|<- rest ->|
+    |     slice of one step     |   of the next step     |
+
+so that every slice but a decoding one begins with a chunk. A prompt for which a step has less left waits.
 """
 
 from __future__ import annotations
@@ -12,7 +19,7 @@ from bisect import insort
 from collections.abc import Callable
 
 from headrace.engine.sequence import Sequence, Slice
-from headrace.kv.cache import KVCache, Table
+from headrace.kv.cache import KVCache, Owners, Table
 
 
 def _by_order(sequence: Sequence) -> int:
@@ -23,15 +30,35 @@ class Scheduler:
     """waiting and running are kept in order of arrival; a running sequence has a table, a waiting one has none.
 
     open_table(sequence) gives a new sequence its empty table.
+    align: see above; 1 with one rank, the chunk size with several.
+    owners: may be set to a function of (sequence, start, count), the slice that is about to be taken: who shall own
+    its new chunks (see KVCache.extend), or None where the cache shall choose.
+
+    There are at most max_batch_tokens - align + 1 sequences at a time: with a prompt among them, the others leave at
+    least `align` tokens of each step, so that the first prompt in the order of arrival goes on at every step.
+
+    Raises ValueError if a step cannot hold `align` tokens.
     """
 
     def __init__(
-        self, cache: KVCache, open_table: Callable[[Sequence], Table], max_batch_tokens: int, max_sequences: int
+        self,
+        cache: KVCache,
+        open_table: Callable[[Sequence], Table],
+        max_batch_tokens: int,
+        max_sequences: int,
+        align: int = 1,
     ) -> None:
+        if align < 1:
+            raise ValueError(f"align must be at least 1, got {align}")
+        if max_batch_tokens < align:
+            raise ValueError(f"max_batch_tokens {max_batch_tokens} is less than {align}, the least a prompt needs of a "
+                             f"step; raise max_batch_tokens")  # fmt: skip
         self.cache = cache
         self.open_table = open_table
         self.max_batch_tokens = max_batch_tokens
-        self.max_sequences = min(max_sequences, max_batch_tokens)
+        self.max_sequences = min(max_sequences, max_batch_tokens - align + 1)
+        self.align = align
+        self.owners: Callable[[Sequence, int, int], Owners | None] | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -88,16 +115,21 @@ class Scheduler:
         gained, blocked = self.cache.reuse(table)
         if not sequence.preemptions:
             sequence.cached_tokens += gained
-        if blocked or not self._budget:
+        least = min(sequence.remaining, self.align - table.length % self.align)
+        if blocked or self._budget < least:
             return
-        while not self.cache.room(table):
+        while self.cache.room(table) < least:
             if not self._preempt_after(sequence.order):
                 return
-        self._take(sequence, table, min(self._budget, sequence.remaining, self.cache.room(table)))
+        count = min(self._budget, sequence.remaining, self.cache.room(table))
+        if count < sequence.remaining:
+            count -= (table.length + count) % self.align
+        self._take(sequence, table, count)
 
     def _take(self, sequence: Sequence, table: Table, count: int) -> None:
         start = table.length
-        extended = self.cache.extend(table, count)
+        owners = self.owners(sequence, start, count) if self.owners else None
+        extended = self.cache.extend(table, count, owners)
         assert extended, "room() promised the chunks"
         self._slices[sequence] = Slice(sequence, start, count)
         self._budget -= count
@@ -105,7 +137,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Starts waiting sequences, in order, while budget, places and chunks last."""
         promised = -1
-        while self.waiting and self._budget and len(self.running) < self.max_sequences:
+        while self.waiting and self._budget >= self.align and len(self.running) < self.max_sequences:
             sequence = self.waiting[0]
             table = self.open_table(sequence)
             if promised < 0:

@@ -7,30 +7,47 @@ A sequence of `length` cached tokens holds the chunks 0 .. ceil(length/64)-1:
     0        64       128            192        ^ length
 
 Protocol of a step: `reuse` what the tree has, `extend` by the tokens to be computed, run the step, `commit`.
+
+With several ranks each chunk has an owner, the rank of its slot. The chunks of a block have one owner, so that a rank
+can fold the block in the canonical order (docs/attention.md); where that cannot be, `KVCache.displaced` counts it.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kv.pool import SlotPool
 from headrace.kv.tree import Node, PrefixTree, chain, token_array
-from headrace.types import CHUNK, chunks_for
+from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
+
+Owners = Callable[[int], int]
+"""Chunk of a table -> the rank that shall own it."""
 
 
 class Table:
-    """The chunks of one sequence. `tokens` is the sequence's own growing list; `length` counts those cached."""
+    """The chunks of one sequence. `tokens` is the sequence's own growing list; `length` counts those cached.
 
-    __slots__ = ("_digests", "_root", "_salt", "_salt_chunk", "_slots", "length", "nodes", "shares", "tokens")
+    place: may be set by whoever prepares a step: the owner of each block that begins, named by its first chunk.
+    """
 
-    def __init__(self, tokens: list[int], root: bytes, salt: bytes, salt_chunk: int, shares: bool) -> None:
+    __slots__ = (
+        "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "length", "nodes", "place", "shares",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self, tokens: list[int], root: bytes, salt: bytes, salt_chunk: int, shares: bool, per_rank: int
+    ) -> None:
         self.tokens = tokens
         self.length = 0
         self.nodes: list[Node] = []
         self.shares = shares
+        self.place: Owners | None = None
+        self._per_rank = per_rank
         self._root = root
         self._salt = salt
         self._salt_chunk = salt_chunk
@@ -41,6 +58,10 @@ class Table:
     def slots(self) -> NDArray[np.int32]:
         """Slots of the chunks in order, int32 [chunks]; valid until the table changes."""
         return self._slots[: len(self.nodes)]
+
+    def owner(self, chunk: int) -> int:
+        """Rank that has the chunk, which the table must hold."""
+        return self.nodes[chunk].slot // self._per_rank
 
     def digest(self, chunk: int) -> bytes:
         """Name of the chunk, all of whose tokens must be known."""
@@ -73,19 +94,33 @@ class Table:
 
 
 class KVCache:
-    """Pool, tree and tables. `identity` names model, layout and dtype: chunks of another identity never match."""
+    """Pool, tree and tables. `identity` names model, layout and dtype: chunks of another identity never match.
 
-    def __init__(self, total_chunks: int, identity: bytes = b"") -> None:
-        self.pool = SlotPool(total_chunks)
+    total_chunks: of all ranks together, in equal parts; ValueError if that cannot be.
+    displaced: new chunks that lie elsewhere than asked, since every slot of the rank asked for was held. While it is
+    zero (and `by_block` is not switched off) each block of a table has one owner.
+    """
+
+    block_chunks = BLOCK_CHUNKS
+
+    def __init__(self, total_chunks: int, identity: bytes = b"", ranks: int = 1) -> None:
+        self.pool = SlotPool(total_chunks, ranks)
         self.tree = PrefixTree(self.pool)
         self.identity = identity
+        self.ranks = ranks
+        self.displaced = 0
         self.tables: set[Table] = set()
+        self._turn = 0
         self._filled: list[tuple[Table, int]] = []
 
     @property
     def available(self) -> int:
         """Chunks that can be had without preempting anybody."""
         return self.tree.available
+
+    def available_on(self, rank: int) -> int:
+        """Chunks of the rank that can be had without preempting anybody."""
+        return self.tree.available_on(rank)
 
     def open(
         self,
@@ -103,7 +138,8 @@ class KVCache:
         """
         root = hashlib.blake2b(namespace.encode(), digest_size=32, key=hashlib.sha256(self.identity).digest()).digest()
         mark = b"" if salt is None else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:16]
-        table = Table(tokens, root, mark, public_tokens // CHUNK if salt is not None else -1, shares)
+        salt_chunk = public_tokens // CHUNK if salt is not None else -1
+        table = Table(tokens, root, mark, salt_chunk, shares, self.pool.per_rank)
         self.tables.add(table)
         return table
 
@@ -151,18 +187,25 @@ class KVCache:
         """Tokens by which the table can be extended without preempting anybody."""
         return -table.length % CHUNK + self.available * CHUNK
 
-    def extend(self, table: Table, count: int) -> bool:
+    def extend(self, table: Table, count: int, owners: Owners | None = None, by_block: bool = True) -> bool:
         """Makes room for the next `count` known tokens, which the coming step computes. False, with nothing changed,
-        when there is not enough."""
+        when there is not enough on all ranks together.
+
+        A new chunk goes to the rank of the chunk before it if both are in one block. At the first chunk of a block
+        the rank is that of `owners`, else of `table.place`, else the cache's own choice. by_block=False: `owners` (or
+        `table.place`) is asked for each new chunk. A rank asked for that has nothing left is replaced by any other.
+        Raises ValueError, with nothing changed, for a rank that does not exist.
+        """
         if count > self.room(table):
             return False
         end = table.length + count
         if end > len(table.tokens):
             raise ValueError(f"cannot extend to {end} tokens: only {len(table.tokens)} are known")
+        asked = self._asked(table, end, owners or table.place, by_block)
         while table.length < end:
             chunk = table.length // CHUNK
             if chunk == len(table.nodes):
-                table.append(self._new_node(table, chunk))
+                table.append(self._new_node(table, chunk, asked.get(chunk)))
             table.length = min(end, (chunk + 1) * CHUNK)
             if table.length % CHUNK == 0:
                 self._fill(table, chunk)
@@ -178,9 +221,47 @@ class KVCache:
             self._fill(table, table.length // CHUNK - 1)
         return True
 
-    def _new_node(self, table: Table, chunk: int) -> Node:
-        slot = self.tree.take_slot()
+    def _asked(self, table: Table, end: int, ask: Owners | None, by_block: bool) -> dict[int, int]:
+        """Ranks asked for, by chunk, of the new chunks up to `end` tokens; of all others the cache decides."""
+        if ask is None or self.ranks == 1:
+            return {}
+        new = range(len(table.nodes), chunks_for(end))
+        asked = {chunk: ask(chunk) for chunk in new if not (by_block and chunk % self.block_chunks)}
+        for chunk, rank in asked.items():
+            if not 0 <= rank < self.ranks:
+                raise ValueError(f"chunk {chunk} was placed on rank {rank}; there are ranks 0 to {self.ranks - 1}")
+        return asked
+
+    def _choose(self, table: Table, chunk: int) -> int:
+        """The rank of a new chunk where nobody asks for one. A table stays on its rank as long as that has room for a
+        block; then its blocks take the ranks in turn. A new table begins where most can be had, of these where most is
+        free, of these in turn."""
+        if chunk % self.block_chunks:
+            return table.owner(chunk - 1)
+        block = min(self.block_chunks, self.pool.per_rank)
+        last = table.owner(chunk - 1) if chunk else -1
+        if chunk and bool((table.slots // self.pool.per_rank == last).all()) and self.available_on(last) >= block:
+            return last
+        first = last + 1 if chunk else self._turn
+        turns = [(first + turn) % self.ranks for turn in range(self.ranks)]
+        most = max(turns, key=lambda rank: (self.available_on(rank), self.pool.free_of(rank)))
+        if not chunk:
+            self._turn = most + 1
+            return most
+        return next((rank for rank in turns if self.available_on(rank) >= block), most)
+
+    def _take_slot(self, table: Table, chunk: int, asked: int | None) -> int:
+        if self.ranks == 1:
+            slot = self.tree.take_slot()
+        else:
+            rank = self._choose(table, chunk) if asked is None else asked
+            slot = self.tree.take_slot(rank)
+            self.displaced += slot is not None and self.pool.rank_of(slot) != rank
         assert slot is not None, "room() promised a slot"
+        return slot
+
+    def _new_node(self, table: Table, chunk: int, asked: int | None) -> Node:
+        slot = self._take_slot(table, chunk, asked)
         node = Node(slot, None, None, writer=table)
         whole = (chunk + 1) * CHUNK <= len(table.tokens)
         if table.shares and whole and self.tree.find(table.digest(chunk)) is None:
@@ -212,11 +293,17 @@ class KVCache:
             if twin is None:
                 own.writer = None
                 self._name(table, chunk, own)
-            elif twin.complete and twin.parent is self._last(table, chunk):
+            elif twin.complete and twin.parent is self._last(table, chunk) and not self._cuts(table, chunk, twin):
                 self.tree.hold(twin)
                 table.replace(chunk, twin)
                 self.tree.release(own)
         self._filled.clear()
+
+    def _cuts(self, table: Table, chunk: int, twin: Node) -> bool:
+        """Whether the twin, on another rank, would part the chunk from its followers in the block. (Only where a step
+        began inside a chunk and filled it and more, since a whole chunk that the tree has is attached by `reuse`.)"""
+        follows = chunk + 1 < len(table.nodes) and (chunk + 1) % self.block_chunks
+        return bool(follows) and self.pool.rank_of(twin.slot) != table.owner(chunk)
 
     def close(self, table: Table) -> None:
         """Lets go of everything the table holds; complete named chunks stay in the tree until evicted."""

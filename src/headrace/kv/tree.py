@@ -6,6 +6,8 @@ the order in which they were let go, until their slot is needed (least recently 
 
     root (no node) -- chunk 0 --+-- chunk 1 --- chunk 2
                                 +-- chunk 1'            refs: tables that hold the node; a child's refs <= its parent's
+
+With several ranks the tree is the same; the slots of a node's descendants may lie on any rank.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ class Node:
         self.slot = slot
         self.digest = digest
         self.parent = parent
-        self.children = 0
+        self.children: dict[bytes, Node] = {}
         self.refs = 1
         self.writer = writer
 
@@ -43,12 +45,17 @@ def chain(parent: bytes, tokens: array[int], salt: bytes = b"") -> bytes:
 
 
 class PrefixTree:
-    """Named nodes and the order of eviction. Slots are taken from and returned to `pool`."""
+    """Named nodes and the order of eviction. Slots are taken from and returned to `pool`.
+
+    idle: complete nodes that nobody holds, least recently used first. All descendants of an idle node are idle, and
+    stand before it. With several ranks `_idle_of` has the idle nodes of each, in the same order; with one it is empty.
+    """
 
     def __init__(self, pool: SlotPool) -> None:
         self.pool = pool
         self.nodes: dict[bytes, Node] = {}
         self.idle: OrderedDict[bytes, Node] = OrderedDict()
+        self._idle_of: list[OrderedDict[bytes, Node]] = [OrderedDict() for _ in range(pool.ranks) if pool.ranks > 1]
         self.evictions = 0
 
     @property
@@ -56,19 +63,45 @@ class PrefixTree:
         """Slots that can be had now: free ones and those of idle nodes."""
         return self.pool.free + len(self.idle)
 
+    def available_on(self, rank: int) -> int:
+        """Slots of the rank that can be had now, all of them by `take_slot(rank)`."""
+        return self.pool.free_of(rank) + len(self._idle_on(rank))
+
+    def _idle_on(self, rank: int) -> OrderedDict[bytes, Node]:
+        return self._idle_of[rank] if self._idle_of else self.idle
+
     def find(self, digest: bytes) -> Node | None:
         return self.nodes.get(digest)
 
-    def take_slot(self) -> int | None:
-        """A slot, at the price of the least recently used idle leaf if none is free; None if all are held."""
-        slot = self.pool.take()
+    def take_slot(self, rank: int | None = None) -> int | None:
+        """A slot of the rank, at the price of its least recently used idle node if none is free; where the rank has
+        nothing left, or none is asked for, a slot of any. None if all are held.
+
+        Nodes leave the tree leaf by leaf. The oldest idle node of all is a leaf. The oldest of one rank may have idle
+        descendants on other ranks, and these leave with it: they were let go before it, hence before every other idle
+        node of the rank. (A younger leaf of the rank instead would go against the order of use, and keep what nobody
+        asks for; a slot of another rank would cut a block in two.)
+        """
+        slot = self.pool.take(rank)
+        if slot is None and rank is not None:
+            if idle := self._idle_on(rank):
+                self._evict(next(iter(idle.values())))
+                return self.pool.take(rank)
+            slot = self.pool.take()
         if slot is None and self.idle:
-            # A descendant is let go before (or with, and listed before) its ancestor: the oldest is always a leaf.
-            node = next(iter(self.idle.values()))
-            self._remove(node)
-            self.evictions += 1
+            self._evict(next(iter(self.idle.values())))
             slot = self.pool.take()
         return slot
+
+    def _evict(self, node: Node) -> None:
+        """Removes an idle node after all of its descendants, leaf by leaf."""
+        path = [node]
+        while path:
+            if children := path[-1].children:
+                path.append(next(iter(children.values())))
+            else:
+                self._remove(path.pop())
+                self.evictions += 1
 
     def insert(self, node: Node, digest: bytes, parent: Node | None) -> None:
         """Names a node that its holder owns alone. Raises ValueError if the name exists."""
@@ -76,7 +109,7 @@ class PrefixTree:
             raise ValueError("a chunk of that name is in the tree already")
         node.digest, node.parent = digest, parent
         if parent is not None:
-            parent.children += 1
+            parent.children[digest] = node
         self.nodes[digest] = node
 
     def hold(self, node: Node) -> None:
@@ -84,6 +117,8 @@ class PrefixTree:
         if node.refs == 0:
             assert node.digest is not None
             del self.idle[node.digest]
+            if self._idle_of:
+                del self._idle_of[self.pool.rank_of(node.slot)][node.digest]
         node.refs += 1
 
     def release(self, node: Node) -> None:
@@ -95,6 +130,8 @@ class PrefixTree:
             self._remove(node)
         else:
             self.idle[node.digest] = node
+            if self._idle_of:
+                self._idle_of[self.pool.rank_of(node.slot)][node.digest] = node
 
     def clear(self) -> None:
         """Forgets all idle nodes."""
@@ -105,13 +142,15 @@ class PrefixTree:
         if node.digest is not None:
             del self.nodes[node.digest]
             self.idle.pop(node.digest, None)
+            if self._idle_of:
+                self._idle_of[self.pool.rank_of(node.slot)].pop(node.digest, None)
             if node.parent is not None:
-                node.parent.children -= 1
+                del node.parent.children[node.digest]
         self.pool.give(node.slot)
 
     def check(self) -> None:
         """Raises AssertionError unless names, children, idleness and the order of eviction agree."""
-        children: dict[int, int] = {}
+        children: dict[int, dict[bytes, Node]] = {}
         for digest, node in self.nodes.items():
             assert node.digest == digest, "a node stands under another name"
             assert (node.refs == 0) == (digest in self.idle), "idle means complete and held by nobody"
@@ -120,9 +159,15 @@ class PrefixTree:
             if node.parent is not None:
                 assert self.nodes.get(node.parent.digest or b"") is node.parent, "a parent left before its child"
                 assert node.parent.refs >= node.refs, "a child is held more often than its parent"
-                children[id(node.parent)] = children.get(id(node.parent), 0) + 1
+                children.setdefault(id(node.parent), {})[digest] = node
         for node in self.nodes.values():
-            assert node.children == children.get(id(node), 0), "the count of children is off"
+            assert node.children == children.get(id(node), {}), "a node knows other children than it has"
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        for rank, idle in enumerate(self._idle_of):
+            own = [digest for digest, node in self.idle.items() if self.pool.rank_of(node.slot) == rank]
+            assert list(idle) == own, "the idle nodes of a rank are others, or in another order, than among all"
         age = {digest: order for order, digest in enumerate(self.idle)}
         for digest, node in self.idle.items():
             parent = node.parent
