@@ -18,9 +18,7 @@ def start(command: list[str], descriptor: int) -> Process:
     """Runs `command`, which inherits `descriptor`, as the first process of a new group."""
     # An idle OpenMP thread spins for about 50 us, not for milliseconds: others may need the core.
     environment = {"GOMP_SPINCOUNT": "20000", **os.environ}
-    return subprocess.Popen(
-        command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, env=environment, process_group=0
-    )
+    return subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, env=environment, process_group=0)
 
 
 def kill(process: Process) -> None:
