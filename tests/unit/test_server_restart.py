@@ -37,6 +37,10 @@ def watched(running: Running) -> list[str]:
     return failed
 
 
+def until_made(running: Running, count: int) -> None:
+    until(lambda: len(running.given.engines) == count)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_failed_engine_is_replaced(stream: bool) -> None:
     with serving(prepare=healthy, token_s=0.001) as running:
@@ -72,7 +76,7 @@ def test_failed_engine_is_shut_down_before_the_next_is_made(monkeypatch: pytest.
     with serving(prepare=lambda number, engine: seen.append(list(ended))) as running:
         first = running.engine
         first.die("lost")
-        until(lambda: len(running.given.engines) == 2)
+        until_made(running, 2)
         assert seen == [[], [id(first)]]
 
 
@@ -95,7 +99,7 @@ def test_a_success_makes_room_for_more_restarts() -> None:
         for number in range(2 * MOST):
             assert running.http.post(TEXT, json=text()).status_code == 200
             running.engine.die("lost")
-            until(lambda: len(running.given.engines) == number + 2)  # noqa: B023
+            until_made(running, number + 2)
             running.wait(200)
         assert running.metric("engine_restarts_total") == 2 * MOST
 
@@ -104,7 +108,7 @@ def test_a_success_makes_room_for_more_restarts() -> None:
 def test_failure_to_start_again_is_tried_again(error: Exception) -> None:
     with serving(prepare=fails_to_start(error, 1, 2)) as running:
         running.engine.die("lost")
-        until(lambda: len(running.given.engines) == 4)
+        until_made(running, 4)
         running.wait(200)
         assert running.http.post(TEXT, json=text()).status_code == 200
 

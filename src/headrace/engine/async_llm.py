@@ -281,6 +281,6 @@ async def _cancel(task: asyncio.Task[None] | None) -> None:
 async def _receive(reader: asyncio.StreamReader) -> m.FromEngine | None:
     try:
         body = await reader.readexactly(m.length(await reader.readexactly(m.LENGTH.size)))
-    except asyncio.IncompleteReadError:
-        return None
+    except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
+        return None  # a reset is the end of a process that had not read all we sent
     return m.from_engine(body)
