@@ -169,8 +169,11 @@ async def test_time_in_which_we_stood_still_is_no_silence_of_the_engine() -> Non
     llm = AsyncLLM(replace(CONFIG, engine_timeout_s=2.0))
     await llm.start()
     try:
-        await asyncio.sleep(0)
-        time.sleep(3)  # noqa: ASYNC251
+        assert llm.process_id is not None
+        await asyncio.sleep(0.7)
+        os.kill(llm.process_id, signal.SIGSTOP)  # the whole machine stands still
+        time.sleep(3)
+        os.kill(llm.process_id, signal.SIGCONT)
         assert len(await collect(llm.generate("In the beginning", GREEDY))) == 20
     finally:
         await llm.shutdown()

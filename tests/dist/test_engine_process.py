@@ -19,6 +19,7 @@ from headrace.engine.worker import Link, read
 PARENT = """
 import os, signal, subprocess, sys
 link = os.fdopen(int(sys.argv[1]), "r+b", 0)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which the system sends to stopped processes of a group without parent
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 os.kill(child.pid, signal.SIGSTOP)
 if sys.argv[2] == "deaf":
