@@ -59,6 +59,8 @@ class EngineConfig:
     max_queued_requests: int = _flag(512, "Requests that may wait; more are refused with 429.")
     max_queued_tokens: int = _flag(1_000_000, "Prompt tokens that may wait; more are refused with 429.")
     log_interval_s: float = _flag(5.0, "Seconds between status lines while busy.")
+    restart: bool = _flag(True, "Start the engine again after a failure; without it the server ends with code 1.")
+    engine_timeout_s: float = _flag(10.0, "An engine process silent for so many seconds counts as hung and is killed.")
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_sequences", "max_queued_requests", "max_queued_tokens"):
@@ -72,8 +74,9 @@ class EngineConfig:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError("api_key must not be empty; leave it out to serve without one")
-        if self.log_interval_s <= 0:
-            raise ValueError(f"log_interval_s must be above 0, got {self.log_interval_s}")
+        for name in ("log_interval_s", "engine_timeout_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
         choices = {
             "dtype": DType, "quantization": Quantization, "attention_backend": Backend, "kv_cache_dtype": KVDType,
         }  # fmt: skip

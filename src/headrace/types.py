@@ -6,7 +6,7 @@ Imports no torch, so that the tree, the plan and the scheduler can be tested wit
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 CHUNK = 64
@@ -161,7 +161,10 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass(slots=True)
 class Metrics:
-    """What one request cost. Times in seconds; `cached_tokens` of the prompt came from the cache, unmultiplied by n."""
+    """What one request cost. Times in seconds; `cached_tokens` of the prompt came from the cache, unmultiplied by n.
+
+    `strategy` names how several ranks computed the prompt, `strategy_reason` says why; both are empty with one rank.
+    """
 
     ttft_s: float = 0.0
     e2e_s: float = 0.0
@@ -169,6 +172,8 @@ class Metrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    strategy: str = ""
+    strategy_reason: str = ""
 
 
 @dataclass(slots=True)
@@ -248,7 +253,10 @@ class Delta:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters and gauges of the engine, taken between steps. Counters only grow; times in seconds."""
+    """Counters and gauges of the engine, taken between steps. Counters only grow; times in seconds.
+
+    `strategies` counts prefills by the strategy that several ranks computed them with.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -267,6 +275,19 @@ class EngineStats:
     finished_abort: int = 0
     steps: int = 0
     step_s: float = 0.0
+    strategies: dict[str, int] = field(default_factory=dict)
+
+    def after(self, earlier: EngineStats) -> EngineStats:
+        """These gauges, and these counters on top of those of an engine that ended. Both records stay as they are."""
+        names = [f.name for f in fields(self) if f.name not in (*STATS_GAUGES, "strategies")]
+        summed = {name: getattr(self, name) + getattr(earlier, name) for name in names}
+        kinds = dict.fromkeys((*earlier.strategies, *self.strategies))
+        strategies = {kind: earlier.strategies.get(kind, 0) + self.strategies.get(kind, 0) for kind in kinds}
+        return replace(self, **summed, strategies=strategies)
+
+
+STATS_GAUGES = ("running", "waiting", "kv_chunks_total", "kv_chunks_used", "kv_chunks_cached", "kv_chunks_unshared")
+"""Fields of EngineStats that tell how things stand; all others count."""
 
 
 def field_names(kind: type) -> tuple[str, ...]:

@@ -304,7 +304,7 @@ def test_key_and_full_queue(tmp_path: Path) -> None:
 
 
 def test_killed_engine_ends_the_server(tmp_path: Path) -> None:
-    with process(tmp_path) as doomed:
+    with process(tmp_path, "--no-restart") as doomed:
         doomed.wait_ready()
         errors: list[BaseException] = []
 
@@ -329,3 +329,28 @@ def test_killed_engine_ends_the_server(tmp_path: Path) -> None:
         assert time.monotonic() - killed < 10
         reader.join(5)
         assert len(errors) == 1 and isinstance(errors[0], openai.APIError), errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_lost_engine_is_replaced(tmp_path: Path, number: signal.Signals) -> None:
+    with process(tmp_path, "--engine-timeout-s", "2") as server:
+        server.wait_ready()
+        right = server.http.post(TEXT, json=text()).json()["choices"][0]["text"]
+        lost = server.engine()
+        stream = server.client().completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        os.kill(lost.pid, number)
+        with pytest.raises(openai.APIError, match="ended" if number == signal.SIGKILL else "hung"):
+            for _ in stream:
+                pass
+        until(lambda: server.health() == 503)
+        refused = server.http.post(TEXT, json=text())
+        check_refusal(refused, 503, None)
+        assert refused.json()["error"]["code"] == "restarting" and int(refused.headers["retry-after"]) >= 1
+        server.wait_ready()
+        assert server.http.post(TEXT, json=text()).json()["choices"][0]["text"] == right
+        assert server.metric("engine_restarts_total") == 1
+        assert server.engine().pid != lost.pid and not lost.is_running()
+        assert server.stop() == 0

@@ -1,10 +1,11 @@
-"""The engine in its own process: streaming, aborts, overload, death."""
+"""The engine in its own process: streaming, aborts, overload, death, silence."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -123,6 +124,61 @@ async def test_killed_engine_fails_what_is_under_way_and_says_so(llm: AsyncLLM) 
         await collect(llm.generate("more", GREEDY))
 
 
+async def test_hung_engine_is_noticed_and_ended() -> None:
+    llm = AsyncLLM(replace(CONFIG, engine_timeout_s=1.0))
+    await llm.start()
+    try:
+        stream = llm.generate("In the beginning", LONG)
+        await anext(stream)
+        process = llm.process_id
+        assert process is not None
+        os.kill(process, signal.SIGSTOP)
+        with pytest.raises(EngineDead, match="hung: no sign of life for 1 s"):
+            await asyncio.wait_for(collect(stream), 20)
+        assert "hung" in await asyncio.wait_for(llm.wait_dead(), 10) and not llm.alive
+    finally:
+        await llm.shutdown()
+    assert "hung" in str(llm.failure) and not Path(f"/proc/{process}").exists()
+
+
+async def test_engine_that_hangs_when_idle_is_noticed() -> None:
+    llm = AsyncLLM(replace(CONFIG, engine_timeout_s=1.0))
+    await llm.start()
+    try:
+        assert llm.process_id is not None
+        os.kill(llm.process_id, signal.SIGSTOP)
+        assert "hung" in await asyncio.wait_for(llm.wait_dead(), 20)
+    finally:
+        await llm.shutdown()
+
+
+async def test_engine_that_hangs_while_loading_is_noticed() -> None:
+    llm = AsyncLLM(replace(CONFIG, engine_timeout_s=1.0))
+
+    def stop(done: int, total: int) -> None:
+        assert llm.process_id is not None
+        os.kill(llm.process_id, signal.SIGSTOP)
+
+    with pytest.raises(EngineDead, match="hung"):
+        await asyncio.wait_for(llm.start(stop), 60)
+        await asyncio.wait_for(collect(llm.generate("late", LONG)), 20)  # it was ready before the signal reached it
+    await llm.shutdown()
+
+
+async def test_time_in_which_we_stood_still_is_no_silence_of_the_engine() -> None:
+    llm = AsyncLLM(replace(CONFIG, engine_timeout_s=2.0))
+    await llm.start()
+    try:
+        assert llm.process_id is not None
+        await asyncio.sleep(0.7)
+        os.kill(llm.process_id, signal.SIGSTOP)  # the whole machine stands still
+        time.sleep(3)
+        os.kill(llm.process_id, signal.SIGCONT)
+        assert len(await collect(llm.generate("In the beginning", GREEDY))) == 20
+    finally:
+        await llm.shutdown()
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [({"model": "/nowhere"}, "no folder with a config.json"), ({"max_model_len": 10**9}, "max_model_len")],
@@ -139,3 +195,14 @@ async def test_engine_process_ends_with_its_parent(llm: AsyncLLM) -> None:
     assert process is not None and Path(f"/proc/{process}").exists()
     await llm.shutdown()
     assert not Path(f"/proc/{process}").exists()
+
+
+async def test_end_with_unread_messages_is_told_as_an_end(llm: AsyncLLM) -> None:
+    """The socket of a process that dies before it has read everything is reset, not closed."""
+    assert llm.process_id is not None
+    os.kill(llm.process_id, signal.SIGSTOP)
+    pending = asyncio.ensure_future(collect(llm.generate("unread", GREEDY)))
+    await asyncio.sleep(0)
+    os.kill(llm.process_id, signal.SIGKILL)
+    with pytest.raises(EngineDead, match="the engine process ended"):
+        await asyncio.wait_for(pending, 10)

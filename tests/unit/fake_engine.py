@@ -82,6 +82,7 @@ class FakeEngine:
         self.start_error: Exception | None = None
         self.fail_after_tokens: int | None = None
         self.aborted: list[str] = []
+        self.strategy = self.strategy_reason = ""
         self.salts: list[tuple[str | None, int]] = []
         self._started = False
         self._dead = asyncio.Event()
@@ -176,6 +177,8 @@ class _Run:
         stats.kv_chunks_unshared += 2 * self.chunks
         stats.prompt_tokens += len(self.prompt)
         stats.prefilled_tokens += len(self.prompt)
+        if strategy := self.engine.strategy:
+            stats.strategies[strategy] = stats.strategies.get(strategy, 0) + 1
 
     async def step(self) -> list[Delta]:
         """One token for each unfinished sequence."""
@@ -198,7 +201,8 @@ class _Run:
         output = sum(len(sequence.token_ids) for sequence in self.sequences)
         cached = len(self.prompt) // 64 * 64 // 2
         times = (self.first - self.arrival, now - self.arrival, self.turn - self.arrival)
-        return Metrics(*times, len(self.prompt), cached, output)
+        engine = self.engine
+        return Metrics(*times, len(self.prompt), cached, output, engine.strategy, engine.strategy_reason)
 
     def close(self) -> None:
         stats = self.engine.stats

@@ -23,21 +23,43 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 
 
+class Maker:
+    """Makes fake engines. `prepare(number, engine)` may arrange failures; while `hold` is cleared none is made."""
+
+    def __init__(self, config: EngineConfig, prepare: Callable[[int, FakeEngine], None], **options: Any) -> None:
+        self.config, self.prepare, self.options = config, prepare, options
+        self.engines: list[FakeEngine] = []
+        self.hold = threading.Event()
+        self.hold.set()
+
+    async def __call__(self) -> FakeEngine:
+        await asyncio.to_thread(self.hold.wait, 20)
+        engine = FakeEngine(self.config, **self.options)
+        self.prepare(len(self.engines), engine)
+        self.engines.append(engine)
+        return engine
+
+
 class Running:
     """A server in a thread of this process."""
 
-    def __init__(self, engine: FakeEngine, config: EngineConfig) -> None:
-        self.engine = engine
+    def __init__(self, given: FakeEngine | Maker, config: EngineConfig) -> None:
+        self.given = given
         self.config = config
         sock = bind("127.0.0.1", 0)
         self.port = sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.app = create_app(engine, config)
+        self.app = create_app(given, config)
         self.server = make_server(self.app)
         self.server.config.timeout_graceful_shutdown = 1
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve(sockets=[sock])), daemon=True)
         self.thread.start()
         self.http = httpx.Client(base_url=self.url, timeout=20)
+
+    @property
+    def engine(self) -> FakeEngine:
+        """The latest."""
+        return self.given.engines[-1] if isinstance(self.given, Maker) else self.given
 
     def wait(self, status: int = 200) -> None:
         until(lambda: self.http.get("/health").status_code == status)
@@ -73,9 +95,12 @@ def metric(page: str, name: str, **labels: str) -> float:
 
 @contextmanager
 def serving(ready: bool = True, **options: Any) -> Iterator[Running]:
+    """A server over one fake engine or, given `prepare`, over a Maker. Options are EngineConfig's or the engine's."""
     settings = {k: options.pop(k) for k in list(options) if k in EngineConfig.__dataclass_fields__}
     config = EngineConfig(model="fake", **settings)
-    running = Running(FakeEngine(config, **options), config)
+    prepare = options.pop("prepare", None)
+    given = FakeEngine(config, **options) if prepare is None else Maker(config, prepare, **options)
+    running = Running(given, config)
     try:
         if ready:
             running.wait()

@@ -46,11 +46,12 @@ class Answer:
 
 
 def figures(metrics: Metrics) -> str:
-    """One line: what was cached, what was new, how fast."""
+    """One line: what was cached, what was new, how fast, and which strategy computed it where there are ranks."""
     decode_s = metrics.e2e_s - metrics.ttft_s
     speed = f"{(metrics.output_tokens - 1) / decode_s:.1f} tokens/s" if decode_s > 0 else "- tokens/s"
     new = metrics.prompt_tokens - metrics.cached_tokens
+    how = f", prefill by {metrics.strategy} ({metrics.strategy_reason})" if metrics.strategy else ""
     return (
         f"prompt {metrics.prompt_tokens} tokens ({metrics.cached_tokens} cached, {new} new), "
-        f"first token after {metrics.ttft_s:.3f} s, {metrics.output_tokens} tokens at {speed}"
+        f"first token after {metrics.ttft_s:.3f} s, {metrics.output_tokens} tokens at {speed}{how}"
     )

@@ -72,6 +72,10 @@ def _show(prompt: str, answer: Answer, json_lines: bool, streamed: bool, quiet: 
 
 def _record(prompt: str, answer: Answer) -> dict[str, Any]:
     m = answer.metrics
-    counts = {} if m is None else {"prompt_tokens": m.prompt_tokens, "cached_tokens": m.cached_tokens}
+    counts: dict[str, Any] = {}
+    if m is not None:
+        counts = {"prompt_tokens": m.prompt_tokens, "cached_tokens": m.cached_tokens}
+        if m.strategy:
+            counts |= {"strategy": m.strategy, "strategy_reason": m.strategy_reason}
     output = {"text": answer.text, "finish_reason": answer.finish_reason, "output_tokens": len(answer.token_ids)}
     return {"prompt": prompt, **output, **counts}

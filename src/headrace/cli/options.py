@@ -22,6 +22,7 @@ SERVER_ONLY = {
     "max_queued_requests",
     "max_queued_tokens",
     "log_interval_s",
+    "restart",
 }
 """Settings that mean nothing without a server."""
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
-import subprocess
 import sys
 import time
 import uuid
@@ -14,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 from headrace.config import EngineConfig
 from headrace.engine import messages as m
+from headrace.engine import process
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.tokenizer import Tokenizer
 from headrace.types import (
@@ -30,6 +29,9 @@ from headrace.types import (
 
 Item = Delta | Exception
 
+PING_S = 1.0
+"""Seconds between pings; less where the timeout is short."""
+
 
 class AsyncLLM:
     """An engine process and its queue.
@@ -40,7 +42,8 @@ class AsyncLLM:
             print(delta.text, end="")
         await llm.shutdown()
 
-    Waiting requests are bounded by max_queued_requests and max_queued_tokens (Overloaded beyond).
+    Waiting requests are bounded by max_queued_requests and max_queued_tokens (Overloaded beyond). An engine process
+    that says nothing for engine_timeout_s is killed; all waiting then end with EngineDead, as after any failure.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -49,9 +52,11 @@ class AsyncLLM:
         self.stats = EngineStats()
         self.tokenizer: Tokenizer | None = None
         self._capacity: Capacity | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: process.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._silence_s: float | None = None
         self._dead = asyncio.Event()
         self._closing = False
         self._streams: dict[str, asyncio.Queue[Item]] = {}
@@ -79,14 +84,11 @@ class AsyncLLM:
         folder = model_folder(self.config.model)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "headrace.engine.worker", str(theirs.fileno())]
-        # An idle OpenMP thread spins for about 50 us, not for milliseconds: others may need the core.
-        environment = {"GOMP_SPINCOUNT": "20000", **os.environ}
         with theirs:
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
-            )
+            self._process = process.start(command, theirs.fileno())
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._send(m.Load(self.config))
+        self._watch = asyncio.create_task(self._keep_watch(self._process))
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, folder))  # while the weights arrive
         try:
             await self._until_ready(reader, progress)
@@ -99,14 +101,15 @@ class AsyncLLM:
 
     async def _until_ready(self, reader: asyncio.StreamReader, progress: Callable[[int, int], None] | None) -> None:
         while self._capacity is None:
-            message = await _receive(reader)
+            message = await self._receive(reader)
             if isinstance(message, m.Ready):
                 self._capacity = message.capacity
                 self.stats = EngineStats(kv_chunks_total=message.capacity.kv_cache_tokens // CHUNK)
             elif isinstance(message, m.Progress) and progress is not None:
                 progress(message.done, message.total)
             elif isinstance(message, m.Failed) or message is None:
-                self.failure = message.reason if message else "the engine process ended while loading"
+                told = message.reason if message else "the engine process ended while loading"
+                self.failure = self.failure or told
                 settings = isinstance(message, m.Failed) and message.settings
                 raise ValueError(self.failure) if settings else EngineDead(self.failure)
 
@@ -114,7 +117,7 @@ class AsyncLLM:
         """Hands out what the engine says until it falls silent."""
         reason = "the engine process ended"
         try:
-            while (message := await _receive(reader)) is not None:
+            while (message := await self._receive(reader)) is not None:
                 if isinstance(message, m.Events):
                     self._hand_out(message)
                 elif isinstance(message, m.Failed):
@@ -122,6 +125,28 @@ class AsyncLLM:
         except Exception as error:  # whatever it is, those who wait must hear of it
             reason = f"the link to the engine broke: {type(error).__name__}: {error}"
         self._die(reason)
+
+    async def _keep_watch(self, engine: process.Process) -> None:
+        """Pings the engine process and kills it after engine_timeout_s of silence.
+
+        Silence is counted from its first word on, since what it imports before may hold up all of its threads, and in
+        our own ticks, so that time in which this process stood still does not count.
+        """
+        tick_s = min(PING_S, self.config.engine_timeout_s / 4)
+        while self._silence_s is None or self._silence_s < self.config.engine_timeout_s:
+            self._send(m.Ping())
+            await asyncio.sleep(tick_s)
+            if self._silence_s is not None:
+                self._silence_s += tick_s
+        if self.failure is None:
+            self.failure = f"the engine process hung: no sign of life for {self.config.engine_timeout_s:g} s"
+        process.kill(engine)  # the end of the socket does the rest
+
+    async def _receive(self, reader: asyncio.StreamReader) -> m.FromEngine | None:
+        """The next message, None at the end. Each is a sign of life."""
+        message = await _receive(reader)
+        self._silence_s = 0.0
+        return message
 
     def _hand_out(self, events: m.Events) -> None:
         self.stats = events.stats
@@ -237,31 +262,25 @@ class AsyncLLM:
     async def shutdown(self) -> None:
         """Ends the engine process; requests under way end with EngineDead. May be called twice."""
         self._closing = True
+        await _cancel(self._watch)
         if self._writer is not None:
             self._writer.close()
         if self._process is not None:
-            await asyncio.to_thread(_end, self._process)
-        if self._listener is not None:
-            self._listener.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._listener
+            await asyncio.to_thread(process.end, self._process)
+        await _cancel(self._listener)
         self._die("the engine was shut down")
+
+
+async def _cancel(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 async def _receive(reader: asyncio.StreamReader) -> m.FromEngine | None:
     try:
         body = await reader.readexactly(m.length(await reader.readexactly(m.LENGTH.size)))
-    except asyncio.IncompleteReadError:
-        return None
+    except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
+        return None  # a reset is the end of a process that had not read all we sent
     return m.from_engine(body)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Waits for a process whose socket is closed; ends it by force if it does not listen."""
-    for action in (process.terminate, process.kill):
-        try:
-            process.wait(timeout=5)
-            return
-        except subprocess.TimeoutExpired:
-            action()
-    process.wait()

@@ -33,6 +33,14 @@ class Abort(msgspec.Struct, tag=True):
     request_id: str
 
 
+class Ping(msgspec.Struct, tag=True):
+    """To the engine: are you there? Its reading thread answers Pong, however long the step under way takes."""
+
+
+class Pong(msgspec.Struct, tag=True):
+    """From the engine: the answer to Ping."""
+
+
 class Progress(msgspec.Struct, tag=True):
     """From the engine: weights loaded so far."""
 
@@ -62,8 +70,8 @@ class Failed(msgspec.Struct, tag=True):
     settings: bool = False
 
 
-ToEngine = Load | Add | Abort
-FromEngine = Progress | Ready | Events | Failed
+ToEngine = Load | Add | Abort | Ping
+FromEngine = Progress | Ready | Events | Failed | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: Any = msgspec.msgpack.Decoder(ToEngine)

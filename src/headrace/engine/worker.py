@@ -1,6 +1,7 @@
 """The engine's process: `python -m headrace.engine.worker FD`, FD being a connected socket inherited from the server.
 
-One thread reads the socket, the main thread steps. It ends when the socket does, so it never outlives its server.
+One thread reads the socket and answers pings, the main thread steps. It ends when the socket does, so it never
+outlives its server.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from headrace.types import InvalidRequest, UnsupportedModel
 def main(descriptor: int) -> int:
     """Serves until the other side closes the socket. Exit status 0, or 1 after a failure (which is reported first)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-c reaches the server, which ends this process
-    link = socket.socket(fileno=descriptor)
+    link = Link(socket.socket(fileno=descriptor))
     try:
         return _serve(link)
     except (BrokenPipeError, ConnectionResetError):
@@ -32,30 +33,59 @@ def main(descriptor: int) -> int:
         return 1
 
 
-def _report(link: socket.socket, failure: m.Failed) -> None:
+class Link:
+    """The socket, for a thread that reads and several that send. Raises OSError where the other side is gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._sending = threading.Lock()  # whole frames only
+
+    def send(self, message: m.FromEngine) -> None:
+        frame = m.frame(message)
+        with self._sending:
+            self._sock.sendall(frame)
+
+    def receive(self) -> m.ToEngine | None:
+        """The next message; None at the end of the stream."""
+        header = self._exactly(m.LENGTH.size)
+        body = header and self._exactly(m.length(header))
+        return m.to_engine(body) if body else None
+
+    def _exactly(self, count: int) -> bytes | None:
+        """`count` bytes, or None if the stream ends before."""
+        parts: list[bytes] = []
+        while count:
+            part = self._sock.recv(min(count, 1 << 20))
+            if not part:
+                return None
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+
+def _report(link: Link, failure: m.Failed) -> None:
     with contextlib.suppress(OSError):  # nobody may be listening any more
-        link.sendall(m.frame(failure))
+        link.send(failure)
 
 
-def _serve(link: socket.socket) -> int:
-    first = _receive(link)
+def _serve(link: Link) -> int:
+    first = link.receive()
     if not isinstance(first, m.Load):
         return 0
+    inbox: queue.SimpleQueue[m.ToEngine | None] = queue.SimpleQueue()
+    threading.Thread(target=read, args=(link, inbox), daemon=True).start()
     from headrace.engine.core import EngineCore
     from headrace.engine.loader import load
 
-    loaded = load(first.config, lambda done, total: link.sendall(m.frame(m.Progress(done, total))))
+    loaded = load(first.config, lambda done, total: link.send(m.Progress(done, total)))
     core = EngineCore(loaded)
-    link.sendall(m.frame(m.Ready(loaded.capacity)))
-    inbox: queue.SimpleQueue[m.ToEngine | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(link, inbox), daemon=True).start()
+    link.send(m.Ready(loaded.capacity))
     while True:
         refused: dict[str, str] = {}
         if not _drain(core, inbox, refused):
             return 0
         deltas = core.step()
-        events = m.Events(deltas, core.take_started(), refused, core.stats())
-        link.sendall(m.frame(events))
+        link.send(m.Events(deltas, core.take_started(), refused, core.stats()))
 
 
 def _drain(core: object, inbox: queue.SimpleQueue[m.ToEngine | None], refused: dict[str, str]) -> bool:
@@ -79,32 +109,19 @@ def _drain(core: object, inbox: queue.SimpleQueue[m.ToEngine | None], refused: d
     return True
 
 
-def _read(link: socket.socket, inbox: queue.SimpleQueue[m.ToEngine | None]) -> None:
-    """Moves messages from the socket to the inbox; None at the end."""
+def read(link: Link, inbox: queue.SimpleQueue[m.ToEngine | None]) -> None:
+    """Moves messages from the link to the inbox, None at the end; pings are answered at once."""
     try:
-        while (message := _receive(link)) is not None:
-            inbox.put(message)
+        while (message := link.receive()) is not None:
+            if isinstance(message, m.Ping):
+                link.send(m.Pong())
+            else:
+                inbox.put(message)
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the server is gone
     except (OSError, ValueError):
         traceback.print_exc()
     inbox.put(None)
-
-
-def _receive(link: socket.socket) -> m.ToEngine | None:
-    header = _exactly(link, m.LENGTH.size)
-    body = header and _exactly(link, m.length(header))
-    return m.to_engine(body) if body else None
-
-
-def _exactly(link: socket.socket, count: int) -> bytes | None:
-    """`count` bytes, or None if the stream ends before."""
-    parts: list[bytes] = []
-    while count:
-        part = link.recv(min(count, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from headrace.server.state import MakeEngine, ServerState
 def create_app(engine: Engine | MakeEngine, config: EngineConfig) -> FastAPI:
     """`engine` is started when the application starts, in the background: until then every route answers 503.
 
-    It may also be a coroutine function that makes the engine, so that slow imports happen after the port is bound.
+    It may also be a coroutine function that makes the engine, so that slow imports happen after the port is bound, and
+    so that it can be made again after a failure (`restart`); an engine given as such cannot.
     Raises ValueError for an empty API key, which would open the door that it is to lock.
     The state (phase, failure, metrics) stands in `app.state.headrace`.
     """

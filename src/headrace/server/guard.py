@@ -45,8 +45,14 @@ class Guard:
             raise ApiError(401, "missing or wrong API key", None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
         if self.state.phase == "loading":
             raise ApiError(503, "the model is still loading", None, "loading", {"Retry-After": "5"})
-        if self.state.phase == "failed" and scope["path"] != "/metrics":
-            raise ApiError(503, str(self.state.reason), None, "engine_dead")
+        if self.state.phase in ("restarting", "failed") and scope["path"] != "/metrics":
+            raise self._away()
+
+    def _away(self) -> ApiError:
+        if self.state.phase == "failed":
+            return ApiError(503, str(self.state.reason), None, "engine_dead")
+        wait = {"Retry-After": str(self.state.retry_after_s)}
+        return ApiError(503, f"{self.state.reason}; it is being started again", None, "restarting", wait)
 
 
 class _Reply:

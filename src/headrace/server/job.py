@@ -87,6 +87,15 @@ class Job:
         return sum(len(choice.token_ids) for choice in self.choices)
 
     @property
+    def strategy(self) -> str:
+        """How the prompts were computed: a name, several where they differ; empty with one rank."""
+        return ", ".join(dict.fromkeys(m.strategy for m in self.metrics if m.strategy))
+
+    @property
+    def strategy_reason(self) -> str:
+        return "; ".join(dict.fromkeys(m.strategy_reason for m in self.metrics if m.strategy_reason))
+
+    @property
     def done(self) -> bool:
         return all(choice.finish_reason for choice in self.choices)
 

@@ -78,6 +78,11 @@ class _EngineCollector(Collector):
         for reason, source in FINISHES.items():
             ended.add_metric([self.model, reason], getattr(stats, source))
         yield ended
+        labels = ["model_name", "strategy"]
+        prefills = CounterMetricFamily(PREFIX + "prefills", "Prefills by several ranks, by strategy.", labels=labels)
+        for strategy, count in stats.strategies.items():
+            prefills.add_metric([self.model, strategy], count)
+        yield prefills
 
     def _with_value(self, family: Metric, stats: EngineStats, source: str) -> Metric:
         family.add_metric([self.model], getattr(stats, source))
@@ -101,7 +106,8 @@ class _PeakCollector(Collector):
 
 
 class ServerMetrics:
-    """One registry per server. `refused` counts answers other than 2xx, `gone` requests whose client left."""
+    """One registry per server. `refused` counts answers other than 2xx, `gone` requests whose client left, `restarts`
+    engines that replaced a failed one."""
 
     def __init__(self, stats: Callable[[], EngineStats], capacity: Callable[[], Capacity | None], model: str) -> None:
         self.registry = CollectorRegistry()
@@ -116,6 +122,9 @@ class ServerMetrics:
         }
         self.refused = Counter(
             PREFIX + "http_errors", "Answers other than 2xx, by status.", ["status"], registry=self.registry
+        )
+        self.restarts = Counter(
+            PREFIX + "engine_restarts", "Times a failed engine was started again.", registry=self.registry
         )
         self.gone = Counter(PREFIX + "clients_gone", "Requests whose client left early.", registry=self.registry)
 

@@ -84,6 +84,8 @@ def _health(state: ServerState) -> Response:
         told = f"the model is still loading ({state.loaded:.0%})"
     else:
         told = "the engine has failed" if state.config.api_key else str(state.reason)
+        if state.phase == "restarting":
+            told += f"; it is being started again ({state.loaded:.0%} loaded)"
     return JsonReply({"status": state.phase, **ApiError(503, told, None, state.phase).body()}, status_code=503)
 
 

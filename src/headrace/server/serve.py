@@ -26,17 +26,17 @@ from headrace.server.status import address
 log = logging.getLogger("headrace.server")
 
 GRACE_S = 3.0
-"""After an engine failure /health answers 503 for so long, for balancers to see; then the process ends."""
+"""After the last engine failure /health answers 503 for so long, for balancers to see; then the process ends."""
 
 DEADLINE_S = 7.0
-"""After an engine failure the process ends by now, whatever still hangs."""
+"""After the last engine failure the process ends by now, whatever still hangs."""
 
 FINISH_S = 10
 """After SIGTERM running requests may go on for so long."""
 
 
 def serve(config: EngineConfig, make_engine: MakeEngine | None = None) -> int:
-    """Serves until a signal or a failure. Returns the exit code: 0 after a signal, 1 after a failure, 2 where the
+    """Serves until a signal or a failure. Returns the exit code: 0 after a signal, 1 after the last failure, 2 where the
     settings or the model cannot work. Raises OSError where the port cannot be bound."""
     app = create_app(make_engine or _engine_maker(config), config)
     sock = bind(config.host, config.port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,20 +14,23 @@ from headrace.config import EngineConfig
 from headrace.server.engine import Capacity, Engine
 from headrace.server.job import Job, cancel
 from headrace.server.metrics import ServerMetrics
+from headrace.server.restarts import MOST, WINDOW_S, RestartLimit
 from headrace.server.status import StatusLines, capacity_lines, job_line
 from headrace.types import EngineDead, EngineStats
 
 log = logging.getLogger("headrace.server")
 
-Phase = Literal["loading", "ready", "failed"]
+Phase = Literal["loading", "ready", "restarting", "failed"]
 MakeEngine = Callable[[], Awaitable[Engine]]
 T = TypeVar("T")
 
 
 class ServerState:
-    """Life of the engine: loading -> ready -> failed, or loading -> failed. `on_failure` is called once at the end.
+    """Life of the engine: loading -> ready [-> restarting -> ready ...] -> failed, or loading -> failed. `on_failure`
+    is called once at the end.
 
-    `reason` says why it failed, `error` is what stopped it from loading, `loaded` the share of the model that is in.
+    A failed engine is replaced if the settings say so, it can be made again, and RestartLimit allows it. `reason` says
+    why it failed, `error` is what stopped it from loading, `loaded` the share of the model that is in.
     """
 
     def __init__(self, engine: Engine | MakeEngine, config: EngineConfig) -> None:
@@ -40,6 +44,9 @@ class ServerState:
         self.on_failure: Callable[[], None] = lambda: None
         self.admitting = 0
         self._was_ready = False
+        self._earlier = EngineStats()
+        self._limit = RestartLimit()
+        self._uptime_s = self._ready_s = self._load_s = self._load_start_s = 0.0
         self.created = int(time.time())
         self._given = engine
         self._engine: Engine | None = None
@@ -53,8 +60,16 @@ class ServerState:
             raise EngineDead(self.reason or "the model is still loading")
         return self._engine
 
+    @property
+    def retry_after_s(self) -> int:
+        """Whole seconds until a restarting engine should be ready, by the time the last one took to load."""
+        left = self._load_s - (time.monotonic() - self._load_start_s)
+        return max(1, math.ceil(left))
+
     def stats(self) -> EngineStats:
-        return self._engine.stats if self._engine is not None and self._was_ready else EngineStats()
+        """Gauges of the engine that is ready, and counters of all engines since the start."""
+        own = self._engine.stats if self._engine is not None and self._was_ready else EngineStats()
+        return own.after(self._earlier)
 
     def capacity(self) -> Capacity | None:
         """What the engine holds; None before it is ready."""
@@ -81,20 +96,56 @@ class ServerState:
             return
         lines = asyncio.create_task(StatusLines(self.stats).run(self.config.log_interval_s))
         try:
-            self._fail(f"the engine has failed: {await engine.wait_dead()}")
-        except Exception as error:
-            self._fail(f"the watch on the engine has failed: {error!r}")
+            reason = await self._watch(engine)
+            while self._may_restart():
+                reason = await self._restart(reason)
+            self._fail(reason)
         finally:
             await cancel(lines)
 
     async def _load(self) -> Engine:
+        self._load_start_s = time.monotonic()
         engine = await self._given() if callable(self._given) else self._given
         self._engine = engine
         await engine.start(self._note_progress)
         for line in capacity_lines(engine.capacity, self.config, self.model):
             log.info(line)
         self.phase, self._was_ready = "ready", True
+        self._ready_s = time.monotonic()
+        self._load_s = self._ready_s - self._load_start_s
         return engine
+
+    async def _watch(self, engine: Engine) -> str:
+        """Waits until the engine has failed; what is to be said of it."""
+        try:
+            return f"the engine has failed: {await engine.wait_dead()}"
+        except Exception as error:
+            return f"the watch on the engine has failed: {error!r}"
+        finally:
+            self._uptime_s += time.monotonic() - self._ready_s
+
+    def _may_restart(self) -> bool:
+        if not self.config.restart or not callable(self._given):
+            return False
+        allowed = self._limit.allows(self._uptime_s)
+        if not allowed:
+            log.error("no further restart: %d within %.0f s of uptime, and no request succeeded", MOST, WINDOW_S)
+        return allowed
+
+    async def _restart(self, reason: str) -> str:
+        """Replaces the failed engine; returns when the new one has failed too, with the reason."""
+        self.phase, self.reason, self.loaded, self._load_start_s = "restarting", reason, 0.0, time.monotonic()
+        log.error("%s; starting it again", reason)
+        self.metrics.restarts.inc()
+        self._earlier, self._was_ready = self.stats(), False
+        try:
+            if self._engine is not None:
+                await self._engine.shutdown()
+            engine = await self._load()
+        except Exception as error:
+            return f"the engine has failed and cannot be started again: {error or repr(error)}"
+        self.reason = None
+        return await self._watch(engine)
 
     def _note_progress(self, done: int, total: int) -> None:
         """Tells of every tenth of the loading."""
@@ -111,6 +162,7 @@ class ServerState:
         """The account of one request that reached the engine, however it ended."""
         if outcome == "done":
             self.metrics.observe(job)
+            self._limit.note_success()
         elif outcome == "client gone":
             self.metrics.gone.inc()
         log.info(job_line(job, outcome))

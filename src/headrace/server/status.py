@@ -45,9 +45,10 @@ def job_line(job: Job, outcome: str) -> str:
         return f"{head}, output {job.output_tokens}"
     told = figures(job)
     speed = f"{told['decode_tokens_per_s']:.1f} tok/s" if told["decode_tokens_per_s"] else "- tok/s"
+    how = f", prefill by {job.strategy} ({job.strategy_reason})" if job.strategy else ""
     return (
         f"{head} ({told['cached_tokens']} cached, {told['new_tokens']} new), output {job.output_tokens}, "
-        f"ttft {told['ttft_s']:.3f} s, queue {told['queue_s']:.3f} s, {speed}"
+        f"ttft {told['ttft_s']:.3f} s, queue {told['queue_s']:.3f} s, {speed}{how}"
     )
 
 
@@ -68,7 +69,7 @@ class StatusLines:
 
     def _copy(self) -> dict[str, float]:
         stats = self.stats()
-        return {name: getattr(stats, name) for name in EngineStats.__dataclass_fields__}
+        return {name: getattr(stats, name) for name in EngineStats.__dataclass_fields__ if name != "strategies"}
 
 
 def status_line(before: dict[str, float], now: dict[str, float], seconds: float) -> str:

@@ -1,0 +1,50 @@
+"""The engine's process, and whatever it starts in its turn: one process group, so that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+
+END_S = 5.0
+"""So long may a process take to end by itself, and again after SIGTERM."""
+
+Process = subprocess.Popen[bytes]
+
+
+def start(command: list[str], descriptor: int) -> Process:
+    """Runs `command`, which inherits `descriptor`, as the first process of a new group."""
+    # An idle OpenMP thread spins for about 50 us, not for milliseconds: others may need the core.
+    environment = {"GOMP_SPINCOUNT": "20000", **os.environ}
+    return subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, env=environment, process_group=0)
+
+
+def kill(process: Process) -> None:
+    """SIGKILL to the whole group, stopped processes too. Without effect once the process has been waited for: until
+    then its id, which is the group's, cannot belong to anybody else."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def end(process: Process) -> None:
+    """Waits for a process that has been told to end; ends it by force if it does not, and then its group."""
+    if process.returncode is not None:
+        return
+    if not _ended(process, END_S):
+        os.kill(process.pid, signal.SIGTERM)
+        _ended(process, END_S)
+    kill(process)
+    process.wait()
+
+
+def _ended(process: Process, seconds: float) -> bool:
+    """Whether the process ends within that time. It is left unreaped, so that its group can still be killed."""
+    deadline = time.monotonic() + seconds
+    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.01)
+    return True

@@ -1,0 +1,130 @@
+"""The engine's process group ends as a whole; pings are answered while the computing thread is busy."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace.engine import messages as m
+from headrace.engine import process
+from headrace.engine.worker import Link, read
+
+PARENT = """
+import os, signal, subprocess, sys
+link = os.fdopen(int(sys.argv[1]), "r+b", 0)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which the system sends to stopped processes of a group without parent
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+os.kill(child.pid, signal.SIGSTOP)
+if sys.argv[2] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+link.write(b"%10d" % child.pid)
+while link.read(1) or sys.argv[2] == "deaf":
+    pass
+"""
+
+
+def started(behaviour: str) -> tuple[process.Process, socket.socket, int]:
+    """(process, our end of its socket, id of its stopped child)."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        number = str(theirs.fileno())
+        made = process.start([sys.executable, "-c", PARENT, number, behaviour], theirs.fileno())
+    return made, ours, int(ours.recv(10, socket.MSG_WAITALL))
+
+
+def gone(pid: int) -> bool:
+    """Whether it has ended, reaped or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while not gone(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.01)
+
+
+def test_what_is_left_of_the_group_ends_with_its_first_process() -> None:
+    made, ours, child = started("obedient")
+    assert not gone(child)
+    ours.close()
+    process.end(made)
+    assert made.returncode == 0
+    until_gone(child)
+    process.end(made)
+    process.kill(made)
+
+
+def test_kill_ends_stopped_processes_of_the_group() -> None:
+    made, ours, child = started("obedient")
+    process.kill(made)
+    until_gone(child)
+    assert made.wait(10) == -9
+    ours.close()
+
+
+def test_process_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "END_S", 0.2)
+    made, ours, child = started("deaf")
+    ours.close()
+    process.end(made)
+    assert made.returncode == -9
+    until_gone(child)
+
+
+def test_others_are_left_alone() -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    made, ours, _ = started("obedient")
+    process.kill(made)
+    process.end(made)
+    ours.close()
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+
+
+def test_ping_is_answered_while_nobody_takes_messages() -> None:
+    """As during a long step: the inbox is not looked at."""
+    ours, theirs = socket.socketpair()
+    inbox: queue.SimpleQueue[m.ToEngine | None] = queue.SimpleQueue()
+    reader = threading.Thread(target=read, args=(Link(theirs), inbox))
+    reader.start()
+    ours.settimeout(20)
+    for message in (m.Abort("a"), m.Ping(), m.Abort("b"), m.Ping()):
+        ours.sendall(m.frame(message))
+    pong = m.frame(m.Pong())
+    with ours.makefile("rb") as stream:
+        assert stream.read(2 * len(pong)) == pong * 2
+    ours.close()
+    reader.join(20)
+    assert [inbox.get_nowait() for _ in range(inbox.qsize())] == [m.Abort("a"), m.Abort("b"), None]
+    theirs.close()
+
+
+def test_frames_of_two_threads_do_not_mix() -> None:
+    ours, theirs = socket.socketpair()
+    link = Link(theirs)
+    large = m.Failed("x" * 1_000_000)
+    threads = [
+        threading.Thread(target=lambda: [link.send(large) for _ in range(5)]),
+        threading.Thread(target=lambda: [link.send(m.Pong()) for _ in range(500)]),
+    ]
+    for thread in threads:
+        thread.start()
+    received = []
+    with ours.makefile("rb") as stream:
+        for _ in range(505):
+            received.append(m.from_engine(stream.read(m.length(stream.read(m.LENGTH.size)))))
+    assert received.count(large) == 5 and received.count(m.Pong()) == 500
+    for thread in threads:
+        thread.join()
