@@ -9,7 +9,8 @@ one row, and whatever is elementwise is add, multiply or a table look-up.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -22,6 +23,7 @@ from headrace.kernels import block, ops
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.rope import Rope
+from headrace.models.shards import Group, Share, Width
 from headrace.models.weights import LEARNED_OFFSET, Progress, load_weights
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 
 Weights = dict[str, Tensor]
 Matrices = dict[str, ops.Weight]
+Whole = Callable[[Width, Tensor], Tensor]
+"""x [T, this rank's share of a width] -> [T, that width]."""
 LOOKED_UP = ("embed.weight", "positions.weight")
 """Tables of rows: looked up, not multiplied by."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
@@ -49,12 +53,24 @@ class TokenBatch:
     rope_lengths: Tensor | None = None
 
 
-class Layer:
-    """One block: attention and MLP, in the order that ModelConfig.block says."""
+def _alone(width: Width, x: Tensor) -> Tensor:
+    """Whole, where one rank computes all."""
+    return x
 
-    def __init__(self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int) -> None:
+
+class Layer:
+    """One block: attention and MLP, in the order that ModelConfig.block says.
+
+    Of several tensor ranks each has its share of the heads, of the MLP's width and of the output (models.shards);
+    `whole` puts the shares together.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: Whole = _alone
+    ) -> None:
         self.config = config
         self.index = index
+        self.whole = whole
         prefix = f"layers.{index}."
         self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         self.matrices = {name.removeprefix(prefix): w for name, w in matrices.items() if name.startswith(prefix)}
@@ -62,17 +78,18 @@ class Layer:
     def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend) -> Tensor:
         """x [T, H] -> [T, H]."""
         if self.config.block == "post":
-            x = self._norm("attention_norm", x + self._attention(x, cos_sin, attend))
-            return self._norm("mlp_norm", x + self._mlp(x))
+            x = self._norm("attention_norm", x + self.whole("hidden", self._attention(x, cos_sin, attend)))
+            return self._norm("mlp_norm", x + self.whole("hidden", self._mlp(x)))
         first = self._norm("attention_norm", x)
         attended = self._attention(first, cos_sin, attend)
         if self.config.block == "parallel":
             second = self._norm("mlp_norm", x) if self.config.mlp_norm else first
-            return x + (self._mlp(second) + attended)
-        x = x + attended
-        return x + self._mlp(self._norm("mlp_norm", x))
+            return x + self.whole("hidden", self._mlp(second) + attended)
+        x = x + self.whole("hidden", attended)
+        return x + self.whole("hidden", self._mlp(self._norm("mlp_norm", x)))
 
     def _attention(self, x: Tensor, cos_sin: Tensor | None, attend: Attend) -> Tensor:
+        """x [T, H] -> [T, this rank's share of H]."""
         spec = self.config.attention
         heads = self._linear("qkv", x).view(len(x), spec.heads + 2 * spec.kv_heads, spec.head_dim)
         q, k, v = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
@@ -82,11 +99,13 @@ class Layer:
         if cos_sin is not None:
             q, k = ops.rotary(q, cos_sin), ops.rotary(k, cos_sin)
         out = attend(self.index, q, k, v)
-        return self._linear("out", out.reshape(len(x), -1))
+        return self._linear("out", self.whole("heads", out.reshape(len(x), -1)))
 
     def _mlp(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, this rank's share of H]."""
         inner = self._linear("up", x)
-        return self._linear("down", ops.silu_mul(inner) if self.config.gated else self._activate(inner))
+        inner = ops.silu_mul(inner) if self.config.gated else self._activate(inner)
+        return self._linear("down", self.whole("inner", inner))
 
     def _activate(self, x: Tensor) -> Tensor:
         if self.config.activation == "relu":
@@ -119,10 +138,17 @@ class Decoder:
     `matrices` are the weights that rows are multiplied by, packed where that pays; `weights` the tensors that are not.
 
     `key_bias` [Hq, max_model_len] fp32 is added to the scaled scores by head and key position (ALiBi), if not None.
+
+    With `tensor`, one of several tensor ranks: `weights` are its share, and `config.attention` and `key_bias` become
+    those of its own heads, so that keys and values are stored for these alone. All ranks of the group call `forward`
+    with the same batches in the same order, and get the same hidden states; rank 0 alone has `logits`.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, quantization: Quantization = "none") -> None:
-        self.config = config
+    def __init__(
+        self, config: ModelConfig, weights: Weights, quantization: Quantization = "none", tensor: Group | None = None
+    ) -> None:
+        share = _share(config, tensor)
+        self.config = config if share is None else replace(config, attention=share.attention)
         self.matrices: Matrices = {
             name: _packed(name, w, quantization)
             for name, w in weights.items()
@@ -131,13 +157,16 @@ class Decoder:
         # What was packed is not kept twice.
         self.weights = {name: w for name, w in weights.items() if self.matrices.get(name, w) is w}
         self.dtype = weights["embed.weight"].dtype
-        self.layers = self._layers()
+        self.layers = self._layers(share, tensor)
         self.rope = Rope(config.rope, config.attention.head_dim) if config.rope else None
         self.key_bias = alibi_bias(config.attention, config.max_model_len) if config.positions == "alibi" else None
+        if self.key_bias is not None and share is not None:
+            self.key_bias = self.key_bias[share.heads.start : share.heads.stop].clone()
 
-    def _layers(self) -> block.Blocks | OneByOne:
-        layers = [Layer(self.config, self.weights, self.matrices, index) for index in range(self.config.layers)]
-        reason = block.obstacle(layers)
+    def _layers(self, share: Share | None, tensor: Group | None) -> block.Blocks | OneByOne:
+        whole = _alone if share is None or tensor is None else _gathered(share, tensor)
+        layers = [Layer(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
+        reason = block.obstacle(layers) if share is None else f"shared by {share.size} tensor ranks"
         if reason is None:
             return block.Blocks(_shape(self.config), layers)
         log.info("layers one operation at a time (%s)", reason)
@@ -156,7 +185,9 @@ class Decoder:
         return ops.linear(x, self.matrices["project_out.weight"]) if "project_out.weight" in self.matrices else x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E] -> fp32 [R, V]."""
+        """hidden [R, E] -> fp32 [R, V]. Raises ValueError on a tensor rank other than 0."""
+        if "head.weight" not in self.matrices:
+            raise ValueError("this tensor rank has no head; ask rank 0 of its group for logits")
         return ops.linear(hidden, self.matrices["head.weight"], wide=True)
 
     def _embed(self, batch: TokenBatch) -> Tensor:
@@ -166,6 +197,16 @@ class Decoder:
         if self.config.positions == "learned":
             x = x + F.embedding(batch.positions + LEARNED_OFFSET, self.weights["positions.weight"])
         return x
+
+
+def _share(config: ModelConfig, tensor: Group | None) -> Share | None:
+    """What this rank computes; None: everything."""
+    return None if tensor is None or tensor.size == 1 else Share(config, tensor.rank, tensor.size)
+
+
+def _gathered(share: Share, tensor: Group) -> Whole:
+    widths: dict[Width, list[int]] = {width: share.widths(width) for width in get_args(Width)}
+    return lambda width, x: tensor.gather(x, widths[width])
 
 
 def _shape(config: ModelConfig) -> block.Shape:
@@ -203,11 +244,13 @@ def load_decoder(
     dtype: Literal["auto", "bfloat16", "float32"] = "auto",
     progress: Progress | None = None,
     quantization: Quantization = "none",
+    tensor: Group | None = None,
 ) -> Decoder:
     """Reads the model in `folder`; `auto` computes in the checkpoint's type, float16 as bfloat16.
 
     `quantization` rounds every matrix that rows are multiplied by, the head among them; embeddings, norms and biases
-    stay. Raises UnsupportedModel naming what Headrace does not implement, ValueError for a folder that is not sound.
+    stay. With `tensor` only this rank's share is read and kept. Raises UnsupportedModel naming what Headrace does not
+    implement, ValueError for a folder that is not sound or a model that the ranks cannot share.
     """
     if dtype not in ("auto", "bfloat16", "float32"):
         raise ValueError(f"dtype must be auto, bfloat16 or float32, got {dtype!r}")
@@ -215,4 +258,5 @@ def load_decoder(
         raise ValueError(f"quantization must be one of {', '.join(get_args(Quantization))}, got {quantization!r}")
     config = read_config(folder)
     compute = DTYPES[config.dtype if dtype == "auto" else dtype]
-    return Decoder(config, load_weights(Path(folder), config, compute, progress), quantization)
+    weights = load_weights(Path(folder), config, compute, progress, _share(config, tensor))
+    return Decoder(config, weights, quantization, tensor)

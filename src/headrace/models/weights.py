@@ -21,6 +21,7 @@ from headrace.models.config import DTYPES
 from headrace.models.families import FAMILIES
 from headrace.models.families.base import Names
 from headrace.models.files import weight_files
+from headrace.models.shards import Share
 from headrace.models.spec import ModelConfig
 
 Progress = Callable[[int, int], None]
@@ -80,9 +81,13 @@ class Checkpoint:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, progress: Progress | None = None
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    share: Share | None = None,
 ) -> dict[str, Tensor]:
-    """The decoder's tensors by our names, in `dtype`, each with memory of its own.
+    """The decoder's tensors by our names, in `dtype`, each with memory of its own; of `share` only what it holds.
 
     Raises ValueError naming tensors that are missing, unexpected or of another shape or type than config.json implies.
     """
@@ -93,13 +98,14 @@ def load_weights(
         weights: dict[str, Tensor] = {}
         shared: dict[tuple[str, ...], Tensor] = {}
         for done, (name, slot) in enumerate(slots.items(), 1):
-            if sources[name] not in shared:
-                shared[sources[name]] = _fuse(checkpoint, slot, sources[name], dtype)
-            weights[name] = shared[sources[name]]
+            if share is None or share.holds(name):
+                if sources[name] not in shared:
+                    rows = _rows(config, name, share)
+                    shared[sources[name]] = _fuse(checkpoint, slot, sources[name], dtype, rows)
+                weights[name] = shared[sources[name]]
             if progress is not None:
                 progress(done, len(slots))
-    _reorder_qkv(config, weights)
-    if config.tied and torch.equal(weights["head.weight"], weights["embed.weight"]):
+    if config.tied and "head.weight" in weights and torch.equal(weights["head.weight"], weights["embed.weight"]):
         weights["head.weight"] = weights["embed.weight"]
     return weights
 
@@ -196,21 +202,30 @@ def _misfits(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...]) -> li
     return found
 
 
-def _fuse(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...], dtype: torch.dtype) -> Tensor:
-    fused = torch.empty(slot.shape(sum(slot.parts)), dtype=dtype)
+def _fuse(
+    checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...], dtype: torch.dtype, rows: Tensor | None
+) -> Tensor:
+    """The sources one after another, or of all their rows the ones numbered `rows`, in that order."""
+    fused = torch.empty(slot.shape(sum(slot.parts) if rows is None else len(rows)), dtype=dtype)
     start = 0
     for source in sources:
         part = checkpoint.read(source)
-        fused[start : start + len(part)].copy_(part)
-        start += len(part)
+        end = start + len(part)
+        if rows is None:
+            fused[start:end].copy_(part)
+        else:
+            here = (rows >= start) & (rows < end)
+            fused[here] = part[rows[here] - start].to(dtype)
+        start = end
     return fused
 
 
-def _reorder_qkv(config: ModelConfig, weights: dict[str, Tensor]) -> None:
+def _rows(config: ModelConfig, name: str, share: Share | None) -> Tensor | None:
+    """Rows of the checkpoint's tensors that make ours, where that is not all of them in their order."""
+    kept = share.rows(name) if share else None
+    mine = None if kept is None else torch.cat([torch.arange(part.start, part.stop) for part in kept])
     qkv_rows = FAMILIES[config.architecture].qkv_rows
-    if qkv_rows is None:
-        return
-    rows = torch.tensor(qkv_rows(config.attention))
-    for name in weights:
-        if ".qkv." in name:
-            weights[name] = weights[name][rows]
+    if qkv_rows is None or ".qkv." not in name:
+        return mine
+    stored = torch.tensor(qkv_rows(config.attention))
+    return stored if mine is None else stored[mine]

@@ -1,0 +1,145 @@
+"""A tensor rank's share of a decoder: which heads it computes, and which rows of each weight it holds.
+
+H: hidden size, I: MLP width, Hq, Hkv: query and KV heads, D: head size, M: tensor ranks, T: rows (tokens) of a step.
+Every matrix is cut by outputs and none by inputs. An output element is then one sum over all inputs, in the order of
+one rank, and has the same bits; Megatron-LM (arXiv 1909.08053, section 3) cuts `out` and `down` by inputs instead, and
+adds partial sums in an order that depends on M. What that costs in traffic: parallel.tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from headrace.config import AttentionSpec
+from headrace.models.spec import ModelConfig
+
+Width = Literal["heads", "inner", "hidden"]
+"""What ranks gather: the attended heads [T, Hq D], the MLP's activations [T, I], the block's output [T, H]."""
+
+UNIT = 64
+"""Widths are cut at multiples of this where they are long enough: packed weights come in blocks of 64 outputs."""
+
+LEAST = 32
+"""Outputs that a rank has at least: torch's fp32 product adds up in another order for fewer than 12 outputs, and its
+elementwise functions compute by 32."""
+
+
+class Group(Protocol):
+    """The ranks that compute a decoder together, seen from one of them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """x [T, widths[rank]] of this rank -> [T, sum(widths)], the ranks' columns in order; every rank gets them.
+
+        All ranks call it equally often, with the same T and widths.
+        """
+        ...
+
+
+def shard(config: ModelConfig, rank: int, size: int) -> AttentionSpec:
+    """Attention of the tensor rank `rank` of `size`: its own heads. More ranks than KV heads hold copies of them.
+
+    Raises ValueError, with the remedy, where the heads cannot be shared out evenly.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"tensor rank {rank} does not exist in a group of {size}")
+    spec = config.attention
+    if spec.heads % size or max(spec.kv_heads, size) % min(spec.kv_heads, size):
+        fitting = [str(n) for n in range(1, spec.heads + 1) if _fits(spec, n)]
+        raise ValueError(
+            f"tensor_parallel_size {size} does not divide {spec.heads} query heads and {spec.kv_heads} KV heads; "
+            f"this model can use {', '.join(fitting)}"
+        )
+    return replace(spec, heads=spec.heads // size, kv_heads=max(1, spec.kv_heads // size))
+
+
+def _fits(spec: AttentionSpec, size: int) -> bool:
+    return spec.heads % size == 0 and max(spec.kv_heads, size) % min(spec.kv_heads, size) == 0
+
+
+def cut(name: str, total: int, size: int) -> list[range]:
+    """The columns of a width that each rank computes; the last ranks have more where it does not divide.
+
+    Raises ValueError for a width of less than LEAST columns a rank.
+    """
+    if total < LEAST * size:
+        raise ValueError(
+            f"tensor_parallel_size {size} leaves less than {LEAST} of {name} {total} to a rank; "
+            f"use {max(1, total // LEAST)} or fewer"
+        )
+    unit = UNIT if total >= UNIT * size else LEAST
+    bounds = [rank * (total // unit) // size * unit for rank in range(size)] + [total]
+    return [range(*pair) for pair in pairwise(bounds)]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What tensor rank `rank` of `size` computes of the model `config`. Raises ValueError as `shard` and `cut` do."""
+
+    config: ModelConfig
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        for width in ("heads", "inner", "hidden"):
+            self.widths(width)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        return shard(self.config, self.rank, self.size)
+
+    @property
+    def heads(self) -> range:
+        """Query heads of this rank, by their numbers in the model."""
+        count = self.attention.heads
+        return range(self.rank * count, (self.rank + 1) * count)
+
+    @property
+    def kv_heads(self) -> range:
+        """KV heads of this rank: those that its query heads attend."""
+        first = self.rank * self.config.attention.kv_heads // self.size
+        return range(first, first + self.attention.kv_heads)
+
+    def widths(self, width: Width) -> list[int]:
+        """How many columns each rank has of what is gathered."""
+        if width == "heads":
+            return [self.attention.heads * self.attention.head_dim] * self.size
+        return [len(columns) for columns in self._cut(width)]
+
+    def _cut(self, width: Width) -> list[range]:
+        if width == "inner":
+            return cut("intermediate_size", self.config.intermediate_size, self.size)
+        return cut("hidden_size", self.config.hidden_size, self.size)
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has any of the tensor `name`. The head stands whole on rank 0, where logits are wanted."""
+        return name != "head.weight" or self.rank == 0
+
+    def rows(self, name: str) -> list[range] | None:
+        """Rows of our tensor `name` (see models.weights) that this rank holds, in order; None: all of them.
+
+        Embeddings, norms and the projections around the layers are small or cheap, and whole on every rank.
+        """
+        module = name.split(".")[-2]
+        if module == "qkv":
+            return self._qkv_rows()
+        if module == "up":
+            mine, inner = self._cut("inner")[self.rank], self.config.intermediate_size
+            return [mine, range(mine.start + inner, mine.stop + inner)] if self.config.gated else [mine]
+        return [self._cut("hidden")[self.rank]] if module in ("out", "down") else None
+
+    def _qkv_rows(self) -> list[range]:
+        spec, dim = self.config.attention, self.config.attention.head_dim
+        starts = (0, spec.heads, spec.heads + spec.kv_heads)
+        parts = zip(starts, (self.heads, self.kv_heads, self.kv_heads), strict=True)
+        return [range((start + heads.start) * dim, (start + heads.stop) * dim) for start, heads in parts]

@@ -1,0 +1,374 @@
+"""Tensor parallelism: ranks that share heads and outputs give the bits of one rank, whatever the model is made of.
+
+M: tensor ranks, T: rows, H: hidden size, I: MLP width, Hq, Hkv: query and KV heads, D: head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.attention import plan as planning
+from headrace.attention.execute import PlanAttention
+from headrace.config import AttentionSpec, Quantization
+from headrace.kernels import cpu, table
+from headrace.kv.storage import KVStorage
+from headrace.models.config import read_config
+from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
+from headrace.models.shards import LEAST, Share, cut
+from headrace.models.spec import ModelConfig
+from headrace.models.weights import expected, load_weights
+from headrace.parallel.tensor import TensorGroup, shard
+from headrace.parallel.transport import LoopbackHub, RankLost
+from headrace.types import chunks_for
+from tests.cpu.checkpoints import VOCAB, make_checkpoint
+
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
+
+Result = TypeVar("Result")
+Model = tuple[str, dict[str, Any]]
+MODELS: dict[str, Model] = {
+    "MHA": ("llama_bias", {}),
+    "GQA": ("llama_gqa", {}),
+    "MQA": ("llama", dict(num_key_value_heads=1)),
+    "tied": ("llama_tied", {}),
+    "dynamic rope": ("llama_dynamic", {}),
+    "windows": ("mistral_window", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "opt": ("opt", {}),
+    "post-norm, projected embeddings": ("opt350", {}),
+    "norms without weights": ("opt_plain", {}),
+    "falcon 7": ("falcon7", {}),
+    "falcon 7 with biases": ("falcon7_bias", {}),
+    "ALiBi": ("falcon_rw", {}),
+    "falcon 40": ("falcon40", {}),
+    "one norm": ("falcon11", {}),
+}
+"""Kind of tests.cpu.checkpoints, and fields of its configuration. All have 4 query heads, H 128, I 192 or 512."""
+UNEVEN: dict[str, Model] = {
+    "llama": ("llama_gqa", dict(hidden_size=240, intermediate_size=330, num_attention_heads=6, num_key_value_heads=3)),
+    "ALiBi": ("falcon_rw_odd", {}),
+}
+"""Models for three ranks: widths that neither the ranks nor the blocks of packed weights divide."""
+STEPS = ((70, 0), (1, 33), (1, 1), (64, 1))
+"""Rows of two sequences in each step."""
+
+every_model = pytest.mark.parametrize("model", MODELS)
+every_type = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Model], Path]:
+    """The checkpoint of a model, written once."""
+
+    @lru_cache(None)
+    def write(kind: str, fields: tuple[tuple[str, Any], ...]) -> Path:
+        return make_checkpoint(kind, tmp_path_factory.mktemp(kind), **dict(fields))
+
+    return lambda model: write(model[0], tuple(model[1].items()))
+
+
+def on_ranks(size: int, work: Callable[[TensorGroup], Result], hub: LoopbackHub | None = None) -> list[Result]:
+    """What each rank's thread returns; the first error otherwise."""
+    hub = hub or LoopbackHub(size)
+
+    def one(rank: int) -> Result:
+        torch.set_num_threads(1)
+        try:
+            with torch.inference_mode():
+                return work(TensorGroup(hub.transport(rank)))
+        except BaseException as error:
+            hub.fail(f"rank {rank}: {error}")
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        futures = [threads.submit(one, rank) for rank in range(size)]
+        errors = [error for future in futures if (error := future.exception())]
+        for error in sorted(errors, key=lambda error: isinstance(error, RankLost)):
+            raise error
+    assert hub.broken or hub.left_over() == 0
+    return [future.result() for future in futures]
+
+
+def run(decoder: Decoder, backend: str = "cpu") -> tuple[list[Tensor], KVStorage]:
+    """Hidden states of each of STEPS, and the storage that the keys and values went to."""
+    spec, seen, hidden = decoder.config.attention, [0, 0], []
+    storage = KVStorage(spec, 8, decoder.dtype)
+    slots = [np.array([0, 2, 3], dtype=np.int32), np.array([1, 4, 5], dtype=np.int32)]
+    for counts in STEPS:
+        spans = [
+            planning.Span(slots[i][: chunks_for(seen[i] + count)], seen[i], count)
+            for i, count in enumerate(counts)
+            if count
+        ]
+        plan = planning.build(spans)
+        attend = PlanAttention(plan, storage, spec, backend, decoder.key_bias)
+        positions = torch.from_numpy(plan.positions)
+        batch = TokenBatch((positions * 7 + 3) % VOCAB, positions, (positions + 1).clamp(min=200))
+        hidden.append(decoder.forward(batch, attend).clone())
+        seen = [before + count for before, count in zip(seen, counts, strict=True)]
+    return hidden, storage
+
+
+def check_same_bits(
+    folder: Path, size: int, dtype: Any, quantization: Quantization = "none", backend: str = "cpu"
+) -> None:
+    whole = load_decoder(folder, dtype, quantization=quantization)
+    hidden, storage = run(whole, backend)
+    logits = whole.logits(hidden[-1])
+
+    def rank(group: TensorGroup) -> tuple[list[Tensor], KVStorage, Tensor | None]:
+        decoder = load_decoder(folder, dtype, quantization=quantization, tensor=group)
+        states, mine = run(decoder, backend)
+        return states, mine, decoder.logits(states[-1]) if group.rank == 0 else None
+
+    for number, (states, mine, got) in enumerate(on_ranks(size, rank)):
+        for step, (one, other) in enumerate(zip(hidden, states, strict=True)):
+            assert torch.equal(one, other), f"rank {number}, step {step}"
+        heads = Share(whole.config, number, size).kv_heads
+        for pool, part in zip(storage.k + storage.v, mine.k + mine.v, strict=True):
+            assert torch.equal(pool[:, heads.start : heads.stop], part)
+        assert got is None or torch.equal(got, logits)
+
+
+def backend_here() -> str:
+    return "cpu" if cpu.available() else "reference"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@every_type
+@every_model
+def test_ranks_give_the_bits_of_one(model: str, dtype: str, size: int, folder: Callable[[Model], Path]) -> None:
+    check_same_bits(folder(MODELS[model]), size, dtype, backend=backend_here())
+
+
+@every_type
+@pytest.mark.parametrize("model", UNEVEN)
+def test_widths_need_not_divide(model: str, dtype: str, folder: Callable[[Model], Path]) -> None:
+    check_same_bits(folder(UNEVEN[model]), 3, dtype, backend=backend_here())
+
+
+@every_type
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("model", ["GQA", "opt", "falcon 40"])
+def test_quantised_ranks_give_the_bits_of_one(
+    model: str, quantization: Quantization, dtype: str, folder: Callable[[Model], Path]
+) -> None:
+    check_same_bits(folder(MODELS[model]), 4, dtype, quantization, backend_here())
+
+
+@every_type
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("model", ["GQA", "falcon 7", "ALiBi"])
+def test_without_the_cpp_kernels_too(
+    model: str, quantization: Quantization, dtype: str, folder: Callable[[Model], Path]
+) -> None:
+    with table.force("torch"):
+        check_same_bits(folder(MODELS[model]), 2, dtype, quantization, "reference")
+
+
+def test_the_test_can_fail(folder: Callable[[Model], Path]) -> None:
+    """Shares put together in another order give other hidden states."""
+
+    class Reversed(TensorGroup):
+        def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+            return torch.cat(super().gather(x, widths).split(list(widths), dim=1)[::-1], dim=1)
+
+    path = folder(MODELS["GQA"])
+    (expected_states, _) = run(load_decoder(path, "float32"), backend_here())
+    wrong = on_ranks(
+        2, lambda group: run(load_decoder(path, "float32", tensor=Reversed(group.transport)), backend_here())[0]
+    )
+    assert not torch.equal(wrong[0][0], expected_states[0])
+
+
+# What a rank holds
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@every_model
+def test_shares_make_up_every_weight(model: str, size: int, folder: Callable[[Model], Path]) -> None:
+    """Rows of `out`, `up` and `down` lie on one rank each, those of qkv too but for shared KV heads."""
+    path = folder(MODELS[model])
+    config = read_config(path)
+    whole = load_weights(path, config, torch.float32)
+    parts = [load_weights(path, config, torch.float32, share=Share(config, rank, size)) for rank in range(size)]
+    assert [("head.weight" in part) for part in parts] == [True] + [False] * (size - 1)
+    for name, tensor in whole.items():
+        module, held = name.split(".")[-2], sum(len(part[name]) for part in parts if name in part)
+        if module in ("out", "up", "down"):
+            assert held == len(tensor)
+        elif module == "qkv":
+            spec = config.attention
+            copies = spec.head_dim * 2 * (max(size, spec.kv_heads) - spec.kv_heads)
+            assert held == len(tensor) + copies
+        elif module != "head":
+            assert all(torch.equal(part[name], tensor) for part in parts)
+    assert set(parts[0]) == set(expected(config))
+
+
+def test_progress_counts_what_is_left_out(folder: Callable[[Model], Path]) -> None:
+    calls: list[tuple[int, int]] = []
+    path = folder(MODELS["GQA"])
+    config = read_config(path)
+    load_weights(path, config, torch.float32, lambda *at: calls.append(at), Share(config, 1, 2))
+    total = len(expected(config))
+    assert calls == [(done, total) for done in range(1, total + 1)]
+
+
+def test_only_rank_0_has_logits(folder: Callable[[Model], Path]) -> None:
+    path = folder(MODELS["GQA"])
+    decoders = on_ranks(2, lambda group: load_decoder(path, "float32", tensor=group))
+    assert decoders[0].logits(torch.zeros(1, 128)).shape == (1, VOCAB)
+    with pytest.raises(ValueError, match="ask rank 0"):
+        decoders[1].logits(torch.zeros(1, 128))
+
+
+def test_a_group_of_one_is_no_group(folder: Callable[[Model], Path]) -> None:
+    path = folder(MODELS["GQA"])
+    alone = load_decoder(path, "bfloat16", tensor=TensorGroup(LoopbackHub(1).transport(0)))
+    plain = load_decoder(path, "bfloat16")
+    assert type(alone.layers) is type(plain.layers)
+    assert alone.config == plain.config
+    (decoder, _) = on_ranks(2, lambda group: load_decoder(path, "bfloat16", tensor=group))
+    assert isinstance(decoder.layers, OneByOne)
+
+
+# Sizes
+
+
+def config_of(heads: int, kv_heads: int, **fields: int) -> ModelConfig:
+    spec = AttentionSpec(2, heads, kv_heads, 16, 0.25, (None, 100))
+    sizes = dict(vocab_size=64, hidden_size=256, intermediate_size=512, embed_size=256, layers=2, max_model_len=64)
+    return ModelConfig(
+        architecture="", attention=spec, dtype="float32", positions="rope", norm="rms", norm_eps=1e-5,
+        activation="silu", gated=True, **sizes | fields,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "mine"),
+    [(8, 8, 4, [[0, 1], [2, 3], [4, 5], [6, 7]]), (8, 4, 2, [[0, 1], [2, 3]]), (8, 2, 4, [[0], [0], [1], [1]]),
+     (8, 1, 4, [[0]] * 4), (12, 3, 6, [[0], [0], [1], [1], [2], [2]])],
+)  # fmt: skip
+def test_a_rank_has_the_kv_heads_that_its_heads_attend(
+    heads: int, kv_heads: int, size: int, mine: list[list[int]]
+) -> None:
+    config = config_of(heads, kv_heads)
+    group = config.attention.group
+    for rank in range(size):
+        share = Share(config, rank, size)
+        assert list(share.kv_heads) == mine[rank]
+        assert sorted({head // group for head in share.heads}) == mine[rank]
+        spec = shard(config, rank, size)
+        assert spec == replace(config.attention, heads=heads // size, kv_heads=len(mine[rank]))
+        assert {head // spec.group for head in range(spec.heads)} == set(range(spec.kv_heads))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "fitting"),
+    [(8, 8, 3, "1, 2, 4, 8"), (12, 3, 2, "1, 3, 6, 12"), (12, 3, 4, "1, 3, 6, 12"), (8, 2, 16, "1, 2, 4, 8")],
+)
+def test_heads_that_cannot_be_shared_are_refused(heads: int, kv_heads: int, size: int, fitting: str) -> None:
+    with pytest.raises(ValueError, match=f"tensor_parallel_size {size} does not divide .* can use {fitting}$"):
+        shard(config_of(heads, kv_heads), 0, size)
+
+
+def test_a_rank_outside_its_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="tensor rank 2 does not exist in a group of 2"):
+        shard(config_of(8, 8), 2, 2)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size"])
+def test_widths_too_narrow_to_share_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"less than {LEAST} of {name} 127 to a rank; use 3 or fewer"):
+        Share(config_of(8, 8, **{name: 127}), 0, 4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("total", [256, 300, 1001, 5632, 11008])
+def test_a_cut_leaves_no_gap_and_whole_blocks(total: int, size: int) -> None:
+    parts = cut("width", total, size)
+    assert [column for part in parts for column in part] == list(range(total))
+    unit = 64 if total >= 64 * size else 32
+    assert all(part.start % unit == 0 for part in parts)
+    assert max(map(len, parts)) - min(map(len, parts)) < 2 * unit
+
+
+# Traffic
+
+
+@pytest.mark.parametrize(("model", "exchanges"), [("GQA", 4), ("opt", 4), ("falcon 40", 3)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_sent_are_as_documented(model: str, exchanges: int, size: int, folder: Callable[[Model], Path]) -> None:
+    """A rank sends its share of Hq D + 2 H + I elements (a parallel block: Hq D + H + I) to each other rank."""
+    path = folder(MODELS[model])
+    config = read_config(path)
+
+    def sent(group: TensorGroup) -> tuple[int, int]:
+        run(load_decoder(path, "bfloat16", tensor=group), backend_here())
+        traffic = group.transport.traffic
+        return sum(traffic.bytes.values()), sum(traffic.messages.values())
+
+    totals = on_ranks(size, sent)
+    spec, rows = config.attention, sum(map(sum, STEPS))
+    outputs = 1 if config.block == "parallel" else 2
+    gathered = spec.heads * spec.head_dim + outputs * config.hidden_size + config.intermediate_size
+    assert sum(sent for sent, _ in totals) == (size - 1) * gathered * rows * config.layers * 2
+    assert {count for _, count in totals} == {(size - 1) * exchanges * config.layers * len(STEPS)}
+
+
+# Exchanges
+
+
+def test_gathers_keep_their_order_beyond_a_thousand() -> None:
+    """More exchanges than a tag has layers; ranks run ahead of each other as they like."""
+
+    def count(group: TensorGroup) -> list[int]:
+        ones = torch.ones(1, 1 + group.rank)
+        return [int(group.gather(ones * (10 * i + group.rank), [1, 2]).sum()) for i in range(1100)]
+
+    assert on_ranks(2, count) == [[30 * i + 2 for i in range(1100)]] * 2
+
+
+@every_type
+def test_gather_puts_uneven_shares_in_order(dtype: str) -> None:
+    widths = [64, 1, 70]
+    whole = torch.randn(5, 2 * sum(widths)).to(getattr(torch, dtype))[:, ::2]  # columns are not contiguous
+    for group, got in on_ranks(
+        3, lambda group: (group.rank, group.gather(whole.split(widths, dim=1)[group.rank], widths))
+    ):
+        assert torch.equal(got, whole), group
+
+
+def test_gather_of_no_rows() -> None:
+    assert [x.shape for x in on_ranks(2, lambda group: group.gather(torch.empty(0, 3), [3, 3]))] == [(0, 6)] * 2
+
+
+def test_gather_refuses_another_width() -> None:
+    with pytest.raises(ValueError, match="tensor rank 0 of 2 cannot gather"):
+        TensorGroup(LoopbackHub(2).transport(0)).gather(torch.empty(1, 3), [4, 4])
+
+
+def test_a_lost_rank_ends_the_forward_of_the_others(folder: Callable[[Model], Path]) -> None:
+    path, hub = folder(MODELS["GQA"]), LoopbackHub(2)
+
+    def work(group: TensorGroup) -> None:
+        decoder = load_decoder(path, "float32", tensor=group)
+        if group.rank == 1:
+            hub.fail("rank 1 is gone")
+            return
+        with pytest.raises(RankLost, match="rank 1 is gone"):
+            run(decoder, backend_here())
+
+    on_ranks(2, work, hub)
