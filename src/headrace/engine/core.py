@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from headrace.engine.detokenizer import Detokenizer
+from headrace.engine.driver import Driver
 from headrace.engine.loader import Loaded
 from headrace.engine.runner import Computed
 from headrace.engine.sampler import (
@@ -29,7 +30,7 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, Slice
 from headrace.engine.stopping import finish_reason
 from headrace.kv.cache import Table
-from headrace.types import Delta, EngineStats, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
+from headrace.types import CHUNK, Delta, EngineStats, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +68,14 @@ class EngineCore:
         self.loaded = loaded
         self.cache = loaded.cache
         self.scheduler = Scheduler(
-            self.cache, self._open_table, loaded.config.max_batch_tokens, loaded.config.max_sequences
+            self.cache,
+            self._open_table,
+            loaded.config.max_batch_tokens,
+            loaded.config.max_sequences,
+            align=1 if self.cache.ranks == 1 else CHUNK,
         )
+        if isinstance(loaded.runner, Driver):
+            self.scheduler.owners = loaded.runner.owners
         self.on_logits: Observer | None = None
         self._active: dict[str, _Active] = {}
         self._streams: dict[Sequence, _Stream] = {}
@@ -289,6 +296,8 @@ class EngineCore:
             prompt_tokens=len(active.request.prompt_token_ids),
             cached_tokens=active.streams[0].sequence.cached_tokens,
             output_tokens=active.output_tokens,
+            strategy=active.streams[0].sequence.strategy,
+            strategy_reason=active.streams[0].sequence.strategy_reason,
         )
 
     def stats(self) -> EngineStats:
@@ -298,6 +307,8 @@ class EngineCore:
         stats.kv_chunks_used, stats.kv_chunks_unshared = self.cache.used, self.cache.unshared
         stats.kv_chunks_cached = len(self.cache.tree.idle)
         stats.preemptions, stats.evictions = self.scheduler.preemptions, self.cache.tree.evictions
+        if isinstance(self.loaded.runner, Driver):
+            stats.strategies = dict(self.loaded.runner.counts)
         return stats
 
 

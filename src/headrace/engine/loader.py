@@ -13,6 +13,7 @@ import torch
 
 from headrace.config import EngineConfig, Quantization
 from headrace.engine.capacity import Capacity, model_folder
+from headrace.engine.driver import Driver
 from headrace.engine.runner import Runner
 from headrace.engine.tokenizer import Tokenizer
 from headrace.kernels import table
@@ -33,7 +34,7 @@ class Loaded:
     decoder: Decoder
     tokenizer: Tokenizer | None
     cache: KVCache
-    runner: Runner
+    runner: Runner | Driver
 
 
 def load(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Loaded:

@@ -26,6 +26,8 @@ class Sequence:
     cached_tokens: int = 0
     preemptions: int = 0
     wants_all_logits: bool = False
+    strategy: str = ""
+    strategy_reason: str = ""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)

@@ -40,8 +40,7 @@ class Rope:
     def at(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
         """(cos, sin) [T, D] fp32 of positions [T]; `lengths` [T] is needed for dynamic NTK only."""
         if not self.dynamic:
-            self._grow(int(positions.max()) + 1 if len(positions) else 0)
-            return self._table[positions]
+            return self._grown(int(positions.max()) + 1 if len(positions) else 0)[positions]
         if lengths is None:
             raise ValueError("rope_lengths is needed: this model's rotation depends on the sequence length")
         length = lengths.clamp(min=self.spec.original_length)
@@ -49,13 +48,15 @@ class Rope:
         table = torch.stack([self._block(length, index) for length, index in wanted.tolist()])
         return table[row_block, positions % BLOCK]
 
-    def _grow(self, rows: int) -> None:
-        have = len(self._table) // BLOCK
-        if rows <= have * BLOCK:
-            return
-        need = max(-(-rows // BLOCK), 2 * have)
-        blocks = [self._compute_block(self.spec.original_length, index) for index in range(have, need)]
-        self._table = torch.cat((self._table, *blocks))
+    def _grown(self, rows: int) -> Tensor:
+        """A table of at least so many rows; several threads may ask at once."""
+        table = self._table
+        have = len(table) // BLOCK
+        if rows > have * BLOCK:
+            need = max(-(-rows // BLOCK), 2 * have)
+            blocks = [self._compute_block(self.spec.original_length, index) for index in range(have, need)]
+            self._table = table = torch.cat((table, *blocks))
+        return table
 
     def _compute_block(self, length: int, index: int) -> Tensor:
         """(cos, sin) [BLOCK, D] of positions index * BLOCK onwards, in a sequence of `length`."""

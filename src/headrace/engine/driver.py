@@ -1,0 +1,182 @@
+"""Rank 0 of several: makes a step of slices for all ranks, has it computed, and collects what they say.
+
+Who computes what is the planner's choice, made when a prompt's slice is scheduled, since it decides which rank shall own
+the new chunks:
+
+    chain, single      one rank keeps all: the last of the chain, whose order is turned so that this is the rank that
+                       holds the beginning of the block, or else the one with the most room
+    the others         blocks of 2,048 tokens go round the ranks
+
+A decoding sequence is computed by the rank that owns its newest chunk: alone if that rank owns all of its chunks, by
+ring pass-Q otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from headrace.engine.runner import Computed
+from headrace.engine.sequence import Sequence as Answer
+from headrace.engine.sequence import Slice
+from headrace.kv.cache import KVCache, Owners, Table
+from headrace.parallel import messages
+from headrace.parallel.messages import Group, Part
+from headrace.parallel.rank import Rank
+from headrace.planner.choice import Choice
+from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
+
+log = logging.getLogger(__name__)
+
+FUSED = ("gather", "gather-full", "ring-kv", "ring-q")
+"""Strategies that compute several sequences in one group; a chain takes one after the other, and so overlaps them."""
+
+KEEPS_ALL = ("chain", "single")
+
+Advise = Callable[[int, int, Sequence[float], tuple[str, ...]], Choice]
+"""(new tokens, cached tokens, of these on each rank, strategies allowed) -> Choice: see planner.choice.choose."""
+
+
+@dataclass(slots=True)
+class Driver:
+    """What engine.runner.Runner is to one rank. send(step) hands a step to all other ranks, or raises RankLost.
+
+    counts: prefills by strategy.
+    """
+
+    rank: Rank
+    cache: KVCache
+    send: Callable[[bytes], None]
+    advise: Advise
+    allowed: tuple[str, ...] = messages.STRATEGIES
+    counts: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    _planned: dict[Answer, Choice] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return self.cache.ranks
+
+    # -- when a slice is scheduled
+
+    def owners(self, sequence: Answer, start: int, count: int) -> Owners | None:
+        """Chooses how to compute a slice of a prompt, and who shall own its new chunks (Scheduler.owners)."""
+        table = sequence.table
+        assert table is not None, "a scheduled sequence has a table"
+        if sequence.remaining == 1:
+            return None
+        keeper = self._keeper(table, start, count)
+        allowed = self.allowed if keeper is not None else tuple(set(self.allowed) - set(KEEPS_ALL)) or ("ring-kv",)
+        choice = self.advise(count, start, self._cached_on(table), allowed)
+        if choice.strategy in KEEPS_ALL and keeper is not None:
+            self._planned[sequence] = replace(choice, ranks=_ending_in(choice.ranks, keeper))
+            return lambda chunk: keeper
+        self._planned[sequence] = choice
+        first = max(range(self.size), key=self.cache.available_on)
+        return lambda chunk: (first + chunk // BLOCK_CHUNKS) % self.size
+
+    def _keeper(self, table: Table, start: int, count: int) -> int | None:
+        """The rank that would keep all new chunks; None if none has room for them."""
+        new = chunks_for(start + count) - len(table.nodes)
+        if start // CHUNK % BLOCK_CHUNKS:
+            ranks = [table.owner(start // CHUNK - 1)]  # a block has one owner
+        else:
+            ranks = sorted(range(self.size), key=self.cache.available_on, reverse=True)
+        return next((rank for rank in ranks if self.cache.available_on(rank) >= new), None)
+
+    def _cached_on(self, table: Table) -> list[float]:
+        counts = [0.0] * self.size
+        for chunk in range(len(table.nodes)):
+            counts[table.owner(chunk)] += CHUNK
+        return counts
+
+    # -- when the step is computed
+
+    def run(self, slices: Sequence[Slice]) -> Computed:
+        """Computes the slices on all ranks. Logits are those of Runner.run. Raises RankLost."""
+        groups, places = self._groups(slices)
+        step = messages.Step(self.steps, groups)
+        self.steps += 1
+        self.send(messages.encode(step))
+        hidden = self.rank.run(step)
+        rows, parts = [], []
+        for index, part in enumerate(slices):
+            count = _wanted(part)
+            if count:
+                parts.append((part, range(len(rows), len(rows) + count)))
+                rows += [hidden[(*places[index], position)] for position in range(part.end - count, part.end)]
+        if not rows:
+            return Computed(torch.empty(0, 0), parts)
+        with torch.inference_mode():
+            return Computed(self.rank.decoder.logits(torch.stack(rows)), parts)
+
+    def _groups(self, slices: Sequence[Slice]) -> tuple[list[Group], list[tuple[int, int]]]:
+        """The groups in an order in which a chunk is written before another sequence reads it, and where each slice
+        stands: (group, part)."""
+        found: list[tuple[str, list[Part]]] = []
+        places = []
+        for part in slices:
+            strategy, made = self._part(part)
+            fused = strategy in FUSED or (strategy == "single" and part.length == 1)
+            if not (fused and found and found[-1][0] == strategy and self._fits(strategy, found[-1][1], made)):
+                found.append((strategy, []))
+            found[-1][1].append(made)
+            places.append((len(found) - 1, len(found[-1][1]) - 1))
+        return [Group(strategy, parts) for strategy, parts in found], places  # type: ignore[arg-type]
+
+    def _fits(self, strategy: str, parts: list[Part], new: Part) -> bool:
+        """Whole prompts on single ranks stay apart; single tokens do not."""
+        return strategy != "single" or (len(parts[-1].tokens) == 1 and len(new.tokens) == 1)
+
+    def _part(self, part: Slice) -> tuple[str, Part]:
+        table = part.sequence.table
+        assert table is not None, "a scheduled sequence has a table"
+        choice = self._planned.pop(part.sequence, None)
+        if choice is None:
+            strategy, bounds, ranks = self._decode(part, table)
+        else:
+            choice = self._possible(choice, part, table)
+            strategy, bounds, ranks = choice.strategy, list(choice.bounds), list(choice.ranks)
+            self._note(part, choice)
+        tokens = part.sequence.tokens[part.start : part.end]
+        slots = table.slots[: chunks_for(part.end)].tolist()
+        return strategy, Part(tokens, part.start, slots, bounds, ranks, _wanted(part), part.sequence.prompt_len)
+
+    def _decode(self, part: Slice, table: Table) -> tuple[str, list[int], list[int]]:
+        home = table.owner(part.start // CHUNK)
+        alone = bool((table.slots // self.cache.pool.per_rank == home).all())
+        return "single" if alone else "ring-q", [part.start, part.end], [home]
+
+    def _possible(self, choice: Choice, part: Slice, table: Table) -> Choice:
+        """The choice, or pass-KV where chunks had to be placed on ranks that would not see them."""
+        if choice.strategy not in KEEPS_ALL:
+            return choice
+        owners = {table.owner(chunk) for chunk in range(part.start // CHUNK, chunks_for(part.end))}
+        if owners == {choice.ranks[-1]}:
+            return choice
+        other = self.advise(part.length, part.start, self._cached_on(table), ("ring-kv",))
+        return replace(other, reason=f"{choice.strategy} had no room on rank {choice.ranks[-1]}: {other.reason}")
+
+    def _note(self, part: Slice, choice: Choice) -> None:
+        self.counts[choice.strategy] = self.counts.get(choice.strategy, 0) + 1
+        part.sequence.strategy, part.sequence.strategy_reason = choice.strategy, choice.reason
+        log.info("%s: %d tokens on %d: %s", part.sequence.request.request_id, part.length, part.start, choice.reason)
+
+
+def _ending_in(ranks: Sequence[int], keeper: int) -> tuple[int, ...]:
+    """The ranks in an order that ends in `keeper`, which changes places with the last (or comes in for it)."""
+    order = list(ranks)
+    if keeper in order:
+        order[order.index(keeper)] = order[-1]
+    order[-1] = keeper
+    return tuple(order)
+
+
+def _wanted(part: Slice) -> int:
+    """Last tokens of a slice whose logits are needed."""
+    if part.sequence.wants_all_logits and part.start < part.sequence.prompt_len:
+        return part.length
+    return int(part.samples)

@@ -1,0 +1,160 @@
+"""The engine over several ranks, as threads: the answers of one rank, whatever the planner chooses."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+from headrace.engine.core import EngineCore
+from headrace.engine.driver import Driver
+from headrace.kv.cache import KVCache
+from headrace.kv.storage import KVStorage
+from headrace.parallel import messages
+from headrace.parallel.rank import Rank
+from headrace.parallel.transport import LoopbackHub, RankLost
+from headrace.planner.choice import choose
+from headrace.planner.machine import Machine, Shape
+from headrace.types import CHUNK
+
+MACHINE = Machine(
+    name="made up", cores=2, isa="none", date="2026-01-01", linear_flops_s=1e9, attention_flops_s=((1, 1e9),),
+    memory_bytes_s=1e9, link_bytes_s=1e9,
+)  # fmt: skip
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+class Threads:
+    """Workers as threads that compute the steps sent to them."""
+
+    def __init__(self, ranks: list[Rank], hub: LoopbackHub) -> None:
+        self.hub = hub
+        self.boxes = [queue.SimpleQueue[bytes | None]() for _ in ranks]
+        self.threads = [
+            threading.Thread(target=self._work, args=pair, daemon=True) for pair in zip(ranks, self.boxes, strict=True)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _work(self, rank: Rank, box: Any) -> None:
+        torch.set_num_threads(1)
+        try:
+            while (step := box.get()) is not None:
+                rank.run(messages.decode(step))
+        except BaseException as error:
+            self.hub.fail(repr(error))
+
+    def send(self, step: bytes) -> None:
+        for box in self.boxes:
+            box.put(step)
+
+    def close(self) -> None:
+        for box in self.boxes:
+            box.put(None)
+        for thread in self.threads:
+            thread.join()
+
+
+def over_ranks(size: int, tokens: int = 4096, allowed: tuple[str, ...] = messages.STRATEGIES, **settings: Any) -> LLM:
+    """An offline engine with `size` ranks of `tokens` tokens of KV cache each; close with llm.crew.close()."""
+    llm = LLM("tiny", kv_cache_tokens=tokens, max_model_len=min(tokens, 4096), **settings)
+    loaded = llm.engine.loaded
+    per_rank, decoder = tokens // CHUNK, loaded.decoder
+    hub = LoopbackHub(size)
+
+    def make(rank: int) -> Rank:
+        storage = KVStorage(decoder.config.attention, per_rank, decoder.dtype)
+        return Rank(decoder, storage, loaded.capacity.backend, hub.transport(rank))
+
+    crew = Threads([make(rank) for rank in range(1, size)], hub)
+    shape = Shape.of(decoder.config)
+    cache = KVCache(size * per_rank, loaded.cache.identity, size)
+
+    def advise(count: int, start: int, cached_on: Any, allow: tuple[str, ...]) -> Any:
+        return choose(MACHINE, shape, size, count, start, cached_on, allowed=allow)
+
+    driver = Driver(make(0), cache, crew.send, advise, allowed)
+    llm.engine = EngineCore(replace(loaded, cache=cache, runner=driver))
+    llm.crew, llm.hub, llm.driver = crew, hub, driver  # type: ignore[attr-defined]
+    return llm
+
+
+@pytest.fixture(params=[2, 3])
+def size(request: Any) -> Iterator[int]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield request.param
+    torch.set_num_threads(threads)
+
+
+def prompts_of(llm: LLM) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    common = torch.randint(0, 2000, (200,), generator=generator).tolist()
+    own = [torch.randint(0, 2000, (n,), generator=generator).tolist() for n in (400, 17, 1, 64, 900)]
+    return [common + own[0], common + own[1], own[2], own[3], own[4]]
+
+
+@pytest.mark.parametrize("allowed", [("single",), ("gather",), ("chain",), ("ring-kv",), ("ring-q", "ring-kv"), None])
+@pytest.mark.parametrize("budget", [2048, 192])
+def test_the_answers_are_those_of_one_rank(size: int, allowed: Any, budget: int) -> None:
+    truth = LLM("tiny", kv_cache_tokens=4096)
+    llm = over_ranks(size, allowed=allowed or messages.STRATEGIES, max_batch_tokens=budget)
+    prompts = prompts_of(llm)
+    for _ in range(2):  # the second time from the cache
+        ours = llm.generate(prompts, GREEDY)
+        theirs = truth.generate(prompts, GREEDY)
+        assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]
+    assert max(x.metrics.cached_tokens for x in ours) > 800
+    llm.engine.scheduler.check()
+    if allowed is not None:
+        assert set(llm.driver.counts) <= set(allowed)  # type: ignore[attr-defined]
+    llm.crew.close()  # type: ignore[attr-defined]
+    assert llm.hub.left_over() == 0  # type: ignore[attr-defined]
+
+
+def test_logits_have_the_same_bits(size: int) -> None:
+    truth = LLM("tiny", kv_cache_tokens=4096)
+    for strategy in ("gather", "chain", "ring-kv"):
+        llm = over_ranks(size, allowed=(strategy,))
+        tokens = prompts_of(llm)[4]
+        assert torch.equal(llm.logits(tokens), truth.logits(tokens))
+        llm.crew.close()  # type: ignore[attr-defined]
+
+
+def test_capacity_grows_with_ranks_and_full_caches_evict_and_preempt(size: int) -> None:
+    truth = LLM("tiny", kv_cache_tokens=8192)
+    llm = over_ranks(size, tokens=1024, max_batch_tokens=1024)
+    llm.capacity = replace(llm.capacity, max_model_len=2048)
+    llm.engine.loaded.capacity = llm.capacity
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, 2000, (n,), generator=generator).tolist() for n in (1500, 700, 700, 1400, 300)]
+    for _ in range(2):
+        ours, theirs = llm.generate(prompts, GREEDY), truth.generate(prompts, GREEDY)
+        assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]
+    stats = llm.engine.stats()
+    assert stats.evictions > 0
+    assert stats.strategies
+    llm.engine.scheduler.check()
+    llm.crew.close()  # type: ignore[attr-defined]
+
+
+def test_the_choice_is_told(size: int) -> None:
+    llm = over_ranks(size)
+    (answer,) = llm.generate([prompts_of(llm)[4]], GREEDY)
+    assert answer.metrics.strategy in messages.STRATEGIES
+    assert "predicted" in answer.metrics.strategy_reason
+    llm.crew.close()  # type: ignore[attr-defined]
+
+
+def test_a_lost_rank_is_an_error(size: int) -> None:
+    llm = over_ranks(size, allowed=("chain",))
+    llm.hub.fail("rank 1 is gone")  # type: ignore[attr-defined]
+    with pytest.raises(RankLost, match="rank 1"):
+        llm.generate([prompts_of(llm)[4]], GREEDY)
+    llm.crew.close()  # type: ignore[attr-defined]
