@@ -36,7 +36,7 @@ FINISH_S = 10
 
 
 def serve(config: EngineConfig, make_engine: MakeEngine | None = None) -> int:
-    """Serves until a signal or a failure. Returns the exit code: 0 after a signal, 1 after the last failure, 2 where the
+    """Serves until a signal or a last failure. Returns the exit code: 0 after a signal, 1 after a failure, 2 where the
     settings or the model cannot work. Raises OSError where the port cannot be bound."""
     app = create_app(make_engine or _engine_maker(config), config)
     sock = bind(config.host, config.port)
