@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from headrace.config import EngineConfig
 from headrace.parallel.group import Group
 from headrace.parallel.launch import open_group
+from headrace.parallel.transport import Tag
+from tests.dist.fake_rank import ECHO, MANY, message, step
 
 ROOT = Path(__file__).parents[2]
 MAKER = "tests.dist.fake_rank:FakeRank"
@@ -40,6 +43,28 @@ def opened(context: int, tensor: int = 1, **settings: object) -> Iterator[Group]
     finally:
         group.close()
     assert not [pid for pid in group.crew.pids.values() if runs(pid)]
+
+
+def echoes(group: Group, number: int) -> bool:
+    """Whether every worker sends back what it was sent, in step `number`."""
+    assert group.crew is not None
+    group.crew.send(step(number, ECHO))
+    links = group.context
+    sends = [
+        links.isend(message(number, i), rank, Tag(number, i, 0)) for i in range(MANY) for rank in range(1, links.size)
+    ]
+    same = all(torch.equal(x, message(number, i)) for rank in range(1, links.size) for i, x in collect(group, number, rank))
+    for send in sends:
+        send.wait()
+    return same
+
+
+def collect(group: Group, number: int, rank: int) -> list[tuple[int, torch.Tensor]]:
+    """What a worker sends back."""
+    seen = [torch.empty_like(message(number, i)) for i in range(MANY)]
+    for work in [group.context.irecv(x, rank, Tag(number, i, rank)) for i, x in enumerate(seen)]:
+        work.wait()
+    return list(enumerate(seen))
 
 
 def runs(pid: int) -> bool:

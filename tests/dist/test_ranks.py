@@ -63,12 +63,12 @@ def test_hanging_worker_is_noticed() -> None:
 
 
 def test_a_busy_worker_is_not_lost_and_a_failing_one_says_why() -> None:
-    with opened(3, rank_timeout_s=1.0) as group:
+    with opened(3, rank_timeout_s=2.5) as group:
         assert group.crew is not None
         group.crew.wait_ready()
         group.crew.send(step(1, fake_rank.RAISE, 9))
         group.crew.send(step(2, fake_rank.WAIT_FOR, 1))
-        assert not group.crew.failed.wait(2.5)
+        assert not group.crew.failed.wait(3.5)
         group.crew.send(step(3, fake_rank.RAISE, 1))
         assert group.crew.failed.wait()
         with pytest.raises(RankLost, match="rank 1 failed: ValueError: asked to fail"):

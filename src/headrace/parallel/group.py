@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from headrace.parallel.control import Refused, proof
 from headrace.parallel.crew import Crew
 from headrace.parallel.torch_transport import TorchTransport
-from headrace.parallel.transport import RankLost, Tag
+from headrace.parallel.transport import RankLost, Tag, Transport
 
 FORM_S = 120
 """So long all ranks may take to meet."""
@@ -86,7 +86,7 @@ def form(rank: int, context: int, tensor: int, store: dist.Store, interface: str
     return group
 
 
-def prove(transport: TorchTransport, secret: str, name: str) -> None:
+def prove(transport: Transport, secret: str, name: str) -> None:
     """Every rank shows to every other that it knows the secret. Raises Refused."""
     others = [rank for rank in range(transport.size) if rank != transport.rank]
     ours = {rank: secrets.token_bytes(32) for rank in others}
@@ -104,7 +104,7 @@ def prove(transport: TorchTransport, secret: str, name: str) -> None:
     transport.traffic.wait_s = 0.0
 
 
-def _exchange(transport: TorchTransport, messages: dict[int, bytes], piece: int) -> dict[int, bytes]:
+def _exchange(transport: Transport, messages: dict[int, bytes], piece: int) -> dict[int, bytes]:
     """Sends 32 bytes to each other rank and receives as many from each."""
     tag = Tag(PROOF_GROUP, 0, piece)
     arrived = {rank: torch.empty(32, dtype=torch.uint8) for rank in messages}

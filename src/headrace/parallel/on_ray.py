@@ -7,6 +7,7 @@ links that all ways of starting share.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from headrace.parallel.worker import rank_main
 
 PLACE_S = 60
 """So long the cluster may take to find room for the workers."""
+
+REACH_S = 5.0
 
 try:
     import ray
@@ -57,9 +60,12 @@ def _attach() -> None:
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS", "auto")
+    host, _, port = address.rpartition(":")
     try:
-        ray.init(address=address, log_to_driver=True)
-    except ConnectionError as error:
+        if port.isdecimal():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=REACH_S).close()
+        ray.init(address=address)
+    except OSError as error:
         raise ValueError(
             f"no Ray cluster at {address!r}: run 'ray start --head' on this host, or set RAY_ADDRESS ({error})"
         ) from error
