@@ -6,6 +6,7 @@ the command line is generated from this class. Imports no torch.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
@@ -16,6 +17,8 @@ DType = Literal["auto", "bfloat16", "float32"]
 KVDType = Literal["auto", "int8"]
 Backend = Literal["auto", "reference", "cpu", "triton"]
 Quantization = Literal["none", "int8", "int4"]
+
+DistributedBackend = Literal["mp", "ray"]
 
 ENV_PREFIX = "HEADRACE_"
 
@@ -50,6 +53,13 @@ class EngineConfig:
     attention_backend: Backend = _flag("auto", "Attention kernels: auto, reference (slow truth), cpu (C++), triton.")
     seed: int = _flag(0, "Seed of requests that bring none.")
     threads: int | None = _flag(None, "CPU threads of the engine. Default: all cores.")
+    context_parallel_size: int = _flag(1, "Ranks that share the tokens of a sequence and its KV cache.", "-cp")
+    tensor_parallel_size: int = _flag(1, "Ranks that share the weights, within each context rank.", "-tp")
+    distributed_backend: DistributedBackend = _flag(
+        "mp", "Who starts the ranks: mp (this process, or torchrun where it did) or ray (a Ray cluster)."
+    )
+    rank_interface: str = _flag("127.0.0.1", "IPv4 address that ranks bind to talk to each other.")
+    rank_timeout_s: float = _flag(10.0, "Seconds of silence after which a rank counts as lost.")
     host: str = _flag("127.0.0.1", "Address the server binds.")
     port: int = _flag(8000, "Port the server binds.")
     api_key: str | None = _flag(
@@ -63,7 +73,10 @@ class EngineConfig:
     engine_timeout_s: float = _flag(10.0, "An engine process silent for so many seconds counts as hung and is killed.")
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_tokens", "max_sequences", "max_queued_requests", "max_queued_tokens"):
+        for name in (
+            "max_batch_tokens", "max_sequences", "max_queued_requests", "max_queued_tokens", "context_parallel_size",
+            "tensor_parallel_size",
+        ):  # fmt: skip
             self._at_least(name, 1)
         for name, low in (("max_model_len", 1), ("threads", 1)):
             if getattr(self, name) is not None:
@@ -74,15 +87,25 @@ class EngineConfig:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError("api_key must not be empty; leave it out to serve without one")
-        for name in ("log_interval_s", "engine_timeout_s"):
+        for name in ("log_interval_s", "engine_timeout_s", "rank_timeout_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
+        self._check_interface()
         choices = {
             "dtype": DType, "quantization": Quantization, "attention_backend": Backend, "kv_cache_dtype": KVDType,
+            "distributed_backend": DistributedBackend,
         }  # fmt: skip
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
+
+    def _check_interface(self) -> None:
+        try:
+            given = ipaddress.IPv4Address(self.rank_interface)
+        except ValueError:
+            raise ValueError(f"rank_interface must be an IPv4 address, got {self.rank_interface!r}") from None
+        if given.is_unspecified or given.is_multicast:
+            raise ValueError(f"rank_interface must be the address of one interface, got {self.rank_interface}")
 
     def _at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)

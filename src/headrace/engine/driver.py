@@ -1,7 +1,7 @@
 """Rank 0 of several: makes a step of slices for all ranks, has it computed, and collects what they say.
 
-Who computes what is the planner's choice, made when a prompt's slice is scheduled, since it decides which rank shall own
-the new chunks:
+Who computes what is the planner's choice, made when a prompt's slice is scheduled, since it decides which rank shall
+own the new chunks:
 
     chain, single      one rank keeps all: the last of the chain, whose order is turned so that this is the rank that
                        holds the beginning of the block, or else the one with the most room
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from headrace.engine.runner import Computed
 from headrace.engine.sequence import Sequence as Answer
@@ -102,7 +103,8 @@ class Driver:
         self.steps += 1
         self.send(messages.encode(step))
         hidden = self.rank.run(step)
-        rows, parts = [], []
+        rows: list[Tensor] = []
+        parts: list[tuple[Slice, range]] = []
         for index, part in enumerate(slices):
             count = _wanted(part)
             if count:

@@ -1,0 +1,207 @@
+"""The workers as the driver sees them: it sends them steps, notices when one is gone, and ends them all."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from headrace.parallel.control import Channel, Failed, Hello, Join, Message, Ping, Pong, Ready, Run, Stop
+from headrace.parallel.transport import RankLost
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 0.5
+"""So long after a worker said that it lost another, that one's own failure is waited for: it says more."""
+
+STOP_S = 2.0
+
+
+class Process(Protocol):
+    """A worker's process, as far as whoever started it can reach it."""
+
+    def ended(self) -> str | None:
+        """How it ended, for a reader; None while it runs."""
+        ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Crew:
+    """Workers by rank, each with its control link.
+
+    failed: set once a worker is gone, hangs or gave up; `reason` then says which and why, and stays.
+    on_failure: called once with the reason, on a thread of the crew; at once where it has failed already.
+    """
+
+    def __init__(
+        self,
+        links: Mapping[int, tuple[Channel, Hello]],
+        timeout_s: float,
+        processes: Mapping[int, Process] | None = None,
+    ) -> None:
+        self.failed = threading.Event()
+        self.reason: str | None = None
+        self.timeout_s = timeout_s
+        self.pids = {rank: hello.pid for rank, (_, hello) in links.items()}
+        self._channels = {rank: channel for rank, (channel, _) in links.items()}
+        self._processes = dict(processes or {})
+        self._changed = threading.Condition()
+        self._reports: dict[int, bytes] = {}
+        self._callbacks: list[Callable[[str], None]] = []
+        self._closed = threading.Event()
+        self._heard = dict.fromkeys(self._channels, time.monotonic())
+        for rank, channel in self._channels.items():
+            channel.limit_sends(timeout_s)
+            threading.Thread(target=self._read, args=(rank, channel), name=f"headrace-rank-{rank}", daemon=True).start()
+        threading.Thread(target=self._watch, name="headrace-heartbeat", daemon=True).start()
+
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        with self._changed:
+            self._callbacks.append(callback)
+            reason = self.reason
+        if reason is not None:
+            callback(reason)
+
+    def check(self) -> None:
+        """Raises RankLost, naming rank and cause, if the crew has failed."""
+        if self.reason is not None:
+            raise RankLost(self.reason)
+
+    def join(self, join: Join) -> None:
+        """Tells every worker what group to form. Raises RankLost."""
+        self._send_all(join)
+
+    def send(self, step: bytes) -> None:
+        """Sends a step (messages.encode) to every worker. Raises RankLost."""
+        self._send_all(Run(step))
+
+    def wait_ready(self, timeout_s: float | None = None) -> dict[int, bytes]:
+        """The workers' reports, once all are ready. Raises RankLost, or TimeoutError."""
+        with self._changed:
+            there = self._changed.wait_for(
+                lambda: self.reason is not None or len(self._reports) == len(self._channels), timeout_s
+            )
+        self.check()
+        if not there:
+            missing = ", ".join(str(rank) for rank in self._channels if rank not in self._reports)
+            raise TimeoutError(f"rank {missing} was not ready within {timeout_s:g} s")
+        return dict(self._reports)
+
+    def close(self) -> None:
+        """Ends all workers: asked to, then by the end of their links, then by signals. May be called again."""
+        with self._changed:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+        for channel in self._channels.values():
+            with contextlib.suppress(OSError):
+                if self.reason is None:
+                    channel.send(Stop())
+        if self.reason is None:
+            _until_ended(self._processes, STOP_S)
+        for channel in self._channels.values():
+            channel.close()
+        end_processes(self._processes)
+
+    def _send_all(self, message: Message) -> None:
+        self.check()
+        for rank, channel in self._channels.items():
+            try:
+                channel.send(message)
+            except OSError as error:
+                self._gone(rank, f"its link took nothing: {error}")
+        self.check()
+
+    def _read(self, rank: int, channel: Channel) -> None:
+        """Takes in what a worker says until its link ends."""
+        try:
+            while (message := channel.receive()) is not None:
+                self._heard[rank] = time.monotonic()
+                self._take(rank, message)
+            cause = "its link was closed"
+        except (OSError, ValueError) as error:
+            cause = f"its link failed: {error}"
+        self._gone(rank, cause)
+
+    def _take(self, rank: int, message: Message) -> None:
+        if isinstance(message, Ready):
+            with self._changed:
+                self._reports[rank] = message.report
+                self._changed.notify_all()
+        elif isinstance(message, Failed) and message.lost:
+            threading.Timer(GRACE_S, self._fail, args=(f"rank {rank} failed: {message.reason}",)).start()
+        elif isinstance(message, Failed):
+            self._fail(f"rank {rank} failed: {message.reason}")
+        elif not isinstance(message, Pong):
+            self._fail(f"rank {rank} sent a {type(message).__name__}, which no worker sends")
+
+    def _gone(self, rank: int, cause: str) -> None:
+        """Prefers how the process ended to how its link did."""
+        process = self._processes.get(rank)
+        end = time.monotonic() + GRACE_S
+        while process is not None and not self._closed.is_set() and time.monotonic() < end:
+            if (ended := process.ended()) is not None:
+                cause = ended
+                break
+            time.sleep(0.01)
+        self._fail(f"rank {rank} is gone: {cause}")
+
+    def _watch(self) -> None:
+        """Pings all workers; a stop right after an answer is noticed within timeout_s too."""
+        interval = self.timeout_s / 8
+        while True:
+            began = time.monotonic()
+            if self._closed.wait(interval) or self.reason is not None:
+                return
+            now = time.monotonic()
+            if now - began > 2 * interval:  # this process stood still: the silence may be its own
+                self._heard = dict.fromkeys(self._channels, now)
+            self._ping(now, self.timeout_s - interval)
+
+    def _ping(self, now: float, limit: float) -> None:
+        for rank, channel in self._channels.items():
+            silent = now - self._heard[rank]
+            if silent > limit:
+                self._fail(f"rank {rank} does not answer (rank_timeout_s is {self.timeout_s:g})")
+                return
+            try:
+                channel.send(Ping())
+            except OSError as error:
+                self._gone(rank, f"its link took nothing: {error}")
+
+    def _fail(self, reason: str) -> None:
+        with self._changed:
+            if self._closed.is_set() or self.reason is not None:
+                return
+            self.reason = reason
+            callbacks = list(self._callbacks)
+            self.failed.set()
+            self._changed.notify_all()
+        log.error("%s", reason)
+        for callback in callbacks:
+            callback(reason)
+
+
+def end_processes(processes: Mapping[int, Process]) -> None:
+    """Ends what still runs: lets it end by itself, terminates it, kills it."""
+    _until_ended(processes, GRACE_S)
+    for process in processes.values():
+        if process.ended() is None:
+            process.terminate()
+    _until_ended(processes, GRACE_S)
+    for process in processes.values():
+        if process.ended() is None:
+            process.kill()
+    _until_ended(processes, STOP_S)
+
+
+def _until_ended(processes: Mapping[int, Process], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while any(process.ended() is None for process in processes.values()) and time.monotonic() < end:
+        time.sleep(0.01)

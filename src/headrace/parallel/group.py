@@ -1,0 +1,181 @@
+"""A rank's place among the others: the mesh, the links to its context group and to its tensor group."""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from headrace.parallel.control import Refused, proof
+from headrace.parallel.crew import Crew
+from headrace.parallel.torch_transport import TorchTransport
+from headrace.parallel.transport import RankLost, Tag, Transport
+
+FORM_S = 120
+"""So long all ranks may take to meet."""
+
+NO_TIMEOUT = timedelta(days=365)
+"""Of the process groups: one timeout there closes every link, and a wait may be as long as a prompt."""
+
+SIOCGIFADDR = 0x8915
+PROOF_GROUP = 511
+"""In place of a group's number in the tags of the proofs."""
+
+
+@dataclass
+class Group:
+    """What a rank knows of the others.
+
+    World rank = context rank * tensor size + tensor rank. `context` links the ranks of equal tensor rank, and numbers
+    them by context rank; `tensor` the other way round; `tensor_group` is the latter for torch's collectives.
+    crew: on the driver, rank 0; None elsewhere.
+    """
+
+    rank: int
+    size: int
+    mesh: DeviceMesh
+    context: TorchTransport
+    tensor: TorchTransport
+    crew: Crew | None = None
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("tensor")
+
+    def fail(self, why: str) -> None:
+        """Wakes whoever waits for another rank, with RankLost(why)."""
+        self.context.fail(why)
+        self.tensor.fail(why)
+
+    def close(self) -> None:
+        """Ends the workers, if this is the driver, and the links. May be called again."""
+        if self.crew is not None:
+            self.crew.close()
+        self.context.close()
+        self.tensor.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def form(rank: int, context: int, tensor: int, store: dist.Store, interface: str, secret: str) -> Group:
+    """Meets the other ranks at the store; returns once each has proved to each on every link that it knows the secret.
+
+    The links listen on `interface` only. Raises ValueError for an address that is not this host's, Refused, RankLost,
+    or RuntimeError where ranks are missing.
+    """
+    size = context * tensor
+    with gloo_on(interface):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=NO_TIMEOUT)
+        mesh = init_device_mesh("cpu", (context, tensor), mesh_dim_names=("context", "tensor"))
+    group = Group(rank, size, mesh, TorchTransport(mesh.get_group("context")), TorchTransport(mesh.get_group("tensor")))
+    prove(group.context, secret, "context")
+    prove(group.tensor, secret, "tensor")
+    return group
+
+
+def prove(transport: Transport, secret: str, name: str) -> None:
+    """Every rank shows to every other that it knows the secret. Raises Refused."""
+    others = [rank for rank in range(transport.size) if rank != transport.rank]
+    ours = {rank: secrets.token_bytes(32) for rank in others}
+    theirs = _exchange(transport, ours, 0)
+
+    def proved(nonce: bytes, by: int, to: int) -> bytes:
+        return proof(secret, b"rank", name.encode(), nonce, bytes([by >> 8, by & 255, to >> 8, to & 255]))
+
+    answers = _exchange(transport, {rank: proved(theirs[rank], transport.rank, rank) for rank in others}, 1)
+    for rank in others:
+        if not hmac.compare_digest(answers[rank], proved(ours[rank], rank, transport.rank)):
+            raise Refused(f"rank {rank} of the {name} group does not know the secret")
+    transport.traffic.messages.clear()
+    transport.traffic.bytes.clear()
+    transport.traffic.wait_s = 0.0
+
+
+def _exchange(transport: Transport, messages: dict[int, bytes], piece: int) -> dict[int, bytes]:
+    """Sends 32 bytes to each other rank and receives as many from each."""
+    tag = Tag(PROOF_GROUP, 0, piece)
+    arrived = {rank: torch.empty(32, dtype=torch.uint8) for rank in messages}
+    works = [transport.irecv(x, rank, tag) for rank, x in arrived.items()]
+    for rank, message in messages.items():
+        works.append(transport.isend(torch.frombuffer(bytearray(message), dtype=torch.uint8), rank, tag))
+    for work in works:
+        work.wait()
+    return {rank: bytes(x.tolist()) for rank, x in arrived.items()}
+
+
+def store_on(interface: str, size: int) -> tuple[dist.Store, tuple[str, int]]:
+    """The driver's store, where ranks leave their addresses, and its own. torch's would listen on all interfaces."""
+    listening = socket.create_server((interface, 0), backlog=size)
+    host, port = listening.getsockname()
+    store = dist.TCPStore(
+        host, port, size, True, timedelta(seconds=FORM_S), wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+    return store, (host, port)
+
+
+def store_at(address: tuple[str, int], size: int) -> dist.Store:
+    return dist.TCPStore(*address, size, False, timedelta(seconds=FORM_S), wait_for_workers=False)
+
+
+@contextmanager
+def gloo_on(interface: str) -> Iterator[None]:
+    """Within, gloo listens on the interface that has this IPv4 address, and on no other."""
+    name, before = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ[name] = interface_name(interface)
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def interface_name(address: str) -> str:
+    """Of the network interface whose first IPv4 address this is. Raises ValueError if there is none."""
+    known = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+            except OSError:  # an interface without an IPv4 address
+                continue
+            known[socket.inet_ntoa(answer[20:24])] = name
+    if address not in known:
+        there = ", ".join(f"{a} ({n})" for a, n in sorted(known.items()))
+        raise ValueError(f"rank_interface: {address} is not an address of this host; there are {there}")
+    return known[address]
+
+
+def unless_failed(crew: Crew, call: Callable[[], Any]) -> Any:
+    """call(), given up with RankLost when the crew fails meanwhile: torch's own waiting cannot be interrupted."""
+    done = threading.Event()
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            outcome.append(error)
+        done.set()
+
+    threading.Thread(target=run, name="headrace-form", daemon=True).start()
+    crew.on_failure(lambda _: done.set())
+    done.wait()
+    if not outcome:
+        raise RankLost(crew.reason)
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]

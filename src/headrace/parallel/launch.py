@@ -1,0 +1,220 @@
+"""Ranks started in three ways, with one way behind them: by this process, by torchrun, by Ray.
+
+However a worker was started, it gets the driver's address, the secret and its rank, and calls worker.rank_main. All
+else it learns over its control link.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from headrace.config import EngineConfig
+from headrace.parallel.control import Join
+from headrace.parallel.crew import Crew, Process, end_processes
+from headrace.parallel.gate import Gate
+from headrace.parallel.group import FORM_S, Group, form, store_on, unless_failed
+from headrace.parallel.transport import RankLost
+from headrace.parallel.worker import encode_config, rank_main
+
+log = logging.getLogger(__name__)
+
+SECRET = "HEADRACE_RANK_SECRET"
+LOOPBACK = "127."
+
+
+def open_group(config: EngineConfig, maker: str) -> Group:
+    """Starts the workers and meets them; this process is the driver, rank 0. They go on making their ranks: see
+    Crew.wait_ready.
+
+    maker: 'package.module:function', which every worker calls as function(config, group); what that returns runs the
+    steps. Raises ValueError for settings that cannot work, RankLost where a worker ends, TimeoutError where one does
+    not come.
+    """
+    size = config.context_parallel_size * config.tensor_parallel_size
+    if size < 2:
+        raise ValueError("one rank needs no group: raise context_parallel_size or tensor_parallel_size")
+    if dist.is_initialized():
+        raise ValueError("this process is in a group already: close that first")
+    secret = os.environ.get(SECRET) or secrets.token_hex(32)
+    start = _starter(config)
+    with Gate(config.rank_interface, secret) as gate, ExitStack() as met, ExitStack() as undo:
+        processes = start(config, gate.address, secret, met)
+        undo.callback(end_processes, processes)
+        links = gate.admit(range(1, size), FORM_S, lambda: _all_run(processes))
+        crew = Crew(links, config.rank_timeout_s, processes)
+        undo.callback(crew.close)
+        group = _join(crew, config, maker, secret)
+        undo.pop_all()
+        return group
+
+
+def run_if_worker(interface: str) -> int | None:
+    """Under torchrun, on all ranks but 0: serves as a worker and returns the exit status. None: be the driver."""
+    environment = TorchRun.read()
+    if environment is None or environment.rank == 0:
+        return None
+    environment.check(interface)
+    store = environment.store()
+    address, kept = store.get("headrace/driver").decode(), store.get("headrace/secret").decode()
+    return rank_main(address, _read_secret(kept) if kept else os.environ[SECRET], environment.rank, interface)
+
+
+def _join(crew: Crew, config: EngineConfig, maker: str, secret: str) -> Group:
+    context, tensor = config.context_parallel_size, config.tensor_parallel_size
+    store, address = store_on(config.rank_interface, context * tensor)
+    crew.join(Join(context * tensor, context, tensor, address, encode_config(config), maker))
+    group: Group = unless_failed(crew, lambda: form(0, context, tensor, store, config.rank_interface, secret))
+    group.crew = crew
+    crew.on_failure(group.fail)
+    return group
+
+
+Starter = Callable[[EngineConfig, str, str, ExitStack], Mapping[int, Process]]
+"""start(config, address, secret, met) -> the workers' processes; `met` is closed when all have come, or none will."""
+
+
+def _starter(config: EngineConfig) -> Starter:
+    environment = TorchRun.read()
+    if environment is not None:
+        if environment.rank != 0:
+            raise ValueError("only rank 0 opens the group; the others call run_if_worker")
+        return environment.invite
+    if config.distributed_backend == "ray":
+        from headrace.parallel.on_ray import start
+
+        return start
+    if not config.rank_interface.startswith(LOOPBACK):
+        log.info("workers of this host talk over %s, not over the loopback interface", config.rank_interface)
+    return spawn
+
+
+def _all_run(processes: Mapping[int, Process]) -> None:
+    for rank, process in processes.items():
+        if (ended := process.ended()) is not None:
+            raise RankLost(f"rank {rank} is gone before it came: {ended}")
+
+
+@dataclass
+class Child:
+    """A worker that this process started."""
+
+    popen: subprocess.Popen[bytes]
+
+    def ended(self) -> str | None:
+        status = self.popen.poll()
+        if status is None:
+            return None
+        if status < 0:
+            return f"its process {self.popen.pid} was ended by {signal.Signals(-status).name}"
+        return f"its process {self.popen.pid} ended with status {status}"
+
+    def terminate(self) -> None:
+        self.popen.terminate()
+
+    def kill(self) -> None:
+        self.popen.kill()
+
+
+def spawn(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, Process]:
+    """Workers as children of this process. They get the secret through a pipe, which no process list shows."""
+    processes: dict[int, Process] = {}
+    try:
+        for rank in range(1, config.context_parallel_size * config.tensor_parallel_size):
+            processes[rank] = Child(_spawn(rank, address, config.rank_interface, secret))
+    except BaseException:
+        end_processes(processes)
+        raise
+    return processes
+
+
+def _spawn(rank: int, address: str, interface: str, secret: str) -> subprocess.Popen[bytes]:
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, secret.encode())
+        command = [sys.executable, "-m", "headrace.parallel.worker", str(rank), address, interface, str(reading)]
+        environment = {name: value for name, value in os.environ.items() if name != SECRET}
+        return subprocess.Popen(command, pass_fds=[reading], stdin=subprocess.DEVNULL, env=environment)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@dataclass(frozen=True)
+class TorchRun:
+    """What torchrun says in the environment."""
+
+    rank: int
+    size: int
+    on_this_host: int
+
+    @staticmethod
+    def read() -> TorchRun | None:
+        """None where torchrun did not start this process."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if not all(name in os.environ for name in names):
+            return None
+        return TorchRun(*(int(os.environ[name]) for name in names[:3]))
+
+    def check(self, interface: str) -> None:
+        """Raises ValueError where several hosts lack a secret, or an address to reach each other."""
+        if self.on_this_host == self.size:
+            return
+        if not os.environ.get(SECRET):
+            raise ValueError(f"ranks on several hosts need a shared secret: set {SECRET} to the same value on all")
+        if interface.startswith(LOOPBACK):
+            raise ValueError(f"rank_interface {interface} reaches no other host: give each host's own address")
+
+    def store(self) -> Any:
+        return next(iter(rendezvous("env://", timeout=timedelta(seconds=FORM_S))))[0]
+
+    def invite(self, config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, Process]:
+        """Leaves the driver's address where the other ranks look for it. Their processes are torchrun's to end."""
+        wanted = config.context_parallel_size * config.tensor_parallel_size
+        if wanted != self.size:
+            raise ValueError(
+                f"torchrun started {self.size} processes, but context_parallel_size * tensor_parallel_size is {wanted}"
+            )
+        self.check(config.rank_interface)
+        store = self.store()
+        met.callback(lambda: store)  # it may live in this process, and the others have yet to read it
+        store.set("headrace/secret", "" if os.environ.get(SECRET) else _write_secret(secret, met))
+        store.set("headrace/driver", address)
+        return {}
+
+
+def _write_secret(secret: str, met: ExitStack) -> str:
+    """A file that this user alone can read, for as long as workers are to come."""
+    descriptor, path = tempfile.mkstemp(prefix="headrace-secret-")
+    met.callback(_remove, path)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secret)
+    return path
+
+
+def _read_secret(path: str) -> str:
+    """Raises ValueError for a file that someone else could have written or read."""
+    with open(path) as file:
+        facts = os.fstat(file.fileno())
+        if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o077 or not stat.S_ISREG(facts.st_mode):
+            raise ValueError(f"{path} does not belong to this user alone, so its secret is not trusted")
+        return file.read()
+
+
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)

@@ -1,0 +1,185 @@
+"""A transport as slow as one likes: bandwidth, latency and jitter of each link, for experiments."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from headrace.parallel.transport import RankLost, Tag, Traffic, Transport, Work
+from headrace.parallel.waiters import Waiters
+
+
+class Limited:
+    """Each link (sender -> receiver) of `transport` as a serial line of `bandwidth_bytes_s`.
+
+    A message leaves when the line is free, occupies it for bytes / bandwidth * (1 + u), u uniform in [-jitter, jitter]
+    and drawn per message, and arrives `latency_s` after that. Relays are sends on their own link. The draws of a link
+    depend on (seed, sender, receiver) and the order of its messages only.
+
+    What the transport underneath takes comes on top; `own_bytes_s`, its measured rate, is how much of that to deduct
+    (a line faster than that cannot be imitated: ValueError).
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        bandwidth_bytes_s: float,
+        latency_s: float = 0.0,
+        jitter: float = 0.0,
+        seed: int = 0,
+        own_bytes_s: float | None = None,
+    ) -> None:
+        if bandwidth_bytes_s <= 0 or latency_s < 0:
+            raise ValueError(f"need bandwidth above 0 and latency of at least 0, got {bandwidth_bytes_s}, {latency_s}")
+        if not 0 <= jitter < 1:
+            raise ValueError(f"jitter must be in [0, 1), got {jitter}")
+        if own_bytes_s is not None and own_bytes_s * (1 - jitter) < bandwidth_bytes_s:
+            raise ValueError(
+                f"the transport attains {own_bytes_s:.3g} bytes/s, which cannot imitate {bandwidth_bytes_s:.3g} "
+                f"with jitter {jitter}: ask for less bandwidth"
+            )
+        self.transport = transport
+        self.bandwidth, self.latency, self.jitter, self.seed = bandwidth_bytes_s, latency_s, jitter, seed
+        self.own_s_per_byte = 0.0 if own_bytes_s is None else 1 / own_bytes_s
+        self.traffic = Traffic()
+        self._lock = threading.Lock()
+        self._lines: dict[int, _Line] = {}
+        self._waiters = Waiters("headrace-limited")
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def size(self) -> int:
+        return self.transport.size
+
+    def isend(self, x: Tensor, to: int, tag: Tag) -> Work:
+        with self._lock:
+            self.traffic.sent(to, x)
+            if to not in self._lines:
+                self._lines[to] = _Line(self, to)
+            return self._lines[to].put(x, tag)
+
+    def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Work:
+        received = _Received(self.traffic, self.transport.irecv(x, source, tag))
+        if relay is not None:
+            received.relayed = _Sent(self.traffic)
+            self._waiters.run(lambda: self._relay(received, x, relay, tag))
+        return received
+
+    def _relay(self, received: _Received, x: Tensor, relay: int, tag: Tag) -> None:
+        assert received.relayed is not None
+        try:
+            received.inner.wait()
+            sent = self.isend(x, relay, tag)
+            sent.wait()
+            received.relayed.finish(None, None)
+        except RankLost as error:
+            received.relayed.finish(None, error)
+
+    def close(self) -> None:
+        """Ends the threads once they have sent what they hold. The transport underneath is left to its owner."""
+        with self._lock:
+            for line in self._lines.values():
+                line.messages.put(None)
+        self._waiters.close()
+
+
+@dataclass(eq=False, slots=True)
+class _Message:
+    x: Tensor
+    tag: Tag
+    asked: float
+    work: _Sent
+
+
+class _Line:
+    """The way to one receiver, and the thread that sends on it."""
+
+    def __init__(self, end: Limited, to: int) -> None:
+        self.end, self.to = end, to
+        self.free = 0.0
+        self.random = random.Random(f"{end.seed} {end.rank} {to}")
+        self.messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        threading.Thread(target=self._send, name=f"headrace-line-{to}", daemon=True).start()
+
+    def put(self, x: Tensor, tag: Tag) -> _Sent:
+        work = _Sent(self.end.traffic)
+        self.messages.put(_Message(x, tag, time.perf_counter(), work))
+        return work
+
+    def leaves(self, size: int, asked: float) -> float:
+        """When a message of `size` bytes is to be handed on; the line is occupied until `self.free`."""
+        end = self.end
+        stretch = 1 + self.random.uniform(-end.jitter, end.jitter)
+        self.free = max(self.free, asked) + size / end.bandwidth * stretch
+        return self.free + end.latency - size * end.own_s_per_byte
+
+    def _send(self) -> None:
+        while (message := self.messages.get()) is not None:
+            size = message.x.numel() * message.x.element_size()
+            wait = self.leaves(size, message.asked) - time.perf_counter()
+            if wait > 0:
+                time.sleep(wait)
+            try:
+                message.work.finish(self.end.transport.isend(message.x, self.to, message.tag), None)
+            except (RankLost, ValueError) as error:
+                message.work.finish(None, error)
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A message on its line, later the send it became."""
+
+    traffic: Traffic
+    inner: Work | None = None
+    error: Exception | None = None
+    handed_on: threading.Event = field(default_factory=threading.Event)
+
+    def finish(self, inner: Work | None, error: Exception | None) -> None:
+        self.inner, self.error = inner, error
+        self.handed_on.set()
+
+    @property
+    def done(self) -> bool:
+        return self.handed_on.is_set() and (self.inner is None or self.inner.done)
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        self.handed_on.wait()
+        if self.error is not None:
+            raise self.error
+        if self.inner is not None:
+            self.inner.wait()
+        self.traffic.wait_s += time.perf_counter() - began
+
+    drain = wait
+
+
+@dataclass(eq=False)
+class _Received:
+    """A receive, and the relay that follows it."""
+
+    traffic: Traffic
+    inner: Work
+    relayed: _Sent | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.inner.done
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        self.inner.wait()
+        self.traffic.wait_s += time.perf_counter() - began
+
+    def drain(self) -> None:
+        self.wait()
+        if self.relayed is not None:
+            self.relayed.wait()

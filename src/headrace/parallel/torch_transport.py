@@ -1,0 +1,150 @@
+"""Transport over a torch.distributed process group: gloo for tensors in main memory, NCCL for tensors on CUDA.
+
+What gloo is like, and what follows from it (measured with torch 2.13, docs/parallel.md):
+- a message leaves when its receiver has been posted, so a send waits for the other side;
+- a transfer under way is not known to be complete before it is waited for, and waiting cannot be interrupted: so a
+  thread waits for each, and callers wait for that thread. It also relays what arrived while its receiver computes;
+- a timeout of one wait closes all links of the group: so there is none here. That a rank hangs is noticed over the
+  control link (parallel.crew), which then calls `fail`.
+
+NCCL knows no tags: on CUDA both ends of a link must post in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headrace.parallel.transport import RankLost, Tag, Traffic, Work
+from headrace.parallel.waiters import Waiters
+
+
+class TorchTransport:
+    """One rank's end of the links of a process group. Ranks are numbered as in the group.
+
+    `name_of(rank)` says how a rank is called in errors; by default by its number in the world.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, name_of: Callable[[int], str] | None = None) -> None:
+        self.group: Any = group if group is not None else dist.group.WORLD
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.traffic = Traffic()
+        self.broken: str | None = None
+        self._name_of = name_of or (lambda rank: f"rank {dist.get_global_rank(self.group, rank)}")
+        self._waiters = Waiters("headrace-link")
+        self._lock = threading.Lock()
+        self._under_way: set[_Transfer] = set()
+
+    def isend(self, x: Tensor, to: int, tag: Tag) -> Work:
+        """Raises ValueError for an empty or a scattered tensor, RankLost at once where a link is known to be gone."""
+        _check(x)
+        with self._lock:
+            self.traffic.sent(to, x)
+        return self._begin(x, to, "to", lambda: self.group.send([_flat(x)], to, tag.number))
+
+    def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Work:
+        """As isend."""
+        _check(x)
+        after = None if relay is None else lambda: self.isend(x, relay, tag)
+        return self._begin(x, source, "from", lambda: self.group.recv([_flat(x)], source, tag.number), after)
+
+    def fail(self, why: str) -> None:
+        """Everybody who waits, and who will, gets RankLost(why). The first reason stays."""
+        with self._lock:
+            self.broken = self.broken or why
+            lost, self._under_way = self._under_way, set()
+        for transfer in lost:
+            transfer.finish(self.broken)
+
+    def close(self) -> None:
+        """Ends the threads and fails what is under way. The process group is left to its owner."""
+        self.fail("the link was closed")
+        self._waiters.close()
+
+    def _begin(
+        self, x: Tensor, other: int, way: str, post: Callable[[], Any], after: Callable[[], Work] | None = None
+    ) -> Work:
+        transfer = _Transfer(self)
+        with self._lock:
+            if self.broken:
+                raise RankLost(self.broken)
+            self._under_way.add(transfer)
+        try:
+            handle = post()
+        except RuntimeError as error:
+            self._lost(other, way, error)
+            raise RankLost(self.broken) from error
+        self._waiters.run(lambda: self._attend(transfer, handle, x, other, way, after))
+        return transfer
+
+    def _attend(
+        self, transfer: _Transfer, handle: Any, x: Tensor, other: int, way: str, after: Callable[[], Work] | None
+    ) -> None:
+        try:
+            handle.wait()
+            if x.is_cuda:
+                torch.cuda.current_stream(x.device).synchronize()
+        except RuntimeError as error:
+            self._lost(other, way, error)
+            return
+        try:
+            transfer.relayed = after() if after is not None else None
+        except RankLost as error:
+            transfer.finish(str(error))
+        with self._lock:
+            self._under_way.discard(transfer)
+        transfer.finish(None)
+
+    def _lost(self, other: int, way: str, error: RuntimeError) -> None:
+        cause = str(error).split("] ", 1)[-1].split(". This is typically", 1)[0]
+        self.fail(f"{self._name_of(other)} is gone (transfer {way} it: {cause})")
+
+
+class _Transfer:
+    """A Work. `relayed` is the send that carries on what was received."""
+
+    def __init__(self, end: TorchTransport) -> None:
+        self._end = end
+        self._event = threading.Event()
+        self._error: str | None = None
+        self.relayed: Work | None = None
+
+    def finish(self, error: str | None) -> None:
+        if not self._event.is_set():
+            self._error = error
+            self._event.set()
+
+    @property
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self) -> None:
+        if not self._event.is_set():
+            began = time.perf_counter()
+            self._event.wait()
+            self._end.traffic.wait_s += time.perf_counter() - began
+        if self._error is not None:
+            raise RankLost(self._error)
+
+    def drain(self) -> None:
+        self.wait()
+        if self.relayed is not None:
+            self.relayed.wait()
+
+
+def _check(x: Tensor) -> None:
+    if not x.numel():
+        raise ValueError("an empty tensor is not sent: leave the transfer out on both sides")
+    if not x.is_contiguous():
+        raise ValueError("only contiguous tensors are sent: call .contiguous() and keep what it returns")
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The same memory as bytes: gloo does not know every type."""
+    return x.detach().view(-1).view(torch.uint8)

@@ -1,0 +1,143 @@
+"""A worker rank: `python -m headrace.parallel.worker RANK HOST:PORT INTERFACE FD`, the secret being read from FD.
+
+A thread answers the driver while the main thread computes. The process ends when the driver's link does, whatever it
+is doing then, so no worker outlives its driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.config import EngineConfig
+from headrace.parallel import messages
+from headrace.parallel.control import Channel, Failed, Hello, Join, Message, Ping, Pong, Ready, Run, Stop, connect
+from headrace.parallel.group import Group, form, store_at
+from headrace.parallel.transport import RankLost
+
+GONE = 3
+"""Exit status of a worker whose driver is gone."""
+
+
+class RankLike(Protocol):
+    """What a maker makes. `report` (optional) is sent to the driver with Ready: see Crew.wait_ready."""
+
+    def run(self, step: messages.Step) -> object: ...
+
+
+Maker = Callable[[EngineConfig, Group], RankLike]
+
+
+class DriverLink:
+    """The worker's end of its control link. `steps` gets what Run carries, and None after Stop.
+
+    When the link ends the process does: with status 0 after Stop, GONE otherwise.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.steps: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._status = GONE
+
+    def listen(self) -> None:
+        threading.Thread(target=self._read, name="headrace-driver", daemon=True).start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while (message := self.channel.receive()) is not None:
+                self._take(message)
+        os._exit(self._status)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Ping):
+            self.channel.send(Pong())
+        elif isinstance(message, Run):
+            self.steps.put(message.body)
+        elif isinstance(message, Stop):
+            self._status = 0
+            self.steps.put(None)
+        else:
+            raise ValueError(f"the driver sent a {type(message).__name__}")
+
+    def tell(self, message: Ready | Failed) -> None:
+        with contextlib.suppress(OSError):  # the listening thread notices
+            self.channel.send(message)
+
+
+def rank_main(address: str, secret: str, rank: int, interface: str) -> int:
+    """Serves as a worker until the driver says stop (0) or something fails (1, after it was reported).
+
+    Ends the whole process where the driver's link ends before that.
+    """
+    host, _, port = address.rpartition(":")
+    channel = connect((host, int(port)), secret, interface)
+    channel.send(Hello(rank, os.getpid(), socket.gethostname()))
+    join = channel.receive()
+    if not isinstance(join, Join):
+        return 0 if join is None or isinstance(join, Stop) else 1
+    link = DriverLink(channel)
+    link.listen()
+    try:
+        return _serve(link, join, rank, interface, secret)
+    except Exception as error:
+        traceback.print_exc()
+        link.tell(Failed(f"{type(error).__name__}: {error}", isinstance(error, RankLost)))
+        return 1
+
+
+def _serve(link: DriverLink, join: Join, rank: int, interface: str, secret: str) -> int:
+    config = replace(decode_config(join.config), rank_interface=interface)
+    make = named(join.maker)
+    group = form(rank, join.context, join.tensor, store_at(join.store, join.size), interface, secret)
+    made = make(config, group)
+    link.tell(Ready(getattr(made, "report", b"")))
+    while (body := link.steps.get()) is not None:
+        made.run(messages.decode(body))
+    return 0
+
+
+def named(maker: str) -> Maker:
+    """The function that 'package.module:function' names. Raises ValueError if there is none."""
+    module, _, name = maker.partition(":")
+    found: Maker | None = getattr(importlib.import_module(module), name, None)
+    if found is None:
+        raise ValueError(f"no function {name!r} in {module}")
+    return found
+
+
+def encode_config(config: EngineConfig) -> bytes:
+    """As msgpack; without the key of the API, which is no worker's business."""
+    return msgspec.msgpack.encode(replace(config, api_key=None))
+
+
+def decode_config(body: bytes) -> EngineConfig:
+    """Raises msgspec.ValidationError (a ValueError) for what is no config."""
+    decoder: Any = msgspec.msgpack.Decoder(EngineConfig)
+    config: EngineConfig = decoder.decode(body)
+    return config
+
+
+def main(rank: str, address: str, interface: str, descriptor: str) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-c reaches the driver, which ends the workers
+    with os.fdopen(int(descriptor)) as pipe:
+        secret = pipe.read()
+    return rank_main(address, secret, int(rank), interface)
+
+
+if __name__ == "__main__":
+    status = main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads that wait in torch for a lost rank would hold up the usual end

@@ -1,0 +1,28 @@
+"""What torchrun starts on every rank: rank 0 opens the group, lets the fake ranks echo and prints what it sees."""
+
+from __future__ import annotations
+
+import sys
+
+from headrace.config import EngineConfig
+from headrace.parallel.launch import open_group, run_if_worker
+from tests.dist.groups import MAKER, echoes
+
+
+def main() -> int:
+    config = EngineConfig(context_parallel_size=2)
+    status = run_if_worker(config.rank_interface)
+    if status is not None:
+        return status
+    group = open_group(config, MAKER)
+    assert group.crew is not None
+    try:
+        reports = group.crew.wait_ready()
+        print("seen", echoes(group, 1), reports[1].decode(), flush=True)
+    finally:
+        group.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

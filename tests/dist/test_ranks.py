@@ -1,0 +1,106 @@
+"""Ranks as processes: how they meet, what happens when one is lost, and that none stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from headrace.config import EngineConfig
+from headrace.parallel.launch import open_group
+from headrace.parallel.transport import RankLost, Tag
+from tests.dist import fake_rank
+from tests.dist.fake_rank import step
+from tests.dist.groups import importable, opened, runs, until
+
+__all__ = ["importable"]
+
+
+def test_two_level_mesh() -> None:
+    with opened(2, 2) as group:
+        assert group.crew is not None
+        assert group.mesh.mesh.tolist() == [[0, 1], [2, 3]]
+        assert (group.context.size, group.tensor.size) == (2, 2)
+        group.crew.wait_ready()
+        group.crew.send(step(1, fake_rank.REDUCE))
+        x = torch.zeros(1)
+        torch.distributed.all_reduce(x, group=group.tensor_group)
+        assert x.item() == 1
+        group.context.irecv(x, 1, Tag(1, 0, 0)).wait()
+        assert x.item() == 5
+
+
+@pytest.mark.parametrize("action", [None, fake_rank.SLEEP, fake_rank.WAIT_FOR])
+def test_killed_worker_is_named_and_nobody_stays(action: int | None) -> None:
+    """Idle; computing while the driver waits for it; all waiting for each other."""
+    with opened(3) as group:
+        assert group.crew is not None
+        group.crew.wait_ready()
+        if action is not None:
+            group.crew.send(step(1, action, 1))
+        waiting = group.context.irecv(torch.empty(1), 2, Tag(7, 0, 0))
+        os.kill(group.crew.pids[1], signal.SIGKILL)
+        with pytest.raises(RankLost, match="rank 1 is gone"):
+            waiting.wait()
+        assert group.crew.failed.wait() and group.crew.reason is not None and "SIGKILL" in group.crew.reason
+        with pytest.raises(RankLost, match="rank 1 is gone: .* SIGKILL"):
+            group.crew.send(step(2, fake_rank.SLEEP))
+        with pytest.raises(RankLost):
+            group.context.isend(torch.empty(1), 2, Tag(8, 0, 0)).wait()
+
+
+def test_hanging_worker_is_noticed() -> None:
+    with opened(2, rank_timeout_s=2.0) as group:
+        assert group.crew is not None
+        group.crew.wait_ready()
+        os.kill(group.crew.pids[1], signal.SIGSTOP)
+        with pytest.raises(RankLost, match=r"rank 1 does not answer \(rank_timeout_s is 2\)"):
+            group.context.irecv(torch.empty(1), 1, Tag(7, 0, 0)).wait()
+
+
+def test_a_busy_worker_is_not_lost_and_a_failing_one_says_why() -> None:
+    with opened(3, rank_timeout_s=2.5) as group:
+        assert group.crew is not None
+        group.crew.wait_ready()
+        group.crew.send(step(1, fake_rank.RAISE, 9))
+        group.crew.send(step(2, fake_rank.WAIT_FOR, 1))
+        assert not group.crew.failed.wait(3.5)
+        group.crew.send(step(3, fake_rank.RAISE, 1))
+        assert group.crew.failed.wait()
+        with pytest.raises(RankLost, match="rank 1 failed: ValueError: asked to fail"):
+            group.crew.check()
+
+
+def test_maker_that_is_not_there() -> None:
+    with pytest.raises(RankLost, match="no function 'nothing' in tests.dist.fake_rank"):
+        group = open_group(EngineConfig(context_parallel_size=2), "tests.dist.fake_rank:nothing")
+        try:
+            group.crew.wait_ready()  # type: ignore[union-attr]
+        finally:
+            group.close()
+
+
+def test_workers_end_with_their_driver() -> None:
+    """Also those that compute."""
+    code = f"""if True:
+        import time
+        from headrace.config import EngineConfig
+        from tests.dist.groups import MAKER, open_group
+        from tests.dist.fake_rank import step
+        group = open_group(EngineConfig(context_parallel_size=3), MAKER)
+        group.crew.wait_ready()
+        group.crew.send(step(1, {fake_rank.WAIT_FOR}, 1))
+        print(*group.crew.pids.values(), flush=True)
+        time.sleep(600)
+    """
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 2 and all(runs(pid) for pid in pids)
+        driver.kill()
+    for pid in pids:
+        until(pid)
