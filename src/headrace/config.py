@@ -17,6 +17,8 @@ DType = Literal["auto", "bfloat16", "float32"]
 KVDType = Literal["auto", "int8"]
 Backend = Literal["auto", "reference", "cpu", "triton"]
 Quantization = Literal["none", "int8", "int4"]
+PrefillStrategy = Literal["auto", "single", "gather", "chain", "ring-kv", "ring-q"]
+StrategyRule = Literal["cost", "alg1", "alg5", "heuristic"]
 
 DistributedBackend = Literal["mp", "ray"]
 
@@ -40,7 +42,9 @@ class EngineConfig:
         "none", "Weights rounded as they load: none, int8 (a scale per output), int4 (a scale per 64 inputs)."
     )
     max_model_len: int | None = _flag(None, "Longest sequence, prompt and answer together, in tokens.")
-    kv_cache_tokens: int | None = _flag(None, "KV cache size in tokens. Default: a quarter of the free memory.")
+    kv_cache_tokens: int | None = _flag(
+        None, "KV cache of each rank, in tokens. Default: a quarter of the free memory."
+    )
     kv_cache_dtype: KVDType = _flag(
         "auto", "Type of the cached keys and values: auto (the compute type) or int8 (half of bfloat16, lossy)."
     )
@@ -48,7 +52,9 @@ class EngineConfig:
         False, "Touch all of the KV cache's memory at start, so that no request waits for the system to map it."
     )
     enable_prefix_caching: bool = _flag(True, "Share and keep the KV of common prefixes.")
-    max_batch_tokens: int = _flag(2048, "Most tokens computed in one step.", "--max-num-batched-tokens")
+    max_batch_tokens: int = _flag(
+        0, "Most tokens computed in one step. Default (0): 2048, with several ranks 16384.", "--max-num-batched-tokens"
+    )
     max_sequences: int = _flag(256, "Most sequences running at once.", "--max-num-seqs")
     attention_backend: Backend = _flag("auto", "Attention kernels: auto, reference (slow truth), cpu (C++), triton.")
     seed: int = _flag(0, "Seed of requests that bring none.")
@@ -58,6 +64,14 @@ class EngineConfig:
     distributed_backend: DistributedBackend = _flag(
         "mp", "Who starts the ranks: mp (this process, or torchrun where it did) or ray (a Ray cluster)."
     )
+    prefill_strategy: PrefillStrategy = _flag(
+        "auto",
+        "How several ranks compute a prompt: auto (as the planner says), single, gather, chain, ring-kv, ring-q.",
+    )
+    strategy_rule: StrategyRule = _flag(
+        "cost", "How the planner chooses: cost (predicted time), or between the rings alg1, alg5 or heuristic."
+    )
+    parallel_table: str | None = _flag(None, "Table that `headrace tune` wrote for this machine, model and group.")
     rank_interface: str = _flag("127.0.0.1", "IPv4 address that ranks bind to talk to each other.")
     rank_timeout_s: float = _flag(10.0, "Seconds of silence after which a rank counts as lost.")
     host: str = _flag("127.0.0.1", "Address the server binds.")
@@ -73,6 +87,9 @@ class EngineConfig:
     engine_timeout_s: float = _flag(10.0, "An engine process silent for so many seconds counts as hung and is killed.")
 
     def __post_init__(self) -> None:
+        if self.max_batch_tokens == 0:
+            several = isinstance(self.context_parallel_size, int) and self.context_parallel_size > 1
+            self.max_batch_tokens = 16384 if several else 2048
         for name in (
             "max_batch_tokens", "max_sequences", "max_queued_requests", "max_queued_tokens", "context_parallel_size",
             "tensor_parallel_size",
@@ -93,7 +110,8 @@ class EngineConfig:
         self._check_interface()
         choices = {
             "dtype": DType, "quantization": Quantization, "attention_backend": Backend, "kv_cache_dtype": KVDType,
-            "distributed_backend": DistributedBackend,
+            "distributed_backend": DistributedBackend, "prefill_strategy": PrefillStrategy,
+            "strategy_rule": StrategyRule,
         }  # fmt: skip
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):

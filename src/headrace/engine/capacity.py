@@ -28,6 +28,8 @@ class Capacity:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     kernels: dict[str, str] = field(default_factory=dict)
+    context_parallel_size: int = 1
+    tensor_parallel_size: int = 1
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
         """Parameters with max_tokens resolved. Raises InvalidRequest naming what cannot be served."""

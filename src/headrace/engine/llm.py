@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,8 +34,14 @@ class LLM:
         self.config = config_from_env(model=str(model), **settings)
         self.engine = EngineCore(load(self.config))
         self.capacity = self.engine.loaded.capacity
+        atexit.register(self.close)
         self.tokenizer = self.engine.loaded.tokenizer
         self._count = 0
+
+    def close(self) -> None:
+        """Ends the other ranks, where there are any; what runs on one rank has nothing to end."""
+        atexit.unregister(self.close)
+        self.engine.loaded.close()
 
     def generate(
         self,

@@ -6,20 +6,24 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from headrace.config import EngineConfig, Quantization
+from headrace.engine import ranks
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Driver
+from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
 from headrace.engine.tokenizer import Tokenizer
 from headrace.kernels import table
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import LAYOUT, KVStorage
-from headrace.models.decoder import Decoder, load_decoder
+from headrace.models.config import ModelConfig, read_config
+from headrace.models.decoder import Decoder, compute_dtype, load_decoder
+from headrace.models.shards import shard
 from headrace.types import CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
@@ -35,43 +39,68 @@ class Loaded:
     tokenizer: Tokenizer | None
     cache: KVCache
     runner: Runner | Driver
+    ranks: Ranks | None = None
+
+    def close(self) -> None:
+        """Ends the other ranks, if there are any. May be called again."""
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 def load(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Loaded:
-    """Loads the model and sizes its cache. Raises ValueError or UnsupportedModel, naming what is wrong.
+    """Loads the model and sizes its cache, and starts the other ranks if there are to be any.
 
-    progress(done, total) is called as weights arrive.
+    progress(done, total) is called as weights arrive. Raises ValueError or UnsupportedModel, naming what is wrong, and
+    RankLost where a rank ends. Under torchrun it returns on rank 0 alone: the others serve as workers and exit.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    ranks.set_threads(config)
     folder = model_folder(config.model)
-    decoder = load_decoder(folder, config.dtype, progress, config.quantization)
-    backend = table.choose(config.attention_backend, decoder.dtype, torch.device("cpu"))
-    spec = decoder.config.attention
-    kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else decoder.dtype
-    bytes_per_token = KVStorage.bytes_per_token(spec, kv_dtype)
-    tokens, max_len = _sizes(config, decoder.config.max_model_len, bytes_per_token)
-    storage = KVStorage(spec, tokens // CHUNK, kv_dtype)
-    if config.kv_cache_prefault:
-        storage.prefault()
+    model = read_config(folder)
+    dtype = compute_dtype(model, config.dtype)
+    kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
+    share = shard(model, 0, config.tensor_parallel_size)
+    bytes_per_token = KVStorage.bytes_per_token(share, kv_dtype)
+    per_rank, max_len = _sizes(config, model.max_model_len, bytes_per_token)
+    capacity = _capacity(config, model, dtype, kv_dtype, per_rank, bytes_per_token, max_len)
     tokenizer = Tokenizer.load(folder)
-    capacity = Capacity(
+    capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer))
+    cache = KVCache(capacity.kv_cache_tokens // CHUNK, _identity(folder, capacity), config.context_parallel_size)
+    if ranks.count(config) == 1:
+        decoder = load_decoder(folder, config.dtype, progress, config.quantization)
+        storage = KVStorage(share, per_rank // CHUNK, kv_dtype)
+        if config.kv_cache_prefault:
+            storage.prefault()
+        return Loaded(config, capacity, decoder, tokenizer, cache, Runner(decoder, storage, capacity.backend))
+    group, decoder = ranks.open_ranks(replace(config, kv_cache_tokens=per_rank), progress)
+    return Loaded(config, capacity, decoder, tokenizer, cache, group.driver(cache, config), group)
+
+
+def _capacity(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    per_rank: int,
+    bytes_per_token: int,
+    max_len: int,
+) -> Capacity:
+    align = 1 if config.context_parallel_size == 1 else CHUNK
+    return Capacity(
         model=config.served_model_name or config.model,
-        folder=str(folder),
-        dtype=str(decoder.dtype).removeprefix("torch."),
+        folder=str(model_folder(config.model)),
+        dtype=str(dtype).removeprefix("torch."),
         quantization=config.quantization,
-        backend=backend,
+        backend=table.choose(config.attention_backend, dtype, torch.device("cpu")),
         kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
-        kv_cache_tokens=tokens,
+        kv_cache_tokens=per_rank * config.context_parallel_size,
         kv_bytes_per_token=bytes_per_token,
         max_model_len=max_len,
-        max_sequences=min(config.max_sequences, config.max_batch_tokens),
-        vocab_size=decoder.config.vocab_size,
-        eos_token_ids=_eos(decoder, tokenizer),
+        max_sequences=min(config.max_sequences, config.max_batch_tokens - align + 1),
+        vocab_size=model.vocab_size,
         kernels=_kernels(config.quantization),
+        context_parallel_size=config.context_parallel_size,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
-    cache = KVCache(tokens // CHUNK, _identity(folder, capacity))
-    return Loaded(config, capacity, decoder, tokenizer, cache, Runner(decoder, storage, backend))
 
 
 def _kernels(quantization: Quantization) -> dict[str, str]:
@@ -81,22 +110,22 @@ def _kernels(quantization: Quantization) -> dict[str, str]:
 
 
 def _sizes(config: EngineConfig, model_len: int, bytes_per_token: int) -> tuple[int, int]:
-    """(tokens of KV cache, whole chunks; longest sequence). The cache holds the longest sequence at least."""
+    """(tokens of KV cache on each rank, whole chunks; longest sequence, which all context ranks together can hold)."""
     if config.max_model_len is not None and config.max_model_len > model_len:
         raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's {model_len}")
-    wanted = config.max_model_len or model_len
+    wanted, parts = config.max_model_len or model_len, config.context_parallel_size
     if config.kv_cache_tokens is not None:
         tokens = config.kv_cache_tokens // CHUNK * CHUNK
-        if config.max_model_len is not None and config.max_model_len > tokens:
+        if config.max_model_len is not None and config.max_model_len > tokens * parts:
             raise ValueError(
                 f"kv_cache_tokens {config.kv_cache_tokens} holds no sequence of max_model_len {config.max_model_len}"
             )
-        return tokens, min(wanted, tokens)
-    affordable = _free_memory() // 4 // bytes_per_token // CHUNK * CHUNK
+        return tokens, min(wanted, tokens * parts)
+    affordable = _free_memory() // ranks.on_this_host(config) // 4 // bytes_per_token // CHUNK * CHUNK
     tokens = min(affordable, config.max_sequences * chunks_for(wanted) * CHUNK)
     if tokens < CHUNK:
         raise ValueError(f"no memory for a KV cache: {bytes_per_token} bytes a token; set kv_cache_tokens")
-    return tokens, min(wanted, tokens)
+    return tokens, min(wanted, tokens * parts)
 
 
 def _free_memory() -> int:
@@ -108,8 +137,8 @@ def _free_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _eos(decoder: Decoder, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    own = decoder.config.eos_token_ids
+def _eos(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    own = model.eos_token_ids
     extra = tokenizer.eos_token_id if tokenizer else None
     return own if extra is None or extra in own else (*own, extra)
 

@@ -13,9 +13,13 @@ import socket
 import sys
 import threading
 import traceback
+from typing import TYPE_CHECKING
 
 from headrace.engine import messages as m
 from headrace.types import InvalidRequest, UnsupportedModel
+
+if TYPE_CHECKING:
+    from headrace.engine.core import EngineCore
 
 
 def main(descriptor: int) -> int:
@@ -78,8 +82,15 @@ def _serve(link: Link) -> int:
     from headrace.engine.loader import load
 
     loaded = load(first.config, lambda done, total: link.send(m.Progress(done, total)))
-    core = EngineCore(loaded)
-    link.send(m.Ready(loaded.capacity))
+    try:
+        return _step_on(EngineCore(loaded), link, inbox)
+    finally:
+        loaded.close()
+
+
+def _step_on(core: EngineCore, link: Link, inbox: queue.SimpleQueue[m.ToEngine | None]) -> int:
+    """Steps until the other side is gone."""
+    link.send(m.Ready(core.loaded.capacity))
     while True:
         refused: dict[str, str] = {}
         if not _drain(core, inbox, refused):

@@ -239,6 +239,11 @@ def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     return ops.layer_norm(x, weight, bias, config.norm_eps)
 
 
+def compute_dtype(config: ModelConfig, dtype: Literal["auto", "bfloat16", "float32"]) -> torch.dtype:
+    """The type that is computed in where `dtype` is asked for."""
+    return DTYPES[config.dtype if dtype == "auto" else dtype]
+
+
 def load_decoder(
     folder: str | Path,
     dtype: Literal["auto", "bfloat16", "float32"] = "auto",
@@ -257,6 +262,6 @@ def load_decoder(
     if quantization not in get_args(Quantization):
         raise ValueError(f"quantization must be one of {', '.join(get_args(Quantization))}, got {quantization!r}")
     config = read_config(folder)
-    compute = DTYPES[config.dtype if dtype == "auto" else dtype]
+    compute = compute_dtype(config, dtype)
     weights = load_weights(Path(folder), config, compute, progress, _share(config, tensor))
     return Decoder(config, weights, quantization, tensor)

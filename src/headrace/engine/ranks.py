@@ -1,0 +1,147 @@
+"""A group of ranks for one engine: started, each with its share of the model and of the cache, profiled, and closed.
+
+The driver, rank 0, opens the group; workers make their rank by `make` (parallel.worker calls it by name).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headrace.config import EngineConfig
+from headrace.engine.capacity import model_folder
+from headrace.engine.driver import Advise, Driver
+from headrace.kernels import table
+from headrace.kv.cache import KVCache
+from headrace.kv.storage import KVStorage
+from headrace.models.decoder import Decoder, load_decoder
+from headrace.models.weights import Progress
+from headrace.parallel import launch, measure
+from headrace.parallel.group import Group
+from headrace.parallel.rank import Rank
+from headrace.parallel.tensor import TensorGroup
+from headrace.planner.choice import ALLOWED, Choice, choose
+from headrace.planner.machine import Machine, Shape
+from headrace.planner.table import Stamp, Table
+from headrace.planner.table import load as load_table
+from headrace.types import CHUNK
+
+log = logging.getLogger(__name__)
+
+MAKER = "headrace.engine.ranks:make"
+
+
+def count(config: EngineConfig) -> int:
+    return config.context_parallel_size * config.tensor_parallel_size
+
+
+def on_this_host(config: EngineConfig) -> int:
+    """Ranks that share this host's cores and memory, as far as is known."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", count(config)))
+
+
+def set_threads(config: EngineConfig) -> None:
+    """Threads of this rank: as given, else its part of the host's cores."""
+    ranks = on_this_host(config)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    elif ranks > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+
+
+def make(config: EngineConfig, group: Group) -> Rank:
+    """This rank's share: config.kv_cache_tokens must be set, and is what each rank holds."""
+    set_threads(config)
+    rank = _make(config, group, load_share(config, group))
+    measure.take_part(rank)
+    return rank
+
+
+def load_share(config: EngineConfig, group: Group | None, progress: Progress | None = None) -> Decoder:
+    tensor = TensorGroup(group.tensor) if group is not None and group.tensor.size > 1 else None
+    return load_decoder(model_folder(config.model), config.dtype, progress, config.quantization, tensor)
+
+
+def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
+    backend = table.choose(config.attention_backend, decoder.dtype, torch.device("cpu"))
+    kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else decoder.dtype
+    assert config.kv_cache_tokens is not None, "the driver sizes the cache"
+    storage = KVStorage(decoder.config.attention, config.kv_cache_tokens // CHUNK, kv_dtype)
+    if config.kv_cache_prefault:
+        storage.prefault()
+    return Rank(decoder, storage, backend, group.context)
+
+
+@dataclass(slots=True)
+class Ranks:
+    """The driver's group. close() ends the workers; it may be called again."""
+
+    group: Group
+    rank: Rank
+    machine: Machine
+    shape: Shape
+    table: Table | None
+
+    def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
+        crew = self.group.crew
+        assert crew is not None, "rank 0 has the crew"
+        return Driver(self.rank, cache, crew.send, self._advise(config), allowed(config))
+
+    def _advise(self, config: EngineConfig) -> Advise:
+        ranks = self.group.context.size
+
+        def advise(tokens: int, cached: int, cached_on: Sequence[float], allow: tuple[str, ...]) -> Choice:
+            return choose(
+                self.machine, self.shape, ranks, tokens, cached, cached_on, self.table,
+                rule=config.strategy_rule, allowed=allow,
+            )  # fmt: skip
+
+        return advise
+
+    def close(self) -> None:
+        self.group.close()
+
+
+def allowed(config: EngineConfig) -> tuple[str, ...]:
+    """Strategies that the planner may choose; a forced one falls back to pass-KV where it cannot be."""
+    return ALLOWED if config.prefill_strategy == "auto" else (config.prefill_strategy,)
+
+
+def open_ranks(config: EngineConfig, progress: Progress | None = None) -> tuple[Ranks, Decoder]:
+    """Starts the other ranks and loads this one's share while they load theirs.
+
+    config.kv_cache_tokens must be set. Raises ValueError for settings or a tuned table that do not fit, RankLost.
+    """
+    group = launch.open_group(config, MAKER)
+    try:
+        assert group.crew is not None
+        decoder = load_share(config, group, progress)
+        rank = _make(config, group, decoder)
+        measured = launch.unless_failed(group.crew, lambda: measure.take_part(rank))
+        group.crew.wait_ready()
+        machine, shape = measure.machine(*measured), Shape.of(decoder.config, decoder.dtype.itemsize)
+        tuned = _table(config, shape, machine)
+        log.info("%d ranks: %s", count(config), measure.describe(machine))
+        return Ranks(group, rank, machine if tuned is None else tuned.machine, shape, tuned), decoder
+    except BaseException:
+        group.close()
+        raise
+
+
+def _table(config: EngineConfig, shape: Shape, machine: Machine) -> Table | None:
+    """The tuned table that the settings name. Raises ValueError where it does not fit this group."""
+    if config.parallel_table is None:
+        return None
+    tuned = load_table(Path(config.parallel_table))
+    tuned.check(stamp(config, shape, machine))
+    return tuned
+
+
+def stamp(config: EngineConfig, shape: Shape, machine: Machine) -> Stamp:
+    """What a tuned table of this group is made for."""
+    return measure.stamp(model_folder(config.model).name, shape, config.context_parallel_size, config, machine)
