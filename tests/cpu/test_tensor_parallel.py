@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.attention import plan as planning
 from headrace.attention.execute import PlanAttention
 from headrace.config import AttentionSpec, Quantization
-from headrace.kernels import cpu, table
+from headrace.kernels import cpu, ops, table
 from headrace.kv.storage import KVStorage
 from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
@@ -62,6 +62,8 @@ UNEVEN: dict[str, Model] = {
 """Models for three ranks: widths that neither the ranks nor the blocks of packed weights divide."""
 STEPS = ((70, 0), (1, 33), (1, 1), (64, 1))
 """Rows of two sequences in each step."""
+
+ISAS = [*(cpu.available_isas() if cpu.available() else ()), "torch"]
 
 every_model = pytest.mark.parametrize("model", MODELS)
 every_type = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -175,6 +177,34 @@ def test_without_the_cpp_kernels_too(
 ) -> None:
     with table.force("torch"):
         check_same_bits(folder(MODELS[model]), 2, dtype, quantization, "reference")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@every_type
+def test_an_output_has_the_same_bits_among_fewer(dtype: str, quantization: Quantization, isa: str) -> None:
+    """The ground of it all: linear's bits do not depend on how many outputs a rank has, nor on which."""
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(333, 320, generator=g).to(getattr(torch, dtype))
+    bias = torch.randn(333, generator=g).to(weight.dtype)
+    before = cpu.isa() if cpu.available() else None
+    try:
+        with table.force("torch" if isa == "torch" else None):
+            if isa != "torch":
+                cpu.use_isa(isa)
+            whole = ops.pack(weight, quantization)
+            for size in (2, 3, 4, 8):
+                shares = [(mine, weight[mine.start : mine.stop]) for mine in cut("width", len(weight), size)]
+                packed = [(mine.start, mine.stop, ops.pack(part.clone(), quantization)) for mine, part in shares]
+                for rows in (1, 3, 16, 64, 130):
+                    x = torch.randn(rows, 320, generator=g).to(weight.dtype)
+                    truth = ops.linear(x, whole, bias)
+                    for start, stop, share in packed:
+                        mine = ops.linear(x, share, bias[start:stop].clone())
+                        assert torch.equal(mine, truth[:, start:stop]), (size, start, rows)
+    finally:
+        if before is not None:
+            cpu.use_isa(before)
 
 
 def test_the_test_can_fail(folder: Callable[[Model], Path]) -> None:
