@@ -43,7 +43,7 @@ def take_part(rank: Rank) -> tuple[dict[str, float], list[tuple[int, float]]]:
 
 
 def machine(figures: dict[str, float], attention: list[tuple[int, float]]) -> Machine:
-    isa = str(table.reasons().get("attention", "")) or "reference"
+    isa = str(table.reasons().get("attend", "reference"))
     return Machine(
         name=_cpu(), cores=torch.get_num_threads(), isa=isa.split(" (")[0], date=date.today().isoformat(),
         attention_flops_s=tuple(attention), **figures,
