@@ -25,9 +25,11 @@ class Attend(Protocol):
     Stores the new keys and values (already rotated) in the cache, then attends: q [T, Hq, D], k and v [T, Hkv, D]
     -> [T, Hq, D] in q's dtype. T counts the rows of all sequences of the step. The next layer writes its q, k and v
     over these: whoever needs them after returning copies them.
+
+    rows, int64 [n], ascending: of these rows alone the result is wanted, [n, Hq, D]; keys and values are stored of all.
     """
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor: ...
 
 
 class PlanAttention:
@@ -61,22 +63,32 @@ class PlanAttention:
             bias=self.key_bias,
         )
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         pool_k, pool_v = self.storage.k[layer], self.storage.v[layer]
         window = self.spec.windows[layer]
-        if self.step is not None:
+        if self.step is not None and rows is None:
             return self.step(pool_k, pool_v, q, k, v, window)
         scales = {"k_scale": self.storage.k_scale[layer], "v_scale": self.storage.v_scale[layer]}
         self.kernels.append(pool_k, pool_v, k, v, self.row_slots, self.row_offsets, **scales)
+        items, positions = self.items[window], self.positions
+        if rows is not None:
+            q, items, positions = q[rows], items_of(items, rows), positions[rows]
         out: Tensor = self.kernels.attend(
             q,
             pool_k,
             pool_v,
-            self.items[window],
-            self.positions,
+            items,
+            positions,
             scale=self.spec.scale,
             window=window,
             bias=self.key_bias,
             **scales,
         )
         return out
+
+
+def items_of(items: Tensor, rows: Tensor) -> Tensor:
+    """The items of a plan for some of its rows, int64 [n], ascending, which are then numbered from 0."""
+    begin, end = torch.searchsorted(rows, items[:, 2].contiguous()), torch.searchsorted(rows, items[:, 3].contiguous())
+    kept = end > begin
+    return torch.stack((items[:, 0], items[:, 1], begin.int(), end.int()), dim=1)[kept].contiguous()

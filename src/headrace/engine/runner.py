@@ -41,8 +41,10 @@ class Runner:
         ordered = [slices[i] for i in order]
         plan = planning.build([planning.Span(tables[i], slices[i].start, slices[i].length) for i in order])
         attend = PlanAttention(plan, self.storage, self.decoder.config.attention, self.backend, self.decoder.key_bias)
-        hidden = self.decoder.forward(self._batch(ordered, plan.positions), attend)
-        return self._logits(ordered, hidden)
+        rows, parts = _wanted(ordered)
+        some = None if len(rows) == plan.rows else torch.tensor(rows, dtype=torch.int64)
+        hidden = self.decoder.forward(self._batch(ordered, plan.positions), attend, some)
+        return Computed(self.decoder.logits(hidden) if rows else hidden, parts)
 
     def _batch(self, slices: list[Slice], positions: planning.Int64) -> TokenBatch:
         tokens = np.concatenate([part.sequence.tokens[part.start : part.end] for part in slices])
@@ -52,22 +54,20 @@ class Runner:
             lengths = torch.from_numpy(np.maximum(prompts, positions + 1))
         return TokenBatch(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(positions), lengths)
 
-    def _logits(self, slices: list[Slice], hidden: Tensor) -> Computed:
-        rows: list[int] = []
-        parts: list[tuple[Slice, range]] = []
-        end = 0
-        for part in slices:
-            end += part.length
-            wants_all = part.sequence.wants_all_logits and part.start < part.sequence.prompt_len
-            if wants_all or part.samples:
-                count = part.length if wants_all else 1
-                parts.append((part, range(len(rows), len(rows) + count)))
-                rows.extend(range(end - count, end))
-        if not rows:
-            return Computed(hidden[:0], parts)
-        if len(rows) < len(hidden):
-            hidden = hidden[torch.tensor(rows)]
-        return Computed(self.decoder.logits(hidden), parts)
+
+def _wanted(slices: list[Slice]) -> tuple[list[int], list[tuple[Slice, range]]]:
+    """Rows of the step whose logits are needed, and which of these belong to each slice."""
+    rows: list[int] = []
+    parts: list[tuple[Slice, range]] = []
+    end = 0
+    for part in slices:
+        end += part.length
+        wants_all = part.sequence.wants_all_logits and part.start < part.sequence.prompt_len
+        if wants_all or part.samples:
+            count = part.length if wants_all else 1
+            parts.append((part, range(len(rows), len(rows) + count)))
+            rows.extend(range(end - count, end))
+    return rows, parts
 
 
 def _slots(part: Slice) -> planning.Int32:

@@ -22,7 +22,7 @@ from headrace.kernels.quantized import Quantized
 MATRICES = ("qkv", "out", "up", "down")
 
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 """See attention.execute.Attend."""
 
 
@@ -76,8 +76,10 @@ class Blocks:
         self.layers = layers  # keeps the memory that the blocks point to
         self.blocks = [_block(shape, layer) for layer in layers]
 
-    def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, some: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H], which takes x's place in memory; cos_sin [T, N] fp32 as in ops.rotary.
+
+        some, int64 [n]: rows of which alone the result is wanted, [n, H]: see Decoder.forward.
 
         All layers hand the same memory to `attend`: q, k and v are views of it.
         """
@@ -88,11 +90,17 @@ class Blocks:
         scratch = torch.empty(self.blocks[0].scratch(rows), dtype=x.dtype)
         x_at, qkv_at, scratch_at = x.data_ptr(), qkv.data_ptr(), scratch.data_ptr()
         turn_at, turned = self._rotation(rows, cos_sin)
+        last = len(self.blocks) - 1
         for index, block in enumerate(self.blocks):
             block.before(x_at, turn_at, turned, qkv_at, scratch_at, rows, threads)
-            attended = attend(index, q, k, v).contiguous()
+            if index == last and some is not None:
+                attended, x, q = attend(index, q, k, v, some).contiguous(), x[some], q[some]
+                x_at, rows = x.data_ptr(), len(some)
+            else:
+                attended = attend(index, q, k, v).contiguous()
             check("attended", attended, x.dtype, q.shape)
-            block.after(x_at, attended.data_ptr(), scratch_at, rows, threads)
+            if rows:
+                block.after(x_at, attended.data_ptr(), scratch_at, rows, threads)
         return x
 
     def _rotation(self, rows: int, cos_sin: Tensor | None) -> tuple[int, int]:

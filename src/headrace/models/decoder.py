@@ -75,21 +75,26 @@ class Layer:
         self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         self.matrices = {name.removeprefix(prefix): w for name, w in matrices.items() if name.startswith(prefix)}
 
-    def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend) -> Tensor:
-        """x [T, H] -> [T, H]."""
+    def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """x [T, H] -> [T, H], or [n, H] of `rows` [n] alone, while attend stores the keys and values of all."""
+        first = x if self.config.block == "post" else self._norm("attention_norm", x)
+        heads = self._heads(first, cos_sin, attend, rows)
+        if rows is not None:
+            x, first = x[rows], first[rows]
+            if not len(rows):
+                return x
+        attended = self._linear("out", self.whole("heads", heads.reshape(len(x), -1)))
         if self.config.block == "post":
-            x = self._norm("attention_norm", x + self.whole("hidden", self._attention(x, cos_sin, attend)))
+            x = self._norm("attention_norm", x + self.whole("hidden", attended))
             return self._norm("mlp_norm", x + self.whole("hidden", self._mlp(x)))
-        first = self._norm("attention_norm", x)
-        attended = self._attention(first, cos_sin, attend)
         if self.config.block == "parallel":
             second = self._norm("mlp_norm", x) if self.config.mlp_norm else first
             return x + self.whole("hidden", self._mlp(second) + attended)
         x = x + self.whole("hidden", attended)
         return x + self.whole("hidden", self._mlp(self._norm("mlp_norm", x)))
 
-    def _attention(self, x: Tensor, cos_sin: Tensor | None, attend: Attend) -> Tensor:
-        """x [T, H] -> [T, this rank's share of H]."""
+    def _heads(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None) -> Tensor:
+        """x [T, H] -> attended heads [T or n, Hq, D]."""
         spec = self.config.attention
         heads = self._linear("qkv", x).view(len(x), spec.heads + 2 * spec.kv_heads, spec.head_dim)
         q, k, v = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
@@ -98,8 +103,7 @@ class Layer:
             k = ops.rms_norm(k, self.weights["k_norm.weight"], self.config.norm_eps)
         if cos_sin is not None:
             q, k = ops.rotary(q, cos_sin), ops.rotary(k, cos_sin)
-        out = attend(self.index, q, k, v)
-        return self._linear("out", self.whole("heads", out.reshape(len(x), -1)))
+        return attend(self.index, q, k, v) if rows is None else attend(self.index, q, k, v, rows)
 
     def _mlp(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]."""
@@ -125,11 +129,11 @@ class OneByOne:
     def __init__(self, layers: list[Layer]) -> None:
         self.layers = layers
 
-    def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend) -> Tensor:
-        """x [T, H] -> [T, H]."""
-        for layer in self.layers:
+    def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """x [T, H] -> [T, H], or [n, H] of `rows` alone."""
+        for layer in self.layers[:-1]:
             x = layer(x, cos_sin, attend)
-        return x
+        return self.layers[-1](x, cos_sin, attend, rows)
 
 
 class Decoder:
@@ -172,14 +176,18 @@ class Decoder:
         log.info("layers one operation at a time (%s)", reason)
         return OneByOne(layers)
 
-    def forward(self, batch: TokenBatch, attend: Attend) -> Tensor:
+    def forward(self, batch: TokenBatch, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """Hidden states [T, E] of the batch, ready for `logits`. Calls attend(layer, q, k, v) once per layer, in order.
 
+        rows, int64 [n], ascending: only their states are returned, [n, E], and nothing that no other row needs of the
+        last layer is computed: no attention and no MLP (attend(layer, q, k, v, rows) then). None: all.
         k is handed over rotated; q, k and v may be views of one tensor, each row contiguous.
         """
         x = self._embed(batch)
         cos_sin = self.rope.at(batch.positions, batch.rope_lengths) if self.rope else None
-        x = self.layers(x, cos_sin, attend)
+        x = self.layers(x, cos_sin, attend, rows)
+        if not len(x):
+            return x.new_empty(0, self.config.embed_size)
         if self.config.final_norm:
             x = norm(self.config, self.weights, "final_norm", x)
         return ops.linear(x, self.matrices["project_out.weight"]) if "project_out.weight" in self.matrices else x

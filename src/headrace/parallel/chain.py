@@ -2,15 +2,12 @@
 
 Rank i of the chain computes the i-th block of every sequence. What it receives goes on to rank i+1 at once, before any
 local work; its own block follows when it is written. Receives are posted a layer ahead. Blocks may be uneven, and begin
-anywhere. In the last layer a rank whose hidden states nobody wants sends its keys and values and leaves.
+anywhere. In the last layer a rank whose hidden states nobody wants sends its keys and values and takes the next prompt.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from headrace.parallel import layout
-from headrace.parallel.context import Context, NothingLeft
+from headrace.parallel.context import Context
 from headrace.parallel.folding import Arrival
 from headrace.parallel.layout import Piece
 from headrace.parallel.moving import Moving
@@ -26,7 +23,6 @@ class Chain(Moving):
         if len(orders) > 1 or len(set(self.order)) < len(self.order):
             raise ValueError(f"a chain goes once through the same ranks for all sequences, got {sorted(orders)}")
         self.place = self.order.index(context.rank) if context.rank in self.order else None
-        self.leaves = not layout.wanted(context.group, context.rank)
         super().__init__(context)
 
     def _neighbour(self, step: int) -> int | None:
@@ -68,12 +64,3 @@ class Chain(Moving):
             return
         for piece in self._own():
             self.send(layer, buffer, piece, after, piece.filled[self.place])
-
-    def _attend(self, layer: int, q: Tensor, buffer: Buffer) -> Tensor:
-        if layer + 1 < self.context.layers or not self.leaves:
-            return super()._attend(layer, q, buffer)
-        if len(self.kept_from):
-            for arrival in self.arrivals.pop(layer):
-                arrival.wait()
-            self._keep(layer, buffer)
-        raise NothingLeft

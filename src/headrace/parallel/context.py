@@ -13,10 +13,6 @@ from headrace.parallel.transport import Tag, Transport, Work
 from headrace.parallel.workspace import Workspace
 
 
-class NothingLeft(Exception):
-    """What remains of a forward pass is needed by nobody: the rank leaves it."""
-
-
 @dataclass(slots=True)
 class Counters:
     """Over a rank's life: token entries sent to each rank (K and V of one token in one layer count as one)."""

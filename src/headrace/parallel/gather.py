@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.parallel.context import Context
-from headrace.parallel.folding import Arrival
+from headrace.parallel.folding import Arrival, Rows
 from headrace.parallel.layout import Piece
 from headrace.parallel.moving import Moving, bytes_of, view
 from headrace.parallel.transport import Work
@@ -74,7 +74,7 @@ class Gather(Moving):
         works = self.context.receive(side, other, layer, piece.index)
         self.sides.append((piece, side, works))
 
-    def _attend(self, layer: int, q: Tensor, buffer: Buffer) -> Tensor:
+    def before_attending(self, layer: int, buffer: Buffer) -> None:
         for arrival in self.arrivals[layer]:
             arrival.wait()
         for piece, side, works in self.sides:
@@ -83,22 +83,21 @@ class Gather(Moving):
             for x, y in zip(view(buffer, piece), side, strict=True):
                 bytes_of(x).bitwise_or_(bytes_of(y))
         self.sides.clear()
-        return super()._attend(layer, q, buffer)
 
 
 class GatherFull(Gather):
     """With the masked half of the rectangle computed."""
 
-    def after_attention(self, layer: int, q: Tensor, buffer: Buffer) -> None:
+    def after_attention(self, layer: int, q: Tensor, buffer: Buffer, rows: Rows) -> None:
         begin = 0
-        for run, table in zip(self.rows.runs, self.rows.tables, strict=True):
+        for run, table in zip(rows.runs, rows.tables, strict=True):
             slots = self.context.group.parts[run.part].slots
             hidden = self.layout.table(np.array(slots[len(table) :], dtype=np.int32))
             items = np.zeros((len(hidden), 4), dtype=np.int32)
             items[:, 0], items[:, 1] = hidden, (len(table) + np.arange(len(hidden))) * CHUNK
             items[:, 3] = run.rows
             everywhere = torch.full((run.rows,), len(slots) * CHUNK - 1, dtype=torch.int64)
-            rows = q[begin : begin + run.rows]
             if len(hidden):
-                self.context.kernels.attend(layer, rows, buffer.tensors, torch.from_numpy(items), everywhere)
+                part = q[begin : begin + run.rows]
+                self.context.kernels.attend(layer, part, buffer.tensors, torch.from_numpy(items), everywhere)
             begin += run.rows

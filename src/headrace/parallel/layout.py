@@ -33,8 +33,9 @@ class Run(NamedTuple):
         return self.end - self.start
 
 
-def runs(group: Group, rank: int) -> list[Run]:
-    """The rows of a rank in batch order: runs that share chunks stand side by side."""
+def runs(group: Group, rank: int, *, wanted: bool = False) -> list[Run]:
+    """The rows of a rank in batch order: runs that share chunks stand side by side. wanted: only rows whose hidden
+    states the driver wants, in the same order."""
     found = [
         Run(index, begin, end)
         for index, part in enumerate(group.parts)
@@ -42,7 +43,13 @@ def runs(group: Group, rank: int) -> list[Run]:
         if owner == rank and end > begin
     ]
     order = batch_order([slots_of(group, run) for run in found])
-    return [found[i] for i in order]
+    ordered = [found[i] for i in order]
+    return [cut for run in ordered if (cut := _wanted(group, run)).rows] if wanted else ordered
+
+
+def _wanted(group: Group, run: Run) -> Run:
+    part = group.parts[run.part]
+    return run._replace(start=min(run.end, max(run.start, part.end - part.wanted)))
 
 
 def slots_of(group: Group, run: Run) -> Int32:
@@ -52,12 +59,7 @@ def slots_of(group: Group, run: Run) -> Int32:
 
 def wanted(group: Group, rank: int) -> list[tuple[int, int]]:
     """(part, position) of each hidden state that the driver wants of a rank, in the order of the rank's rows."""
-    parts = group.parts
-    return [
-        (run.part, position)
-        for run in runs(group, rank)
-        for position in range(max(run.start, parts[run.part].end - parts[run.part].wanted), run.end)
-    ]
+    return [(run.part, position) for run in runs(group, rank, wanted=True) for position in range(run.start, run.end)]
 
 
 def check(group: Group, ranks: int) -> None:

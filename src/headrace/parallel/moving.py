@@ -29,6 +29,9 @@ class Moving:
         runs = layout.runs(group, rank)
         tables = [self.layout.table(layout.slots_of(group, run)) for run in runs]
         self.rows = Rows(runs, tables, context.kernels)
+        wanted = layout.runs(group, rank, wanted=True)
+        tables = [self.layout.table(layout.slots_of(group, run)) for run in wanted]
+        self.wanted = Rows(wanted, tables, context.kernels)
         self.kept_from, self.kept_in = self._kept()
         context.workspace.reserve(self.layout.chunks)
         self.arrivals: dict[int, list[Arrival]] = {}
@@ -58,12 +61,15 @@ class Moving:
     def before_writing(self, layer: int, buffer: Buffer) -> None:
         """Called before the rank's own keys and values are written."""
 
-    def after_attention(self, layer: int, q: Tensor, buffer: Buffer) -> None:
+    def before_attending(self, layer: int, buffer: Buffer) -> None:
+        """Called before the rows attend to what has arrived."""
+
+    def after_attention(self, layer: int, q: Tensor, buffer: Buffer, rows: Rows) -> None:
         """Called when the rows have attended."""
 
     # -- one layer
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         buffer = self.context.workspace.at(layer)
         if layer + 1 < self.context.layers:
             self._post(layer + 1)
@@ -71,20 +77,22 @@ class Moving:
         if len(self.rows):
             self.context.kernels.append(buffer.tensors, k, v, self.rows.slots, self.rows.offsets)
         self.send_own(layer, buffer)
-        out = self._attend(layer, q, buffer)
-        self.after_attention(layer, q, buffer)
+        self.before_attending(layer, buffer)
+        chosen = self.rows if rows is None else self.wanted
+        out = self._attend(layer, q if rows is None else q[rows], buffer, chosen)
+        self.after_attention(layer, q if rows is None else q[rows], buffer, chosen)
         return out
 
-    def _attend(self, layer: int, q: Tensor, buffer: Buffer) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, buffer: Buffer, rows: Rows) -> Tensor:
+        """The rows' attention; without rows nothing but what this rank keeps is waited for."""
         arrivals = self.arrivals.pop(layer)
-        if len(self.rows):
-            out = self.rows.attend(layer, q, buffer.tensors, arrivals)
-        else:
-            out = q
+        if len(rows):
+            q = rows.attend(layer, q, buffer.tensors, arrivals)
+        elif len(self.kept_from):
             for each in arrivals:
                 each.wait()
         self._keep(layer, buffer)
-        return out
+        return q
 
     def _keep(self, layer: int, buffer: Buffer) -> None:
         copy_chunks(buffer.tensors, self.kept_from, pools(self.context.storage, layer), self.kept_in)

@@ -13,7 +13,7 @@ from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel import layout, single
 from headrace.parallel.chain import Chain
-from headrace.parallel.context import Context, Counters, NothingLeft
+from headrace.parallel.context import Context, Counters
 from headrace.parallel.folding import Kernels
 from headrace.parallel.gather import Gather, GatherFull
 from headrace.parallel.messages import Group, Step
@@ -98,22 +98,16 @@ class Rank:
         if not runs:
             self._pass_on(attend)
             return none
-        try:
-            hidden = self.decoder.forward(self._batch(group, runs), attend)
-        except NothingLeft:
-            return none
-        return hidden[torch.tensor(_wanted_rows(group, runs), dtype=torch.int64)]
+        rows = torch.tensor(_wanted_rows(group, runs), dtype=torch.int64)
+        return self.decoder.forward(self._batch(group, runs), attend, rows)
 
     def _pass_on(self, attend: Attend) -> None:
         """A rank without rows takes part in the exchange."""
         spec = self.kernels.spec
         q = torch.empty(0, spec.heads, spec.head_dim, dtype=self.decoder.dtype)
         kv = torch.empty(0, spec.kv_heads, spec.head_dim, dtype=self.decoder.dtype)
-        try:
-            for layer in range(spec.layers):
-                attend(layer, q, kv, kv)
-        except NothingLeft:
-            pass
+        for layer in range(spec.layers):
+            attend(layer, q, kv, kv)
 
     def _batch(self, group: Group, runs: list[layout.Run]) -> TokenBatch:
         tokens: list[int] = []

@@ -67,11 +67,11 @@ class Visit:
         return torch.cat([q[each.begin : each.end] for each in self.segments])
 
 
-def visit(group: layout.Group, home: int, host: int, per_rank: int, window: int | None) -> Visit:
-    """What the rows of `home` have to do on `host`; no segments if it owns nothing that they see."""
-    spans = []
-    for run in layout.runs(group, home):
-        slots = layout.slots_of(group, run)
+def visit(context: Context, runs: list[layout.Run], host: int, window: int | None) -> Visit:
+    """What the rows of a home, in `runs`, have to do on `host`; no segments if it owns nothing that they see."""
+    spans, per_rank = [], context.slots_per_rank
+    for run in runs:
+        slots = layout.slots_of(context.group, run)
         here = np.where(slots // per_rank == host, slots % per_rank, -1).astype(np.int32)
         spans.append(planning.Span(here, run.start, run.rows))
     plan = planning.build(spans)
@@ -105,11 +105,9 @@ class RingQ:
         self.context = context
         self.size, self.rank = context.transport.size, context.rank
         group, per_rank = context.group, context.slots_per_rank
-        rows = {home: layout.runs(group, home) for home in range(self.size)}
-        self.lengths = {home: sum(run.rows for run in found) for home, found in rows.items()}
-        self.windows = {window: _Visits(context, self.rank, self.size) for window in set(context.kernels.spec.windows)}
-        for window, visits in self.windows.items():
-            visits.plan(group, per_rank, window, self.lengths)
+        windows = context.kernels.spec.windows
+        self.visits = {window: _Visits(context, window, wanted=False) for window in set(windows)}
+        self.last = _Visits(context, windows[-1], wanted=True)
         self.places = {
             (home, owner): places
             for home in range(self.size)
@@ -117,10 +115,11 @@ class RingQ:
             if self.rank in (home, owner)
         }
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         context = self.context
         stored = pools(context.storage, layer)
-        visits = self.windows[context.kernels.spec.windows[layer]]
+        visits = self.visits[context.kernels.spec.windows[layer]] if layer + 1 < context.layers else self.last
+        q = q if rows is None else q[rows]
         coming = self._expect_keys(layer, k)
         guests = visits.expect(layer, q)
         mine = q.contiguous()
@@ -128,10 +127,10 @@ class RingQ:
         homecoming = visits.expect_states(layer, q)
         self._store(stored, k, v, coming)
         own = visits.attend(layer, mine, self.rank, stored)
-        for home, (rows, works) in guests.items():
+        for home, (theirs, works) in guests.items():
             for work in works:
                 work.wait()
-            outgoing += visits.send_states(layer, home, visits.attend(layer, rows, home, stored))
+            outgoing += visits.send_states(layer, home, visits.attend(layer, theirs, home, stored))
         out = visits.fold(own, homecoming, q)
         for work in (*outgoing, *(work for _, works in guests.values() for work in works)):
             work.drain()
@@ -193,25 +192,30 @@ def _places(group: layout.Group, home: int, per_rank: int) -> dict[int, Places]:
 class _Visits:
     """Who visits whom, for layers with the same window."""
 
-    def __init__(self, context: Context, rank: int, size: int) -> None:
-        self.context, self.rank, self.size = context, rank, size
+    def __init__(self, context: Context, window: int | None, *, wanted: bool) -> None:
+        """wanted: of the rows whose hidden states are wanted only.
+
+        hosting[home]: that rank's rows here; abroad[host]: own rows there; last[home]: hops its queries make;
+        lengths[home]: its rows.
+        """
+        self.context, self.rank, self.size = context, context.rank, context.transport.size
         self.hosting: dict[int, Visit] = {}
         self.abroad: dict[int, Visit] = {}
         self.last: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
-
-    def plan(self, group: layout.Group, per_rank: int, window: int | None, lengths: dict[int, int]) -> None:
-        """hosting[home]: that rank's rows here; abroad[host]: own rows there; last[home]: hops its queries make."""
-        self.lengths = lengths
         for home in range(self.size):
-            if not lengths[home]:
-                continue
-            hosts = {host: visit(group, home, host, per_rank, window) for host in range(self.size)}
-            visited = [(host - home) % self.size for host, each in hosts.items() if each.rows]
-            self.last[home] = max(visited, default=0)
-            self.hosting[home] = hosts[self.rank]
-            if home == self.rank:
-                self.abroad = hosts
+            self._add(home, layout.runs(context.group, home, wanted=wanted), window)
+
+    def _add(self, home: int, runs: list[layout.Run], window: int | None) -> None:
+        self.lengths[home] = sum(run.rows for run in runs)
+        if not runs:
+            return
+        hosts = {host: visit(self.context, runs, host, window) for host in range(self.size)}
+        visited = [(host - home) % self.size for host, each in hosts.items() if each.rows]
+        self.last[home] = max(visited, default=0)
+        self.hosting[home] = hosts[self.rank]
+        if home == self.rank:
+            self.abroad = hosts
 
     def expect(self, layer: int, q: Tensor) -> dict[int, tuple[Tensor, list[Work]]]:
         """Posts the receives of queries that come by, and sends them on where they have further to go."""
