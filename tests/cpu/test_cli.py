@@ -90,6 +90,11 @@ def test_flag_before_environment_before_default(served: list[EngineConfig]) -> N
     assert served[2] == EngineConfig(enable_prefix_caching=False, dtype="float32")
 
 
+def test_ranks_have_short_flags(served: list[EngineConfig]) -> None:
+    assert run("serve", "-cp", "3", "-tp", "2").exit_code == 0
+    assert (served[0].context_parallel_size, served[0].tensor_parallel_size) == (3, 2)
+
+
 def test_exit_code_of_the_server_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.server.serve.serve", lambda config: 1)
     assert run("serve").exit_code == 1

@@ -33,6 +33,7 @@ def test_what_arrives_is_what_was_sent_also_by_relay() -> None:
     assert first.traffic.messages == {1: 8} and second.traffic.messages == {2: 8} and not third.traffic.messages
     assert second.traffic.bytes == {2: sum(x.nbytes for x in messages)}
     assert hub.left_over() == 0
+    assert all(end.close(60) for end in (first, second, third))
 
 
 def test_nothing_arrives_before_the_line_allows() -> None:

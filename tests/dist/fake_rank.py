@@ -50,7 +50,8 @@ class FakeRank:
     def relay(self, number: int, _: int) -> None:
         """0 -> 1 -> 2 ... -> 0, relayed by the transport; each rank then sends what it saw."""
         links, after = self.links, (self.links.rank + 1) % self.links.size
-        seen = [torch.empty_like(message(number, i)) for i in range(MANY)]
+        with torch.inference_mode():  # as a model's buffers are made
+            seen = [torch.empty_like(message(number, i)) for i in range(MANY)]
         works = [links.irecv(x, links.rank - 1, Tag(number, i, 0), relay=after) for i, x in enumerate(seen)]
         for work in works:
             work.drain()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from headrace.config import EngineConfig
+from headrace.config import config_from_env
 from headrace.parallel.launch import open_group, run_if_worker
 from tests.dist.groups import MAKER, echoes
 
 
 def main() -> int:
-    config = EngineConfig(context_parallel_size=2)
+    config = config_from_env(context_parallel_size=2)
     status = run_if_worker(config.rank_interface)
     if status is not None:
         return status

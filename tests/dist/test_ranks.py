@@ -6,12 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
 
 import pytest
 import torch
 
 from headrace.config import EngineConfig
-from headrace.parallel.launch import open_group
+from headrace.parallel.crew import Process
+from headrace.parallel.launch import open_group, spawn
 from headrace.parallel.transport import RankLost, Tag
 from tests.dist import fake_rank
 from tests.dist.fake_rank import step
@@ -76,12 +79,25 @@ def test_a_busy_worker_is_not_lost_and_a_failing_one_says_why() -> None:
 
 
 def test_maker_that_is_not_there() -> None:
-    with pytest.raises(RankLost, match="no function 'nothing' in tests.dist.fake_rank"):
+    """In a process of its own: what torch does to meet the others cannot be taken back."""
+    code = """if True:
+        from headrace.config import EngineConfig
+        from headrace.parallel.launch import open_group
         group = open_group(EngineConfig(context_parallel_size=2), "tests.dist.fake_rank:nothing")
-        try:
-            group.crew.wait_ready()  # type: ignore[union-attr]
-        finally:
-            group.close()
+        group.crew.wait_ready()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "RankLost: rank 1 failed: ValueError: no function 'nothing' in tests.dist.fake_rank" in done.stderr
+
+
+def test_worker_with_a_wrong_secret(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def spawn_with_another(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, Process]:
+        return spawn(config, address, secret[::-1], met)
+
+    monkeypatch.setattr("headrace.parallel.launch.spawn", spawn_with_another)
+    with pytest.raises(RankLost, match="rank 1 is gone before it came: its process .* ended with status 1"):
+        open_group(EngineConfig(context_parallel_size=2), "tests.dist.fake_rank:FakeRank")
+    assert "the other side does not know the secret" in caplog.text
 
 
 def test_workers_end_with_their_driver() -> None:

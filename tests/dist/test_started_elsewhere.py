@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from headrace.parallel.launch import open_group
 from headrace.parallel.transport import RankLost
 from tests.dist import fake_rank
 from tests.dist.fake_rank import step
-from tests.dist.groups import MAKER, ROOT, echoes, importable, opened, runs, until
+from tests.dist.groups import MAKER, ROOT, echoes, importable, opened
 
 __all__ = ["importable"]
 
@@ -44,6 +46,48 @@ def test_torchrun_with_another_number_of_processes() -> None:
     done = torchrun(3)
     assert done.returncode != 0
     assert "torchrun started 3 processes, but context_parallel_size * tensor_parallel_size is 2" in done.stderr
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[list[str]]]:
+    """Two network namespaces with addresses 10.77.0.1 and .2: for each the words that run a command in it."""
+    names = [f"headrace-{os.getpid()}-{i}" for i in range(2)]
+    ends = [f"hr{i}-{os.getpid()}" for i in range(2)]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the command 'ip'")
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+        for i, (name, end) in enumerate(zip(names, ends, strict=True), 1):
+            ip("-n", name, "addr", "add", f"10.77.0.{i}/24", "dev", end)
+            for link in (end, "lo"):
+                ip("-n", name, "link", "set", link, "up")
+        yield [["ip", "netns", "exec", name] for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.parametrize(("secret", "told"), [("the same secret on both", "seen True 1 of 2"), (None, "set HEADRACE_RANK")])
+def test_torchrun_on_two_hosts(hosts: list[list[str]], secret: str | None, told: str) -> None:
+    started = []
+    for i, enter in enumerate(hosts):
+        environment = {**os.environ, "HEADRACE_RANK_INTERFACE": f"10.77.0.{i + 1}"}
+        environment |= {"HEADRACE_RANK_SECRET": secret} if secret else {}
+        command = f"-m torch.distributed.run --nnodes 2 --node-rank {i} --nproc-per-node 1 --master-addr 10.77.0.1"
+        words = [*enter, sys.executable, *command.split(), str(ROOT / "tests/dist/rank_program.py")]
+        started.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment))
+    outputs = [process.communicate()[0] for process in started]
+    assert told in outputs[0], outputs
+    assert [process.returncode == 0 for process in started] == [secret is not None] * 2
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +129,6 @@ def test_ray_actor_that_is_killed(cluster: Any) -> None:
         assert group.crew.failed.wait()
         with pytest.raises(RankLost, match="rank 2 is gone"):
             group.crew.check()
-        pids = dict(group.crew.pids)
-    for pid in pids.values():
-        until(pid)
-    assert not any(runs(pid) for pid in pids.values())
 
 
 def test_ray_without_room(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hmac
+import logging
 import os
 import secrets
 import socket
@@ -23,6 +24,8 @@ from headrace.parallel.control import Refused, proof
 from headrace.parallel.crew import Crew
 from headrace.parallel.torch_transport import TorchTransport
 from headrace.parallel.transport import RankLost, Tag, Transport
+
+log = logging.getLogger(__name__)
 
 FORM_S = 120
 """So long all ranks may take to meet."""
@@ -61,11 +64,15 @@ class Group:
         self.tensor.fail(why)
 
     def close(self) -> None:
-        """Ends the workers, if this is the driver, and the links. May be called again."""
+        """Ends the workers, if this is the driver, and the links. May be called again.
+
+        To be called before the interpreter ends: threads that wait in torch then would abort the process.
+        """
         if self.crew is not None:
             self.crew.close()
-        self.context.close()
-        self.tensor.close()
+        for name, transport in (("context", self.context), ("tensor", self.tensor)):
+            if not transport.close():
+                log.warning("threads of the %s links still wait for ranks that did not end", name)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -78,12 +85,16 @@ def form(rank: int, context: int, tensor: int, store: dist.Store, interface: str
     """
     size = context * tensor
     with gloo_on(interface):
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=NO_TIMEOUT)
+        dist.init_process_group(_backend(), store=store, rank=rank, world_size=size, timeout=NO_TIMEOUT)
         mesh = init_device_mesh("cpu", (context, tensor), mesh_dim_names=("context", "tensor"))
     group = Group(rank, size, mesh, TorchTransport(mesh.get_group("context")), TorchTransport(mesh.get_group("tensor")))
     prove(group.context, secret, "context")
     prove(group.tensor, secret, "tensor")
     return group
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def prove(transport: Transport, secret: str, name: str) -> None:

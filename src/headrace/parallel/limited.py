@@ -83,12 +83,17 @@ class Limited:
         except RankLost as error:
             received.relayed.finish(None, error)
 
-    def close(self) -> None:
-        """Ends the threads once they have sent what they hold. The transport underneath is left to its owner."""
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """Ends the threads once they have sent what they hold; whether they all have, in that time. The transport
+        underneath is left to its owner, who closes it after this."""
         with self._lock:
-            for line in self._lines.values():
-                line.messages.put(None)
-        self._waiters.close()
+            lines = list(self._lines.values())
+        for line in lines:
+            line.messages.put(None)
+        end = time.monotonic() + timeout_s
+        for line in lines:
+            line.thread.join(max(0.0, end - time.monotonic()))
+        return self._waiters.close(max(0.0, end - time.monotonic())) and not any(x.thread.is_alive() for x in lines)
 
 
 @dataclass(eq=False, slots=True)
@@ -107,7 +112,8 @@ class _Line:
         self.free = 0.0
         self.random = random.Random(f"{end.seed} {end.rank} {to}")
         self.messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
-        threading.Thread(target=self._send, name=f"headrace-line-{to}", daemon=True).start()
+        self.thread = threading.Thread(target=self._send, name=f"headrace-line-{to}", daemon=True)
+        self.thread.start()
 
     def put(self, x: Tensor, tag: Tag) -> _Sent:
         work = _Sent(self.end.traffic)
@@ -131,6 +137,7 @@ class _Line:
                 message.work.finish(self.end.transport.isend(message.x, self.to, message.tag), None)
             except (RankLost, ValueError) as error:
                 message.work.finish(None, error)
+            del message
 
 
 @dataclass(eq=False)

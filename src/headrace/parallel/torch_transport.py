@@ -1,11 +1,13 @@
 """Transport over a torch.distributed process group: gloo for tensors in main memory, NCCL for tensors on CUDA.
 
-What gloo is like, and what follows from it (measured with torch 2.13, docs/parallel.md):
-- a message leaves when its receiver has been posted, so a send waits for the other side;
-- a transfer under way is not known to be complete before it is waited for, and waiting cannot be interrupted: so a
-  thread waits for each, and callers wait for that thread. It also relays what arrived while its receiver computes;
-- a timeout of one wait closes all links of the group: so there is none here. That a rank hangs is noticed over the
-  control link (parallel.crew), which then calls `fail`.
+What gloo (torch 2.13) is like, and what follows from it:
+- a message leaves when its receive has been posted, so a send waits for the other side;
+- whether a transfer is complete is known only to who waits for it, and waiting cannot be interrupted: so a thread waits
+  for each, and callers wait for that thread. It also relays what arrived while its receiver computes;
+- a wait that times out closes all links of the group: so there are no timeouts here. That a rank hangs is noticed over
+  the control link (parallel.crew), which then calls `fail`;
+- tags are below 2**31. Sizes are not compared: a message shorter than its receive leaves the rest of it untouched, a
+  longer one ends the receiving process. The loopback of parallel.transport finds such mistakes.
 
 NCCL knows no tags: on CUDA both ends of a link must post in the same order.
 """
@@ -62,10 +64,11 @@ class TorchTransport:
         for transfer in lost:
             transfer.finish(self.broken)
 
-    def close(self) -> None:
-        """Ends the threads and fails what is under way. The process group is left to its owner."""
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """Fails what is under way and ends the threads; whether all have ended in that time: one that waits for a rank
+        that still runs does not. The process group is left to its owner."""
         self.fail("the link was closed")
-        self._waiters.close()
+        return self._waiters.close(timeout_s)
 
     def _begin(
         self, x: Tensor, other: int, way: str, post: Callable[[], Any], after: Callable[[], Work] | None = None
@@ -87,9 +90,7 @@ class TorchTransport:
         self, transfer: _Transfer, handle: Any, x: Tensor, other: int, way: str, after: Callable[[], Work] | None
     ) -> None:
         try:
-            handle.wait()
-            if x.is_cuda:
-                torch.cuda.current_stream(x.device).synchronize()
+            _complete(handle, x)
         except RuntimeError as error:
             self._lost(other, way, error)
             return
@@ -136,6 +137,16 @@ class _Transfer:
         self.wait()
         if self.relayed is not None:
             self.relayed.wait()
+
+
+def _complete(handle: Any, x: Tensor) -> None:
+    """Waits for a transfer; on CUDA that only makes the stream wait for it, so the stream is waited for too."""
+    if not x.is_cuda:
+        handle.wait()
+        return
+    with torch.cuda.device(x.device):
+        handle.wait()
+        torch.cuda.current_stream().synchronize()
 
 
 def _check(x: Tensor) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 Task = Callable[[], None]
 
 
 class Waiters:
-    """`run(task)` runs the task at once on a thread of its own. Threads are reused; `close` ends the idle ones.
+    """`run(task)` runs the task at once on a thread of its own. Threads are reused until `close`.
 
     A bounded pool could deadlock: its threads may all wait for messages that arrive after one nobody waits for.
     The threads are daemons, since one whose peer is gone may never return.
@@ -21,43 +22,50 @@ class Waiters:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
-        self._threads = 0
+        self._threads: set[threading.Thread] = set()
         self._closed = False
 
     @property
     def threads(self) -> int:
         """Threads that exist now."""
-        return self._threads
+        return len(self._threads)
 
     def run(self, task: Task) -> None:
         """Raises RuntimeError after `close`."""
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"{self._name} are closed")
-            started = self._idle == 0
-            if started:
-                self._threads += 1
-            else:
-                self._idle -= 1
-        if started:
-            threading.Thread(target=self._work, args=(task,), name=self._name, daemon=True).start()
-        else:
             self._tasks.put(task)
+            if self._idle:
+                self._idle -= 1
+                return
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._threads.add(thread)
+            thread.start()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 0.0) -> bool:
+        """Lets the threads end, and waits for that for so long; whether they all have. May be called again.
+
+        A thread that is in torch when the interpreter ends would abort the process: give them time before that.
+        """
         with self._lock:
             self._closed = True
             for _ in range(self._idle):
                 self._tasks.put(None)
             self._idle = 0
+            left = [thread for thread in self._threads if thread is not threading.current_thread()]
+        end = time.monotonic() + timeout_s
+        for thread in left:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in left)
 
-    def _work(self, task: Task | None) -> None:
-        while task is not None:
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
             task()
+            del task  # and what it refers to, before this thread rests
             with self._lock:
                 if self._closed:
                     break
                 self._idle += 1
-            task = self._tasks.get()
         with self._lock:
-            self._threads -= 1
+            self._threads.discard(threading.current_thread())
