@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,10 @@ from headrace import __version__
 from headrace.cli import bench, console
 from headrace.cli.options import guarded, with_config, with_sampling
 from headrace.config import EngineConfig
+from headrace.engine import torchrun
 from headrace.types import SamplingParams
+
+log = logging.getLogger("headrace")
 
 app = typer.Typer(
     name="headrace",
@@ -45,6 +49,9 @@ def serve(config: EngineConfig) -> None:
     from headrace.server.serve import serve as run
 
     console.log_to_stderr()
+    if config.restart and torchrun.started_this():
+        log.info("torchrun started the ranks, and they cannot be started again from here: --no-restart holds")
+        config.restart = False
     code = run(config)
     if code:
         raise typer.Exit(code)

@@ -12,6 +12,7 @@ import typer
 
 from headrace.cli.console import one_line_errors
 from headrace.config import EngineConfig, config_from_env, env_name
+from headrace.engine import torchrun
 from headrace.types import SamplingParams
 
 SERVER_ONLY = {
@@ -50,7 +51,8 @@ def engine_fields(server: bool) -> list[Field[Any]]:
 def with_config(command: Callable[..., None], *, server: bool, model_argument: bool) -> Callable[..., None]:
     """`command(config=..., ...)` as a command with an option for every setting.
 
-    What is given on the command line wins over the environment, that over the default.
+    What is given on the command line wins over the environment, that over the default. Under torchrun the command
+    runs on rank 0; the other ranks are its workers.
     """
     options = [_model(model_argument), *(_engine_option(item) for item in engine_fields(server))]
     names = [option.name for option in options]
@@ -58,7 +60,9 @@ def with_config(command: Callable[..., None], *, server: bool, model_argument: b
     def run(**given: Any) -> None:
         settings = {name: given.pop(name) for name in names}
         # Left out where it was not given: config_from_env then fills it in by its own rules.
-        command(config=config_from_env(**{k: v for k, v in settings.items() if v is not None}), **given)
+        config = config_from_env(**{k: v for k, v in settings.items() if v is not None})
+        torchrun.serve_if_worker(config)
+        command(config=config, **given)
 
     return _dressed(run, command, "config", options)
 

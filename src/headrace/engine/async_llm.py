@@ -120,8 +120,9 @@ class AsyncLLM:
             while (message := await self._receive(reader)) is not None:
                 if isinstance(message, m.Events):
                     self._hand_out(message)
-                elif isinstance(message, m.Failed):
+                elif isinstance(message, m.Failed):  # it may yet take seconds to end
                     reason = message.reason
+                    break
         except Exception as error:  # whatever it is, those who wait must hear of it
             reason = f"the link to the engine broke: {type(error).__name__}: {error}"
         self._die(reason)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from headrace.config import EngineConfig, Quantization
-from headrace.engine import ranks
+from headrace.engine import ranks, torchrun
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Driver
 from headrace.engine.ranks import Ranks
@@ -53,6 +53,8 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     progress(done, total) is called as weights arrive. Raises ValueError or UnsupportedModel, naming what is wrong, and
     RankLost where a rank ends. Under torchrun it returns on rank 0 alone: the others serve as workers and exit.
     """
+    if ranks.count(config) > 1:
+        torchrun.serve_if_worker(config)
     ranks.set_threads(config)
     folder = model_folder(config.model)
     model = read_config(folder)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from headrace.config import EngineConfig
+from headrace.engine import torchrun
 from headrace.engine.capacity import model_folder
 from headrace.engine.driver import Advise, Driver
 from headrace.kernels import table
@@ -22,9 +23,11 @@ from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.weights import Progress
 from headrace.parallel import launch, measure
+from headrace.parallel.crew import Crew
 from headrace.parallel.group import Group
 from headrace.parallel.rank import Rank
 from headrace.parallel.tensor import TensorGroup
+from headrace.parallel.transport import RankLost
 from headrace.planner.choice import ALLOWED, Choice, choose
 from headrace.planner.machine import Machine, Shape
 from headrace.planner.table import Stamp, Table
@@ -34,6 +37,9 @@ from headrace.types import CHUNK
 log = logging.getLogger(__name__)
 
 MAKER = "headrace.engine.ranks:make"
+
+VERDICT_S = 2.0
+"""So long after a link broke the crew may take to find out why."""
 
 
 def count(config: EngineConfig) -> int:
@@ -56,6 +62,7 @@ def set_threads(config: EngineConfig) -> None:
 
 def make(config: EngineConfig, group: Group) -> Rank:
     """This rank's share: config.kv_cache_tokens must be set, and is what each rank holds."""
+    torchrun.leave_signals_to_rank_0()
     set_threads(config)
     rank = _make(config, group, load_share(config, group))
     measure.take_part(rank)
@@ -88,9 +95,12 @@ class Ranks:
     table: Table | None
 
     def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
-        crew = self.group.crew
-        assert crew is not None, "rank 0 has the crew"
-        return Driver(self.rank, cache, crew.send, self._advise(config), allowed(config))
+        return Driver(self.rank, cache, self._crew.send, self._advise(config), allowed(config))
+
+    @property
+    def _crew(self) -> Crew:
+        assert self.group.crew is not None, "rank 0 has the crew"
+        return self.group.crew
 
     def _advise(self, config: EngineConfig) -> Advise:
         ranks = self.group.context.size
@@ -102,6 +112,19 @@ class Ranks:
             )  # fmt: skip
 
         return advise
+
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        """callback(reason) as soon as a worker is gone, hangs or gives up, on a thread of the crew."""
+        self._crew.on_failure(callback)
+
+    def why_lost(self, error: RankLost) -> str:
+        """The crew's reason, which says how a process ended; what the link said if the crew knows of nothing."""
+        self._crew.failed.wait(VERDICT_S)
+        return self._crew.reason or str(error)
+
+    def end_workers(self) -> None:
+        """Without closing the links, which a transfer under way may hold up. For a process that ends itself."""
+        self._crew.close()
 
     def close(self) -> None:
         self.group.close()

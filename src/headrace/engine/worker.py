@@ -1,40 +1,44 @@
 """The engine's process: `python -m headrace.engine.worker FD`, FD being a connected socket inherited from the server.
 
 One thread reads the socket and answers pings, the main thread steps. It ends when the socket does, so it never
-outlives its server.
+outlives its server; and it ends when it has lost a rank, whatever it is doing then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import signal
 import socket
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NoReturn
 
 from headrace.engine import messages as m
 from headrace.types import InvalidRequest, UnsupportedModel
 
 if TYPE_CHECKING:
     from headrace.engine.core import EngineCore
+    from headrace.engine.ranks import Ranks
 
 
 def main(descriptor: int) -> int:
     """Serves until the other side closes the socket. Exit status 0, or 1 after a failure (which is reported first)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-c reaches the server, which ends this process
     link = Link(socket.socket(fileno=descriptor))
-    try:
-        return _serve(link)
-    except (BrokenPipeError, ConnectionResetError):
-        return 0
-    except Exception as error:
-        traceback.print_exc()
-        settings = isinstance(error, ValueError | UnsupportedModel) and not isinstance(error, InvalidRequest)
-        _report(link, m.Failed(f"{type(error).__name__}: {error}", settings))
-        return 1
+    with ExitStack() as closing:  # the other ranks, after the report
+        try:
+            return _serve(link, closing)
+        except (BrokenPipeError, ConnectionResetError):
+            return 0
+        except Exception as error:
+            traceback.print_exc()
+            settings = isinstance(error, ValueError | UnsupportedModel) and not isinstance(error, InvalidRequest)
+            _report(link, m.Failed(f"{type(error).__name__}: {error}", settings))
+            return 1
 
 
 class Link:
@@ -72,7 +76,32 @@ def _report(link: Link, failure: m.Failed) -> None:
         link.send(failure)
 
 
-def _serve(link: Link) -> int:
+class RankWatch:
+    """Reports the loss of a rank and ends the process, from whichever thread hears of it first.
+
+    The main thread may be idle then, or in the middle of a long computation that nobody can use any more.
+    """
+
+    def __init__(self, link: Link, ranks: Ranks) -> None:
+        self._link, self._ranks = link, ranks
+        self._once = threading.Lock()  # never released
+        ranks.on_failure(self.end)
+
+    def end(self, reason: str) -> NoReturn:
+        self._once.acquire()
+        _report(self._link, m.Failed(reason))
+        self._ranks.end_workers()
+        _leave(1)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process; threads that wait in torch for a lost rank would hold up the usual end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _serve(link: Link, closing: ExitStack) -> int:
     first = link.receive()
     if not isinstance(first, m.Load):
         return 0
@@ -80,12 +109,16 @@ def _serve(link: Link) -> int:
     threading.Thread(target=read, args=(link, inbox), daemon=True).start()
     from headrace.engine.core import EngineCore
     from headrace.engine.loader import load
+    from headrace.parallel.transport import RankLost
 
     loaded = load(first.config, lambda done, total: link.send(m.Progress(done, total)))
+    closing.callback(loaded.close)
+    watch = RankWatch(link, loaded.ranks) if loaded.ranks is not None else None
     try:
         return _step_on(EngineCore(loaded), link, inbox)
-    finally:
-        loaded.close()
+    except RankLost as error:
+        assert watch is not None and loaded.ranks is not None, "one rank loses none"
+        watch.end(loaded.ranks.why_lost(error))
 
 
 def _step_on(core: EngineCore, link: Link, inbox: queue.SimpleQueue[m.ToEngine | None]) -> int:
@@ -136,4 +169,4 @@ def read(link: Link, inbox: queue.SimpleQueue[m.ToEngine | None]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    _leave(main(int(sys.argv[1])))

@@ -1,0 +1,56 @@
+"""Under torchrun every process runs the same program: rank 0 goes on as the engine, the others become its workers.
+
+Imports no torch, so that rank 0's server need not load it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+from headrace.config import EngineConfig
+
+SAYS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables by which torchrun is known."""
+
+
+def started_this() -> bool:
+    return all(name in os.environ for name in SAYS)
+
+
+def check(config: EngineConfig) -> None:
+    """Raises ValueError where torchrun started another number of processes than the settings ask for."""
+    wanted = config.context_parallel_size * config.tensor_parallel_size
+    if started_this() and int(os.environ["WORLD_SIZE"]) != wanted:
+        raise ValueError(
+            f"torchrun started {os.environ['WORLD_SIZE']} processes, but context_parallel_size * tensor_parallel_size "
+            f"is {wanted}: make them equal"
+        )
+
+
+def serve_if_worker(config: EngineConfig) -> None:
+    """On ranks other than 0 serves as a worker and ends the process. Returns on rank 0, and without torchrun.
+
+    Raises ValueError as `check` does, and where hosts cannot reach each other.
+    """
+    check(config)
+    if not started_this() or os.environ["RANK"] == "0":
+        return
+    from headrace.parallel.launch import run_if_worker
+
+    status = run_if_worker(config.rank_interface)
+    if not status:
+        sys.exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads that wait in torch for a lost rank would hold up the usual end
+
+
+def leave_signals_to_rank_0() -> None:
+    """torchrun passes its signals to all ranks. A worker that has met the driver stays for as long as that finishes its
+    answers, and ends with it."""
+    if started_this() and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
