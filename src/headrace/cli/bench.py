@@ -9,7 +9,7 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -134,16 +134,90 @@ def engine(
         _measure_cases(found, json_file, limits)
 
 
-def _measure_cases(cases: Iterable[dict[str, Any]], path: Path | None, limits: dict[str, Any] | None = None) -> None:
-    """Prints cases as they come and writes what there is, an interruption or not."""
+def _flat(case: dict[str, Any]) -> str:
+    return "  ".join(f"{name} {value}" for name, value in case.items() if value is not None)
+
+
+def _measure_cases(
+    cases: Iterable[dict[str, Any]],
+    path: Path | None,
+    limits: dict[str, Any] | None = None,
+    line: Callable[[dict[str, Any]], str] = _flat,
+) -> list[dict[str, Any]]:
+    """Prints cases as they come and writes what there is, an interruption or not. limits: may grow meanwhile."""
     done: list[dict[str, Any]] = []
     try:
         for case in cases:
             done.append(case)
-            out.print("  ".join(f"{name} {value}" for name, value in case.items() if value is not None), soft_wrap=True)
+            out.print(line(case), soft_wrap=True)
     finally:
         if done:
             write_result(path, done, limits)
+    return done
+
+
+@app.command()
+def prefill(
+    model: Annotated[
+        str, typer.Argument(help="Model folder, 'tiny', or a shape with random weights: S1, S2, S3.")
+    ] = "tiny",
+    json_file: JsonFile = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, by commas.")] = "2",
+    tokens: Annotated[str, typer.Option(help="New tokens, by commas.")] = "1024,2048,4096,8192,16384",
+    cached: Annotated[str, typer.Option(help="Cached tokens before them, by commas: multiples of 64.")] = "0",
+    strategies: Annotated[
+        str,
+        typer.Option(
+            help="By commas. chain-even: even blocks; chain: the table's, searched without one; chain-searched: "
+            "searched, a table or not."
+        ),
+    ] = "single,gather,gather-full,chain-even,chain,ring-kv,ring-q",
+    bandwidth: Annotated[
+        str, typer.Option(help="GB/s of each link between two ranks, by commas; 'none': as fast as it goes.")
+    ] = "none",
+    latency_ms: Annotated[float, typer.Option(help="Milliseconds that each message takes longer.")] = 0.0,
+    jitter: Annotated[float, typer.Option(help="Each message takes up to this share longer or shorter: 0.5.")] = 0.0,
+    link: Annotated[
+        str, typer.Option(help="limited: delayed in the ranks. netns: network namespaces limited by tc (root).")
+    ] = "limited",
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each case, the strategies in turn.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each rank.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Compute type: bfloat16, float32, auto.")] = "auto",
+    table: Annotated[Path | None, typer.Option(help="Table of `headrace tune` for the chain's blocks.")] = None,
+    search: Annotated[bool, typer.Option(help="Search the chain's blocks; else the cost model's.")] = True,
+    stride: Annotated[int, typer.Option(min=1, help="Tokens between two bounds that the search tries.")] = 64,
+    search_repeats: Annotated[int, typer.Option(min=1, help="Prefills of each searched point.")] = 2,
+    placement: Annotated[
+        str, typer.Option(help="Cached chunks: own (as the strategy places them), round (in turn), last (one rank).")
+    ] = "own",
+    plot: Annotated[Path | None, typer.Option(help="PNG that takes a plot.")] = None,
+) -> None:
+    """Time to the first token of one prompt on several ranks, by each strategy, beside one rank by itself."""
+    from headrace.cli import bench_prefill, prefill_report
+
+    with one_line_errors():
+        if plot is not None:
+            prefill_report.plotter()
+        plan = bench_prefill.Plan(
+            model, bench_prefill.numbers("ranks", ranks), bench_prefill.numbers("tokens", tokens),
+            bench_prefill.numbers("cached", cached), tuple(strategies.split(",")),
+            bench_prefill.links(bandwidth, latency_ms, jitter), repeats, threads, dtype,
+            one_of("link", link, ("limited", "netns")) == "netns", bench_prefill.load_table(table), search, stride,
+            search_repeats, one_of("placement", placement, ("own", "round", "last")),
+        )  # fmt: skip
+        bench = bench_prefill.PrefillBench(plan)
+        done = _measure_cases(bench.cases(), json_file, bench.profile, bench_prefill.line)
+        out.print(prefill_report.ratios(done), soft_wrap=True)
+        if plot is not None:
+            prefill_report.plot(done, plot)
+            err.print(f"wrote {plot}", style="dim")
+
+
+def one_of(name: str, given: str, known: tuple[str, ...]) -> Any:
+    """Raises ValueError naming the option."""
+    if given not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}")
+    return given
 
 
 @app.command()

@@ -73,7 +73,7 @@ class Driver:
         allowed = self.allowed if keeper is not None else tuple(set(self.allowed) - set(KEEPS_ALL)) or ("ring-kv",)
         choice = self.advise(count, start, self._cached_on(table), allowed)
         if choice.strategy in KEEPS_ALL and keeper is not None:
-            self._planned[sequence] = replace(choice, ranks=_ending_in(choice.ranks, keeper))
+            self._planned[sequence] = replace(choice, ranks=ending_in(choice.ranks, keeper))
             return lambda chunk: keeper
         self._planned[sequence] = choice
         first = max(range(self.size), key=self.cache.available_on)
@@ -168,7 +168,7 @@ class Driver:
         log.info("%s: %d tokens on %d: %s", part.sequence.request.request_id, part.length, part.start, choice.reason)
 
 
-def _ending_in(ranks: Sequence[int], keeper: int) -> tuple[int, ...]:
+def ending_in(ranks: Sequence[int], keeper: int) -> tuple[int, ...]:
     """The ranks in an order that ends in `keeper`, which changes places with the last (or comes in for it)."""
     order = list(ranks)
     if keeper in order:

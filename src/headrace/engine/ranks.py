@@ -135,12 +135,18 @@ def allowed(config: EngineConfig) -> tuple[str, ...]:
     return ALLOWED if config.prefill_strategy == "auto" else (config.prefill_strategy,)
 
 
-def open_ranks(config: EngineConfig, progress: Progress | None = None) -> tuple[Ranks, Decoder]:
+def open_ranks(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    maker: str = MAKER,
+    start: launch.Starter | None = None,
+) -> tuple[Ranks, Decoder]:
     """Starts the other ranks and loads this one's share while they load theirs.
 
+    maker, start: see launch.open_group; a maker's rank must come from `make`, which takes part in the profile.
     config.kv_cache_tokens must be set. Raises ValueError for settings or a tuned table that do not fit, RankLost.
     """
-    group = launch.open_group(config, MAKER)
+    group = launch.open_group(config, maker, start)
     try:
         assert group.crew is not None
         decoder = load_share(config, group, progress)

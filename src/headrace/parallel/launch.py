@@ -14,7 +14,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,12 +37,13 @@ SECRET = "HEADRACE_RANK_SECRET"
 LOOPBACK = "127."
 
 
-def open_group(config: EngineConfig, maker: str) -> Group:
+def open_group(config: EngineConfig, maker: str, start: Starter | None = None) -> Group:
     """Starts the workers and meets them; this process is the driver, rank 0. They go on making their ranks: see
     Crew.wait_ready.
 
     maker: 'package.module:function', which every worker calls as function(config, group); what that returns runs the
-    steps. Raises ValueError for settings that cannot work, RankLost where a worker ends, TimeoutError where one does
+    steps. start: how workers are started, by default as the settings and the environment say.
+    Raises ValueError for settings that cannot work, RankLost where a worker ends, TimeoutError where one does
     not come.
     """
     size = config.context_parallel_size * config.tensor_parallel_size
@@ -51,7 +52,7 @@ def open_group(config: EngineConfig, maker: str) -> Group:
     if dist.is_initialized():
         raise ValueError("this process is in a group already: close that first")
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
-    start = _starter(config)
+    start = start or _starter(config)
     with Gate(config.rank_interface, secret) as gate, ExitStack() as met, ExitStack() as undo:
         processes = start(config, gate.address, secret, met)
         undo.callback(end_processes, processes)
@@ -135,20 +136,23 @@ def spawn(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Ma
     processes: dict[int, Process] = {}
     try:
         for rank in range(1, config.context_parallel_size * config.tensor_parallel_size):
-            processes[rank] = Child(_spawn(rank, address, config.rank_interface, secret))
+            processes[rank] = Child(spawn_one(rank, address, config.rank_interface, secret))
     except BaseException:
         end_processes(processes)
         raise
     return processes
 
 
-def _spawn(rank: int, address: str, interface: str, secret: str) -> subprocess.Popen[bytes]:
+def spawn_one(
+    rank: int, address: str, interface: str, secret: str, before: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """A worker that binds to `interface`; `before` is a command that runs it, and becomes it."""
     reading, writing = os.pipe()
     try:
         os.write(writing, secret.encode())
-        command = [sys.executable, "-m", "headrace.parallel.worker", str(rank), address, interface, str(reading)]
+        worker = [sys.executable, "-m", "headrace.parallel.worker", str(rank), address, interface, str(reading)]
         environment = {name: value for name, value in os.environ.items() if name != SECRET}
-        return subprocess.Popen(command, pass_fds=[reading], stdin=subprocess.DEVNULL, env=environment)
+        return subprocess.Popen([*before, *worker], pass_fds=[reading], stdin=subprocess.DEVNULL, env=environment)
     finally:
         os.close(reading)
         os.close(writing)

@@ -59,7 +59,7 @@ class Limited:
     def size(self) -> int:
         return self.transport.size
 
-    def isend(self, x: Tensor, to: int, tag: Tag) -> Work:
+    def isend(self, x: Tensor, to: int, tag: Tag) -> _Sent:
         with self._lock:
             self.traffic.sent(to, x)
             if to not in self._lines:
@@ -78,7 +78,7 @@ class Limited:
         try:
             received.inner.wait()
             sent = self.isend(x, relay, tag)
-            sent.wait()
+            sent.sent()
             received.relayed.finish(None, None)
         except RankLost as error:
             received.relayed.finish(None, error)
@@ -159,14 +159,18 @@ class _Sent:
 
     def wait(self) -> None:
         began = time.perf_counter()
+        self.sent()
+        self.traffic.wait_s += time.perf_counter() - began
+
+    drain = wait
+
+    def sent(self) -> None:
+        """As wait, but nobody is held up: the waiting of a relay's thread is not the rank's."""
         self.handed_on.wait()
         if self.error is not None:
             raise self.error
         if self.inner is not None:
             self.inner.wait()
-        self.traffic.wait_s += time.perf_counter() - began
-
-    drain = wait
 
 
 @dataclass(eq=False)

@@ -1,0 +1,284 @@
+"""A group of ranks on which single prefills are measured: time to the first token, waiting, bytes sent.
+
+Chunk i of the one token sequence that all prefills are pieces of always lies in slot i of a rank's pool, whoever
+computed it. Cached chunks laid once are so right for every later prefill, and a prefill may write over what another
+one wrote.
+
+T: new tokens, P: cached ones.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from headrace.cli.prefill_links import LINK, Link, Namespaces, apply
+from headrace.config import EngineConfig
+from headrace.engine import ranks as engine_ranks
+from headrace.engine.driver import KEEPS_ALL, ending_in
+from headrace.engine.ranks import Ranks
+from headrace.models.decoder import Decoder
+from headrace.models.weights import Progress
+from headrace.parallel import launch
+from headrace.parallel.group import Group
+from headrace.parallel.limited import Limited
+from headrace.parallel.messages import Group as StepGroup
+from headrace.parallel.messages import Part, Step, encode
+from headrace.parallel.rank import Hidden, Rank
+from headrace.parallel.transport import LAST, LoopbackHub, Tag
+from headrace.planner.choice import Layout
+from headrace.planner.partition import zigzag, zigzag_ranks
+from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
+
+MAKER = "headrace.cli.prefill_bed:make"
+FIGURES = Tag(510, LAST, 1)
+"""Under which a worker sends what it measured; hidden states have piece 0."""
+
+Placement = Literal["own", "round", "last"]
+"""Where cached chunks lie: as the strategy itself places new ones; blocks of 2,048 tokens in turn; on the last rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One prefill: seconds from the order to the logits of the last token; per rank seconds waited, bytes sent."""
+
+    seconds: float
+    wait_s: tuple[float, ...]
+    bytes_sent: tuple[int, ...]
+
+
+def median(runs: Sequence[Run]) -> Run:
+    """Each figure's median; bytes are those of the last run."""
+    waits = zip(*(run.wait_s for run in runs), strict=True)
+    return Run(
+        statistics.median(run.seconds for run in runs), tuple(map(statistics.median, waits)), runs[-1].bytes_sent
+    )
+
+
+@dataclass(slots=True)
+class _Measured:
+    """A rank whose link can be set and whose steps are counted."""
+
+    rank: Rank
+
+    def link(self, step: Step) -> None:
+        transport = self.rank.transport
+        if isinstance(transport, Limited):
+            transport.close()
+            transport = transport.transport
+        self.rank.transport = apply(step, transport)
+
+    def run(self, step: Step) -> tuple[Hidden, float, int]:
+        """Hidden states, seconds waited, bytes sent."""
+        traffic = self.rank.transport.traffic
+        waited, sent = traffic.wait_s, sum(traffic.bytes.values())
+        hidden = self.rank.run(step)
+        return hidden, traffic.wait_s - waited, sum(traffic.bytes.values()) - sent
+
+
+class BedRank:
+    """A worker: sets its link or computes a step, and sends its figures to rank 0 by the link as it is."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.measured, self.figures = _Measured(rank), rank.transport
+
+    def run(self, step: Step) -> None:
+        if step.number == LINK:
+            self.measured.link(step)
+            return
+        _, waited, sent = self.measured.run(step)
+        self.figures.isend(torch.tensor([waited, sent], dtype=torch.float64), 0, FIGURES).wait()
+
+
+def make(config: EngineConfig, group: Group) -> BedRank:
+    """What a worker serves with (parallel.launch)."""
+    pin(config, group.rank)
+    return BedRank(engine_ranks.make(config, group))
+
+
+def pin(config: EngineConfig, rank: int) -> None:
+    """This thread, and those it starts, on cores of the rank's own, where there are as many."""
+    cores, threads = sorted(os.sched_getaffinity(0)), config.threads or 1
+    if len(cores) >= threads * engine_ranks.count(config):
+        os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])
+
+
+@contextmanager
+def open_bed(config: EngineConfig, *, netns: bool = False, progress: Progress | None = None) -> Iterator[Bed]:
+    """A group as the settings say, with room for config.kv_cache_tokens on each rank; closed at the end.
+
+    netns: its workers in network namespaces. Raises what engine.ranks.open_ranks and Namespaces raise.
+    """
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    spaces = Namespaces(config.context_parallel_size) if netns else None
+    if spaces is not None:
+        config = replace(config, rank_interface=spaces.interface)
+
+    def start(*given):  # type: ignore[no-untyped-def]
+        started = (spaces.start if spaces is not None else launch.spawn)(*given)
+        pin(config, 0)  # now: workers begin with all cores and pick theirs
+        return started
+
+    try:
+        engine_ranks.set_threads(config)
+        config = replace(config, threads=torch.get_num_threads())
+        opened, decoder = engine_ranks.open_ranks(config, progress, MAKER, start)
+        try:
+            yield Bed(config, opened, decoder, spaces)
+        finally:
+            opened.close()
+    finally:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
+        if spaces is not None:
+            spaces.close()
+
+
+class Bed:
+    """The driver. `machine` is the profile as measured, with the ranks' own link; `link` the one in force."""
+
+    def __init__(self, config: EngineConfig, opened: Ranks, decoder: Decoder, spaces: Namespaces | None) -> None:
+        self.config, self.machine, self.shape = config, opened.machine, opened.shape
+        self.group, self.size = opened.group, opened.group.context.size
+        self.link, self._spaces, self._own = Link(), spaces, opened.rank.transport
+        self._rank, self.steps = _Measured(opened.rank), 0
+        storage = opened.rank.storage
+        alone = Rank(decoder, storage, opened.rank.kernels.backend, LoopbackHub(1).transport(0))
+        self._alone, self._slots = _Measured(alone), storage.slots
+        drawn = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(decoder.config.vocab_size, (storage.slots * CHUNK,), generator=drawn).tolist()
+        self._laid: set[tuple[int, int]] = set()
+        """(rank, chunk) that hold the whole chunk."""
+
+    def set_link(self, link: Link) -> None:
+        """From now on. Raises ValueError for what the link cannot be."""
+        if self._spaces is not None:
+            self._spaces.limit(link)
+        else:
+            step = link.step(self.machine.link_bytes_s)
+            self._send(step)
+            self._rank.link(step)
+        self.link = link
+
+    def run(self, strategy: str, cut: Layout, P: int = 0, placement: Placement = "own") -> Run:
+        """Prefills cut.bounds[0] .. cut.bounds[-1] by one of parallel.rank.STRATEGIES on P cached tokens, which are
+        laid first where they are not there. Raises ValueError for what does not fit, RankLost."""
+        end = cut.bounds[-1]
+        self._check(P, end)
+        cached = self.cached(strategy, P, placement)
+        ranks, owners = _owners(strategy, cut.ranks, cached, chunks_for(end), self.size)
+        self._lay(cached)
+        part = self._part(P, cut.bounds, ranks, owners)
+        try:
+            return self._timed(strategy, part)
+        finally:
+            self._wrote(part, owners)
+
+    def alone(self, T: int, P: int = 0) -> Run:
+        """The same on rank 0 by itself, without the group."""
+        self._check(P, P + T)
+        self._lay([0] * (P // CHUNK))
+        owners = [0] * chunks_for(P + T)
+        part = self._part(P, (P, P + T), (0,), owners)
+        step = Step(0, [StepGroup("single", [part])])
+        began = time.perf_counter()
+        hidden, waited, sent = self._alone.run(step)
+        self._logits(hidden, part)
+        seconds = time.perf_counter() - began
+        self._wrote(part, owners)
+        return Run(seconds, (waited,), (sent,))
+
+    def cached(self, strategy: str, P: int, placement: Placement) -> list[int]:
+        """The rank that holds each cached chunk."""
+        if placement == "last" or (placement == "own" and strategy in KEEPS_ALL):
+            return [self.size - 1] * (P // CHUNK)
+        return [chunk // BLOCK_CHUNKS % self.size for chunk in range(P // CHUNK)]
+
+    def cached_on(self, strategy: str, P: int, placement: Placement) -> list[float]:
+        """Cached tokens on each rank, as the planner asks for them."""
+        cached = self.cached(strategy, P, placement)
+        return [float(CHUNK * cached.count(rank)) for rank in range(self.size)]
+
+    def _check(self, P: int, end: int) -> None:
+        if P % CHUNK or P < 0:
+            raise ValueError(f"cached must be a multiple of {CHUNK}, got {P}")
+        if end <= P:
+            raise ValueError(f"tokens must be at least 1, got {end - P}")
+        if end > self._slots * CHUNK:
+            raise ValueError(f"{end} tokens do not fit in the {self._slots * CHUNK} of each rank's cache")
+
+    def _part(self, P: int, bounds: Sequence[int], ranks: Sequence[int], owners: Sequence[int]) -> Part:
+        end = bounds[-1]
+        slots = [owner * self._slots + chunk for chunk, owner in enumerate(owners)]
+        return Part(self.tokens[P:end], P, slots, list(bounds), list(ranks), 1, end)
+
+    def _lay(self, cached: list[int]) -> None:
+        """Fills cached chunks that are not there by one prefill of them all; not timed."""
+        if self._laid.issuperset((rank, chunk) for chunk, rank in enumerate(cached)):
+            return
+        P = CHUNK * len(cached)
+        part = self._part(0, zigzag(P, self.size, CHUNK), zigzag_ranks(self.size), cached)
+        self._timed("ring-kv", part)
+        self._wrote(part, cached)
+
+    def _wrote(self, part: Part, owners: Sequence[int]) -> None:
+        new = range(part.start // CHUNK, chunks_for(part.end))
+        self._laid |= {(owners[chunk], chunk) for chunk in new}
+        if part.end % CHUNK:
+            self._laid.discard((owners[new[-1]], new[-1]))
+
+    def _timed(self, strategy: str, part: Part) -> Run:
+        self.steps += 1
+        step = Step(self.steps, [StepGroup(strategy, [part])])  # type: ignore[arg-type]
+        body = encode(step)
+        began = time.perf_counter()
+        self._crew.send(body)
+        hidden, waited, sent = self._rank.run(step)
+        self._logits(hidden, part)
+        seconds = time.perf_counter() - began
+        told = [(waited, float(sent)), *self._figures()]
+        return Run(seconds, tuple(wait for wait, _ in told), tuple(round(size) for _, size in told))
+
+    def _logits(self, hidden: Hidden, part: Part) -> None:
+        with torch.inference_mode():
+            self._alone.rank.decoder.logits(hidden[0, 0, part.end - 1][None])
+
+    def _figures(self) -> list[tuple[float, float]]:
+        """What the workers measured; when they have told it they have nothing left to do."""
+        told = [torch.empty(2, dtype=torch.float64) for _ in range(1, self.size)]
+        for work in [self._own.irecv(x, rank, FIGURES) for rank, x in enumerate(told, 1)]:
+            work.wait()
+        return [(float(x[0]), float(x[1])) for x in told]
+
+    @property
+    def _crew(self):  # type: ignore[no-untyped-def]
+        crew = self.group.crew
+        assert crew is not None, "rank 0 has the crew"
+        return crew
+
+    def _send(self, step: Step) -> None:
+        self._crew.send(encode(step))
+
+
+def _owners(
+    strategy: str, ranks: Sequence[int], cached: list[int], chunks: int, size: int
+) -> tuple[tuple[int, ...], list[int]]:
+    """Who computes the shards, and who owns each chunk, cached and new ones: the rules of engine.driver.
+
+    A block has one owner; chain and single keep all new chunks on the last of `ranks`, or on the owner of the block
+    that they go on with, which then changes places with it; the others take blocks in turn.
+    """
+    begun = cached[-1] if len(cached) % BLOCK_CHUNKS else None
+    new = range(len(cached), chunks)
+    if strategy in KEEPS_ALL:
+        keeper = ranks[-1] if begun is None else begun
+        return ending_in(ranks, keeper), cached + [keeper] * len(new)
+    full = -(-len(cached) // BLOCK_CHUNKS) * BLOCK_CHUNKS
+    return tuple(ranks), cached + [begun if begun is not None and i < full else i // BLOCK_CHUNKS % size for i in new]

@@ -1,0 +1,82 @@
+"""What `headrace bench prefill` found, for people: a table of ratios and a plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Case = dict[str, Any]
+
+
+def ratios(cases: Sequence[Case]) -> str:
+    """Markdown: each cell's time to the first token, and of each strategy how many times faster than single."""
+    names = list(dict.fromkeys(case["strategy"] for case in cases))
+    cells: dict[tuple[Any, ...], dict[str, Case]] = {}
+    for case in cases:
+        cells.setdefault((case["bandwidth_gbps"], case["tokens"], case["cached"]), {})
+    for case in cases:
+        ranks, where = case["ranks"], (case["bandwidth_gbps"], case["tokens"], case["cached"])
+        cells[where][case["strategy"] if ranks == 1 else f"{case['strategy']} x{ranks}"] = case
+    columns = list(dict.fromkeys(name for cell in cells.values() for name in cell))
+    columns.sort(key=lambda column: (names.index(column.split(" x")[0]), column))
+    lines = ["| GB/s | tokens | cached | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
+    for (bandwidth, tokens, cached), cell in cells.items():
+        base = cell.get("single")
+        shown = [_shown(cell.get(column), base) for column in columns]
+        link = "none" if bandwidth is None else f"{bandwidth:g}"
+        lines.append("| " + " | ".join([link, str(tokens), str(cached), *shown]) + " |")
+    return "\n".join(lines)
+
+
+def _shown(case: Case | None, base: Case | None) -> str:
+    if case is None:
+        return "-"
+    seconds = f"{case['ttft_s']:.4g} s"
+    return seconds if base is None or case is base else f"{seconds} ({base['ttft_s'] / case['ttft_s']:.2f}x)"
+
+
+def plot(cases: Sequence[Case], path: Path) -> None:
+    """PNG: time to the first token over bandwidth where several were measured, a panel for each (tokens, cached), else
+    over tokens. Raises ValueError without matplotlib."""
+    pyplot = plotter()
+    over_link = len({case["bandwidth_gbps"] for case in cases}) > 1
+    panels = sorted({(case["tokens"], case["cached"]) if over_link else (0, case["cached"]) for case in cases})
+    across = min(3, len(panels))
+    down = math.ceil(len(panels) / across)
+    figure, axes = pyplot.subplots(down, across, squeeze=False, figsize=(5 * across, 4 * down))
+    for axis, (tokens, cached) in zip(axes.flat, panels, strict=False):
+        here = [case for case in cases if case["cached"] == cached and (not over_link or case["tokens"] == tokens)]
+        _panel(axis, here, "bandwidth_gbps" if over_link else "tokens")
+        title = [f"{tokens} tokens"] * over_link + [f"on {cached} cached"] * (cached > 0)
+        axis.set_title(" ".join(title))
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.remove()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _panel(axis: Any, cases: Sequence[Case], key: str) -> None:
+    limits = [case[key] for case in cases if case[key] is not None]
+    unlimited = 2 * max(limits, default=1)
+    for name, ranks in dict.fromkeys((case["strategy"], case["ranks"]) for case in cases):
+        line = [case for case in cases if (case["strategy"], case["ranks"]) == (name, ranks)]
+        points = sorted((unlimited if case[key] is None else case[key], case["ttft_s"]) for case in line)
+        axis.plot(*zip(*points, strict=True), marker="o", label=name if ranks == 1 else f"{name} x{ranks}")
+    axis.set(xscale="log", yscale="log", ylabel="time to first token, s")
+    axis.set_xlabel("bandwidth, GB/s (last: unlimited)" if key == "bandwidth_gbps" else "tokens")
+    axis.legend(fontsize=7)
+
+
+def plotter() -> Any:
+    """matplotlib's pyplot without a display. Raises ValueError with the remedy."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
