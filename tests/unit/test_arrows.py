@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "attention.state": BASE,
     "attention": CORE,
     "models": CORE,
-    "parallel": CORE | {"models"},
+    "parallel": CORE | {"models", "planner"},
     "recompute": CORE | {"models"},
     "engine": BELOW_ENGINE,
     "server": BELOW_ENGINE | {"engine"},
