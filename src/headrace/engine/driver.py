@@ -71,7 +71,11 @@ class Driver:
             return None
         keeper = self._keeper(table, start, count)
         allowed = self.allowed if keeper is not None else tuple(set(self.allowed) - set(KEEPS_ALL)) or ("ring-kv",)
-        choice = self.advise(count, start, self._cached_on(table), allowed)
+        cached_on = self._cached_on(table)
+        if count <= CHUNK and keeper is not None and "single" in allowed and sum(cached_on) == cached_on[keeper]:
+            choice = Choice("single", (start, start + count), (keeper,), {}, "single: one chunk")  # nothing to share
+        else:
+            choice = self.advise(count, start, cached_on, allowed)
         if choice.strategy in KEEPS_ALL and keeper is not None:
             self._planned[sequence] = replace(choice, ranks=ending_in(choice.ranks, keeper))
             return lambda chunk: keeper
