@@ -213,6 +213,45 @@ def prefill(
             err.print(f"wrote {plot}", style="dim")
 
 
+@app.command()
+def choice(
+    model: Annotated[
+        str, typer.Argument(help="Model folder, 'tiny', or a shape with random weights: S1, S2, S3.")
+    ] = "tiny",
+    json_file: JsonFile = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, by commas.")] = "2",
+    tokens: Annotated[str, typer.Option(help="New tokens, by commas.")] = "64,256,1024,4096",
+    cached: Annotated[str, typer.Option(help="Cached tokens before them, by commas: multiples of 64.")] = "0,2048,8192",
+    bandwidth: Annotated[
+        str, typer.Option(help="GB/s of each link between two ranks, by commas; 'none': as fast as it goes.")
+    ] = "0.1,1",
+    latency_ms: Annotated[float, typer.Option(help="Milliseconds that each message takes longer.")] = 0.0,
+    link: Annotated[
+        str, typer.Option(help="limited: delayed in the ranks. netns: network namespaces limited by tc (root).")
+    ] = "limited",
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each cell, the strategies in turn.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each rank.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Compute type: bfloat16, float32, auto.")] = "auto",
+    table: Annotated[Path | None, typer.Option(help="Table of `headrace tune`: blocks and corrections.")] = None,
+    rule: Annotated[str, typer.Option(help="How the planner chooses: cost, alg1, alg5, heuristic.")] = "cost",
+    placement: Annotated[
+        str, typer.Option(help="Cached chunks: round (in turn) or last (on the last rank).")
+    ] = "round",
+) -> None:
+    """What the planner picks beside the best of all strategies, measured, and where pass-Q starts to win."""
+    from headrace.cli import bench_choice, bench_prefill
+
+    with one_line_errors():
+        plan = bench_prefill.Plan(
+            model, bench_prefill.numbers("ranks", ranks), bench_prefill.numbers("tokens", tokens),
+            bench_prefill.numbers("cached", cached), links=bench_prefill.links(bandwidth, latency_ms, 0.0),
+            repeats=repeats, threads=threads, dtype=dtype, netns=one_of("link", link, ("limited", "netns")) == "netns",
+            table=bench_prefill.load_table(table), placement=one_of("placement", placement, ("round", "last")),
+        )  # fmt: skip
+        bench = bench_choice.ChoiceBench(plan, one_of("rule", rule, ("cost", "alg1", "alg5", "heuristic")))
+        out.print(bench_choice.summary(_measure_cases(bench.cases(), json_file, bench.profile, bench_choice.line)))
+
+
 def one_of(name: str, given: str, known: tuple[str, ...]) -> Any:
     """Raises ValueError naming the option."""
     if given not in known:

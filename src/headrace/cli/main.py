@@ -110,12 +110,52 @@ def demo(
     run(requests, system_tokens, seed)
 
 
+def tune(
+    model: Annotated[str, typer.Argument(help="Model folder, 'tiny', or a shape with random weights: S1, S2, S3.")],
+    path: Annotated[Path, typer.Option("--out", help="The table; what it holds already is kept and gone on with.")],
+    ranks: Annotated[
+        int, typer.Option("--ranks", "--context-parallel-size", "-cp", help="Context ranks to tune for.")
+    ] = 2,
+    tokens: Annotated[
+        str, typer.Option(help="Lengths of prompts to search at, by commas; between them shares are interpolated.")
+    ] = "2048,8192,16384",
+    repeats: Annotated[int, typer.Option(min=1, help="Prefills of each point, of which the median counts.")] = 2,
+    stride: Annotated[int, typer.Option(help="Tokens between two bounds that are tried.")] = 64,
+    heuristic: Annotated[bool, typer.Option(help="Also fit h(T, P), for --strategy-rule heuristic.")] = False,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of each rank, as the engine will have. Default: its part.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Compute type, as the engine will have: bfloat16, float32, auto.")
+    ] = "auto",
+    bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s to limit each link to, for experiments; the engine refuses the table.")
+    ] = None,
+    latency_ms: Annotated[float, typer.Option(help="Milliseconds that each message takes longer, likewise.")] = 0.0,
+) -> None:
+    """Search the partitions of long prompts on this machine and write a table for --parallel-table.
+
+    Interrupted, the same command goes on where it was.
+    """
+    from headrace.cli import bench_prefill
+    from headrace.cli import tune as tuning
+    from headrace.cli.prefill_links import Link
+
+    tuning.run(
+        tuning.Tuning(
+            model, path, ranks, bench_prefill.numbers("tokens", tokens), repeats, stride, threads, dtype, heuristic,
+            Link(bandwidth, latency_ms / 1e3),
+        )
+    )  # fmt: skip
+
+
 COMMANDS = (
     with_config(serve, server=True, model_argument=True),
     with_config(with_sampling(chat, temperature=0.0, max_tokens=None), server=False, model_argument=True),
     with_config(with_sampling(generate, temperature=0.0, max_tokens=128), server=False, model_argument=False),
     doctor,
     demo,
+    tune,
 )
 for command in COMMANDS:
     app.command()(guarded(command))

@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -27,6 +28,7 @@ from headrace.engine.ranks import Ranks
 from headrace.models.decoder import Decoder
 from headrace.models.weights import Progress
 from headrace.parallel import launch
+from headrace.parallel.crew import Crew
 from headrace.parallel.group import Group
 from headrace.parallel.limited import Limited
 from headrace.parallel.messages import Group as StepGroup
@@ -142,7 +144,11 @@ def open_bed(config: EngineConfig, *, netns: bool = False, progress: Progress | 
 
 
 class Bed:
-    """The driver. `machine` is the profile as measured, with the ranks' own link; `link` the one in force."""
+    """The driver.
+
+    machine: the profile as measured, with the ranks' own link; link: the one in force. logits: of the last prefill's
+    last token, [1, vocabulary].
+    """
 
     def __init__(self, config: EngineConfig, opened: Ranks, decoder: Decoder, spaces: Namespaces | None) -> None:
         self.config, self.machine, self.shape = config, opened.machine, opened.shape
@@ -154,6 +160,7 @@ class Bed:
         self._alone, self._slots = _Measured(alone), storage.slots
         drawn = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(decoder.config.vocab_size, (storage.slots * CHUNK,), generator=drawn).tolist()
+        self.logits = torch.empty(0)
         self._laid: set[tuple[int, int]] = set()
         """(rank, chunk) that hold the whole chunk."""
 
@@ -180,6 +187,10 @@ class Bed:
             return self._timed(strategy, part)
         finally:
             self._wrote(part, owners)
+
+    def runs(self, cuts: Mapping[str, Layout], P: int, placement: Placement) -> dict[str, Callable[[], Run]]:
+        """`run` of each strategy, to be called."""
+        return {name: partial(self.run, name, cut, P, placement) for name, cut in cuts.items()}
 
     def alone(self, T: int, P: int = 0) -> Run:
         """The same on rank 0 by itself, without the group."""
@@ -248,7 +259,7 @@ class Bed:
 
     def _logits(self, hidden: Hidden, part: Part) -> None:
         with torch.inference_mode():
-            self._alone.rank.decoder.logits(hidden[0, 0, part.end - 1][None])
+            self.logits = self._alone.rank.decoder.logits(hidden[0, 0, part.end - 1][None])
 
     def _figures(self) -> list[tuple[float, float]]:
         """What the workers measured; when they have told it they have nothing left to do."""
@@ -258,7 +269,7 @@ class Bed:
         return [(float(x[0]), float(x[1])) for x in told]
 
     @property
-    def _crew(self):  # type: ignore[no-untyped-def]
+    def _crew(self) -> Crew:
         crew = self.group.crew
         assert crew is not None, "rank 0 has the crew"
         return crew

@@ -59,14 +59,14 @@ def plot(cases: Sequence[Case], path: Path) -> None:
 
 
 def _panel(axis: Any, cases: Sequence[Case], key: str) -> None:
-    limits = [case[key] for case in cases if case[key] is not None]
-    unlimited = 2 * max(limits, default=1)
+    unlimited = 2 * max((case[key] for case in cases if case[key] is not None), default=1)
     for name, ranks in dict.fromkeys((case["strategy"], case["ranks"]) for case in cases):
         line = [case for case in cases if (case["strategy"], case["ranks"]) == (name, ranks)]
         points = sorted((unlimited if case[key] is None else case[key], case["ttft_s"]) for case in line)
         axis.plot(*zip(*points, strict=True), marker="o", label=name if ranks == 1 else f"{name} x{ranks}")
     axis.set(xscale="log", yscale="log", ylabel="time to first token, s")
-    axis.set_xlabel("bandwidth, GB/s (last: unlimited)" if key == "bandwidth_gbps" else "tokens")
+    last = " (last: unlimited)" if any(case[key] is None for case in cases) else ""
+    axis.set_xlabel("tokens" if key == "tokens" else f"bandwidth, GB/s{last}")
     axis.legend(fontsize=7)
 
 
