@@ -62,6 +62,13 @@ class TorchTransport:
         for transfer in lost:
             transfer.finish(self.broken)
 
+    def settle(self, seconds: float) -> bool:
+        """Waits until nothing is under way; whether that was so in time."""
+        end = time.monotonic() + seconds
+        while self._under_way and time.monotonic() < end:
+            time.sleep(0.005)
+        return not self._under_way
+
     def close(self) -> None:
         """Ends the threads and fails what is under way. The process group is left to its owner."""
         self.fail("the link was closed")

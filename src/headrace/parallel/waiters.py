@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 Task = Callable[[], None]
 
+END_S = 2.0
+
 
 class Waiters:
     """`run(task)` runs the task at once on a thread of its own. Threads are reused; `close` ends the idle ones.
@@ -20,6 +22,7 @@ class Waiters:
         self._name = name
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
         self._idle = 0
         self._threads = 0
         self._closed = False
@@ -45,11 +48,13 @@ class Waiters:
             self._tasks.put(task)
 
     def close(self) -> None:
-        with self._lock:
+        """Waits END_S for the threads: one that comes out of torch while the interpreter ends would abort the process."""
+        with self._ended:
             self._closed = True
             for _ in range(self._idle):
                 self._tasks.put(None)
             self._idle = 0
+            self._ended.wait_for(lambda: self._threads == 0, END_S)
 
     def _work(self, task: Task | None) -> None:
         while task is not None:
@@ -59,5 +64,6 @@ class Waiters:
                     break
                 self._idle += 1
             task = self._tasks.get()
-        with self._lock:
+        with self._ended:
             self._threads -= 1
+            self._ended.notify_all()
