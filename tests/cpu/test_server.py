@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,15 @@ MESSAGES = [
 
 
 class Process:
-    """`headrace serve tiny` on a free port, its log in a file."""
+    """`headrace serve tiny` on a free port, its log in a file. `launcher`: arguments of Python that run it."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, launcher: Sequence[str] = ()) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"{self.port}.log"
-        command = [sys.executable, "-m", "headrace.cli.main", "serve", "tiny", "--port", str(self.port)]
+        command = [sys.executable, *launcher, "-m", "headrace.cli.main", "serve", "tiny", "--port", str(self.port)]
         with self.log.open("wb") as sink:
             self.process = subprocess.Popen([*command, *options], stdout=sink, stderr=subprocess.STDOUT)
         self.http = httpx.Client(base_url=self.url, timeout=60)
@@ -63,6 +63,12 @@ class Process:
         found = psutil.Process(self.process.pid).children(recursive=True)
         return next(p for p in found if "headrace.engine.worker" in p.cmdline())
 
+    def family(self) -> dict[str, psutil.Process]:
+        """The engine's process as "0", its workers by rank."""
+        engine = self.engine()
+        workers = [p for p in engine.children() if "headrace.parallel.worker" in p.cmdline()]
+        return {"0": engine} | {p.cmdline()[3]: p for p in workers}
+
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=60)
 
@@ -80,8 +86,8 @@ class Process:
 
 
 @contextmanager
-def process(folder: Path, *options: str) -> Iterator[Process]:
-    server = Process(folder, "--kv-cache-tokens", "131072", "--threads", "1", *options)
+def process(folder: Path, *options: str, launcher: Sequence[str] = ()) -> Iterator[Process]:
+    server = Process(folder, "--kv-cache-tokens", "131072", "--threads", "1", *options, launcher=launcher)
     try:
         yield server
     finally:

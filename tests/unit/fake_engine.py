@@ -65,6 +65,7 @@ class FakeCapacity:
     dtype: str = "bytes"
     model: str = "fake"
     kernels: dict[str, str] = field(default_factory=lambda: {"attention": "echo"})
+    ranks: str = ""
 
 
 class FakeEngine:

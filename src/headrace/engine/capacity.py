@@ -13,7 +13,10 @@ SHIPPED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Sizes in tokens unless named otherwise; `kernels` says which implementation each operation has, and why."""
+    """Sizes in tokens unless named otherwise; `kernels` says which implementation each operation has, and why.
+
+    `ranks`: the group of several ranks, its profile, and how strategies are chosen; empty for one rank.
+    """
 
     model: str
     folder: str
@@ -30,6 +33,7 @@ class Capacity:
     kernels: dict[str, str] = field(default_factory=dict)
     context_parallel_size: int = 1
     tensor_parallel_size: int = 1
+    ranks: str = ""
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
         """Parameters with max_tokens resolved. Raises InvalidRequest naming what cannot be served."""

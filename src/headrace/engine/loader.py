@@ -74,6 +74,7 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
             storage.prefault()
         return Loaded(config, capacity, decoder, tokenizer, cache, Runner(decoder, storage, capacity.backend))
     group, decoder = ranks.open_ranks(replace(config, kv_cache_tokens=per_rank), progress)
+    capacity = replace(capacity, ranks=group.told)
     return Loaded(config, capacity, decoder, tokenizer, cache, group.driver(cache, config), group)
 
 

@@ -24,7 +24,7 @@ from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.weights import Progress
 from headrace.parallel import launch, measure
 from headrace.parallel.crew import Crew
-from headrace.parallel.group import Group
+from headrace.parallel.group import Group, interface_name
 from headrace.parallel.rank import Rank
 from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import RankLost
@@ -86,13 +86,17 @@ def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
 
 @dataclass(slots=True)
 class Ranks:
-    """The driver's group. close() ends the workers; it may be called again."""
+    """The driver's group. close() ends the workers; it may be called again.
+
+    told: the group, its profile and how strategies are chosen, in one line.
+    """
 
     group: Group
     rank: Rank
     machine: Machine
     shape: Shape
     table: Table | None
+    told: str
 
     def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
         return Driver(self.rank, cache, self._crew.send, self._advise(config), allowed(config))
@@ -155,11 +159,27 @@ def open_ranks(
         group.crew.wait_ready()
         machine, shape = measure.machine(*measured), Shape.of(decoder.config, decoder.dtype.itemsize)
         tuned = _table(config, shape, machine)
-        log.info("%d ranks: %s", count(config), measure.describe(machine))
-        return Ranks(group, rank, machine if tuned is None else tuned.machine, shape, tuned), decoder
+        told = f"{describe(config)}; {measure.describe(machine)}; {_chooses(config)}"
+        log.info("%s", told)
+        return Ranks(group, rank, machine if tuned is None else tuned.machine, shape, tuned, told), decoder
     except BaseException:
         group.close()
         raise
+
+
+def describe(config: EngineConfig) -> str:
+    """The group that the settings ask for. Raises ValueError for a rank_interface that this host does not have."""
+    context, tensor = config.context_parallel_size, config.tensor_parallel_size
+    if context * tensor == 1:
+        return "1 rank, no links"
+    starter = "torchrun" if torchrun.started_this() else config.distributed_backend
+    interface = f"{interface_name(config.rank_interface)} ({config.rank_interface})"
+    return f"{context * tensor} ranks ({context} context x {tensor} tensor) started by {starter}, gloo on {interface}"
+
+
+def _chooses(config: EngineConfig) -> str:
+    how = f"chosen by {config.strategy_rule}" if config.prefill_strategy == "auto" else config.prefill_strategy
+    return f"prefill {how}" + (f", table {config.parallel_table}" if config.parallel_table else "")
 
 
 def _table(config: EngineConfig, shape: Shape, machine: Machine) -> Table | None:

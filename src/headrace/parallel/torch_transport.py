@@ -64,6 +64,13 @@ class TorchTransport:
         for transfer in lost:
             transfer.finish(self.broken)
 
+    def settle(self, seconds: float) -> bool:
+        """Waits until nothing is under way; whether that was so in time."""
+        end = time.monotonic() + seconds
+        while self._under_way and time.monotonic() < end:
+            time.sleep(0.005)
+        return not self._under_way
+
     def close(self, timeout_s: float = 2.0) -> bool:
         """Fails what is under way and ends the threads; whether all have ended in that time: one that waits for a rank
         that still runs does not. The process group is left to its owner."""

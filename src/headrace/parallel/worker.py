@@ -27,6 +27,9 @@ from headrace.parallel.control import Channel, Failed, Hello, Join, Message, Pin
 from headrace.parallel.group import Group, form, store_at
 from headrace.parallel.transport import RankLost
 
+SETTLE_S = 1.5
+"""So long a worker that was told to stop stays for what others still want of it; less than Crew.close waits."""
+
 GONE = 3
 """Exit status of a worker whose driver is gone."""
 
@@ -50,6 +53,10 @@ class DriverLink:
         self.channel = channel
         self.steps: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._status = GONE
+
+    @property
+    def stopped(self) -> bool:
+        return self._status == 0
 
     def listen(self) -> None:
         threading.Thread(target=self._read, name="headrace-driver", daemon=True).start()
@@ -92,6 +99,8 @@ def rank_main(address: str, secret: str, rank: int, interface: str) -> int:
     try:
         return _serve(link, join, rank, interface, secret)
     except Exception as error:
+        if link.stopped and isinstance(error, RankLost):
+            return 0  # the others end as well, and nobody wants the rest of the step
         traceback.print_exc()
         link.tell(Failed(f"{type(error).__name__}: {error}", isinstance(error, RankLost)))
         return 1
@@ -105,6 +114,7 @@ def _serve(link: DriverLink, join: Join, rank: int, interface: str, secret: str)
     link.tell(Ready(getattr(made, "report", b"")))
     while (body := link.steps.get()) is not None:
         made.run(messages.decode(body))
+    group.context.settle(SETTLE_S)
     return 0
 
 

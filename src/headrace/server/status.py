@@ -22,13 +22,14 @@ def address(config: EngineConfig) -> str:
 
 
 def capacity_lines(capacity: Any, config: EngineConfig, model: str) -> list[str]:
-    """KV capacity in tokens, and how many sequences of full length that is."""
+    """The ranks if there are several, KV capacity in tokens, and how many sequences of full length that is."""
     tokens, length = capacity.kv_cache_tokens, capacity.max_model_len
     held = tokens * capacity.kv_bytes_per_token / 2**30
     kernels = ", ".join(f"{op}: {name}" for op, name in capacity.kernels.items())
     return [
         f"{model} is ready on {address(config)} "
         f"({capacity.backend}, {capacity.dtype}{'; ' + kernels if kernels else ''})",
+        *([capacity.ranks] if capacity.ranks else []),
         f"KV cache: {tokens:,} tokens in {held:.2f} GiB ({capacity.kv_bytes_per_token:,} bytes per token, "
         f"{capacity.kv_cache_dtype})",
         f"concurrency: {tokens / length:.1f} sequences of {length:,} tokens, unshared; "

@@ -1,0 +1,166 @@
+"""The server over several ranks: the answers of one, and what happens when a rank is killed or hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from headrace import LLM, SamplingParams
+from tests.cpu.test_server import PROMPT, TEXT, Process, process, text, until
+from tests.unit.fake_server import check_refusal
+
+LONG = [(i * 37 + i // 61) % 1900 + 50 for i in range(5000)]
+QUESTIONS: list[Any] = [PROMPT, LONG, [*LONG[:3000], 7, 8, 9]]
+PROMISED_S = 10
+"""Requests under way end with an error within this time of a failure."""
+FAST = ("--rank-timeout-s", "2", "--engine-timeout-s", "2")
+CHAIN = ("--prefill-strategy", "chain")
+
+
+@pytest.fixture(scope="module")
+def right() -> list[list[int]]:
+    """The answers of one rank."""
+    llm = LLM("tiny", kv_cache_tokens=32768)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    return [llm.generate([q] if isinstance(q, list) else q, params)[0].outputs[0].token_ids for q in QUESTIONS]
+
+
+def answers(server: Process) -> list[list[int]]:
+    bodies = [text(question, max_tokens=16, ignore_eos=True, return_token_ids=True) for question in QUESTIONS]
+    return [server.http.post(TEXT, json=body).json()["choices"][0]["token_ids"] for body in bodies]
+
+
+class UnderWay:
+    """A request on a thread, and how it ended."""
+
+    def __init__(self, server: Process, phase: str) -> None:
+        self.phase, self.error = phase, ""
+        if phase == "prefill":  # many steps of prompts, and nothing else
+            body = text([[i, *LONG, *LONG] for i in range(10, 26)], max_tokens=1)
+        else:
+            body = text(max_tokens=12_000, ignore_eos=True)
+        self._thread = threading.Thread(target=self._send, args=(server.url + TEXT, body))
+        if phase != "idle":
+            self._thread.start()
+            until(lambda: server.metric("num_requests_running") > 0 or bool(self.error), 60)
+            assert not self.error
+
+    def _send(self, url: str, body: dict[str, Any]) -> None:
+        try:
+            reply = httpx.post(url, json=body, timeout=120)
+            self.error = f"{reply.status_code}: {reply.text}"
+        except httpx.TransportError as error:
+            self.error = f"no reply: {error}"
+
+    def check(self, killed_s: float) -> None:
+        if self.phase != "idle":
+            self._thread.join(60)
+            assert time.monotonic() - killed_s < PROMISED_S
+            assert self.error.startswith("503") and "engine_dead" in self.error, self.error
+
+
+def gone(family: dict[str, psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family.values())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    with process(tmp_path_factory.mktemp("ranks"), "-cp", "2", *FAST, *CHAIN) as started:
+        started.wait_ready()
+        yield started
+        family = started.family()
+        assert started.stop() == 0 and gone(family), started.log.read_text()
+
+
+def test_answers_are_those_of_one_rank(server: Process, right: list[list[int]]) -> None:
+    assert answers(server) == right
+    assert server.metric("prefills_total", strategy="chain") > 0
+    log = server.log.read_text()
+    assert "2 ranks (2 context x 1 tensor) started by mp" in log and "lo (127.0.0.1)" in log and "GFLOP/s a rank" in log
+
+
+KILLED = [(signal.SIGKILL, phase, rank) for phase in ("prefill", "decode", "idle") for rank in "01"]
+
+
+@pytest.mark.parametrize(("number", "phase", "rank"), [*KILLED, (signal.SIGSTOP, "decode", "1")])
+def test_lost_rank(server: Process, right: list[list[int]], number: signal.Signals, phase: str, rank: str) -> None:
+    until(server.idle)
+    restarts, family = server.metric("engine_restarts_total"), server.family()
+    assert sorted(family) == ["0", "1"]
+    under_way = UnderWay(server, phase)
+    began = time.monotonic()
+    family[rank].send_signal(number)
+    until(lambda: server.health() == 503, PROMISED_S)
+    refused = server.http.post(TEXT, json=text())
+    check_refusal(refused, 503, None)
+    told = server.http.get("/health").text
+    if rank != "0":
+        killed, hung = f"rank {rank} is gone: its process {family[rank].pid} was ended by SIGKILL", "does not answer"
+        assert (killed if number == signal.SIGKILL else hung) in told
+    under_way.check(began)
+    server.wait_ready()
+    assert answers(server) == right
+    assert server.metric("engine_restarts_total") == restarts + 1 and gone(family)
+
+
+def test_without_restart_the_server_ends(tmp_path: Any, right: list[list[int]]) -> None:
+    """Three ranks, the one in the middle."""
+    with process(tmp_path, "-cp", "3", "--no-restart", *FAST, *CHAIN) as doomed:
+        doomed.wait_ready()
+        assert answers(doomed) == right
+        family, under_way = doomed.family(), UnderWay(doomed, "prefill")
+        assert sorted(family) == ["0", "1", "2"]
+        began = time.monotonic()
+        os.kill(family["1"].pid, signal.SIGKILL)
+        assert doomed.process.wait(30) == 1
+        under_way.check(began)
+        assert "rank 1 is gone: its process" in doomed.log.read_text()
+        until(lambda: gone(family))
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nnodes", "1", "--nproc-per-node", "2")
+
+
+def test_under_torchrun(tmp_path: Any, right: list[list[int]]) -> None:
+    with process(tmp_path, "-cp", "2", *CHAIN, launcher=TORCHRUN) as server:
+        server.wait_ready()
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        assert answers(server) == right
+        assert server.metric("prefills_total", strategy="chain") > 0
+        log = server.log.read_text()
+        assert "--no-restart holds" in log and "started by torchrun" in log
+        first = next(p for p in family if p.ppid() == server.process.pid and p.environ()["RANK"] == "0")
+        first.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0, server.log.read_text()
+        assert gone(dict(enumerate(family)))  # type: ignore[arg-type]
+
+
+SCRIPT = """
+from headrace import LLM, SamplingParams
+from tests.dist.test_server_ranks import LONG
+llm = LLM("tiny", context_parallel_size=2, kv_cache_tokens=16384)
+out = llm.generate([LONG], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))[0]
+print("seen", out.outputs[0].token_ids, out.metrics.strategy)
+"""
+
+
+def test_a_script_under_torchrun(tmp_path: Any, right: list[list[int]]) -> None:
+    """Rank 1 never comes back from LLM()."""
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, *TORCHRUN, str(file)], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("seen") == 1 and f"seen {right[1]}" in done.stdout, done.stdout
