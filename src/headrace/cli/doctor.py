@@ -26,7 +26,7 @@ FLAGS = (
     "amx_tile",
     "amx_bf16",
 )
-PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "openai")
+PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "openai", "ray")
 GIB = 2**30
 PROBE_BYTES = 512 * 2**20
 
@@ -57,6 +57,7 @@ def findings() -> dict[str, dict[str, Any]]:
         "memory": memory(),
         "accelerators": accelerators(),
         "kernels": kernels(),
+        "ranks": ranks(),
         "software": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
     }
 
@@ -134,6 +135,38 @@ def kernels() -> dict[str, Any]:
     why_not = cpu.unavailable_reason()
     native = f"available ({cpu.isa()})" if why_not is None else f"not available: {why_not}"
     return {"C++ kernels": native, **table.reasons()}
+
+
+def ranks() -> dict[str, Any]:
+    """The group that the environment's settings ask for, and what ranks could use here. Nothing is started."""
+    try:
+        from headrace.config import config_from_env
+        from headrace.engine.ranks import describe
+        from headrace.parallel.group import addresses
+        from headrace.parallel.launch import SECRET
+
+        config = config_from_env()
+        asked = describe(config)
+    except Exception as error:
+        return {"ranks": f"cannot be started: {error}"}
+    table = config.parallel_table or "none: measured when the ranks start"
+    return {
+        "by the environment's settings": asked,
+        "prefill strategy": f"{config.prefill_strategy}, rule {config.strategy_rule}",
+        "profile": table,
+        "backends": _backends(),
+        "interfaces": ", ".join(f"{name} ({address})" for address, name in sorted(addresses().items())),
+        SECRET: "set" if os.environ.get(SECRET) else "not set (several hosts under torchrun need it)",
+    }
+
+
+def _backends() -> str:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return "none: torch is built without torch.distributed"
+    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return ", ".join(name for name, there in found.items() if there) or "none"
 
 
 def check_model(model: str) -> dict[str, Any]:
