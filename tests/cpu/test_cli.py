@@ -200,6 +200,12 @@ def test_doctor() -> None:
     assert found["memory"]["read bandwidth GB/s"] > 0.1
     assert found["kernels"]["linear"] and found["processor"]["cores usable"] >= 1
     assert found["model"]["context tokens"] == "16,384"
+    assert found["ranks"]["by the environment's settings"] == "1 rank, no links"
+    assert "gloo" in found["ranks"]["backends"] and "lo (127.0.0.1)" in found["ranks"]["interfaces"]
+    several = json.loads(run("doctor", "--json", HEADRACE_CONTEXT_PARALLEL_SIZE="3").stdout)["ranks"]
+    assert several["by the environment's settings"].startswith(
+        "3 ranks (3 context x 1 tensor) started by mp, gloo on lo"
+    )
 
 
 def test_demo_ends_well() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -17,6 +17,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from tests.cpu.test_server import PROMPT, TEXT, Process, process, text, until
+from tests.dist.groups import runs
 from tests.unit.fake_server import check_refusal
 
 LONG = [(i * 37 + i // 61) % 1900 + 50 for i in range(5000)]
@@ -69,8 +70,8 @@ class UnderWay:
             assert self.error.startswith("503") and "engine_dead" in self.error, self.error
 
 
-def gone(family: dict[str, psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family.values())
+def gone(family: Iterable[psutil.Process]) -> bool:
+    return not any(runs(p.pid) for p in family if p.is_running())
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
         started.wait_ready()
         yield started
         family = started.family()
-        assert started.stop() == 0 and gone(family), started.log.read_text()
+        assert started.stop() == 0 and gone(family.values()), started.log.read_text()
 
 
 def test_answers_are_those_of_one_rank(server: Process, right: list[list[int]]) -> None:
@@ -110,7 +111,7 @@ def test_lost_rank(server: Process, right: list[list[int]], number: signal.Signa
     under_way.check(began)
     server.wait_ready()
     assert answers(server) == right
-    assert server.metric("engine_restarts_total") == restarts + 1 and gone(family)
+    assert server.metric("engine_restarts_total") == restarts + 1 and gone(family.values())
 
 
 def test_without_restart_the_server_ends(tmp_path: Any, right: list[list[int]]) -> None:
@@ -125,7 +126,7 @@ def test_without_restart_the_server_ends(tmp_path: Any, right: list[list[int]]) 
         assert doomed.process.wait(30) == 1
         under_way.check(began)
         assert "rank 1 is gone: its process" in doomed.log.read_text()
-        until(lambda: gone(family))
+        until(lambda: gone(family.values()))
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nnodes", "1", "--nproc-per-node", "2")
@@ -142,7 +143,7 @@ def test_under_torchrun(tmp_path: Any, right: list[list[int]]) -> None:
         first = next(p for p in family if p.ppid() == server.process.pid and p.environ()["RANK"] == "0")
         first.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0, server.log.read_text()
-        assert gone(dict(enumerate(family)))  # type: ignore[arg-type]
+        until(lambda: gone(family))
 
 
 SCRIPT = """

@@ -159,7 +159,7 @@ def open_ranks(
         group.crew.wait_ready()
         machine, shape = measure.machine(*measured), Shape.of(decoder.config, decoder.dtype.itemsize)
         tuned = _table(config, shape, machine)
-        told = f"{describe(config)}; {measure.describe(machine)}; {_chooses(config)}"
+        told = describe(config) + (_profile(config, machine) if config.context_parallel_size > 1 else "")
         log.info("%s", told)
         return Ranks(group, rank, machine if tuned is None else tuned.machine, shape, tuned, told), decoder
     except BaseException:
@@ -177,9 +177,11 @@ def describe(config: EngineConfig) -> str:
     return f"{context * tensor} ranks ({context} context x {tensor} tensor) started by {starter}, gloo on {interface}"
 
 
-def _chooses(config: EngineConfig) -> str:
-    how = f"chosen by {config.strategy_rule}" if config.prefill_strategy == "auto" else config.prefill_strategy
-    return f"prefill {how}" + (f", table {config.parallel_table}" if config.parallel_table else "")
+def _profile(config: EngineConfig, machine: Machine) -> str:
+    """What the planner goes by, and how it chooses."""
+    how = f"by {config.strategy_rule}" if config.prefill_strategy == "auto" else f"is {config.prefill_strategy}"
+    tuned = f", table {config.parallel_table}" if config.parallel_table else ""
+    return f"; {measure.describe(machine)}; strategy {how}{tuned}"
 
 
 def _table(config: EngineConfig, shape: Shape, machine: Machine) -> Table | None:
