@@ -51,3 +51,13 @@ def test_predicted_bytes_are_sent(strategy: str, cached: bool, size: int, ours_o
         expected[cut.ranks[-1]] += decoder.config.embed_size * decoder.dtype.itemsize  # the hidden state, to rank 0
     assert sent == expected
     assert (strategy == "single" and not P) or sum(sent) > 0
+
+
+def test_a_chain_hands_on_to_ranks_without_rows(ours_of: Any) -> None:
+    decoder = ours_of("llama_gqa", "float32")
+    shape, crew = Shape.of(decoder.config, decoder.dtype.itemsize), Crew(decoder, 3)
+    tokens = random.Random(5).choices(range(VOCAB), k=2 * CHUNK)
+    bounds = [0, CHUNK, 2 * CHUNK, 2 * CHUNK]
+    crew.run([Group("chain", [Conversation(crew).part(tokens, bounds, [1, 0, 2], lambda chunk: 2)])])
+    first, second, third = predict("chain", MACHINE, shape, 3, bounds).bytes_sent
+    assert sent_by(crew) == [second, first, third] and (first, second, third) == (second / 2, second, 0)

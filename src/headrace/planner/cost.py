@@ -21,7 +21,8 @@ in any case). `whole`: the last layer is as the others, as in the papers.
 Beside that: what goes between the pools and the workspace is read and written once (cached tokens by their holders, a
 layer ahead; new tokens by those who keep them: the last rank of a chain all, else blocks in turn), and a link may take
 time from the ranks' cores. Left out: that new chunks go to whoever has most room, that a workspace has three layers
-(nobody runs further ahead), chunks that two ranks fill, and sliding windows.
+(nobody runs further ahead), chunks that two ranks fill, slices of a prompt that end before its last token (of which the
+last layer computes no row), and sliding windows.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ def chain(
     """KV-Runahead with any contiguous partition of P .. P+T, one shard per rank, some of which may be empty.
 
     Cached K and V go from where they lie to every rank that has rows and lacks them, one layer ahead. The last rank
-    that has rows keeps all new ones. Ranks are counted along the chain; that rank 0 of the group, wherever it stands,
-    has to be through as well is left out.
+    keeps all new ones, whether it has rows or not. Ranks are counted along the chain; that rank 0 of the group,
+    wherever it stands, has to be through as well is left out.
     """
     ranks = len(bounds) - 1
     check(bounds, ranks, P)
@@ -158,19 +159,20 @@ def chain(
         if more:
             fetched = _ahead(run, readers, P, lies)
         relayed: list[tuple[float, int]] = []  # when each earlier block is on this rank, and whose it is
-        for rank in range(last + 1):
+        for rank in range(ranks):
             own = run.clock[rank]
             if more or rank == last:
                 earlier = [(here, length(blocks[block])) for here, block in relayed]
                 rows = tails[rank][0] if tail else blocks[rank]
                 _attend_chain(run, rank, rows, blocks[rank], [*cached.get(rank, []), *earlier])
             relayed = sorted([*relayed, (own, rank)])
-            if rank < last:
+            if rank < ranks - 1:
                 relayed = [
                     (run.send(rank, rank + 1, length(blocks[block]) * shape.kv_bytes, ready), block)
                     for ready, block in relayed
                 ]
-        run.work(last, times.copy(bounds[-1] - P))
+        run.until(ranks - 1, _latest(relayed))
+        run.work(ranks - 1, times.copy(bounds[-1] - P))
     return run.cost(last)
 
 
