@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.planner import cost
+from headrace.planner import cost, rings
+from headrace.planner.clocks import Cost
 from headrace.planner.machine import Machine, Shape, Times, load_machine, shares
-from headrace.planner.optimum import balanced, best_chain
+from headrace.planner.optimum import _seconds, balanced, best_chain
 from headrace.planner.partition import bounds_of, chain_entries, cut, even, fractions_of, gather_entries, interpolate
 from tests.unit.planner_oracles import GQA, H100, LLAMA_405B_TP8, MACHINE, S2, TABLE_4
 
@@ -24,6 +26,14 @@ PLAIN = Machine(
     memory_bytes_s=1e30, link_bytes_s=1.0,
 )  # fmt: skip
 """One operation and one byte a second: predictions are counts."""
+
+
+COPYING = msgspec.structs.replace(PLAIN, memory_bytes_s=2.0)
+"""A copied token of TINY takes 8 s, and nothing else is bound by memory."""
+
+
+def layers(count: int) -> Shape:
+    return msgspec.structs.replace(TINY, layers=count)
 
 
 def fast_links(machine: Machine) -> Machine:
@@ -38,18 +48,20 @@ def test_sizes_of_a_shape() -> None:
 
 
 def test_single_is_the_sum_of_its_work() -> None:
-    """10 causal pairs of 4 rows; the head is one row of 10 outputs."""
-    work = 4 * TINY.linear_flops + 10 * 16 + 2 * 4 * 10
-    assert cost.single(PLAIN, TINY, 1, 4).ttft_s == work
-    assert cost.single(PLAIN, TINY, 3, 4) == cost.Cost(work, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    """10 causal pairs of 4 rows, of the last layer 4 of one row; the head is one row of 10 outputs."""
+    layer, head = 4 * TINY.linear_flops + 10 * 16, 2 * 4 * 10
+    assert cost.single(PLAIN, TINY, 1, 4, whole=True).ttft_s == layer + head
+    last = 4 * 64 + 4 * 16 + 224
+    assert cost.single(PLAIN, TINY, 3, 4) == Cost(last + head, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    assert cost.single(PLAIN, layers(3), 1, 4).ttft_s == 2 * layer + last + head
 
 
 def test_single_fetches_what_lies_elsewhere() -> None:
     """8 cached tokens, 6 at home: 2 x 8 bytes come while the projections (4 rows x 64) run."""
-    quick = cost.single(PLAIN, TINY, 2, 4, 8, (6, 2))
+    quick = cost.single(PLAIN, TINY, 2, 4, 8, (6, 2), whole=True)
     assert quick.ttft_s == 4 * TINY.linear_flops + (10 + 32) * 16 + 80
     assert (quick.bytes_sent, quick.wait_s, cost.home((6, 2), 2), cost.home((2, 6), 2)) == ((0, 16), (0, 0), 0, 1)
-    slow = cost.single(msgspec.structs.replace(PLAIN, link_bytes_s=0.01), TINY, 2, 4, 8, (6, 2))
+    slow = cost.single(msgspec.structs.replace(PLAIN, link_bytes_s=0.01), TINY, 2, 4, 8, (6, 2), whole=True)
     assert slow.wait_s == (1600 - 256, 0) and slow.ttft_s == pytest.approx(quick.ttft_s + 1600 - 256)
 
 
@@ -66,26 +78,87 @@ def test_chain_of_two_by_hand() -> None:
 def test_chain_leaves_the_last_layer_early() -> None:
     """Of the only layer the first ranks do the projections and relay: nothing that they would have to wait for."""
     assert cost.chain(PLAIN, TINY, (0, 9, 10, 11)).wait_s[:2] == (0, 0)
-    assert cost.chain(PLAIN, msgspec.structs.replace(TINY, layers=2), (0, 9, 10, 11)).wait_s[1] > 0
+    assert cost.chain(PLAIN, layers(2), (0, 9, 10, 11)).wait_s[1] > 0
+
+
+def test_last_layer_of_a_chain() -> None:
+    """Rows 0, 1 | 2, 3: of row 3 alone, 2 local pairs, then the 2 tokens of rank 0, which are there by then."""
+    done = cost.chain(PLAIN, TINY, (0, 2, 4))
+    assert done.ttft_s == 2 * 64 + 2 * 16 + 2 * 16 + 224 + 80 and done.wait_s == (0, 0)
+    assert cost.chain(PLAIN, TINY, (0, 2, 4), whole=True).ttft_s == 2 * 64 + 3 * 16 + 4 * 16 + 2 * 224 + 80
+    whole = 2 * 64 + 7 * 16 + 2 * 224
+    assert cost.chain(PLAIN, layers(2), (0, 2, 4)).ttft_s == whole + done.ttft_s
+    idle = cost.chain(PLAIN, TINY, (0, 4, 4))  # rank 1 has no rows, but keeps the keys
+    assert idle.ttft_s == cost.single(PLAIN, TINY, 1, 4).ttft_s and idle.wait_s == (0, 4 * 64 + 4 * 8)
 
 
 def test_gather_of_two_by_hand() -> None:
-    full = cost.gather(PLAIN, TINY, 2, 4, full=True)
-    causal = cost.gather(PLAIN, TINY, 2, 4)
+    full = cost.gather(PLAIN, TINY, 2, 4, full=True, whole=True)
+    causal = cost.gather(PLAIN, TINY, 2, 4, whole=True)
     ready = 2 * 64 + 2 * 8
     assert full.ttft_s == ready + 2 * 4 * 16 + 2 * 224 + 80
     assert causal.ttft_s == ready + 7 * 16 + 2 * 224 + 80
     assert full.wait_s == (16, 16)
+    last = ready + 4 * 16 + 224 + 80
+    for done in (cost.gather(PLAIN, TINY, 2, 4), cost.gather(PLAIN, TINY, 2, 4, full=True)):
+        assert done.ttft_s == last and done.wait_s == (16, 16) and done.bytes_sent == (16, 16)
+    assert cost.gather(PLAIN, layers(2), 2, 4, full=True).ttft_s == full.ttft_s - 80 + last
 
 
 def test_rings_of_two_by_hand() -> None:
     """4 tokens, rank 0 has rows 0 and 3, rank 1 rows 1 and 2: 5 pairs each."""
-    kv = cost.ring_kv(PLAIN, TINY, 2, 4)
+    kv = rings.ring_kv(PLAIN, TINY, 2, 4, whole=True)
     assert kv.bytes_sent == (16, 16) and kv.wait_s == (0, 0)  # 16 s under the 3 local pairs' 48
     assert kv.ttft_s == 2 * 64 + 5 * 16 + 2 * 224 + 80
-    q = cost.ring_q(PLAIN, TINY, 2, 4, fold=None)
+    q = rings.ring_q(PLAIN, TINY, 2, 4, fold=None, whole=True)
     assert q.bytes_sent == (16 + 2 * 32, 16 + 2 * 32)
     assert q.ttft_s == 2 * 64 + 5 * 16 + 64 + 2 * 224 + 80
+
+
+def test_last_layer_of_ring_kv() -> None:
+    """Row 3 on rank 0 meets its own 2 keys, then those of rank 1, which keeps nothing and so waits for nothing."""
+    done = rings.ring_kv(PLAIN, TINY, 2, 4)
+    assert done.ttft_s == 2 * 64 + 4 * 16 + 224 + 80
+    assert rings.ring_kv(PLAIN, layers(2), 2, 4).ttft_s == 2 * 64 + 5 * 16 + 2 * 224 + done.ttft_s
+    slow = msgspec.structs.replace(PLAIN, link_bytes_s=0.25)
+    assert rings.ring_kv(slow, TINY, 2, 4).wait_s == (64 - 32, 0)
+    assert cost.gather(slow, TINY, 2, 4).wait_s == (64, 64)
+    both = rings.ring_kv(msgspec.structs.replace(PLAIN, link_bytes_s=0.001), TINY, 2, 4096).wait_s
+    assert min(both) > 0  # a block each
+
+
+def test_last_layer_of_ring_q() -> None:
+    """Only row 3 of rank 0 goes round: its q of 8 bytes, 2 pairs, one state of 32 bytes."""
+    paper = rings.ring_q(PLAIN, TINY, 2, 4, fold=None)
+    away = 2 * 64 + 8 + 2 * 16 + 32
+    assert paper.ttft_s == away + 32 / 1e30 + 224 + 80 and paper.bytes_sent == (8, 32)
+    assert paper.wait_s == (away - 2 * 64 - 2 * 16, 8)
+    kept = rings.ring_q(PLAIN, TINY, 2, 4)  # rank 0 keeps the first block: keys come to it, its queries stay
+    assert kept.ttft_s == 2 * 64 + 16 + 4 * 16 + 224 + 80
+    assert kept.bytes_sent == (0, 16) and kept.wait_s == (16, 0)
+
+
+def test_copies_between_pool_and_workspace() -> None:
+    """Those who keep new tokens copy them, and holders of cached ones these: 8 s a token here."""
+
+    def more(predict: Callable[[Machine], Cost]) -> float:
+        return predict(COPYING).ttft_s - predict(PLAIN).ttft_s
+
+    assert more(lambda m: cost.chain(m, TINY, (0, 2, 4))) == 4 * 8
+    assert more(lambda m: cost.chain(m, layers(3), (0, 2, 4))) == 3 * 4 * 8
+    assert more(lambda m: rings.ring_kv(m, TINY, 2, 4)) == 4 * 8
+    assert more(lambda m: cost.gather(m, TINY, 2, 4)) == 0  # rank 0 copies and is through before rank 1
+    assert more(lambda m: cost.gather(m, TINY, 2, 4, 2048)) == (1024 + 4) * 8
+    assert more(lambda m: cost.single(m, TINY, 2, 4)) == more(lambda m: cost.single(m, TINY, 2, 4, 8, (8, 0))) == 0
+    assert more(lambda m: cost.single(m, TINY, 2, 4, 8, (6, 2))) == (6 + 4) * 8
+
+
+def test_links_take_time_from_both_ranks() -> None:
+    """16 bytes at half a second each: rank 1 loses 8 s, unless it would wait for them anyway."""
+    busy = msgspec.structs.replace(PLAIN, link_cpu_s_per_byte=0.5)
+    assert cost.chain(busy, TINY, (0, 2, 4)).ttft_s == cost.chain(PLAIN, TINY, (0, 2, 4)).ttft_s + 8
+    slow, busy = (msgspec.structs.replace(machine, link_bytes_s=0.1) for machine in (PLAIN, busy))
+    assert cost.chain(busy, TINY, (0, 2, 4)).ttft_s == cost.chain(slow, TINY, (0, 2, 4)).ttft_s
 
 
 def test_ring_q_sends_a_state_per_block() -> None:
@@ -93,19 +166,22 @@ def test_ring_q_sends_a_state_per_block() -> None:
     args = (MACHINE, S2, 2, 128, 16384)
     state = 64 * 8 * 130 * 4
     q_bytes = 64 * S2.q_bytes
-    new = 1  # the new keys of either rank lie in one block
-    assert cost.ring_q(*args).bytes_sent[0] == S2.layers * (q_bytes + (4 + new) * state)
-    assert cost.ring_q(*args, fold=None).bytes_sent[0] == S2.layers * (q_bytes + state)
-    assert cost.ring_q(*args, (1, 0)).bytes_sent == (S2.layers * (q_bytes + 9 * state), S2.layers * (q_bytes + state))
+    new = 1  # block 8, with all new keys, goes to rank 0
+    keys = 64 * S2.kv_bytes
+    spread = rings.ring_q(*args, whole=True).bytes_sent
+    assert spread == (S2.layers * (q_bytes + (4 + new) * state), S2.layers * (q_bytes + keys + 4 * state))
+    assert rings.ring_q(*args, fold=None, whole=True).bytes_sent[0] == S2.layers * (q_bytes + state)
+    one_sided = rings.ring_q(*args, (1, 0), whole=True).bytes_sent
+    assert one_sided == (S2.layers * 9 * state, S2.layers * (q_bytes + keys))
+    row = (S2.q_bytes, keys + 4 * state / 64)  # of the last layer, whose last row is on rank 0
+    assert rings.ring_q(*args).bytes_sent == tuple(x * 7 / 8 + y for x, y in zip(spread, row, strict=True))
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(sum), st.integers(1, 5))
 def test_traffic_is_that_of_equations_4_to_7(sizes: list[int], layers: int) -> None:
     shape = msgspec.structs.replace(TINY, layers=layers)
     bounds = bounds_of(sizes)
-    whole = sizes[-1] > 0  # else the chain ends at the last rank that has rows
-    if whole:
-        assert sum(cost.chain(PLAIN, shape, bounds).bytes_sent) == layers * shape.kv_bytes * chain_entries(bounds)
+    assert sum(cost.chain(PLAIN, shape, bounds).bytes_sent) == layers * shape.kv_bytes * chain_entries(bounds)
     sent = sum(cost.gather(PLAIN, shape, len(sizes), sum(sizes), bounds=bounds).bytes_sent)
     assert sent == layers * shape.kv_bytes * gather_entries(bounds)
 
@@ -120,16 +196,15 @@ def test_no_strategy_beats_its_work(ranks: int, T: int, P: int, lies: list[float
     machine = msgspec.structs.replace(fast_links(MACHINE), link_bytes_s=link, attention_flops_s=((1, 4e11),))
     on = lies[:ranks] if any(lies[:ranks]) else None
     whole = cost.single(fast_links(machine), S2, 1, T, P).ttft_s
-    skipped = Times(machine, S2).rest(T) / S2.layers  # the chain leaves out part of the last layer
     for done in (
         cost.single(machine, S2, ranks, T, P, on),
         cost.gather(machine, S2, ranks, T, P, on),
         cost.gather(machine, S2, ranks, T, P, on, full=True),
         cost.chain(machine, S2, [P + b for b in even(T, ranks)], P, on),
-        cost.ring_kv(machine, S2, ranks, T, P, on),
-        cost.ring_q(machine, S2, ranks, T, P, on),
+        rings.ring_kv(machine, S2, ranks, T, P, on),
+        rings.ring_q(machine, S2, ranks, T, P, on),
     ):
-        assert done.ttft_s * ranks >= 0.8 * (whole - skipped)
+        assert done.ttft_s * ranks >= 0.8 * whole
         assert len(done.wait_s) == len(done.bytes_sent) == ranks and min(done.wait_s) >= 0
         assert done.ttft_s <= sum(done.bytes_sent) / link + 4 * ranks * whole
         if ranks == 1:
@@ -186,29 +261,40 @@ def test_predicted_partition_is_near_the_searched_one(ranks: int, shape: Shape) 
     assert predicted / cost.chain(MACHINE, shape, best_chain(MACHINE, shape, ranks, 12288)).ttft_s < 1.015
 
 
-@pytest.mark.parametrize("T", [1531, 5003, 9011, 30000])
-def test_model_optimum_is_one(T: int) -> None:
+@pytest.mark.parametrize(("T", "depth"), [(1531, 8), (5003, 1), (5003, 2), (5003, 8), (9011, 40), (30000, 12)])
+def test_model_optimum_is_one(T: int, depth: int) -> None:
     """Scaled from a neighbouring token count, no worse by 1% than any split of two ranks, a hundred tried."""
-    P, on = 4096, (3, 1)
+    P, on, shape = 4096, (3, 1), msgspec.structs.replace(S2, layers=depth)
 
     def seconds(split: int) -> float:
-        return cost.chain(MACHINE, S2, (P, P + split, P + T), P, on).ttft_s
+        return cost.chain(MACHINE, shape, (P, P + split, P + T), P, on).ttft_s
 
-    found = best_chain(MACHINE, S2, 2, T, P, on, unit=1)
+    found = best_chain(MACHINE, shape, 2, T, P, on, unit=1)
     assert seconds(found[1] - P) < 1.01 * min(seconds(T * i // 100) for i in range(1, 100))
 
 
 def test_balanced_stages_are_equal() -> None:
-    """Without waits, each rank of the seed takes the same time but for one row's."""
+    """Without waits, each rank of the seed takes the same time but for one row's; of the last layer the projections."""
     machine = fast_links(MACHINE)
     times, bounds = Times(machine, S2), cut(balanced(machine, S2, 4, 8192), 8192)
     stages = []
     for left, right in pairwise(bounds):
         rows = right - left
         pairs = rows * left + rows * (rows + 1) // 2
-        stages.append(times.qkv(rows) + times.attend(rows, pairs, right) + times.rest(rows))
+        stages.append(times.qkv(rows) + (times.attend(rows, pairs, right) + times.rest(rows)) * 7 / 8)
+    stages[-1] += times.copy(8192)
     assert max(stages) / min(stages) < 1.005
     assert balanced(machine, S2, 4, 3) == (0.25,) * 4
+
+
+def test_the_last_layer_keeps_its_share_in_a_deep_model() -> None:
+    """The fill and the last layer of few layers are those of many; the latter draws splits towards even ones."""
+    deep = msgspec.structs.replace(S2, layers=60)
+    for bounds in ((0, 9000, 16384), (0, 4000, 9000, 16384)):
+        walked = cost.chain(MACHINE, deep, bounds).ttft_s
+        assert _seconds(MACHINE, deep, bounds, 0, None) == pytest.approx(walked, rel=2e-3)
+    splits = [best_chain(MACHINE, msgspec.structs.replace(S2, layers=n), 2, 16384)[1] for n in (1, 2, 60)]
+    assert splits[0] < splits[1] < splits[2]
 
 
 def test_context_parallelism_table_5() -> None:
@@ -221,7 +307,7 @@ def test_context_parallelism_table_5() -> None:
 
 def test_context_parallelism_table_4() -> None:
     """Pass-KV grows with the miss rate as measured: 11,096 ms from none to all (a fit), and a constant beside it."""
-    predicted = {T: cost.ring_kv(H100, LLAMA_405B_TP8, 4, T, 128_000 - T).ttft_s for T, _, _ in TABLE_4}
+    predicted = {T: rings.ring_kv(H100, LLAMA_405B_TP8, 4, T, 128_000 - T, whole=True).ttft_s for T, _, _ in TABLE_4}
     slope = (predicted[128_000] - predicted[12_800]) / 0.9
     assert slope == pytest.approx(11.096, rel=0.15)
     offsets = [kv / 1e3 - predicted[T] for T, kv, _ in TABLE_4]

@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from headrace.planner import cost
+from headrace.planner import cost, rings
+from headrace.planner.clocks import Cost
 from headrace.planner.heuristic import Heuristic, Ring, algorithm1, algorithm5, guarded
 from headrace.planner.machine import Machine, Shape
 from headrace.planner.optimum import best_chain
@@ -86,7 +87,7 @@ def predict(
     bounds: Sequence[int],
     P: int = 0,
     cached_on: Sequence[float] | None = None,
-) -> cost.Cost:
+) -> Cost:
     """The cost model's figures for a strategy with these bounds (as `layout` gives them)."""
     T = bounds[-1] - P
     if strategy == "single":
@@ -96,7 +97,7 @@ def predict(
     if strategy in ("gather", "gather-full"):
         full = strategy == "gather-full"
         return cost.gather(machine, shape, ranks, T, P, cached_on, bounds=bounds, full=full)
-    ring = {"ring-kv": cost.ring_kv, "ring-q": cost.ring_q}.get(strategy)
+    ring = {"ring-kv": rings.ring_kv, "ring-q": rings.ring_q}.get(strategy)
     if ring is None:
         raise ValueError(f"unknown strategy {strategy!r}: one of {', '.join(STRATEGIES)}")
     return ring(machine, shape, ranks, T, P, cached_on, bounds=bounds)

@@ -25,8 +25,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     the unmasked products; between them the rate is interpolated over log(rows), outside it is that of the nearest.
     attention_call_s: fixed time of one attention call; layer_s: fixed time of a layer beside it. memory_bytes_s:
     reading weights and KV, a floor under both rates. link_bytes_s, latency_s: a link between two ranks, one way;
-    a rank sends one message at a time and receives one at a time. Raises ValueError for a figure that is not positive
-    (fixed times and latency may be 0).
+    a rank sends one message at a time and receives one at a time. link_cpu_s_per_byte: time that a message takes from
+    the computing cores, on each side. Raises ValueError for a figure that is not positive (fixed times, latency and
+    link_cpu_s_per_byte may be 0).
     """
 
     name: str
@@ -40,6 +41,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float = 0.0
     attention_call_s: float = 0.0
     layer_s: float = 0.0
+    link_cpu_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         rates = {name: getattr(self, name) for name in ("linear_flops_s", "memory_bytes_s", "link_bytes_s")}
@@ -47,7 +49,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in rates.items():
             if not value > 0:
                 raise ValueError(f"profile: {name} must be above 0, got {value}; run `headrace profile` again")
-        for name in ("latency_s", "attention_call_s", "layer_s"):
+        for name in ("latency_s", "attention_call_s", "layer_s", "link_cpu_s_per_byte"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"profile: {name} must be at least 0; run `headrace profile` again")
         rows = [pair[0] for pair in self.attention_flops_s]
@@ -189,6 +191,10 @@ class Times:
             return 0.0
         compute = pairs * self.shape.pair_flops / self.machine.attention_rate(rows)
         return self.machine.attention_call_s + max(compute, keys * self.shape.kv_bytes / self.machine.memory_bytes_s)
+
+    def copy(self, tokens: float) -> float:
+        """K and V of so many tokens from one place in memory to another: read and written."""
+        return 2 * tokens * self.shape.kv_bytes / self.machine.memory_bytes_s
 
     def fold(self, states: int) -> float:
         """Merging so many states of one row into a result: they are read once."""

@@ -13,8 +13,9 @@ from headrace.planner.partition import Fractions, bounds_of, causal_pairs, cut, 
 from headrace.planner.search import Search
 from headrace.types import CHUNK
 
-LAYERS = 12
-"""Of a deeper model so many layers are looked at: the chain has filled by then."""
+LAYERS = (8, 12)
+"""Of a deeper model so many layers are looked at: the chain has filled by then, and the time of further ones is that
+between the two. The fill and the last layer so keep the shares that they have in the whole model."""
 
 STEPS = 16
 """Token counts in an octave for which fractions are computed anew: they change little from one to the next."""
@@ -23,7 +24,8 @@ STEPS = 16
 def balanced(machine: Machine, shape: Shape, ranks: int, T: int, P: int = 0) -> Fractions:
     """Fractions with which the slowest stage of the chain (a rank's layer, or a link's) is as fast as can be.
 
-    The steady state of a chain of many layers (KV-Runahead, section 4.1): time per layer is that of its slowest stage.
+    The steady state of a chain of many layers (KV-Runahead, section 4.1): time per layer is that of its slowest stage,
+    where a stage is the mean over the model's layers, of the last of which only the projections count.
     Found by bisection over that time; each rank then takes as many rows as it can compute in it.
     """
     if ranks > T:
@@ -55,11 +57,17 @@ def _fill(times: Times, ranks: int, T: int, P: int, seconds: float) -> list[int]
 
 
 def _stage(times: Times, P: int, begin: int, end: int, *, last: bool) -> float:
-    """One layer of the rows begin .. end-1: to compute it, or to hand over the new K and V up to them."""
-    rows = end - begin
-    compute = times.qkv(rows) + times.attend(rows, causal_pairs((begin, end), (0, end)), end) + times.rest(rows)
-    link = 0.0 if last else (end - P) * times.shape.kv_bytes / times.machine.link_bytes_s
-    return max(compute, link)
+    """One layer of the rows begin .. end-1, a mean of all: to compute it, or to hand over the new K and V up to them.
+
+    The last rank also copies all new K and V to where they are kept.
+    """
+    rows, shape = end - begin, times.shape
+    after = times.attend(rows, causal_pairs((begin, end), (0, end)), end) + times.rest(rows)
+    passed = ((begin - P) + (0 if last else end - P)) * shape.kv_bytes
+    compute = times.qkv(rows) + after * (shape.layers - 1) / shape.layers + passed * times.machine.link_cpu_s_per_byte
+    if last:
+        return compute + times.copy(end - P)
+    return max(compute, (end - P) * shape.kv_bytes / times.machine.link_bytes_s)
 
 
 def best_chain(
@@ -95,9 +103,20 @@ def _best_fractions(
     if ranks * stride > T or ranks == 1:
         return seed
 
-    shallow = msgspec.structs.replace(shape, layers=min(shape.layers, LAYERS))
-
     def measure(bounds: Sequence[int]) -> float:
-        return cost.chain(machine, shallow, [P + bound for bound in bounds], P, lies).ttft_s
+        return _seconds(machine, shape, [P + bound for bound in bounds], P, lies)
 
     return fractions_of(Search(T, ranks, measure, seed=cut(seed, T), stride=stride, full_grid=1).run())
+
+
+def _seconds(machine: Machine, shape: Shape, bounds: Sequence[int], P: int, lies: tuple[float, ...] | None) -> float:
+    """Time of a chain, that of a deep model extrapolated from two shallow ones: see LAYERS."""
+
+    def walk(layers: int) -> float:
+        return cost.chain(machine, msgspec.structs.replace(shape, layers=layers), bounds, P, lies).ttft_s
+
+    few, more = LAYERS
+    if shape.layers <= more:
+        return walk(shape.layers)
+    longer = walk(more)
+    return longer + (longer - walk(few)) * (shape.layers - more) / (more - few)

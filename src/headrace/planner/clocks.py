@@ -1,0 +1,140 @@
+"""Clocks and ports of the ranks in a predicted prefill, and what all strategies book on them.
+
+Ranges are half-open, of absolute positions. T new tokens follow P cached ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from headrace.planner.machine import Machine, Times
+from headrace.types import BLOCK_CHUNKS, CHUNK
+
+BLOCK = BLOCK_CHUNKS * CHUNK
+"""Tokens that have one owner, and whose states ring-q folds before it sends them: the canonical order goes by block."""
+
+Range = tuple[int, int]
+
+
+def length(block: Range) -> int:
+    return block[1] - block[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Predicted time to first token; per rank the time spent waiting for messages and the bytes sent."""
+
+    ttft_s: float
+    wait_s: tuple[float, ...]
+    bytes_sent: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class Run:
+    """Clocks of the ranks, and of their ports: a rank sends one message at a time, and receives one at a time.
+
+    whole: the last layer is computed for all rows, as in the papers' models, not for the last row alone.
+    """
+
+    times: Times
+    ranks: int
+    whole: bool
+    clock: list[float] = field(init=False)
+    wait: list[float] = field(init=False)
+    sent: list[float] = field(init=False)
+    out: list[float] = field(init=False)
+    into: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clock, self.wait, self.sent, self.out, self.into = ([0.0] * self.ranks for _ in range(5))
+
+    @property
+    def machine(self) -> Machine:
+        return self.times.machine
+
+    def layers(self) -> Iterator[tuple[bool, bool]]:
+        """For each layer: whether another follows, and whether only the last row is computed after the projections."""
+        for layer in range(self.times.shape.layers):
+            more = layer + 1 < self.times.shape.layers
+            yield more, not (more or self.whole)
+
+    def send(self, source: int, to: int, size: float, ready: float) -> float:
+        """Books a message of `size` bytes that can leave at `ready`; returns when it has arrived.
+
+        The link's own work is taken from the clocks of both ranks where they stand; a rank that waits for the message
+        does it meanwhile.
+        """
+        if not size:
+            return ready
+        end = max(ready, self.out[source], self.into[to]) + size / self.machine.link_bytes_s
+        self.out[source] = self.into[to] = end
+        self.sent[source] += size
+        for rank in (source, to):
+            self.work(rank, size * self.machine.link_cpu_s_per_byte)
+        return end + self.machine.latency_s
+
+    def work(self, rank: int, seconds: float) -> None:
+        self.clock[rank] += seconds
+
+    def until(self, rank: int, moment: float) -> None:
+        """The rank waits for what arrives at `moment`."""
+        if moment > self.clock[rank]:
+            self.wait[rank] += moment - self.clock[rank]
+            self.clock[rank] = moment
+
+    def load(self, P: int, lies: Sequence[float]) -> None:
+        """Every holder of cached tokens copies those of one layer from its pool into the workspace."""
+        for holder, share in enumerate(lies):
+            self.work(holder, self.times.copy(P * share))
+
+    def fetch(self, rank: int, P: int, lies: Sequence[float]) -> list[tuple[float, float]]:
+        """Books the way of all cached K and V of one layer to a rank, each from where its holder's clock stands.
+
+        Returns (when it is there, how many tokens) for every holder of some. A layer's are sent one layer ahead: to be
+        called after the projections of the layer before and before its new K and V are sent (a port serves messages in
+        the order in which they are booked).
+        """
+        parts = []
+        for holder, share in enumerate(lies):
+            tokens, here = P * share, self.clock[holder]
+            if holder != rank:
+                here = self.send(holder, rank, tokens * self.times.shape.kv_bytes, here)
+            if tokens:
+                parts.append((here, tokens))
+        return parts
+
+    def cost(self, last: int, *, alone: bool = False) -> Cost:
+        """When rank `last`, which computes the last row, is through, and rank 0, which makes the logits.
+
+        `alone`: one rank computes all; else the way of the step to the ranks and of the hidden state back is added.
+        """
+        ends = [self.clock[last]] if alone else self.clock if self.whole else [self.clock[0], self.clock[last]]
+        hops = 0.0 if alone or self.ranks == 1 else 2 * self.machine.latency_s
+        return Cost(max(ends) + self.times.head() + hops, tuple(self.wait), tuple(self.sent))
+
+
+def check(bounds: Sequence[int], ranks: int, start: int) -> None:
+    """Raises ValueError unless the bounds cut one shard for each rank from `start` on."""
+    if len(bounds) != ranks + 1 or bounds[0] != start or any(a > b for a, b in pairwise(bounds)):
+        raise ValueError(f"bounds must be {ranks + 1} rising positions from {start} on, got {tuple(bounds)}")
+
+
+def placed(ranks: int, T: int, P: int) -> tuple[tuple[Range, ...], ...]:
+    """New tokens that each rank keeps where no rank keeps all: blocks go round the ranks.
+
+    From rank 0 on; the engine begins with the rank that has most room.
+    """
+    found: list[list[Range]] = [[] for _ in range(ranks)]
+    for block in range(P // BLOCK, -(-(P + T) // BLOCK)):
+        found[block % ranks].append((max(P, block * BLOCK), min(P + T, (block + 1) * BLOCK)))
+    return tuple(tuple(ranges) for ranges in found)
+
+
+def last_row(blocks: Sequence[Sequence[Range]]) -> tuple[int, tuple[tuple[Range, ...], ...]]:
+    """The rank whose ranges hold the last position of all, and the ranges cut down to that position."""
+    end, rank = max(
+        ((block[1], rank) for rank, mine in enumerate(blocks) for block in mine if length(block)), default=(0, 0)
+    )
+    return rank, tuple(((end - 1, end),) if other == rank else () for other in range(len(blocks)))

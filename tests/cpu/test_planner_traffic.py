@@ -1,0 +1,63 @@
+"""The cost model books what the strategies send: the same bytes from every rank, the last layer's among them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from headrace.parallel.messages import Group
+from headrace.planner.choice import layout, predict
+from headrace.planner.clocks import BLOCK
+from headrace.planner.machine import Machine, Shape
+from headrace.types import CHUNK
+from tests.cpu.checkpoints import VOCAB
+from tests.cpu.crew import Conversation, Crew, zigzag
+
+MACHINE = Machine(
+    name="made up", cores=1, isa="none", date="2026-01-01", linear_flops_s=1e9, attention_flops_s=((1, 1e9),),
+    memory_bytes_s=1e9, link_bytes_s=1e9,
+)  # fmt: skip
+
+
+def sent_by(crew: Crew) -> list[int]:
+    return [sum(rank.transport.traffic.bytes.values()) for rank in crew.ranks]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("strategy", ["single", "gather", "gather-full", "chain", "ring-kv", "ring-q"])
+def test_predicted_bytes_are_sent(strategy: str, cached: bool, size: int, ours_of: Any) -> None:
+    """Cached tokens: a block on each rank. New ones belong to the block after, which the first rank keeps."""
+    decoder = ours_of("llama_gqa", "float32")
+    T, P = 2 * size * CHUNK, size * BLOCK if cached else 0
+    tokens = random.Random(5).choices(range(VOCAB), k=P + T)
+    crew = Crew(decoder, size)
+    talk = Conversation(crew)
+    if P:
+        bounds, ranks = zigzag(0, P, size)
+        crew.run([Group("ring-kv", [talk.part(tokens[:P], bounds, ranks, lambda chunk: chunk * CHUNK // BLOCK)])])
+    before = sent_by(crew)
+
+    shape = Shape.of(decoder.config, decoder.dtype.itemsize)
+    cut = layout(strategy, MACHINE, shape, size, T, P)
+    keeper = cut.ranks[-1] if strategy in ("chain", "single") else 0
+    crew.run([Group(strategy, [talk.part(tokens[P:], list(cut.bounds), list(cut.ranks), lambda chunk: keeper)])])  # type: ignore[arg-type]
+    sent = [after - earlier for after, earlier in zip(sent_by(crew), before, strict=True)]
+
+    expected = list(predict(strategy, MACHINE, shape, size, cut.bounds, P).bytes_sent)
+    if cut.ranks[-1]:
+        expected[cut.ranks[-1]] += decoder.config.embed_size * decoder.dtype.itemsize  # the hidden state, to rank 0
+    assert sent == expected
+    assert (strategy == "single" and not P) or sum(sent) > 0
+
+
+def test_a_chain_hands_on_to_ranks_without_rows(ours_of: Any) -> None:
+    decoder = ours_of("llama_gqa", "float32")
+    shape, crew = Shape.of(decoder.config, decoder.dtype.itemsize), Crew(decoder, 3)
+    tokens = random.Random(5).choices(range(VOCAB), k=2 * CHUNK)
+    bounds = [0, CHUNK, 2 * CHUNK, 2 * CHUNK]
+    crew.run([Group("chain", [Conversation(crew).part(tokens, bounds, [1, 0, 2], lambda chunk: 2)])])
+    first, second, third = predict("chain", MACHINE, shape, 3, bounds).bytes_sent
+    assert sent_by(crew) == [second, first, third] and (first, second, third) == (second / 2, second, 0)
