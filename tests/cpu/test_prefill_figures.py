@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from headrace.cli.bench_choice import pass_q_until, summary, tie
-from headrace.cli.bench_prefill import in_turns, links
+from headrace.cli.bench_prefill import FINALS, confirmed, in_turns, links
 from headrace.cli.prefill_bed import Run, _owners, median
 from headrace.cli.prefill_links import Link, apply
 from headrace.cli.prefill_report import ratios
 from headrace.parallel.limited import Limited
 from headrace.parallel.messages import decode, encode
 from headrace.parallel.transport import LoopbackHub
+from headrace.planner.choice import Layout
 from headrace.planner.machine import Machine
+from headrace.planner.search import Search
 
 pytestmark = pytest.mark.cpu
 
@@ -42,6 +44,29 @@ def test_runs_alternate_after_one_call_each_that_is_not_counted() -> None:
     assert "".join(order) == "abababab"
     assert [each.seconds for each in found["a"]] == [3, 5, 7]
     assert median(found["a"]) == Run(5, (2.5, 0.0), (7, 0))
+
+
+class Noisy:
+    """In place of a bed: the first prefill of each cut is fast by luck for one of them."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.calls: dict[int, int] = {}
+
+    def run(self, strategy: str, cut: Layout, P: int, placement: str) -> Run:
+        assert (strategy, P, placement, cut.ranks, cut.bounds[0]) == ("chain", 64, "round", (0, 1), 64)
+        bound = cut.bounds[1] - P
+        self.calls[bound] = self.calls.get(bound, 0) + 1
+        return run(1000 + abs(bound - 640))
+
+
+def test_a_lucky_point_does_not_win_a_search() -> None:
+    bed: Any = Noisy()
+    search = Search(1024, 2, lambda _: 0.0, measured={(0, 64 * i, 1024): 2000.0 + i for i in range(1, 16)})
+    search.measured.update({(0, 128, 1024): 1.0, (0, 640, 1024): 1000.0, (0, 576, 1024): 990.0})
+    assert confirmed(bed, search, 64, "round") == ((0, 640, 1024), 1000)
+    assert bed.calls == dict.fromkeys((128, 576, 640, 64), 1 + FINALS)
 
 
 @pytest.mark.parametrize(
