@@ -99,3 +99,16 @@ def test_a_lost_rank_reaches_who_waits() -> None:
 def test_settings_that_cannot_work(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError):
         ends(2, **wrong)
+
+
+def test_a_relay_is_not_waiting_of_the_rank() -> None:
+    """The relay is under way for 0.1 s, while its rank does something else."""
+    _, (first, second, third) = ends(3, latency_s=0.1)
+    passed, final = torch.empty(4), torch.empty(4)
+    received = second.irecv(passed, 0, Tag(0, 0, 0), relay=2)
+    arrives = third.irecv(final, 1, Tag(0, 0, 0))
+    first.isend(torch.ones(4), 1, Tag(0, 0, 0))
+    arrives.wait()
+    assert received.relayed is not None
+    received.relayed.handed_on.wait()  # set when the relay's thread has done its part
+    assert second.traffic.wait_s == 0.0 and second.traffic.messages == {2: 1}

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from headrace.cli.bench_prefill import in_turns, search, set_link, settings
+from headrace.cli.bench_prefill import confirmed, in_turns, search, set_link, settings
 from headrace.cli.console import err, loading, out
 from headrace.cli.prefill_bed import Bed, median, open_bed
 from headrace.cli.prefill_links import Link
@@ -120,7 +120,8 @@ def _search(tuning: Tuning, bed: Bed, table: Table, tokens: int, say: Say) -> No
         table.save(tuning.path)
         best = f"best {list(point.best)} {point.best_s:.4f} s"
         say(f"{tokens} tokens: {len(measured)} points, {list(point.bounds)} {point.seconds:.4f} s, {best}")
-    table.finish(tokens, found.best, found.best_s)
+    say(f"{tokens} tokens: the fastest points again")
+    table.finish(tokens, *confirmed(bed, found, 0))
     table.save(tuning.path)
 
 
