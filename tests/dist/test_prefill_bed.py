@@ -1,4 +1,4 @@
-"""Prefills on a bed of two ranks and the tiny model: their answers, their figures, their links."""
+"""Prefills on a bed of three ranks and the tiny model: their answers, their figures, their links."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KV_BYTES = 3 * 2 * 4 * 32 * 2
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[Bed]:
-    with open_bed(settings("tiny", 2, 4096, 1)) as opened:
+    with open_bed(settings("tiny", 3, 4096, 1)) as opened:
         yield opened
 
 
@@ -49,25 +49,34 @@ def test_every_prefill_gives_the_token_of_one_rank(bed: Bed, T: int, P: int, pla
 
 
 def test_figures_of_all_ranks_come_back(bed: Bed) -> None:
-    run = bed.run("chain", Layout((0, 192, 512), (0, 1)))
     hidden = 256 * 2
-    assert run.bytes_sent == (192 * KV_BYTES, hidden)
-    assert len(run.wait_s) == 2 and run.wait_s[0] > 0
-    gather = bed.run("gather", Layout((0, 256, 512), (0, 1)))
-    assert gather.bytes_sent == (256 * KV_BYTES, 256 * KV_BYTES + hidden)
+    run = bed.run("chain", Layout((0, 192, 512, 768), (0, 1, 2)))
+    assert run.bytes_sent == (192 * KV_BYTES, 512 * KV_BYTES, hidden)
+    assert len(run.wait_s) == 3 and run.wait_s[0] > 0
+    gather = bed.run("gather", Layout((0, 256, 512, 768), (0, 1, 2)))
+    assert gather.bytes_sent == (512 * KV_BYTES, 512 * KV_BYTES, 512 * KV_BYTES + hidden)
+
+
+def test_relays_count_for_the_prefill_that_they_belong_to(bed: Bed) -> None:
+    """Also those that a rank's threads send on when it has done itself."""
+    bed.set_link(Link(0.05))
+    ring = cut(bed, "ring-kv", 768)
+    for _ in range(5):
+        assert bed.run("ring-kv", ring).bytes_sent == (512 * KV_BYTES,) * 3
+    bed.set_link(Link())
 
 
 def test_a_limited_link_is_a_lower_bound(bed: Bed) -> None:
     rate = 0.004e9
     bed.set_link(Link(rate / 1e9, latency_s=0.02))
-    run = bed.run("chain", Layout((0, 512, 1024), (0, 1)))
+    run = bed.run("chain", Layout((0, 512, 1024, 1024), (0, 1, 2)))
     carried = run.bytes_sent[0]
     assert carried == 512 * KV_BYTES
     assert run.seconds >= carried / rate - carried / bed.machine.link_bytes_s + 0.02
     assert run.wait_s[1] > 0
     bed.set_link(Link())
     assert not isinstance(bed._rank.rank.transport, Limited)
-    assert bed.run("chain", Layout((0, 512, 1024), (0, 1))).bytes_sent[0] == carried
+    assert bed.run("chain", Layout((0, 512, 1024, 1024), (0, 1, 2))).bytes_sent[0] == carried
 
 
 def test_what_does_not_fit_is_refused(bed: Bed) -> None:

@@ -27,13 +27,13 @@ from headrace.engine.driver import KEEPS_ALL, ending_in
 from headrace.engine.ranks import Ranks
 from headrace.models.decoder import Decoder
 from headrace.models.weights import Progress
-from headrace.parallel import launch
 from headrace.parallel.crew import Crew
 from headrace.parallel.group import Group
 from headrace.parallel.limited import Limited
 from headrace.parallel.messages import Group as StepGroup
 from headrace.parallel.messages import Part, Step, encode
 from headrace.parallel.rank import Hidden, Rank
+from headrace.parallel.torch_transport import TorchTransport
 from headrace.parallel.transport import LAST, LoopbackHub, Tag
 from headrace.planner.choice import Layout
 from headrace.planner.partition import zigzag, zigzag_ranks
@@ -41,7 +41,7 @@ from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
 
 MAKER = "headrace.cli.prefill_bed:make"
 FIGURES = Tag(510, LAST, 1)
-"""Under which a worker sends what it measured; hidden states have piece 0."""
+"""Under which a worker tells what it measured; hidden states have piece 0."""
 
 Placement = Literal["own", "round", "last"]
 """Where cached chunks lie: as the strategy itself places new ones; blocks of 2,048 tokens in turn; on the last rank."""
@@ -66,9 +66,11 @@ def median(runs: Sequence[Run]) -> Run:
 
 @dataclass(slots=True)
 class _Measured:
-    """A rank whose link can be set and whose steps are counted."""
+    """A rank whose link can be set and whose steps are counted. waited: seconds, in the last step."""
 
     rank: Rank
+    waited: float = 0.0
+    _before: int = 0
 
     def link(self, step: Step) -> None:
         transport = self.rank.transport
@@ -77,36 +79,52 @@ class _Measured:
             transport = transport.transport
         self.rank.transport = apply(step, transport)
 
-    def run(self, step: Step) -> tuple[Hidden, float, int]:
-        """Hidden states, seconds waited, bytes sent."""
+    def run(self, step: Step) -> Hidden:
         traffic = self.rank.transport.traffic
-        waited, sent = traffic.wait_s, sum(traffic.bytes.values())
+        waited, self._before = traffic.wait_s, sum(traffic.bytes.values())
         hidden = self.rank.run(step)
-        return hidden, traffic.wait_s - waited, sum(traffic.bytes.values()) - sent
+        self.waited = traffic.wait_s - waited
+        return hidden
+
+    def sent(self) -> int:
+        """Bytes sent for the last step, once what nobody waited for has gone too (the last layer's keys, relays):
+        the links are idle when all ranks have returned."""
+        self.rank.workspace.drain()
+        return sum(self.rank.transport.traffic.bytes.values()) - self._before
 
 
 class BedRank:
-    """A worker: sets its link or computes a step, and sends its figures to rank 0 by the link as it is."""
+    """A worker: sets its link, or computes a step and tells its figures, by links that are not counted."""
 
-    def __init__(self, rank: Rank) -> None:
-        self.measured, self.figures = _Measured(rank), rank.transport
+    def __init__(self, rank: Rank, group: Group) -> None:
+        self.measured, self.links = _Measured(rank), uncounted(group)
 
     def run(self, step: Step) -> None:
         if step.number == LINK:
             self.measured.link(step)
             return
-        _, waited, sent = self.measured.run(step)
-        self.figures.isend(torch.tensor([waited, sent], dtype=torch.float64), 0, FIGURES).wait()
+        self.measured.run(step)
+        figures = torch.tensor([self.measured.waited, self.measured.sent()], dtype=torch.float64)
+        self.links.isend(figures, 0, FIGURES).wait()
 
 
 def make(config: EngineConfig, group: Group) -> BedRank:
     """What a worker serves with (parallel.launch)."""
+    rank = engine_ranks.make(config, group)
     pin(config, group.rank)
-    return BedRank(engine_ranks.make(config, group))
+    return BedRank(rank, group)
+
+
+def uncounted(group: Group) -> TorchTransport:
+    """The links of the context group with counters of their own."""
+    return TorchTransport(group.mesh.get_group("context"))
 
 
 def pin(config: EngineConfig, rank: int) -> None:
-    """This thread, and those it starts, on cores of the rank's own, where there are as many."""
+    """This thread, and those that it will start, on cores of the rank's own, where there are as many.
+
+    For when the links are made: their threads run where there is room.
+    """
     cores, threads = sorted(os.sched_getaffinity(0)), config.threads or 1
     if len(cores) >= threads * engine_ranks.count(config):
         os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])
@@ -122,20 +140,18 @@ def open_bed(config: EngineConfig, *, netns: bool = False, progress: Progress | 
     spaces = Namespaces(config.context_parallel_size) if netns else None
     if spaces is not None:
         config = replace(config, rank_interface=spaces.interface)
-
-    def start(*given):  # type: ignore[no-untyped-def]
-        started = (spaces.start if spaces is not None else launch.spawn)(*given)
-        pin(config, 0)  # now: workers begin with all cores and pick theirs
-        return started
-
     try:
         engine_ranks.set_threads(config)
         config = replace(config, threads=torch.get_num_threads())
+        start = None if spaces is None else spaces.start
         opened, decoder = engine_ranks.open_ranks(config, progress, MAKER, start)
+        pin(config, 0)
+        bed = Bed(config, opened, decoder, spaces)
         try:
-            yield Bed(config, opened, decoder, spaces)
+            yield bed
         finally:
             opened.close()
+            bed.close()
     finally:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(threads)
@@ -153,7 +169,8 @@ class Bed:
     def __init__(self, config: EngineConfig, opened: Ranks, decoder: Decoder, spaces: Namespaces | None) -> None:
         self.config, self.machine, self.shape = config, opened.machine, opened.shape
         self.group, self.size = opened.group, opened.group.context.size
-        self.link, self._spaces, self._own = Link(), spaces, opened.rank.transport
+        self.link, self._spaces, self._links = Link(), spaces, uncounted(opened.group)
+        self._crew.on_failure(self._links.fail)
         self._rank, self.steps = _Measured(opened.rank), 0
         storage = opened.rank.storage
         alone = Rank(decoder, storage, opened.rank.kernels.backend, LoopbackHub(1).transport(0))
@@ -163,6 +180,11 @@ class Bed:
         self.logits = torch.empty(0)
         self._laid: set[tuple[int, int]] = set()
         """(rank, chunk) that hold the whole chunk."""
+
+    def close(self) -> None:
+        """Ends the threads of the bed's own links; the group is closed by its owner."""
+        self._rank.link(Link().step(0))
+        self._links.close()
 
     def set_link(self, link: Link) -> None:
         """From now on. Raises ValueError for what the link cannot be."""
@@ -200,11 +222,11 @@ class Bed:
         part = self._part(P, (P, P + T), (0,), owners)
         step = Step(0, [StepGroup("single", [part])])
         began = time.perf_counter()
-        hidden, waited, sent = self._alone.run(step)
+        hidden = self._alone.run(step)
         self._logits(hidden, part)
         seconds = time.perf_counter() - began
         self._wrote(part, owners)
-        return Run(seconds, (waited,), (sent,))
+        return Run(seconds, (self._alone.waited,), (self._alone.sent(),))
 
     def cached(self, strategy: str, P: int, placement: Placement) -> list[int]:
         """The rank that holds each cached chunk."""
@@ -251,22 +273,22 @@ class Bed:
         body = encode(step)
         began = time.perf_counter()
         self._crew.send(body)
-        hidden, waited, sent = self._rank.run(step)
+        hidden = self._rank.run(step)
         self._logits(hidden, part)
         seconds = time.perf_counter() - began
-        told = [(waited, float(sent)), *self._figures()]
+        told = [[self._rank.waited, self._rank.sent()], *self._heard()]
         return Run(seconds, tuple(wait for wait, _ in told), tuple(round(size) for _, size in told))
 
     def _logits(self, hidden: Hidden, part: Part) -> None:
         with torch.inference_mode():
             self.logits = self._alone.rank.decoder.logits(hidden[0, 0, part.end - 1][None])
 
-    def _figures(self) -> list[tuple[float, float]]:
-        """What the workers measured; when they have told it they have nothing left to do."""
+    def _heard(self) -> list[list[float]]:
+        """What the workers measured; they have nothing left to do then."""
         told = [torch.empty(2, dtype=torch.float64) for _ in range(1, self.size)]
-        for work in [self._own.irecv(x, rank, FIGURES) for rank, x in enumerate(told, 1)]:
+        for work in [self._links.irecv(x, rank, FIGURES) for rank, x in enumerate(told, 1)]:
             work.wait()
-        return [(float(x[0]), float(x[1])) for x in told]
+        return [x.tolist() for x in told]
 
     @property
     def _crew(self) -> Crew:
