@@ -86,18 +86,19 @@ class Gather(Moving):
 
 
 class GatherFull(Gather):
-    """With the masked half of the rectangle computed."""
+    """With the masked half of the rectangle computed: every row meets every key of its sequence."""
 
     def after_attention(self, layer: int, q: Tensor, buffer: Buffer, rows: Rows) -> None:
         begin = 0
-        for run, table in zip(rows.runs, rows.tables, strict=True):
+        for run in rows.runs:
             slots = self.context.group.parts[run.part].slots
-            hidden = self.layout.table(np.array(slots[len(table) :], dtype=np.int32))
-            items = np.zeros((len(hidden), 4), dtype=np.int32)
-            items[:, 0], items[:, 1] = hidden, (len(table) + np.arange(len(hidden))) * CHUNK
-            items[:, 3] = run.rows
+            chunks = np.arange(run.start // CHUNK + 1, len(slots), dtype=np.int32)
+            items = np.zeros((len(chunks), 4), dtype=np.int32)
+            items[:, 0] = self.layout.table(np.array(slots, dtype=np.int32)[chunks])
+            items[:, 1] = chunks * CHUNK
+            items[:, 3] = np.minimum(run.rows, chunks * CHUNK - run.start)  # the rows before a chunk
             everywhere = torch.full((run.rows,), len(slots) * CHUNK - 1, dtype=torch.int64)
-            if len(hidden):
+            if len(chunks):
                 part = q[begin : begin + run.rows]
                 self.context.kernels.attend(layer, part, buffer.tensors, torch.from_numpy(items), everywhere)
             begin += run.rows
