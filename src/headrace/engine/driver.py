@@ -123,19 +123,18 @@ class Driver:
         """The groups in an order in which a chunk is written before another sequence reads it, and where each slice
         stands: (group, part)."""
         found: list[tuple[str, list[Part]]] = []
+        kinds: list[tuple[str, bool]] = []
         places = []
         for part in slices:
             strategy, made = self._part(part)
-            fused = strategy in FUSED or (strategy == "single" and part.length == 1)
-            if not (fused and found and found[-1][0] == strategy and self._fits(strategy, found[-1][1], made)):
+            # Single tokens are computed together, whole prompts of single ranks one after the other.
+            kind = (strategy, strategy in FUSED or (strategy == "single" and part.length == 1))
+            if not (found and kinds[-1] == kind and kind[1]):
                 found.append((strategy, []))
+                kinds.append(kind)
             found[-1][1].append(made)
             places.append((len(found) - 1, len(found[-1][1]) - 1))
         return [Group(strategy, parts) for strategy, parts in found], places  # type: ignore[arg-type]
-
-    def _fits(self, strategy: str, parts: list[Part], new: Part) -> bool:
-        """Whole prompts on single ranks stay apart; single tokens do not."""
-        return strategy != "single" or (len(parts[-1].tokens) == 1 and len(new.tokens) == 1)
 
     def _part(self, part: Slice) -> tuple[str, Part]:
         table = part.sequence.table

@@ -34,6 +34,9 @@ STRATEGIES: dict[str, Callable[[Context], Attend]] = {
 Hidden = dict[tuple[int, int, int], Tensor]
 """(group, part, position) -> hidden state [E]."""
 
+Coming = tuple[int, list[tuple[int, int]], Tensor, Work]
+"""A receive of hidden states under way: group, (part, position) of each row, the rows, the receive."""
+
 
 class Rank:
     """A model, its pool of `storage.slots` chunks, and a place among the ranks of `transport`."""
@@ -55,7 +58,7 @@ class Rank:
         for group in step.groups:
             layout.check(group, self.transport.size)
         found: Hidden = {}
-        coming: list[tuple[int, int, list[tuple[int, int]], Tensor, Work]] = []
+        coming: list[Coming] = []
         going: list[Work] = []
         first = self.groups
         self.groups += len(step.groups)
@@ -67,14 +70,14 @@ class Rank:
                 coming += self._expect(index, group, first + index)
             elif mine:
                 going.append(self.transport.isend(hidden.contiguous(), 0, Tag(first + index, LAST, 0)))
-        for index, _, keys, rows, work in coming:
+        for index, keys, rows, work in coming:
             work.wait()
             found |= {(index, *key): row for key, row in zip(keys, rows, strict=True)}
         for work in going:
             work.drain()
         return found
 
-    def _expect(self, index: int, group: Group, number: int):  # type: ignore[no-untyped-def]
+    def _expect(self, index: int, group: Group, number: int) -> list[Coming]:
         """Receives of the hidden states that other ranks have."""
         width, dtype = self.decoder.config.embed_size, self.decoder.dtype
         found = []
@@ -82,7 +85,7 @@ class Rank:
             keys = layout.wanted(group, rank)
             if keys:
                 rows = torch.empty(len(keys), width, dtype=dtype)
-                found.append((index, rank, keys, rows, self.transport.irecv(rows, rank, Tag(number, LAST, 0))))
+                found.append((index, keys, rows, self.transport.irecv(rows, rank, Tag(number, LAST, 0))))
         return found
 
     def _compute(self, group: Group, number: int) -> Tensor:

@@ -23,7 +23,7 @@ from headrace.attention.state import FoldState, Partial
 from headrace.parallel import layout
 from headrace.parallel.context import Context
 from headrace.parallel.folding import Kernels
-from headrace.parallel.transport import Work
+from headrace.parallel.transport import Tag, Work
 from headrace.parallel.workspace import pools
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
@@ -231,7 +231,7 @@ class _Visits:
             guests[home] = (rows, works)
         return guests
 
-    def _tag(self, layer: int, kind: int, rank: int):  # type: ignore[no-untyped-def]
+    def _tag(self, layer: int, kind: int, rank: int) -> Tag:
         return self.context.tag(layer, kind * self.size + rank)
 
     def send_queries(self, layer: int, q: Tensor) -> list[Work]:
