@@ -19,6 +19,9 @@ Backend = Literal["auto", "reference", "cpu", "triton"]
 Quantization = Literal["none", "int8", "int4"]
 PrefillStrategy = Literal["auto", "single", "gather", "chain", "ring-kv", "ring-q"]
 StrategyRule = Literal["cost", "alg1", "alg5", "heuristic"]
+OffloadFormat = Literal["raw", "int8", "int4"]
+OffloadSchedule = Literal["off", "row", "column", "auto"]
+Switch = Literal["auto", "on", "off"]
 
 DistributedBackend = Literal["mp", "ray"]
 
@@ -72,6 +75,27 @@ class EngineConfig:
         "cost", "How the planner chooses: cost (predicted time), or between the rings alg1, alg5 or heuristic."
     )
     parallel_table: str | None = _flag(None, "Table that `headrace tune` wrote for this machine, model and group.")
+    kv_offloading_size: float = _flag(
+        0.0, "GiB of host memory for KV that leaves the pool; with --offload-schedule, for all of the KV cache."
+    )
+    kv_offload_path: str | None = _flag(None, "Directory for KV on disk, which survives a restart.")
+    kv_offload_disk_size: float = _flag(32.0, "GiB that KV may take on disk.")
+    kv_remote_url: str | None = _flag(None, "Valkey or Redis server for KV, as redis://HOST:PORT/DB.")
+    kv_host_format: OffloadFormat = _flag("raw", "How KV is stored in host memory: raw (no loss), int8 or int4.")
+    kv_disk_format: OffloadFormat = _flag("raw", "How KV is stored on disk: raw (no loss), int8 or int4.")
+    kv_remote_format: OffloadFormat = _flag("raw", "How KV is stored remotely: raw (no loss), int8 or int4.")
+    kv_offload_activations: Switch = _flag(
+        "auto", "Store the inputs of the K and V projections too: auto (where they are smaller than K and V), on, off."
+    )
+    kv_offload_timeout_s: float = _flag(1.0, "Longest time that a call to a tier may take; then it is left alone.")
+    kv_offload_queue_mb: int = _flag(256, "MiB that may wait to be written to each tier.")
+    kv_tenant_quota: float = _flag(0.25, "Share of each tier that no other tenant can take from one (cache_salt).")
+    kv_link_gbps: float | None = _flag(None, "Emulate a link of so many GB/s to where KV is kept. For experiments.")
+    kv_link_latency_ms: float = _flag(0.0, "Latency of the emulated link, per transfer.")
+    offload_schedule: OffloadSchedule = _flag(
+        "off", "Decode on KV that stays outside the pool: row (latency), column (throughput), auto; off: KV comes back."
+    )
+    weight_offload: bool = _flag(False, "Keep the weights outside too and load each layer's when it is computed.")
     rank_interface: str = _flag("127.0.0.1", "IPv4 address that ranks bind to talk to each other.")
     rank_timeout_s: float = _flag(10.0, "Seconds of silence after which a rank counts as lost.")
     host: str = _flag("127.0.0.1", "Address the server binds.")
@@ -100,6 +124,7 @@ class EngineConfig:
                 self._at_least(name, low)
         if self.kv_cache_tokens is not None:
             self._at_least("kv_cache_tokens", CHUNK)
+        self._check_offload()
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
         if self.api_key is not None and not self.api_key.strip():
@@ -111,11 +136,21 @@ class EngineConfig:
         choices = {
             "dtype": DType, "quantization": Quantization, "attention_backend": Backend, "kv_cache_dtype": KVDType,
             "distributed_backend": DistributedBackend, "prefill_strategy": PrefillStrategy,
-            "strategy_rule": StrategyRule,
+            "strategy_rule": StrategyRule, "kv_host_format": OffloadFormat, "kv_disk_format": OffloadFormat,
+            "kv_remote_format": OffloadFormat, "kv_offload_activations": Switch, "offload_schedule": OffloadSchedule,
         }  # fmt: skip
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
+
+    @property
+    def offloads(self) -> bool:
+        """Whether KV is kept in tiers below the pool."""
+        tiers = self.kv_offloading_size > 0 or self.kv_offload_path is not None or self.kv_remote_url is not None
+        return tiers and self.offload_schedule == "off"
+
+    def _check_offload(self) -> None:
+        """Raises ValueError for settings of the tiers that cannot work, alone or together."""
 
     def _check_interface(self) -> None:
         try:

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "attention": CORE,
     "models": CORE,
     "parallel": CORE | {"models", "planner"},
-    "recompute": CORE | {"models"},
+    "recompute": CORE | {"models", "planner"},
     "engine": BELOW_ENGINE,
     "server": BELOW_ENGINE | {"engine"},
     "cli": BELOW_ENGINE | {"engine", "server"},

@@ -1,0 +1,85 @@
+"""What a tier is: a store of named blobs below the pool, which may lose any of them at any time.
+
+A blob is one chunk's keys and values ("k") or its activations ("x"), of all layers (kv.frame). Its name is the chunk's
+digest, which the model, the types, the tenant's salt and all tokens up to the chunk's end went into, and the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+Kind = Literal["k", "x"]
+Format = Literal["raw", "int8", "int4"]
+"""How numbers are stored: as the pool has them, or rounded (docs/offload.md states the errors)."""
+
+Parts = Sequence[bytes | bytearray | memoryview]
+
+
+def name_of(digest: bytes, kind: Kind) -> bytes:
+    """33 bytes."""
+    return digest + kind.encode()
+
+
+class Read(NamedTuple):
+    """len(into) bytes of a blob from `offset` on are wanted in `into`, a writable flat memoryview of bytes."""
+
+    name: bytes
+    offset: int
+    into: memoryview
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Counters, and two gauges (used_bytes, blobs). misses: blobs or parts that were expected and not had; bad: blobs
+    found damaged or foreign; dropped: writes given up (no room, a full queue, a failure); degraded: the tier is left
+    alone for a while after a failure, of which `reason` tells."""
+
+    used_bytes: int = 0
+    budget_bytes: int = 0
+    blobs: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+    misses: int = 0
+    bad: int = 0
+    dropped: int = 0
+    evictions: int = 0
+    errors: int = 0
+    degraded: bool = False
+    reason: str = ""
+
+
+class Tier(Protocol):
+    """Safe to call from several threads. No method raises for what the world does to the store (full, gone, slow,
+    damaged, changed by another process): it is logged once per kind, counted, and the answer is "not there". No call
+    takes longer than the tier's time-out by much.
+    """
+
+    @property
+    def kind(self) -> str:
+        """host, disk or remote."""
+
+    @property
+    def format(self) -> Format: ...
+
+    def has(self, names: Sequence[bytes]) -> list[bool]:
+        """Whether each blob is there, as far as is known. Marks those that are as used now."""
+
+    def put(self, name: bytes, tenant: bytes, parts: Parts) -> bool:
+        """Stores a blob (the parts joined), all of it or nothing; whether it is there now. A blob of that name is
+        left as it is. Where there is no room others go: see docs/offload.md, tenants."""
+
+    def read(self, reads: Sequence[Read]) -> list[bool]:
+        """Fills what it can; whether each was read whole."""
+
+    def drop(self, names: Sequence[bytes]) -> None:
+        """Forgets blobs, which turned out to be bad."""
+
+    def stats(self) -> TierStats:
+        """A copy."""
+
+    def close(self) -> None:
+        """Ends threads and connections. May be called again."""
