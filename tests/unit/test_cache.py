@@ -17,8 +17,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from headrace.kv.cache import KVCache, Table
+from headrace.kv.cache import KVCache
 from headrace.kv.pool import SlotPool
+from headrace.kv.table import Table
 from headrace.kv.tree import Node, PrefixTree
 from headrace.types import CHUNK, chunks_for
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.kv.cache import KVCache, Owners, Table
+from headrace.kv.cache import KVCache
 from headrace.kv.pool import SlotPool
+from headrace.kv.table import Owners, Table
 from headrace.kv.tree import PrefixTree
 from headrace.types import BLOCK_CHUNKS, CHUNK
 

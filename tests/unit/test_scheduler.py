@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, Slice
-from headrace.kv.cache import KVCache, Owners
+from headrace.kv.cache import KVCache
+from headrace.kv.table import Owners
 from headrace.types import CHUNK, Request, SamplingParams
 
 

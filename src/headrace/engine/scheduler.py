@@ -19,7 +19,8 @@ from bisect import insort
 from collections.abc import Callable
 
 from headrace.engine.sequence import Sequence, Slice
-from headrace.kv.cache import KVCache, Owners, Table
+from headrace.kv.cache import KVCache
+from headrace.kv.table import Owners, Table
 
 
 def _by_order(sequence: Sequence) -> int:

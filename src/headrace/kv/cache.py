@@ -15,88 +15,20 @@ can fold the block in the canonical order (docs/attention.md); where that cannot
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-
-import numpy as np
-from numpy.typing import NDArray
 
 from headrace.kv.pool import SlotPool
-from headrace.kv.tree import Node, PrefixTree, chain, token_array
+from headrace.kv.table import Owners, Table
+from headrace.kv.tree import Node, PrefixTree
 from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
-
-Owners = Callable[[int], int]
-"""Chunk of a table -> the rank that shall own it."""
-
-
-class Table:
-    """The chunks of one sequence. `tokens` is the sequence's own growing list; `length` counts those cached.
-
-    place: may be set by whoever prepares a step: the owner of each block that begins, named by its first chunk.
-    """
-
-    __slots__ = (
-        "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "length", "nodes", "place", "shares",
-        "tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self, tokens: list[int], root: bytes, salt: bytes, salt_chunk: int, shares: bool, per_rank: int
-    ) -> None:
-        self.tokens = tokens
-        self.length = 0
-        self.nodes: list[Node] = []
-        self.shares = shares
-        self.place: Owners | None = None
-        self._per_rank = per_rank
-        self._root = root
-        self._salt = salt
-        self._salt_chunk = salt_chunk
-        self._digests: list[bytes] = []
-        self._slots: NDArray[np.int32] = np.empty(16, dtype=np.int32)
-
-    @property
-    def slots(self) -> NDArray[np.int32]:
-        """Slots of the chunks in order, int32 [chunks]; valid until the table changes."""
-        return self._slots[: len(self.nodes)]
-
-    def owner(self, chunk: int) -> int:
-        """Rank that has the chunk, which the table must hold."""
-        return self.nodes[chunk].slot // self._per_rank
-
-    def digest(self, chunk: int) -> bytes:
-        """Name of the chunk, all of whose tokens must be known."""
-        while len(self._digests) <= chunk:
-            self._extend_digests(chunk + 1)
-        return self._digests[chunk]
-
-    def _extend_digests(self, chunks: int) -> None:
-        first = len(self._digests)
-        known = token_array(self.tokens[first * CHUNK : chunks * CHUNK])
-        if len(known) < (chunks - first) * CHUNK:
-            raise ValueError(f"chunk {chunks - 1} is not full: {len(self.tokens)} tokens")
-        parent = self._digests[-1] if first else self._root
-        for chunk in range(first, chunks):
-            salt = self._salt if chunk == self._salt_chunk else b""
-            start = (chunk - first) * CHUNK
-            parent = chain(parent, known[start : start + CHUNK], salt)
-            self._digests.append(parent)
-
-    def append(self, node: Node) -> None:
-        count = len(self.nodes)
-        if count == len(self._slots):
-            self._slots = np.concatenate([self._slots, np.empty_like(self._slots)])
-        self._slots[count] = node.slot
-        self.nodes.append(node)
-
-    def replace(self, chunk: int, node: Node) -> None:
-        self.nodes[chunk] = node
-        self._slots[chunk] = node.slot
 
 
 class KVCache:
     """Pool, tree and tables. `identity` names model, layout and dtype: chunks of another identity never match.
 
     total_chunks: of all ranks together, in equal parts; ValueError if that cannot be.
+    tables are those of sequences; parked ones have none any more, and are held until what they hold is stored below.
+    loose: chunks that something is written into before a table has them.
+
     displaced: new chunks that lie elsewhere than asked, since every slot of the rank asked for was held. While it is
     zero (and `by_block` is not switched off) each block of a table has one owner.
     """
@@ -110,6 +42,8 @@ class KVCache:
         self.ranks = ranks
         self.displaced = 0
         self.tables: set[Table] = set()
+        self.parked: set[Table] = set()
+        self.loose: set[Node] = set()
         self._turn = 0
         self._filled: list[tuple[Table, int]] = []
 
@@ -272,6 +206,7 @@ class KVCache:
         """Puts an own node into the tree, if the chunk before it is there."""
         parent = self._last(table, chunk)
         if parent is None or parent.digest is not None:
+            node.tenant = table.tenant(chunk)
             self.tree.insert(node, table.digest(chunk), parent)
 
     def _fill(self, table: Table, chunk: int) -> None:
@@ -287,7 +222,7 @@ class KVCache:
         """After a step: names the private chunks that it filled, or gives them up for their twin in the tree."""
         for table, chunk in self._filled:
             if table not in self.tables:
-                continue
+                continue  # closed in the meantime
             own = table.nodes[chunk]
             twin = self.tree.find(table.digest(chunk))
             if twin is None:
@@ -307,11 +242,59 @@ class KVCache:
 
     def close(self, table: Table) -> None:
         """Lets go of everything the table holds; complete named chunks stay in the tree until evicted."""
+        (self.parked if table in self.parked else self.tables).remove(table)
+        self._drop_from(table, 0)
+
+    def park(self, table: Table) -> None:
+        """`close`, but holding on to the complete named chunks, until the table is closed for good."""
+        kept = next((i for i, node in enumerate(table.nodes) if node.digest is None or not node.complete), None)
+        if kept is not None:
+            self._drop_from(table, kept)
         self.tables.remove(table)
-        for node in reversed(table.nodes):
+        if table.nodes:
+            self.parked.add(table)
+
+    def _drop_from(self, table: Table, chunk: int) -> None:
+        for node in reversed(table.nodes[chunk:]):
             self.tree.release(node)
-        table.nodes.clear()
-        table.length = 0
+        del table.nodes[chunk:]
+        table.length = min(table.length, chunk * CHUNK)
+
+    def truncate(self, table: Table, chunk: int) -> None:
+        """Before `commit`: gives up the chunks from `chunk` on, which what was to be stored in them never reached. None
+        of them may have a name."""
+        assert all(node.digest is None for node in table.nodes[chunk:]), "others may have seen the chunk"
+        self._drop_from(table, chunk)
+        self._filled = [(t, c) for t, c in self._filled if t is not table or c < chunk]
+
+    def take_loose(self, count: int) -> list[Node] | None:
+        """New chunks that no table has yet, to be written into; None, with nothing taken, if there are not so many."""
+        if count > self.available:
+            return None
+        nodes = []
+        for _ in range(count):
+            slot = self.tree.take_slot()
+            assert slot is not None, "available promised a slot"
+            nodes.append(Node(slot, None, None, writer=self))
+        self.loose.update(nodes)
+        return nodes
+
+    def free_loose(self, nodes: list[Node]) -> None:
+        """Gives loose chunks back."""
+        for node in nodes:
+            self.loose.remove(node)
+            self.tree.release(node)
+
+    def attach(self, table: Table, nodes: list[Node]) -> None:
+        """Loose chunks become the next ones of a table, which ends with a full chunk. They have their names, and can be
+        shared, from `commit` on: until then `truncate` can take them away."""
+        assert table.length % CHUNK == 0 and table.shares
+        for node in nodes:
+            self.loose.remove(node)
+            node.writer = table
+            self._filled.append((table, len(table.nodes)))
+            table.append(node)
+            table.length += CHUNK
 
     @property
     def used(self) -> int:
@@ -328,16 +311,19 @@ class KVCache:
         self.tree.check()
         holders: dict[int, list[tuple[Table, int]]] = {}
         nodes: dict[int, Node] = {id(node): node for node in self.tree.nodes.values()}
-        for table in self.tables:
+        for table in (*self.tables, *self.parked):
             assert len(table.nodes) == chunks_for(table.length), "a table holds more or fewer chunks than its length"
             assert table.slots.tolist() == [node.slot for node in table.nodes], "slots and nodes differ"
             for chunk, node in enumerate(table.nodes):
                 nodes[id(node)] = node
                 holders.setdefault(id(node), []).append((table, chunk))
+        for node in self.loose:
+            assert node.refs == 1 and node.digest is None and id(node) not in nodes, "a loose chunk is held or named"
         for key, node in nodes.items():
             self._check_node(node, holders.get(key, []))
-        self.pool.check({node.slot for node in nodes.values()})
-        assert len({node.slot for node in nodes.values()}) == len(nodes), "two nodes share a slot"
+        every = [*nodes.values(), *self.loose]
+        self.pool.check({node.slot for node in every})
+        assert len({node.slot for node in every}) == len(every), "two nodes share a slot"
 
     @staticmethod
     def _check_node(node: Node, holders: list[tuple[Table, int]]) -> None:

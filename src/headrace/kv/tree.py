@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from headrace.kv.pool import SlotPool
@@ -22,9 +23,13 @@ from headrace.types import CHUNK
 
 
 class Node:
-    """A chunk: its slot and, once it has a name, its place in the tree. A node without digest is private."""
+    """A chunk: its slot and, once it has a name, its place in the tree. A node without digest is private.
 
-    __slots__ = ("children", "digest", "parent", "refs", "slot", "writer")
+    tenant: whose a named chunk is (Table.tenant). stored: whether a tier below has been given it. activations: whether
+    the slot has the inputs of its projections too, where the pool keeps them.
+    """
+
+    __slots__ = ("activations", "children", "digest", "parent", "refs", "slot", "stored", "tenant", "writer")
 
     def __init__(self, slot: int, digest: bytes | None, parent: Node | None, writer: Any) -> None:
         self.slot = slot
@@ -33,6 +38,9 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.refs = 1
         self.writer = writer
+        self.tenant = b""
+        self.stored = False
+        self.activations = True
 
     @property
     def complete(self) -> bool:
@@ -48,7 +56,8 @@ class PrefixTree:
     """Named nodes and the order of eviction. Slots are taken from and returned to `pool`.
 
     idle: complete nodes that nobody holds, least recently used first. All descendants of an idle node are idle, and
-    stand before it. With several ranks `_idle_of` has the idle nodes of each, in the same order; with one it is empty.
+    stand before it. leaving: may be set to be told of each node that is evicted, while its slot still has its content.
+    With several ranks `_idle_of` has the idle nodes of each, in the same order; with one it is empty.
     """
 
     def __init__(self, pool: SlotPool) -> None:
@@ -57,6 +66,7 @@ class PrefixTree:
         self.idle: OrderedDict[bytes, Node] = OrderedDict()
         self._idle_of: list[OrderedDict[bytes, Node]] = [OrderedDict() for _ in range(pool.ranks) if pool.ranks > 1]
         self.evictions = 0
+        self.leaving: Callable[[Node], None] | None = None
 
     @property
     def available(self) -> int:
@@ -100,6 +110,8 @@ class PrefixTree:
             if children := path[-1].children:
                 path.append(next(iter(children.values())))
             else:
+                if self.leaving is not None:
+                    self.leaving(path[-1])
                 self._remove(path.pop())
                 self.evictions += 1
 

@@ -1,0 +1,83 @@
+"""The table of a sequence: its chunks in order, their slots and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.kv.tree import Node, chain, token_array
+from headrace.types import CHUNK
+
+Owners = Callable[[int], int]
+"""Chunk of a table -> the rank that shall own it."""
+
+
+class Table:
+    """The chunks of one sequence. `tokens` is the sequence's own growing list; `length` counts those cached.
+
+    place: may be set by whoever prepares a step: the owner of each block that begins, named by its first chunk.
+    """
+
+    __slots__ = (
+        "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "length", "nodes", "place", "shares",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self, tokens: list[int], root: bytes, salt: bytes, salt_chunk: int, shares: bool, per_rank: int
+    ) -> None:
+        self.tokens = tokens
+        self.length = 0
+        self.nodes: list[Node] = []
+        self.shares = shares
+        self.place: Owners | None = None
+        self._per_rank = per_rank
+        self._root = root
+        self._salt = salt
+        self._salt_chunk = salt_chunk
+        self._digests: list[bytes] = []
+        self._slots: NDArray[np.int32] = np.empty(16, dtype=np.int32)
+
+    @property
+    def slots(self) -> NDArray[np.int32]:
+        """Slots of the chunks in order, int32 [chunks]; valid until the table changes."""
+        return self._slots[: len(self.nodes)]
+
+    def owner(self, chunk: int) -> int:
+        """Rank that has the chunk, which the table must hold."""
+        return self.nodes[chunk].slot // self._per_rank
+
+    def digest(self, chunk: int) -> bytes:
+        """Name of the chunk, all of whose tokens must be known."""
+        while len(self._digests) <= chunk:
+            self._extend_digests(chunk + 1)
+        return self._digests[chunk]
+
+    def _extend_digests(self, chunks: int) -> None:
+        first = len(self._digests)
+        known = token_array(self.tokens[first * CHUNK : chunks * CHUNK])
+        if len(known) < (chunks - first) * CHUNK:
+            raise ValueError(f"chunk {chunks - 1} is not full: {len(self.tokens)} tokens")
+        parent = self._digests[-1] if first else self._root
+        for chunk in range(first, chunks):
+            salt = self._salt if chunk == self._salt_chunk else b""
+            start = (chunk - first) * CHUNK
+            parent = chain(parent, known[start : start + CHUNK], salt)
+            self._digests.append(parent)
+
+    def tenant(self, chunk: int) -> bytes:
+        """Whose the chunk is: 16 bytes made of the salt, none for a chunk that all tenants may share."""
+        return self._salt if 0 <= self._salt_chunk <= chunk else b""
+
+    def append(self, node: Node) -> None:
+        count = len(self.nodes)
+        if count == len(self._slots):
+            self._slots = np.concatenate([self._slots, np.empty_like(self._slots)])
+        self._slots[count] = node.slot
+        self.nodes.append(node)
+
+    def replace(self, chunk: int, node: Node) -> None:
+        self.nodes[chunk] = node
+        self._slots[chunk] = node.slot
