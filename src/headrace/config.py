@@ -7,9 +7,12 @@ the command line is generated from this class. Imports no torch.
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 from headrace.types import CHUNK
 
@@ -26,6 +29,10 @@ Switch = Literal["auto", "on", "off"]
 DistributedBackend = Literal["mp", "ray"]
 
 ENV_PREFIX = "HEADRACE_"
+DISK_GIB = 32.0
+
+REMOTE_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
+"""Schemes of kv_remote_url; the doubled s is TLS, unix a socket's path."""
 
 
 def _flag(default: Any, help: str, *aliases: str) -> Any:
@@ -79,7 +86,7 @@ class EngineConfig:
         0.0, "GiB of host memory for KV that leaves the pool; with --offload-schedule, for all of the KV cache."
     )
     kv_offload_path: str | None = _flag(None, "Directory for KV on disk, which survives a restart.")
-    kv_offload_disk_size: float = _flag(32.0, "GiB that KV may take on disk.")
+    kv_offload_disk_size: float = _flag(DISK_GIB, "GiB that KV may take on disk.")
     kv_remote_url: str | None = _flag(None, "Valkey or Redis server for KV, as redis://HOST:PORT/DB.")
     kv_host_format: OffloadFormat = _flag("raw", "How KV is stored in host memory: raw (no loss), int8 or int4.")
     kv_disk_format: OffloadFormat = _flag("raw", "How KV is stored on disk: raw (no loss), int8 or int4.")
@@ -124,7 +131,6 @@ class EngineConfig:
                 self._at_least(name, low)
         if self.kv_cache_tokens is not None:
             self._at_least("kv_cache_tokens", CHUNK)
-        self._check_offload()
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
         if self.api_key is not None and not self.api_key.strip():
@@ -133,6 +139,11 @@ class EngineConfig:
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
         self._check_interface()
+        self._check_choices()
+        self._check_offload_values()
+        self._check_offload_together()
+
+    def _check_choices(self) -> None:
         choices = {
             "dtype": DType, "quantization": Quantization, "attention_backend": Backend, "kv_cache_dtype": KVDType,
             "distributed_backend": DistributedBackend, "prefill_strategy": PrefillStrategy,
@@ -146,11 +157,60 @@ class EngineConfig:
     @property
     def offloads(self) -> bool:
         """Whether KV is kept in tiers below the pool."""
-        tiers = self.kv_offloading_size > 0 or self.kv_offload_path is not None or self.kv_remote_url is not None
-        return tiers and self.offload_schedule == "off"
+        return self._keeps_outside and self.offload_schedule == "off"
 
-    def _check_offload(self) -> None:
-        """Raises ValueError for settings of the tiers that cannot work, alone or together."""
+    @property
+    def streams(self) -> bool:
+        """Whether each step fetches KV, or weights, from outside the pool."""
+        return self.offload_schedule != "off"
+
+    @property
+    def _keeps_outside(self) -> bool:
+        return self.kv_offloading_size > 0 or self.kv_offload_path is not None or self.kv_remote_url is not None
+
+    def _check_offload_values(self) -> None:
+        """Raises ValueError for settings of the tiers that cannot work whatever the others are."""
+        for name in ("kv_offloading_size", "kv_offload_disk_size", "kv_link_latency_ms"):
+            self._finite(name, "0 or more", getattr(self, name), lambda value: value >= 0)
+        for name in ("kv_offload_timeout_s", *(["kv_link_gbps"] if self.kv_link_gbps is not None else [])):
+            self._finite(name, "above 0", getattr(self, name), lambda value: value > 0)
+        self._finite("kv_tenant_quota", "between 0 and 1", self.kv_tenant_quota, lambda value: 0 <= value <= 1)
+        self._at_least("kv_offload_queue_mb", 1)
+        if self.kv_offload_path is not None and not self.kv_offload_path.strip():
+            raise ValueError("kv_offload_path must name a directory; leave it out to keep nothing on disk")
+        if self.kv_remote_url is not None:
+            _check_remote_url(self.kv_remote_url)
+
+    def _check_offload_together(self) -> None:
+        """Raises ValueError for settings of the tiers that do not fit each other or the rest."""
+        disk, remote = self.kv_offload_path is not None, self.kv_remote_url is not None
+        host, outside = self.kv_offloading_size > 0, self._keeps_outside
+        somewhere = "set kv_offloading_size, kv_offload_path or kv_remote_url"
+        needs = [
+            (self.kv_host_format != "raw", host, "kv_host_format", "a tier in host memory: set kv_offloading_size"),
+            (self.kv_disk_format != "raw", disk, "kv_disk_format", "a tier on disk: set kv_offload_path"),
+            (self.kv_remote_format != "raw", remote, "kv_remote_format", "a remote tier: set kv_remote_url"),
+            (disk, self.kv_offload_disk_size > 0, "kv_offload_path", "room: raise kv_offload_disk_size above 0"),
+            (self.kv_offload_disk_size != DISK_GIB, disk, "kv_offload_disk_size", "a directory: set kv_offload_path"),
+            (self.kv_offload_activations != "auto", outside, "kv_offload_activations", f"a tier: {somewhere}"),
+            (self.kv_link_gbps is not None, outside or self.weight_offload, "kv_link_gbps", f"a tier: {somewhere}"),
+            (self.kv_link_latency_ms > 0, outside or self.weight_offload, "kv_link_latency_ms", f"a tier: {somewhere}"),
+            (self.streams, host or disk, "offload_schedule", "a place for KV: set kv_offloading_size or "
+             "kv_offload_path"),
+            (self.weight_offload, self.streams, "weight_offload", "a schedule: set offload_schedule"),
+            (self.offloads, self.enable_prefix_caching, "offloading", "the names that prefix caching gives to chunks: "
+             "leave enable_prefix_caching on"),
+        ]  # fmt: skip
+        for given, met, name, need in needs:
+            if given and not met:
+                raise ValueError(f"{name} needs {need}")
+        if self.streams and remote:
+            raise ValueError("offload_schedule streams KV from host memory or disk only: leave out kv_remote_url")
+        ranks = self.context_parallel_size * self.tensor_parallel_size
+        if ranks > 1 and (outside or self.streams):
+            raise ValueError(f"offloading works on one rank: leave out context_parallel_size and tensor_parallel_size "
+                             f"({ranks} ranks), or kv_offloading_size, kv_offload_path, kv_remote_url and "
+                             f"offload_schedule")  # fmt: skip
 
     def _check_interface(self) -> None:
         try:
@@ -164,6 +224,24 @@ class EngineConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+    @staticmethod
+    def _finite(name: str, wanted: str, value: Any, fits: Callable[[float], bool]) -> None:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and math.isfinite(value) and fits(value)):
+            raise ValueError(f"{name} must be {wanted} and finite, got {value!r}")
+
+
+def _check_remote_url(url: str) -> None:
+    """Raises ValueError, which does not repeat the URL: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        whole = bool(parts.path) if parts.scheme == "unix" else bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port out of range, a bracket too many
+        whole = False
+    if not whole or parts.scheme not in REMOTE_SCHEMES:
+        raise ValueError("kv_remote_url must be redis://HOST:PORT/DB, or rediss, valkey or valkeys in place of redis, "
+                         "or unix:///PATH/OF/SOCKET")  # fmt: skip
 
 
 def env_name(field_name: str) -> str:

@@ -1,0 +1,111 @@
+"""Settings of the tiers: what cannot work is refused with its name and the remedy, alone and together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.config import EngineConfig, config_from_env, parse_field
+
+pytestmark = pytest.mark.unit
+
+HOST: dict[str, Any] = {"kv_offloading_size": 1.0}
+DISK: dict[str, Any] = {"kv_offload_path": "/kv"}
+REMOTE: dict[str, Any] = {"kv_remote_url": "redis://127.0.0.1:6379/0"}
+NAN, INF = float("nan"), float("inf")
+
+NUMBERS: dict[str, tuple[Any, ...]] = {
+    "kv_offloading_size": (-0.1, NAN, INF, True, "4", None),
+    "kv_offload_disk_size": (-1, NAN, INF, True),
+    "kv_offload_timeout_s": (0, -1, NAN, INF, True),
+    "kv_offload_queue_mb": (0, -1, 1.5, True),
+    "kv_tenant_quota": (-0.01, 1.01, NAN, INF, True),
+    "kv_link_gbps": (0, -1, NAN, INF, True),
+    "kv_link_latency_ms": (-0.1, NAN, INF, True),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, bad in NUMBERS.items() for value in bad])
+def test_numbers(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be "):
+        EngineConfig(**{**HOST, **DISK, name: value})
+
+
+@pytest.mark.parametrize(
+    "name", ["kv_host_format", "kv_disk_format", "kv_remote_format", "kv_offload_activations", "offload_schedule"]
+)
+def test_choices(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be one of .*got 'other'"):
+        EngineConfig(**{**HOST, name: "other"})
+
+
+URLS = ["redis://h:6379/0", "redis://h", "rediss://u:p@h:1/2", "valkey://h:6379", "valkeys://h", "unix:///run/kv.sock",
+        "unix:///run/kv.sock?db=1", "redis://[::1]:6379/0"]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_urls(url: str) -> None:
+    assert EngineConfig(kv_remote_url=url).offloads
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "h:6379", "http://u:secret@h/0", "redis://", "redis:///0", "redis://h:70000", "redis://u:secret@h:port/0",
+     "unix://", "redis://[::1", "redis://h:0", "file:///kv"],
+)  # fmt: skip
+def test_bad_urls_are_refused_without_being_repeated(url: str) -> None:
+    with pytest.raises(ValueError, match=r"^kv_remote_url must be redis://HOST:PORT/DB") as error:
+        EngineConfig(kv_remote_url=url)
+    assert "secret" not in str(error.value)
+
+
+TOGETHER: list[tuple[dict[str, Any], str]] = [
+    ({"kv_host_format": "int8", **DISK}, "kv_host_format needs .*set kv_offloading_size"),
+    ({"kv_disk_format": "int4", **HOST}, "kv_disk_format needs .*set kv_offload_path"),
+    ({"kv_remote_format": "int4", **DISK}, "kv_remote_format needs .*set kv_remote_url"),
+    ({"kv_offload_disk_size": 1.0, **HOST}, "kv_offload_disk_size needs .*set kv_offload_path"),
+    ({"kv_offload_disk_size": 0.0, **DISK}, "kv_offload_path needs room: raise kv_offload_disk_size"),
+    ({"kv_offload_activations": "on"}, "kv_offload_activations needs a tier"),
+    ({"kv_offload_activations": "off"}, "kv_offload_activations needs a tier"),
+    ({"kv_link_gbps": 3.0}, "kv_link_gbps needs a tier"),
+    ({"kv_link_latency_ms": 0.1}, "kv_link_latency_ms needs a tier"),
+    ({"kv_offload_path": " "}, "kv_offload_path must name a directory"),
+    ({"offload_schedule": "row"}, "offload_schedule needs a place for KV"),
+    ({"offload_schedule": "auto", **REMOTE}, "offload_schedule needs a place for KV"),
+    ({"offload_schedule": "column", **HOST, **REMOTE}, "leave out kv_remote_url"),
+    ({"weight_offload": True, **HOST}, "weight_offload needs a schedule: set offload_schedule"),
+    ({"enable_prefix_caching": False, **HOST}, "offloading needs .*leave enable_prefix_caching on"),
+    ({"context_parallel_size": 2, **HOST}, "offloading works on one rank: leave out context_parallel_size"),
+    ({"tensor_parallel_size": 2, **DISK}, "offloading works on one rank"),
+    ({"tensor_parallel_size": 2, **REMOTE}, "offloading works on one rank"),
+    ({"context_parallel_size": 2, "offload_schedule": "row", **HOST}, "offloading works on one rank"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), TOGETHER)
+def test_together(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        EngineConfig(**given)
+
+
+def test_what_works() -> None:
+    assert not EngineConfig().offloads and not EngineConfig().streams
+    for given in (HOST, DISK, REMOTE, {**HOST, **DISK, **REMOTE, "kv_disk_format": "int8", "kv_link_gbps": 3}):
+        assert EngineConfig(**given).offloads
+    for schedule in ("row", "column", "auto"):
+        streamed = EngineConfig(offload_schedule=schedule, weight_offload=True, enable_prefix_caching=False, **HOST)
+        assert streamed.streams and not streamed.offloads
+    for quota in (0, 1, 0.25):
+        assert EngineConfig(kv_tenant_quota=quota).kv_tenant_quota == quota
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_KV_OFFLOADING_SIZE", "2.5")
+    monkeypatch.setenv("HEADRACE_KV_LINK_GBPS", "0.5")
+    monkeypatch.setenv("HEADRACE_OFFLOAD_SCHEDULE", "row")
+    monkeypatch.setenv("HEADRACE_WEIGHT_OFFLOAD", "true")
+    config = config_from_env()
+    assert (config.kv_offloading_size, config.kv_link_gbps, config.weight_offload) == (2.5, 0.5, True)
+    with pytest.raises(ValueError, match="kv_tenant_quota must be a number"):
+        parse_field("kv_tenant_quota", "half")
