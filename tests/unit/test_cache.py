@@ -40,6 +40,7 @@ class CacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.cache = KVCache(POOL)
         self.live: list[Table] = []
+        self.parked: list[Table] = []
         self.content: dict[int, list[int]] = {}
 
     def fresh(self, tokens: list[int], salt: str | None, public: int) -> Table:
@@ -146,6 +147,66 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.close(table)
         self.fresh(list(table.tokens), None, 0)
 
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def park(self, data: st.DataObject) -> None:
+        """Ended: what is complete is held until it is stored below."""
+        table = self.pick(data)
+        self.live.remove(table)
+        held = [node for node in table.nodes if node.digest is not None and node.complete]
+        self.cache.park(table)
+        assert all(node.refs for node in held)
+        if table in self.cache.parked:
+            self.parked.append(table)
+
+    @precondition(lambda self: self.parked)
+    @rule(data=st.data())
+    def stored(self, data: st.DataObject) -> None:
+        self.cache.close(self.parked.pop(data.draw(st.integers(0, len(self.parked) - 1))))
+
+    @precondition(lambda self: self.live and self.cache.ranks == 1)
+    @rule(
+        data=st.data(),
+        wish=st.integers(1, 4),
+        late=st.integers(0, 64),
+        end=st.sampled_from(["confirmed", "half lost", "preempted", "never attached"]),
+    )
+    def bring_back(self, data: st.DataObject, wish: int, late: int, end: str) -> None:
+        """Chunks come from a tier; a step computes on, and only then turns out whether they are right."""
+        table = self.pick(data)
+        self.cache.reuse(table)
+        first = table.length // CHUNK
+        count = min(wish, (len(table.tokens) - 1) // CHUNK - first)
+        if table.length % CHUNK or not table.shares or count < 1 or self.writer_of_next(table) is not None:
+            return
+        nodes = self.cache.take_loose(count)
+        if nodes is None:
+            assert count > self.cache.available
+            return
+        self.cache.check()
+        if end == "never attached":
+            self.cache.free_loose(nodes)
+            return
+        before = table.length
+        self.cache.attach(table, nodes)
+        self.cache.check()
+        more = min(late, len(table.tokens) - table.length, self.cache.room(table))
+        if more:
+            self.enlarge(table, more)
+        self.write(table, before)
+        if end == "preempted":
+            self.cache.free_loose(self.cache.detach(table, first, count))
+            assert table.length == before
+        elif end == "half lost":
+            self.cache.truncate(table, first + count // 2)
+            self.cache.confirm(table, first, count // 2)
+        else:
+            self.cache.confirm(table, first, count)
+        self.cache.commit()
+        if end == "confirmed":
+            named = all(node.digest is not None for node in table.nodes[:first])
+            assert not named or all(node.digest for node in table.nodes[: first + count]), "a chunk got no name"
+
     @rule(count=st.integers(1, POOL))
     def evict(self, count: int) -> None:
         """A private sequence takes what it can get, and goes."""
@@ -159,7 +220,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.cache.check()
-        for table in self.live:
+        for table in self.live + self.parked:
             for position in range(0, table.length):
                 found = self.content[int(table.slots[position // CHUNK])][position % CHUNK]
                 assert found == table.tokens[position], "a sequence reads another's tokens"
@@ -174,7 +235,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert self.cache.displaced or len(set(owners[start : start + size])) == 1, "a block has two owners"
 
     def teardown(self) -> None:
-        for table in self.live:
+        for table in self.live + self.parked:
             self.cache.close(table)
         self.cache.check()
         self.cache.tree.clear()

@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.driver import Driver
 from headrace.engine.loader import Loaded
-from headrace.engine.runner import Computed
+from headrace.engine.runner import Computed, Runner
 from headrace.engine.sampler import (
     BadLogits,
     History,
@@ -76,12 +76,15 @@ class EngineCore:
         )
         if isinstance(loaded.runner, Driver):
             self.scheduler.owners = loaded.runner.owners
+        self.offload = loaded.offload
+        self.scheduler.below = loaded.offload
         self.on_logits: Observer | None = None
         self._active: dict[str, _Active] = {}
         self._streams: dict[Sequence, _Stream] = {}
         self._order = 0
         self._stats = EngineStats(kv_chunks_total=self.cache.pool.total)
         self._started: list[str] = []
+        self._storing = False
 
     @property
     def has_work(self) -> bool:
@@ -142,12 +145,16 @@ class EngineCore:
     def step(self) -> list[Delta]:
         """Computes one step; what it added to each sequence."""
         began = time.monotonic()
+        if self.offload is not None:
+            self.offload.settle()
         slices = self.scheduler.schedule()
         if not slices:
+            if self.offload is not None and self.has_work:
+                self.offload.wait()
             return []
         self._note_start(slices, began)
         self._stats.prefilled_tokens += sum(part.length for part in slices if not part.decodes)
-        computed = self.loaded.runner.run(slices)
+        computed = self._compute(slices)
         self.cache.commit()
         self._observe(computed)
         deltas = self._advance(computed)
@@ -155,12 +162,34 @@ class EngineCore:
         self._stats.step_s += time.monotonic() - began
         return deltas
 
+    def _compute(self, slices: list[Slice]) -> Computed:
+        """The step's logits; those that a failed restore has spoilt are left out."""
+        if self.offload is None:
+            return self.loaded.runner.run(slices)
+        assert isinstance(self.loaded.runner, Runner), "what lies below the pool lies below that of one rank"
+        restores = self.offload.closing(slices)
+        began = time.perf_counter()
+        computed = self.loaded.runner.run(slices, restores)
+        if not restores:
+            self.offload.observe(slices, time.perf_counter() - began)
+        void = self.offload.confirm(slices)
+        return computed._replace(parts=[each for each in computed.parts if each[0].sequence not in void])
+
     def _note_start(self, slices: list[Slice], now: float) -> None:
         for part in slices:
             active = self._active[part.sequence.request.request_id]
             if active.scheduled_s is None:
                 active.scheduled_s = now
                 self._started.append(active.request.request_id)
+
+    def settle(self) -> bool:
+        """While there is nothing to do: whether chunks are still being stored, or were when this was last asked."""
+        if self.offload is None:
+            return False
+        before, self._storing = self._storing, False
+        self.offload.settle()
+        self._storing = self.offload.pending
+        return before or self._storing
 
     def take_started(self) -> list[str]:
         """Ids of the requests that left the queue since the last call."""

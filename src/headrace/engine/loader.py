@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from headrace.config import EngineConfig, Quantization
-from headrace.engine import ranks, torchrun
+from headrace.engine import ranks, tiers, torchrun
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Driver
+from headrace.engine.offload import Offload
 from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
 from headrace.engine.tokenizer import Tokenizer
@@ -40,11 +41,14 @@ class Loaded:
     cache: KVCache
     runner: Runner | Driver
     ranks: Ranks | None = None
+    offload: Offload | None = None
 
     def close(self) -> None:
-        """Ends the other ranks, if there are any. May be called again."""
+        """Ends the other ranks, if there are any, and stores what is to be stored. May be called again."""
         if self.ranks is not None:
             self.ranks.close()
+        if self.offload is not None:
+            self.offload.close()
 
 
 def load(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Loaded:
@@ -62,17 +66,22 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
     share = shard(model, 0, config.tensor_parallel_size)
     bytes_per_token = KVStorage.bytes_per_token(share, kv_dtype)
-    per_rank, max_len = _sizes(config, model.max_model_len, bytes_per_token)
+    hidden = model.hidden_size if tiers.keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
+    pool_bytes = bytes_per_token + model.attention.layers * (hidden or 0) * dtype.itemsize
+    per_rank, max_len = _sizes(config, model.max_model_len, pool_bytes)
     capacity = _capacity(config, model, dtype, kv_dtype, per_rank, bytes_per_token, max_len)
     tokenizer = Tokenizer.load(folder)
     capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer))
-    cache = KVCache(capacity.kv_cache_tokens // CHUNK, _identity(folder, capacity), config.context_parallel_size)
+    identity = tiers.identity(config, capacity) if config.offloads else _identity(folder, capacity)
+    cache = KVCache(capacity.kv_cache_tokens // CHUNK, identity, config.context_parallel_size)
     if ranks.count(config) == 1:
         decoder = load_decoder(folder, config.dtype, progress, config.quantization)
-        storage = KVStorage(share, per_rank // CHUNK, kv_dtype)
+        storage = KVStorage(share, per_rank // CHUNK, kv_dtype, hidden, dtype)
         if config.kv_cache_prefault:
             storage.prefault()
-        return Loaded(config, capacity, decoder, tokenizer, cache, Runner(decoder, storage, capacity.backend))
+        offload = tiers.open_offload(config, capacity, cache, decoder, storage) if config.offloads else None
+        runner = Runner(decoder, storage, capacity.backend)
+        return Loaded(config, capacity, decoder, tokenizer, cache, runner, offload=offload)
     group, decoder = ranks.open_ranks(replace(config, kv_cache_tokens=per_rank), progress)
     capacity = replace(capacity, ranks=group.told)
     return Loaded(config, capacity, decoder, tokenizer, cache, group.driver(cache, config), group)

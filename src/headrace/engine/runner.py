@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from headrace.attention import plan as planning
-from headrace.attention.execute import PlanAttention
+from headrace.attention.execute import BACKENDS, KeepActivations, PlanAttention
 from headrace.engine.sequence import Slice
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
+from headrace.recompute.restore import Restore, Restoring, positions_of
+from headrace.types import CHUNK
 
 
 class Computed(NamedTuple):
@@ -33,18 +35,32 @@ class Runner:
         self.backend = backend
 
     @torch.inference_mode()
-    def run(self, slices: Seq[Slice]) -> Computed:
+    def run(self, slices: Seq[Slice], restores: Seq[Restore] = ()) -> Computed:
         """Computes the slices in one pass. Logits are those of all of a slice's rows if its sequence wants all, of the
-        last row if it samples."""
+        last row if it samples. Each layer's attention waits for that layer of the restores."""
         tables = [_slots(part) for part in slices]
         order = planning.batch_order(tables)
         ordered = [slices[i] for i in order]
         plan = planning.build([planning.Span(tables[i], slices[i].start, slices[i].length) for i in order])
         attend = PlanAttention(plan, self.storage, self.decoder.config.attention, self.backend, self.decoder.key_bias)
+        keep = KeepActivations(plan, self.storage) if self.storage.x is not None else None
         rows, parts = _wanted(ordered)
         some = None if len(rows) == plan.rows else torch.tensor(rows, dtype=torch.int64)
-        hidden = self.decoder.forward(self._batch(ordered, plan.positions), attend, some)
+        waiting = Restoring(attend, restores, self._project) if restores else attend
+        hidden = self.decoder.forward(self._batch(ordered, plan.positions), waiting, some, keep)
         return Computed(self.decoder.logits(hidden) if rows else hidden, parts)
+
+    def _project(self, layer: int, x: Tensor, chunks: Seq[int], slots: Seq[int], prompt_len: int) -> None:
+        """recompute.restore.Project."""
+        positions = positions_of(chunks)
+        lengths = (positions + 1).clamp(min=prompt_len) if self.decoder.config.rope_depends_on_length else None
+        k, v = self.decoder.project(layer, x.flatten(0, 1), positions, lengths)
+        where = torch.tensor(slots, dtype=torch.int32).repeat_interleave(CHUNK)
+        offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(len(slots))
+        pool = self.storage
+        BACKENDS[self.backend].append(
+            pool.k[layer], pool.v[layer], k, v, where, offsets, k_scale=pool.k_scale[layer], v_scale=pool.v_scale[layer]
+        )
 
     def _batch(self, slices: list[Slice], positions: planning.Int64) -> TokenBatch:
         tokens = np.concatenate([part.sequence.tokens[part.start : part.end] for part in slices])

@@ -17,10 +17,25 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
+from typing import Protocol
 
 from headrace.engine.sequence import Sequence, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.table import Owners, Table
+
+
+class Below(Protocol):
+    """What lies below the pool (engine.offload): it brings stored chunks back, and stores those of ended sequences."""
+
+    def until(self, sequence: Sequence, alone: bool) -> int:
+        """Up to which token a prompt, which has a table, may be computed now; where that is no further than it has
+        come, it waits. May attach chunks to the table. alone: no other sequence would wait with it."""
+
+    def leave(self, sequence: Sequence, table: Table, ended: bool) -> None:
+        """Closes the table of a sequence that has ended, or that is preempted."""
+
+    def make_room(self) -> None:
+        """Lets go of chunks that are held for no sequence's sake."""
 
 
 def _by_order(sequence: Sequence) -> int:
@@ -34,6 +49,8 @@ class Scheduler:
     align: see above; 1 with one rank, the chunk size with several.
     owners: may be set to a function of (sequence, start, count), the slice that is about to be taken: who shall own
     its new chunks (see KVCache.extend), or None where the cache shall choose.
+
+    below: may be set, with one rank.
 
     There are at most max_batch_tokens - align + 1 sequences at a time: with a prompt among them, the others leave at
     least `align` tokens of each step, so that the first prompt in the order of arrival goes on at every step.
@@ -60,6 +77,7 @@ class Scheduler:
         self.max_sequences = min(max_sequences, max_batch_tokens - align + 1)
         self.align = align
         self.owners: Callable[[Sequence, int, int], Owners | None] | None = None
+        self.below: Below | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -79,7 +97,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
-        self._close(sequence)
+        self._close(sequence, ended=True)
 
     def schedule(self) -> list[Slice]:
         """The slices of the next step; empty only when there is nothing to do. The cache has room for all of them."""
@@ -102,7 +120,7 @@ class Scheduler:
             self._slices[sequence] = Slice(sequence, table.length - 1, 1)
             self._budget -= 1
             return
-        while table is not None and not self.cache.room(table):
+        while table is not None and not self._room(table, 1):
             if not self._preempt_after(sequence.order - 1):
                 return
             table = sequence.table
@@ -116,16 +134,32 @@ class Scheduler:
         gained, blocked = self.cache.reuse(table)
         if not sequence.preemptions:
             sequence.cached_tokens += gained
-        least = min(sequence.remaining, self.align - table.length % self.align)
-        if blocked or self._budget < least:
+        if blocked or self._budget < min(sequence.remaining, self.align):
             return
-        while self.cache.room(table) < least:
+        left = self._until(sequence) - table.length
+        least = min(left, self.align - table.length % self.align)
+        if not left or self._budget < least:
+            return
+        while self._room(table, least) < least:
             if not self._preempt_after(sequence.order):
                 return
-        count = min(self._budget, sequence.remaining, self.cache.room(table))
-        if count < sequence.remaining:
+        count = min(self._budget, left, self.cache.room(table))
+        if count < left:
             count -= (table.length + count) % self.align
         self._take(sequence, table, count)
+
+    def _until(self, sequence: Sequence) -> int:
+        if self.below is None or sequence.wants_all_logits:
+            return len(sequence.tokens)
+        return self.below.until(sequence, alone=len(self.running) == 1)
+
+    def _room(self, table: Table, least: int) -> int:
+        """Tokens by which the table can be extended, after making room if they are less than `least`."""
+        room = self.cache.room(table)
+        if room < least and self.below is not None:
+            self.below.make_room()
+            room = self.cache.room(table)
+        return room
 
     def _take(self, sequence: Sequence, table: Table, count: int) -> None:
         start = table.length
@@ -143,13 +177,19 @@ class Scheduler:
             table = self.open_table(sequence)
             if promised < 0:
                 promised = sum(self.cache.cost(s.table) for s in self.running if s.table and s.remaining > 1)
-            if self.running and self.cache.cost(table) + promised >= self.cache.available:
+            if self.running and not self._affordable(self.cache.cost(table) + promised):
                 self.cache.close(table)
                 return
             sequence.table = table
             insort(self.running, self.waiting.pop(0), key=_by_order)
             self._prefill(sequence)
             promised += self.cache.cost(table)
+
+    def _affordable(self, chunks: int) -> bool:
+        """Whether more than so many chunks can be had."""
+        if chunks >= self.cache.available and self.below is not None:
+            self.below.make_room()
+        return chunks < self.cache.available
 
     def _preempt_after(self, order: int) -> bool:
         """Preempts the latest sequence that arrived after `order` and is not in this step; False if there is none."""
@@ -163,15 +203,18 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._close(sequence)
+        self._close(sequence, ended=False)
         sequence.preemptions += 1
         self.preemptions += 1
         self.add(sequence)
 
-    def _close(self, sequence: Sequence) -> None:
-        assert sequence.table is not None
-        self.cache.close(sequence.table)
-        sequence.table = None
+    def _close(self, sequence: Sequence, ended: bool) -> None:
+        table, sequence.table = sequence.table, None
+        assert table is not None
+        if self.below is None:
+            self.cache.close(table)
+        else:
+            self.below.leave(sequence, table, ended)
 
     def check(self) -> None:
         """Raises AssertionError unless queues, tables and cache agree. For tests."""

@@ -26,6 +26,8 @@ class Sequence:
     cached_tokens: int = 0
     preemptions: int = 0
     wants_all_logits: bool = False
+    restored_tokens: int = 0
+    restore_reason: str = ""
     strategy: str = ""
     strategy_reason: str = ""
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from headrace.engine.core import EngineCore
     from headrace.engine.ranks import Ranks
 
+TICK_S = 0.05
+"""Between reports of an engine that has nothing to do but to store chunks."""
+
 
 def main(descriptor: int) -> int:
     """Serves until the other side closes the socket. Exit status 0, or 1 after a failure (which is reported first)."""
@@ -139,7 +142,10 @@ def _drain(core: object, inbox: queue.SimpleQueue[m.ToEngine | None], refused: d
     assert isinstance(core, EngineCore)
     block = not core.has_work
     while block or not inbox.empty():
-        message = inbox.get()
+        try:
+            message = inbox.get(timeout=TICK_S if core.settle() else None)
+        except queue.Empty:
+            return True  # the next report tells what has been stored meanwhile
         if message is None:
             return False
         block = False

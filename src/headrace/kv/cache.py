@@ -106,7 +106,7 @@ class KVCache:
     def cost(self, table: Table) -> int:
         """Chunks of `available` that the table's known tokens would still take: those of the tree that others hold
         cost nothing. An upper bound: chunks not yet in the tree are counted for each sequence that needs them."""
-        first, total = len(table.nodes), chunks_for(len(table.tokens))
+        first, total = len(table.nodes), chunks_for(len(table.tokens)) - table.coming
         if not table.shares:
             return total - first
         held = 0
@@ -268,7 +268,8 @@ class KVCache:
         self._filled = [(t, c) for t, c in self._filled if t is not table or c < chunk]
 
     def take_loose(self, count: int) -> list[Node] | None:
-        """New chunks that no table has yet, to be written into; None, with nothing taken, if there are not so many."""
+        """New chunks that no table has yet, to be written into; None, with nothing taken, if there are not so many.
+        With one rank only: with several a chunk's place follows from that of the one before it."""
         if count > self.available:
             return None
         nodes = []
@@ -286,15 +287,29 @@ class KVCache:
             self.tree.release(node)
 
     def attach(self, table: Table, nodes: list[Node]) -> None:
-        """Loose chunks become the next ones of a table, which ends with a full chunk. They have their names, and can be
-        shared, from `commit` on: until then `truncate` can take them away."""
+        """Loose chunks become the next ones of a table, which ends with a full chunk. They are the table's own until
+        `confirm`: `truncate` or `detach` can take them away."""
         assert table.length % CHUNK == 0 and table.shares
         for node in nodes:
             self.loose.remove(node)
             node.writer = table
-            self._filled.append((table, len(table.nodes)))
             table.append(node)
             table.length += CHUNK
+
+    def detach(self, table: Table, chunk: int, count: int) -> list[Node]:
+        """Makes `count` attached chunks loose again; what follows them is given up."""
+        self.truncate(table, chunk + count)
+        nodes = table.nodes[chunk:]
+        del table.nodes[chunk:]
+        table.length = chunk * CHUNK
+        for node in nodes:
+            node.writer = self
+        self.loose.update(nodes)
+        return nodes
+
+    def confirm(self, table: Table, chunk: int, count: int) -> None:
+        """`count` attached chunks hold what they should: with the next `commit` they get names and can be shared."""
+        self._filled[:0] = [(table, each) for each in range(chunk, chunk + count)]  # names go from left to right
 
     @property
     def used(self) -> int:

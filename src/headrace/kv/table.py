@@ -17,11 +17,12 @@ Owners = Callable[[int], int]
 class Table:
     """The chunks of one sequence. `tokens` is the sequence's own growing list; `length` counts those cached.
 
+    coming: loose chunks (KVCache.take_loose) that are meant for it.
     place: may be set by whoever prepares a step: the owner of each block that begins, named by its first chunk.
     """
 
     __slots__ = (
-        "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "length", "nodes", "place", "shares",
+        "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "coming", "length", "nodes", "place", "shares",
         "tokens",
     )  # fmt: skip
 
@@ -30,6 +31,7 @@ class Table:
     ) -> None:
         self.tokens = tokens
         self.length = 0
+        self.coming = 0
         self.nodes: list[Node] = []
         self.shares = shares
         self.place: Owners | None = None

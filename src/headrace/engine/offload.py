@@ -1,0 +1,312 @@
+"""What lies below the pool, as the scheduler and the engine see it (scheduler.Below).
+
+A prompt that begins with stored chunks goes through these states; at each it may be forgotten, if its sequence leaves:
+
+    looking     a thread asks the tiers which chunks they have
+    coming      the lane brings chunks; the engine computes those before them from tokens, as in any prefill
+    attached    the chunks are the table's; the step that computes what follows waits for them, layer by layer
+    settled     nothing (more) comes: they were confirmed, or there were none, or something was wrong with them
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headrace.engine.sequence import Sequence as Answer
+from headrace.engine.sequence import Slice
+from headrace.engine.writeback import Writeback
+from headrace.kv.cache import KVCache
+from headrace.kv.table import Table
+from headrace.kv.tiers.base import Kind, TierStats, name_of
+from headrace.kv.tiers.stack import Tiers
+from headrace.kv.tree import Node
+from headrace.recompute.lanes import Lane, Ticket
+from headrace.recompute.rates import Rates
+from headrace.recompute.restore import Restore, Wanted
+from headrace.recompute.shelf import Shelf
+from headrace.recompute.solver import Run, Split, restore_split
+from headrace.types import CHUNK, chunks_for
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 30.0
+"""So long may it take to store what is not stored yet when the engine ends."""
+
+Choose = Callable[[Run, Rates, int], Split]
+"""(run, rates, most tokens of a step) -> Split: see recompute.solver.restore_split."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the engine began. Tokens by how they came back; failures: restores that lost a chunk."""
+
+    restores: int = 0
+    loaded_tokens: int = 0
+    projected_tokens: int = 0
+    recomputed_tokens: int = 0
+    restore_s: float = 0.0
+    failures: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Found:
+    """A stored chunk: its name and the tiers that have its K and V, and its activations."""
+
+    digest: bytes
+    kv: int
+    x: int | None
+
+
+@dataclass(slots=True, eq=False)
+class _Back:
+    """A prompt on its way back. first: the chunk that the restore's first node will be; looked: the first chunk that
+    was asked for."""
+
+    state: Literal["looking", "coming", "attached", "settled"] = "settled"
+    looked: int = 0
+    ticket: Ticket | None = None
+    found: list[_Found] = field(default_factory=list)
+    restore: Restore | None = None
+    split: Split | None = None
+    first: int = 0
+    nodes: list[Node] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Offload:
+    """choose: the solver; may be set to force a split, for tests and benchmarks."""
+
+    cache: KVCache
+    tiers: Tiers
+    shelf: Shelf
+    lane: Lane
+    looking: Lane
+    rates: Rates
+    writeback: Writeback
+    max_batch_tokens: int
+    choose: Choose = restore_split
+    counters: Counters = field(default_factory=Counters)
+    _backs: dict[Answer, _Back] = field(default_factory=dict)
+    _coming: dict[bytes, _Back] = field(default_factory=dict)
+    _leaving: list[tuple[Restore, list[Node]]] = field(default_factory=list)
+
+    # -- scheduler.Below
+
+    def until(self, sequence: Answer, alone: bool) -> int:
+        table = sequence.table
+        assert table is not None, "a scheduled sequence has a table"
+        back = self._backs.get(sequence)
+        if back is None:
+            back = self._backs[sequence] = self._look(table)
+        if back.state == "looking":
+            if back.ticket is not None and not back.ticket.done or self._others(table, back):
+                return table.length
+            self._plan(sequence, table, back)
+        if back.state == "coming":
+            if table.length < back.first * CHUNK:
+                return back.first * CHUNK
+            if back.restore is not None and not (alone or back.restore.done):
+                return table.length
+            self._attach(sequence, table, back)
+        return len(sequence.tokens)
+
+    def leave(self, sequence: Answer, table: Table, ended: bool) -> None:
+        back = self._backs.pop(sequence, None)
+        if back is not None and back.state in ("coming", "attached"):
+            if back.state == "attached":
+                back.nodes = self.cache.detach(table, back.first, len(back.nodes))
+            self._abandon(table, back)
+        if ended and table.shares:
+            self.writeback.park(table)
+        else:
+            self.cache.close(table)
+
+    def make_room(self) -> None:
+        self.writeback.make_room()
+
+    # -- the states
+
+    def _look(self, table: Table) -> _Back:
+        first, last = table.length // CHUNK, (len(table.tokens) - 1) // CHUNK
+        if not table.shares or first >= last or table.length % CHUNK:
+            return _Back()
+        digests = [table.digest(chunk) for chunk in range(first, last)]
+        back = _Back("looking", first)
+        back.ticket = self.looking.submit(lambda: back.found.extend(self._stored(digests)), 0, "look")
+        return back
+
+    def _stored(self, digests: list[bytes]) -> list[_Found]:
+        """The chunks that the tiers have, up to the first one that none has. On a thread."""
+        kv = self.tiers.find([name_of(digest, "k") for digest in digests])
+        count = next((i for i, tier in enumerate(kv) if tier is None), len(kv))
+        x: Sequence[int | None] = [None] * count
+        if self.shelf.keeps_activations:
+            x = self.tiers.find([name_of(digest, "x") for digest in digests[:count]])
+        return [_Found(digest, tier, other) for digest, tier, other in zip(digests, kv, x, strict=False)
+                if tier is not None]  # fmt: skip
+
+    def _others(self, table: Table, back: _Back) -> bool:
+        """Whether another sequence is being brought what this one needs next."""
+        skipped = table.length // CHUNK - back.looked
+        found = back.found[skipped:]
+        return bool(found) and found[0].digest in self._coming
+
+    def _plan(self, sequence: Answer, table: Table, back: _Back) -> None:
+        back.state, first = "settled", table.length // CHUNK
+        found = back.found[first - back.looked :]
+        need = chunks_for(len(table.tokens)) - first
+        if not found or table.length % CHUNK:
+            return
+        if need > self.cache.available:
+            self.make_room()
+        if need > self.cache.available:
+            log.info("%s: %d chunks are stored, but the pool is too full", sequence.request.request_id, len(found))
+            return
+        run = self._run_of(found, first, len(table.tokens) - (first + len(found)) * CHUNK)
+        split = self.choose(run, self.rates, self.max_batch_tokens)
+        log.info("%s: %s", sequence.request.request_id, split.reason)
+        sequence.restore_reason = split.reason
+        if split.tokens < len(found):
+            self._start(sequence, table, back, found, split)
+
+    def _run_of(self, found: list[_Found], first: int, suffix: int) -> Run:
+        form = self.tiers.format(found[0].kv)
+        has_x = all(each.x is not None for each in found)
+        return Run(
+            first=first,
+            chunks=len(found),
+            suffix=suffix,
+            kv_bytes=self.shelf.blob_bytes("k", form),
+            x_bytes=self.shelf.blob_bytes("x", form) if has_x else None,
+            layers=self.shelf.spec.layers,
+            tiers=tuple(self.tiers.kind(each.kv) for each in found),
+        )
+
+    def _start(self, sequence: Answer, table: Table, back: _Back, found: list[_Found], split: Split) -> None:
+        nodes = self.cache.take_loose(len(found) - split.tokens)
+        assert nodes is not None, "available promised them"
+        back.first = table.length // CHUNK + split.tokens
+        wanted = []
+        for i, (node, each) in enumerate(zip(nodes, found[split.tokens :], strict=True)):
+            kind: Kind = "x" if i < split.x else "k"
+            tier = each.x if kind == "x" and each.x is not None else each.kv
+            node.activations = kind == "x"
+            wanted.append(Wanted(back.first + i, each.digest, node.slot, kind, tier))
+        back.state, back.nodes, back.split = "coming", nodes, split
+        back.restore = Restore(self.shelf, self.tiers, wanted, sequence.prompt_len)
+        table.coming = len(nodes)
+        self._coming[found[0].digest] = back
+        self.counters.restores += 1
+        back.restore.start(self.lane)
+
+    def _attach(self, sequence: Answer, table: Table, back: _Back) -> None:
+        restore = back.restore
+        assert restore is not None
+        if table.length > back.first * CHUNK or restore.good == 0:  # others have computed it meanwhile, or it is lost
+            self._count_failure(sequence, restore)
+            self._abandon(table, back)
+            return
+        table.coming = 0
+        self.cache.attach(table, back.nodes)
+        back.state = "attached"
+        if restore.done:
+            self._confirm(sequence, table, back)
+
+    def _abandon(self, table: Table, back: _Back) -> None:
+        assert back.restore is not None
+        back.restore.cancel()
+        table.coming = 0
+        self._leaving.append((back.restore, back.nodes))
+        self._settled(back)
+
+    def _settled(self, back: _Back) -> None:
+        back.state, back.nodes, back.restore = "settled", [], None
+        for digest in [digest for digest, other in self._coming.items() if other is back]:
+            del self._coming[digest]
+
+    def _confirm(self, sequence: Answer, table: Table, back: _Back) -> bool:
+        """After all of it has come: whether it is as it should be. What is not is given up."""
+        restore = back.restore
+        assert restore is not None and restore.done
+        good = restore.good
+        for node in back.nodes[:good]:
+            node.stored = True
+        if good < len(back.nodes):
+            self.cache.truncate(table, back.first + good)
+        self.cache.confirm(table, back.first, good)
+        self._count(sequence, restore, back.split)
+        self._count_failure(sequence, restore)
+        self._settled(back)
+        return not restore.failed
+
+    def _count(self, sequence: Answer, restore: Restore, split: Split | None) -> None:
+        projected = sum(w.kind == "x" for w in restore.chunks[: restore.good]) * CHUNK
+        brought = restore.good * CHUNK
+        self.counters.projected_tokens += projected
+        self.counters.loaded_tokens += brought - projected
+        self.counters.recomputed_tokens += split.tokens * CHUNK if split else 0
+        self.counters.restore_s += time.perf_counter() - restore.start_s
+        sequence.restored_tokens += brought
+        if not sequence.preemptions:
+            sequence.cached_tokens += brought
+        self.rates.observe_load(restore.tier_kind, restore.loaded_bytes, restore.pieces, restore.link_s)
+
+    def _count_failure(self, sequence: Answer, restore: Restore) -> None:
+        if restore.good < len(restore.chunks):
+            self.counters.failures += 1
+            log.warning("%s: %s; it and what follows is computed again", sequence.request.request_id, restore.reason)
+
+    # -- around a step
+
+    def settle(self) -> None:
+        """Between steps: what threads have ended."""
+        self.writeback.settle()
+        for restore, nodes in self._leaving:
+            if restore.done:
+                self.cache.free_loose(nodes)
+        self._leaving = [(restore, nodes) for restore, nodes in self._leaving if not restore.done]
+
+    def closing(self, slices: Sequence[Slice]) -> list[Restore]:
+        """Restores that the step of these slices has to wait for, layer by layer."""
+        backs = [self._backs.get(part.sequence) for part in slices]
+        return [back.restore for back in backs if back is not None and back.state == "attached" and back.restore]
+
+    def confirm(self, slices: Sequence[Slice]) -> set[Answer]:
+        """After the step, before KVCache.commit: the sequences whose rows are void, since chunks that they needed did
+        not come. They are computed again from there."""
+        void = set()
+        for part in slices:
+            back, table = self._backs.get(part.sequence), part.sequence.table
+            if back is not None and back.state == "attached" and table is not None:
+                if not self._confirm(part.sequence, table, back):
+                    void.add(part.sequence)
+        return void
+
+    def observe(self, slices: Sequence[Slice], seconds: float) -> None:
+        """A step that computed one prompt and nothing else tells how fast prefill is."""
+        if len(slices) == 1 and slices[0].length > 1:
+            self.rates.observe_prefill(slices[0].start, slices[0].length, seconds)
+
+    def wait(self) -> None:
+        """A moment, where no sequence can go on: threads are at work for all of them."""
+        time.sleep(0.0005)
+
+    @property
+    def pending(self) -> bool:
+        """Whether threads have work that `settle` will have to end."""
+        return bool(self._leaving or self.writeback.unstored)
+
+    def stats(self) -> dict[str, TierStats]:
+        return self.tiers.stats()
+
+    def close(self) -> None:
+        """Stores what is not stored yet, for at most CLOSE_S, and ends all threads. May be called again."""
+        end = time.monotonic() + CLOSE_S
+        self.writeback.close(CLOSE_S)
+        self.lane.close()
+        self.looking.close()
+        self.tiers.close(max(0.1, end - time.monotonic()))

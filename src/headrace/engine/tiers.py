@@ -1,0 +1,83 @@
+"""What lies below the pool, made from the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.config import EngineConfig
+from headrace.engine.capacity import Capacity, model_folder
+from headrace.engine.identity import chunk_identity, model_identity
+from headrace.engine.offload import Offload
+from headrace.engine.writeback import Writeback
+from headrace.kv.cache import KVCache
+from headrace.kv.storage import KVStorage
+from headrace.kv.tiers.base import Tier
+from headrace.kv.tiers.disk import DiskTier
+from headrace.kv.tiers.host import HostTier
+from headrace.kv.tiers.remote import RemoteTier
+from headrace.kv.tiers.stack import Tiers
+from headrace.models.decoder import Decoder
+from headrace.models.spec import ModelConfig
+from headrace.recompute.lanes import Link, ThreadLane
+from headrace.recompute.rates import measure
+from headrace.recompute.shelf import Shelf
+
+GIB = 1 << 30
+
+
+def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: int, kv_element_bytes: int) -> bool:
+    """Whether the pool keeps the inputs of the projections beside K and V, to store them below: KVPR, section 3.2.
+
+    They pay where they are smaller than K and V, which is not so where several query heads share a KV head.
+    """
+    if not config.offloads or config.kv_offload_activations == "off":
+        return False
+    spec = model.attention
+    smaller = model.hidden_size * element_bytes < 2 * spec.kv_heads * spec.head_dim * kv_element_bytes
+    return smaller or config.kv_offload_activations == "on"
+
+
+def identity(config: EngineConfig, capacity: Capacity) -> bytes:
+    """What the chunks of this engine are named by where they outlive it: content, not place."""
+    directory = Path(config.kv_offload_path) if config.kv_offload_path else None
+    return chunk_identity(
+        model_identity(model_folder(config.model), directory),
+        dtype=capacity.dtype,
+        kv_dtype=capacity.kv_cache_dtype,
+        quantization=capacity.quantization,
+        backend=capacity.backend,
+    )
+
+
+def open_tiers(config: EngineConfig) -> Tiers:
+    """The tiers asked for, fastest first. Raises ValueError for a path or URL that cannot work."""
+    timeout, quota = config.kv_offload_timeout_s, config.kv_tenant_quota
+    tiers: list[Tier] = []
+    if config.kv_offloading_size:
+        tiers.append(HostTier(int(config.kv_offloading_size * GIB), config.kv_host_format, quota))
+    if config.kv_offload_path is not None:
+        size = int(config.kv_offload_disk_size * GIB)
+        tiers.append(DiskTier(Path(config.kv_offload_path), size, config.kv_disk_format, quota, timeout))
+    if config.kv_remote_url is not None:
+        tiers.append(RemoteTier(config.kv_remote_url, config.kv_remote_format, timeout))
+    return Tiers(tiers, queue_bytes=config.kv_offload_queue_mb << 20, timeout_s=timeout)
+
+
+def open_offload(
+    config: EngineConfig, capacity: Capacity, cache: KVCache, decoder: Decoder, storage: KVStorage
+) -> Offload:
+    """Opens the tiers and measures what the solver needs to know. Raises ValueError as open_tiers does."""
+    tiers = open_tiers(config)
+    spec = decoder.config.attention
+    shelves = [Shelf(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2)]
+    link = Link(config.kv_link_gbps * 1e9 if config.kv_link_gbps else None, config.kv_link_latency_ms / 1e3)
+    return Offload(
+        cache=cache,
+        tiers=tiers,
+        shelf=shelves[0],
+        lane=ThreadLane("restore", link),
+        looking=ThreadLane("look"),
+        rates=measure(decoder, storage),
+        writeback=Writeback(cache, tiers, *shelves),
+        max_batch_tokens=config.max_batch_tokens,
+    )

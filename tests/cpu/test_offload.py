@@ -1,0 +1,194 @@
+"""Restored == resident, bit for bit: every mix of loaded, projected and recomputed chunks, every family, in mid-request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+from headrace.engine.offload import Choose
+from headrace.recompute.solver import Run, Split
+from headrace.types import CHUNK
+from tests.cpu.checkpoints import KINDS
+from tests.cpu.conftest import FolderOf
+from tests.cpu.test_promise import Trace, run, same
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+MIXES = {"load": (0.0, 0.0), "project": (0.0, 1.0), "recompute": (1.0, 0.0), "all three": (0.35, 0.35)}
+"""Shares of a run that are recomputed from tokens, and projected."""
+
+
+def forced(tokens: float, x: float) -> Choose:
+    """A solver that always takes these shares of a run, each at least one chunk if it is not zero."""
+
+    def choose(run: Run, costs: object, most: int) -> Split:
+        recomputed = min(run.chunks, max(round(tokens * run.chunks), int(tokens > 0)))
+        projected = min(run.chunks - recomputed, max(round(x * run.chunks), int(x > 0)))
+        assert run.x_bytes is not None or not projected, "no activations are stored"
+        return Split(recomputed, projected, run.chunks - recomputed - projected, 0.0, "forced")
+
+    return choose
+
+
+def engine(model: str | Path, **settings: Any) -> LLM:
+    return LLM(str(model), **{"dtype": "bfloat16", "kv_cache_tokens": 8192, "max_batch_tokens": 256, **settings})
+
+
+def offloading(model: str | Path, mix: str = "load", **settings: Any) -> LLM:
+    llm = engine(model, **{"kv_offloading_size": 0.05, "kv_offload_activations": "on", **settings})
+    assert llm.engine.offload is not None
+    llm.engine.offload.choose = forced(*MIXES[mix])
+    return llm
+
+
+def flush(llm: LLM) -> None:
+    """Everything stored, and nothing left in the pool."""
+    offload = llm.engine.offload
+    assert offload is not None and offload.writeback.wait(20) and offload.tiers.flush(20)
+    llm.engine.cache.tree.clear()
+    llm.engine.cache.check()
+
+
+def prompts_of(llm: LLM, seed: int = 0) -> list[list[int]]:
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(10, llm.capacity.vocab_size, (460,), generator=g).tolist()
+    return [tokens[:400], tokens[:300] + tokens[310:350], tokens[5:135]]
+
+
+def answer(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[Trace]:
+    """One after the other, each written back before the next begins."""
+    traces = []
+    for prompt in prompts:
+        traces += watched(llm, [prompt], params)
+    return traces
+
+
+def watched(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[Trace]:
+    """tests.cpu.test_promise.run, which wants no chunk held at its end."""
+    traces: list[Trace] = []
+    closed: Callable[[], None] = llm.engine.scheduler.check
+
+    def check() -> None:
+        if llm.engine.offload is not None:
+            assert llm.engine.offload.writeback.wait(20)
+        closed()
+
+    llm.engine.scheduler.check = check  # type: ignore[method-assign]
+    try:
+        traces = run(llm, prompts, params)
+    finally:
+        llm.engine.scheduler.check = closed  # type: ignore[method-assign]
+    return traces
+
+
+def counters(llm: LLM) -> Any:
+    assert llm.engine.offload is not None
+    return llm.engine.offload.counters
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_family_and_mix(kind: str, folder_of: FolderOf) -> None:
+    truth = answer(engine(folder_of(kind), enable_prefix_caching=False), prompts_of(engine(folder_of(kind))))
+    llm = offloading(folder_of(kind))
+    prompts = prompts_of(llm)
+    same(answer(llm, prompts), truth)
+    for mix in MIXES:
+        flush(llm)
+        assert llm.engine.offload is not None
+        llm.engine.offload.choose = forced(*MIXES[mix])
+        before = counters(llm).loaded_tokens, counters(llm).projected_tokens
+        same(watched(llm, prompts), truth)
+        loaded, projected = counters(llm).loaded_tokens - before[0], counters(llm).projected_tokens - before[1]
+        assert (loaded > 0) == (mix in ("load", "all three")) and (projected > 0) == (mix in ("project", "all three"))
+    assert counters(llm).failures == 0
+    llm.close()
+
+
+@pytest.mark.parametrize(("backend", "kv"), list(product(["reference", "cpu"], ["auto", "int8"])))
+def test_backends_and_int8_pools(backend: str, kv: str, folder_of: FolderOf) -> None:
+    settings = dict(attention_backend=backend, kv_cache_dtype=kv)
+    truth = answer(engine(folder_of("llama"), **settings), prompts_of(engine(folder_of("llama"))))
+    llm = offloading(folder_of("llama"), **settings)
+    same(answer(llm, prompts_of(llm)), truth)
+    for mix in MIXES:
+        flush(llm)
+        assert llm.engine.offload is not None
+        llm.engine.offload.choose = forced(*MIXES[mix])
+        same(watched(llm, prompts_of(llm)), truth)
+    llm.close()
+
+
+def test_fp32(folder_of: FolderOf) -> None:
+    truth = answer(engine(folder_of("qwen3"), dtype="float32"), prompts_of(engine(folder_of("qwen3"))))
+    llm = offloading(folder_of("qwen3"), "all three", dtype="float32")
+    same(answer(llm, prompts_of(llm)), truth)
+    flush(llm)
+    same(watched(llm, prompts_of(llm)), truth)
+    llm.close()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_eviction_in_mid_request(mix: str, folder_of: FolderOf) -> None:
+    """A pool too small for what runs: sequences are preempted, their chunks evicted, stored and brought back."""
+    long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    prompts = prompts_of(engine(folder_of("llama"))) + prompts_of(engine(folder_of("llama")), seed=1)
+    prompts = [prompt[:380] for prompt in prompts]
+    truth = run(engine(folder_of("llama")), prompts, long)
+    llm = offloading(folder_of("llama"), mix, kv_cache_tokens=1024, max_batch_tokens=100)
+    same(watched(llm, prompts, long), truth)
+    assert llm.engine.stats().preemptions > 0 and llm.engine.stats().evictions > 0
+    assert (counters(llm).restores > 0) == (mix != "recompute"), "nothing came back"
+    same(watched(llm, prompts, long), truth)
+    llm.close()
+
+
+def test_two_that_begin_alike_are_brought_once(folder_of: FolderOf) -> None:
+    llm = offloading(folder_of("llama"))
+    prompts = prompts_of(llm)[:1]
+    truth = answer(llm, prompts)
+    flush(llm)
+    before = counters(llm).loaded_tokens
+    both = watched(llm, prompts * 3)
+    same(both, truth * 3)
+    assert counters(llm).loaded_tokens - before == 399 // CHUNK * CHUNK
+    llm.close()
+
+
+def test_aborted_while_it_comes(folder_of: FolderOf) -> None:
+    """Slow link: the request leaves while the lane still writes to its chunks, which nobody else gets until then."""
+    llm = offloading(folder_of("llama"), kv_link_gbps=0.001)
+    (prompt, *_) = prompts = prompts_of(llm)
+    truth = answer(llm, prompts)
+    flush(llm)
+    core = llm.engine
+    for abort_after in range(6):
+        request = llm._request(prompt, PARAMS, None, 0)
+        core.add(request)
+        for _ in range(abort_after):
+            core.step()
+            core.cache.check()
+        core.abort(request.request_id)
+        core.cache.check()
+    same(answer(llm, prompts), truth)
+    llm.close()
+
+
+def test_restart(folder_of: FolderOf, tmp_path: Path) -> None:
+    """Another engine on the same directory has what the first one stored, and a changed model has nothing of it."""
+    settings: dict[str, Any] = dict(kv_offloading_size=0.0, kv_offload_path=str(tmp_path / "kv"))
+    llm = offloading(folder_of("qwen2"), **settings)
+    truth = answer(llm, prompts_of(llm))
+    llm.close()
+    again = offloading(folder_of("qwen2"), "all three", **settings)
+    same(watched(again, prompts_of(again)), truth)
+    assert counters(again).loaded_tokens > 0 and counters(again).projected_tokens > 0
+    again.close()
+    other = offloading(folder_of("llama"), **settings)
+    answer(other, prompts_of(other))
+    assert counters(other).restores == 0
+    other.close()
