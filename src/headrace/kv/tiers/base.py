@@ -22,6 +22,12 @@ def name_of(digest: bytes, kind: Kind) -> bytes:
     return digest + kind.encode()
 
 
+def flat(part: bytes | bytearray | memoryview) -> memoryview:
+    """The bytes of something contiguous."""
+    view = memoryview(part)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
 class Read(NamedTuple):
     """len(into) bytes of a blob from `offset` on are wanted in `into`, a writable flat memoryview of bytes."""
 
@@ -66,17 +72,21 @@ class Tier(Protocol):
     def format(self) -> Format: ...
 
     def has(self, names: Sequence[bytes]) -> list[bool]:
-        """Whether each blob is there, as far as is known. Marks those that are as used now."""
+        """Whether each blob is there, as far as is known. Those that are count as used now, the first of them last:
+        name a run's chunks from its start, so that it loses its end first (no use without what comes before it)."""
 
     def put(self, name: bytes, tenant: bytes, parts: Parts) -> bool:
         """Stores a blob (the parts joined), all of it or nothing; whether it is there now. A blob of that name is
-        left as it is. Where there is no room others go: see docs/offload.md, tenants."""
+        left as it is, whoever put it, and counts as used now. Where there is no room others go (kv.tiers.index,
+        docs/offload.md, tenants), the least recently used first: store a run's chunks from its end. False too while
+        another thread or process is writing that blob. The parts may be changed once the call has returned."""
 
     def read(self, reads: Sequence[Read]) -> list[bool]:
-        """Fills what it can; whether each was read whole."""
+        """Fills what it can; whether each was read whole (if not, `into` holds anything). Bytes are as stored: whoever
+        reads checks them (kv.frame). Reads of one blob that follow each other, in place and in order, cost one."""
 
     def drop(self, names: Sequence[bytes]) -> None:
-        """Forgets blobs, which turned out to be bad."""
+        """Forgets blobs, which turned out to be bad, and counts them so."""
 
     def stats(self) -> TierStats:
         """A copy."""

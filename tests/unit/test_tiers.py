@@ -1,0 +1,87 @@
+"""Host and disk keep the tiers' contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.kv.tiers.base import Tier
+from headrace.kv.tiers.disk import DiskTier
+from headrace.kv.tiers.host import Buffer, HostTier
+from tests.unit.tier_contract import SIZE, TierContract, content, get, name, put
+
+
+class TestHost(TierContract):
+    def make(self, tmp_path: Path, budget_bytes: int, quota: float) -> Tier:
+        return HostTier(budget_bytes, quota=quota)
+
+
+class TestDisk(TierContract):
+    def make(self, tmp_path: Path, budget_bytes: int, quota: float) -> Tier:
+        return DiskTier(tmp_path / "kv", budget_bytes, quota=quota)
+
+
+@pytest.mark.parametrize(
+    ("budget", "quota", "remedy"), [(0, 0.25, "give it room"), (10, 1.5, "between 0 and 1"), (10, -0.1, "between 0")]
+)
+def test_refused(tmp_path: Path, budget: int, quota: float, remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        HostTier(budget, quota=quota)
+    with pytest.raises(ValueError, match=remedy):
+        DiskTier(tmp_path / "kv", budget, quota=quota)
+
+
+class Allocator:
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, size: int) -> Buffer:
+        self.sizes.append(size)
+        return np.empty(size, dtype=np.uint8)
+
+
+def test_buffers_are_used_again() -> None:
+    allocate = Allocator()
+    tier = HostTier(4 * SIZE, allocate=allocate)
+    for number in range(20):
+        put(tier, number)
+    assert allocate.sizes == [SIZE] * 4
+    tier.drop([name(19)])
+    put(tier, 20)
+    assert len(allocate.sizes) == 4 and get(tier, 20) == content(20)
+
+
+def test_free_buffers_count_against_the_budget() -> None:
+    allocate = Allocator()
+    tier = HostTier(4 * SIZE, allocate=allocate)
+    for number in range(4):
+        put(tier, number)
+    tier.drop([name(0), name(1)])
+    assert tier._free_bytes == 2 * SIZE
+    put(tier, 4, size=SIZE + 1)
+    assert tier._free_bytes + tier.stats().used_bytes <= 4 * SIZE
+    assert get(tier, 2) == content(2)
+
+
+def test_no_memory() -> None:
+    def allocate(size: int) -> Buffer:
+        raise MemoryError("none left")
+
+    tier = HostTier(4 * SIZE, allocate=allocate)
+    assert not put(tier, 1)
+    stats = tier.stats()
+    assert (stats.errors, stats.dropped, stats.used_bytes) == (1, 1, 0)
+
+
+def test_a_blob_that_is_being_read_is_not_overwritten() -> None:
+    """The buffer of an evicted blob is not used again under a reader."""
+    tier = HostTier(2 * SIZE)
+    put(tier, 1)
+    tier._readers[name(1)] += 1
+    seen = tier._buffers[name(1)]
+    tier.drop([name(1)])
+    put(tier, 2), put(tier, 3), put(tier, 4)
+    assert bytes(seen) == content(1)
+    assert all(buffer is not seen for buffer in tier._buffers.values())
