@@ -40,7 +40,8 @@ class Read(NamedTuple):
 class TierStats:
     """Counters, and two gauges (used_bytes, blobs). misses: blobs or parts that were expected and not had; bad: blobs
     found damaged or foreign; dropped: writes given up (no room, a full queue, a failure); degraded: the tier is left
-    alone for a while after a failure, of which `reason` tells."""
+    alone for a while after a failure, of which `reason` tells; queued_bytes: a gauge, of what waits to be written
+    (kv.tiers.stack)."""
 
     used_bytes: int = 0
     budget_bytes: int = 0
@@ -56,6 +57,7 @@ class TierStats:
     errors: int = 0
     degraded: bool = False
     reason: str = ""
+    queued_bytes: int = 0
 
 
 class Tier(Protocol):

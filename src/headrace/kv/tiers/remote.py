@@ -1,0 +1,273 @@
+"""Blobs on a Valkey or Redis server, which several engines may share and which may go away at any time.
+
+Keys: headrace:1:FORMAT:NAME, so that engines which store in different formats do not take each other's blobs for bad
+ones. A server set aside for this needs `maxmemory` and `maxmemory-policy allkeys-lru`: then it makes room by itself.
+With another policy a full server refuses writes; the tier then reads on and leaves writing alone for a while.
+With budget_bytes the tier keeps the account instead, per tenant (kv.tiers.quota); then `maxmemory` must be above the
+budget and the policy noeviction. One server, not a Redis Cluster.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from headrace.kv.tiers import quota, wire
+from headrace.kv.tiers.base import Format, Parts, Read, TierStats
+from headrace.kv.tiers.breaker import Breaker
+
+PREFIX = b"headrace:1:"
+ROUND_BYTES = 32 << 20
+"""Asked for at once; what a server may have to hold ready for one connection."""
+ROUND_NAMES = 1024
+LARGEST_BLOB = 512 << 20
+"""proto-max-bulk-len, a server's default bound of one value."""
+
+Take = Callable[[int, Any], None]
+
+
+class RemoteTier:
+    """base.Tier over the Redis protocol. Connects when first needed; a server that is not there is a degraded tier.
+
+    A call reconnects at most once, and only before the first reply; it ends within timeout_s, and what it has got by
+    then counts. After a failure the tier is left alone (Breaker). Values of a wrong length or type are misses.
+    """
+
+    kind = "remote"
+
+    def __init__(
+        self,
+        url: str,
+        format: Format = "raw",
+        timeout_s: float = 1.0,
+        budget_bytes: int | None = None,
+        quota_share: float = 0.25,
+        *,
+        cooldown_s: float = 1.0,
+    ) -> None:
+        """url: wire.URL_FORM. budget_bytes: None leaves it to the server. quota_share: of the budget, that no other
+        tenant can take from one. Raises ValueError for these, and if redis-py is not installed."""
+        if not 0 < timeout_s < float("inf"):
+            raise ValueError(f"a remote tier needs timeout_s above 0 and finite, got {timeout_s}")
+        if budget_bytes is not None and budget_bytes <= 0:
+            raise ValueError(f"budget_bytes of a remote tier must be above 0 or None, got {budget_bytes}")
+        if not 0 <= quota_share <= 1:
+            raise ValueError(f"quota_share must be between 0 and 1, got {quota_share}")
+        self.format, self.timeout_s, self.budget_bytes = format, timeout_s, budget_bytes
+        self._quota = int(quota_share * (budget_bytes or 0))
+        self._redis = wire.redis_module()
+        self._call = wire.Call()
+        self._pool = wire.pool_of(url, timeout_s, self._call, self._redis)
+        self._secrets = [str(self._pool.connection_kwargs.get(name) or "") for name in ("password", "username")]
+        self._breaker = Breaker(cooldown_s, "the remote tier")
+        self._writing = Breaker(cooldown_s, "writing to the remote tier")
+        self._lock = threading.Lock()
+        self._stats = TierStats(budget_bytes=budget_bytes or 0)
+        self._closed = False
+
+    def _member(self, name: bytes) -> bytes:
+        return self.format.encode() + b":" + name
+
+    def _key(self, name: bytes) -> bytes:
+        return PREFIX + self._member(name)
+
+    def has(self, names: Sequence[bytes]) -> list[bool]:
+        there = [False] * len(names)
+        if names and self._allowed(self._breaker):
+            with self._guarded():
+                for begin in range(0, len(names), ROUND_NAMES):
+                    self._touch(names[begin : begin + ROUND_NAMES], begin, there)
+        return there
+
+    def _touch(self, names: Sequence[bytes], begin: int, there: list[bool]) -> None:
+        """Sets there[begin:] for names. TOUCH counts a key that is there, and marks it as used."""
+
+        def take(index: int, reply: Any) -> None:
+            there[begin + index] = self._said(reply) == 1
+
+        if self.budget_bytes is None:
+            self._exchange([wire.packed((b"TOUCH", self._key(name))) for name in names], take)
+            return
+        replies = self._script(quota.TOUCH, [self._member(name) for name in names])
+        if not isinstance(replies, list) or len(replies) != len(names):
+            raise self._redis.InvalidResponse("not a reply to our script")
+        for index, reply in enumerate(replies):
+            take(index, reply)
+
+    def read(self, reads: Sequence[Read]) -> list[bool]:
+        whole = [not len(read.into) for read in reads]
+        if reads and self._allowed(self._breaker):
+            with self._guarded():
+                for indices in rounds(reads):
+                    self._ranges([reads[index] for index in indices], indices, whole)
+        had = [read for read, done in zip(reads, whole, strict=True) if done]
+        missed = len(reads) - len(had)
+        self._count(reads=len(had), read_bytes=sum(len(read.into) for read in had), misses=missed)
+        return whole
+
+    def _ranges(self, reads: Sequence[Read], indices: Sequence[int], whole: list[bool]) -> None:
+        """One round: sets whole[indices] for reads."""
+
+        def take(index: int, reply: Any) -> None:
+            if isinstance(reply, self._redis.ResponseError) and str(reply).startswith("WRONGTYPE"):
+                self._count(bad=1)
+                return
+            whole[indices[index]] = self._said(reply) is reads[index].into
+
+        commands = [
+            wire.packed((b"GETRANGE", self._key(name), b"%d" % offset, b"%d" % (offset + len(into) - 1)))
+            for name, offset, into in reads
+        ]
+        self._exchange(commands, take, [read.into for read in reads])
+
+    def put(self, name: bytes, tenant: bytes, parts: Parts) -> bool:
+        size = sum(memoryview(part).nbytes for part in parts)
+        stored = False
+        if size <= LARGEST_BLOB and self._allowed(self._writing) and self._allowed(self._breaker):
+            with self._guarded(writes=True):
+                stored = self._set(name, tenant, parts)
+        self._count(writes=stored, written_bytes=size * stored, dropped=not stored)
+        return stored
+
+    def _set(self, name: bytes, tenant: bytes, parts: Parts) -> bool:
+        if self.budget_bytes is None:
+            reply = self._ask(wire.packed((b"SETNX", self._key(name)), parts))
+            return reply in (0, 1)  # 0: it was there
+        limits = [b"%d" % self.budget_bytes, b"%d" % self._quota]
+        reply = self._script(quota.PUT, [self._member(name), tenant, *limits], parts)
+        stored, evicted, used, blobs = reply
+        with self._lock:
+            self._stats.used_bytes, self._stats.blobs = used, blobs
+            self._stats.evictions += evicted
+        return stored == 1
+
+    def drop(self, names: Sequence[bytes]) -> None:
+        if not names or not self._allowed(self._breaker):
+            return
+        with self._guarded():
+            for begin in range(0, len(names), ROUND_NAMES):
+                part = names[begin : begin + ROUND_NAMES]
+                if self.budget_bytes is None:
+                    self._ask(wire.packed((b"DEL", *map(self._key, part))))
+                else:
+                    self._script(quota.DROP, [self._member(name) for name in part])
+
+    def stats(self) -> TierStats:
+        """used_bytes, blobs and evictions are the server's after this tier's last write, or 0 without a budget."""
+        with self._lock:
+            stats = replace(self._stats)
+        stats.reason = self._breaker.reason or self._writing.reason
+        stats.degraded = self._breaker.degraded or self._writing.degraded
+        return stats
+
+    def close(self) -> None:
+        self._closed = True
+        self._pool.disconnect()
+
+    def _allowed(self, breaker: Breaker) -> bool:
+        return not self._closed and breaker.allows()
+
+    @contextmanager
+    def _guarded(self, *, writes: bool = False) -> Iterator[None]:
+        """One call: begins its time, and turns what goes wrong into a failure of the tier, or of writing to it alone
+        where the server answers, or where only the sending takes too long."""
+        self._call.begin(self.timeout_s)
+        try:
+            yield
+        except Exception as error:  # a garbled reply may raise anything
+            self._failed(error, writes)
+        else:
+            self._breaker.succeeded()
+            if writes:
+                self._writing.succeeded()
+
+    def _failed(self, error: Exception, writes: bool) -> None:
+        if self._closed:
+            return
+        self._count(errors=1)
+        refused = isinstance(error, self._redis.ResponseError)
+        reason = self._told(error)
+        if writes and refused:
+            self._breaker.succeeded()
+            self._writing.failed(reason)
+        elif writes and isinstance(error, self._redis.TimeoutError | TimeoutError):
+            self._writing.failed(reason)
+        else:
+            self._breaker.failed(reason)
+
+    def _told(self, error: Exception) -> str:
+        """The error in words, without the password, which a server may quote."""
+        if isinstance(error, self._redis.TimeoutError | TimeoutError):
+            return f"no answer within {self.timeout_s:g} s"
+        text = f"{type(error).__name__}: {error}"
+        if "OOM" in text:
+            text += " (the server is full: set its maxmemory-policy to allkeys-lru)"
+        for secret in self._secrets:
+            text = text.replace(secret, "***") if secret else text
+        return text
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, number in more.items():
+                setattr(self._stats, name, getattr(self._stats, name) + int(number))
+
+    def _said(self, reply: Any) -> Any:
+        """The reply; raises it if it is an error."""
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def _ask(self, command: wire.Pieces) -> Any:
+        replies: list[Any] = []
+        self._exchange([command], lambda index, reply: replies.append(reply))
+        return self._said(replies[0])
+
+    def _script(self, script: str, arguments: Sequence[bytes], value: Parts | None = None) -> Any:
+        return self._ask(wire.packed((b"EVAL", script.encode(), b"0", PREFIX, *arguments), value))
+
+    def _exchange(self, commands: Sequence[wire.Pieces], take: Take, intos: Sequence[memoryview] = ()) -> None:
+        """Sends all commands, then gives take(index, reply) each reply, a ResponseError too. Raises what redis-py
+        raises; a connection on which replies may be outstanding is not used again."""
+        for last in (False, True):
+            answered = 0
+            connection = self._pool.get_connection()
+            try:
+                connection.send_packed_command([piece for command in commands for piece in command], check_health=False)
+                for index in range(len(commands)):
+                    self._call.into = intos[index] if intos else None
+                    reply = self._reply(connection)
+                    answered += 1
+                    take(index, reply)
+                return
+            except BaseException as error:
+                connection.disconnect()
+                if last or answered or not isinstance(error, self._redis.ConnectionError):
+                    raise
+            finally:
+                self._call.into = None
+                self._pool.release(connection)
+
+    def _reply(self, connection: Any) -> Any:
+        try:
+            return connection.read_response()
+        except self._redis.ResponseError as error:
+            return error
+
+
+def rounds(reads: Sequence[Read]) -> Iterator[list[int]]:
+    """Indices of the reads that want anything, in order, at most ROUND_BYTES (or one read) and ROUND_NAMES at once."""
+    indices: list[int] = []
+    size = 0
+    for index, read in enumerate(reads):
+        if not len(read.into):
+            continue
+        if indices and (size + len(read.into) > ROUND_BYTES or len(indices) == ROUND_NAMES):
+            yield indices
+            indices, size = [], 0
+        indices.append(index)
+        size += len(read.into)
+    if indices:
+        yield indices

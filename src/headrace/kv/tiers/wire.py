@@ -1,0 +1,285 @@
+"""The Redis protocol's connections for the remote tier: redis-py's, with one deadline for all that a call does, and a
+parser that receives a value straight into the memory that wants it (redis-py's copies it twice, at half the speed).
+
+redis-py's own time-outs are per system call: a server that sends a byte now and then would hold a caller for ever.
+Protocol: RESP2, https://redis.io/docs/latest/develop/reference/protocol-spec/
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from headrace.kv.tiers.base import Parts
+
+LINE_BYTES = 4096
+"""Received at once where a line is expected; what it has of the value that follows is copied once more."""
+LONGEST_LINE = 64 << 10
+LARGEST_REPLY = 1 << 20
+"""Of a value that no memory waits for, in bytes, and of an array, in members."""
+
+Pieces = list[bytes | memoryview]
+
+
+class Call(threading.local):
+    """What the calling thread's call may still take, and where the next value goes."""
+
+    deadline: float = float("inf")
+    into: memoryview | None = None
+
+    def begin(self, timeout_s: float) -> None:
+        self.deadline = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Raises TimeoutError if nothing is left."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the time of the call is over")
+        return left
+
+
+class Line:
+    """A connected socket each of whose operations ends by the deadline of the call that makes it."""
+
+    def __init__(self, sock: socket.socket, call: Call) -> None:
+        self._sock, self._call, self._blocks = sock, call, True
+
+    def settimeout(self, timeout: float | None) -> None:
+        """redis-py's own time-outs are no longer than the deadline; 0, for a look at what has come, counts."""
+        self._blocks = timeout != 0
+
+    def gettimeout(self) -> float | None:
+        return self._sock.gettimeout() if self._blocks else 0
+
+    def _limit(self) -> None:
+        self._sock.settimeout(self._call.left_s if self._blocks else 0)
+
+    def sendall(self, data: bytes | bytearray | memoryview) -> None:
+        self._limit()
+        self._sock.sendall(data)
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        self._limit()
+        return self._sock.recv(size, flags)
+
+    def recv_into(self, buffer: memoryview, size: int = 0, flags: int = 0) -> int:
+        self._limit()
+        return self._sock.recv_into(buffer, size, flags)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+
+class Parser:
+    """RESP2 replies of one connection; redis-py's interface of a parser. A value whose length is that of call.into is
+    received there, and call.into is what is returned."""
+
+    def __init__(self, call: Call, redis: Any, socket_read_size: int = LINE_BYTES) -> None:
+        self._call, self._redis = call, redis
+        self._sock: Any = None
+        self._buffer = b""
+
+    def on_connect(self, connection: Any) -> None:
+        self._sock, self._buffer = connection._sock, b""
+
+    def on_disconnect(self) -> None:
+        self._sock, self._buffer = None, b""
+
+    def can_read(self, timeout: float = 0) -> bool:
+        """Whether anything has come, which nobody asked for. Raises ConnectionError if the other side has hung up."""
+        if self._buffer:
+            return True
+        self._sock.settimeout(timeout)
+        try:
+            self._more()
+        except (BlockingIOError, TimeoutError):
+            return False
+        except OSError as error:  # an SSL socket that would block says so in its own way
+            if type(error).__name__ in ("SSLWantReadError", "SSLWantWriteError"):
+                return False
+            raise
+        finally:
+            self._sock.settimeout(None)
+        return True
+
+    def read_response(self, disable_decoding: bool = False, **unused: Any) -> Any:
+        """bytes, int, None, list, call.into, or a ResponseError (returned, not raised)."""
+        return self._reply(0)
+
+    def _reply(self, depth: int) -> Any:
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return self._redis.ResponseError(rest.decode("utf-8", "replace"))
+        if kind not in (b":", b"$", b"*"):
+            raise self._garbage(line)
+        try:
+            number = int(rest)
+        except ValueError:
+            raise self._garbage(line) from None
+        if kind == b":":
+            return number
+        if number == -1:
+            return None
+        if kind == b"$":
+            return self._value(number)
+        if not 0 <= number <= LARGEST_REPLY or depth > 2:
+            raise self._garbage(line)
+        return [self._reply(depth + 1) for _ in range(number)]
+
+    def _value(self, size: int) -> bytes | memoryview:
+        into = self._call.into
+        if into is None or len(into) != size:
+            if not 0 <= size <= max(LARGEST_REPLY, len(into or b"")):
+                raise self._garbage(b"$%d" % size)
+            into = None
+        value = memoryview(bytearray(size)) if into is None else into
+        self._fill(value)
+        end = bytearray(2)
+        self._fill(memoryview(end))
+        if end != b"\r\n":
+            raise self._garbage(bytes(end))
+        return bytes(value) if into is None else into
+
+    def _fill(self, view: memoryview) -> None:
+        done = min(len(self._buffer), len(view))
+        view[:done] = self._buffer[:done]
+        self._buffer = self._buffer[done:]
+        while done < len(view):
+            got = self._sock.recv_into(view[done:])
+            if not got:
+                raise self._redis.ConnectionError("the server has hung up")
+            done += got
+
+    def _line(self) -> bytes:
+        while (end := self._buffer.find(b"\r\n")) < 0:
+            if len(self._buffer) > LONGEST_LINE:
+                raise self._garbage(self._buffer)
+            self._more()
+        line, self._buffer = self._buffer[:end], self._buffer[end + 2 :]
+        return line
+
+    def _more(self) -> None:
+        data = self._sock.recv(LINE_BYTES)
+        if not data:
+            raise self._redis.ConnectionError("the server has hung up")
+        self._buffer += data
+
+    def _garbage(self, line: bytes) -> Exception:
+        return self._redis.InvalidResponse(f"not the Redis protocol: {line[:40]!r}")
+
+
+def packed(arguments: Sequence[bytes], value: Parts | None = None) -> Pieces:
+    """One command; `value`, if given, is its last argument, the parts joined. Long pieces stay where they are."""
+    pieces: Pieces = []
+    head = b"*%d\r\n" % (len(arguments) + (value is not None))
+    for argument in arguments:
+        head += b"$%d\r\n%b\r\n" % (len(argument), argument)
+    if value is None:
+        return [head]
+    views = [memoryview(part).cast("B") for part in value]
+    head += b"$%d\r\n" % sum(map(len, views))
+    for view in views:
+        if len(view) < LINE_BYTES:
+            head += bytes(view)
+        else:
+            pieces += [head, view]
+            head = b""
+    return [*pieces, head + b"\r\n"]
+
+
+def redis_module() -> Any:
+    """redis-py. Raises ValueError with the remedy if it is not installed or too old."""
+    try:
+        redis = importlib.import_module("redis")
+        version = tuple(int(part) for part in redis.__version__.split(".")[:2])
+    except ImportError:
+        version = (0, 0)
+    if version < (5, 3):
+        raise ValueError("KV on a remote server needs redis-py 5.3 or later: pip install 'headrace[remote]'")
+    return redis
+
+
+URL_FORM = "redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], or rediss:// for TLS, or unix://[[USER]:PASSWORD@]/PATH[?db=DB]"
+
+
+def settings_of(url: str, redis: Any) -> dict[str, Any]:
+    """redis-py's settings of a connection. Raises ValueError that does not show the URL, which may hold a password."""
+    try:
+        parts = urlsplit(url)
+        well_formed = parts.scheme in ("redis", "rediss", "unix") and (
+            (not parts.hostname and bool(parts.path)) if parts.scheme == "unix" else bool(parts.hostname)
+        )
+        query = set(parse_qs(parts.query, strict_parsing=True)) if parts.query else set()
+        database = parts.path.strip("/")
+        if parts.scheme != "unix" and database and not database.isdecimal():
+            well_formed = False
+        allowed = {"db"} | ({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"} if parts.scheme == "rediss" else set())
+        if not well_formed or parts.fragment or query - allowed:
+            raise ValueError
+        return dict(redis.connection.parse_url(url))
+    except (ValueError, TypeError):
+        raise ValueError(f"kv_remote_url must have the form {URL_FORM} (reserved characters as %XX)") from None
+
+
+def connect_within(connect: Callable[[], socket.socket], timeout_s: float) -> socket.socket:
+    """connect() in a thread of its own: looking up a name and trying several addresses have no time-out together.
+
+    Raises what it raises, or TimeoutError; a socket that comes later is closed.
+    """
+    lock = threading.Lock()
+    made: list[socket.socket | Exception] = []
+    over = threading.Event()
+    ended = threading.Event()
+
+    def run() -> None:
+        result: socket.socket | Exception
+        try:
+            result = connect()
+        except Exception as error:
+            result = error
+        with lock:
+            made.append(result)
+            if over.is_set() and not isinstance(result, Exception):
+                result.close()
+        ended.set()
+
+    threading.Thread(target=run, name="headrace-connect", daemon=True).start()
+    ended.wait(timeout_s)
+    with lock:
+        over.set()
+        if not made:
+            raise TimeoutError("no connection in time")
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]
+
+
+def pool_of(url: str, timeout_s: float, call: Call, redis: Any) -> Any:
+    """A redis-py ConnectionPool, which connects when first asked. Raises ValueError for a malformed URL."""
+    settings = settings_of(url, redis)
+    base = settings.pop("connection_class", redis.connection.Connection)
+
+    class Timed(base):  # type: ignore[misc, valid-type]
+        def _connect(self) -> Any:
+            return Line(connect_within(super()._connect, call.left_s), call)
+
+    settings |= {
+        "connection_class": Timed,
+        "parser_class": partial(Parser, call, redis),
+        "protocol": 2,
+        "socket_timeout": timeout_s,
+        "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
+    }
+    if base is not redis.connection.UnixDomainSocketConnection:
+        settings["socket_connect_timeout"] = timeout_s
+    return redis.ConnectionPool(**settings)

@@ -1,0 +1,168 @@
+"""Servers of the Redis protocol for tests: fakeredis, a real one where it is installed, and a proxy that misbehaves."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from fakeredis import TcpFakeServer
+
+Address = tuple[str, int]
+REAL = next(filter(None, map(shutil.which, ("valkey-server", "redis-server"))), None)
+
+
+@contextlib.contextmanager
+def fake_server() -> Iterator[Address]:
+    server: Any = TcpFakeServer(("127.0.0.1", 0))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield server.server_address
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def real_server() -> Iterator[Address]:
+    assert REAL is not None
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [REAL, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: answers(port))
+        yield ("127.0.0.1", port)
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def answers(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), 1) as sock:
+            sock.sendall(b"PING\r\n")
+            return sock.recv(16).startswith(b"+PONG")
+    except OSError:
+        return False
+
+
+def wait_for(condition: Any, timeout_s: float = 20.0) -> None:
+    """Fails if it does not come true; how long it takes does not matter."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it does not come true"
+        time.sleep(0.005)
+
+
+class Proxy:
+    """Between a client and a server. Replies pass, until one of these is set:
+
+    pass_bytes: so many more bytes of replies pass, and then `mode` begins:
+    cut: connections end; stall: nothing more comes; trickle: a byte every 20 ms; say: `saying` instead of each reply.
+    """
+
+    def __init__(self, target: Address) -> None:
+        self.target = target
+        self.mode = "pass"
+        self.pass_bytes = 0
+        self.saying = b""
+        self.connections = 0
+        self.misbehaved = threading.Event()
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._over = threading.Event()
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        """Listens, on the same port as before."""
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def misbehave(self, mode: str, after: int = 0, saying: bytes = b"") -> None:
+        self.misbehaved.clear()
+        self.pass_bytes, self.saying, self.mode = after, saying, mode
+
+    def stop(self) -> None:
+        """As if the server had died: new connections are refused, old ones end."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.hang_up()
+
+    def close(self) -> None:
+        self._over.set()
+        self.stop()
+
+    def hang_up(self) -> None:
+        with self._lock:
+            for sock in self._open:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            try:
+                server = socket.create_connection(self.target)
+            except OSError:
+                client.close()
+                continue
+            with self._lock:
+                self._open |= {client, server}
+            threading.Thread(target=self._forward, args=(client, server), daemon=True).start()
+            threading.Thread(target=self._reply, args=(server, client), daemon=True).start()
+
+    def _forward(self, client: socket.socket, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := client.recv(1 << 16):
+                server.sendall(data)
+        self._end(client, server)
+
+    def _reply(self, server: socket.socket, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := server.recv(1 << 16):
+                if not self._pass(data, client):
+                    break
+        self._end(client, server)
+
+    def _pass(self, data: bytes, client: socket.socket) -> bool:
+        """Passes data on in its way; whether the connection goes on."""
+        if self.mode == "pass":
+            client.sendall(data)
+            return True
+        good, data = data[: self.pass_bytes], data[self.pass_bytes :]
+        self.pass_bytes -= len(good)
+        client.sendall(good)
+        if not data:
+            return True
+        self.misbehaved.set()
+        if self.mode == "trickle":
+            for byte in data:
+                if self._over.wait(0.02):
+                    break
+                client.sendall(bytes([byte]))
+        elif self.mode == "say":
+            client.sendall(self.saying)
+        return self.mode != "cut"
+
+    def _end(self, *socks: socket.socket) -> None:
+        with self._lock:
+            for sock in socks:
+                self._open.discard(sock)
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+                sock.close()
