@@ -166,6 +166,17 @@ void linear_quant(int type, int bits, Address x, Address codes, Address scales, 
                                 x_stride, inputs, outputs, bits, wide, threads});
 }
 
+// Stores where there is room for `fits`, else loads.
+void move_chunks(Address fits, Address sections, int64_t stride, Address slots, int64_t count, Address k, Address v,
+                 Address k_scale, Address v_scale, int64_t slot_count, int64_t heads, int64_t dim, int element,
+                 int format, bool paired) {
+  const Stored s = {at<void>(sections), at<void>(k), at<void>(v), at<float>(k_scale), at<float>(v_scale),
+                    at<int32_t>(slots), at<bool>(fits), stride, count, heads, dim, static_cast<Element>(element),
+                    static_cast<Format>(format), paired};
+  check_slots(s, slot_count);
+  s.fits ? kernels().store_chunks(s) : kernels().load_chunks(s);
+}
+
 bool has_linear() { return kernels().linear != nullptr; }
 
 void probe_read(Address from, int64_t bytes, int threads) { kernels().probe_read(at<void>(from), bytes, threads); }
@@ -211,6 +222,7 @@ NB_MODULE(_cpu, m) {
       .def("before", before, unlocked)
       .def("after", after, unlocked);
   nb::class_<Step>(m, "Step").def("__init__", make_step).def("add_items", add_items).def("run", run, unlocked);
+  m.def("move_chunks", move_chunks, unlocked);
   m.def("has_linear", has_linear);
   m.def("exp", exp_many, unlocked);
   m.def("probe_read", probe_read, unlocked);

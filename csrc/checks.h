@@ -29,6 +29,13 @@ inline void check_bias(const Attend &a) {
                                   std::to_string(r) + "] is " + std::to_string(a.positions[r]));
 }
 
+inline void check_slots(const Stored &a, int64_t slots) {
+  for (int64_t i = 0; i < a.count; ++i)
+    if (a.slots[i] < 0 || a.slots[i] >= slots)
+      throw std::invalid_argument("slots[" + std::to_string(i) + "] is " + std::to_string(a.slots[i]) + "; there are " +
+                                  std::to_string(slots) + " slots");
+}
+
 inline void check_places(const Append &a, int64_t slots) {
   for (int64_t t = 0; t < a.rows; ++t)
     if (a.slots[t] < 0 || a.slots[t] >= slots || a.offsets[t] < 0 || a.offsets[t] >= CHUNK)

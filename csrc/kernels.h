@@ -128,6 +128,22 @@ struct Rotary {
   int threads;
 };
 
+enum class Element { bf16, fp32, int8 };
+enum class Format { raw, int8, int4 };  // see stored.cpp
+
+// Chunks of one layer and their stored bytes, one way or the other.
+struct Stored {
+  void *sections;           // of chunk i from i * stride bytes on
+  void *k, *v;              // the pools, as in Attend; no k: v is [slots, 64, D]
+  float *k_scale, *v_scale;  // [slots, Hkv, 64] of int8 pools, else null
+  const int32_t *slots;     // [count]
+  bool *fits;               // [count]: whether the format holds the chunk's numbers; null when loading
+  int64_t stride, count, heads, dim;
+  Element element;
+  Format format;
+  bool paired;
+};
+
 // One entry per element type: 0 is bf16, 1 is fp32. exp stands here for the test of its accuracy.
 struct Kernels {
   void (*attend[2])(const Attend &);
@@ -145,6 +161,8 @@ struct Kernels {
   void (*rotary[2])(const Rotary &);
   void (*linear_quant[2])(const LinearQuant &);
   void (*linear)(const Linear &);  // null where the instruction set has no bf16 products
+  void (*store_chunks)(const Stored &);
+  void (*load_chunks)(const Stored &);
   void (*exp)(const float *x, float *out, int64_t n);
   // Limits of the machine, for benchmarks: see probe.cpp.
   uint32_t (*probe_read)(const void *from, int64_t bytes, int threads);

@@ -19,6 +19,8 @@ template <typename T> void add(const Sum &);
 template <typename T> void rotary(const Rotary &);
 template <typename T> void linear_quant(const LinearQuant &);
 void linear(const Linear &);
+void store_chunks(const Stored &);
+void load_chunks(const Stored &);
 void exp_many(const float *x, float *out, int64_t n);
 uint32_t probe_read(const void *from, int64_t bytes, int threads);
 int64_t probe_multiply(int64_t rounds, int threads);
@@ -45,6 +47,8 @@ constexpr Kernels kernels = {
 #else
     nullptr,
 #endif
+    store_chunks,
+    load_chunks,
     exp_many,
     probe_read,
     probe_multiply,

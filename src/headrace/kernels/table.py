@@ -69,6 +69,11 @@ def native(x: Tensor) -> bool:
     return taken
 
 
+def in_cpp() -> bool:
+    """Whether operations that are not on rows of numbers run in C++."""
+    return cpu.available() and _forced != "torch"
+
+
 def table() -> dict[str, Choice]:
     """The choice for each operation on CPU tensors of bfloat16 or float32."""
     products = {"linear": _linear_choice()} | {f"linear_{scheme}": _quantized_choice() for scheme in ("int8", "int4")}
