@@ -267,7 +267,8 @@ class AsyncLLM:
         if self._writer is not None:
             self._writer.close()
         if self._process is not None:
-            await asyncio.to_thread(process.end, self._process)
+            seconds = process.STORE_S if self.config.offloads else process.END_S
+            await asyncio.to_thread(process.end, self._process, seconds)
         await _cancel(self._listener)
         self._die("the engine was shut down")
 

@@ -298,7 +298,7 @@ class Offload:
     @property
     def pending(self) -> bool:
         """Whether threads have work that `settle` will have to end."""
-        return bool(self._leaving or self.writeback.unstored)
+        return bool(self._leaving or self.writeback.unstored or self.tiers.queued)
 
     def stats(self) -> dict[str, TierStats]:
         return self.tiers.stats()

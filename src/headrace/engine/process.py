@@ -11,6 +11,9 @@ import time
 END_S = 5.0
 """So long may a process take to end by itself, and again after SIGTERM."""
 
+STORE_S = 40.0
+"""So long may it take where it has chunks to store before (engine.offload.CLOSE_S, and some)."""
+
 Process = subprocess.Popen[bytes]
 
 
@@ -29,11 +32,11 @@ def kill(process: Process) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def end(process: Process) -> None:
-    """Waits for a process that has been told to end; ends it by force if it does not, and then its group."""
+def end(process: Process, seconds: float = END_S) -> None:
+    """Waits so long for a process that has been told to end; ends it by force if it does not, and then its group."""
     if process.returncode is not None:
         return
-    if not _ended(process, END_S):
+    if not _ended(process, seconds):
         os.kill(process.pid, signal.SIGTERM)
         _ended(process, END_S)
     kill(process)

@@ -43,7 +43,7 @@ class Runner:
         ordered = [slices[i] for i in order]
         plan = planning.build([planning.Span(tables[i], slices[i].start, slices[i].length) for i in order])
         attend = PlanAttention(plan, self.storage, self.decoder.config.attention, self.backend, self.decoder.key_bias)
-        keep = KeepActivations(plan, self.storage) if self.storage.x is not None else None
+        keep = KeepActivations(plan, self.storage) if self.storage.keeps_activations else None
         rows, parts = _wanted(ordered)
         some = None if len(rows) == plan.rows else torch.tensor(rows, dtype=torch.int64)
         waiting = Restoring(attend, restores, self._project) if restores else attend

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from headrace.kv.cache import KVCache
 from headrace.kv.table import Table
-from headrace.kv.tiers.base import Kind, name_of
+from headrace.kv.tiers.base import Kind, Parts, name_of
 from headrace.kv.tiers.stack import Tiers
 from headrace.kv.tree import Node
 from headrace.recompute.shelf import Shelf
@@ -95,11 +95,12 @@ class Writeback:
 
     def _run(self) -> None:
         while (parked := self._queue.get()) is not None:
-            for node in parked.nodes:
-                if parked.revoked:
-                    break
-                if not node.stored:
-                    self._store(node, self.shelf, parked)
+            try:
+                for node in parked.nodes:
+                    if not (node.stored or parked.revoked):
+                        self._store(node, self.shelf, parked)
+            except Exception:
+                log.exception("chunks could not be stored")
             self._ended.put(parked)
 
     def _store(self, node: Node, shelf: Shelf, parked: _Parked | None = None) -> None:
@@ -115,11 +116,15 @@ class Writeback:
                     if parked is not None and parked.revoked:
                         return
                     parts = shelf.encode(slot, digest, kind, form)
-                size = sum(len(part) for part in parts)
-                for tier in lacking:
-                    if self.tiers.format(tier) == form:
-                        self.tiers.offer(tier, name, tenant, parts, size)
+                self._offer([tier for tier in lacking if self.tiers.format(tier) == form], name, tenant, parts)
         node.stored = True
+
+    def _offer(self, tiers: list[int], name: bytes, tenant: bytes, parts: Parts) -> None:
+        """What a tier does not take is counted there."""
+        if any(self.tiers.queues(tier) for tier in tiers):
+            parts = (b"".join(parts),)  # the queue keeps it while the next chunk is encoded
+        for tier in tiers:
+            self.tiers.offer(tier, name, tenant, parts, sum(len(part) for part in parts))
 
     def close(self, timeout_s: float) -> bool:
         """Stores what waits, within that time; whether all of it was."""

@@ -12,6 +12,7 @@ before it is used; from the first chunk that is not right on, the run is not res
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from headrace.kv.tiers.stack import Tiers
 from headrace.recompute.lanes import Lane, Ticket
 from headrace.recompute.shelf import Shelf
 from headrace.types import CHUNK
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 << 20
 """Read, checked and moved on together: little enough to stay in the processor's cache."""
@@ -93,9 +96,18 @@ class Restore:
                     self._submit(lane, partial(self._carry, layer, kind, some), size, kind, layer)
 
     def _submit(self, lane: Lane, run: Callable[[], None], size: int, kind: Kind, layer: int) -> None:
-        self._tickets.append((lane.submit(run, size, "kv" if kind == "k" else "x"), kind, layer))
+        ticket = lane.submit(partial(self._guarded, run), size, "kv" if kind == "k" else "x")
+        self._tickets.append((ticket, kind, layer))
 
     # -- on the lane
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        """Whatever goes wrong costs the restore, not the engine."""
+        try:
+            run()
+        except Exception as error:
+            log.exception("a restore failed")
+            self.good, self.reason = 0, f"{type(error).__name__}: {error}"
 
     def _read_headers(self) -> None:
         size = self.shelf.header_bytes
@@ -208,10 +220,9 @@ class Restore:
 
     def _project(self, layer: int, project: Project) -> None:
         chunks = [w for w in self.chunks[: self.good] if w.kind == "x"]
-        assert self.shelf.storage.x is not None
         if chunks:
             slots = [w.slot for w in chunks]
-            project(layer, self.shelf.storage.x[layer][slots], [w.chunk for w in chunks], slots, self.prompt_len)
+            project(layer, self.shelf.activations(layer)[slots], [w.chunk for w in chunks], slots, self.prompt_len)
 
 
 class Restoring:

@@ -33,13 +33,13 @@ class Shelf:
 
     @property
     def keeps_activations(self) -> bool:
-        return self.storage.x is not None
+        return self.storage.keeps_activations
 
     def section_bytes(self, kind: Kind, form: Format) -> int:
         """Bytes of one layer's section."""
         if kind == "k":
             return stored.kv_bytes(self.spec.kv_heads, self.spec.head_dim, self.storage.dtype, form)
-        return stored.x_bytes(self._activations(0).shape[-1], self.dtype, form)
+        return stored.x_bytes(self.activations(0).shape[-1], self.dtype, form)
 
     def blob_bytes(self, kind: Kind, form: Format) -> int:
         return self.header_bytes + self.spec.layers * self.section_bytes(kind, form)
@@ -61,15 +61,17 @@ class Shelf:
     def _store(self, section: Tensor, layer: int, slot: int, kind: Kind, form: Format) -> bool:
         where = torch.tensor([slot], dtype=torch.int32)
         if kind == "x":
-            return stored.store_x_many(section[None], self._activations(layer), where, form)[0]
+            return stored.store_x_many(section[None], self.activations(layer), where, form)[0]
         return stored.store_kv_many(section[None], *self._pools(layer), where, form, **self._facts(layer))[0]
 
     def _pools(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.storage.k[layer], self.storage.v[layer]
 
-    def _activations(self, layer: int) -> Tensor:
-        assert self.storage.x is not None, "the pool keeps no activations"
-        return self.storage.x[layer]
+    def activations(self, layer: int) -> Tensor:
+        """The pool [slots, 64, H] of a layer."""
+        activations = self.storage.x[layer]
+        assert activations is not None, "the pool keeps no activations"
+        return activations
 
     def _facts(self, layer: int) -> dict[str, Any]:
         scales = {"k_scale": self.storage.k_scale[layer], "v_scale": self.storage.v_scale[layer]}
@@ -87,6 +89,6 @@ class Shelf:
         """Puts checked sections of a layer, uint8 [n, section bytes], into n slots."""
         where = torch.tensor(slots, dtype=torch.int32)
         if kind == "x":
-            stored.load_x_many(sections, self._activations(layer), where, form)
+            stored.load_x_many(sections, self.activations(layer), where, form)
         else:
             stored.load_kv_many(sections, *self._pools(layer), where, form, **self._facts(layer))

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from headrace.kv.tiers.base import Parts, Read, Tier, TierStats
+from headrace.kv.tiers.base import Format, Parts, Read, Tier, TierStats
 from headrace.kv.tiers.writer import Write, Writer
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,21 @@ class Tiers:
             raise ValueError(f"queue_bytes and timeout_s must be above 0, got {queue_bytes} and {timeout_s}")
         self.tiers, self.timeout_s = tuple(tiers), timeout_s
         self._writers = [None if tier.kind == "host" else Writer(tier, queue_bytes) for tier in tiers]
+
+    def format(self, index: int) -> Format:
+        return self.tiers[index].format
+
+    def kind(self, index: int) -> str:
+        return self.tiers[index].kind
+
+    def queues(self, index: int) -> bool:
+        """Whether `offer` keeps the parts for later."""
+        return self._writers[index] is not None
+
+    @property
+    def queued(self) -> int:
+        """Bytes that wait to be written."""
+        return sum(writer.queued_bytes for writer in self._writers if writer is not None)
 
     def find(self, names: Sequence[bytes]) -> list[int | None]:
         """Index of the first tier that has each blob. A later tier is asked only for names still missing."""
