@@ -1,0 +1,360 @@
+"""What loading, projecting and prefilling take here and now: first guesses, then what is observed while running.
+
+The paper profiles once, when it starts, and names that as a limit (KVPR, limitations): a link that others use, or a
+clock that falls, makes its split wrong from then on. Here every transfer and every step is an observation.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.planner.machine import Machine, Shape, Times
+from headrace.planner.partition import causal_pairs
+
+Floats = NDArray[np.float64]
+
+LATEST = 3
+"""An observation counts by the median of so many latest: a single outlier changes nothing."""
+WEIGHT = 0.6
+"""Of a figure by itself: share of the way to that median, in the logarithm."""
+CLASSES = 32
+
+
+class Smoothed:
+    """A positive figure that follows its observations."""
+
+    def __init__(self, value: float, weight: float = WEIGHT) -> None:
+        self.value, self.weight = value, weight
+        self._latest: deque[float] = deque([value] * (LATEST - 1), maxlen=LATEST)
+
+    def observe(self, value: float) -> None:
+        self._latest.append(value)
+        toward = statistics.median(self._latest)
+        self.value *= (toward / self.value) ** self.weight
+
+
+class Fit:
+    """seconds = figures[0] * a + figures[1] * b, both figures at least 0, fitted to the latest observations of (a, b).
+
+    Weighted least squares of the relative errors: older observations count less, and so do those that are far from what
+    the latest say as a whole (outliers, and all that was seen before a change). What these leave open is filled in by
+    the figures so far at two typical `points`, scaled as the latest say: both alike where they change `together`, as
+    with the cores' clock, else the one that makes up most of the latest times.
+    """
+
+    def __init__(self, figures: tuple[float, float], points: tuple[tuple[float, float], ...], together: bool) -> None:
+        self.figures = np.array(figures)
+        self._points, self._together = np.array(points), together
+        self._latest: deque[tuple[float, float, float]] = deque(maxlen=24)
+        self.observed = 0
+
+    def observe(self, a: float, b: float, seconds: float) -> Floats:
+        """Refits; returns for each of the latest observations (a, b, log of seconds over what is fitted)."""
+        self.observed += 1
+        self._latest.append((a, b, seconds))
+        seen = np.array(self._latest)
+        rows, times = seen[:, :2], seen[:, 2]
+        found = before = self._scaled(rows, _recent(np.log(times / (rows @ self.figures))))
+        filled = self._points / (self._points @ before)[:, None]
+        for _ in range(3 if len(seen) >= LATEST else 0):
+            off = np.log(times / (rows @ found))
+            odd = np.maximum(np.abs(off - _recent(off)), 1e-9)
+            weights = 0.75 ** np.arange(len(seen))[::-1] * np.minimum(1.0, 0.2 / odd) ** 2
+            found = _least_squares(np.vstack([rows / times[:, None], filled]), np.append(weights, (0.02, 0.02)))
+        self.figures = found
+        return np.column_stack([rows, np.log(times / (rows @ found))])
+
+    def _scaled(self, rows: Floats, recent: float) -> Floats:
+        """The figures so that the latest times become exp(recent) times what they are by them."""
+        change = np.exp(recent)
+        if self._together:
+            return self.figures * change
+        parts = np.sum(rows[-LATEST:] * self.figures, axis=0)
+        mostly, scaled = int(np.argmax(parts)), self.figures.copy()
+        scaled[mostly] *= max(1.0 + (change - 1.0) * parts.sum() / parts[mostly], 0.5 * change)
+        return scaled
+
+
+def _recent(off: Floats) -> float:
+    """Median of the latest; what is not there yet was as expected."""
+    return statistics.median([0.0] * max(LATEST - len(off), 0) + off[-LATEST:].tolist())
+
+
+def _least_squares(rows: Floats, weights: Floats) -> Floats:
+    """The two figures of at least 0 for which rows @ figures is nearest to 1."""
+    heavy = np.sqrt(weights)
+    found = np.linalg.lstsq(rows * heavy[:, None], heavy, rcond=None)[0]
+    for zero, other in ((0, 1), (1, 0)):
+        if found[zero] <= 0:
+            column = rows[:, other]
+            found[other], found[zero] = (weights * column).sum() / (weights * column**2).sum(), 0.0
+    return np.maximum(found, 1e-15)
+
+
+def size_class(units: Floats) -> NDArray[np.int64]:
+    """Powers of four: 0 for 1 to 3, 1 for 4 to 15, and so on."""
+    return np.clip(np.log2(np.maximum(units, 1.0)) // 2, 0, CLASSES - 1).astype(np.int64)
+
+
+class Line:
+    """Seconds of so many units in one go: (fixed_s + units * unit_s) * the factor of the size class + pieces * piece_s.
+
+    A change of the rate holds for every size at once; what a size has of its own stays in its class's factor.
+    """
+
+    def __init__(self, unit_s: float, fixed_s: float = 0.0, piece_s: float = 0.0, typical: float = 1e6) -> None:
+        if not unit_s > 0 or not (fixed_s >= 0 and piece_s >= 0):
+            raise ValueError(
+                f"a rate needs unit_s above 0 and fixed times of at least 0: {unit_s}, {fixed_s}, {piece_s}"
+            )
+        self.piece_s = piece_s
+        self._fit = Fit((max(fixed_s, 1e-9), unit_s), ((1.0, typical / 16), (1.0, typical * 16)), together=False)
+        self._factors = np.ones(CLASSES)
+
+    @property
+    def unit_s(self) -> float:
+        return float(self._fit.figures[1])
+
+    @property
+    def fixed_s(self) -> float:
+        return float(self._fit.figures[0])
+
+    @property
+    def observed(self) -> int:
+        return self._fit.observed
+
+    def seconds(self, units: Floats, pieces: Floats | float = 1.0) -> Floats:
+        """Elementwise; 0 for no units."""
+        units = np.asarray(units, np.float64)
+        line = (self.fixed_s + units * self.unit_s) * self._factors[size_class(units)]
+        return np.where(units > 0, line + pieces * self.piece_s, 0.0)
+
+    def observe(self, units: float, seconds: float, pieces: float = 1.0) -> None:
+        """An observation of nothing, or of no time, says nothing."""
+        if not units > 0 or not seconds > 0:
+            return
+        off = self._fit.observe(1.0, units, max(seconds - pieces * self.piece_s, 0.05 * seconds))
+        classes, near = size_class(off[:, 1]), np.abs(off[:, 2]) < 1.0
+        of = int(classes[-1])
+        own = off[(classes == of) & near, 2]
+        if len(own) >= LATEST:
+            self._factors[of] = np.exp(np.median(own))
+
+
+class PrefillRate:
+    """Seconds of one step of `count` tokens after `start` others, all layers:
+
+        max(floor_s, token_s * count) + pair_s * count * (start + count / 2)
+
+    floor_s: reading the weights once.
+    """
+
+    def __init__(self, floor_s: float, token_s: float, pair_s: float) -> None:
+        if not token_s > 0 or not (floor_s >= 0 and pair_s >= 0):
+            raise ValueError(
+                f"a prefill rate needs token_s above 0, the rest at least 0: {token_s}, {floor_s}, {pair_s}"
+            )
+        self._floor = Smoothed(max(floor_s, 1e-9))
+        points = ((512.0, 512.0 * 256), (512.0, 512.0 * 16640))
+        self._fit = Fit((token_s, max(pair_s, 1e-15)), points, together=True)
+        self.observed = 0
+
+    @classmethod
+    def of(cls, times: Times) -> PrefillRate:
+        """By a profile of the machine."""
+        layers, rows = times.shape.layers, 512
+        linear = times.qkv(rows) + times.rest(rows)
+        near, far = (times.attend(rows, causal_pairs((at, at + rows), (0, at + rows)), at + rows) for at in (0, 8192))
+        pair = max((far - near) / (rows * 8192), 0.0)
+        return cls(layers * (times.qkv(1) + times.rest(1)), layers * linear / rows, layers * pair)
+
+    @property
+    def floor_s(self) -> float:
+        return self._floor.value
+
+    @property
+    def token_s(self) -> float:
+        return float(self._fit.figures[0])
+
+    @property
+    def pair_s(self) -> float:
+        return float(self._fit.figures[1])
+
+    def seconds(self, start: Floats, count: Floats) -> Floats:
+        """Elementwise; 0 for no tokens."""
+        linear = np.maximum(self.token_s * count, self.floor_s)
+        return np.where(count > 0, linear + self.pair_s * count * (start + count / 2), 0.0)
+
+    def observe(self, start: float, count: float, seconds: float) -> None:
+        """Steps of fewer tokens than the floor covers move the floor; they say nothing of the rest."""
+        if not count > 0 or not seconds > 0:
+            return
+        self.observed += 1
+        pairs = count * (start + count / 2)
+        if self.token_s * count < self.floor_s:
+            self._floor.observe(max(seconds - self.pair_s * pairs, 0.05 * seconds))
+        else:
+            self._fit.observe(count, pairs, seconds)
+
+    def as_dict(self) -> dict[str, float]:
+        return {"floor_s": self.floor_s, "token_s": self.token_s, "pair_s": self.pair_s, "observed": self.observed}
+
+
+GUESSES = {"host": (0.125e-9, 20e-6), "disk": (1e-9, 200e-6), "remote": (2e-9, 1e-3), "link": (0.125e-9, 20e-6)}
+"""Seconds of a byte and of a transfer, where nothing was measured yet."""
+
+
+class Rates:
+    """Costs of a restore (recompute.solver). Safe to call from several threads; each observation holds from then on."""
+
+    def __init__(
+        self,
+        layers: int,
+        project: Line,
+        prefill: PrefillRate,
+        tiers: Mapping[str, Line] | None = None,
+        cpu_s_per_byte: Mapping[str, float] | None = None,
+    ) -> None:
+        self.layers = layers
+        self._project, self._prefill = project, prefill
+        self._tiers = {tier: Line(*guess) for tier, guess in GUESSES.items()} | dict(tiers or {})
+        self._cpu = {tier: Smoothed(max(taken, 1e-15)) for tier, taken in (cpu_s_per_byte or {}).items()}
+        self._lock = threading.Lock()
+
+    def transfer(self, tier: str, size: Floats | float, pieces: Floats | float = 1.0) -> Floats:
+        """Seconds of `size` bytes in `pieces` pieces (chunks) in one go. Raises ValueError for an unknown tier."""
+        with self._lock:
+            return self._line(tier).seconds(np.asarray(size, np.float64), pieces)
+
+    def cpu_s_per_byte(self, tier: str) -> float:
+        """What a byte from there takes from the computing cores; 0 where it was never measured."""
+        return self._cpu[tier].value if tier in self._cpu else 0.0
+
+    def project(self, tokens: Floats | float) -> Floats:
+        """One layer's projection of so many tokens."""
+        with self._lock:
+            return self._project.seconds(np.asarray(tokens, np.float64))
+
+    def project_all(self, tokens: Floats | float) -> Floats:
+        """That of all layers."""
+        return self.layers * self.project(tokens)
+
+    def prefill(self, start: Floats | float, count: Floats | float) -> Floats:
+        """One step of `count` tokens after `start` others, all layers."""
+        with self._lock:
+            return self._prefill.seconds(np.asarray(start, np.float64), np.asarray(count, np.float64))
+
+    def suffix(self, start: Floats | float, count: Floats | float) -> Floats:
+        """One layer of it."""
+        return self.prefill(start, count) / self.layers
+
+    def observe_load(self, tier: str, size: float, pieces: float, seconds: float, cpu_s: float | None = None) -> None:
+        """A transfer was seen to take `seconds` (the lane's, waiting in its queue not counted), of which it took cpu_s
+        from the computing cores."""
+        with self._lock:
+            self._line(tier).observe(size, seconds, pieces)
+            if cpu_s is not None and cpu_s > 0 and size > 0:
+                self._cpu.setdefault(tier, Smoothed(cpu_s / size)).observe(cpu_s / size)
+
+    def observe_project(self, tokens: float, seconds: float) -> None:
+        """One layer's. Only what ran with no transfer beside it should be told, here and for observe_prefill."""
+        with self._lock:
+            self._project.observe(tokens, seconds)
+
+    def observe_prefill(self, start: float, count: float, seconds: float) -> None:
+        """One step, of one sequence."""
+        with self._lock:
+            self._prefill.observe(start, count, seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For logs: bytes a second and seconds."""
+        with self._lock:
+            tiers = {
+                f"{tier}_{name}": value
+                for tier, line in self._tiers.items()
+                if line.observed or tier in self._cpu
+                for name, value in (
+                    ("bytes_s", 1 / line.unit_s), ("latency_s", line.fixed_s), ("observed", line.observed),
+                    ("cpu_s_per_byte", self._cpu[tier].value if tier in self._cpu else 0.0),
+                )
+            }  # fmt: skip
+            project = {"project_token_s": self._project.unit_s, "project_observed": self._project.observed}
+            return tiers | project | {f"prefill_{name}": value for name, value in self._prefill.as_dict().items()}
+
+    def _line(self, tier: str) -> Line:
+        if tier not in self._tiers:
+            raise ValueError(f"no rate of a tier called {tier!r}: known are {', '.join(self._tiers)}")
+        return self._tiers[tier]
+
+
+SIZES = (1 << 18, 1 << 23)
+"""Bytes of the transfers that `measure` times."""
+ROWS = (64, 1024)
+"""Tokens of the projections that it times."""
+TOKENS = 256.0
+"""A usual number of tokens to project."""
+ATTENTION = 0.8
+"""Rate of the attention as a share of that of the linear layers, where no profile says."""
+MEMORY_BYTES_S = 30e9
+
+
+def measure(
+    shape: Shape,
+    project: Callable[[int], object],
+    reads: Mapping[str, Callable[[int], object]] | None = None,
+    machine: Machine | None = None,
+    *,
+    shares_cores: bool = True,
+) -> Rates:
+    """First guesses, in less than a second on any model: a few real calls.
+
+    project(tokens): K and V of so many tokens of one layer, from X, with the model's own weights. reads[tier](size):
+    a read of about so many bytes, as restores read them. machine: a profile, where one is at hand; without it the
+    prefill's rate is taken from the projection's. shares_cores: reads run on the cores that compute.
+    """
+    few, many = (_seconds(lambda rows=rows: project(rows)) for rows in ROWS)  # type: ignore[misc]
+    token_s = max((many - few) / (ROWS[1] - ROWS[0]), 0.1 * many / ROWS[1])
+    line = Line(token_s, max(few - token_s * ROWS[0], 0.0), typical=TOKENS)
+    tiers, cpu = {}, {}
+    for tier, read in (reads or {}).items():
+        tiers[tier], cpu[tier] = _measure_reads(read)
+    return Rates(shape.layers, line, _guess(shape, machine, token_s), tiers, cpu if shares_cores else None)
+
+
+def _guess(shape: Shape, machine: Machine | None, token_s: float) -> PrefillRate:
+    if machine is not None:
+        return PrefillRate.of(Times(machine, shape))
+    flops_s = 4 * shape.hidden * shape.kv_heads * shape.head_dim / token_s
+    weights = shape.layers * (shape.qkv_weights + shape.rest_weights) * shape.element_bytes
+    pair_s = shape.layers * shape.pair_flops / (ATTENTION * flops_s)
+    return PrefillRate(weights / MEMORY_BYTES_S, shape.linear_flops / flops_s, pair_s)
+
+
+def _measure_reads(read: Callable[[int], object]) -> tuple[Line, float]:
+    """The rate, and the seconds of a core per byte."""
+    small, large = (_seconds(lambda size=size: read(size)) for size in SIZES)  # type: ignore[misc]
+    began = time.thread_time()
+    read(SIZES[1])
+    taken = (time.thread_time() - began) / SIZES[1]
+    byte_s = max((large - small) / (SIZES[1] - SIZES[0]), 0.1 * large / SIZES[1])
+    return Line(byte_s, max(small - byte_s * SIZES[0], 0.0)), min(taken, byte_s)
+
+
+def _seconds(work: Callable[[], object], most_s: float = 0.05, repeats: int = 3) -> float:
+    """Median of a few calls after one that does not count; of a slow call, that one alone."""
+    times = []
+    for _ in range(1 + repeats):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+        if times[0] > most_s:
+            return times[0]
+    return statistics.median(times[1:])

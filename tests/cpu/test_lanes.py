@@ -1,0 +1,227 @@
+"""Lanes that are threads, and links: order, errors, closing, counters, and a link's time by a clock of its own."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from headrace.recompute import lanes
+from headrace.recompute.lanes import Link, ThreadLane, copy_alone, open_lanes
+
+
+@pytest.fixture
+def lane() -> Iterator[ThreadLane]:
+    lane = ThreadLane("test")
+    yield lane
+    lane.close()
+
+
+class Clock:
+    """Time that passes only in sleep."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.slept = 100.0, 0.0
+        monkeypatch.setattr(lanes, "time", SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep))
+
+    def sleep(self, seconds: float) -> None:
+        self.now, self.slept = self.now + seconds, self.slept + seconds
+
+
+def test_a_link_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    link = Link(1e6, 0.5)
+    link.carried(2_000_000, clock.now)
+    assert clock.now == pytest.approx(102.5)
+    link.carried(0, clock.now)
+    assert clock.now == pytest.approx(103.0)
+
+
+def test_time_that_the_work_took_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer is not longer for what was done in it: reading, say."""
+    clock = Clock(monkeypatch)
+    link = Link(1e6)
+    began, clock.now = clock.now, clock.now + 0.75
+    link.carried(1_000_000, began)
+    assert clock.now == pytest.approx(101.0)
+    began, clock.now = clock.now, clock.now + 3.0
+    link.carried(1_000_000, began)
+    assert clock.now == pytest.approx(104.0), "slower than the link: nothing is waited for"
+
+
+def test_a_link_carries_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that began at once, on two lanes, share it."""
+    clock = Clock(monkeypatch)
+    link = Link(1e6)
+    link.carried(1_000_000, 100.0)
+    link.carried(1_000_000, 100.0)
+    assert clock.now == pytest.approx(102.0)
+
+
+def test_a_link_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    Link().carried(1 << 40, clock.now)
+    assert clock.slept == 0
+
+
+def test_jitter_is_bounded_and_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    def times(link: Link) -> list[float]:
+        found = []
+        for _ in range(50):
+            began = clock.now
+            link.carried(1_000_000, began)
+            found.append(clock.now - began)
+        return found
+
+    first = times(Link(1e6, 1.0, jitter=0.25, seed=3))
+    assert all(1.5 - 1e-9 <= seconds <= 2.5 + 1e-9 for seconds in first)
+    assert max(first) - min(first) > 0.5
+    assert times(Link(1e6, 1.0, jitter=0.25, seed=3)) == pytest.approx(first)
+    assert times(Link(1e6, 1.0, jitter=0.25, seed=3).twin()) != pytest.approx(first)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [((0.0,), "bytes_s"), ((1.0, -1.0), "latency_s"), ((1.0, 0.0, 1.0), "jitter")]
+)
+def test_link_refuses(given: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Link(*given)
+
+
+def test_in_order(lane: ThreadLane) -> None:
+    done: list[int] = []
+    tickets = [lane.submit(lambda i=i: done.append(i), 1, "kv") for i in range(100)]
+    tickets[-1].wait()
+    assert done == list(range(100))
+    assert all(ticket.done for ticket in tickets)
+    assert [ticket.began_s for ticket in tickets] == sorted(ticket.began_s for ticket in tickets)
+    assert all(ticket.busy_s >= 0 for ticket in tickets)
+
+
+def test_beside_the_caller(lane: ThreadLane) -> None:
+    """The caller goes on while the lane works."""
+    go = threading.Event()
+    ticket = lane.submit(go.wait, 1, "kv")
+    assert not ticket.done
+    assert ticket.busy_s == 0
+    go.set()
+    ticket.wait()
+
+
+def test_errors_are_handed_on(lane: ThreadLane) -> None:
+    def fail() -> None:
+        raise OSError("gone")
+
+    def end() -> None:
+        raise SystemExit
+
+    bad, worse = lane.submit(fail, 7, "kv"), lane.submit(end, 7, "kv")
+    good = lane.submit(lambda: None, 5, "kv")
+    good.wait()
+    for _ in range(2):
+        with pytest.raises(OSError, match="gone"):
+            bad.wait()
+    with pytest.raises(SystemExit):
+        worse.wait()
+    assert isinstance(bad.error, OSError)
+    assert lane.stats()["kv"].bytes == 5
+    assert lane.stats()["kv"].transfers == 3
+
+
+def test_copies(lane: ThreadLane) -> None:
+    for source in (torch.randn(3, 5, 7).bfloat16(), torch.randn(4, 6).t(), torch.randint(9, (10,)), torch.empty(0)):
+        into = torch.empty_like(source)
+        ticket = lane.copy(into, source, "x")
+        ticket.wait()
+        assert torch.equal(into, source)
+        assert ticket.size == source.nbytes
+    with pytest.raises(ValueError, match="shape"):
+        lane.copy(torch.empty(2), torch.empty(3), "x")
+
+
+def test_copies_part_of_a_tensor() -> None:
+    pool, source = torch.zeros(6, 4), torch.arange(8.0).view(2, 4)
+    copy_alone(pool[2:4], source)
+    assert torch.equal(pool[2:4], source)
+    assert pool.sum() == source.sum()
+    copy_alone(pool[:2, 1:3], source[:, :2])
+    assert torch.equal(pool[:2, 1:3], source[:, :2])
+    wide = torch.empty(2, 4, dtype=torch.float64)
+    copy_alone(wide, source)
+    assert torch.equal(wide, source.double())
+
+
+def test_closing_ends_what_was_submitted() -> None:
+    lane, done = ThreadLane("test"), []
+    for i in range(20):
+        lane.submit(lambda i=i: done.append(i), 1, "kv")
+    lane.close()
+    assert done == list(range(20))
+    lane.close()
+    with pytest.raises(ValueError, match="closed"):
+        lane.submit(lambda: None, 1, "kv")
+
+
+def test_closing_while_others_submit() -> None:
+    """What was taken is done; what comes too late is refused: nobody waits for ever."""
+    lane = ThreadLane("test")
+    tickets: list[lanes.Ticket] = []
+
+    def submit() -> None:
+        try:
+            while True:
+                tickets.append(lane.submit(lambda: None, 1, "kv"))
+        except ValueError:
+            pass
+
+    threads = [threading.Thread(target=submit) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while not tickets:
+        pass
+    lane.close()
+    for thread in threads:
+        thread.join(10)
+    assert all(ticket.done for ticket in tickets)
+    assert lane.stats()["kv"].transfers == len(tickets)
+
+
+def test_closing_from_the_lane_itself() -> None:
+    lane = ThreadLane("test")
+    lane.submit(lane.close, 0, "kv").wait()
+    lane.close()
+
+
+def test_counters_by_stream(lane: ThreadLane) -> None:
+    rng = random.Random(0)
+    sizes = {stream: [rng.randrange(100) for _ in range(10)] for stream in ("kv", "x", "weights")}
+    for stream, each in sizes.items():
+        tickets = [lane.submit(lambda: sum(range(1000)), size, stream) for size in each]
+    tickets[-1].wait()
+    found = lane.stats()
+    assert {stream: carried.bytes for stream, carried in found.items()} == {k: sum(v) for k, v in sizes.items()}
+    assert all(carried.busy_s > 0 and carried.cpu_s > 0 for carried in found.values())
+    found["kv"].bytes = 0
+    assert lane.stats()["kv"].bytes == sum(sizes["kv"])
+
+
+def test_lanes_of_a_cpu() -> None:
+    """Two lines: one direction does not hold up the other."""
+    both = open_lanes(torch.device("cpu"), Link(1e9, 1e-3, 0.1))
+    assert isinstance(both.into, ThreadLane) and isinstance(both.out, ThreadLane)
+    assert both.into.link is not both.out.link
+    assert (both.out.link.bytes_s, both.out.link.latency_s, both.out.link.jitter) == (1e9, 1e-3, 0.1)
+    both.close()
+    with pytest.raises(ValueError, match="closed"):
+        both.out.submit(lambda: None, 1, "kv")
+
+
+def test_a_stream_lane_needs_a_device() -> None:
+    with pytest.raises(ValueError, match="ThreadLane"):
+        lanes.StreamLane("test", torch.device("cpu"))
