@@ -13,6 +13,7 @@ from headrace.config import AttentionSpec
 from headrace.kernels import cpu
 from headrace.kernels.step import Step
 from headrace.kv.storage import KVStorage
+from headrace.types import CHUNK
 
 BACKENDS = {"reference": reference, "cpu": cpu}
 """Each has, with the same parameters: append and attend; empty_fold, partial, finish, states_of, fold_blocks and merge
@@ -85,6 +86,20 @@ class PlanAttention:
             **scales,
         )
         return out
+
+
+class KeepActivations:
+    """What Decoder.forward calls as `watch`: copies a step's activations into the storage's X pools, by its plan."""
+
+    def __init__(self, plan: Plan, storage: KVStorage) -> None:
+        if storage.x is None:
+            raise ValueError("this storage keeps no activations; make it with `hidden`")
+        slots, offsets = torch.from_numpy(plan.row_slots), torch.from_numpy(plan.row_offsets)
+        self.pools, self.places = storage.x, slots.long() * CHUNK + offsets
+
+    def __call__(self, layer: int, x: Tensor) -> None:
+        """x [T, H], the residual stream as it enters the layer."""
+        self.pools[layer].view(-1, x.shape[-1]).index_copy_(0, self.places, x)
 
 
 def items_of(items: Tensor, rows: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ MATRICES = ("qkv", "out", "up", "down")
 
 Attend = Callable[..., Tensor]
 """See attention.execute.Attend."""
+Watch = Callable[[int, Tensor], object]
+"""watch(layer, x [T, H]): x is what enters the layer, and is overwritten after the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +76,21 @@ class Blocks:
     def __init__(self, shape: Shape, layers: Sequence[LayerWeights]) -> None:
         self.shape = shape
         self.layers = layers  # keeps the memory that the blocks point to
-        self.blocks = [_block(shape, layer) for layer in layers]
+        self.blocks = [_block(shape, layer, query=True) for layer in layers]
+        heads = shape.attention.heads * shape.attention.head_dim
+        self.without_queries = None if heads % cpu.COLUMNS else [_block(shape, layer, query=False) for layer in layers]
 
-    def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, some: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        cos_sin: Tensor | None,
+        attend: Attend,
+        some: Tensor | None = None,
+        watch: Watch | None = None,
+    ) -> Tensor:
         """x [T, H] -> [T, H], which takes x's place in memory; cos_sin [T, N] fp32 as in ops.rotary.
 
-        some, int64 [n]: rows of which alone the result is wanted, [n, H]: see Decoder.forward.
+        some, int64 [n]: rows of which alone the result is wanted, [n, H]; watch: see Decoder.forward.
 
         All layers hand the same memory to `attend`: q, k and v are views of it.
         """
@@ -92,6 +103,8 @@ class Blocks:
         turn_at, turned = self._rotation(rows, cos_sin)
         last = len(self.blocks) - 1
         for index, block in enumerate(self.blocks):
+            if watch is not None:
+                watch(index, x)
             block.before(x_at, turn_at, turned, qkv_at, scratch_at, rows, threads)
             if index == last and some is not None:
                 attended, x, q = attend(index, q, k, v, some).contiguous(), x[some], q[some]
@@ -102,6 +115,20 @@ class Blocks:
             if rows:
                 block.after(x_at, attended.data_ptr(), scratch_at, rows, threads)
         return x
+
+    def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The keys and values [n, Hkv, D] that the layer makes of x [n, H], as `attend` gets them."""
+        spec, rows = self.shape.attention, len(x)
+        check("x", x, torch.bfloat16, (rows, self.shape.hidden))
+        block, queries = self.blocks[layer], spec.heads
+        if self.without_queries is not None:
+            block, queries = self.without_queries[layer], 0
+        heads = torch.empty((rows, queries + 2 * spec.kv_heads, spec.head_dim), dtype=x.dtype)
+        scratch = torch.empty(block.scratch(rows), dtype=x.dtype)
+        turn = self._rotation(rows, cos_sin)
+        block.before(x.data_ptr(), *turn, heads.data_ptr(), scratch.data_ptr(), rows, torch.get_num_threads())
+        _, k, v = heads.split((queries, spec.kv_heads, spec.kv_heads), dim=1)
+        return k, v
 
     def _rotation(self, rows: int, cos_sin: Tensor | None) -> tuple[int, int]:
         """Address of cos_sin and the number of elements that it turns; zeros for none."""
@@ -114,8 +141,8 @@ class Blocks:
         return cos_sin.data_ptr(), width
 
 
-def _block(shape: Shape, layer: LayerWeights) -> Any:
-    """The C++ block, which holds addresses only."""
+def _block(shape: Shape, layer: LayerWeights, *, query: bool) -> Any:
+    """The C++ block, which holds addresses only; without queries it has keys and values alone."""
     ext, spec = require(), shape.attention
     heads = spec.heads * spec.head_dim
     sizes = {
@@ -124,26 +151,30 @@ def _block(shape: Shape, layer: LayerWeights) -> Any:
         "up": (shape.inner * (2 if shape.activation == "silu_mul" else 1), shape.hidden),
         "down": (shape.hidden, shape.inner),
     }
-    matrices = [_matrix(layer, name, sizes[name]) for name in MATRICES]
+    matrices = [_matrix(layer, name, sizes[name], 0 if query or name != "qkv" else heads) for name in MATRICES]
     # A parallel block without a norm of its own for the MLP feeds both halves from the same one.
     norms = [
         _norm(shape, layer, name) for name in ("attention_norm", "mlp_norm" if shape.mlp_norm else "attention_norm")
     ]
     head_norms = [
-        _vector(layer, f"{name}.weight", spec.head_dim) if shape.qk_norm else 0 for name in ("q_norm", "k_norm")
+        _vector(layer, f"{name}.weight", spec.head_dim) if shape.qk_norm and (query or name == "k_norm") else 0
+        for name in ("q_norm", "k_norm")
     ]
     order, activation = getattr(ext.Order, shape.order), getattr(ext.Activation, shape.activation)
+    queries = spec.heads if query else 0
     return ext.Block(
-        order, activation, spec.heads, spec.kv_heads, spec.head_dim, shape.eps, *matrices, *norms, *head_norms
+        order, activation, queries, spec.kv_heads, spec.head_dim, shape.eps, *matrices, *norms, *head_norms
     )
 
 
-def _matrix(layer: LayerWeights, name: str, shape: tuple[int, int]) -> Any:
+def _matrix(layer: LayerWeights, name: str, shape: tuple[int, int], first: int) -> Any:
+    """The outputs of a matrix of this shape from `first` on."""
     weight = layer.matrices[f"{name}.weight"]
     if not isinstance(weight, cpu.Packed | Quantized) or weight.shape != shape:
         raise ValueError(f"{name}.weight must be packed and {list(shape)}, got {list(weight.shape)}")
-    outputs, inputs = shape
-    form, bias = require().Form, _vector(layer, f"{name}.bias", outputs)
+    form, bias = require().Form, _vector(layer, f"{name}.bias", shape[0], first)
+    weight = weight.outputs_from(first)
+    outputs, inputs = weight.shape
     if isinstance(weight, cpu.Packed):
         return require().Matrix(form.packed, weight.blocks.data_ptr(), 0, bias, inputs, outputs)
     kind, codes, scales = form.int8 if weight.bits == 8 else form.int4, weight.codes, weight.scales
@@ -155,10 +186,10 @@ def _norm(shape: Shape, layer: LayerWeights, name: str) -> Any:
     return require().Scale(shape.rms and weight != 0, weight, bias)
 
 
-def _vector(layer: LayerWeights, name: str, size: int) -> int:
-    """Address of a vector; 0 where the layer has none of that name."""
+def _vector(layer: LayerWeights, name: str, size: int, first: int = 0) -> int:
+    """Address of a vector's element `first`; 0 where the layer has none of that name."""
     vector = layer.weights.get(name)
     if vector is None:
         return 0
     check(name, vector, torch.bfloat16, (size,))
-    return vector.data_ptr()
+    return vector[first:].data_ptr()

@@ -44,14 +44,28 @@ class Packed:
 
     def __init__(self, weight: Tensor) -> None:
         outputs, inputs = weight.shape
-        self.shape = (outputs, inputs)
+        self.shape: tuple[int, int] = (outputs, inputs)
         padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % COLUMNS))
         self.blocks = copied(padded.view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2))
+
+    def outputs_from(self, first: int) -> Packed:
+        """The outputs from `first` on, a multiple of 64: a view."""
+        tail = object.__new__(Packed)
+        tail.shape = (self.shape[0] - first, self.shape[1])
+        tail.blocks = self.blocks[whole_blocks(first) :]
+        return tail
 
     @property
     def nbytes(self) -> int:
         """Memory of the blocks."""
         return self.blocks.nbytes
+
+
+def whole_blocks(outputs: int) -> int:
+    """How many blocks hold so many outputs. Raises ValueError where a block would have others too."""
+    if outputs % COLUMNS:
+        raise ValueError(f"{outputs} outputs do not fill whole blocks of {COLUMNS}")
+    return outputs // COLUMNS
 
 
 def has_linear() -> bool:

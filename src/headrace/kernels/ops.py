@@ -46,6 +46,14 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = F
     return out.float() if wide else out
 
 
+def outputs_from(weight: Weight, first: int) -> Weight | None:
+    """The part of a weight whose outputs have the same bits alone as beside the others: those from `first` on.
+
+    None where there is no such part: torch's product may add up in another order for another number of outputs.
+    """
+    return None if isinstance(weight, Tensor) or first % cpu.COLUMNS else weight.outputs_from(first)
+
+
 def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.shape[0]
     if rows < MIN_ROWS and x.device.type == "cpu":

@@ -57,7 +57,8 @@ class Quantized:
 
     def __init__(self, rounded: Rounded) -> None:
         self.bits = rounded.bits
-        outputs, inputs = self.shape = tuple(rounded.codes.shape)
+        outputs, inputs = rounded.codes.shape
+        self.shape: tuple[int, int] = (outputs, inputs)
         more = (0, 0, 0, -outputs % cpu.COLUMNS)
         codes = torch.nn.functional.pad(rounded.codes, more)
         scales = torch.nn.functional.pad(rounded.scales, more)
@@ -68,6 +69,14 @@ class Quantized:
         nibbles = (codes + 8).view(torch.uint8).view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 2, 4, 1)
         self.codes = copied(nibbles[..., 0::2] | nibbles[..., 1::2] << 4)
         self.scales = scales.view(-1, cpu.COLUMNS, inputs // GROUP).transpose(1, 2).contiguous().bfloat16()
+
+    def outputs_from(self, first: int) -> Quantized:
+        """The outputs from `first` on, a multiple of 64: a view."""
+        blocks = cpu.whole_blocks(first)
+        tail = object.__new__(Quantized)
+        tail.bits, tail.shape = self.bits, (self.shape[0] - first, self.shape[1])
+        tail.codes, tail.scales = self.codes[blocks:], self.scales[first if self.bits == 8 else blocks :]
+        return tail
 
     @property
     def nbytes(self) -> int:

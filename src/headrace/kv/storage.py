@@ -22,10 +22,19 @@ LAYOUT = "chunk64-dk-kd-1"
 class KVStorage:
     """Memory for `slots` chunks of a model. Untouched slots cost no physical memory.
 
-    dtype: bfloat16, float32, or int8, which has scales (k_scale, v_scale: fp32 per layer, else None).
+    dtype: bfloat16, float32, or int8, which has scales (k_scale, v_scale: fp32 per layer, else None). With `hidden`,
+    the model's hidden size H, activations are kept as well: x, [slots, 64, H] per layer in x_dtype, the type computed
+    in. Otherwise x is None.
     """
 
-    def __init__(self, spec: AttentionSpec, slots: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        slots: int,
+        dtype: torch.dtype,
+        hidden: int | None = None,
+        x_dtype: torch.dtype | None = None,
+    ) -> None:
         if dtype not in (torch.bfloat16, torch.float32, torch.int8):
             raise ValueError(f"KV is stored as bfloat16, float32 or int8, not {dtype}")
         self.slots = slots
@@ -33,18 +42,30 @@ class KVStorage:
         self.k = [zeros((slots, spec.kv_heads, spec.head_dim, CHUNK), dtype) for _ in range(spec.layers)]
         self.v = [zeros((slots, spec.kv_heads, CHUNK, spec.head_dim), dtype) for _ in range(spec.layers)]
         self.k_scale, self.v_scale = ([self._scales(spec) for _ in range(spec.layers)] for _ in range(2))
+        self.x: list[Tensor] | None = None
+        if hidden is not None:
+            self.x = [zeros((slots, CHUNK, hidden), _computed(x_dtype)) for _ in range(spec.layers)]
 
     def _scales(self, spec: AttentionSpec) -> Tensor | None:
         return zeros((self.slots, spec.kv_heads, CHUNK), torch.float32) if self.dtype == torch.int8 else None
 
     def prefault(self) -> None:
         """Writes zeros everywhere, so that the system maps all of the memory now."""
-        for each in (*self.k, *self.v, *self.k_scale, *self.v_scale):
+        for each in (*self.k, *self.v, *self.k_scale, *self.v_scale, *(self.x or ())):
             if each is not None:
                 each.zero_()
 
     @staticmethod
-    def bytes_per_token(spec: AttentionSpec, dtype: torch.dtype) -> int:
-        """Bytes of K and V of one token over all layers, scales included."""
+    def bytes_per_token(
+        spec: AttentionSpec, dtype: torch.dtype, hidden: int | None = None, x_dtype: torch.dtype | None = None
+    ) -> int:
+        """Bytes of one token over all layers: K and V, scales included, and activations if kept."""
         scales = 2 * spec.layers * spec.kv_heads * 4 if dtype == torch.int8 else 0
-        return spec.kv_bytes_per_token(dtype.itemsize) + scales
+        activations = 0 if hidden is None else spec.layers * hidden * _computed(x_dtype).itemsize
+        return spec.kv_bytes_per_token(dtype.itemsize) + scales + activations
+
+
+def _computed(dtype: torch.dtype | None) -> torch.dtype:
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"activations are kept in the type computed in, bfloat16 or float32, not {dtype}")
+    return dtype

@@ -98,12 +98,28 @@ class Layer:
         spec = self.config.attention
         heads = self._linear("qkv", x).view(len(x), spec.heads + 2 * spec.kv_heads, spec.head_dim)
         q, k, v = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
-        if self.config.qk_norm:
-            q = ops.rms_norm(q, self.weights["q_norm.weight"], self.config.norm_eps)
-            k = ops.rms_norm(k, self.weights["k_norm.weight"], self.config.norm_eps)
-        if cos_sin is not None:
-            q, k = ops.rotary(q, cos_sin), ops.rotary(k, cos_sin)
+        q, k = self._turned("q_norm", q, cos_sin), self._turned("k_norm", k, cos_sin)
         return attend(self.index, q, k, v) if rows is None else attend(self.index, q, k, v, rows)
+
+    def _turned(self, name: str, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
+        """Queries or keys, normed if the model does that and rotated."""
+        if self.config.qk_norm:
+            heads = ops.rms_norm(heads, self.weights[f"{name}.weight"], self.config.norm_eps)
+        return heads if cos_sin is None else ops.rotary(heads, cos_sin)
+
+    def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them."""
+        spec = self.config.attention
+        x = x if self.config.block == "post" else self._norm("attention_norm", x)
+        queries = spec.heads * spec.head_dim
+        weight, bias = self.matrices["qkv.weight"], self.weights.get("qkv.bias")
+        tail = ops.outputs_from(weight, queries)
+        if tail is None:
+            heads = ops.linear(x, weight, bias)[:, queries:]
+        else:
+            heads = ops.linear(x, tail, None if bias is None else bias[queries:])
+        k, v = heads.view(len(x), 2 * spec.kv_heads, spec.head_dim).split(spec.kv_heads, dim=1)
+        return self._turned("k_norm", k, cos_sin), v
 
     def _mlp(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]."""
@@ -129,11 +145,24 @@ class OneByOne:
     def __init__(self, layers: list[Layer]) -> None:
         self.layers = layers
 
-    def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        cos_sin: Tensor | None,
+        attend: Attend,
+        rows: Tensor | None = None,
+        watch: block.Watch | None = None,
+    ) -> Tensor:
         """x [T, H] -> [T, H], or [n, H] of `rows` alone."""
-        for layer in self.layers[:-1]:
-            x = layer(x, cos_sin, attend)
-        return self.layers[-1](x, cos_sin, attend, rows)
+        for layer in self.layers:
+            if watch is not None:
+                watch(layer.index, x)
+            x = layer(x, cos_sin, attend, rows if layer is self.layers[-1] else None)
+        return x
+
+    def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The keys and values [n, Hkv, D] that the layer makes of x [n, H], as `attend` gets them."""
+        return self.layers[layer].project(x, cos_sin)
 
 
 class Decoder:
@@ -176,21 +205,35 @@ class Decoder:
         log.info("layers one operation at a time (%s)", reason)
         return OneByOne(layers)
 
-    def forward(self, batch: TokenBatch, attend: Attend, rows: Tensor | None = None) -> Tensor:
+    def forward(
+        self, batch: TokenBatch, attend: Attend, rows: Tensor | None = None, watch: block.Watch | None = None
+    ) -> Tensor:
         """Hidden states [T, E] of the batch, ready for `logits`. Calls attend(layer, q, k, v) once per layer, in order.
 
         rows, int64 [n], ascending: only their states are returned, [n, E], and nothing that no other row needs of the
         last layer is computed: no attention and no MLP (attend(layer, q, k, v, rows) then). None: all.
         k is handed over rotated; q, k and v may be views of one tensor, each row contiguous.
+
+        watch(layer, x [T, H]) is called with the residual stream of all rows as it enters each layer, before its norm.
+        x is overwritten afterwards: whoever needs it copies it.
         """
         x = self._embed(batch)
         cos_sin = self.rope.at(batch.positions, batch.rope_lengths) if self.rope else None
-        x = self.layers(x, cos_sin, attend, rows)
+        x = self.layers(x, cos_sin, attend, rows, watch)
         if not len(x):
             return x.new_empty(0, self.config.embed_size)
         if self.config.final_norm:
             x = norm(self.config, self.weights, "final_norm", x)
         return ops.linear(x, self.matrices["project_out.weight"]) if "project_out.weight" in self.matrices else x
+
+    def project(self, layer: int, x: Tensor, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """k and v [n, Hkv, D] of a layer from what enters it, x [n, H] (see `forward`, watch): those that `forward`
+        hands to attend for these rows, to the bit.
+
+        positions, int64 [n], absolute; lengths [n]: as TokenBatch.rope_lengths. k and v may be views of one tensor.
+        """
+        cos_sin = self.rope.at(positions, lengths) if self.rope else None
+        return self.layers.project(layer, x, cos_sin)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> fp32 [R, V]. Raises ValueError on a tensor rank other than 0."""

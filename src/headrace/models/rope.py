@@ -43,6 +43,8 @@ class Rope:
             return self._grown(int(positions.max()) + 1 if len(positions) else 0)[positions]
         if lengths is None:
             raise ValueError("rope_lengths is needed: this model's rotation depends on the sequence length")
+        if not len(positions):
+            return self._table
         length = lengths.clamp(min=self.spec.original_length)
         wanted, row_block = torch.unique(torch.stack((length, positions // BLOCK), dim=1), dim=0, return_inverse=True)
         table = torch.stack([self._block(length, index) for length, index in wanted.tolist()])
