@@ -14,7 +14,7 @@ import pytest
 
 from headrace.cli import doctor_tiers
 from headrace.cli.doctor import tiers
-from headrace.cli.doctor_tiers import GIB, findings_of, redis_url
+from headrace.cli.doctor_tiers import GIB, findings_of
 from headrace.config import EngineConfig
 
 pytestmark = pytest.mark.unit
@@ -101,11 +101,6 @@ def test_remote_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CANNOT BE REACHED" in told and "secret" not in told
     monkeypatch.setitem(sys.modules, "redis", None)
     assert "pip install 'headrace[remote]'" in found(kv_remote_url=f"redis://127.0.0.1:{port}")["remote"]
-
-
-def test_urls() -> None:
-    assert redis_url("valkey://h:1/0") == "redis://h:1/0" and redis_url("valkeys://h") == "rediss://h"
-    assert redis_url("unix:///valkey.sock") == "unix:///valkey.sock"
 
 
 def test_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

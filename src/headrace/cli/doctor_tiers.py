@@ -29,7 +29,7 @@ def findings_of(config: EngineConfig, free_memory: int) -> dict[str, Any]:
     if config.kv_offload_path is not None:
         found |= disk(Path(config.kv_offload_path), config.kv_offload_disk_size)
     if config.kv_remote_url is not None:
-        found["remote"] = remote(config.kv_remote_url, config.kv_offload_timeout_s)
+        found["remote"] = remote(config)
     if config.kv_link_gbps is not None:
         found["emulated link"] = f"{config.kv_link_gbps:g} GB/s, {config.kv_link_latency_ms:g} ms"
     return found or {"tiers": "none: set kv_offloading_size, kv_offload_path or kv_remote_url (docs/offload.md)"}
@@ -74,14 +74,14 @@ def rates(folder: Path) -> tuple[float, float]:
             os.unlink(name)
 
 
-def remote(url: str, timeout_s: float) -> str:
+def remote(config: EngineConfig) -> str:
     """Whether the server answers, which it is, and how long a round trip takes."""
-    shown = without_password(url)
+    shown, timeout_s = without_password(config.kv_remote_url), config.kv_offload_timeout_s
     try:
         import redis
     except ImportError:
         return f"{shown} CANNOT BE USED: pip install 'headrace[remote]'"
-    client = redis.Redis.from_url(redis_url(url), socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+    client = redis.Redis.from_url(config.redis_url or "", socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
     try:
         facts: Any = client.info("server")
         times = [_round_trip(client) for _ in range(ROUND_TRIPS)]
@@ -91,12 +91,6 @@ def remote(url: str, timeout_s: float) -> str:
         client.close()
     version = facts.get("valkey_version") or facts.get("redis_version", "of unknown version")
     return f"{shown} answers ({version}), round trip {min(times) * 1e3:.2f} ms"
-
-
-def redis_url(url: str) -> str:
-    """valkey(s):// as redis(s)://, which is the same protocol."""
-    scheme, rest = url.split("://", 1)
-    return f"{scheme.replace('valkey', 'redis')}://{rest}"
 
 
 def _round_trip(client: Any) -> float:

@@ -51,7 +51,7 @@ def tier_lines(capacity: Any, config: EngineConfig) -> list[str]:
     for kind, where, gib, form in (
         ("host memory", "", config.kv_offloading_size, config.kv_host_format),
         ("disk", config.kv_offload_path, config.kv_offload_disk_size, config.kv_disk_format),
-        ("remote", without_password(config.kv_remote_url), 0.0, config.kv_remote_format),
+        ("remote", without_password(config.kv_remote_url), config.kv_remote_size, config.kv_remote_format),
     ):
         if where is None or (not where and not gib):
             continue
