@@ -21,7 +21,7 @@ GAUGES = {
     "kv_chunks_used": ("Chunks that running requests hold, shared ones once.", "kv_chunks_used"),
     "kv_chunks_cached": ("Chunks that nobody uses, kept for later requests.", "kv_chunks_cached"),
     "kv_chunks_unshared": ("Chunks that running requests would hold without sharing.", "kv_chunks_unshared"),
-    "kv_unstored_chunks": ("Chunks waiting to be written to a tier; 0: all are stored.", "writeback_pending"),
+    "kv_unstored_chunks": ("Chunks and blobs waiting to be written to a tier; 0: all are.", "writeback_pending"),
 }
 
 COUNTERS = {
