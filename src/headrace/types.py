@@ -294,7 +294,8 @@ class EngineStats:
     `strategies` counts prefills by the strategy that several ranks computed them with. `restores` runs of stored chunks
     came back in restore_s: restored_tokens of them loaded, projected_tokens projected from stored activations,
     recomputed_tokens prefilled meanwhile; restore_failures gave up part of what they had begun to load.
-    writeback_pending chunks wait to be stored, or blobs in a tier's queue. `tiers`: of each tier by its kind (host, disk, remote).
+    writeback_pending: chunks that wait to be stored, and blobs in the tiers' queues. `tiers`: of each tier by its kind
+    (host, disk, remote).
     """
 
     running: int = 0
