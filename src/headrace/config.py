@@ -88,6 +88,9 @@ class EngineConfig:
     kv_offload_path: str | None = _flag(None, "Directory for KV on disk, which survives a restart.")
     kv_offload_disk_size: float = _flag(DISK_GIB, "GiB that KV may take on disk.")
     kv_remote_url: str | None = _flag(None, "Valkey or Redis server for KV, as redis://HOST:PORT/DB.")
+    kv_remote_size: float = _flag(
+        0.0, "GiB that KV may take remotely, with --kv-tenant-quota; 0: the server decides (its maxmemory)."
+    )
     kv_host_format: OffloadFormat = _flag("raw", "How KV is stored in host memory: raw (no loss), int8 or int4.")
     kv_disk_format: OffloadFormat = _flag("raw", "How KV is stored on disk: raw (no loss), int8 or int4.")
     kv_remote_format: OffloadFormat = _flag("raw", "How KV is stored remotely: raw (no loss), int8 or int4.")
@@ -168,9 +171,15 @@ class EngineConfig:
     def _keeps_outside(self) -> bool:
         return self.kv_offloading_size > 0 or self.kv_offload_path is not None or self.kv_remote_url is not None
 
+    @property
+    def redis_url(self) -> str | None:
+        """kv_remote_url as the clients of the protocol know it: redis(s) for valkey(s)."""
+        url = self.kv_remote_url
+        return "redis" + url.removeprefix("valkey") if url is not None and url.startswith("valkey") else url
+
     def _check_offload_values(self) -> None:
         """Raises ValueError for settings of the tiers that cannot work whatever the others are."""
-        for name in ("kv_offloading_size", "kv_offload_disk_size", "kv_link_latency_ms"):
+        for name in ("kv_offloading_size", "kv_offload_disk_size", "kv_remote_size", "kv_link_latency_ms"):
             self._finite(name, "0 or more", getattr(self, name), lambda value: value >= 0)
         for name in ("kv_offload_timeout_s", *(["kv_link_gbps"] if self.kv_link_gbps is not None else [])):
             self._finite(name, "above 0", getattr(self, name), lambda value: value > 0)
@@ -192,6 +201,7 @@ class EngineConfig:
             (self.kv_remote_format != "raw", remote, "kv_remote_format", "a remote tier: set kv_remote_url"),
             (disk, self.kv_offload_disk_size > 0, "kv_offload_path", "room: raise kv_offload_disk_size above 0"),
             (self.kv_offload_disk_size != DISK_GIB, disk, "kv_offload_disk_size", "a directory: set kv_offload_path"),
+            (self.kv_remote_size > 0, remote, "kv_remote_size", "a server: set kv_remote_url"),
             (self.kv_offload_activations != "auto", outside, "kv_offload_activations", f"a tier: {somewhere}"),
             (self.kv_link_gbps is not None, outside or self.weight_offload, "kv_link_gbps", f"a tier: {somewhere}"),
             (self.kv_link_latency_ms > 0, outside or self.weight_offload, "kv_link_latency_ms", f"a tier: {somewhere}"),

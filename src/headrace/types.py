@@ -164,6 +164,8 @@ class Metrics:
     """What one request cost. Times in seconds; `cached_tokens` of the prompt came from the cache, unmultiplied by n.
 
     `strategy` names how several ranks computed the prompt, `strategy_reason` says why; both are empty with one rank.
+    `restored_tokens` of the prompt came from a tier below the pool and count as cached too; `restore_reason` says what
+    was loaded, projected and recomputed, and why so (empty where nothing was stored).
     """
 
     ttft_s: float = 0.0
@@ -174,6 +176,8 @@ class Metrics:
     output_tokens: int = 0
     strategy: str = ""
     strategy_reason: str = ""
+    restored_tokens: int = 0
+    restore_reason: str = ""
 
 
 @dataclass(slots=True)
@@ -252,10 +256,46 @@ class Delta:
 
 
 @dataclass(slots=True)
+class TierStats:
+    """Counters, and gauges (TIER_GAUGES). misses: blobs or parts that were expected and not had; bad: blobs found
+    damaged or foreign; dropped: writes given up (no room, a full queue, a failure); queued_bytes wait to be written;
+    degraded: the tier is left alone for a while after a failure, of which `reason` tells."""
+
+    used_bytes: int = 0
+    budget_bytes: int = 0
+    blobs: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+    misses: int = 0
+    bad: int = 0
+    dropped: int = 0
+    evictions: int = 0
+    errors: int = 0
+    queued_bytes: int = 0
+    degraded: bool = False
+    reason: str = ""
+
+    def after(self, earlier: TierStats) -> TierStats:
+        """These gauges, and these counters on top of the earlier ones."""
+        names = [f.name for f in fields(self) if f.name not in TIER_GAUGES]
+        return replace(self, **{name: getattr(self, name) + getattr(earlier, name) for name in names})
+
+
+TIER_GAUGES = ("used_bytes", "budget_bytes", "blobs", "queued_bytes", "degraded", "reason")
+"""Fields of TierStats that tell how things stand; all others count."""
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Counters and gauges of the engine, taken between steps. Counters only grow; times in seconds.
 
-    `strategies` counts prefills by the strategy that several ranks computed them with.
+    `strategies` counts prefills by the strategy that several ranks computed them with. `restores` runs of stored chunks
+    came back in restore_s: restored_tokens of them loaded, projected_tokens projected from stored activations,
+    recomputed_tokens prefilled meanwhile; restore_failures gave up part of what they had begun to load.
+    writeback_pending: chunks that wait to be stored, and blobs in the tiers' queues. `tiers`: of each tier by its kind
+    (host, disk, remote).
     """
 
     running: int = 0
@@ -275,19 +315,34 @@ class EngineStats:
     finished_abort: int = 0
     steps: int = 0
     step_s: float = 0.0
+    restores: int = 0
+    restored_tokens: int = 0
+    projected_tokens: int = 0
+    recomputed_tokens: int = 0
+    restore_s: float = 0.0
+    restore_failures: int = 0
+    writeback_pending: int = 0
     strategies: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, TierStats] = field(default_factory=dict)
 
     def after(self, earlier: EngineStats) -> EngineStats:
         """These gauges, and these counters on top of those of an engine that ended. Both records stay as they are."""
-        names = [f.name for f in fields(self) if f.name not in (*STATS_GAUGES, "strategies")]
+        names = [f.name for f in fields(self) if f.name not in (*STATS_GAUGES, *STATS_TABLES)]
         summed = {name: getattr(self, name) + getattr(earlier, name) for name in names}
         kinds = dict.fromkeys((*earlier.strategies, *self.strategies))
         strategies = {kind: earlier.strategies.get(kind, 0) + self.strategies.get(kind, 0) for kind in kinds}
-        return replace(self, **summed, strategies=strategies)
+        tiers = {kind: own.after(earlier.tiers.get(kind, TierStats())) for kind, own in self.tiers.items()}
+        return replace(self, **summed, strategies=strategies, tiers=earlier.tiers | tiers)
 
 
-STATS_GAUGES = ("running", "waiting", "kv_chunks_total", "kv_chunks_used", "kv_chunks_cached", "kv_chunks_unshared")
+STATS_GAUGES = (
+    "running", "waiting", "kv_chunks_total", "kv_chunks_used", "kv_chunks_cached", "kv_chunks_unshared",
+    "writeback_pending",
+)  # fmt: skip
 """Fields of EngineStats that tell how things stand; all others count."""
+
+STATS_TABLES = ("strategies", "tiers")
+"""Fields of EngineStats that hold several counts."""
 
 
 def field_names(kind: type) -> tuple[str, ...]:

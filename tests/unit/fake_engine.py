@@ -83,7 +83,8 @@ class FakeEngine:
         self.start_error: Exception | None = None
         self.fail_after_tokens: int | None = None
         self.aborted: list[str] = []
-        self.strategy = self.strategy_reason = ""
+        self.strategy = self.strategy_reason = self.restore_reason = ""
+        self.restored_tokens = 0
         self.salts: list[tuple[str | None, int]] = []
         self._started = False
         self._dead = asyncio.Event()
@@ -203,7 +204,8 @@ class _Run:
         cached = len(self.prompt) // 64 * 64 // 2
         times = (self.first - self.arrival, now - self.arrival, self.turn - self.arrival)
         engine = self.engine
-        return Metrics(*times, len(self.prompt), cached, output, engine.strategy, engine.strategy_reason)
+        made = Metrics(*times, len(self.prompt), cached, output, engine.strategy, engine.strategy_reason)
+        return replace(made, restored_tokens=engine.restored_tokens, restore_reason=engine.restore_reason)
 
     def close(self) -> None:
         stats = self.engine.stats

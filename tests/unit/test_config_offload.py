@@ -18,6 +18,7 @@ NAN, INF = float("nan"), float("inf")
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "kv_offloading_size": (-0.1, NAN, INF, True, "4", None),
     "kv_offload_disk_size": (-1, NAN, INF, True),
+    "kv_remote_size": (-1, NAN, INF, True),
     "kv_offload_timeout_s": (0, -1, NAN, INF, True),
     "kv_offload_queue_mb": (0, -1, 1.5, True),
     "kv_tenant_quota": (-0.01, 1.01, NAN, INF, True),
@@ -49,6 +50,13 @@ def test_urls(url: str) -> None:
     assert EngineConfig(kv_remote_url=url).offloads
 
 
+def test_valkey_speaks_the_same_protocol() -> None:
+    for given, url in (("valkey://u:p@h:1/0", "redis://u:p@h:1/0"), ("valkeys://h", "rediss://h"),
+                       ("redis://valkey", "redis://valkey"), ("unix:///valkey", "unix:///valkey")):  # fmt: skip
+        assert EngineConfig(kv_remote_url=given).redis_url == url
+    assert EngineConfig().redis_url is None
+
+
 @pytest.mark.parametrize(
     "url",
     ["", "h:6379", "http://u:secret@h/0", "redis://", "redis:///0", "redis://h:70000", "redis://u:secret@h:port/0",
@@ -66,6 +74,7 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"kv_remote_format": "int4", **DISK}, "kv_remote_format needs .*set kv_remote_url"),
     ({"kv_offload_disk_size": 1.0, **HOST}, "kv_offload_disk_size needs .*set kv_offload_path"),
     ({"kv_offload_disk_size": 0.0, **DISK}, "kv_offload_path needs room: raise kv_offload_disk_size"),
+    ({"kv_remote_size": 1.0, **DISK}, "kv_remote_size needs a server: set kv_remote_url"),
     ({"kv_offload_activations": "on"}, "kv_offload_activations needs a tier"),
     ({"kv_offload_activations": "off"}, "kv_offload_activations needs a tier"),
     ({"kv_link_gbps": 3.0}, "kv_link_gbps needs a tier"),

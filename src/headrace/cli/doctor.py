@@ -26,7 +26,7 @@ FLAGS = (
     "amx_tile",
     "amx_bf16",
 )
-PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "openai", "ray")
+PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "openai", "ray", "redis")
 GIB = 2**30
 PROBE_BYTES = 512 * 2**20
 
@@ -58,6 +58,7 @@ def findings() -> dict[str, dict[str, Any]]:
         "accelerators": accelerators(),
         "kernels": kernels(),
         "ranks": ranks(),
+        "tiers": tiers(),
         "software": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
     }
 
@@ -158,6 +159,18 @@ def ranks() -> dict[str, Any]:
         "interfaces": ", ".join(f"{name} ({address})" for address, name in sorted(addresses().items())),
         SECRET: "set" if os.environ.get(SECRET) else "not set (several hosts under torchrun need it)",
     }
+
+
+def tiers() -> dict[str, Any]:
+    """The tiers below the KV pool that the environment's settings ask for, and how they do."""
+    from headrace.cli.doctor_tiers import findings_of
+    from headrace.config import config_from_env
+
+    try:
+        config = config_from_env()
+    except ValueError as error:
+        return {"tiers": f"cannot be used: {error}"}
+    return findings_of(config, _memory_bytes("MemAvailable"))
 
 
 def _backends() -> str:

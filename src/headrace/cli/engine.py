@@ -46,12 +46,15 @@ class Answer:
 
 
 def figures(metrics: Metrics) -> str:
-    """One line: what was cached, what was new, how fast, and which strategy computed it where there are ranks."""
+    """One line: what was cached, what was new, how fast; which strategy computed it where there are ranks, and how
+    stored chunks came back where there are tiers."""
     decode_s = metrics.e2e_s - metrics.ttft_s
     speed = f"{(metrics.output_tokens - 1) / decode_s:.1f} tokens/s" if decode_s > 0 else "- tokens/s"
     new = metrics.prompt_tokens - metrics.cached_tokens
     how = f", prefill by {metrics.strategy} ({metrics.strategy_reason})" if metrics.strategy else ""
+    how += f", restore: {metrics.restore_reason}" if metrics.restore_reason else ""
+    restored = f", of these {metrics.restored_tokens} restored" if metrics.restored_tokens else ""
     return (
-        f"prompt {metrics.prompt_tokens} tokens ({metrics.cached_tokens} cached, {new} new), "
+        f"prompt {metrics.prompt_tokens} tokens ({metrics.cached_tokens} cached{restored}, {new} new), "
         f"first token after {metrics.ttft_s:.3f} s, {metrics.output_tokens} tokens at {speed}{how}"
     )

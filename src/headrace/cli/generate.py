@@ -77,5 +77,7 @@ def _record(prompt: str, answer: Answer) -> dict[str, Any]:
         counts = {"prompt_tokens": m.prompt_tokens, "cached_tokens": m.cached_tokens}
         if m.strategy:
             counts |= {"strategy": m.strategy, "strategy_reason": m.strategy_reason}
+        if m.restore_reason:
+            counts |= {"restored_tokens": m.restored_tokens, "restore_reason": m.restore_reason}
     output = {"text": answer.text, "finish_reason": answer.finish_reason, "output_tokens": len(answer.token_ids)}
     return {"prompt": prompt, **output, **counts}

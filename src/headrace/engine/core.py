@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.driver import Driver
 from headrace.engine.loader import Loaded
+from headrace.engine.offload import Offload
 from headrace.engine.runner import Computed, Runner
 from headrace.engine.sampler import (
     BadLogits,
@@ -33,6 +34,9 @@ from headrace.kv.table import Table
 from headrace.types import CHUNK, Delta, EngineStats, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
 
 log = logging.getLogger(__name__)
+
+TIERS_S = 0.2
+"""Between two looks at the tiers' counters."""
 
 Observer = Callable[[Sequence, int, Tensor], None]
 """Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
@@ -85,6 +89,7 @@ class EngineCore:
         self._stats = EngineStats(kv_chunks_total=self.cache.pool.total)
         self._started: list[str] = []
         self._storing = False
+        self._ask_tiers_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -327,6 +332,8 @@ class EngineCore:
             output_tokens=active.output_tokens,
             strategy=active.streams[0].sequence.strategy,
             strategy_reason=active.streams[0].sequence.strategy_reason,
+            restored_tokens=active.streams[0].sequence.restored_tokens,
+            restore_reason=active.streams[0].sequence.restore_reason,
         )
 
     def stats(self) -> EngineStats:
@@ -338,7 +345,19 @@ class EngineCore:
         stats.preemptions, stats.evictions = self.scheduler.preemptions, self.cache.tree.evictions
         if isinstance(self.loaded.runner, Driver):
             stats.strategies = dict(self.loaded.runner.counts)
+        if self.offload is not None:
+            self._note_offload(stats, self.offload)
         return stats
+
+    def _note_offload(self, stats: EngineStats, offload: Offload) -> None:
+        """The tiers are asked now and then only: they look up what they tell."""
+        own, now = offload.counters, time.monotonic()
+        stats.restores, stats.restore_failures, stats.restore_s = own.restores, own.failures, own.restore_s
+        stats.restored_tokens, stats.projected_tokens = own.loaded_tokens, own.projected_tokens
+        stats.recomputed_tokens = own.recomputed_tokens
+        stats.writeback_pending = offload.writeback.unstored + offload.tiers.queued_blobs
+        if now >= self._ask_tiers_s:
+            stats.tiers, self._ask_tiers_s = offload.stats(), now + TIERS_S
 
 
 def _pick(logits: Tensor, rows: list[int]) -> Tensor:

@@ -58,8 +58,9 @@ def open_tiers(config: EngineConfig) -> Tiers:
     if config.kv_offload_path is not None:
         size = int(config.kv_offload_disk_size * GIB)
         tiers.append(DiskTier(Path(config.kv_offload_path), size, config.kv_disk_format, quota, timeout))
-    if config.kv_remote_url is not None:
-        tiers.append(RemoteTier(config.kv_remote_url, config.kv_remote_format, timeout))
+    if config.redis_url is not None:
+        budget = int(config.kv_remote_size * GIB) or None
+        tiers.append(RemoteTier(config.redis_url, config.kv_remote_format, timeout, budget, quota))
     return Tiers(tiers, queue_bytes=config.kv_offload_queue_mb << 20, timeout_s=timeout)
 
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 TICK_S = 0.05
 """Between reports of an engine that has nothing to do but to store chunks."""
 
+REPORT_S = 1.0
+"""Between reports of an idle engine with tiers, which may change by themselves."""
+
 
 def main(descriptor: int) -> int:
     """Serves until the other side closes the socket. Exit status 0, or 1 after a failure (which is reported first)."""
@@ -136,14 +139,18 @@ def _step_on(core: EngineCore, link: Link, inbox: queue.SimpleQueue[m.ToEngine |
 
 
 def _drain(core: object, inbox: queue.SimpleQueue[m.ToEngine | None], refused: dict[str, str]) -> bool:
-    """Takes in what has arrived, waiting for something if there is nothing to do. False: the other side is gone."""
+    """Takes in what has arrived, waiting for something if there is nothing to do. False: the other side is gone.
+
+    Where there are tiers it waits for REPORT_S at most, since they change beside the steps.
+    """
     from headrace.engine.core import EngineCore
 
     assert isinstance(core, EngineCore)
     block = not core.has_work
+    idle_s = None if core.offload is None else REPORT_S
     while block or not inbox.empty():
         try:
-            message = inbox.get(timeout=TICK_S if core.settle() else None)
+            message = inbox.get(timeout=TICK_S if core.settle() else idle_s)
         except queue.Empty:
             return True  # the next report tells what has been stored meanwhile
         if message is None:

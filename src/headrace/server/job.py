@@ -96,6 +96,14 @@ class Job:
         return "; ".join(dict.fromkeys(m.strategy_reason for m in self.metrics if m.strategy_reason))
 
     @property
+    def restored_tokens(self) -> int:
+        return sum(m.restored_tokens for m in self.metrics)
+
+    @property
+    def restore_reason(self) -> str:
+        return "; ".join(dict.fromkeys(m.restore_reason for m in self.metrics if m.restore_reason))
+
+    @property
     def done(self) -> bool:
         return all(choice.finish_reason for choice in self.choices)
 

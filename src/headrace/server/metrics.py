@@ -21,6 +21,7 @@ GAUGES = {
     "kv_chunks_used": ("Chunks that running requests hold, shared ones once.", "kv_chunks_used"),
     "kv_chunks_cached": ("Chunks that nobody uses, kept for later requests.", "kv_chunks_cached"),
     "kv_chunks_unshared": ("Chunks that running requests would hold without sharing.", "kv_chunks_unshared"),
+    "kv_unstored_chunks": ("Chunks and blobs waiting to be written to a tier; 0: all are.", "writeback_pending"),
 }
 
 COUNTERS = {
@@ -31,8 +32,34 @@ COUNTERS = {
     "generation_tokens": ("Tokens generated.", "generated_tokens"),
     "num_preemptions": ("Sequences put back into the queue for want of chunks.", "preemptions"),
     "evictions": ("Cached chunks given up for new ones.", "evictions"),
+    "kv_restores": ("Runs of stored chunks brought back.", "restores"),
+    "kv_restored_tokens": ("Tokens whose keys and values were loaded from a tier.", "restored_tokens"),
+    "kv_projected_tokens": ("Tokens whose keys and values were made from stored activations.", "projected_tokens"),
+    "kv_recomputed_tokens": ("Stored tokens computed anew while others were loaded.", "recomputed_tokens"),
+    "kv_restore_seconds": ("Time spent bringing chunks back.", "restore_s"),
+    "kv_restore_failures": ("Restores that could not load all they had begun to load.", "restore_failures"),
     "engine_steps": ("Steps of the engine.", "steps"),
     "engine_step_seconds": ("Time spent in steps.", "step_s"),
+}
+
+TIER_GAUGES = {
+    "tier_used_bytes": ("Bytes of KV in the tier.", "used_bytes"),
+    "tier_budget_bytes": ("Bytes that the tier may hold; 0: its server decides.", "budget_bytes"),
+    "tier_blobs": ("Blobs in the tier: keys and values, or activations, of one chunk each.", "blobs"),
+    "tier_degraded": ("1 while the tier is left alone after a failure.", "degraded"),
+    "tier_queued_bytes": ("Bytes waiting to be written to the tier.", "queued_bytes"),
+}
+
+TIER_COUNTERS = {
+    "tier_reads": ("Reads of blobs or parts of them.", "reads"),
+    "tier_read_bytes": ("Bytes read.", "read_bytes"),
+    "tier_writes": ("Blobs written.", "writes"),
+    "tier_written_bytes": ("Bytes written.", "written_bytes"),
+    "tier_misses": ("Blobs or parts that were expected and not had.", "misses"),
+    "tier_bad": ("Blobs found damaged or foreign.", "bad"),
+    "tier_dropped": ("Writes given up: no room, a full queue, a failure.", "dropped"),
+    "tier_evictions": ("Blobs given up for others.", "evictions"),
+    "tier_errors": ("Calls that failed or took too long.", "errors"),
 }
 
 FINISHES = {"stop": "finished_stop", "length": "finished_length", "abort": "finished_abort"}
@@ -83,6 +110,17 @@ class _EngineCollector(Collector):
         for strategy, count in stats.strategies.items():
             prefills.add_metric([self.model, strategy], count)
         yield prefills
+        yield from self._tiers(stats)
+
+    def _tiers(self, stats: EngineStats) -> Iterator[Metric]:
+        kinds: tuple[tuple[type[Metric], dict[str, tuple[str, str]]], ...]
+        kinds = ((GaugeMetricFamily, TIER_GAUGES), (CounterMetricFamily, TIER_COUNTERS))
+        for kind, table in kinds:
+            for name, (told, source) in table.items():
+                family = kind(PREFIX + name, told, labels=["model_name", "tier"])
+                for tier, own in stats.tiers.items():
+                    family.add_metric([self.model, tier], getattr(own, source))
+                yield family
 
     def _with_value(self, family: Metric, stats: EngineStats, source: str) -> Metric:
         family.add_metric([self.model], getattr(stats, source))

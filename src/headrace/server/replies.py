@@ -24,7 +24,7 @@ def usage(job: Job) -> dict[str, Any]:
 
 def figures(job: Job) -> dict[str, Any]:
     """The `headrace` object: what the request cost. Rates are null where there is nothing to divide, the strategy where
-    there is one rank."""
+    there is one rank, the reason of a restore where nothing was stored."""
     ttft = min((m.ttft_s for m in job.metrics), default=0.0)
     queue = max((m.queue_s for m in job.metrics), default=0.0)
     e2e = max((m.e2e_s for m in job.metrics), default=0.0)
@@ -39,6 +39,8 @@ def figures(job: Job) -> dict[str, Any]:
         "decode_tokens_per_s": _rate(job.output_tokens - len(job.choices), e2e - ttft),
         "strategy": job.strategy or None,
         "strategy_reason": job.strategy_reason or None,
+        "restored_tokens": job.restored_tokens,
+        "restore_reason": job.restore_reason or None,
     }
 
 

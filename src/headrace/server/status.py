@@ -7,11 +7,12 @@ import logging
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from headrace.config import EngineConfig
 from headrace.server.job import Job
 from headrace.server.replies import figures
-from headrace.types import EngineStats
+from headrace.types import STATS_TABLES, EngineStats
 
 log = logging.getLogger("headrace.server")
 
@@ -22,7 +23,7 @@ def address(config: EngineConfig) -> str:
 
 
 def capacity_lines(capacity: Any, config: EngineConfig, model: str) -> list[str]:
-    """The ranks if there are several, KV capacity in tokens, and how many sequences of full length that is."""
+    """Ranks if there are several, tiers if there are any, KV capacity in tokens, and how many sequences that holds."""
     tokens, length = capacity.kv_cache_tokens, capacity.max_model_len
     held = tokens * capacity.kv_bytes_per_token / 2**30
     kernels = ", ".join(f"{op}: {name}" for op, name in capacity.kernels.items())
@@ -30,12 +31,45 @@ def capacity_lines(capacity: Any, config: EngineConfig, model: str) -> list[str]
         f"{model} is ready on {address(config)} "
         f"({capacity.backend}, {capacity.dtype}{'; ' + kernels if kernels else ''})",
         *([capacity.ranks] if capacity.ranks else []),
+        *tier_lines(capacity, config),
         f"KV cache: {tokens:,} tokens in {held:.2f} GiB ({capacity.kv_bytes_per_token:,} bytes per token, "
         f"{capacity.kv_cache_dtype})",
         f"concurrency: {tokens / length:.1f} sequences of {length:,} tokens, unshared; "
         f"at most {capacity.max_sequences} at once; "
         f"up to {config.max_queued_requests:,} requests and {config.max_queued_tokens:,} prompt tokens may wait",
     ]
+
+
+BYTES_PER_ELEMENT = {"int8": 1.0625, "int4": 0.5625}
+"""About, with the scales; raw: as in the pool."""
+
+
+def tier_lines(capacity: Any, config: EngineConfig) -> list[str]:
+    """Where KV is kept below the pool, how much of it and in which format; passwords are left out."""
+    element = {"bfloat16": 2.0, "float32": 4.0}.get(capacity.kv_cache_dtype, 1.0625)
+    lines = []
+    for kind, where, gib, form in (
+        ("host memory", "", config.kv_offloading_size, config.kv_host_format),
+        ("disk", config.kv_offload_path, config.kv_offload_disk_size, config.kv_disk_format),
+        ("remote", without_password(config.kv_remote_url), config.kv_remote_size, config.kv_remote_format),
+    ):
+        if where is None or (not where and not gib):
+            continue
+        tokens = gib * 2**30 / capacity.kv_bytes_per_token * element / BYTES_PER_ELEMENT.get(form, element)
+        size = f"{gib:g} GiB, about {tokens:,.0f} tokens" if gib else "as much as the server keeps"
+        lines.append(f"KV in {kind}: {where + ', ' if where else ''}{size}, stored as {form}")
+    if config.streams:
+        weights = " and weights" if config.weight_offload else ""
+        lines.append(f"decode streams KV{weights} from there, schedule {config.offload_schedule}")
+    return lines
+
+
+def without_password(url: str | None) -> str | None:
+    """The URL of a server without user, password and options."""
+    if url is None:
+        return None
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def job_line(job: Job, outcome: str) -> str:
@@ -47,8 +81,10 @@ def job_line(job: Job, outcome: str) -> str:
     told = figures(job)
     speed = f"{told['decode_tokens_per_s']:.1f} tok/s" if told["decode_tokens_per_s"] else "- tok/s"
     how = f", prefill by {job.strategy} ({job.strategy_reason})" if job.strategy else ""
+    how += f", restore: {job.restore_reason}" if job.restore_reason else ""
+    restored = f", of these {job.restored_tokens} restored" if job.restored_tokens else ""
     return (
-        f"{head} ({told['cached_tokens']} cached, {told['new_tokens']} new), output {job.output_tokens}, "
+        f"{head} ({told['cached_tokens']} cached{restored}, {told['new_tokens']} new), output {job.output_tokens}, "
         f"ttft {told['ttft_s']:.3f} s, queue {told['queue_s']:.3f} s, {speed}{how}"
     )
 
@@ -70,7 +106,7 @@ class StatusLines:
 
     def _copy(self) -> dict[str, float]:
         stats = self.stats()
-        return {name: getattr(stats, name) for name in EngineStats.__dataclass_fields__ if name != "strategies"}
+        return {name: getattr(stats, name) for name in EngineStats.__dataclass_fields__ if name not in STATS_TABLES}
 
 
 def status_line(before: dict[str, float], now: dict[str, float], seconds: float) -> str:
@@ -83,4 +119,14 @@ def status_line(before: dict[str, float], now: dict[str, float], seconds: float)
         f"decode {grown['generated_tokens'] / seconds:,.1f} tok/s, "
         f"cached share {share:.0%}, KV in use {now['kv_chunks_used'] / max(1, now['kv_chunks_total']):.1%} "
         f"({now['kv_chunks_used']:,.0f} chunks; {now['kv_chunks_unshared']:,.0f} if unshared)"
+        f"{_tier_levels(grown, now)}"
     )
+
+
+def _tier_levels(grown: dict[str, float], now: dict[str, float]) -> str:
+    """Empty where no tier is in use."""
+    back = grown["restored_tokens"] + grown["projected_tokens"]
+    if not (back or grown["restore_failures"] or now["writeback_pending"]):
+        return ""
+    failed = f", {grown['restore_failures']:,.0f} restores failed" if grown["restore_failures"] else ""
+    return f", restored {back:,.0f} tokens{failed}, {now['writeback_pending']:,.0f} chunks to be stored"

@@ -7,8 +7,11 @@ digest, which the model, the types, the tenant's salt and all tokens up to the c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
+
+from headrace.types import TierStats
+
+__all__ = ["Format", "Kind", "Parts", "Read", "Tier", "TierStats", "flat", "name_of"]
 
 Kind = Literal["k", "x"]
 Format = Literal["raw", "int8", "int4"]
@@ -34,30 +37,6 @@ class Read(NamedTuple):
     name: bytes
     offset: int
     into: memoryview
-
-
-@dataclass(slots=True)
-class TierStats:
-    """Counters, and two gauges (used_bytes, blobs). misses: blobs or parts that were expected and not had; bad: blobs
-    found damaged or foreign; dropped: writes given up (no room, a full queue, a failure); degraded: the tier is left
-    alone for a while after a failure, of which `reason` tells; queued_bytes: a gauge, of what waits to be written
-    (kv.tiers.stack)."""
-
-    used_bytes: int = 0
-    budget_bytes: int = 0
-    blobs: int = 0
-    reads: int = 0
-    read_bytes: int = 0
-    writes: int = 0
-    written_bytes: int = 0
-    misses: int = 0
-    bad: int = 0
-    dropped: int = 0
-    evictions: int = 0
-    errors: int = 0
-    degraded: bool = False
-    reason: str = ""
-    queued_bytes: int = 0
 
 
 class Tier(Protocol):

@@ -111,6 +111,11 @@ class Tiers:
                 stats.dropped += writer.dropped
         return all_stats
 
+    @property
+    def queued_blobs(self) -> int:
+        """Blobs that wait to be written, or are being written."""
+        return sum(writer.queued_blobs for writer in self._writers if writer is not None)
+
     def flush(self, timeout_s: float) -> bool:
         """Waits until everything offered is written or refused; False if that is not so after timeout_s."""
         deadline = time.monotonic() + timeout_s

@@ -80,6 +80,11 @@ class Writer:
             return self._bytes
 
     @property
+    def queued_blobs(self) -> int:
+        with self._changed:
+            return len(self._names)
+
+    @property
     def dropped(self) -> int:
         """Writes that were not given to the tier, which counts those that it refuses."""
         with self._changed:

@@ -1,0 +1,151 @@
+"""What the tiers hold and what came back from them is told: in the reply, log lines, /metrics, across restarts."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from headrace.cli.engine import figures
+from headrace.config import EngineConfig
+from headrace.engine import messages as m
+from headrace.server import metrics as told_metrics
+from headrace.server.status import StatusLines, status_line, tier_lines, without_password
+from headrace.types import STATS_TABLES, TIER_GAUGES, EngineStats, Metrics, TierStats
+from tests.unit.fake_engine import FakeCapacity, FakeEngine
+from tests.unit.fake_server import TEXT, serving, text, until
+
+pytestmark = pytest.mark.unit
+
+REASON = "32 chunks: 4 recomputed, 28 loaded"
+DISK = TierStats(used_bytes=1000, budget_bytes=4000, blobs=3, reads=7, misses=1, bad=2, evictions=5, degraded=True)
+
+
+def restoring(number: int, engine: FakeEngine) -> None:
+    engine.restored_tokens, engine.restore_reason = 64, REASON
+    engine.stats.tiers = {"host": TierStats(reads=1), "disk": DISK}
+    engine.stats.restores, engine.stats.restored_tokens, engine.stats.writeback_pending = 3, 64, 12
+
+
+def given(reply: str) -> dict[str, Any]:
+    """The `headrace` object of a whole reply or of a stream."""
+    lines = [line.removeprefix("data: ") for line in reply.splitlines() if line.startswith(("data: {", "{"))]
+    (found,) = [chunk["headrace"] for chunk in map(json.loads, lines) if "headrace" in chunk]
+    return dict(found)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reply_and_log_line(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headrace.server")
+    with serving(prepare=restoring) as running:
+        told = given(running.http.post(TEXT, json=text("x" * 150, stream=stream)).text)
+        assert (told["restored_tokens"], told["restore_reason"]) == (64, REASON)
+        until(lambda: f"tok/s, restore: {REASON}" in caplog.text)
+        assert "(64 cached, of these 64 restored, 86 new)" in caplog.text
+
+
+def test_nothing_stored_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headrace.server")
+    with serving() as running:
+        told = given(running.http.post(TEXT, json=text()).text)
+        assert (told["restored_tokens"], told["restore_reason"]) == (0, None)
+        until(lambda: "done (length)" in caplog.text)
+        assert "restore" not in caplog.text and "KV in" not in caplog.text
+        assert 'tier="' not in running.http.get("/metrics").text
+        assert running.metric("kv_unstored_chunks") == 0
+
+
+def test_metrics_of_tiers() -> None:
+    with serving(prepare=restoring) as running:
+        running.http.post(TEXT, json=text())
+        assert running.metric("tier_used_bytes", tier="disk", model_name="fake") == 1000
+        assert running.metric("tier_degraded", tier="disk") == 1 and running.metric("tier_degraded", tier="host") == 0
+        assert running.metric("tier_bad_total", tier="disk") == 2
+        assert running.metric("tier_reads_total", tier="host") == 1
+        assert running.metric("kv_unstored_chunks") == 12 and running.metric("kv_restores_total") == 3
+
+
+def test_every_field_has_a_metric() -> None:
+    tables = (told_metrics.TIER_GAUGES, told_metrics.TIER_COUNTERS)
+    shown = {source for table in tables for _, source in table.values()}
+    assert shown == {f.name for f in fields(TierStats)} - {"reason"}
+    assert {source for _, source in told_metrics.TIER_GAUGES.values()} == set(TIER_GAUGES) - {"reason"}
+    engine = {source for table in (told_metrics.GAUGES, told_metrics.COUNTERS) for _, source in table.values()}
+    engine |= set(told_metrics.FINISHES.values()) | set(STATS_TABLES)
+    assert engine == {f.name for f in fields(EngineStats)}
+
+
+def test_counters_go_on_across_restarts() -> None:
+    with serving(prepare=restoring) as running:
+        running.http.post(TEXT, json=text())
+        running.engine.die("lost")
+        until(lambda: len(running.given.engines) == 2)
+        running.wait(200)
+        assert running.metric("tier_bad_total", tier="disk") == 4 and running.metric("kv_restores_total") == 6
+        assert running.metric("tier_blobs", tier="disk") == 3 and running.metric("kv_unstored_chunks") == 12
+
+
+def test_sum_of_two_engines() -> None:
+    earlier = EngineStats(restored_tokens=5, writeback_pending=9, tiers={"disk": DISK, "host": TierStats(reads=4)})
+    own = EngineStats(restored_tokens=6, writeback_pending=1, tiers={"disk": TierStats(blobs=1, reads=2, errors=1)})
+    both = own.after(earlier)
+    assert (both.restored_tokens, both.writeback_pending) == (11, 1)
+    disk = both.tiers["disk"]
+    assert (disk.blobs, disk.used_bytes, disk.degraded) == (1, 0, False)
+    assert (disk.reads, disk.errors, disk.bad) == (9, 1, 2)
+    assert both.tiers["host"].reads == 4, "a tier of the engine before is not forgotten"
+    assert own.tiers["disk"].reads == 2 and earlier.tiers["disk"].reads == 7
+
+
+def test_over_the_socket() -> None:
+    stats = EngineStats(writeback_pending=3, restore_s=0.5, tiers={"disk": DISK, "host": TierStats(reason="full")})
+    events = m.Events([], [], {}, stats)
+    assert m.from_engine(m.frame(events)[m.LENGTH.size :]) == events
+
+
+def test_status_lines(caplog: pytest.LogCaptureFixture) -> None:
+    lines = StatusLines(lambda: EngineStats(tiers={"disk": DISK}, restored_tokens=10, writeback_pending=2))
+    now = lines._copy()
+    assert not set(STATS_TABLES) & set(now)
+    before = {**now, "restored_tokens": 4}
+    assert status_line(before, now, 1.0).endswith("if unshared), restored 6 tokens, 2 chunks to be stored")
+    failed = status_line(before, {**now, "restore_failures": 1}, 1.0)
+    assert failed.endswith("restored 6 tokens, 1 restores failed, 2 chunks to be stored")
+    quiet = {**now, "writeback_pending": 0}
+    assert status_line(quiet, quiet, 1.0).endswith("if unshared)")
+
+
+def test_tiers_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headrace.server")
+    url = "rediss://user:secret@kv.example:6380/1?password=secret"
+    config = {"kv_offloading_size": 0.5, "kv_offload_path": "/kv", "kv_remote_url": url, "kv_remote_format": "int4"}
+    with serving(**config):
+        assert "KV in host memory: 0.5 GiB, about 524,288 tokens, stored as raw" in caplog.text
+        assert "KV in disk: /kv, 32 GiB, about 33,554,432 tokens, stored as raw" in caplog.text
+        assert "KV in remote: rediss://kv.example:6380/1, as much as the server keeps, stored as int4" in caplog.text
+        assert "secret" not in caplog.text
+
+
+def test_streamed_decode_at_the_start() -> None:
+    config = EngineConfig(kv_offloading_size=2, kv_host_format="int4", offload_schedule="row", weight_offload=True)
+    told = tier_lines(FakeCapacity(kv_cache_dtype="bfloat16", kv_bytes_per_token=1024), config)
+    assert told == [
+        "KV in host memory: 2 GiB, about 7,456,540 tokens, stored as int4",
+        "decode streams KV and weights from there, schedule row",
+    ]
+    assert tier_lines(FakeCapacity(), EngineConfig()) == []
+
+
+def test_urls_without_passwords() -> None:
+    assert without_password("redis://:p@h:1/0") == "redis://h:1/0"
+    assert without_password("unix://u:p@/run/kv.sock?password=x") == "unix:///run/kv.sock"
+    assert without_password(None) is None
+
+
+def test_line_of_the_command_line() -> None:
+    line = figures(Metrics(prompt_tokens=9, cached_tokens=8, restored_tokens=7, restore_reason=REASON))
+    assert "(8 cached, of these 7 restored, 1 new)" in line and line.endswith(f"restore: {REASON}")
+    assert "restore" not in figures(Metrics())
