@@ -1,7 +1,7 @@
 """What every tier must do (kv.tiers.base). A test module derives from TierContract and gives `make`.
 
-    class TestDisk(TierContract):
-        def make(self, tmp_path, budget_bytes, quota): return DiskTier(tmp_path / "kv", budget_bytes, quota=quota)
+class TestDisk(TierContract):
+    def make(self, tmp_path, budget_bytes, quota): return DiskTier(tmp_path / "kv", budget_bytes, quota=quota)
 """
 
 from __future__ import annotations

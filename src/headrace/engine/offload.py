@@ -103,7 +103,7 @@ class Offload:
         if back is None:
             back = self._backs[sequence] = self._look(table)
         if back.state == "looking":
-            if back.ticket is not None and not back.ticket.done or self._others(table, back):
+            if (back.ticket is not None and not back.ticket.done) or self._others(table, back):
                 return table.length
             self._plan(sequence, table, back)
         if back.state == "coming":
@@ -199,7 +199,7 @@ class Offload:
         back.state, back.nodes, back.split = "coming", nodes, split
         back.restore = Restore(self.shelf, self.tiers, wanted, sequence.prompt_len)
         table.coming = len(nodes)
-        self._coming[found[0].digest] = back
+        self._coming |= {each.digest: back for each in found[split.tokens :]}
         self.counters.restores += 1
         back.restore.start(self.lane)
 
@@ -213,7 +213,7 @@ class Offload:
         table.coming = 0
         self.cache.attach(table, back.nodes)
         back.state = "attached"
-        if restore.done:
+        if restore.done and not restore.projects:
             self._confirm(sequence, table, back)
 
     def _abandon(self, table: Table, back: _Back) -> None:
@@ -281,9 +281,10 @@ class Offload:
         void = set()
         for part in slices:
             back, table = self._backs.get(part.sequence), part.sequence.table
-            if back is not None and back.state == "attached" and table is not None:
-                if not self._confirm(part.sequence, table, back):
-                    void.add(part.sequence)
+            if back is None or table is None or back.state != "attached":
+                continue
+            if not self._confirm(part.sequence, table, back):
+                void.add(part.sequence)
         return void
 
     def observe(self, slices: Sequence[Slice], seconds: float) -> None:

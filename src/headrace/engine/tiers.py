@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from headrace.config import EngineConfig
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.identity import chunk_identity, model_identity
 from headrace.engine.offload import Offload
 from headrace.engine.writeback import Writeback
+from headrace.kv import frame
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
-from headrace.kv.tiers.base import Tier
+from headrace.kv.tiers.base import Read, Tier, name_of
 from headrace.kv.tiers.disk import DiskTier
 from headrace.kv.tiers.host import HostTier
 from headrace.kv.tiers.remote import RemoteTier
 from headrace.kv.tiers.stack import Tiers
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
+from headrace.planner.machine import Shape
 from headrace.recompute.lanes import Link, ThreadLane
-from headrace.recompute.rates import measure
+from headrace.recompute.rates import Rates, measure
 from headrace.recompute.shelf import Shelf
 
 GIB = 1 << 30
+PROBE = name_of(hashlib.sha256(b"headrace probe").digest(), "k")
+PROBE_BYTES = 8 << 20
+"""What is stored and read once to see how fast a tier is."""
 
 
 def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: int, kv_element_bytes: int) -> bool:
@@ -70,15 +79,46 @@ def open_offload(
     """Opens the tiers and measures what the solver needs to know. Raises ValueError as open_tiers does."""
     tiers = open_tiers(config)
     spec = decoder.config.attention
-    shelves = [Shelf(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2)]
+    shelf, other = (Shelf(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2))
     link = Link(config.kv_link_gbps * 1e9 if config.kv_link_gbps else None, config.kv_link_latency_ms / 1e3)
     return Offload(
         cache=cache,
         tiers=tiers,
-        shelf=shelves[0],
+        shelf=shelf,
         lane=ThreadLane("restore", link),
         looking=ThreadLane("look"),
-        rates=measure(decoder, storage),
-        writeback=Writeback(cache, tiers, *shelves),
+        rates=_rates(tiers, decoder),
+        writeback=Writeback(cache, tiers, shelf, other),
         max_batch_tokens=config.max_batch_tokens,
     )
+
+
+def _rates(tiers: Tiers, decoder: Decoder) -> Rates:
+    """Measured now, with the model's own weights and what the tiers give back."""
+    model, dtype = decoder.config, decoder.dtype
+
+    def project(tokens: int) -> object:
+        x = torch.ones(tokens, model.hidden_size, dtype=dtype)
+        positions = torch.arange(tokens)
+        with torch.inference_mode():
+            return decoder.project(0, x, positions, positions + 1 if model.rope_depends_on_length else None)
+
+    reads = {tiers.kind(index): read for index in range(len(tiers.tiers)) if (read := _probe(tiers.tiers[index]))}
+    try:
+        return measure(Shape.of(model, dtype.itemsize), project, reads)
+    finally:
+        for tier in tiers.tiers:
+            tier.drop([PROBE])
+
+
+def _probe(tier: Tier) -> Callable[[int], object] | None:
+    """Reads from a blob made for it; None where the tier does not take one."""
+    if not tier.put(PROBE, b"", (bytes(PROBE_BYTES),)):
+        return None
+    into = memoryview(bytearray(PROBE_BYTES))
+
+    def read(size: int) -> object:
+        there = tier.read([Read(PROBE, 0, into[: min(size, PROBE_BYTES)])])
+        return frame.checksum(into[:size]) if all(there) else None
+
+    return read

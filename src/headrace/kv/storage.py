@@ -49,6 +49,10 @@ class KVStorage:
     def _scales(self, spec: AttentionSpec) -> Tensor | None:
         return zeros((self.slots, spec.kv_heads, CHUNK), torch.float32) if self.dtype == torch.int8 else None
 
+    @property
+    def keeps_activations(self) -> bool:
+        return self.x is not None
+
     def prefault(self) -> None:
         """Writes zeros everywhere, so that the system maps all of the memory now."""
         for each in (*self.k, *self.v, *self.k_scale, *self.v_scale, *(self.x or ())):

@@ -22,8 +22,8 @@ class Table:
     """
 
     __slots__ = (
-        "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "coming", "length", "nodes", "place", "shares",
-        "tokens",
+        "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "coming", "length", "nodes", "place",
+        "shares", "tokens",
     )  # fmt: skip
 
     def __init__(

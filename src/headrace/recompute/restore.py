@@ -187,6 +187,11 @@ class Restore:
         return all(ticket.done for ticket, _, _ in self._tickets)
 
     @property
+    def projects(self) -> bool:
+        """Whether the engine has a part in it, in `ready`."""
+        return self.chunks[0].kind == "x"
+
+    @property
     def failed(self) -> bool:
         """Whether a chunk was lost so far."""
         return self.good < len(self.chunks) or self.cancelled

@@ -53,7 +53,7 @@ class Shelf:
         rows = self._scratch[: layers * size].view(layers, size)
         if not all(self._store(rows[layer], layer, slot, kind, form) for layer in range(layers)):
             return self.encode(slot, digest, kind, "raw")
-        payload = memoryview(rows.numpy()).cast("B")
+        payload = memoryview(rows.numpy().data).cast("B")
         sums = [frame.checksum(payload[layer * size : (layer + 1) * size]) for layer in range(layers)]
         stamp = frame.Stamp(self.identity, layers, size, kind, form)
         return frame.make_header(stamp, digest, sums), payload
@@ -69,9 +69,8 @@ class Shelf:
 
     def activations(self, layer: int) -> Tensor:
         """The pool [slots, 64, H] of a layer."""
-        activations = self.storage.x[layer]
-        assert activations is not None, "the pool keeps no activations"
-        return activations
+        assert self.storage.x is not None, "the pool keeps no activations"
+        return self.storage.x[layer]
 
     def _facts(self, layer: int) -> dict[str, Any]:
         scales = {"k_scale": self.storage.k_scale[layer], "v_scale": self.storage.v_scale[layer]}
