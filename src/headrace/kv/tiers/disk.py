@@ -157,7 +157,7 @@ class DiskTier:
         self._count(reads=good, read_bytes=size, misses=len(reads) - good)
         return done
 
-    def _find(self, names: list[bytes]) -> dict[bytes, Entry]:
+    def _find(self, names: Sequence[bytes]) -> dict[bytes, Entry]:
         nothing: dict[bytes, Entry] = {}
         return self._ask(lambda index: index.find(names), nothing) if names else nothing
 
@@ -200,13 +200,14 @@ class DiskTier:
     def drop(self, names: Sequence[bytes]) -> None:
         if self._closed:
             return
-        gone = self._forget(names)
+        gone = self._find(names)
         self._count(bad=len(gone))
-        self._delete(gone)
+        self._delete(gone.values())  # first: it makes room for the change of the index where there is none
+        self._forget(list(gone))
 
-    def _forget(self, names: Sequence[bytes]) -> list[Entry]:
+    def _forget(self, names: Sequence[bytes]) -> None:
         nothing: list[Entry] = []
-        return self._ask(lambda index: index.remove(names), nothing)
+        self._ask(lambda index: index.remove(names), nothing)
 
     def stats(self) -> TierStats:
         use: dict[bytes, tuple[int, int]] = {}
@@ -276,6 +277,7 @@ class DiskTier:
                 try:
                     if alone:
                         self._reconcile(index)
+                    self._check_room(index)
                 except BaseException:
                     index.close()
                     raise
@@ -287,6 +289,16 @@ class DiskTier:
             self._reopen, self._paused_until = False, 0.0
             self._use(index)
             self._works("open")
+
+    def _check_room(self, index: Index) -> None:
+        used = sum(size for size, _ in index.usage().values())
+        disk = os.statvfs(self._files.root)
+        free = disk.f_bavail * disk.f_frsize
+        if free < index.budget - used:
+            remedy = "nothing new is stored once the disk is full: lower kv_offload_disk_size"
+            self._log(
+                "room", f"{self._files.root} has {free} bytes free, the budget has {index.budget - used}; {remedy}"
+            )
 
     def _use(self, index: Index) -> None:
         old, self._index = self._index, index
