@@ -7,8 +7,8 @@ class TestDisk(TierContract):
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -119,7 +119,6 @@ class TierContract:
 
     def test_threads(self, tier: Tier) -> None:
         """Whatever is read is right, while others put, drop and evict."""
-        wrong: list[str] = []
 
         def work(seed: int) -> None:
             for turn in range(60):
@@ -129,17 +128,11 @@ class TierContract:
                 elif turn % 20 == 1:
                     tier.drop([name(number)])
                 found = get(tier, number)
-                if found is not None and found != content(number):
-                    wrong.append(f"blob {number} was read wrong")
-                if tier.stats().used_bytes > 8 * SIZE:
-                    wrong.append("above the budget")
+                assert found is None or found == content(number)
+                assert tier.stats().used_bytes <= 8 * SIZE
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
         assert tier.stats().errors == 0
 
     # Budget and tenants

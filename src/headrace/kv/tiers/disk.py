@@ -144,11 +144,12 @@ class DiskTier:
     def read(self, reads: Sequence[Read]) -> list[bool]:
         done = [False] * len(reads)
         if not self._closed:
-            unopened = [name for name in {read.name for read in reads} if self._open_files.get(name) is None]
-            nothing: dict[bytes, Entry] = {}
-            entries = self._ask(lambda index: index.find(unopened), nothing) if unopened else nothing
+            names = {read.name for read in reads}
+            opened = {name: file for name in names if (file := self._open_files.get(name)) is not None}
+            entries = self._find(list(names - opened.keys()))
             for start, end in runs(reads):
-                file = self._file(reads[start].name, entries)
+                name = reads[start].name
+                file = opened.get(name) or self._file(name, entries)
                 if file is not None:
                     done[start:end] = self._read(file, reads[start:end])
         good = sum(done)
@@ -156,21 +157,27 @@ class DiskTier:
         self._count(reads=good, read_bytes=size, misses=len(reads) - good)
         return done
 
+    def _find(self, names: Sequence[bytes]) -> dict[bytes, Entry]:
+        nothing: dict[bytes, Entry] = {}
+        return self._ask(lambda index: index.find(names), nothing) if names else nothing
+
     def _file(self, name: bytes, entries: dict[bytes, Entry]) -> OpenFile | None:
+        """Opens the blob of an entry, unless it was opened since; takes entries out that are wrong."""
         file = self._open_files.get(name)
         if file is not None or name not in entries:
             return file
         try:
-            file = self._files.open(entries.pop(name))
+            file = self._files.open(entries[name])
+            self._open_files.add(name, file)
+            return file
         except (FileNotFoundError, NotADirectoryError):
             self._forget([name])  # deleted, or evicted by another process
         except Damaged as error:
             self._damaged(name, error)
         except OSError as error:
             self._fail("read", error)
-        else:
-            self._open_files.add(name, file)
-        return file
+        del entries[name]
+        return None
 
     def _read(self, file: OpenFile, run: Sequence[Read]) -> list[bool]:
         """Parts of one blob that follow each other."""
@@ -193,13 +200,14 @@ class DiskTier:
     def drop(self, names: Sequence[bytes]) -> None:
         if self._closed:
             return
-        gone = self._forget(names)
+        gone = self._find(names)
         self._count(bad=len(gone))
-        self._delete(gone)
+        self._delete(gone.values())  # first: it makes room for the change of the index where there is none
+        self._forget(list(gone))
 
-    def _forget(self, names: Sequence[bytes]) -> list[Entry]:
+    def _forget(self, names: Sequence[bytes]) -> None:
         nothing: list[Entry] = []
-        return self._ask(lambda index: index.remove(names), nothing)
+        self._ask(lambda index: index.remove(names), nothing)
 
     def stats(self) -> TierStats:
         use: dict[bytes, tuple[int, int]] = {}
@@ -269,6 +277,7 @@ class DiskTier:
                 try:
                     if alone:
                         self._reconcile(index)
+                    self._check_room(index)
                 except BaseException:
                     index.close()
                     raise
@@ -280,6 +289,16 @@ class DiskTier:
             self._reopen, self._paused_until = False, 0.0
             self._use(index)
             self._works("open")
+
+    def _check_room(self, index: Index) -> None:
+        used = sum(size for size, _ in index.usage().values())
+        disk = os.statvfs(self._files.root)
+        free = disk.f_bavail * disk.f_frsize
+        if free < index.budget - used:
+            remedy = "nothing new is stored once the disk is full: lower kv_offload_disk_size"
+            self._log(
+                "room", f"{self._files.root} has {free} bytes free, the budget has {index.budget - used}; {remedy}"
+            )
 
     def _use(self, index: Index) -> None:
         old, self._index = self._index, index
@@ -301,14 +320,14 @@ class DiskTier:
         self._reopen = True
         index = Index(":memory:", *self._settings)
         with suppress(OSError):
-            index.adopt(self._files.sized())
+            index.adopt(self._files.sized(self._files.scan()))
         self._use(index)
 
     def _reconcile(self, index: Index) -> None:
         """Makes the index say what the directory holds. Holds the directory's lock, but others may write."""
         index.cancel(set(index.reserved()) - self._files.clean_drafts())
         known = {(entry.name, entry.tenant) for entry in index.entries()}
-        there = {(name, tenant) for name, tenant, _ in self._files.scan()}
+        there = set(self._files.scan())
         gone = {name for name, _ in known - there}
         index.remove(sorted(gone))
         named = {name for name, _ in known & there}
@@ -355,9 +374,9 @@ class DiskTier:
 
 
 def descriptors() -> int:
-    """Files kept open: an eighth of what the process may open."""
+    """Files kept open: a quarter of what the process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1024 if soft == resource.RLIM_INFINITY else max(16, min(1024, soft // 8))
+    return 1024 if soft == resource.RLIM_INFINITY else max(16, min(1024, soft // 4))
 
 
 def identity(path: Path) -> tuple[int, int] | None:

@@ -18,7 +18,7 @@ import re
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -84,7 +84,7 @@ class BlobFiles:
 
     def path(self, entry: Entry) -> Path:
         name = entry.name.hex()
-        return self._blobs / name[:2] / f"{name}-{entry.tenant.hex()}"
+        return Path(f"{self._blobs}/{name[:2]}/{name}-{entry.tenant.hex()}")
 
     @contextmanager
     def locked(self, timeout_s: float) -> Iterator[bool]:
@@ -127,23 +127,22 @@ class BlobFiles:
                 draft.close()
         return alive
 
-    def scan(self) -> Iterator[tuple[bytes, bytes, os.DirEntry[str]]]:
-        """Name, tenant and file of every blob. Files of other names, and what is no file, are left alone."""
+    def scan(self) -> Iterator[tuple[bytes, bytes]]:
+        """Name and tenant of every blob. Files of other names, and what is no file, are left alone."""
         for folder in os.scandir(self._blobs):
             if len(folder.name) != 2 or not folder.is_dir(follow_symlinks=False):
                 continue
             for file in os.scandir(folder.path):
                 match = BLOB.fullmatch(file.name)
-                if match and file.name[:2] == folder.name and file.is_file(follow_symlinks=False):
-                    yield bytes.fromhex(match[1]), bytes.fromhex(match[2]), file
+                if match and match[1].startswith(folder.name) and file.is_file(follow_symlinks=False):
+                    yield bytes.fromhex(match[1]), bytes.fromhex(match[2])
 
-    def sized(self, wanted: set[tuple[bytes, bytes]] | None = None) -> Iterator[tuple[Entry, int]]:
-        """Blobs of these names and tenants, or all, each with when it was written [ns]."""
-        for name, tenant, file in self.scan():
-            if wanted is None or (name, tenant) in wanted:
-                with suppress(FileNotFoundError):
-                    found = file.stat(follow_symlinks=False)
-                    yield Entry(name, tenant, found.st_size), found.st_mtime_ns
+    def sized(self, blobs: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[Entry, int]]:
+        """Those that are there yet, each with when it was written [ns]."""
+        for name, tenant in blobs:
+            with suppress(FileNotFoundError):
+                found = os.stat(self.path(Entry(name, tenant, 0)), follow_symlinks=False)
+                yield Entry(name, tenant, found.st_size), found.st_mtime_ns
 
     def open(self, entry: Entry) -> OpenFile:
         return OpenFile(self.path(entry), entry.size)

@@ -1,0 +1,282 @@
+"""The index against a plain model: the budget, the quotas and the order of use."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.kv.tiers.index import TOUCHES, Entry, Index, choose
+
+TENANTS = [b"a", b"b", b"c", b"d", b"e"]
+NAMES = [bytes([number]) * 33 for number in range(24)]
+BUDGET = 100
+
+
+class Model(RuleBasedStateMachine):
+    """ready: blobs by use, the least recently used first. reserved: those being written."""
+
+    @initialize(quota=st.sampled_from([0.0, 0.2, 0.25, 0.5, 1.0]))
+    def start(self, quota: float) -> None:
+        self.index = Index(":memory:", BUDGET, quota)
+        self.quota = int(quota * BUDGET)
+        self.ready: list[Entry] = []
+        self.reserved: dict[bytes, Entry] = {}
+
+    def use(self) -> Counter[bytes]:
+        use: Counter[bytes] = Counter()
+        for entry in [*self.ready, *self.reserved.values()]:
+            use[entry.tenant] += entry.size
+        return use
+
+    def mark(self, name: bytes) -> None:
+        entry = next(entry for entry in self.ready if entry.name == name)
+        self.ready.remove(entry)
+        self.ready.append(entry)
+
+    def names(self) -> set[bytes]:
+        return {entry.name for entry in self.ready}
+
+    @rule(name=st.sampled_from(NAMES), tenant=st.sampled_from(TENANTS), size=st.integers(0, 60))
+    def reserve(self, name: bytes, tenant: bytes, size: int) -> None:
+        room = self.index.reserve(name, tenant, size)
+        if name in self.names():
+            assert room == (False, True, ())
+            self.mark(name)
+        elif name in self.reserved:
+            assert room == (False, False, ())
+        elif room.granted:
+            self.take(room.victims, Entry(name, tenant, size))
+            self.reserved[name] = Entry(name, tenant, size)
+        else:
+            self.check_refused(tenant, size)
+
+    def take(self, victims: Any, new: Entry) -> None:
+        """Each victim was its tenant's oldest, was needed, and went by the rule."""
+        for victim in victims:
+            use = self.use() + Counter({new.tenant: new.size})
+            assert sum(use.values()) > BUDGET, "more went than was needed"
+            assert victim == next(entry for entry in self.ready if entry.tenant == victim.tenant), "not the oldest"
+            givers = {entry.tenant for entry in self.ready}
+            above = {tenant for tenant in givers if use[tenant] > self.quota}
+            assert use[victim.tenant] == max(use[tenant] for tenant in above or givers)
+            if victim.tenant != new.tenant and use[victim.tenant] <= self.quota:
+                assert use[new.tenant] <= self.quota, "taken from one within the quota by one above"
+            self.ready.remove(victim)
+        assert sum(self.use().values()) + new.size <= BUDGET
+
+    def check_refused(self, tenant: bytes, size: int) -> None:
+        """What may go is not enough, or would come from tenants within their quota for one above."""
+        use = self.use()
+        fixed = sum(entry.size for entry in self.reserved.values())
+        if fixed + size <= BUDGET:
+            assert use[tenant] + size > self.quota or sum(e.size for e in self.reserved.values()) > 0
+            left = self.without_what_may_go(tenant)
+            assert left + size > BUDGET
+
+    def without_what_may_go(self, tenant: bytes) -> int:
+        """Bytes left once the tenant gave all and the others all above their quotas, blob by blob."""
+        use = self.use()
+        for entry in self.ready:
+            if entry.tenant == tenant or use[entry.tenant] > self.quota:
+                use[entry.tenant] -= entry.size
+        return sum(use.values())
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        entry = self.reserved.pop(data.draw(st.sampled_from(sorted(self.reserved))))
+        self.index.commit(entry)
+        self.ready.append(entry)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.reserved)))
+        del self.reserved[name]
+        self.index.cancel([name])
+
+    @rule(names=st.lists(st.sampled_from(NAMES), max_size=6))
+    def has(self, names: list[bytes]) -> None:
+        assert self.index.has(names) == [name in self.names() for name in names]
+        for name in [name for place, name in enumerate(names) if name not in names[place + 1 :]][::-1]:
+            if name in self.names():
+                self.mark(name)
+
+    @rule(names=st.lists(st.sampled_from(NAMES), max_size=3))
+    def remove(self, names: list[bytes]) -> None:
+        gone = self.index.remove(names)
+        assert {entry.name for entry in gone} == set(names) & self.names()
+        self.ready = [entry for entry in self.ready if entry.name not in names]
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "index"):
+            self.index.check()
+            assert set(self.index.entries()) == set(self.ready)
+            assert set(self.index.reserved()) == set(self.reserved)
+            blobs = Counter(entry.tenant for entry in [*self.ready, *self.reserved.values()])
+            assert self.index.usage() == {tenant: (self.use()[tenant], count) for tenant, count in blobs.items()}
+
+    def teardown(self) -> None:
+        if hasattr(self, "index"):
+            self.index.close()
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@given(
+    puts=st.lists(st.tuples(st.sampled_from([b"b", b"c"]), st.integers(1, 25)), max_size=60),
+    mine=st.lists(st.integers(1, 10), max_size=8),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_quota_is_safe(puts: list[tuple[bytes, int]], mine: list[int]) -> None:
+    """While all quotas fit into the budget, nobody within the quota loses anything to anybody."""
+    index = Index(":memory:", BUDGET, 0.25)
+    kept = []
+    for number, size in enumerate(mine):
+        if sum(entry.size for entry in kept) + size <= 25:
+            kept.append(Entry(b"mine %d" % number, b"a", size))
+            assert index.reserve(*kept[-1]).granted
+            index.commit(kept[-1])
+    for number, (tenant, size) in enumerate(puts):
+        entry = Entry(b"%d" % number, tenant, size)
+        assert index.reserve(*entry).granted
+        index.commit(entry)
+        assert all(index.find([entry.name]) for entry in kept)
+    index.close()
+
+
+def oldest(blobs: dict[bytes, list[int]]) -> Any:
+    return lambda tenant: iter([Entry(b"%d" % n, tenant, size) for n, size in enumerate(blobs.get(tenant, []))])
+
+
+@pytest.mark.parametrize(
+    ("use", "tenant", "size", "victims"),
+    [
+        ({}, b"a", 100, []),
+        ({b"a": 90}, b"a", 10, []),
+        ({b"a": 90}, b"a", 20, [b"a"]),
+        ({b"a": 60, b"b": 40}, b"c", 10, [b"a"]),  # the largest user gives
+        ({b"a": 75, b"b": 25}, b"b", 10, [b"a"]),  # both above, the new blob counted
+        ({b"a": 25, b"b": 25, b"c": 25, b"d": 25}, b"a", 10, [b"a"]),  # who goes above the quota gives
+        ({b"a": 25, b"b": 25, b"c": 25, b"d": 25}, b"e", 10, [b"d"]),  # more tenants than quotas fit: the largest
+        ({b"a": 80, b"b": 20}, b"a", 90, None),  # b keeps what is within its quota
+        ({b"a": 90, b"b": 10}, b"b", 95, None),
+        ({b"a": 90, b"b": 10}, b"b", 85, None),  # a, with 20 left, would go further below its quota
+        ({b"a": 90, b"b": 10}, b"b", 80, [b"b"] + [b"a"] * 7),
+    ],
+)
+def test_who_gives(use: dict[bytes, int], tenant: bytes, size: int, victims: list[bytes] | None) -> None:
+    blobs = {one: [10] * (amount // 10) for one, amount in use.items()}
+    chosen = choose(use, tenant, size, 100, 25, oldest(blobs))
+    assert (None if chosen is None else [entry.tenant for entry in chosen]) == victims
+
+
+def test_too_large() -> None:
+    index = Index(":memory:", 10, 0.25)
+    assert index.reserve(b"x", b"", 11) == (False, False, ())
+    assert index.reserve(b"x", b"", 10).granted
+    assert not index.reserve(b"y", b"", 1).granted, "what is being written must not go"
+
+
+def test_left_by_a_process_that_ended() -> None:
+    index = Index(":memory:", 10, 0.25)
+    assert index.reserve(b"x", b"", 10).granted
+    assert not index.reserve(b"x", b"", 10).granted
+    assert index.reserve(b"x", b"", 10, alone=True).granted
+
+
+def test_many_names() -> None:
+    """More than one statement takes, and more uses than are remembered."""
+    index = Index(":memory:", 10**6, 0.25)
+    entries = [Entry(b"%d" % number, b"", 1) for number in range(TOUCHES + 10)]
+    index.adopt((entry, number) for number, entry in enumerate(entries))
+    names = [entry.name for entry in entries]
+    assert all(index.has(names)) and not index._touched
+    assert set(index.remove(names[:1500])) == set(entries[:1500])
+    assert set(index.find(names).values()) == set(entries[1500:])
+    index.check()
+
+
+def test_survives(tmp_path: Path) -> None:
+    path = str(tmp_path / "index.sqlite")
+    first = Index(path, 100, 0.25)
+    for number in range(10):
+        first.reserve(b"%d" % number, b"a", 10)
+        first.commit(Entry(b"%d" % number, b"a", 10))
+    first.has([b"0"])
+    first.close()
+    second = Index(path, 50, 0.25)
+    assert {entry.name for entry in second.trim()} == {b"1", b"2", b"3", b"4", b"5"}
+    second.check()
+    second.close()
+
+
+def test_use_goes_on_where_the_clock_is_behind(tmp_path: Path) -> None:
+    """Uses of another day, which the clock has not reached again."""
+    path = str(tmp_path / "index.sqlite")
+    first = Index(path, 20, 0.25)
+    first.adopt([(Entry(b"future", b"", 10), 2**62)])
+    first.close()
+    second = Index(path, 20, 0.25)
+    for name in (b"x", b"y"):
+        second.reserve(name, b"", 10)
+        second.commit(Entry(name, b"", 10))
+    assert second.has([b"future", b"x", b"y"]) == [False, True, True]
+
+
+@pytest.mark.parametrize("damage", [b"garbage" * 1000, b"SQLite format 3\0" + b"\xff" * 5000])
+def test_damaged(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "index.sqlite"
+    path.write_bytes(damage)
+    with pytest.raises(sqlite3.DatabaseError):
+        Index(str(path), 10, 0.25)
+
+
+def test_of_another_version(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    Index(str(path), 10, 0.25).close()
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version = 99")
+    with pytest.raises(sqlite3.DatabaseError, match="version 99"):
+        Index(str(path), 10, 0.25)
+
+
+def test_held_by_another(tmp_path: Path) -> None:
+    """Reading goes on; a change gives up after the time-out."""
+    path = str(tmp_path / "index.sqlite")
+    index = Index(path, 10, 0.25, timeout_s=0.05)
+    index.reserve(b"x", b"", 1)
+    index.commit(Entry(b"x", b"", 1))
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    assert index.has([b"x"]) == [True]
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        index.reserve(b"y", b"", 1)
+    other.execute("ROLLBACK")
+    assert index.reserve(b"y", b"", 1).granted
+
+
+def test_threads() -> None:
+    index = Index(":memory:", 50, 0.25)
+
+    def work(tenant: bytes) -> None:
+        for number in range(100):
+            entry = Entry(b"%s%d" % (tenant, number), tenant, 1 + number % 7)
+            if index.reserve(*entry).granted:
+                index.commit(entry)
+
+    with ThreadPoolExecutor(len(TENANTS)) as pool:
+        list(pool.map(work, TENANTS))
+    index.check()
+    assert not index.reserved()
