@@ -19,7 +19,7 @@ from headrace.kv.tiers.stack import Tiers
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
 from headrace.recompute.lanes import Link, ThreadLane
-from headrace.recompute.rates import measure
+from headrace.recompute.profile import measure
 from headrace.recompute.shelf import Shelf
 
 GIB = 1 << 30
@@ -78,7 +78,7 @@ def open_offload(
         shelf=shelves[0],
         lane=ThreadLane("restore", link),
         looking=ThreadLane("look"),
-        rates=measure(decoder, storage),
+        rates=measure(decoder, storage, capacity.backend).behind(link.bytes_s, link.latency_s),
         writeback=Writeback(cache, tiers, *shelves),
         max_batch_tokens=config.max_batch_tokens,
     )
