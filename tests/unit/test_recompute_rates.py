@@ -205,6 +205,13 @@ def test_all_layers_and_one() -> None:
     assert only(found.suffix(64, 128)) == pytest.approx(only(found.prefill(64, 128)) / 8)
 
 
+def test_behind_a_link() -> None:
+    found = made(1e9).behind(0.1e9, 1e-3)
+    assert only(found.transfer("host", 1e6)) == pytest.approx(50e-6 + 1e-3 + 1e-2)
+    assert only(made(1e9).behind(None).transfer("host", 1e6)) == pytest.approx(50e-6 + 1e-3)
+    assert only(made(1e9).behind(9e9).transfer("host", 1e6)) == pytest.approx(50e-6 + 1e-3)
+
+
 def test_an_unknown_tier() -> None:
     with pytest.raises(ValueError, match="tape"):
         made(1e9).transfer("tape", 1.0)
@@ -238,7 +245,7 @@ def test_measured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(found.project(500)) == pytest.approx(20e-6 + 500 * product)
     assert only(found.transfer("disk", 4e6)) == pytest.approx(1e-3 + 4e6 / 2e9)
     assert found.cpu_s_per_byte("disk") == pytest.approx(0.25 * (1e-3 / (1 << 23) + 1 / 2e9))
-    assert found.cpu_s_per_byte("host") == 0
+    assert found.cpu_s_per_byte("host") == found.cpu_s_per_byte("disk")
     assert only(found.prefill(0, 512)) == pytest.approx(512 * SHAPE.linear_flops / flops_s, rel=0.1)
     assert clock.now < 1
     assert found.as_dict()["disk_bytes_s"] == pytest.approx(2e9)

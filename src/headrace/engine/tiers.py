@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import time
 from pathlib import Path
-
-import torch
 
 from headrace.config import EngineConfig
 from headrace.engine.capacity import Capacity, model_folder
@@ -23,15 +21,16 @@ from headrace.kv.tiers.remote import RemoteTier
 from headrace.kv.tiers.stack import Tiers
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
-from headrace.planner.machine import Shape
 from headrace.recompute.lanes import Link, ThreadLane
-from headrace.recompute.rates import Rates, measure
+from headrace.recompute.profile import measure
+from headrace.recompute.rates import Rates
 from headrace.recompute.shelf import Shelf
 
 GIB = 1 << 30
 PROBE = name_of(hashlib.sha256(b"headrace probe").digest(), "k")
 PROBE_BYTES = 8 << 20
-"""What is stored and read once to see how fast a tier is."""
+PROBES = 3
+"""What is stored and read a few times to see how fast a tier is."""
 
 
 def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: int, kv_element_bytes: int) -> bool:
@@ -87,38 +86,22 @@ def open_offload(
         shelf=shelf,
         lane=ThreadLane("restore", link),
         looking=ThreadLane("look"),
-        rates=_rates(tiers, decoder),
+        rates=_probed(measure(decoder, storage, capacity.backend), tiers).behind(link.bytes_s, link.latency_s),
         writeback=Writeback(cache, tiers, shelf, other),
         max_batch_tokens=config.max_batch_tokens,
     )
 
 
-def _rates(tiers: Tiers, decoder: Decoder) -> Rates:
-    """Measured now, with the model's own weights and what the tiers give back."""
-    model, dtype = decoder.config, decoder.dtype
-
-    def project(tokens: int) -> object:
-        x = torch.ones(tokens, model.hidden_size, dtype=dtype)
-        positions = torch.arange(tokens)
-        with torch.inference_mode():
-            return decoder.project(0, x, positions, positions + 1 if model.rope_depends_on_length else None)
-
-    reads = {tiers.kind(index): read for index in range(len(tiers.tiers)) if (read := _probe(tiers.tiers[index]))}
-    try:
-        return measure(Shape.of(model, dtype.itemsize), project, reads)
-    finally:
-        for tier in tiers.tiers:
-            tier.drop([PROBE])
-
-
-def _probe(tier: Tier) -> Callable[[int], object] | None:
-    """Reads from a blob made for it; None where the tier does not take one."""
-    if not tier.put(PROBE, b"", (bytes(PROBE_BYTES),)):
-        return None
-    into = memoryview(bytearray(PROBE_BYTES))
-
-    def read(size: int) -> object:
-        there = tier.read([Read(PROBE, 0, into[: min(size, PROBE_BYTES)])])
-        return frame.checksum(into[:size]) if all(there) else None
-
-    return read
+def _probed(rates: Rates, tiers: Tiers) -> Rates:
+    """Rates that know how fast disk and remote give back a blob stored for the purpose."""
+    for index, tier in enumerate(tiers.tiers):
+        if not tiers.queues(index) or not tier.put(PROBE, b"", (bytes(PROBE_BYTES),)):
+            continue
+        into = memoryview(bytearray(PROBE_BYTES))
+        for _ in range(PROBES):
+            began = time.perf_counter()
+            if all(tier.read([Read(PROBE, 0, into)])):
+                frame.checksum(into)
+                rates.observe_load(tier.kind, PROBE_BYTES, 1, time.perf_counter() - began)
+        tier.drop([PROBE])
+    return rates

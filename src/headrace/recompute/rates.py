@@ -235,8 +235,10 @@ class Rates:
             return self._line(tier).seconds(np.asarray(size, np.float64), pieces)
 
     def cpu_s_per_byte(self, tier: str) -> float:
-        """What a byte from there takes from the computing cores; 0 where it was never measured."""
-        return self._cpu[tier].value if tier in self._cpu else 0.0
+        """What a byte from there takes from the computing cores: as from another tier where it was never measured."""
+        if tier in self._cpu:
+            return self._cpu[tier].value
+        return max((taken.value for taken in self._cpu.values()), default=0.0)
 
     def project(self, tokens: Floats | float) -> Floats:
         """One layer's projection of so many tokens."""
@@ -255,6 +257,16 @@ class Rates:
     def suffix(self, start: Floats | float, count: Floats | float) -> Floats:
         """One layer of it."""
         return self.prefill(start, count) / self.layers
+
+    def behind(self, bytes_s: float | None, latency_s: float = 0.0) -> Rates:
+        """The same with all tiers beyond a link, which takes its time while they take theirs (recompute.lanes)."""
+        least_s = 1.0 / bytes_s if bytes_s else 0.0
+        with self._lock:
+            self._tiers = {
+                tier: Line(max(line.unit_s, least_s), line.fixed_s + latency_s, line.piece_s)
+                for tier, line in self._tiers.items()
+            }
+        return self
 
     def observe_load(self, tier: str, size: float, pieces: float, seconds: float, cpu_s: float | None = None) -> None:
         """A transfer was seen to take `seconds` (the lane's, waiting in its queue not counted), of which it took cpu_s
@@ -312,35 +324,40 @@ def measure(
     reads: Mapping[str, Callable[[int], object]] | None = None,
     machine: Machine | None = None,
     *,
+    prefill: PrefillRate | None = None,
     shares_cores: bool = True,
 ) -> Rates:
-    """First guesses, in less than a second on any model: a few real calls.
+    """First guesses, in less than a second on any model: a few real calls. recompute.profile makes them of a model.
 
     project(tokens): K and V of so many tokens of one layer, from X, with the model's own weights. reads[tier](size):
-    a read of about so many bytes, as restores read them. machine: a profile, where one is at hand; without it the
-    prefill's rate is taken from the projection's. shares_cores: reads run on the cores that compute.
+    a read of about so many bytes, as restores read them. machine: a profile, where one is at hand; with neither it nor
+    `prefill`, the prefill's rate is taken from the projection's. shares_cores: reads run on the cores that compute.
     """
-    few, many = (_seconds(lambda rows=rows: project(rows)) for rows in ROWS)  # type: ignore[misc]
+    few, many = (seconds(lambda rows=rows: project(rows)) for rows in ROWS)  # type: ignore[misc]
     token_s = max((many - few) / (ROWS[1] - ROWS[0]), 0.1 * many / ROWS[1])
     line = Line(token_s, max(few - token_s * ROWS[0], 0.0), typical=TOKENS)
     tiers, cpu = {}, {}
     for tier, read in (reads or {}).items():
         tiers[tier], cpu[tier] = _measure_reads(read)
-    return Rates(shape.layers, line, _guess(shape, machine, token_s), tiers, cpu if shares_cores else None)
+    return Rates(shape.layers, line, prefill or _guess(shape, machine, token_s), tiers, cpu if shares_cores else None)
 
 
 def _guess(shape: Shape, machine: Machine | None, token_s: float) -> PrefillRate:
     if machine is not None:
         return PrefillRate.of(Times(machine, shape))
-    flops_s = 4 * shape.hidden * shape.kv_heads * shape.head_dim / token_s
+    return prefill_rate(shape, 4 * shape.hidden * shape.kv_heads * shape.head_dim / token_s)
+
+
+def prefill_rate(shape: Shape, flops_s: float, memory_bytes_s: float = MEMORY_BYTES_S) -> PrefillRate:
+    """From the rate of the linear layers alone."""
     weights = shape.layers * (shape.qkv_weights + shape.rest_weights) * shape.element_bytes
     pair_s = shape.layers * shape.pair_flops / (ATTENTION * flops_s)
-    return PrefillRate(weights / MEMORY_BYTES_S, shape.linear_flops / flops_s, pair_s)
+    return PrefillRate(weights / memory_bytes_s, shape.linear_flops / flops_s, pair_s)
 
 
 def _measure_reads(read: Callable[[int], object]) -> tuple[Line, float]:
     """The rate, and the seconds of a core per byte."""
-    small, large = (_seconds(lambda size=size: read(size)) for size in SIZES)  # type: ignore[misc]
+    small, large = (seconds(lambda size=size: read(size)) for size in SIZES)  # type: ignore[misc]
     began = time.thread_time()
     read(SIZES[1])
     taken = (time.thread_time() - began) / SIZES[1]
@@ -348,8 +365,8 @@ def _measure_reads(read: Callable[[int], object]) -> tuple[Line, float]:
     return Line(byte_s, max(small - byte_s * SIZES[0], 0.0)), min(taken, byte_s)
 
 
-def _seconds(work: Callable[[], object], most_s: float = 0.05, repeats: int = 3) -> float:
-    """Median of a few calls after one that does not count; of a slow call, that one alone."""
+def seconds(work: Callable[[], object], most_s: float = 0.05, repeats: int = 3) -> float:
+    """Median time of a few calls after one that does not count; of a slow call, that one alone."""
     times = []
     for _ in range(1 + repeats):
         began = time.perf_counter()

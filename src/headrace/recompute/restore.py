@@ -64,7 +64,7 @@ class Restore:
 
     prompt_len: tokens of the sequence's prompt, which length-dependent rotary scaling needs.
     good: chunks up to the first one that was lost. start_s: when it began. loaded_bytes, pieces: what came, in how many
-    reads. waited_s: how long the engine waited for it.
+    reads. cpu_s: what the lane took from the cores. waited_s: how long the engine waited for it.
     """
 
     shelf: Shelf
@@ -77,6 +77,7 @@ class Restore:
     start_s: float = 0.0
     loaded_bytes: int = 0
     pieces: int = 0
+    cpu_s: float = 0.0
     waited_s: float = 0.0
     _tickets: list[tuple[Ticket, Kind, int]] = field(default_factory=list)
     _staging: Tensor = field(default_factory=lambda: torch.empty(PIECE_BYTES, dtype=torch.uint8))
@@ -103,11 +104,13 @@ class Restore:
 
     def _guarded(self, run: Callable[[], None]) -> None:
         """Whatever goes wrong costs the restore, not the engine."""
+        began = time.thread_time()
         try:
             run()
         except Exception as error:
             log.exception("a restore failed")
             self.good, self.reason = 0, f"{type(error).__name__}: {error}"
+        self.cpu_s += time.thread_time() - began
 
     def _read_headers(self) -> None:
         size = self.shelf.header_bytes

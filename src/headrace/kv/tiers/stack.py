@@ -41,9 +41,9 @@ class Tiers:
         return self._writers[index] is not None
 
     @property
-    def queued(self) -> int:
-        """Bytes that wait to be written."""
-        return sum(writer.queued_bytes for writer in self._writers if writer is not None)
+    def waiting(self) -> int:
+        """Blobs that wait to be written."""
+        return sum(writer.waiting for writer in self._writers if writer is not None)
 
     def find(self, names: Sequence[bytes]) -> list[int | None]:
         """Index of the first tier that has each blob. A later tier is asked only for names still missing."""

@@ -1,0 +1,39 @@
+"""First rates of a model: every family, pools with and without activations, every type."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.kv.storage import KVStorage
+from headrace.models.decoder import load_decoder
+from headrace.recompute.profile import measure
+from headrace.recompute.solver import Run, restore_split
+from headrace.types import CHUNK
+from tests.cpu.checkpoints import KINDS
+from tests.cpu.conftest import FolderOf
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_rates(kind: str, folder_of: FolderOf) -> None:
+    """They are there, they are positive, they rise with the work, and a split comes of them."""
+    decoder = load_decoder(folder_of(kind), "bfloat16")
+    storage = KVStorage(decoder.config.attention, 3, torch.bfloat16, decoder.config.hidden_size, decoder.dtype)
+    found = measure(decoder, storage, "cpu")
+    tokens = np.array([64.0, 2048.0, 65536.0])
+    for times in (found.project(tokens), found.prefill(0.0, tokens), found.transfer("host", tokens * 1e3)):
+        assert np.isfinite(times).all()
+        assert (times > 0).all()
+        assert times[-1] > times[0]
+    assert found.as_dict()["prefill_observed"] == 3, "a model as small as this one is timed by a prompt"
+    assert 0 < found.cpu_s_per_byte("host") < 1e-6
+    run = Run(first=0, chunks=20, suffix=5, kv_bytes=1e5, x_bytes=1e5, layers=decoder.config.layers, tiers="disk")
+    assert sum(restore_split(run, found)[:3]) == 20
+
+
+@pytest.mark.parametrize(("kv", "backend"), [("int8", "cpu"), ("float32", "cpu"), ("float32", "reference")])
+def test_types_and_backends(kv: str, backend: str, folder_of: FolderOf) -> None:
+    decoder = load_decoder(folder_of("llama"), "float32")
+    storage = KVStorage(decoder.config.attention, 2, getattr(torch, kv))
+    assert float(measure(decoder, storage, backend).prefill(0, CHUNK)) > 0
