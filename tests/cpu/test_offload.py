@@ -102,9 +102,9 @@ def test_every_family_and_mix(kind: str, folder_of: FolderOf) -> None:
         flush(llm)
         assert llm.engine.offload is not None
         llm.engine.offload.choose = forced(*MIXES[mix])
-        before = counters(llm).restored_tokens, counters(llm).projected_tokens
+        before = counters(llm).loaded_tokens, counters(llm).projected_tokens
         same(watched(llm, prompts), truth)
-        loaded, projected = counters(llm).restored_tokens - before[0], counters(llm).projected_tokens - before[1]
+        loaded, projected = counters(llm).loaded_tokens - before[0], counters(llm).projected_tokens - before[1]
         assert (loaded > 0) == (mix in ("load", "all three")) and (projected > 0) == (mix in ("project", "all three"))
     assert counters(llm).failures == 0
     llm.close()
@@ -153,10 +153,10 @@ def test_two_that_begin_alike_are_brought_once(folder_of: FolderOf) -> None:
     prompts = prompts_of(llm)[:1]
     truth = answer(llm, prompts)
     flush(llm)
-    before = counters(llm).restored_tokens
+    before = counters(llm).loaded_tokens
     both = watched(llm, prompts * 3)
     same(both, truth * 3)
-    assert counters(llm).restored_tokens - before == 399 // CHUNK * CHUNK
+    assert counters(llm).loaded_tokens - before == 399 // CHUNK * CHUNK
     llm.close()
 
 
@@ -187,7 +187,7 @@ def test_restart(folder_of: FolderOf, tmp_path: Path) -> None:
     llm.close()
     again = offloading(folder_of("qwen2"), "all three", **settings)
     same(watched(again, prompts_of(again)), truth)
-    assert counters(again).restored_tokens > 0 and counters(again).projected_tokens > 0
+    assert counters(again).loaded_tokens > 0 and counters(again).projected_tokens > 0
     again.close()
     other = offloading(folder_of("llama"), **settings)
     answer(other, prompts_of(other))

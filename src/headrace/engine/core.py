@@ -330,8 +330,6 @@ class EngineCore:
             prompt_tokens=len(active.request.prompt_token_ids),
             cached_tokens=active.streams[0].sequence.cached_tokens,
             output_tokens=active.output_tokens,
-            restored_tokens=active.streams[0].sequence.restored_tokens,
-            restore_reason=active.streams[0].sequence.restore_reason,
             strategy=active.streams[0].sequence.strategy,
             strategy_reason=active.streams[0].sequence.strategy_reason,
             restored_tokens=active.streams[0].sequence.restored_tokens,

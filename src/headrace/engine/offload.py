@@ -21,7 +21,7 @@ from headrace.engine.sequence import Slice
 from headrace.engine.writeback import Writeback
 from headrace.kv.cache import KVCache
 from headrace.kv.table import Table
-from headrace.kv.tiers.base import Kind, name_of
+from headrace.kv.tiers.base import Kind, TierStats, name_of
 from headrace.kv.tiers.stack import Tiers
 from headrace.kv.tree import Node
 from headrace.recompute.lanes import Lane, Ticket
@@ -29,7 +29,7 @@ from headrace.recompute.rates import Rates
 from headrace.recompute.restore import Restore, Wanted
 from headrace.recompute.shelf import Shelf
 from headrace.recompute.solver import Run, Split, restore_split
-from headrace.types import CHUNK, EngineStats, chunks_for
+from headrace.types import CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Counters:
     """Since the engine began. Tokens by how they came back; failures: restores that lost a chunk."""
 
     restores: int = 0
-    restored_tokens: int = 0
+    loaded_tokens: int = 0
     projected_tokens: int = 0
     recomputed_tokens: int = 0
     restore_s: float = 0.0
@@ -247,7 +247,7 @@ class Offload:
         projected = sum(w.kind == "x" for w in restore.chunks[: restore.good]) * CHUNK
         brought = restore.good * CHUNK
         self.counters.projected_tokens += projected
-        self.counters.restored_tokens += brought - projected
+        self.counters.loaded_tokens += brought - projected
         self.counters.recomputed_tokens += split.tokens * CHUNK if split else 0
         self.counters.restore_s += time.perf_counter() - restore.start_s
         sequence.restored_tokens += brought
@@ -299,15 +299,10 @@ class Offload:
     @property
     def pending(self) -> bool:
         """Whether threads have work that `settle` will have to end."""
-        return bool(self._leaving or self.writeback.unstored or self.tiers.waiting)
+        return bool(self._leaving or self.writeback.unstored or self.tiers.queued_blobs)
 
-    def tell(self, stats: EngineStats) -> None:
-        """Writes what it counts into the engine's record."""
-        for name in ("restores", "restored_tokens", "projected_tokens", "recomputed_tokens", "restore_s"):
-            setattr(stats, name, getattr(self.counters, name))
-        stats.restore_failures = self.counters.failures
-        stats.writeback_pending = self.writeback.unstored + self.tiers.waiting
-        stats.tiers = self.tiers.stats()
+    def stats(self) -> dict[str, TierStats]:
+        return self.tiers.stats()
 
     def close(self) -> None:
         """Stores what is not stored yet, for at most CLOSE_S, and ends all threads. May be called again."""

@@ -40,11 +40,6 @@ class Tiers:
         """Whether `offer` keeps the parts for later."""
         return self._writers[index] is not None
 
-    @property
-    def waiting(self) -> int:
-        """Blobs that wait to be written."""
-        return sum(writer.waiting for writer in self._writers if writer is not None)
-
     def find(self, names: Sequence[bytes]) -> list[int | None]:
         """Index of the first tier that has each blob. A later tier is asked only for names still missing."""
         found: list[int | None] = [None] * len(names)

@@ -75,12 +75,6 @@ class Writer:
             return name in self._names
 
     @property
-    def waiting(self) -> int:
-        """Writes that the tier has neither taken nor refused."""
-        with self._changed:
-            return len(self._names)
-
-    @property
     def queued_bytes(self) -> int:
         with self._changed:
             return self._bytes
