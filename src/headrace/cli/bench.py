@@ -252,6 +252,42 @@ def choice(
         out.print(bench_choice.summary(_measure_cases(bench.cases(), json_file, bench.profile, bench_choice.line)))
 
 
+@app.command()
+def restore(
+    json_file: JsonFile = None,
+    models: Annotated[str, typer.Option(help="Random-weight shapes, by commas: S1 (GQA), S2 (MHA), S3.")] = "S2,S1",
+    links: Annotated[str, typer.Option(help="GB/s of the emulated link, by commas.")] = "0.1,0.3,1,3,10,30",
+    tokens: Annotated[int, typer.Option(help="Stored tokens: a multiple of 64.")] = 4096,
+    suffix: Annotated[int, typer.Option(help="New tokens after them.")] = 32,
+    latency_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds that each transfer takes longer.")] = 0.0,
+    stride: Annotated[int, typer.Option(help="Chunks of 64 tokens between two splits of the sweep.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Repetitions of the splits that matter, in turns.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine. Default: all cores.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG that takes a plot.")] = None,
+) -> None:
+    """A stored prompt comes back: the solver's split beside loading all, recomputing all, and every other split."""
+    from headrace.cli import bench_restore, prefill_report
+
+    with one_line_errors():
+        if plot is not None:
+            prefill_report.plotter()
+        plan = bench_restore.Plan(
+            tuple(models.split(",")),
+            bench_restore.links_of(links),
+            tokens,
+            suffix,
+            latency_ms,
+            stride,
+            repeats,
+            threads,
+        )
+        done = _measure_cases(bench_restore.cases(plan), json_file, line=bench_restore.line)
+        out.print(bench_restore.table(done), soft_wrap=True)
+        if plot is not None:
+            bench_restore.plot(done, plot)
+            err.print(f"wrote {plot}", style="dim")
+
+
 def one_of(name: str, given: str, known: tuple[str, ...]) -> Any:
     """Raises ValueError naming the option."""
     if given not in known:

@@ -42,13 +42,16 @@ Choose = Callable[[Run, Rates, int], Split]
 
 @dataclass(slots=True)
 class Counters:
-    """Since the engine began. Tokens by how they came back; failures: restores that lost a chunk."""
+    """Since the engine began. Tokens by how they came back; failures: restores that lost a chunk; link_s: the lane was
+    at work for restores, of which the engine waited waited_s."""
 
     restores: int = 0
     loaded_tokens: int = 0
     projected_tokens: int = 0
     recomputed_tokens: int = 0
     restore_s: float = 0.0
+    link_s: float = 0.0
+    waited_s: float = 0.0
     failures: int = 0
 
 
@@ -250,6 +253,8 @@ class Offload:
         self.counters.loaded_tokens += brought - projected
         self.counters.recomputed_tokens += split.tokens * CHUNK if split else 0
         self.counters.restore_s += time.perf_counter() - restore.start_s
+        self.counters.link_s += restore.link_s
+        self.counters.waited_s += restore.waited_s
         sequence.restored_tokens += brought
         if not sequence.preemptions:
             sequence.cached_tokens += brought

@@ -1,0 +1,160 @@
+"""The benchmark of restores: by a bed that costs nothing, and the real one once, tiny."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace.cli import bench_restore, shapes
+from headrace.cli.bench_restore import Case, Plan, around, grid, links_of, measured, plot, table
+from headrace.cli.main import app
+from headrace.cli.restore_bed import At, RestoreBed, Timed
+from headrace.recompute.rates import Line, PrefillRate, Rates
+from headrace.recompute.solver import Run, Split, predict, restore_split
+
+RUN = Run(first=0, chunks=64, suffix=32, kv_bytes=2 * 64 * 1024 * 2 * 8, x_bytes=64 * 1024 * 2 * 8, layers=8)
+TINY = shapes.Shape(hidden=64, layers=2, heads=4, kv_heads=4, head_dim=32, mlp=128, vocab=2048)
+
+
+@dataclass
+class Imagined:
+    """A bed that takes `slow` times what the solver predicts; `drift` more with every restore."""
+
+    run: Run = RUN
+    slow: float = 1.05
+    drift: float = 0.0
+    asked: list[At] = field(default_factory=list)
+    known: Rates = field(default_factory=lambda: Rates(8, Line(2e-6), PrefillRate(5e-3, 1e-4, 2e-9)).behind(0.5e9))
+
+    def time(self, at: At) -> Timed:
+        self.asked.append(at)
+        found = predict(self.run, self.known, at.tokens, at.x)
+        seconds = found.seconds * self.slow * (1 + self.drift * len(self.asked))
+        return Timed(seconds, seconds + 1e-3, found.link_s, found.waited_s, found)
+
+    def choice(self) -> tuple[Run, Split]:
+        return self.run, restore_split(self.run, self.known)
+
+    def rates(self) -> dict[str, float]:
+        return {"host_bytes_s": 0.5e9}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.001])
+def test_a_case(drift: float) -> None:
+    bed = Imagined(drift=drift)
+    case = measured(bed, Plan(stride=8, repeats=3))
+    split = restore_split(RUN, bed.known)
+    assert (case["tokens"], case["x"], case["load"]) == split[:3]
+    assert case["to_best"] == pytest.approx(1.0, abs=0.01)
+    assert case["best_s"] <= case["chosen_s"]
+    assert case["gain"] > 1
+    assert case["measured_to_predicted"] == pytest.approx(1.05 * (1 + drift * len(bed.asked)), rel=0.02)
+    assert case["to_load_all"] < 1 and case["to_recompute_all"] < 1
+    assert case["overlap"] == pytest.approx(predict(RUN, bed.known, split.tokens, split.x).overlap)
+    for at in (At(split.tokens, split.x), At(0, 0), At(64, 0)):
+        assert bed.asked.count(at) >= 3
+    json.dumps(case)
+
+
+def test_without_activations_none_are_projected() -> None:
+    bed = Imagined(Run(0, 64, 32, RUN.kv_bytes / 4, None, 8))
+    assert measured(bed, Plan())["x"] == 0
+    assert all(at.x == 0 for at in bed.asked)
+
+
+def test_where_all_is_recomputed() -> None:
+    """Nothing is loaded: there is no overlap to tell of."""
+    bed = Imagined(known=Rates(8, Line(2e-3), PrefillRate(0, 1e-4, 2e-9)).behind(1e6))
+    case = measured(bed, Plan(repeats=1))
+    assert (case["tokens"], case["overlap"], case["gain"]) == (64, None, pytest.approx(1.0))
+    assert "overlap -" in bench_restore.line(case | {"link_gbps": 0.001})
+
+
+def test_grids() -> None:
+    assert grid(RUN, 32) == [(0, 0), (0, 32), (0, 64), (32, 0), (32, 32), (64, 0)]
+    odd = grid(Run(0, 5, 1, 1.0, None, 1), 2)
+    assert odd == [(0, 0), (2, 0), (4, 0), (5, 0)]
+    assert len(grid(RUN, 1)) == 65 * 66 // 2
+    near = around(RUN, At(64, 0), 4)
+    assert near == [(60, 0), (60, 4)]
+    assert all(at.tokens + at.x <= 64 for at in near)
+
+
+def made() -> list[Case]:
+    found = []
+    for model in ("S2", "S1"):
+        for gbps in (0.1, 1.0, 10.0):
+            known = Rates(8, Line(2e-6), PrefillRate(5e-3, 1e-4, 2e-9)).behind(gbps * 1e9)
+            case = measured(Imagined(known=known), Plan(repeats=1))
+            found.append({"model": model, "link_gbps": gbps, "latency_ms": 0.0} | case)
+    return found
+
+
+def test_table_and_plot(tmp_path: Path) -> None:
+    found = made()
+    assert len(table(found).splitlines()) == 2 + 6
+    assert "0.1 GB/s" in bench_restore.line(found[0])
+    plot(found, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"models": ("S9",)}, "models"), ({"tokens": 100}, "tokens"), ({"links": ()}, "links"),
+        ({"links": (0.0,)}, "links"), ({"stride": 0}, "stride"), ({"repeats": 0}, "repeats"), ({"suffix": 0}, "suffix"),
+    ],
+)  # fmt: skip
+def test_plan_refuses(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan(**given)  # type: ignore[arg-type]
+
+
+def test_links() -> None:
+    assert links_of("0.1,30") == (0.1, 30.0)
+    with pytest.raises(ValueError, match="links"):
+        links_of("fast")
+
+
+def test_a_real_bed(tmp_path: Path) -> None:
+    """Every way of coming back, timed; the counters tell which it was."""
+    bed = RestoreBed(TINY, tmp_path / "tiny", 0.5, chunks=4, suffix=5, threads=1, max_batch_tokens=128)
+    try:
+        counters = bed.offload.counters
+        for at in (At(0, 0), At(2, 0), At(0, 3), At(1, 2), At(4, 0)):
+            before = counters.loaded_tokens, counters.projected_tokens
+            timed = bed.time(at)
+            assert 0 < timed.seconds <= timed.ttft_s
+            assert timed.predicted.seconds > 0
+            assert counters.projected_tokens - before[1] == 64 * at.x
+            assert counters.loaded_tokens - before[0] == 64 * (4 - at.tokens - at.x)
+            assert (timed.link_s > 0) == (at.tokens < 4)
+            assert timed.waited_s >= 0
+        run, split = bed.choice()
+        assert (run.first, run.chunks, run.suffix, run.layers) == (0, 4, 5, 2)
+        assert sum(split[:3]) == 4
+        assert bed.rates()["host_observed"] >= 4
+    finally:
+        bed.close()
+    with pytest.raises(ValueError, match="chunk"):
+        RestoreBed(TINY, tmp_path / "tiny", 0.5, chunks=0, suffix=1)
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "S2", TINY)
+    file, image = tmp_path / "r.json", tmp_path / "r.png"
+    command = ["bench", "restore", "--models", "S2", "--links", "0.1,10", "--tokens", "256", "--stride", "4"]
+    more = ["--repeats", "1", "--threads", "1", "--json", str(file), "--plot", str(image)]
+    done = CliRunner().invoke(app, command + more)
+    assert done.exit_code == 0, done.output
+    found = json.loads(file.read_text())["cases"]
+    assert [case["link_gbps"] for case in found] == [0.1, 10.0]
+    assert all(case["tokens"] + case["x"] + case["load"] == 4 for case in found)
+    assert image.exists()
