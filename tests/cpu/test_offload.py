@@ -193,3 +193,61 @@ def test_restart(folder_of: FolderOf, tmp_path: Path) -> None:
     answer(other, prompts_of(other))
     assert counters(other).restores == 0
     other.close()
+
+
+POSITIONS = {"magic": 0, "stamp": 30, "digest": 60, "sums": 90, "first layer": 200, "last layer": -100}
+
+
+@pytest.mark.parametrize("where", POSITIONS)
+@pytest.mark.parametrize("mix", ["load", "project", "all three"])
+def test_damage_costs_time_only(where: str, mix: str, folder_of: FolderOf, tmp_path: Path) -> None:
+    """A byte of one stored chunk is flipped: found on the way, perhaps in the middle of the step that needs it; the
+    answer is right, and the chunk is gone from the tier and stored anew."""
+    settings: dict[str, Any] = dict(kv_offloading_size=0.0, kv_offload_path=str(tmp_path / "kv"), kv_link_gbps=0.01)
+    llm = offloading(folder_of("llama"), mix, **settings)
+    prompts = prompts_of(llm)[:1]
+    truth = answer(llm, prompts)
+    flush(llm)
+    digest = chunk_digests(llm, prompts[0])[4]
+    blobs = [path for path in (tmp_path / "kv").rglob(f"*{digest.hex()}*") if path.is_file()]
+    assert len(blobs) == 2, "K and V, and activations"
+    for path in blobs:
+        content = bytearray(path.read_bytes())
+        content[POSITIONS[where]] ^= 4
+        path.write_bytes(content)
+    for again in (False, True):
+        same(watched(llm, prompts), truth)
+        assert counters(llm).failures == 1, "the damage was not noticed, or not repaired"
+        if not again:
+            flush(llm)
+    assert llm.engine.stats().prefilled_tokens < 3 * 400
+    llm.close()
+
+
+def chunk_digests(llm: LLM, prompt: list[int]) -> list[bytes]:
+    table = llm.engine.cache.open(list(prompt))
+    digests = [table.digest(chunk) for chunk in range(len(prompt) // CHUNK)]
+    llm.engine.cache.close(table)
+    return digests
+
+
+@pytest.mark.parametrize(("form", "bound"), [("int8", 0.04), ("int4", 0.5)])
+@pytest.mark.parametrize("mix", ["load", "project"])
+def test_rounded_tiers(form: str, bound: float, mix: str, folder_of: FolderOf) -> None:
+    """What comes back rounded changes the logits: their error, as a share of their spread.
+
+    Numbers of standard deviation 1 have a maximum of about 3 in a row of 128 (int8: an error of 3 / 127 / sqrt(12), 0.7 %)
+    and a range of about 5 in a group of 64 (int4: 5 / 15 / sqrt(12), 10 %); K, V and two layers add up to about twice
+    that, and the bound is twice as much again.
+    """
+    llm = offloading(folder_of("llama_gqa"), mix, kv_host_format=form)
+    prompts = prompts_of(llm)[:1]
+    once = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    (truth,) = answer(llm, prompts, once)
+    flush(llm)
+    (back,) = watched(llm, prompts, once)
+    ((position, want),) = truth.items()
+    error = ((back[position] - want).pow(2).mean().sqrt() / want.std()).item()
+    assert 0 < error < bound
+    assert counters(llm).restores == 1 and counters(llm).failures == 0
+    llm.close()

@@ -293,8 +293,8 @@ class Offload:
         return void
 
     def observe(self, slices: Sequence[Slice], seconds: float) -> None:
-        """A step that computed one prompt and nothing else tells how fast prefill is."""
-        if len(slices) == 1 and slices[0].length > 1:
+        """A step that computed one prompt, with nothing on the lane meanwhile, tells how fast prefill is."""
+        if len(slices) == 1 and slices[0].length > 1 and not (self._coming or self._leaving):
             self.rates.observe_prefill(slices[0].start, slices[0].length, seconds)
 
     def wait(self) -> None:
