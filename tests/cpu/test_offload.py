@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -75,8 +76,9 @@ def watched(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS)
     closed: Callable[[], None] = llm.engine.scheduler.check
 
     def check() -> None:
-        if llm.engine.offload is not None:
-            assert llm.engine.offload.writeback.wait(20)
+        while llm.engine.offload is not None and llm.engine.offload.pending:
+            llm.engine.offload.settle()
+            time.sleep(0.001)
         closed()
 
     llm.engine.scheduler.check = check  # type: ignore[method-assign]
@@ -236,8 +238,8 @@ def chunk_digests(llm: LLM, prompt: list[int]) -> list[bytes]:
 def test_rounded_tiers(form: str, bound: float, mix: str, folder_of: FolderOf) -> None:
     """What comes back rounded changes the logits: their error, as a share of their spread.
 
-    Numbers of standard deviation 1 have a maximum of about 3 in a row of 128 (int8: an error of 3 / 127 / sqrt(12), 0.7 %)
-    and a range of about 5 in a group of 64 (int4: 5 / 15 / sqrt(12), 10 %); K, V and two layers add up to about twice
+    Numbers of standard deviation 1 have a maximum of about 3 in a row of 128 (int8: an error of 3 / 127 / sqrt(12),
+    0.7 %) and a range of about 5 in a group of 64 (int4: 5 / 15 / sqrt(12), 10 %); K, V and two layers add up to about twice
     that, and the bound is twice as much again.
     """
     llm = offloading(folder_of("llama_gqa"), mix, kv_host_format=form)
