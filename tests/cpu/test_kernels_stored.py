@@ -218,6 +218,11 @@ def test_errors_of_int4(dtype: torch.dtype, kv: tuple[Tensor, Tensor]) -> None:
     back, sections = round_trip(pools, "int4")
     for x, y in ((pools.k, back.k), (pools.v, back.v)):
         within(y, x, int4_bound(x), dtype)
+    groups = torch.cat([x.reshape(SLOTS, -1, 64) for x in (pools.k, pools.v)], dim=1).double()
+    bounds = sections[:, groups[0].numel() // 2 :][:, : groups.shape[1] * 4].contiguous().view(torch.float16).double()
+    low, step = bounds.view(SLOTS, -1, 2).unbind(-1)
+    assert (low <= groups.amin(-1)).all() and (step >= 0).all()
+    assert ((groups.amax(-1) - low) * (1 - 1e-6) <= 15 * step + 1e-44).all()
     with table.force("torch"):
         _, same = round_trip(pools, "int4")
     assert torch.equal(sections, same)
