@@ -59,13 +59,29 @@ template <typename F> HEADRACE_INLINE void vectors(int64_t n, F f) {
   if (i < n) f(i, n - i);
 }
 
+// Bytes <-> words by way of 16 bits: GCC takes a single step by scalars.
+typedef int16_t vs __attribute__((vector_size(2 * W)));
+typedef byte vc __attribute__((vector_size(W)));
+
+template <typename B> HEADRACE_INLINE vi words(B bytes) {
+  return __builtin_convertvector(__builtin_convertvector(bytes, vs), vi);
+}
+
+HEADRACE_INLINE vb bytes(vi words) { return __builtin_convertvector(__builtin_convertvector(words, vs), vb); }
+
 template <typename T> HEADRACE_INLINE vf take(const T *p, int64_t n) { return n == W ? load(p) : load_part(p, n); }
+
+HEADRACE_INLINE vf take(const int8_t *p, int64_t n) {
+  vb codes = {};
+  n == W ? memcpy(&codes, p, W) : memcpy(&codes, p, n);
+  return __builtin_convertvector(words(codes), vf);
+}
 
 template <typename T> HEADRACE_INLINE void put(T *p, vf x, int64_t n) { n == W ? store(p, x) : store_part(p, x, n); }
 
 HEADRACE_INLINE void put(int8_t *p, vf x, int64_t n) {
-  const vb codes = __builtin_convertvector(__builtin_convertvector(x, vi), vb);
-  memcpy(p, &codes, n);
+  const vb codes = bytes(__builtin_convertvector(x, vi));
+  n == W ? memcpy(p, &codes, W) : memcpy(p, &codes, n);
 }
 
 // Codes or numbers [rows][cols] -> fp32, under `scales` if there are any.
@@ -199,19 +215,18 @@ bool quantise_group(const float *x, byte *codes, uint16_t *bounds) {
     numbers[i] = __builtin_convertvector((y + MAGIC) - MAGIC, vi);
   }
   for (int64_t i = 0; i < GROUP / W / 2; ++i) {
-    const vb packed = __builtin_convertvector(numbers[i] | numbers[i + GROUP / W / 2] << 4, vb);
+    const vb packed = bytes(numbers[i] | numbers[i + GROUP / W / 2] << 4);
     memcpy(codes + i * W, &packed, sizeof packed);
   }
   return true;
 }
 
 void widen_group(const byte *codes, const uint16_t *bounds, float *x) {
-  typedef byte vc __attribute__((vector_size(W)));
   const vf low = splat(widened(bounds[0])), step = splat(widened(bounds[1]));
   for (int64_t i = 0; i < GROUP / 2; i += W) {
     vc packed;
     memcpy(&packed, codes + i, sizeof packed);
-    const vi both = __builtin_convertvector(packed, vi);
+    const vi both = words(packed);
     store(x + i, low + __builtin_convertvector(both & 15, vf) * step);
     store(x + GROUP / 2 + i, low + __builtin_convertvector(both >> 4, vf) * step);
   }

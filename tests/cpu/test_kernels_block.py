@@ -107,6 +107,37 @@ def same_bits(fast: Decoder, slow: Decoder, rotary: int) -> None:
         assert torch.equal(fast.layers(x.clone(), cos_sin, attend), want), rows
 
 
+@pytest.mark.parametrize(
+    ("variant", "quantization"),
+    [*((variant, "none") for variant in VARIANTS), ("qwen2", "int8"), ("qwen3", "int4"), ("partial rotary", "int8")],
+)
+def test_keys_and_values_from_activations(variant: str, quantization: Quantization, threads: None) -> None:
+    """The bits that attention gets, also where queries do not fill blocks of the packed weight (partial rotary: 6 heads
+    of 20)."""
+    fast, slow, rotary = both(variant, quantization)
+    assert isinstance(fast.layers, Blocks)
+    assert (fast.layers.without_queries is None) == (variant == "partial rotary")
+    for rows in ROWS:
+        g = torch.Generator().manual_seed(rows)
+        cos_sin = torch.randn(rows, rotary, generator=g) if rotary else None
+        into: list[Tensor] = []
+        heads: list[tuple[Tensor, Tensor]] = []
+
+        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, heads: Any = heads) -> Tensor:
+            heads.append((k.clone(), v.clone()))
+            return attend(layer, q, k, v)
+
+        def watch(layer: int, x: Tensor, into: Any = into) -> None:
+            into.append(x.clone())
+
+        x = torch.randn(rows, fast.config.hidden_size, generator=g).bfloat16()
+        fast.layers(x, cos_sin, keep, None, watch)
+        for layers in (fast.layers, slow.layers):
+            for layer, (k, v) in enumerate(heads):
+                got = layers.project(layer, into[layer], cos_sin)
+                assert torch.equal(got[0], k) and torch.equal(got[1], v), (rows, layer)
+
+
 def test_no_rows() -> None:
     fast, _, _ = both("llama")
     assert fast.layers(torch.empty(0, 128).bfloat16(), torch.empty(0, 32), attend).shape == (0, 128)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.kv import frame
@@ -45,6 +45,7 @@ def small(kind: str = "k") -> tuple[Stamp, bytes, list[bytes]]:
     return stamp, DIGEST, [bytes([j] * 40) for j in range(3)]
 
 
+@settings(deadline=None)
 @given(blobs())
 def test_what_was_written_is_read(blob: tuple[Stamp, bytes, list[bytes]]) -> None:
     stamp, digest, sections = blob
@@ -55,6 +56,7 @@ def test_what_was_written_is_read(blob: tuple[Stamp, bytes, list[bytes]]) -> Non
     assert frame.header_bytes(stamp.layers) % 64 == 0
 
 
+@settings(deadline=None)
 @given(blobs(), st.data())
 def test_any_changed_byte_is_found(blob: tuple[Stamp, bytes, list[bytes]], data: st.DataObject) -> None:
     stamp, digest, _ = blob

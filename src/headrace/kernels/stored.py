@@ -7,14 +7,14 @@ describes it to the byte. Three formats:
 raw: as the pool has it (int8 pools: codes and scales). The same bits come back.
 
 int8: codes -127..127 under a scale of max|x| / 127 for each token and head (K, V) or token (X), fp32. Of an int8 pool
-the same as raw. A number x comes back as y with |y - x| <= max|x| / 254 (1 + 1e-6) + 1e-42, before y is rounded to the
+the same as raw. A number x comes back as y with |y - x| <= max|x| / 254 (1 + 5e-5) + 1e-42, before y is rounded to the
 pool's type.
 
 int4: codes 0..15 in groups of 64 numbers that follow one another in the layout above (of K: one channel over the
 chunk's 64 tokens), under (low, step) in fp16: 36 bytes for 64 numbers. low is rounded down and step up, so that no code
 is out of range: step <= 1.001 (max x - min x + |min x| / 1024) / 15 + 2e-7, and a number x comes back as y with
-|y - x| <= step / 2 (1 + 1e-5), before y is rounded to the pool's type. A group that holds one value, which fp16 holds
-too, comes back exactly. (FlexGen's scheme, which KVPR stores with; it divides by zero for such groups.)
+|y - x| <= step / 2 (1 + 1e-5) + |y| 1e-7, before y is rounded to the pool's type. A group that holds one value, which
+fp16 holds too, comes back exactly. (FlexGen's scheme, which KVPR stores with; it divides by zero for such groups.)
 
 Rounding to the pool's type: bf16 adds |y| / 256; int8 adds what storing y as int8 does.
 
