@@ -1,30 +1,20 @@
-"""A directory of blobs under everything that happens to directories: the answer is right or it is a miss."""
+"""A directory of blobs and what happens to its files: the answer is right or it is a miss."""
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
-import sqlite3
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from headrace.kv.tiers.base import Read
 from headrace.kv.tiers.disk import DiskTier
-from headrace.kv.tiers.files import BlobFiles, OpenFiles
+from headrace.kv.tiers.files import OpenFiles
 from tests.unit.tier_contract import SIZE, content, get, held, name, put
-
-BUDGET = 16 * SIZE
-
-
-def make(root: Path, budget: int = BUDGET, timeout_s: float = 1.0) -> DiskTier:
-    """One that leaves a directory alone for an hour after a failure."""
-    return DiskTier(root, budget, timeout_s=timeout_s, retry_s=3600.0)
+from tests.unit.tier_directory import BUDGET, check, descriptors, drafts, files, make
 
 
 @pytest.fixture
@@ -37,38 +27,6 @@ def tier(root: Path) -> Iterator[DiskTier]:
     tier = make(root)
     yield tier
     tier.close()
-
-
-def pause_over(tier: DiskTier) -> None:
-    assert tier.stats().degraded and tier.stats().reason
-    tier._paused_until = 0.0
-
-
-def files(root: Path) -> dict[bytes, Path]:
-    return {bytes.fromhex(path.name.split("-")[0]): path for path in root.glob("blobs/??/*")}
-
-
-def drafts(root: Path) -> list[str]:
-    return os.listdir(root / "tmp")
-
-
-def check(tier: DiskTier, root: Path) -> None:
-    """Index and directory agree and keep the budget; nothing is left of writes."""
-    tier._index.check()
-    assert {entry.name: entry.size for entry in tier._index.entries()} == {
-        name: path.stat().st_size for name, path in files(root).items()
-    }
-    assert not drafts(root) and not tier._index.reserved()
-
-
-def descriptors(root: Path) -> list[int]:
-    """Of this process, that lead below root."""
-    mine = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{root}/"):
-                mine.append(int(fd))
-    return mine
 
 
 # Start and end
@@ -169,6 +127,16 @@ def test_deleted(tier: DiskTier, root: Path) -> None:
     check(tier, root)
 
 
+def test_deleted_between_runs(root: Path) -> None:
+    first = make(root)
+    put(first, 1), put(first, 2)
+    first.close()
+    os.unlink(files(root)[name(1)])
+    second = make(root)
+    assert held(second, [1, 2]) == [2] and second.stats().used_bytes == SIZE
+    check(second, root)
+
+
 @pytest.mark.parametrize("kind", ["directory", "pipe", "link", "fan-out"])
 def test_something_else_in_its_place(tier: DiskTier, root: Path, kind: str, tmp_path: Path) -> None:
     """A pipe must not stop the reader, a link not lead it out of the directory."""
@@ -223,153 +191,6 @@ def test_files_without_an_entry_are_taken_in(root: Path) -> None:
     assert held(second, [1, 2, 3]) == [1, 2]
     assert get(second, 2) == content(2)
     check(second, root)
-
-
-# Damage of the index
-
-
-def lose(index: Path) -> None:
-    for path in index.parent.glob("index.sqlite*"):
-        path.unlink()
-
-
-def garble(index: Path) -> None:
-    index.write_bytes(b"garbage" * 2000)
-
-
-def empty(index: Path) -> None:
-    index.write_bytes(b"")
-
-
-def other_tables(index: Path) -> None:
-    index.unlink()
-    with sqlite3.connect(index) as db:
-        db.execute("CREATE TABLE blobs (recipe TEXT)")
-    db.close()
-
-
-DAMAGES = [lose, garble, empty, other_tables]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_index_damaged_between_runs(root: Path, damage: object) -> None:
-    """Blobs, tenants and the order of writing are found again from the files."""
-    first = make(root)
-    put(first, 0, b"a"), put(first, 1, b"a")
-    for number in range(2, 8):
-        put(first, number, b"b")
-    for age, number in enumerate([5, 1, 0, 7, 6, 4, 3, 2]):
-        os.utime(files(root)[name(number)], ns=(age, age))
-    first.close()
-    damage(root / "index.sqlite")  # type: ignore[operator]
-    second = make(root, 8 * SIZE)
-    assert held(second, []) == [] and second.stats().blobs == 8
-    put(second, 8, b"b"), put(second, 9, b"b")
-    assert held(second, range(10)) == [0, 1, 2, 3, 4, 6, 8, 9], "the oldest of b went; a kept its quota"
-    check(second, root)
-    assert not second.stats().degraded
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_index_damaged_while_it_runs(tier: DiskTier, root: Path, damage: object) -> None:
-    for number in range(4):
-        put(tier, number)
-    assert get(tier, 0) == content(0)
-    damage(root / "index.sqlite")  # type: ignore[operator]
-    for number in range(4):
-        assert get(tier, number) in (None, content(number))
-    put(tier, 4)
-    tier._paused_until = 0.0
-    assert put(tier, 5) and get(tier, 5) == content(5)
-    assert held(tier, range(4)) == [0, 1, 2, 3]
-    assert not tier.stats().degraded
-    tier.close()
-    again = make(root)
-    assert set(held(again, range(6))) >= {0, 1, 2, 3, 5}
-    check(again, root)
-
-
-def test_index_held_by_another(root: Path) -> None:
-    """Writing stops after the time-out, for a while; reading does not."""
-    tier = make(root, timeout_s=0.05)
-    put(tier, 1)
-    other = sqlite3.connect(root / "index.sqlite", isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    assert not put(tier, 2)
-    assert tier.stats().degraded and "locked" in tier.stats().reason
-    assert get(tier, 1) == content(1) and held(tier, [1, 2]) == [1]
-    other.execute("ROLLBACK")
-    assert not put(tier, 2), "it is left alone for a while"
-    pause_over(tier)
-    assert put(tier, 2) and get(tier, 2) == content(2)
-    assert not tier.stats().degraded
-    check(tier, root)
-
-
-def test_directory_held_by_another(root: Path) -> None:
-    """Somebody looks through the directory for longer than we wait: we trust the index as it is."""
-    make(root).close()
-    with BlobFiles(root).locked(0.0) as held_here:
-        assert held_here
-        tier = make(root, timeout_s=0.02)
-        assert put(tier, 1) and get(tier, 1) == content(1)
-
-
-# Full, read-only, gone
-
-
-class Disk:
-    """os.writev that writes half and then fails, while `error` is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.error = 0
-        self._write = os.writev
-        monkeypatch.setattr(os, "writev", self.writev)
-
-    def writev(self, fd: int, parts: Sequence[memoryview]) -> int:
-        if self.error:
-            self._write(fd, [parts[0][: len(parts[0]) // 2]])
-            raise OSError(self.error, os.strerror(self.error))
-        return self._write(fd, [parts[0][:1000]])  # and else writes a part, as it may
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
-def test_fails_in_mid_write(
-    tier: DiskTier, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
-) -> None:
-    disk = Disk(monkeypatch)
-    put(tier, 1)
-    disk.error = code
-    caplog.set_level(logging.WARNING)
-    assert not put(tier, 2)
-    check(tier, root)
-    assert not put(tier, 3) and put(tier, 1)
-    stats = tier.stats()
-    assert (stats.dropped, stats.errors, stats.degraded, stats.blobs) == (2, 1, True, 1)
-    assert os.strerror(code) in stats.reason and os.strerror(code) in caplog.text
-    assert get(tier, 1) == content(1) and held(tier, [1, 2, 3]) == [1]
-    pause_over(tier)
-    assert not put(tier, 2)
-    assert len(caplog.records) == 1, "once per kind"
-    disk.error = 0
-    pause_over(tier)
-    assert put(tier, 2) and get(tier, 2) == content(2)
-    assert (tier.stats().degraded, tier.stats().reason) == (False, "")
-    check(tier, root)
-
-
-def test_directory_removed_while_it_runs(tier: DiskTier, root: Path) -> None:
-    put(tier, 1), put(tier, 2)
-    assert get(tier, 1) == content(1)
-    for path in sorted(root.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    root.rmdir()
-    assert get(tier, 1) == content(1), "its file is open"
-    assert get(tier, 2) is None
-    put(tier, 3)
-    tier._paused_until = 0.0
-    assert put(tier, 4) and get(tier, 4) == content(4)
-    check(tier, root)
 
 
 # Reading

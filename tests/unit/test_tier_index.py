@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,25 @@ def test_left_by_a_process_that_ended() -> None:
     assert index.reserve(b"x", b"", 10).granted
     assert not index.reserve(b"x", b"", 10).granted
     assert index.reserve(b"x", b"", 10, alone=True).granted
+
+
+def test_what_is_there_is_not_cancelled() -> None:
+    index = Index(":memory:", 10, 0.25)
+    index.adopt([(Entry(b"x", b"", 1), 1)])
+    index.cancel([b"x"])
+    assert index.has([b"x"]) == [True]
+
+
+def test_all_of_a_change_or_nothing() -> None:
+    def found() -> Iterator[tuple[Entry, int]]:
+        yield Entry(b"x", b"", 1), 1
+        raise OSError("the directory went away")
+
+    index = Index(":memory:", 10, 0.25)
+    with pytest.raises(OSError, match="went away"):
+        index.adopt(found())
+    assert index.entries() == [] and index.usage() == {}
+    assert index.reserve(b"y", b"", 10).granted
 
 
 def test_many_names() -> None:

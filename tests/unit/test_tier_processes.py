@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from headrace.kv.tiers.disk import DiskTier
-from tests.unit.test_tier_disk import check, descriptors
 from tests.unit.tier_contract import SIZE, content, get, held, name, put
+from tests.unit.tier_directory import check, descriptors
 
 REPOSITORY = Path(__file__).parents[2]
 NOBODY = 65534
@@ -149,7 +149,7 @@ tier = DiskTier(".", 8 * SIZE)
 assert tier.stats().degraded and "denied" in tier.stats().reason, tier.stats()
 assert held(tier, range(4)) == [0, 1, 2] and get(tier, 1) == content(1)
 assert put(tier, 1) and not put(tier, 3)
-tier._paused_until = 0.0
+tier._health.resume()
 assert not put(tier, 3)
 tier.drop([name(0)])
 assert held(tier, range(4)) == [1, 2] and get(tier, 2) == content(2)
@@ -202,7 +202,7 @@ assert not put(tier, 2, size=(1 << 20) + 1)
 stats = tier.stats()
 assert stats.degraded and "write: " in stats.reason and stats.dropped == 1, stats
 assert get(tier, 1) == content(1) and held(tier, [1, 2]) == [1]
-tier._paused_until = 0.0
+tier._health.resume()
 assert put(tier, 3) and not tier.stats().degraded
 """
 
@@ -227,7 +227,7 @@ assert held(tier, range(30)) == list(range(number))
 assert all(get(tier, one, 50_000) == content(one, 50_000) for one in range(number))
 assert os.listdir(sys.argv[1] + "/tmp") == []
 tier.drop([name(one) for one in range(number // 2)])
-tier._paused_until = 0.0
+tier._health.resume()
 assert put(tier, number, size=50_000) and get(tier, number, 50_000) == content(number, 50_000)
 tier.close()
 again = DiskTier(sys.argv[1], 1 << 30)

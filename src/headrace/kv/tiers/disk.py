@@ -8,23 +8,19 @@ directory; they share the index and so the budget, and what one evicts is a miss
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import resource
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from headrace.kv.tiers.base import Format, Parts, Read, TierStats, flat
 from headrace.kv.tiers.files import BlobFiles, Damaged, Draft, OpenFile, OpenFiles, tenant_mark
+from headrace.kv.tiers.health import Health
 from headrace.kv.tiers.index import Entry, Index
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -63,13 +59,9 @@ class DiskTier:
         self._files = BlobFiles(root)
         self._settings = (budget_bytes, quota, timeout_s)
         self._timeout = timeout_s
-        self._retry = retry_s
         self._open_files = OpenFiles(descriptors())
-        self._stats = TierStats(budget_bytes=budget_bytes)
-        self._counting = threading.Lock()  # of _stats and _logged
-        self._logged: set[str] = set()
+        self._health = Health(f"KV on disk, {root}", budget_bytes, retry_s)
         self._opening = threading.Lock()
-        self._paused_until = 0.0
         self._reopen = False
         self._leftover: set[bytes] = set()
         self._closed = False
@@ -89,7 +81,7 @@ class DiskTier:
         views = [flat(part) for part in parts]
         stored = self._may_write() and self._store(Entry(name, tenant_mark(tenant), sum(map(len, views))), views)
         if not stored:
-            self._count(dropped=1)
+            self._health.count(dropped=1)
         return stored
 
     def _store(self, entry: Entry, views: list[memoryview]) -> bool:
@@ -100,7 +92,7 @@ class DiskTier:
         except OSError as error:
             self._cancel(index, entry)
             self._reopen |= error.errno not in FULL
-            self._fail("write", error, pause=True)
+            self._health.fail("write", error, pause=True)
         except sqlite3.Error as error:
             self._leftover.add(entry.name)
             if draft is not None and draft.published:
@@ -122,8 +114,8 @@ class DiskTier:
             draft.publish(self._files.path(entry))
             index.commit(entry)
             self._open_files.forget(entry.name)
-            self._count(writes=1, written_bytes=entry.size, evictions=len(room.victims))
-            self._works("write")
+            self._health.count(writes=1, written_bytes=entry.size, evictions=len(room.victims))
+            self._health.works("write")
         return room.granted or room.present
 
     def _cancel(self, index: Index, entry: Entry) -> None:
@@ -139,7 +131,7 @@ class DiskTier:
             try:
                 self._files.remove(entry)
             except OSError as error:
-                self._fail("delete", error)
+                self._health.fail("delete", error)
 
     def read(self, reads: Sequence[Read]) -> list[bool]:
         done = [False] * len(reads)
@@ -154,7 +146,7 @@ class DiskTier:
                     done[start:end] = self._read(file, reads[start:end])
         good = sum(done)
         size = sum(len(read.into) for read, ok in zip(reads, done, strict=True) if ok)
-        self._count(reads=good, read_bytes=size, misses=len(reads) - good)
+        self._health.count(reads=good, read_bytes=size, misses=len(reads) - good)
         return done
 
     def _find(self, names: Sequence[bytes]) -> dict[bytes, Entry]:
@@ -175,7 +167,7 @@ class DiskTier:
         except Damaged as error:
             self._damaged(name, error)
         except OSError as error:
-            self._fail("read", error)
+            self._health.fail("read", error)
         del entries[name]
         return None
 
@@ -187,21 +179,21 @@ class DiskTier:
         try:
             end = start + file.read(start, inside)
         except OSError as error:
-            self._fail("read", error)
+            self._health.fail("read", error)
             return [False] * len(run)
         if end < start + sum(map(len, inside)):
             self._damaged(run[0].name, Damaged(f"ends at {end}, not {file.size}"))
         return [start >= 0 and mine <= end for mine in ends]
 
     def _damaged(self, name: bytes, error: Damaged) -> None:
-        self._log("damaged", f"blob {name.hex()}: {error}; taken out")
+        self._health.tell("damaged", f"blob {name.hex()}: {error}; taken out")
         self.drop([name])
 
     def drop(self, names: Sequence[bytes]) -> None:
         if self._closed:
             return
         gone = self._find(names)
-        self._count(bad=len(gone))
+        self._health.count(bad=len(gone))
         self._delete(gone.values())  # first: it makes room for the change of the index where there is none
         self._forget(list(gone))
 
@@ -213,15 +205,8 @@ class DiskTier:
         use: dict[bytes, tuple[int, int]] = {}
         if not self._closed:
             use = self._ask(Index.usage, use)
-        paused = time.monotonic() < self._paused_until or self._reopen
-        with self._counting:
-            return replace(
-                self._stats,
-                used_bytes=sum(size for size, _ in use.values()),
-                blobs=sum(count for _, count in use.values()),
-                degraded=paused,
-                reason=self._stats.reason if paused else "",
-            )
+        sizes, counts = zip(*use.values(), strict=True) if use else ((), ())
+        return self._health.stats(self._reopen, used_bytes=sum(sizes), blobs=sum(counts))
 
     def close(self) -> None:
         with self._opening:
@@ -248,8 +233,8 @@ class DiskTier:
         with self._opening:
             if self._closed or self._index is not index:
                 return not self._closed
-            again = time.monotonic() < self._paused_until
-            self._fail("index", error, pause=True)
+            again = self._health.paused
+            self._health.fail("index", error, pause=True)
             self._reopen = True
             if passing(error):
                 return False
@@ -260,7 +245,7 @@ class DiskTier:
             return True
 
     def _may_write(self) -> bool:
-        if time.monotonic() < self._paused_until:
+        if self._health.paused:
             return False
         if self._reopen or self._index_id != identity(self._files.index):
             with self._opening:
@@ -282,23 +267,22 @@ class DiskTier:
                     index.close()
                     raise
         except (OSError, sqlite3.Error) as error:
-            self._fail("open", error, pause=True)
+            self._health.fail("open", error, pause=True)
             self._stand_in()
         else:
             self._index_id = identity(self._files.index)
-            self._reopen, self._paused_until = False, 0.0
+            self._reopen = False
+            self._health.resume()
             self._use(index)
-            self._works("open")
+            self._health.works("open")
 
     def _check_room(self, index: Index) -> None:
         used = sum(size for size, _ in index.usage().values())
         disk = os.statvfs(self._files.root)
         free = disk.f_bavail * disk.f_frsize
         if free < index.budget - used:
-            remedy = "nothing new is stored once the disk is full: lower kv_offload_disk_size"
-            self._log(
-                "room", f"{self._files.root} has {free} bytes free, the budget has {index.budget - used}; {remedy}"
-            )
+            remedy = "nothing new is stored once the disk is full; lower kv_offload_disk_size"
+            self._health.tell("room", f"{free} bytes are free where {index.budget - used} may be used: {remedy}")
 
     def _use(self, index: Index) -> None:
         old, self._index = self._index, index
@@ -310,7 +294,7 @@ class DiskTier:
         except sqlite3.DatabaseError as error:
             if not alone or passing(error):
                 raise
-            self._log("index", f"{self._files.index}: {error}; made anew from the files")
+            self._health.tell("index", f"the index is made anew from the files: {error}")
         self._files.remove_index()
         self._files.prepare()
         return Index(str(self._files.index), *self._settings)
@@ -340,37 +324,6 @@ class DiskTier:
                 new.append((entry, used))
         index.adopt(new)
         self._delete(index.trim())
-
-    # Counting and telling
-
-    def _count(self, **more: int) -> None:
-        with self._counting:
-            for name, count in more.items():
-                setattr(self._stats, name, getattr(self._stats, name) + count)
-
-    def _fail(self, kind: str, error: Exception, pause: bool = False) -> None:
-        self._count(errors=1)
-        if pause:
-            self._paused_until = time.monotonic() + self._retry
-            with self._counting:
-                self._stats.reason = f"{kind}: {error}"
-        rest = f"; nothing is written for {self._retry:g} s" if pause else ""
-        self._log(kind, f"KV on disk, {self._files.root}: cannot {kind}: {error}{rest}")
-
-    def _log(self, kind: str, message: str) -> None:
-        """Once per kind."""
-        with self._counting:
-            if kind in self._logged:
-                return
-            self._logged.add(kind)
-        log.warning("%s", message)
-
-    def _works(self, kind: str) -> None:
-        with self._counting:
-            if kind not in self._logged:
-                return
-            self._logged.discard(kind)
-        log.info("KV on disk, %s: can %s again", self._files.root, kind)
 
 
 def descriptors() -> int:

@@ -3,9 +3,9 @@
 Room is given back in two steps, so that no lock is held while a blob is written: `reserve` takes the victims out and
 counts the new blob, which nobody sees until `commit`.
 
-Whose blob goes (`choose`): of the tenants above their quota, the new blob counted, the largest user's; where nobody is
-above, the largest user's. It is that tenant's least recently used. So a tenant alone may fill the budget, and who is
-within the quota loses a blob to another only if that one stays within the quota too (more tenants than quotas fit).
+Whose blob goes (`choose`): the largest user's least recently used, the new blob counted. The largest user is above the
+quota if anybody is. So a tenant alone may fill the budget, and who is within the quota loses a blob to another only if
+that one stays within the quota too (more tenants than quotas fit); else the new blob is refused.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def choose(
     able = set(use)
     excess = sum(use.values()) - budget
     while excess > 0:
-        giver = max(able, key=lambda one: (use[one] > quota, use[one], one == tenant, one), default=None)
+        giver = max(able, key=lambda one: (use[one], one == tenant, one), default=None)
         if giver is None or (use[tenant] > quota and use[giver] <= quota):
             return None
         entry = next(queues.setdefault(giver, oldest(giver)), None)

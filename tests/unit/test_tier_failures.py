@@ -1,0 +1,173 @@
+"""A tier on disk whose index is lost, or whose disk is full, read-only or gone: reads go on, writes come back."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from headrace.kv.tiers.disk import DiskTier
+from headrace.kv.tiers.files import BlobFiles
+from tests.unit.tier_contract import SIZE, content, get, held, name, put
+from tests.unit.tier_directory import check, files, make, pause_over
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "kv"
+
+
+@pytest.fixture
+def tier(root: Path) -> Iterator[DiskTier]:
+    tier = make(root)
+    yield tier
+    tier.close()
+
+
+def lose(index: Path) -> None:
+    for path in index.parent.glob("index.sqlite*"):
+        path.unlink()
+
+
+def garble(index: Path) -> None:
+    index.write_bytes(b"garbage" * 2000)
+
+
+def empty(index: Path) -> None:
+    index.write_bytes(b"")
+
+
+def other_tables(index: Path) -> None:
+    index.unlink()
+    with sqlite3.connect(index) as db:
+        db.execute("CREATE TABLE blobs (recipe TEXT)")
+    db.close()
+
+
+DAMAGES = [lose, garble, empty, other_tables]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_index_damaged_between_runs(root: Path, damage: object) -> None:
+    """Blobs, tenants and the order of writing are found again from the files."""
+    first = make(root)
+    put(first, 0, b"a"), put(first, 1, b"a")
+    for number in range(2, 8):
+        put(first, number, b"b")
+    for age, number in enumerate([5, 1, 0, 7, 6, 4, 3, 2]):
+        os.utime(files(root)[name(number)], ns=(age, age))
+    first.close()
+    damage(root / "index.sqlite")  # type: ignore[operator]
+    second = make(root, 8 * SIZE)
+    assert held(second, []) == [] and second.stats().blobs == 8
+    put(second, 8, b"b"), put(second, 9, b"b")
+    assert held(second, range(10)) == [0, 1, 2, 3, 4, 6, 8, 9], "the oldest of b went; a kept its quota"
+    check(second, root)
+    assert not second.stats().degraded
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_index_damaged_while_it_runs(tier: DiskTier, root: Path, damage: object) -> None:
+    for number in range(4):
+        put(tier, number)
+    assert get(tier, 0) == content(0)
+    damage(root / "index.sqlite")  # type: ignore[operator]
+    for number in range(4):
+        assert get(tier, number) in (None, content(number))
+    put(tier, 4)
+    tier._health.resume()
+    assert put(tier, 5) and get(tier, 5) == content(5)
+    assert held(tier, range(4)) == [0, 1, 2, 3]
+    assert not tier.stats().degraded
+    tier.close()
+    again = make(root)
+    assert set(held(again, range(6))) >= {0, 1, 2, 3, 5}
+    check(again, root)
+
+
+def test_index_held_by_another(root: Path) -> None:
+    """Writing stops after the time-out, for a while; reading does not."""
+    tier = make(root, timeout_s=0.05)
+    put(tier, 1)
+    other = sqlite3.connect(root / "index.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    assert not put(tier, 2)
+    assert tier.stats().degraded and "locked" in tier.stats().reason
+    assert get(tier, 1) == content(1) and held(tier, [1, 2]) == [1]
+    other.execute("ROLLBACK")
+    assert not put(tier, 2), "it is left alone for a while"
+    pause_over(tier)
+    assert put(tier, 2) and get(tier, 2) == content(2)
+    assert not tier.stats().degraded
+    check(tier, root)
+
+
+def test_directory_held_by_another(root: Path) -> None:
+    """Somebody looks through the directory for longer than we wait: we trust the index as it is."""
+    make(root).close()
+    with BlobFiles(root).locked(0.0) as held_here:
+        assert held_here
+        tier = make(root, timeout_s=0.02)
+        assert put(tier, 1) and get(tier, 1) == content(1)
+
+
+# Full, read-only, gone
+
+
+class Disk:
+    """os.writev that writes half and then fails, while `error` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.error = 0
+        self._write = os.writev
+        monkeypatch.setattr(os, "writev", self.writev)
+
+    def writev(self, fd: int, parts: Sequence[memoryview]) -> int:
+        if self.error:
+            self._write(fd, [parts[0][: len(parts[0]) // 2]])
+            raise OSError(self.error, os.strerror(self.error))
+        return self._write(fd, [parts[0][:1000]])  # and else writes a part, as it may
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+def test_fails_in_mid_write(
+    tier: DiskTier, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    disk = Disk(monkeypatch)
+    put(tier, 1)
+    disk.error = code
+    caplog.set_level(logging.WARNING)
+    assert not put(tier, 2)
+    check(tier, root)
+    assert not put(tier, 3) and put(tier, 1)
+    stats = tier.stats()
+    assert (stats.dropped, stats.errors, stats.degraded, stats.blobs) == (2, 1, True, 1)
+    assert os.strerror(code) in stats.reason and os.strerror(code) in caplog.text
+    assert get(tier, 1) == content(1) and held(tier, [1, 2, 3]) == [1]
+    pause_over(tier)
+    assert not put(tier, 2)
+    assert len(caplog.records) == 1, "once per kind"
+    disk.error = 0
+    pause_over(tier)
+    assert put(tier, 2) and get(tier, 2) == content(2)
+    assert (tier.stats().degraded, tier.stats().reason) == (False, "")
+    check(tier, root)
+
+
+def test_directory_removed_while_it_runs(tier: DiskTier, root: Path) -> None:
+    put(tier, 1), put(tier, 2)
+    assert get(tier, 1) == content(1)
+    for path in sorted(root.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    root.rmdir()
+    assert get(tier, 1) == content(1), "its file is open"
+    assert get(tier, 2) is None
+    put(tier, 3)
+    tier._health.resume()
+    assert put(tier, 4) and get(tier, 4) == content(4)
+    check(tier, root)
