@@ -231,11 +231,12 @@ class RemoteTier:
     def _exchange(self, commands: Sequence[wire.Pieces], take: Take, intos: Sequence[memoryview] = ()) -> None:
         """Sends all commands, then gives take(index, reply) each reply, a ResponseError too. Raises what redis-py
         raises; a connection on which replies may be outstanding is not used again."""
+        pieces = commands[0] if len(commands) == 1 else [b"".join(piece for command in commands for piece in command)]
         for last in (False, True):
             answered = 0
             connection = self._pool.get_connection()
             try:
-                connection.send_packed_command([piece for command in commands for piece in command], check_health=False)
+                connection.send_packed_command(pieces, check_health=False)
                 for index in range(len(commands)):
                     self._call.into = intos[index] if intos else None
                     reply = self._reply(connection)
