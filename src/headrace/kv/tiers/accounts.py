@@ -29,14 +29,27 @@ end
 local function take(tenant, bytes)
   if tonumber(redis.call('ZINCRBY', use, -bytes, tenant)) <= 0 then redis.call('ZREM', use, tenant) end
 end
+local function used()
+  local uses, sum, flat = {}, 0, redis.call('ZRANGE', use, 0, -1, 'WITHSCORES')
+  for i = 1, #flat, 2 do
+    uses[flat[i]] = tonumber(flat[i + 1])
+    sum = sum + uses[flat[i]]
+  end
+  return uses, sum
+end
+local function gauges()
+  local _, sum = used()
+  return sum, math.max(0, redis.call('HLEN', of) - 1)
+end
 local function forget(member)
   local tenant, bytes = entry(member)
-  redis.call('DEL', p .. member)
+  local there = redis.call('DEL', p .. member)
   if tenant then
     redis.call('HDEL', of, member)
     redis.call('ZREM', p .. 'lru:' .. tenant, member)
     take(tenant, bytes)
   end
+  return there
 end
 """
 
@@ -58,26 +71,21 @@ return there
 )
 """ARGV: prefix, members. Returns 1 or 0 for each."""
 
-DROP = _COMMON + "for i = 2, #ARGV do forget(ARGV[i]) end return #ARGV - 1"
-"""ARGV: prefix, members."""
+DROP = (
+    _COMMON
+    + """
+local there = 0
+for i = 2, #ARGV do there = there + forget(ARGV[i]) end
+return {there, gauges()}
+"""
+)
+"""ARGV: prefix, members. Returns how many were there, bytes of all, blobs."""
 
 PUT = (
     _COMMON
     + """
 local member, writer, blob = ARGV[2], ARGV[3], ARGV[6]
 local budget, quota, size = tonumber(ARGV[4]), tonumber(ARGV[5]), #ARGV[6]
-local function used()
-  local uses, sum, flat = {}, 0, redis.call('ZRANGE', use, 0, -1, 'WITHSCORES')
-  for i = 1, #flat, 2 do
-    uses[flat[i]] = tonumber(flat[i + 1])
-    sum = sum + uses[flat[i]]
-  end
-  return uses, sum
-end
-local function answer(stored, evicted)
-  local _, sum = used()
-  return {stored, evicted, sum, math.max(0, redis.call('HLEN', of) - 1)}
-end
 local function larger(a, b, uses)
   if uses[a] ~= uses[b] then return uses[a] > uses[b] end
   if a == writer or b == writer then return a == writer end
@@ -130,18 +138,18 @@ end
 local tenant = entry(member)
 if tenant and redis.call('EXISTS', p .. member) == 1 then
   redis.call('ZADD', p .. 'lru:' .. tenant, tick(), member)
-  return answer(1, 0)
+  return {0, 1, 0, gauges()}
 end
 forget(member)
 local list = victims()
-if not list then return answer(0, 0) end
+if not list then return {0, 0, 0, gauges()} end
 for _, victim in ipairs(list) do evict(victim) end
 redis.call('SET', p .. member, blob)
 redis.call('HSET', of, member, size .. ':' .. writer)
 redis.call('ZINCRBY', use, size, writer)
 redis.call('ZADD', p .. 'lru:' .. writer, tick(), member)
-return answer(1, #list)
+return {1, 1, #list, gauges()}
 """
 )
-"""ARGV: prefix, member, tenant, budget and quota in bytes, blob. Returns stored (1 or 0), blobs evicted, bytes of all,
-blobs."""
+"""ARGV: prefix, member, tenant, budget and quota in bytes, blob. Returns 1 or 0 for stored now and for there now,
+blobs evicted, bytes of all, blobs."""
