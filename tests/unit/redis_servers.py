@@ -5,26 +5,74 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
+import socketserver
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from fakeredis import TcpFakeServer
+import fakeredis
+import redis
+from fakeredis._commands import SUPPORTED_COMMANDS
+
+SUPPORTED_COMMANDS.setdefault("touch", SUPPORTED_COMMANDS["exists"])  # fakeredis lacks it; the reply is the same
 
 Address = tuple[str, int]
 REAL = next(filter(None, map(shutil.which, ("valkey-server", "redis-server"))), None)
 
 
+class FakeHandler(socketserver.StreamRequestHandler):
+    """RESP2 in front of fakeredis: its own TCP server sends values as simple strings, which no real one does."""
+
+    def handle(self) -> None:
+        client = fakeredis.FakeRedis(server=self.server.data, protocol=2)  # type: ignore[attr-defined]
+        connection = client.connection_pool.get_connection()
+        with contextlib.suppress(OSError):
+            while head := self.rfile.readline():
+                if not head.startswith(b"*"):  # PING, as a person types it
+                    self.wfile.write(b"+PONG\r\n")
+                    continue
+                arguments = []
+                for _ in range(int(head[1:])):
+                    arguments.append(self.rfile.read(int(self.rfile.readline()[1:])))
+                    self.rfile.readline()
+                connection.send_command(*arguments)
+                try:
+                    reply = connection.read_response()
+                except redis.RedisError as error:
+                    reply = error
+                self.wfile.write(encoded(reply))
+
+
+def encoded(reply: Any) -> bytes:
+    if reply is None:
+        return b"$-1\r\n"
+    if isinstance(reply, Exception):
+        kind = "" if str(reply).isupper() else "WRONGTYPE " if "wrong kind of value" in str(reply) else "ERR "
+        return f"-{kind}{reply}\r\n".encode()
+    if isinstance(reply, int):
+        return b":%d\r\n" % reply
+    if isinstance(reply, list):
+        return b"*%d\r\n" % len(reply) + b"".join(map(encoded, reply))
+    return b"$%d\r\n%b\r\n" % (len(reply), reply)
+
+
+class FakeServer(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHandler)
+        self.data = fakeredis.FakeServer()
+
+
 @contextlib.contextmanager
 def fake_server() -> Iterator[Address]:
-    server: Any = TcpFakeServer(("127.0.0.1", 0))
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
+    server = FakeServer()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     try:
-        yield server.server_address
+        yield server.server_address  # type: ignore[misc]
     finally:
         server.shutdown()
         server.server_close()
@@ -66,7 +114,7 @@ class Proxy:
     """Between a client and a server. Replies pass, until one of these is set:
 
     pass_bytes: so many more bytes of replies pass, and then `mode` begins:
-    cut: connections end; stall: nothing more comes; trickle: a byte every 20 ms; say: `saying` instead of each reply.
+    cut: connections end; stall: nothing more comes; trickle: a byte every 100 ms; say: `saying` instead of each reply.
     """
 
     def __init__(self, target: Address) -> None:
@@ -152,7 +200,7 @@ class Proxy:
         self.misbehaved.set()
         if self.mode == "trickle":
             for byte in data:
-                if self._over.wait(0.02):
+                if self._over.wait(0.1):
                     break
                 client.sendall(bytes([byte]))
         elif self.mode == "say":

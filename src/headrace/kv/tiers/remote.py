@@ -3,7 +3,7 @@
 Keys: headrace:1:FORMAT:NAME, so that engines which store in different formats do not take each other's blobs for bad
 ones. A server set aside for this needs `maxmemory` and `maxmemory-policy allkeys-lru`: then it makes room by itself.
 With another policy a full server refuses writes; the tier then reads on and leaves writing alone for a while.
-With budget_bytes the tier keeps the account instead, per tenant (kv.tiers.quota); then `maxmemory` must be above the
+With budget_bytes the tier keeps the account instead, per tenant (kv.tiers.accounts); then `maxmemory` must be above the
 budget and the policy noeviction. One server, not a Redis Cluster.
 """
 
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from headrace.kv.tiers import quota, wire
-from headrace.kv.tiers.base import Format, Parts, Read, TierStats
+from headrace.kv.tiers import accounts, wire
+from headrace.kv.tiers.base import Format, Parts, Read, TierStats, flat
 from headrace.kv.tiers.breaker import Breaker
 
 PREFIX = b"headrace:1:"
@@ -44,20 +44,20 @@ class RemoteTier:
         format: Format = "raw",
         timeout_s: float = 1.0,
         budget_bytes: int | None = None,
-        quota_share: float = 0.25,
+        quota: float = 0.25,
         *,
         cooldown_s: float = 1.0,
     ) -> None:
-        """url: wire.URL_FORM. budget_bytes: None leaves it to the server. quota_share: of the budget, that no other
+        """url: wire.URL_FORM. budget_bytes: None leaves it to the server. quota: of the budget, that no other
         tenant can take from one. Raises ValueError for these, and if redis-py is not installed."""
         if not 0 < timeout_s < float("inf"):
             raise ValueError(f"a remote tier needs timeout_s above 0 and finite, got {timeout_s}")
         if budget_bytes is not None and budget_bytes <= 0:
             raise ValueError(f"budget_bytes of a remote tier must be above 0 or None, got {budget_bytes}")
-        if not 0 <= quota_share <= 1:
-            raise ValueError(f"quota_share must be between 0 and 1, got {quota_share}")
+        if not 0 <= quota <= 1:
+            raise ValueError(f"quota must be between 0 and 1, got {quota}")
         self.format, self.timeout_s, self.budget_bytes = format, timeout_s, budget_bytes
-        self._quota = int(quota_share * (budget_bytes or 0))
+        self._quota = int(quota * (budget_bytes or 0))
         self._redis = wire.redis_module()
         self._call = wire.Call()
         self._pool = wire.pool_of(url, timeout_s, self._call, self._redis)
@@ -78,24 +78,21 @@ class RemoteTier:
         there = [False] * len(names)
         if names and self._allowed(self._breaker):
             with self._guarded():
-                for begin in range(0, len(names), ROUND_NAMES):
-                    self._touch(names[begin : begin + ROUND_NAMES], begin, there)
+                for begin in reversed(range(0, len(names), ROUND_NAMES)):
+                    part = names[begin : begin + ROUND_NAMES]
+                    there[begin : begin + len(part)] = self._touch(part)
         return there
 
-    def _touch(self, names: Sequence[bytes], begin: int, there: list[bool]) -> None:
-        """Sets there[begin:] for names. TOUCH counts a key that is there, and marks it as used."""
+    def _touch(self, names: Sequence[bytes]) -> list[bool]:
+        """`has` in one round. TOUCH counts a key that is there, and marks it as used; the first name last."""
 
-        def take(index: int, reply: Any) -> None:
-            there[begin + index] = self._said(reply) == 1
-
-        if self.budget_bytes is None:
-            self._exchange([wire.packed((b"TOUCH", self._key(name))) for name in names], take)
-            return
-        replies = self._script(quota.TOUCH, [self._member(name) for name in names])
-        if not isinstance(replies, list) or len(replies) != len(names):
-            raise self._redis.InvalidResponse("not a reply to our script")
-        for index, reply in enumerate(replies):
-            take(index, reply)
+        if self.budget_bytes is not None:
+            replies = self._script(accounts.TOUCH, [self._member(name) for name in reversed(names)], len(names))
+            return [reply == 1 for reply in reversed(replies)]
+        there = []
+        commands = [wire.packed((b"TOUCH", self._key(name))) for name in reversed(names)]
+        self._exchange(commands, lambda _, reply: there.append(self._said(reply) == 1))
+        return there[::-1]
 
     def read(self, reads: Sequence[Read]) -> list[bool]:
         whole = [not len(read.into) for read in reads]
@@ -113,7 +110,6 @@ class RemoteTier:
 
         def take(index: int, reply: Any) -> None:
             if isinstance(reply, self._redis.ResponseError) and str(reply).startswith("WRONGTYPE"):
-                self._count(bad=1)
                 return
             whole[indices[index]] = self._said(reply) is reads[index].into
 
@@ -124,39 +120,50 @@ class RemoteTier:
         self._exchange(commands, take, [read.into for read in reads])
 
     def put(self, name: bytes, tenant: bytes, parts: Parts) -> bool:
-        size = sum(memoryview(part).nbytes for part in parts)
-        stored = False
+        views = [flat(part) for part in parts]
+        size = sum(map(len, views))
+        there = new = False
         if size <= LARGEST_BLOB and self._allowed(self._writing) and self._allowed(self._breaker):
             with self._guarded(writes=True):
-                stored = self._set(name, tenant, parts)
-        self._count(writes=stored, written_bytes=size * stored, dropped=not stored)
-        return stored
+                there, new = self._set(name, tenant, views)
+        self._count(writes=new, written_bytes=size * new, dropped=not there)
+        return there
 
-    def _set(self, name: bytes, tenant: bytes, parts: Parts) -> bool:
+    def _set(self, name: bytes, tenant: bytes, views: Sequence[memoryview]) -> tuple[bool, bool]:
+        """Whether the blob is there now, and whether it was not before."""
         if self.budget_bytes is None:
-            reply = self._ask(wire.packed((b"SETNX", self._key(name)), parts))
-            return reply in (0, 1)  # 0: it was there
+            reply = self._ask(wire.packed((b"SETNX", self._key(name)), views))
+            return reply in (0, 1), reply == 1
         limits = [b"%d" % self.budget_bytes, b"%d" % self._quota]
-        reply = self._script(quota.PUT, [self._member(name), tenant, *limits], parts)
-        stored, evicted, used, blobs = reply
-        with self._lock:
-            self._stats.used_bytes, self._stats.blobs = used, blobs
-            self._stats.evictions += evicted
-        return stored == 1
+        stored, there, evicted, *gauges = self._script(accounts.PUT, [self._member(name), tenant, *limits], 5, views)
+        self._count(evictions=evicted)
+        self._gauge(*gauges)
+        return there == 1, stored == 1
 
     def drop(self, names: Sequence[bytes]) -> None:
         if not names or not self._allowed(self._breaker):
             return
         with self._guarded():
             for begin in range(0, len(names), ROUND_NAMES):
-                part = names[begin : begin + ROUND_NAMES]
-                if self.budget_bytes is None:
-                    self._ask(wire.packed((b"DEL", *map(self._key, part))))
-                else:
-                    self._script(quota.DROP, [self._member(name) for name in part])
+                self._count(bad=self._forget(names[begin : begin + ROUND_NAMES]))
+
+    def _forget(self, names: Sequence[bytes]) -> int:
+        """How many were there."""
+        if self.budget_bytes is None:
+            there = self._ask(wire.packed((b"DEL", *map(self._key, names))))
+        else:
+            there, *gauges = self._script(accounts.DROP, [self._member(name) for name in names], 3)
+            self._gauge(*gauges)
+        if not isinstance(there, int):
+            raise self._redis.InvalidResponse("not a number")
+        return there
+
+    def _gauge(self, used_bytes: int, blobs: int) -> None:
+        with self._lock:
+            self._stats.used_bytes, self._stats.blobs = used_bytes, blobs
 
     def stats(self) -> TierStats:
-        """used_bytes, blobs and evictions are the server's after this tier's last write, or 0 without a budget."""
+        """used_bytes, blobs and evictions are the server's after this tier's last change, or 0 without a budget."""
         with self._lock:
             stats = replace(self._stats)
         stats.reason = self._breaker.reason or self._writing.reason
@@ -225,17 +232,22 @@ class RemoteTier:
         self._exchange([command], lambda index, reply: replies.append(reply))
         return self._said(replies[0])
 
-    def _script(self, script: str, arguments: Sequence[bytes], value: Parts | None = None) -> Any:
-        return self._ask(wire.packed((b"EVAL", script.encode(), b"0", PREFIX, *arguments), value))
+    def _script(self, script: str, arguments: Sequence[bytes], length: int, value: Parts | None = None) -> list[int]:
+        """The script's reply, `length` numbers."""
+        reply = self._ask(wire.packed((b"EVAL", script.encode(), b"0", PREFIX, *arguments), value))
+        if not (isinstance(reply, list) and len(reply) == length and all(isinstance(each, int) for each in reply)):
+            raise self._redis.InvalidResponse("not a reply to our script")
+        return reply
 
     def _exchange(self, commands: Sequence[wire.Pieces], take: Take, intos: Sequence[memoryview] = ()) -> None:
         """Sends all commands, then gives take(index, reply) each reply, a ResponseError too. Raises what redis-py
         raises; a connection on which replies may be outstanding is not used again."""
+        pieces = commands[0] if len(commands) == 1 else [b"".join(piece for command in commands for piece in command)]
         for last in (False, True):
             answered = 0
             connection = self._pool.get_connection()
             try:
-                connection.send_packed_command([piece for command in commands for piece in command], check_health=False)
+                connection.send_packed_command(pieces, check_health=False)
                 for index in range(len(commands)):
                     self._call.into = intos[index] if intos else None
                     reply = self._reply(connection)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from headrace.kv.tiers.base import Parts
+from headrace.kv.tiers.base import Parts, flat
 
 LINE_BYTES = 4096
 """Received at once where a line is expected; what it has of the value that follows is copied once more."""
@@ -186,7 +186,7 @@ def packed(arguments: Sequence[bytes], value: Parts | None = None) -> Pieces:
         head += b"$%d\r\n%b\r\n" % (len(argument), argument)
     if value is None:
         return [head]
-    views = [memoryview(part).cast("B") for part in value]
+    views = [flat(part) for part in value]
     head += b"$%d\r\n" % sum(map(len, views))
     for view in views:
         if len(view) < LINE_BYTES:

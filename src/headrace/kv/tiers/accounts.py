@@ -1,0 +1,155 @@
+"""Byte accounts per tenant on the remote server, kept by scripts there, each of which runs as one step.
+
+Keys, all beginning with the tier's prefix; a member is what follows the prefix in a blob's key:
+
+    of           hash: member -> "BYTES:TENANT"; "#" -> the clock, which counts uses
+    use          sorted set: tenant -> bytes
+    lru:TENANT   sorted set: member -> clock of its last use
+
+Whose blob goes when room is needed is the rule of the other tiers (kv.tiers.index): of the tenants above their quota,
+the new blob counted, the largest user's; where nobody is above, the largest user's; that tenant's least recently used.
+What would push a tenant above its quota takes nothing from one that is within. A write looks at all tenants' sums.
+
+The server may lose any of these keys (FLUSHALL, its own eviction), which costs accuracy: blobs that only a lost `lru`
+named are not counted any more until they are used or dropped. It never costs a wrong answer.
+"""
+
+from __future__ import annotations
+
+_COMMON = """
+local p = ARGV[1]
+local of, use = p .. 'of', p .. 'use'
+local function tick() return redis.call('HINCRBY', of, '#', 1) end
+local function entry(member)
+  local was = redis.call('HGET', of, member)
+  if not was then return nil, 0 end
+  local colon = string.find(was, ':', 1, true)
+  return string.sub(was, colon + 1), tonumber(string.sub(was, 1, colon - 1))
+end
+local function take(tenant, bytes)
+  if tonumber(redis.call('ZINCRBY', use, -bytes, tenant)) <= 0 then redis.call('ZREM', use, tenant) end
+end
+local function used()
+  local uses, sum, flat = {}, 0, redis.call('ZRANGE', use, 0, -1, 'WITHSCORES')
+  for i = 1, #flat, 2 do
+    uses[flat[i]] = tonumber(flat[i + 1])
+    sum = sum + uses[flat[i]]
+  end
+  return uses, sum
+end
+local function gauges()
+  local _, sum = used()
+  return sum, math.max(0, redis.call('HLEN', of) - 1)
+end
+local function forget(member)
+  local tenant, bytes = entry(member)
+  local there = redis.call('DEL', p .. member)
+  if tenant then
+    redis.call('HDEL', of, member)
+    redis.call('ZREM', p .. 'lru:' .. tenant, member)
+    take(tenant, bytes)
+  end
+  return there
+end
+"""
+
+TOUCH = (
+    _COMMON
+    + """
+local there = {}
+for i = 2, #ARGV do
+  local tenant = entry(ARGV[i])
+  there[i - 1] = redis.call('TOUCH', p .. ARGV[i])
+  if tenant and there[i - 1] == 1 then
+    redis.call('ZADD', p .. 'lru:' .. tenant, tick(), ARGV[i])
+  elseif tenant then
+    forget(ARGV[i])
+  end
+end
+return there
+"""
+)
+"""ARGV: prefix, members. Returns 1 or 0 for each."""
+
+DROP = (
+    _COMMON
+    + """
+local there = 0
+for i = 2, #ARGV do there = there + forget(ARGV[i]) end
+return {there, gauges()}
+"""
+)
+"""ARGV: prefix, members. Returns how many were there, bytes of all, blobs."""
+
+PUT = (
+    _COMMON
+    + """
+local member, writer, blob = ARGV[2], ARGV[3], ARGV[6]
+local budget, quota, size = tonumber(ARGV[4]), tonumber(ARGV[5]), #ARGV[6]
+local function larger(a, b, uses)
+  if uses[a] ~= uses[b] then return uses[a] > uses[b] end
+  if a == writer or b == writer then return a == writer end
+  return a > b
+end
+local function giver(uses, able)
+  local found
+  for tenant in pairs(able) do
+    if not found or larger(tenant, found, uses) then found = tenant end
+  end
+  return found
+end
+local function bytes_of(member)
+  local tenant, bytes = entry(member)
+  if tenant then return bytes end
+  local length = redis.pcall('STRLEN', p .. member)
+  return type(length) == 'number' and length or 0
+end
+local function victims()
+  local uses, excess = used()
+  uses[writer] = (uses[writer] or 0) + size
+  excess = excess + size - budget
+  local able, taken, list = {}, {}, {}
+  for tenant in pairs(uses) do able[tenant], taken[tenant] = true, 0 end
+  while excess > 0 do
+    local from = giver(uses, able)
+    if not from or (uses[writer] > quota and uses[from] <= quota) then return nil end
+    local oldest = redis.call('ZRANGE', p .. 'lru:' .. from, taken[from], taken[from])[1]
+    if oldest then
+      local bytes = bytes_of(oldest)
+      list[#list + 1] = {from, oldest, bytes}
+      taken[from] = taken[from] + 1
+      uses[from], excess = uses[from] - bytes, excess - bytes
+    else
+      able[from] = nil
+      local lost = uses[from] - (from == writer and size or 0)
+      if lost > 0 then
+        excess = excess - lost
+        take(from, lost)
+      end
+    end
+  end
+  return list
+end
+local function evict(victim)
+  if not entry(victim[2]) then take(victim[1], victim[3]) end
+  forget(victim[2])
+  redis.call('ZREM', p .. 'lru:' .. victim[1], victim[2])
+end
+local tenant = entry(member)
+if tenant and redis.call('EXISTS', p .. member) == 1 then
+  redis.call('ZADD', p .. 'lru:' .. tenant, tick(), member)
+  return {0, 1, 0, gauges()}
+end
+forget(member)
+local list = victims()
+if not list then return {0, 0, 0, gauges()} end
+for _, victim in ipairs(list) do evict(victim) end
+redis.call('SET', p .. member, blob)
+redis.call('HSET', of, member, size .. ':' .. writer)
+redis.call('ZINCRBY', use, size, writer)
+redis.call('ZADD', p .. 'lru:' .. writer, tick(), member)
+return {1, 1, #list, gauges()}
+"""
+)
+"""ARGV: prefix, member, tenant, budget and quota in bytes, blob. Returns 1 or 0 for stored now and for there now,
+blobs evicted, bytes of all, blobs."""
