@@ -350,13 +350,13 @@ class EngineCore:
         return stats
 
     def _note_offload(self, stats: EngineStats, offload: Offload) -> None:
-        """The tiers are asked now and then only: they look up what they tell."""
-        own, now = offload.counters, time.monotonic()
+        """The tiers are asked now and then only, since they look up what they tell, and when all is stored."""
+        own, now, before = offload.counters, time.monotonic(), stats.writeback_pending
         stats.restores, stats.restore_failures, stats.restore_s = own.restores, own.failures, own.restore_s
         stats.restored_tokens, stats.projected_tokens = own.loaded_tokens, own.projected_tokens
         stats.recomputed_tokens = own.recomputed_tokens
         stats.writeback_pending = offload.writeback.unstored + offload.tiers.queued_blobs
-        if now >= self._ask_tiers_s:
+        if now >= self._ask_tiers_s or (before and not stats.writeback_pending):
             stats.tiers, self._ask_tiers_s = offload.stats(), now + TIERS_S
 
 

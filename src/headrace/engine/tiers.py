@@ -104,4 +104,5 @@ def _probed(rates: Rates, tiers: Tiers) -> Rates:
                 frame.checksum(into)
                 rates.observe_load(tier.kind, PROBE_BYTES, 1, time.perf_counter() - began)
         tier.drop([PROBE])
+    tiers.leave_out()
     return rates

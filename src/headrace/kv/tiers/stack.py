@@ -16,6 +16,9 @@ from headrace.kv.tiers.writer import Write, Writer
 
 log = logging.getLogger(__name__)
 
+PROBED = ("reads", "read_bytes", "writes", "written_bytes", "bad")
+"""What Tiers.leave_out leaves out; what went wrong counts."""
+
 
 class Tiers:
     """Safe to use from several threads. No call waits longer than timeout_s for a queue, besides what a tier takes."""
@@ -29,6 +32,7 @@ class Tiers:
             raise ValueError(f"queue_bytes and timeout_s must be above 0, got {queue_bytes} and {timeout_s}")
         self.tiers, self.timeout_s = tuple(tiers), timeout_s
         self._writers = [None if tier.kind == "host" else Writer(tier, queue_bytes) for tier in tiers]
+        self._probed = [TierStats() for _ in tiers]
 
     def format(self, index: int) -> Format:
         return self.tiers[index].format
@@ -96,11 +100,17 @@ class Tiers:
         for tier in self.tiers:
             tier.drop(names)
 
+    def leave_out(self) -> None:
+        """What was written, read and dropped so far was to try the tiers, and does not count."""
+        self._probed = [tier.stats() for tier in self.tiers]
+
     def stats(self) -> dict[str, TierStats]:
         """By kind; `dropped` includes writes that the queue refused."""
         all_stats = {}
-        for tier, writer in zip(self.tiers, self._writers, strict=True):
+        for tier, writer, probed in zip(self.tiers, self._writers, self._probed, strict=True):
             all_stats[tier.kind] = stats = tier.stats()
+            for name in PROBED:
+                setattr(stats, name, getattr(stats, name) - getattr(probed, name))
             if writer is not None:
                 stats.queued_bytes = writer.queued_bytes
                 stats.dropped += writer.dropped
