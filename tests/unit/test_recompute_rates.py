@@ -126,7 +126,7 @@ def test_prefill_is_learnt() -> None:
         for start, count in STEPS:
             odd = 8.0 if (turn, start) == (3, 2048) else rng.uniform(0.97, 1.03)
             rate.observe(start, count, truth(start, count) * odd)
-    for start, count in (*STEPS, (16384, 64), (6000, 1000)):
+    for start, count in (*STEPS, (16384, 300), (6000, 1000)):
         assert only(rate.seconds(np.array(start), np.array(count))) == pytest.approx(truth(start, count), rel=0.1)
 
 
@@ -147,12 +147,15 @@ def test_prefill_seen_at_one_place_only() -> None:
     assert only(rate.seconds(np.array(16384), np.array(512))) == pytest.approx(truth(16384, 512), rel=0.1)
 
 
-def test_decode_steps_move_the_floor_alone() -> None:
-    rate = PrefillRate(1e-2, 1e-4, 0.0)
+def test_small_steps_move_their_own_size_alone() -> None:
+    rate = PrefillRate(1e-2, 1e-4, 2e-9)
     for _ in range(12):
         rate.observe(100, 1, 5e-2)
+        rate.observe(4096, 32, 4e-2)
     assert only(rate.seconds(np.array(0), np.array(1))) == pytest.approx(5e-2, rel=0.1)
-    assert rate.token_s == 1e-4
+    assert only(rate.seconds(np.array(4096), np.array(32))) == pytest.approx(4e-2, rel=0.1)
+    assert only(rate.seconds(np.array(0), np.array(8))) == pytest.approx(1e-2, rel=0.1)
+    assert (rate.token_s, rate.pair_s) == (1e-4, pytest.approx(2e-9))
 
 
 def made(link_s: float) -> Rates:
@@ -279,7 +282,7 @@ seen = st.tuples(st.floats(1, 1e9), st.floats(1e-7, 1e3))
 
 @given(st.lists(seen, max_size=40))
 def test_rates_stay_usable(observations: list[tuple[float, float]]) -> None:
-    """Whatever is observed, times are finite, above 0, and no smaller for more."""
+    """Whatever is observed, times are finite, above 0, and of large steps no smaller for more tokens."""
     found = made(1e9)
     for size, seconds in observations:
         found.observe_load("host", size, 1, seconds)
@@ -289,4 +292,4 @@ def test_rates_stay_usable(observations: list[tuple[float, float]]) -> None:
     for times in (found.project(tokens), found.prefill(0.0, tokens), found.transfer("host", tokens, 1.0)):
         assert np.isfinite(times).all()
         assert (times > 0).all()
-    assert (np.diff(found.prefill(0.0, tokens)) >= 0).all()
+    assert (np.diff(found.prefill(0.0, np.array([256.0, 2048.0, 1e5]))) >= 0).all()

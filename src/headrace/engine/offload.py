@@ -11,6 +11,7 @@ A prompt that begins with stored chunks goes through these states; at each it ma
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -258,7 +259,19 @@ class Offload:
         sequence.restored_tokens += brought
         if not sequence.preemptions:
             sequence.cached_tokens += brought
-        self.rates.observe_load(restore.tier_kind, restore.loaded_bytes, restore.pieces, restore.link_s, restore.cpu_s)
+        self._observe(restore)
+
+    def _observe(self, restore: Restore) -> None:
+        """What it tells of the lane and of projecting. Beside the lane the engine has what is left of the cores."""
+        if restore.failed:
+            return
+        taken = min(restore.cpu_s / restore.link_s, 1.0) if restore.link_s else 0.0
+        for size, seconds in restore.layer_transfers:
+            self.rates.observe_load(restore.tier_kind, size, 1, seconds, taken * seconds)
+        if restore.projected:
+            tokens = restore.projected[0][0]
+            times = [seconds * max(1.0 - taken, 0.05) if busy else seconds for _, seconds, busy in restore.projected]
+            self.rates.observe_project(tokens, statistics.median(times))
 
     def _count_failure(self, sequence: Answer, restore: Restore) -> None:
         if restore.good < len(restore.chunks):

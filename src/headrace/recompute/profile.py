@@ -22,6 +22,8 @@ LINEAR_ROWS = 256
 FORWARD = (512, 128)
 """Tokens of the prefill that is timed: the first that should take less than FORWARD_S; of a large model none."""
 FORWARD_S = 0.25
+FEW = 32
+"""Tokens of the closing step that is timed."""
 PIECE = 1 << 21
 """Bytes that are copied and checked at a time, as restores do it."""
 
@@ -88,20 +90,31 @@ def _prefill(decoder: Decoder, shape: Shape) -> PrefillRate:
 
 
 def _forward(decoder: Decoder, storage: KVStorage, backend: str, found: Rates) -> None:
-    """Tells `found` what a short prompt takes, where that is soon done. All its tokens are number 0."""
+    """Tells `found` what a short prompt takes, and a short step after it, where that is soon done."""
     most = min(storage.slots * CHUNK, decoder.config.max_model_len)
     for tokens in FORWARD:
         if tokens <= most and float(found.prefill(0, tokens)) <= FORWARD_S:
             break
     else:
         return
-    slots = np.arange(tokens // CHUNK, dtype=np.int32)
-    positions = torch.arange(tokens)
-    lengths = torch.full((tokens,), tokens) if decoder.config.rope_depends_on_length else None
-    batch = TokenBatch(torch.zeros(tokens, dtype=torch.int64), positions, lengths)
-    plan = planning.build([planning.Span(slots, 0, tokens)])
-    attend = PlanAttention(plan, storage, decoder.config.attention, backend, decoder.key_bias)
-    last = torch.tensor([tokens - 1])
-    taken = rates.seconds(lambda: decoder.forward(batch, attend, last), most_s=FORWARD_S / 2)
-    for _ in range(rates.LATEST):
-        found.observe_prefill(0, tokens, taken)
+    for start, count in ((0, tokens), (tokens - FEW, FEW)):
+        forward = _Forward(decoder, storage, backend, start, count)
+        taken = rates.seconds(forward, most_s=FORWARD_S / 2)
+        for _ in range(rates.LATEST):
+            found.observe_prefill(start, count, taken)
+
+
+class _Forward:
+    """A step of `count` tokens, all of them number 0, after `start` others in the first slots of the pool."""
+
+    def __init__(self, decoder: Decoder, storage: KVStorage, backend: str, start: int, count: int) -> None:
+        self.decoder, end = decoder, start + count
+        slots = np.arange(-(-end // CHUNK), dtype=np.int32)
+        lengths = torch.full((count,), end) if decoder.config.rope_depends_on_length else None
+        self.batch = TokenBatch(torch.zeros(count, dtype=torch.int64), torch.arange(start, end), lengths)
+        plan = planning.build([planning.Span(slots, start, count)])
+        self.attend = PlanAttention(plan, storage, decoder.config.attention, backend, decoder.key_bias)
+        self.last = torch.tensor([count - 1])
+
+    def __call__(self) -> None:
+        self.decoder.logits(self.decoder.forward(self.batch, self.attend, self.last))

@@ -26,6 +26,8 @@ LATEST = 3
 WEIGHT = 0.6
 """Of a figure by itself: share of the way to that median, in the logarithm."""
 CLASSES = 32
+MANY = 256
+"""Tokens of a step from which on its time is that of its products."""
 
 
 class Smoothed:
@@ -152,9 +154,10 @@ class Line:
 class PrefillRate:
     """Seconds of one step of `count` tokens after `start` others, all layers:
 
-        max(floor_s, token_s * count) + pair_s * count * (start + count / 2)
+        (max(floor_s, token_s * count) + pair_s * count * (start + count / 2)) * the factor of the count's size class
 
-    floor_s: reading the weights once.
+    floor_s: reading the weights once. Steps of fewer than MANY tokens are slower than their share of a large one, each
+    size in its own way: they move their class's factor alone, steps of MANY and more the two rates.
     """
 
     def __init__(self, floor_s: float, token_s: float, pair_s: float) -> None:
@@ -162,7 +165,8 @@ class PrefillRate:
             raise ValueError(
                 f"a prefill rate needs token_s above 0, the rest at least 0: {token_s}, {floor_s}, {pair_s}"
             )
-        self._floor = Smoothed(max(floor_s, 1e-9))
+        self.floor_s = max(floor_s, 1e-9)
+        self._factors = {int(size_class(np.array(float(4**k)))): Smoothed(1.0) for k in range(5) if 4**k < MANY}
         points = ((512.0, 512.0 * 256), (512.0, 512.0 * 16640))
         self._fit = Fit((token_s, max(pair_s, 1e-15)), points, together=True)
         self.observed = 0
@@ -177,10 +181,6 @@ class PrefillRate:
         return cls(layers * (times.qkv(1) + times.rest(1)), layers * linear / rows, layers * pair)
 
     @property
-    def floor_s(self) -> float:
-        return self._floor.value
-
-    @property
     def token_s(self) -> float:
         return float(self._fit.figures[0])
 
@@ -190,19 +190,26 @@ class PrefillRate:
 
     def seconds(self, start: Floats, count: Floats) -> Floats:
         """Elementwise; 0 for no tokens."""
-        linear = np.maximum(self.token_s * count, self.floor_s)
-        return np.where(count > 0, linear + self.pair_s * count * (start + count / 2), 0.0)
+        factors = np.ones(CLASSES)
+        for size, factor in self._factors.items():
+            factors[size] = factor.value
+        counts = np.asarray(count, np.float64)
+        of = np.where(counts < MANY, factors[size_class(counts)], 1.0)
+        return np.where(counts > 0, self._base(start, counts) * of, 0.0)
+
+    def _base(self, start: Floats | float, count: Floats) -> Floats:
+        return np.maximum(self.token_s * count, self.floor_s) + self.pair_s * count * (start + count / 2)
 
     def observe(self, start: float, count: float, seconds: float) -> None:
-        """Steps of fewer tokens than the floor covers move the floor; they say nothing of the rest."""
+        """One step; of no tokens or no time it says nothing."""
         if not count > 0 or not seconds > 0:
             return
         self.observed += 1
-        pairs = count * (start + count / 2)
-        if self.token_s * count < self.floor_s:
-            self._floor.observe(max(seconds - self.pair_s * pairs, 0.05 * seconds))
-        else:
-            self._fit.observe(count, pairs, seconds)
+        if count >= MANY:
+            self._fit.observe(count, count * (start + count / 2), seconds)
+            return
+        base = float(self._base(start, np.array(float(count))))
+        self._factors[int(size_class(np.array(float(count))))].observe(seconds / base)
 
     def as_dict(self) -> dict[str, float]:
         return {"floor_s": self.floor_s, "token_s": self.token_s, "pair_s": self.pair_s, "observed": self.observed}

@@ -13,6 +13,7 @@ before it is used; from the first chunk that is not right on, the run is not res
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,8 @@ class Restore:
 
     prompt_len: tokens of the sequence's prompt, which length-dependent rotary scaling needs.
     good: chunks up to the first one that was lost. start_s: when it began. loaded_bytes, pieces: what came, in how many
-    reads. cpu_s: what the lane took from the cores. waited_s: how long the engine waited for it.
+    reads. cpu_s: what the lane took from the cores. waited_s: how long the engine waited for it. projected: tokens and
+    seconds of each layer's projection, and whether the lane was at work beside it.
     """
 
     shelf: Shelf
@@ -79,6 +81,7 @@ class Restore:
     pieces: int = 0
     cpu_s: float = 0.0
     waited_s: float = 0.0
+    projected: list[tuple[int, float, bool]] = field(default_factory=list)
     _tickets: list[tuple[Ticket, Kind, int]] = field(default_factory=list)
     _staging: Tensor = field(default_factory=lambda: torch.empty(PIECE_BYTES, dtype=torch.uint8))
 
@@ -210,6 +213,16 @@ class Restore:
         """Time that its transfers took on the lane."""
         return sum(ticket.ended_s - ticket.began_s for ticket, _, _ in self._tickets if ticket.done)
 
+    @property
+    def layer_transfers(self) -> list[tuple[int, float]]:
+        """Bytes and seconds of one layer's activations and of its keys and values: the median layer's."""
+        found = []
+        for kind in dict.fromkeys(kind for _, kind, _ in self._tickets):
+            tickets = [ticket for ticket, each, layer in self._tickets if each == kind and layer >= 0]
+            if tickets:
+                found.append((tickets[0].size, statistics.median(ticket.busy_s for ticket in tickets)))
+        return found
+
     def cancel(self) -> None:
         """Lets the lane skip what is left; the slots may be used again when `done`."""
         self.cancelled = True
@@ -228,9 +241,12 @@ class Restore:
 
     def _project(self, layer: int, project: Project) -> None:
         chunks = [w for w in self.chunks[: self.good] if w.kind == "x"]
-        if chunks:
-            slots = [w.slot for w in chunks]
-            project(layer, self.shelf.activations(layer)[slots], [w.chunk for w in chunks], slots, self.prompt_len)
+        if not chunks:
+            return
+        slots, busy, began = [w.slot for w in chunks], not self.done, time.perf_counter()
+        project(layer, self.shelf.activations(layer)[slots], [w.chunk for w in chunks], slots, self.prompt_len)
+        if busy == (not self.done):
+            self.projected.append((len(chunks) * CHUNK, time.perf_counter() - began, busy))
 
 
 class Restoring:
