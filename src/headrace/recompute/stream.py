@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,9 @@ from headrace.recompute.staging import X_BUFFERS, Counts, Cut, Piece, Staging, g
 from headrace.recompute.store import OutsideStore, move
 from headrace.recompute.weights import LayerSource
 from headrace.types import CHUNK
+
+AT_ONCE = 4
+"""Chunks that are projected at a time: what is between the products stays in the cache."""
 
 
 @dataclass(slots=True)
@@ -60,6 +63,9 @@ class Options:
     x_ahead: int = 2
     share: float | None = None
 
+    def with_changes(self, **changes: Any) -> Options:
+        return replace(self, **changes)
+
 
 @dataclass(slots=True)
 class Totals:
@@ -74,6 +80,9 @@ class Totals:
     predicted_s: float = 0.0
     seconds: float = 0.0
     waited_s: float = 0.0
+
+    def copy(self) -> Totals:
+        return replace(self)
 
 
 @dataclass(slots=True)
@@ -144,12 +153,16 @@ class Streamer:
     ) -> float:
         """K and V of the first `count` chunks of a buffer from X; the seconds it took."""
         began = time.perf_counter()
-        x = self.staging.x[x_buffer][:count].view(count * CHUNK, -1)
-        rope = self.decoder.rope
-        k, v = self.layers.layer(layer).project(x, rope.at(positions, lengths) if rope else None)
-        slots = torch.arange(count, dtype=torch.int32).repeat_interleave(CHUNK)
-        offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(count)
-        self.append(self.staging.kv[kv_buffer], k, v, slots, offsets)
+        rope, project = self.decoder.rope, self.layers.layer(layer).project
+        cos_sin = rope.at(positions, lengths) if rope else None
+        for low in range(0, count, AT_ONCE):
+            high = min(count, low + AT_ONCE)
+            rows = slice(low * CHUNK, high * CHUNK)
+            x = self.staging.x[x_buffer][low:high].view((high - low) * CHUNK, -1)
+            k, v = project(x, None if cos_sin is None else cos_sin[rows])
+            slots = torch.arange(low, high, dtype=torch.int32).repeat_interleave(CHUNK)
+            offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(high - low)
+            self.append(self.staging.kv[kv_buffer], k, v, slots, offsets)
         return time.perf_counter() - began
 
     def append(self, pool: dict[str, Tensor], k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:

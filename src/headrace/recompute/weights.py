@@ -123,7 +123,8 @@ class Streamed:
             if (name == "kv" or self.coarse) == urgent:
                 size = sum(source.nbytes for _, source in jobs)
                 ticket = self.lane.submit(partial(_moves, jobs), size, "weights")
-                buffer.tickets.setdefault(name, []).append(ticket)
+                for brought in PARTS if self.coarse else (name,):
+                    buffer.tickets.setdefault(brought, []).append(ticket)
 
     def _claim(self, layer: int) -> _Buffer:
         """The buffer that has the layer, or takes it from now on: the one that is not in use."""
@@ -146,7 +147,7 @@ class Streamed:
 
     def wait(self, layer: int, *parts: Part) -> None:
         buffer = self._claim(layer)
-        for name in PARTS if self.coarse else parts:
+        for name in parts:
             for ticket in buffer.tickets.get(name, ()):
                 ticket.wait()
 
