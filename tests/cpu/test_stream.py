@@ -57,7 +57,7 @@ def test_streamed_is_the_same_as_resident(form: str, share: float | None, llm: L
     other = streamed(share=share, **FORMS[form])
     prompts = prompts_of(llm)
     same(run(other, prompts), truth)
-    same(run(other, prompts), truth)  # on cached prefixes
+    same(run(other, prompts[-4:]), truth[-4:])  # on cached prefixes
     assert totals(other).loaded or share == 1.0
     assert bool(totals(other).projected) == bool(share) or share is None
     other.close()
@@ -97,12 +97,11 @@ def test_every_family(kind: str, folder_of: FolderOf) -> None:
     resident = LLM(folder_of(kind), kv_cache_tokens=8192, **settings)
     prompts = [words(resident, n, seed=n) for n in (3, 90, 200)] + [words(resident, 200, seed=200)[:150]]
     expected = run(resident, prompts)
-    for form in ("row", "column, weights outside"):
-        for share in (0.6, 1.0):
-            other = streamed(folder_of(kind), share=share, pieces=3, **FORMS[form], **settings)
-            same(run(other, prompts), expected)
-            assert totals(other).projected > 0
-            other.close()
+    for form, share in (("row", 0.6), ("column, weights outside", 1.0)):
+        other = streamed(folder_of(kind), share=share, pieces=3, **FORMS[form], **settings)
+        same(run(other, prompts), expected)
+        assert totals(other).projected > 0
+        other.close()
 
 
 @pytest.mark.parametrize("settings", [

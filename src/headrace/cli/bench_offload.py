@@ -149,10 +149,11 @@ class Bed:
 
     def set_link(self, rate: float, latency_s: float) -> None:
         """GB/s of both lanes from now on; the pace is learnt anew."""
-        for lane in (self.streamer.inward, self.streamer.outward):
+        for lane in self.streamer.lanes:
             lane.link.bytes_s, lane.link.latency_s = rate * 1e9, latency_s
         self.rate = rate
-        self.streamer.pace.link_s = 1 / (rate * 1e9)
+        self.streamer.pace.link.forget()
+        self.streamer.pace.link.observe(1 / (rate * 1e9))
 
     def run(self, options: dict[str, Any], steps: int) -> Run:
         """Decode steps under these options of the streamer."""

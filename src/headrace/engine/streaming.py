@@ -140,8 +140,7 @@ def sizes(config: EngineConfig, model: ModelConfig, kv_dtype: torch.dtype, rows:
     if not chunks or (config.max_model_len is not None and config.max_model_len > chunks * CHUNK):
         least = (chunks_for(config.max_model_len or 1) * each) / 2**30
         raise ValueError(
-            f"{name} {size} GiB holds {chunks * CHUNK} tokens: raise it to at least "
-            f"{least:.4f}, or lower max_model_len"
+            f"{name} {size} GiB holds {chunks * CHUNK} tokens: raise it to at least {least:.4f}, or lower max_model_len"
         )
     return chunks * CHUNK, min(wanted, chunks * CHUNK)
 

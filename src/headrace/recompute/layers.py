@@ -12,46 +12,30 @@ from headrace.attention.execute import Attend
 from headrace.config import AttentionSpec
 from headrace.kernels import block, cpu, ops
 from headrace.kernels.quantized import Quantized
-from headrace.models.decoder import Decoder, Layer
+from headrace.models.decoder import Decoder, Layer, OneByOne
 
 
 class OneLayer:
     """Layer `layer` of a model. In C++ where the model's other layers are."""
 
     def __init__(self, layer: Layer, shape: block.Shape | None) -> None:
-        self.layer = layer
-        self._blocks = block.Blocks(shape, [layer]) if shape is not None else None
-        self._key_value = key_value(layer.matrices["qkv.weight"], layer.config.attention)
-
-    @property
-    def splits(self) -> bool:
-        """Whether projecting reads the K and V part of the qkv matrix alone."""
-        return not isinstance(self._key_value[0], Tensor)
+        self.index = layer.index
+        self.run: block.Blocks | OneByOne = block.Blocks(shape, [layer]) if shape is not None else OneByOne([layer])
+        spec = layer.config.attention
+        self.splits = ops.outputs_from(layer.matrices["qkv.weight"], spec.heads * spec.head_dim) is not None
+        """Whether `project` reads the K and V part of the qkv matrix alone."""
 
     def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H] (maybe in x's memory), or [n, H] of `rows` alone: as models.decoder.Layer."""
-        if self._blocks is None:
-            return self.layer(x, cos_sin, attend, rows)
-        index = self.layer.index
 
-        def renamed(_: int, q: Tensor, k: Tensor, v: Tensor, some: Tensor | None = None) -> Tensor:
-            return attend(index, q, k, v, some)
+        def renamed(layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+            return attend(self.index, q, k, v, rows)
 
-        return self._blocks(x, cos_sin, renamed, rows)
+        return self.run(x, cos_sin, renamed, rows)
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
-        """X [T, H] as it entered the layer -> keys (rotated) and values [T, Hkv, D], to the bit what the layer made of
-        these rows: norm, the K and V outputs of the projection with bias, QK-norm, rotation."""
-        layer, config, spec = self.layer, self.layer.config, self.layer.config.attention
-        first = x if config.block == "post" else layer._norm("attention_norm", x)
-        weight, drop = self._key_value
-        bias = layer.weights.get("qkv.bias")
-        skipped = spec.heads * spec.head_dim - drop
-        both = ops.linear(first, weight, None if bias is None else bias[skipped:])[:, drop:]
-        k, v = both.reshape(len(x), 2 * spec.kv_heads, spec.head_dim).split(spec.kv_heads, dim=1)
-        if config.qk_norm:
-            k = ops.rms_norm(k, layer.weights["k_norm.weight"], config.norm_eps)
-        return (k if cos_sin is None else ops.rotary(k, cos_sin)), v
+        """X [T, H] as it entered the layer -> keys and values [T, Hkv, D]: Decoder.project."""
+        return self.run.project(0, x, cos_sin)
 
 
 def shape_of(decoder: Decoder) -> block.Shape | None:
@@ -69,25 +53,6 @@ def query_blocks(spec: AttentionSpec) -> int:
     return spec.heads * spec.head_dim // cpu.COLUMNS
 
 
-def key_value(weight: ops.Weight, spec: AttentionSpec) -> tuple[ops.Weight, int]:
-    """The rows of a qkv matrix that make keys and values, in the same memory, and how many outputs before them are
-    queries: packed weights come in blocks of 64. A plain tensor stays whole, since torch may add up in another order
-    for fewer outputs."""
-    queries, first = spec.heads * spec.head_dim, query_blocks(spec)
-    if isinstance(weight, Tensor):
-        return weight, queries
-    shape = (weight.shape[0] - first * cpu.COLUMNS, weight.shape[1])
-    return view_of(weight, first, shape), queries - first * cpu.COLUMNS
-
-
-def view_of(weight: cpu.Packed | Quantized, first: int, shape: tuple[int, int]) -> ops.Weight:
-    """The packed weight from block `first` on, in the same memory."""
-    if isinstance(weight, cpu.Packed):
-        return packed(weight.blocks[first:], shape)
-    per_block = cpu.COLUMNS if weight.bits == 8 else 1
-    return quantized(weight.bits, weight.codes[first:], weight.scales[first * per_block :], shape)
-
-
 def packed(blocks: Tensor, shape: tuple[int, int]) -> cpu.Packed:
     """A packed weight on blocks that exist."""
     weight = cpu.Packed.__new__(cpu.Packed)
@@ -95,10 +60,11 @@ def packed(blocks: Tensor, shape: tuple[int, int]) -> cpu.Packed:
     return weight
 
 
-def quantized(bits: int, codes: Tensor, scales: Tensor, shape: tuple[int, ...]) -> Quantized:
+def quantized(bits: int, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Quantized:
     """A quantised weight on codes and scales that exist."""
     weight = Quantized.__new__(Quantized)
-    weight.bits, weight.codes, weight.scales, weight.shape = bits, codes, scales, shape
+    weight.bits, weight.codes, weight.scales = bits, codes, scales
+    weight.shape = shape
     return weight
 
 

@@ -1,67 +1,90 @@
-"""How fast link and arithmetic are, as measured while running, and how many chunks to project at that pace.
+"""How fast link and arithmetic are while decoding streams: what the solver (recompute.kvpr) is told at each step.
 
-KVPR, section 3.3, with the pipeline in its steady state: while an operation computes, what the next one needs is on its
-way, so that an operation takes as long as the longer of the two:
-
-    max( (other + n x + (stored - n) kv) / link , rest + n project )        n: chunks projected
-
-The first falls with n where X is smaller than K and V, the second grows: the best n is where they cross.
+The paper's profiler measures once, at start; here each transfer, projection and operation counts, by the median of the
+latest, so that neither a burst on the machine nor a change of the link is followed too far or too late.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from headrace.recompute.kvpr import Stream, decode_split
 from headrace.recompute.lanes import Ticket
 
-SMOOTH = 0.2
-"""Weight of a new figure beside the old one."""
+LATEST = 31
+"""Observations that count."""
+LEAST_BYTES = 1 << 16
+"""Shorter transfers say little about the rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """An operation beside its chunks: rows computed, and bytes over the link in (weights, hidden states)."""
+    """An operation, one layer over one batch, beside its chunks: rows computed, and bytes in: its slice of the next
+    layer's weights, and hidden states."""
 
     rows: int
-    bytes: int = 0
+    weight_bytes: int = 0
+    hidden_bytes: int = 0
+
+
+class Median:
+    """A figure by its latest observations; 0 before the first."""
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=LATEST)
+
+    def observe(self, value: float) -> None:
+        self._latest.append(value)
+
+    def forget(self) -> None:
+        self._latest.clear()
+
+    @property
+    def value(self) -> float:
+        return statistics.median(self._latest) if self._latest else 0.0
 
 
 @dataclass(slots=True)
 class Pace:
-    """kv_bytes, x_bytes: of a chunk over the link (x_bytes 0: X is resident)."""
+    """kv_bytes, x_bytes: of a chunk of one layer. link: seconds a byte; project: seconds a chunk; rest: seconds of an
+    operation beside projecting and waiting, by its rows."""
 
     kv_bytes: int
     x_bytes: int
-    link_s: float = 0.0
-    project_s: float = 0.0
-    rest_s: dict[int, float] = field(default_factory=dict)
-    """Seconds a byte; seconds a chunk; seconds of an operation beside projecting, by its rows."""
+    x_resident: bool
+    link: Median = field(default_factory=Median)
+    project: Median = field(default_factory=Median)
+    rest: dict[int, Median] = field(default_factory=dict)
 
     def carried(self, ticket: Ticket) -> None:
-        """A transfer that ended. Short ones say little about the rate."""
-        if ticket.size >= 1 << 16:
-            self.link_s = _smooth(self.link_s, (ticket.ended_s - ticket.began_s) / ticket.size)
+        """A transfer that ended."""
+        if ticket.size >= LEAST_BYTES:
+            self.link.observe(ticket.busy_s / ticket.size)
 
     def projected(self, chunks: int, seconds: float) -> None:
         if chunks:
-            self.project_s = _smooth(self.project_s, seconds / chunks)
+            self.project.observe(seconds / chunks)
 
     def computed(self, work: Work, seconds: float) -> None:
-        self.rest_s[work.rows] = _smooth(self.rest_s.get(work.rows, 0.0), max(0.0, seconds))
+        self.rest.setdefault(work.rows, Median()).observe(max(0.0, seconds))
+
+    def stream(self, work: Work) -> Stream:
+        """What an operation costs, as far as is known."""
+        rest = self.rest.get(work.rows)
+        return Stream(
+            kv_bytes=self.kv_bytes, x_bytes=self.x_bytes, link_s=1.0 / max(self.link.value, 1e-15),
+            project_s=self.project.value, compute_s=0.0 if rest is None else rest.value,
+            weight_bytes=work.weight_bytes, hidden_bytes=work.hidden_bytes, x_resident=self.x_resident,
+        )  # fmt: skip
 
     def seconds(self, loaded: int, projected: int, work: Work) -> float:
         """Predicted time of an operation."""
-        moved = work.bytes + loaded * self.kv_bytes + projected * self.x_bytes
-        return max(moved * self.link_s, self.rest_s.get(work.rows, 0.0) + projected * self.project_s)
+        return float(self.stream(work).seconds(np.array([projected]), loaded + projected)[0])
 
     def split(self, stored: int, whole: int, work: Work) -> int:
-        """Chunks to project, of `stored` ones of which `whole` may be."""
-        gain = (self.kv_bytes - self.x_bytes) * self.link_s
-        if gain <= 0:
-            return 0
-        behind = (work.bytes + stored * self.kv_bytes) * self.link_s - self.rest_s.get(work.rows, 0.0)
-        return max(0, min(whole, round(behind / (gain + self.project_s))))
-
-
-def _smooth(old: float, new: float) -> float:
-    return new if old == 0.0 else (1 - SMOOTH) * old + SMOOTH * new
+        """Chunks to project, of `stored` ones of which the first `whole` may be."""
+        return decode_split([stored], [whole], self.stream(work)).projected[0]

@@ -20,7 +20,8 @@ from torch import Tensor
 from headrace import memory
 from headrace.attention.plan import Int32, Plan
 from headrace.config import AttentionSpec
-from headrace.recompute.store import OutsideStore, move, shapes
+from headrace.recompute.lanes import copy_alone
+from headrace.recompute.store import OutsideStore, shapes
 from headrace.types import CHUNK
 
 X_BUFFERS = 3
@@ -157,5 +158,5 @@ def gather(into: Tensor, pool: Tensor, slots: Int32, first: int = 0) -> None:
     for run in np.split(slots, breaks):
         if len(run):
             low, count = int(run[0]), len(run)
-            move(into[first : first + count], pool[low : low + count])
+            copy_alone(into[first : first + count], pool[low : low + count])
             first += count

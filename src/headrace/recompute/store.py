@@ -106,4 +106,3 @@ def bytes_per_chunk(spec: AttentionSpec, dtype: torch.dtype, rows: torch.dtype, 
     """Bytes of K, V and X of one chunk over all layers."""
     kv = sum(math.prod(shape) * kind.itemsize for shape, kind in shapes(spec, dtype).values())
     return spec.layers * (kv + CHUNK * hidden * rows.itemsize)
-

@@ -23,11 +23,11 @@ from torch import Tensor
 from headrace.attention.execute import BACKENDS, items_of
 from headrace.attention.plan import Plan
 from headrace.models.decoder import Decoder, TokenBatch
-from headrace.recompute.lanes import Lane, Ticket
+from headrace.recompute.lanes import Lanes, Ticket, copy_alone
 from headrace.recompute.pace import Pace, Work
 from headrace.recompute.schedule import Form, Load, Schedule, Stage, first_loads, stages
 from headrace.recompute.staging import X_BUFFERS, Counts, Cut, Piece, Staging, gather
-from headrace.recompute.store import OutsideStore, move
+from headrace.recompute.store import OutsideStore
 from headrace.recompute.weights import LayerSource
 from headrace.types import CHUNK
 
@@ -93,8 +93,7 @@ class Streamer:
     store: OutsideStore
     staging: Staging
     layers: LayerSource
-    inward: Lane
-    outward: Lane
+    lanes: Lanes
     backend: str
     options: Options
     weight_bytes: int = 0
@@ -105,7 +104,7 @@ class Streamer:
     def __post_init__(self) -> None:
         if self.options.x_resident and not self.store.hidden:
             raise ValueError("x_resident: the store keeps no X")
-        self.pace = Pace(self.store.chunk_bytes, 0 if self.options.x_resident else self.store.x_bytes)
+        self.pace = Pace(self.store.chunk_bytes, self.store.x_bytes, self.options.x_resident)
         self._profile()
 
     def run(self, batches: Sequence[Batch]) -> list[Tensor]:
@@ -128,15 +127,14 @@ class Streamer:
     def close(self) -> None:
         """Ends the lanes."""
         self.settle()
-        self.inward.close()
-        self.outward.close()
+        self.lanes.close()
 
     def _profile(self) -> None:
         """First rates of link and projection (the paper's profiler); later steps correct them."""
         pool = self.staging.kv[0]["k"]
         into, source = pool.view(-1)[: 1 << 20], torch.zeros_like(pool.view(-1)[: 1 << 20])
         for _ in range(2):
-            ticket = self.inward.submit(partial(move, into, source), into.nbytes, "kv")
+            ticket = self.lanes.into.submit(partial(copy_alone, into, source), into.nbytes, "kv")
             ticket.wait()
         self.pace.carried(ticket)
         if self.store.hidden:
@@ -191,7 +189,7 @@ class Streamer:
         self.store.x[layer].view(-1, self.store.hidden)[slots.long() * CHUNK + offsets] = x
 
     def send(self, run: Any, size: int, stream: str) -> Ticket:
-        ticket = self.outward.submit(run, size, stream)
+        ticket = self.lanes.out.submit(run, size, stream)
         self.writes.append(ticket)
         self.totals.bytes_out += size
         return ticket
@@ -237,7 +235,7 @@ class Step:
         rows, form = batch.plan.rows, self.form
         hidden = rows * self.streamer.decoder.config.hidden_size * self.streamer.store.rows.itemsize
         weights = self.streamer.weight_bytes // form.slices if form.weights else 0
-        return Work(rows, weights + (hidden if form.moves_hidden else 0))
+        return Work(rows, weights, hidden if form.moves_hidden else 0)
 
     def _projected(self, counts: Counts, work: Work) -> int:
         """How many of the whole chunks are projected."""
@@ -307,8 +305,8 @@ class Step:
         if load.kind == "hidden":
             outside, written = self.outside[load.batch]
             fast = self.hidden[load.batch] = torch.empty_like(outside)
-            self.tickets[key] = streamer.inward.submit(
-                partial(_after, written, partial(move, fast, outside)), outside.nbytes, "hidden"
+            self.tickets[key] = streamer.lanes.into.submit(
+                partial(_after, written, partial(copy_alone, fast, outside)), outside.nbytes, "hidden"
             )
             return
         at = self.index[key[1:]]
@@ -322,7 +320,7 @@ class Step:
         else:
             return
         streamer.totals.bytes_in += size
-        self.tickets[key] = streamer.inward.submit(run, size, load.kind)
+        self.tickets[key] = streamer.lanes.into.submit(run, size, load.kind)
 
     def _project(self, at: int) -> None:
         """K and V of the chunks of a stage that come as X."""
@@ -352,7 +350,7 @@ class Step:
     def _leave(self, batch: int, x: Tensor) -> None:
         """Hidden states go out until the next layer."""
         outside = torch.empty_like(x)
-        ticket = self.streamer.send(partial(move, outside, x), x.nbytes, "hidden")
+        ticket = self.streamer.send(partial(copy_alone, outside, x), x.nbytes, "hidden")
         self.outside[batch] = (outside, ticket)
 
     def _wait(self, ticket: Ticket | None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.kernels import cpu, ops
 from headrace.models.decoder import Decoder, Layer, OneByOne
-from headrace.recompute.lanes import Lane, Ticket
+from headrace.recompute.lanes import Lane, Ticket, copy_alone
 from headrace.recompute.layers import (
     OneLayer,
     bare,
@@ -25,7 +25,7 @@ from headrace.recompute.layers import (
     shape_of,
     tensors_of,
 )
-from headrace.recompute.store import Allocate, move
+from headrace.recompute.store import Allocate
 
 Part = Literal["kv", "q", "out", "up", "down"]
 PARTS: tuple[Part, ...] = ("kv", "q", "out", "up", "down")
@@ -198,7 +198,7 @@ class Streamed:
 
 def _moves(jobs: list[tuple[Tensor, Tensor]]) -> None:
     for into, source in jobs:
-        move(into, source)
+        copy_alone(into, source)
 
 
 def _flat(x: Tensor) -> Tensor:
