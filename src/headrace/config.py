@@ -105,6 +105,11 @@ class EngineConfig:
     offload_schedule: OffloadSchedule = _flag(
         "off", "Decode on KV that stays outside the pool: row (latency), column (throughput), auto; off: KV comes back."
     )
+    offload_batches: int = _flag(4, "Batches into which the column schedule divides the sequences of a step.")
+    offload_staging_mb: int = _flag(512, "MiB of fast memory through which KV passes while it is streamed.")
+    offload_x_resident: bool = _flag(
+        False, "Keep the inputs of the K and V projections in fast memory while KV is streamed (half of KV in MHA)."
+    )
     weight_offload: bool = _flag(False, "Keep the weights outside too and load each layer's when it is computed.")
     rank_interface: str = _flag("127.0.0.1", "IPv4 address that ranks bind to talk to each other.")
     rank_timeout_s: float = _flag(10.0, "Seconds of silence after which a rank counts as lost.")
@@ -126,7 +131,7 @@ class EngineConfig:
             self.max_batch_tokens = 16384 if several else 2048
         for name in (
             "max_batch_tokens", "max_sequences", "max_queued_requests", "max_queued_tokens", "context_parallel_size",
-            "tensor_parallel_size",
+            "tensor_parallel_size", "offload_batches", "offload_staging_mb",
         ):  # fmt: skip
             self._at_least(name, 1)
         for name, low in (("max_model_len", 1), ("threads", 1)):

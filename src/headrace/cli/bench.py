@@ -288,6 +288,35 @@ def restore(
             err.print(f"wrote {plot}", style="dim")
 
 
+@app.command()
+def offload(
+    model: Annotated[
+        str, typer.Argument(help="Model folder, 'tiny', or a shape with random weights: S1, S2, S3.")
+    ] = "S2",
+    json_file: JsonFile = None,
+    rates: Annotated[str, typer.Option(help="GB/s of the emulated link each way, by commas.")] = "0.25,0.5,1,2",
+    shares: Annotated[str, typer.Option(help="Further shares of chunks to project, by commas.")] = "",
+    schedules: Annotated[str, typer.Option(help="Schedules, by commas: row, column.")] = "row,column",
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 16,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each before the first step.")] = 1024,
+    batches: Annotated[int, typer.Option(min=1, help="Batches of the column schedule.")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds, the ways to decode in turn.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps of each way in a round.")] = 2,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads. Default: all cores.")] = None,
+    latency_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds that each transfer takes longer.")] = 0.0,
+) -> None:
+    """Decode on KV behind an emulated link: what the solver projects beside loading everything, row and column."""
+    from headrace.cli.bench_offload import OffloadBench, line
+
+    with one_line_errors():
+        chosen = [one_of("schedules", name, ("row", "column")) for name in schedules.split(",")]
+        bench = OffloadBench(
+            model, [float(rate) for rate in rates.split(",")], [float(share) for share in shares.split(",") if share],
+            sequences, context, batches, repeats, steps, threads, latency_ms, chosen,
+        )  # fmt: skip
+        _measure_cases(bench.cases(), json_file, {}, line)
+
+
 def one_of(name: str, given: str, known: tuple[str, ...]) -> Any:
     """Raises ValueError naming the option."""
     if given not in known:

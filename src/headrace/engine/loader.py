@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from headrace.config import EngineConfig, Quantization
-from headrace.engine import ranks, tiers, torchrun
+from headrace.engine import ranks, streaming, tiers, torchrun
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Driver
 from headrace.engine.offload import Offload
 from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
+from headrace.engine.streaming import StreamRunner
 from headrace.engine.tokenizer import Tokenizer
 from headrace.kernels import table
 from headrace.kv.cache import KVCache
@@ -39,16 +40,18 @@ class Loaded:
     decoder: Decoder
     tokenizer: Tokenizer | None
     cache: KVCache
-    runner: Runner | Driver
+    runner: Runner | Driver | StreamRunner
     ranks: Ranks | None = None
     offload: Offload | None = None
 
     def close(self) -> None:
-        """Ends the other ranks, if there are any, and stores what is to be stored. May be called again."""
+        """Ends the other ranks and lanes, if there are any, and stores what is to be stored. May be called again."""
         if self.ranks is not None:
             self.ranks.close()
         if self.offload is not None:
             self.offload.close()
+        if isinstance(self.runner, StreamRunner):
+            self.runner.close()
 
 
 def load(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Loaded:
@@ -57,6 +60,7 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     progress(done, total) is called as weights arrive. Raises ValueError or UnsupportedModel, naming what is wrong, and
     RankLost where a rank ends. Under torchrun it returns on rank 0 alone: the others serve as workers and exit.
     """
+    streaming.check(config)
     if ranks.count(config) > 1:
         torchrun.serve_if_worker(config)
     ranks.set_threads(config)
@@ -68,7 +72,10 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     bytes_per_token = KVStorage.bytes_per_token(share, kv_dtype)
     hidden = model.hidden_size if tiers.keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
     pool_bytes = bytes_per_token + model.attention.layers * (hidden or 0) * dtype.itemsize
-    per_rank, max_len = _sizes(config, model.max_model_len, pool_bytes)
+    if config.streams:
+        per_rank, max_len = streaming.sizes(config, model, kv_dtype, dtype)
+    else:
+        per_rank, max_len = _sizes(config, model.max_model_len, pool_bytes)
     capacity = _capacity(config, model, dtype, kv_dtype, per_rank, bytes_per_token, max_len)
     tokenizer = Tokenizer.load(folder)
     capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer))
@@ -76,6 +83,9 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     cache = KVCache(capacity.kv_cache_tokens // CHUNK, identity, config.context_parallel_size)
     if ranks.count(config) == 1:
         decoder = load_decoder(folder, config.dtype, progress, config.quantization)
+        if config.streams:
+            streamed = streaming.open_stream(config, decoder, per_rank // CHUNK, kv_dtype, capacity.backend)
+            return Loaded(config, capacity, decoder, tokenizer, cache, streamed)
         storage = KVStorage(share, per_rank // CHUNK, kv_dtype, hidden, dtype)
         if config.kv_cache_prefault:
             storage.prefault()

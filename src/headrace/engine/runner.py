@@ -13,6 +13,7 @@ from headrace.attention import plan as planning
 from headrace.attention.execute import BACKENDS, KeepActivations, PlanAttention
 from headrace.engine.sequence import Slice
 from headrace.kv.storage import KVStorage
+from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.recompute.restore import Restore, Restoring, positions_of
 from headrace.types import CHUNK
@@ -38,16 +39,16 @@ class Runner:
     def run(self, slices: Seq[Slice], restores: Seq[Restore] = ()) -> Computed:
         """Computes the slices in one pass. Logits are those of all of a slice's rows if its sequence wants all, of the
         last row if it samples. Each layer's attention waits for that layer of the restores."""
-        tables = [_slots(part) for part in slices]
+        tables = [slots_of(part) for part in slices]
         order = planning.batch_order(tables)
         ordered = [slices[i] for i in order]
         plan = planning.build([planning.Span(tables[i], slices[i].start, slices[i].length) for i in order])
         attend = PlanAttention(plan, self.storage, self.decoder.config.attention, self.backend, self.decoder.key_bias)
         keep = KeepActivations(plan, self.storage) if self.storage.keeps_activations else None
-        rows, parts = _wanted(ordered)
+        rows, parts = wanted(ordered)
         some = None if len(rows) == plan.rows else torch.tensor(rows, dtype=torch.int64)
         waiting = Restoring(attend, restores, self._project) if restores else attend
-        hidden = self.decoder.forward(self._batch(ordered, plan.positions), waiting, some, keep)
+        hidden = self.decoder.forward(batch_of(self.decoder.config, ordered, plan.positions), waiting, some, keep)
         return Computed(self.decoder.logits(hidden) if rows else hidden, parts)
 
     def _project(self, layer: int, x: Tensor, chunks: Seq[int], slots: Seq[int], prompt_len: int) -> None:
@@ -62,16 +63,22 @@ class Runner:
             pool.k[layer], pool.v[layer], k, v, where, offsets, k_scale=pool.k_scale[layer], v_scale=pool.v_scale[layer]
         )
 
-    def _batch(self, slices: list[Slice], positions: planning.Int64) -> TokenBatch:
-        tokens = np.concatenate([part.sequence.tokens[part.start : part.end] for part in slices])
-        lengths = None
-        if self.decoder.config.rope_depends_on_length:
-            prompts = np.repeat([part.sequence.prompt_len for part in slices], [part.length for part in slices])
-            lengths = torch.from_numpy(np.maximum(prompts, positions + 1))
-        return TokenBatch(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(positions), lengths)
+
+def batch_of(config: ModelConfig, slices: Seq[Slice], positions: planning.Int64) -> TokenBatch:
+    """The rows of the slices as a model takes them."""
+    tokens = np.concatenate([part.sequence.tokens[part.start : part.end] for part in slices])
+    lengths = None
+    if config.rope_depends_on_length:
+        lengths = torch.from_numpy(np.maximum(prompts_of(slices), positions + 1))
+    return TokenBatch(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(positions), lengths)
 
 
-def _wanted(slices: list[Slice]) -> tuple[list[int], list[tuple[Slice, range]]]:
+def prompts_of(slices: Seq[Slice]) -> planning.Int64:
+    """Length of each row's prompt."""
+    return np.repeat([part.sequence.prompt_len for part in slices], [part.length for part in slices])
+
+
+def wanted(slices: list[Slice]) -> tuple[list[int], list[tuple[Slice, range]]]:
     """Rows of the step whose logits are needed, and which of these belong to each slice."""
     rows: list[int] = []
     parts: list[tuple[Slice, range]] = []
@@ -86,7 +93,7 @@ def _wanted(slices: list[Slice]) -> tuple[list[int], list[tuple[Slice, range]]]:
     return rows, parts
 
 
-def _slots(part: Slice) -> planning.Int32:
+def slots_of(part: Slice) -> planning.Int32:
     table = part.sequence.table
     assert table is not None, "a scheduled sequence has a table"
     return table.slots

@@ -217,9 +217,15 @@ class Decoder:
         watch(layer, x [T, H]) is called with the residual stream of all rows as it enters each layer, before its norm.
         x is overwritten afterwards: whoever needs it copies it.
         """
-        x = self._embed(batch)
-        cos_sin = self.rope.at(batch.positions, batch.rope_lengths) if self.rope else None
-        x = self.layers(x, cos_sin, attend, rows, watch)
+        x, cos_sin = self.enter(batch)
+        return self.leave(self.layers(x, cos_sin, attend, rows, watch))
+
+    def enter(self, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
+        """The residual stream [T, H] that enters the first layer, and the rotation of each row (None for none)."""
+        return self._embed(batch), self.rope.at(batch.positions, batch.rope_lengths) if self.rope else None
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The residual stream [T, H] behind the last layer -> hidden states [T, E], as `forward` returns them."""
         if not len(x):
             return x.new_empty(0, self.config.embed_size)
         if self.config.final_norm:

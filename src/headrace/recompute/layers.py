@@ -1,0 +1,93 @@
+"""One layer at a time, where a decoder runs all of its own: for schedules that go by layers, and for weights that come
+and go.
+
+T: rows, H: hidden size, Hq, Hkv: query and KV heads, D: head size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headrace.attention.execute import Attend
+from headrace.config import AttentionSpec
+from headrace.kernels import block, cpu, ops
+from headrace.kernels.quantized import Quantized
+from headrace.models.decoder import Decoder, Layer, OneByOne
+
+
+class OneLayer:
+    """Layer `layer` of a model. In C++ where the model's other layers are."""
+
+    def __init__(self, layer: Layer, shape: block.Shape | None) -> None:
+        self.index = layer.index
+        self.run: block.Blocks | OneByOne = block.Blocks(shape, [layer]) if shape is not None else OneByOne([layer])
+        spec = layer.config.attention
+        self.splits = ops.outputs_from(layer.matrices["qkv.weight"], spec.heads * spec.head_dim) is not None
+        """Whether `project` reads the K and V part of the qkv matrix alone."""
+
+    def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """x [T, H] -> [T, H] (maybe in x's memory), or [n, H] of `rows` alone: as models.decoder.Layer."""
+
+        def renamed(layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+            return attend(self.index, q, k, v, rows)
+
+        return self.run(x, cos_sin, renamed, rows)
+
+    def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """X [T, H] as it entered the layer -> keys and values [T, Hkv, D]: Decoder.project."""
+        return self.run.project(0, x, cos_sin)
+
+
+def shape_of(decoder: Decoder) -> block.Shape | None:
+    """What the decoder's C++ layers have in common; None where it has none."""
+    return decoder.layers.shape if isinstance(decoder.layers, block.Blocks) else None
+
+
+def layers_of(decoder: Decoder) -> list[Layer]:
+    """The decoder's layers. Raises ValueError for a tensor rank, whose layers wait for others."""
+    return [layer for layer in decoder.layers.layers if isinstance(layer, Layer)]
+
+
+def query_blocks(spec: AttentionSpec) -> int:
+    """Whole blocks of 64 outputs of a packed qkv matrix that are queries' alone."""
+    return spec.heads * spec.head_dim // cpu.COLUMNS
+
+
+def packed(blocks: Tensor, shape: tuple[int, int]) -> cpu.Packed:
+    """A packed weight on blocks that exist."""
+    weight = cpu.Packed.__new__(cpu.Packed)
+    weight.blocks, weight.shape = blocks, shape
+    return weight
+
+
+def quantized(bits: int, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Quantized:
+    """A quantised weight on codes and scales that exist."""
+    weight = Quantized.__new__(Quantized)
+    weight.bits, weight.codes, weight.scales = bits, codes, scales
+    weight.shape = shape
+    return weight
+
+
+def tensors_of(weight: ops.Weight) -> dict[str, Tensor]:
+    """The tensors that a weight consists of, contiguous each."""
+    if isinstance(weight, Tensor):
+        return {"weight": weight}
+    if isinstance(weight, cpu.Packed):
+        return {"blocks": weight.blocks}
+    return {"codes": weight.codes, "scales": weight.scales}
+
+
+def on_tensors(weight: ops.Weight, tensors: dict[str, Tensor]) -> ops.Weight:
+    """A weight of the same form on other tensors, shaped like `tensors_of(weight)`."""
+    if isinstance(weight, Tensor):
+        return tensors["weight"]
+    if isinstance(weight, cpu.Packed):
+        return packed(tensors["blocks"], weight.shape)
+    return quantized(weight.bits, tensors["codes"], tensors["scales"], weight.shape)
+
+
+def bare(layer: Layer, matrices: dict[str, ops.Weight]) -> Layer:
+    """The layer with other matrices; its vectors stay its own."""
+    other = Layer(layer.config, {}, {}, layer.index, layer.whole)
+    other.weights, other.matrices = layer.weights, matrices
+    return other

@@ -1,0 +1,90 @@
+"""How fast link and arithmetic are while decoding streams: what the solver (recompute.kvpr) is told at each step.
+
+The paper's profiler measures once, at start; here each transfer, projection and operation counts, by the median of the
+latest, so that neither a burst on the machine nor a change of the link is followed too far or too late.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace.recompute.kvpr import Stream, decode_split
+from headrace.recompute.lanes import Ticket
+
+LATEST = 31
+"""Observations that count."""
+LEAST_BYTES = 1 << 16
+"""Shorter transfers say little about the rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """An operation, one layer over one batch, beside its chunks: rows computed, and bytes in: its slice of the next
+    layer's weights, and hidden states."""
+
+    rows: int
+    weight_bytes: int = 0
+    hidden_bytes: int = 0
+
+
+class Median:
+    """A figure by its latest observations; 0 before the first."""
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=LATEST)
+
+    def observe(self, value: float) -> None:
+        self._latest.append(value)
+
+    def forget(self) -> None:
+        self._latest.clear()
+
+    @property
+    def value(self) -> float:
+        return statistics.median(self._latest) if self._latest else 0.0
+
+
+@dataclass(slots=True)
+class Pace:
+    """kv_bytes, x_bytes: of a chunk of one layer. link: seconds a byte; project: seconds a chunk; rest: seconds of an
+    operation beside projecting and waiting, by its rows."""
+
+    kv_bytes: int
+    x_bytes: int
+    x_resident: bool
+    link: Median = field(default_factory=Median)
+    project: Median = field(default_factory=Median)
+    rest: dict[int, Median] = field(default_factory=dict)
+
+    def carried(self, ticket: Ticket) -> None:
+        """A transfer that ended."""
+        if ticket.size >= LEAST_BYTES:
+            self.link.observe(ticket.busy_s / ticket.size)
+
+    def projected(self, chunks: int, seconds: float) -> None:
+        if chunks:
+            self.project.observe(seconds / chunks)
+
+    def computed(self, work: Work, seconds: float) -> None:
+        self.rest.setdefault(work.rows, Median()).observe(max(0.0, seconds))
+
+    def stream(self, work: Work) -> Stream:
+        """What an operation costs, as far as is known."""
+        rest = self.rest.get(work.rows)
+        return Stream(
+            kv_bytes=self.kv_bytes, x_bytes=self.x_bytes, link_s=1.0 / max(self.link.value, 1e-15),
+            project_s=self.project.value, compute_s=0.0 if rest is None else rest.value,
+            weight_bytes=work.weight_bytes, hidden_bytes=work.hidden_bytes, x_resident=self.x_resident,
+        )  # fmt: skip
+
+    def seconds(self, loaded: int, projected: int, work: Work) -> float:
+        """Predicted time of an operation."""
+        return float(self.stream(work).seconds(np.array([projected]), loaded + projected)[0])
+
+    def split(self, stored: int, whole: int, work: Work) -> int:
+        """Chunks to project, of `stored` ones of which the first `whole` may be."""
+        return decode_split([stored], [whole], self.stream(work)).projected[0]

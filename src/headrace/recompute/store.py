@@ -1,0 +1,108 @@
+"""Memory outside the fast one, where the slots of a KV pool lie when decoding streams them: host memory, or one file.
+
+Hk: KV heads, D: head size, H: hidden size. The tensors are those of kv.storage.KVStorage, and X: the residual stream as
+it enters each layer, from which K and V can be projected again (KVPR, equation (7)).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from headrace import memory
+from headrace.config import AttentionSpec
+from headrace.types import CHUNK
+
+Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Zeros of a shape and type."""
+
+PAGE = 4096
+
+
+class FileMemory:
+    """Tensors in one file without a name, in `folder`, mapped: the system keeps what is in use in memory and the rest
+    on disk. The file takes its whole size at once; ValueError where the disk has not that much."""
+
+    def __init__(self, folder: str, size: int) -> None:
+        self.size = max(PAGE, size)
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, self.size)
+                self._map = mmap.mmap(file.fileno(), self.size)
+        except OSError as error:
+            raise ValueError(
+                f"kv_offload_path {folder}: no file of {self.size / 2**30:.2f} GiB there ({error.strerror}); "
+                f"lower kv_offloading_size or name another directory"
+            ) from None
+        self._used = 0
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        count = math.prod(shape)
+        begin, self._used = self._used, self._used + room(count * dtype.itemsize)
+        if self._used > self.size:
+            raise ValueError(f"the file holds {self.size} bytes, {self._used} were asked for")
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin).view(*shape)
+
+
+def room(size: int) -> int:
+    """Bytes that a tensor of `size` bytes takes in a FileMemory."""
+    return -(-max(1, size) // PAGE) * PAGE
+
+
+class OutsideStore:
+    """K, V (with scales where they are int8) and, if kept, X of `slots` chunks, by layer; rows of `rows` type.
+
+    x [slots, 64, H] per layer; empty where `hidden` is 0. The fast memory may hold X alone (x_memory).
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        slots: int,
+        dtype: torch.dtype,
+        rows: torch.dtype,
+        hidden: int = 0,
+        allocate: Allocate = memory.zeros,
+        x_memory: Allocate | None = None,
+    ) -> None:
+        self.slots, self.dtype, self.rows, self.hidden = slots, dtype, rows, hidden
+        self.fields: list[dict[str, Tensor]] = [
+            {name: allocate((slots, *shape), kind) for name, (shape, kind) in shapes(spec, dtype).items()}
+            for _ in range(spec.layers)
+        ]
+        place = x_memory or allocate
+        self.x = [place((slots, CHUNK, hidden), rows) for _ in range(spec.layers)] if hidden else []
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of K and V of one chunk of one layer, scales included."""
+        return sum(tensor.nbytes for tensor in self.fields[0].values()) // max(1, self.slots)
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of X of one chunk of one layer."""
+        return CHUNK * self.hidden * self.rows.itemsize
+
+
+def shapes(spec: AttentionSpec, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape of one chunk, and type, of each tensor of a layer: k, v, and of int8 k_scale, v_scale."""
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "k": ((spec.kv_heads, spec.head_dim, CHUNK), dtype),
+        "v": ((spec.kv_heads, CHUNK, spec.head_dim), dtype),
+    }
+    if dtype == torch.int8:
+        found |= {name: ((spec.kv_heads, CHUNK), torch.float32) for name in ("k_scale", "v_scale")}
+    return found
+
+
+def bytes_per_chunk(spec: AttentionSpec, dtype: torch.dtype, rows: torch.dtype, hidden: int) -> int:
+    """Bytes of K, V and X of one chunk over all layers."""
+    kv = sum(math.prod(shape) * kind.itemsize for shape, kind in shapes(spec, dtype).values())
+    return spec.layers * (kv + CHUNK * hidden * rows.itemsize)

@@ -1,0 +1,215 @@
+"""KV outside the fast memory: logits equal, to the bit, those of an engine that has it at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.kernels import cpu
+from tests.cpu.checkpoints import KINDS
+from tests.cpu.conftest import FolderOf
+from tests.cpu.test_promise import GREEDY, Trace, prompts_of, run, same, words
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FORMS: dict[str, dict[str, Any]] = {
+    "row": {"offload_schedule": "row"},
+    "row, X in memory": {"offload_schedule": "row", "offload_x_resident": True},
+    "row, weights outside": {"offload_schedule": "row", "weight_offload": True},
+    "column": {"offload_schedule": "column", "offload_batches": 3},
+    "column, weights outside": {"offload_schedule": "column", "weight_offload": True, "offload_batches": 3},
+    "column of one": {"offload_schedule": "column", "weight_offload": True, "offload_batches": 1},
+}
+
+
+def streamed(model: str | Path = "tiny", share: float | None = None, pieces: int | None = None, **settings: Any) -> LLM:
+    """An engine that streams. share: which part of the whole chunks is projected. pieces: chunks in staging."""
+    given = {"dtype": "bfloat16", "kv_offloading_size": 0.5, "kv_offload_activations": "on", **settings}
+    llm = LLM(model, **given)
+    streamer = llm.engine.loaded.runner.streamer  # type: ignore[union-attr]
+    streamer.options.share = share
+    if pieces is not None:
+        streamer.staging.capacity = pieces
+    return llm
+
+
+def totals(llm: LLM) -> Any:
+    return llm.engine.loaded.runner.streamer.totals  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny", dtype="bfloat16", kv_cache_tokens=40_000)
+
+
+@pytest.fixture(scope="module")
+def truth(llm: LLM) -> list[Trace]:
+    """All prompts together on an engine without streaming: see tests.cpu.test_promise for alone."""
+    return run(llm, prompts_of(llm))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0, None])
+@pytest.mark.parametrize("form", FORMS)
+def test_streamed_is_the_same_as_resident(form: str, share: float | None, llm: LLM, truth: list[Trace]) -> None:
+    other = streamed(share=share, **FORMS[form])
+    prompts = prompts_of(llm)
+    same(run(other, prompts), truth)
+    same(run(other, prompts[-4:]), truth[-4:])  # on cached prefixes
+    assert totals(other).loaded or share == 1.0
+    assert bool(totals(other).projected) == bool(share) or share is None
+    other.close()
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 5])
+@pytest.mark.parametrize("form", ["row", "column, weights outside"])
+def test_small_staging_gives_the_same(form: str, pieces: int, llm: LLM, truth: list[Trace]) -> None:
+    """Chunks of an operation pass in several pieces; attention is folded from piece to piece."""
+    other = streamed(share=0.5, pieces=pieces, **FORMS[form])
+    same(run(other, prompts_of(llm)), truth)
+    other.close()
+
+
+@pytest.mark.parametrize("budget", [64, 200])
+@pytest.mark.parametrize("form", ["row", "column, weights outside"])
+def test_prefill_in_chunks_is_the_same(form: str, budget: int, llm: LLM, truth: list[Trace]) -> None:
+    other = streamed(share=0.5, max_batch_tokens=budget, **FORMS[form])
+    same(run(other, prompts_of(llm)), truth)
+    other.close()
+
+
+@pytest.mark.parametrize("form", ["row, X in memory", "column, weights outside"])
+def test_preempted_in_mid_request_is_the_same(form: str, llm: LLM) -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    other = streamed(share=0.5, kv_cache_tokens=1024, max_batch_tokens=200, **FORMS[form])
+    same(run(other, prompts_of(llm), long), run(llm, prompts_of(llm), long))
+    stats = other.engine.stats()
+    assert stats.preemptions > 0 and stats.evictions > 0
+    other.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_family(kind: str, folder_of: FolderOf) -> None:
+    """Projected K and V have the family's bias, norm and rotation; windows and ALiBi stream like all else."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", "max_batch_tokens": 96}
+    resident = LLM(folder_of(kind), kv_cache_tokens=8192, **settings)
+    prompts = [words(resident, n, seed=n) for n in (3, 90, 200)] + [words(resident, 200, seed=200)[:150]]
+    expected = run(resident, prompts)
+    for form, share in (("row", 0.6), ("column, weights outside", 1.0)):
+        other = streamed(folder_of(kind), share=share, pieces=3, **FORMS[form], **settings)
+        same(run(other, prompts), expected)
+        assert totals(other).projected > 0
+        other.close()
+
+
+@pytest.mark.parametrize("settings", [
+    {"kv_cache_dtype": "int8"}, {"quantization": "int8"}, {"quantization": "int4"}, {"attention_backend": "reference"},
+    {"dtype": "float32"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("form", ["row", "column, weights outside"])
+def test_every_type(form: str, settings: dict[str, Any]) -> None:
+    resident = LLM("tiny", **{"dtype": "bfloat16", "kv_cache_tokens": 8192, **settings})
+    prompts = prompts_of(resident)[4:10]
+    other = streamed(share=0.5, pieces=4, **{**FORMS[form], **settings})
+    same(run(other, prompts), run(resident, prompts))
+    assert totals(other).projected > 0
+    other.close()
+
+
+@pytest.mark.parametrize("isa", cpu.available_isas() if cpu.available() else ())
+def test_every_instruction_set(isa: str) -> None:
+    before = cpu.isa()
+    cpu.use_isa(isa)
+    try:
+        resident = LLM("tiny", dtype="bfloat16", kv_cache_tokens=8192)
+        prompts = prompts_of(resident)[4:10]
+        other = streamed(share=0.5, pieces=4, **FORMS["column, weights outside"])
+        same(run(other, prompts), run(resident, prompts))
+        other.close()
+    finally:
+        cpu.use_isa(before)
+
+
+def test_a_file_may_be_the_store(tmp_path: Path, llm: LLM, truth: list[Trace]) -> None:
+    other = streamed(share=0.5, kv_offload_path=str(tmp_path / "kv"), **FORMS["column, weights outside"])
+    same(run(other, prompts_of(llm)), truth)
+    assert list((tmp_path / "kv").iterdir()) == [], "the file has a name"
+    other.close()
+
+
+def test_a_shared_chunk_crosses_the_link_once(llm: LLM) -> None:
+    """Sixteen sequences on one prefix of 20 chunks: each decode step loads it once a layer, and each own chunk."""
+    prefix = words(llm, 20 * 64, seed=3)
+    prompts = [prefix + words(llm, 10, seed=i) for i in range(16)]
+    other = streamed(share=0.0, **FORMS["row"])
+    run(other, prompts, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    before = totals(other).loaded
+    run(other, prompts, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+    layers = other.engine.loaded.decoder.config.layers
+    # A step for the own parts of the prompts on the cached prefix, whose last layer needs all; then one decode step.
+    assert totals(other).loaded - before == layers * (20 + 20 + 16)
+    other.close()
+
+
+def test_a_failing_link_ends_the_step(llm: LLM) -> None:
+    other = streamed(share=0.0, **FORMS["row"])
+    streamer = other.engine.loaded.runner.streamer  # type: ignore[union-attr]
+    prompt = words(llm, 200, seed=1)
+    run(other, [prompt])
+
+    def broken(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    streamer.staging.load_kv = broken  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="the disk is gone"):
+        other.generate([[*prompt, 7]], GREEDY)
+
+
+def test_auto_is_row_with_weights_at_hand_and_column_without() -> None:
+    for offload, schedule in ((False, "row"), (True, "column")):
+        other = streamed(offload_schedule="auto", weight_offload=offload)
+        assert other.engine.loaded.runner.streamer.options.schedule == schedule  # type: ignore[union-attr]
+        other.close()
+
+
+def test_x_is_kept_where_it_is_smaller_or_at_hand(folder_of: FolderOf) -> None:
+    """By default: with as many KV heads as heads it is half of K and V; with half as many it is as large, and is not
+    kept unless it stays in memory."""
+
+    def width(kind: str, **settings: Any) -> int:
+        other = streamed(folder_of(kind), kv_offload_activations="auto", offload_schedule="row", **settings)
+        other.close()
+        return int(other.engine.loaded.runner.streamer.store.hidden)  # type: ignore[union-attr]
+
+    assert width("llama") == 128 and width("llama_gqa") == 0
+    assert width("llama_gqa", offload_x_resident=True) == 128
+
+
+@pytest.mark.parametrize(("settings", "named"), [
+    ({"offload_schedule": "off", "weight_offload": True}, "offload_schedule"),
+    ({"kv_offloading_size": 0.0}, "kv_offloading_size"),
+    ({"kv_offloading_size": 1e-6}, "kv_offloading_size"),
+    ({"kv_offloading_size": 0.001, "max_model_len": 2000}, "kv_offloading_size"),
+    ({"context_parallel_size": 2}, "context_parallel_size"),
+    ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+    ({"kv_remote_url": "redis://127.0.0.1:6379/0"}, "kv_remote_url"),
+    ({"offload_x_resident": True, "kv_offload_activations": "off"}, "kv_offload_activations"),
+    ({"kv_offload_path": "/dev/null/nowhere"}, "kv_offload_path"),
+    ({"offload_batches": 0}, "offload_batches"),
+    ({"offload_staging_mb": 0}, "offload_staging_mb"),
+])  # fmt: skip
+def test_refuses_what_cannot_work(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        LLM("tiny", **{"offload_schedule": "row", "kv_offloading_size": 0.1, **settings})
+
+
+def test_weights_outside_leave_no_second_copy(tmp_path: Path) -> None:
+    """With a file for them, the decoder's own matrices are those in the file."""
+    other = streamed(kv_offload_path=str(tmp_path), **FORMS["column, weights outside"])
+    loaded = other.engine.loaded
+    streamed_layers = loaded.runner.streamer.layers  # type: ignore[union-attr]
+    assert all(layer.matrices[name] is loaded.decoder.matrices[f"layers.{layer.index}.{name}"]
+               for layer in streamed_layers.outside for name in layer.matrices)  # fmt: skip
+    other.close()
