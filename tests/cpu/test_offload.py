@@ -239,8 +239,8 @@ def test_rounded_tiers(form: str, bound: float, mix: str, folder_of: FolderOf) -
     """What comes back rounded changes the logits: their error, as a share of their spread.
 
     Numbers of standard deviation 1 have a maximum of about 3 in a row of 128 (int8: an error of 3 / 127 / sqrt(12),
-    0.7 %) and a range of about 5 in a group of 64 (int4: 5 / 15 / sqrt(12), 10 %); K, V and two layers add up to about twice
-    that, and the bound is twice as much again.
+    0.7 %) and a range of about 5 in a group of 64 (int4: 5 / 15 / sqrt(12), 10 %); K, V and two layers add up to about
+    twice that, and the bound is twice as much again.
     """
     llm = offloading(folder_of("llama_gqa"), mix, kv_host_format=form)
     prompts = prompts_of(llm)[:1]
