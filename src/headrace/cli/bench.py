@@ -317,6 +317,24 @@ def offload(
         _measure_cases(bench.cases(), json_file, {}, line)
 
 
+@app.command()
+def restart(
+    model: Annotated[str, typer.Argument(help="Model folder, 'tiny', or a shape: S1, S2, S3.")] = "S1",
+    json_file: JsonFile = None,
+    tokens: Annotated[int, typer.Option(min=65, help="Tokens of the prompt.")] = 16_384,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each way to end.")] = 3,
+    directory: Annotated[Path | None, typer.Option(help="Where to make the directories. Default: /tmp.")] = None,
+) -> None:
+    """A server ends, by SIGTERM and by kill -9, and starts again: time to first token of the same prompt."""
+    from headrace.cli import bench_restart
+    from headrace.cli.bench_engine import checkpoint
+
+    with one_line_errors():
+        folder = "tiny" if model == "tiny" else str(checkpoint(model))
+        options = ["--kv-cache-tokens", str(tokens + 1024)]
+        _measure_cases(bench_restart.cases(folder, tokens, repeats, options, directory), json_file)
+
+
 def one_of(name: str, given: str, known: tuple[str, ...]) -> Any:
     """Raises ValueError naming the option."""
     if given not in known:

@@ -7,7 +7,9 @@ when it is evicted, by the engine itself.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -21,6 +23,8 @@ from headrace.kv.tree import Node
 from headrace.recompute.shelf import Shelf
 
 log = logging.getLogger(__name__)
+
+NICE = 10
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +98,8 @@ class Writeback:
     # -- also on the thread
 
     def _run(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):  # computing comes first, where the system can be told so
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while (parked := self._queue.get()) is not None:
             try:
                 for node in parked.nodes:
