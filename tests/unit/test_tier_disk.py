@@ -251,3 +251,17 @@ def test_nobody_waits_for_a_write(tier: DiskTier, root: Path, monkeypatch: pytes
     writer.join()
     assert held(tier, [1, 2, 3]) == [1, 2, 3] and get(tier, 2) == content(2)
     check(tier, root)
+
+
+def test_not_seen_before_its_file(tier: DiskTier, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry without a file would be taken for a deleted blob by whoever reads just then."""
+    replace, seen = os.replace, []
+
+    def spy(source: Path, target: Path) -> None:
+        seen.append((held(tier, [1]), get(tier, 1)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", spy)
+    (root / "blobs" / name(1).hex()[:2]).mkdir()
+    assert put(tier, 1) and seen == [([], None)]
+    check(tier, root)

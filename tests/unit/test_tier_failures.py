@@ -13,6 +13,7 @@ import pytest
 
 from headrace.kv.tiers.disk import DiskTier
 from headrace.kv.tiers.files import BlobFiles
+from headrace.kv.tiers.index import Entry
 from tests.unit.tier_contract import SIZE, content, get, held, name, put
 from tests.unit.tier_directory import check, files, make, pause_over
 
@@ -104,6 +105,42 @@ def test_index_held_by_another(root: Path) -> None:
     pause_over(tier)
     assert put(tier, 2) and get(tier, 2) == content(2)
     assert not tier.stats().degraded
+    check(tier, root)
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_FULL, sqlite3.SQLITE_CORRUPT])
+def test_index_fails_once_the_file_is_there(
+    tier: DiskTier, root: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Between the file and its entry: the blob is found when the directory is looked through again."""
+
+    def commit(entry: Entry) -> None:
+        error = sqlite3.OperationalError("not now")
+        error.sqlite_errorcode = code
+        raise error
+
+    put(tier, 1)
+    monkeypatch.setattr(tier._index, "commit", commit)
+    assert not put(tier, 2)
+    assert held(tier, [1, 2]) in ([1], [1, 2])
+    tier._health.resume()
+    assert put(tier, 3) and held(tier, [1, 2, 3]) == [1, 2, 3]
+    assert get(tier, 2) == content(2)
+    check(tier, root)
+
+
+def test_damaged_index_of_a_directory_held_by_another(root: Path) -> None:
+    """Who does not hold the directory does not replace its index: the other may be about to."""
+    first = make(root)
+    put(first, 1)
+    first.close()
+    garble(root / "index.sqlite")
+    with BlobFiles(root).locked(0.0):
+        tier = make(root, timeout_s=0.02)
+        assert (root / "index.sqlite").read_bytes().startswith(b"garbage")
+        assert get(tier, 1) == content(1) and not put(tier, 2)
+    pause_over(tier)
+    assert put(tier, 2) and held(tier, [1, 2]) == [1, 2]
     check(tier, root)
 
 

@@ -118,14 +118,15 @@ def test_seen_and_evicted_by_another(tmp_path: Path) -> None:
 
 
 def test_index_lost_under_two(tmp_path: Path) -> None:
-    """The first to write makes it anew; the other follows."""
+    """A third makes it anew; those that hold the lost one follow when they write."""
     one, two = DiskTier(tmp_path, 4 * SIZE), DiskTier(tmp_path, 4 * SIZE)
     put(one, 1)
     for path in tmp_path.glob("index.sqlite*"):
         path.unlink()
+    three = DiskTier(tmp_path, 4 * SIZE)
     assert put(one, 2) and put(two, 3)
-    assert held(one, [1, 2, 3]) == held(two, [1, 2, 3]) == [1, 2, 3]
-    check(two, tmp_path)
+    assert held(one, [1, 2, 3]) == held(two, [1, 2, 3]) == held(three, [1, 2, 3]) == [1, 2, 3]
+    check(three, tmp_path)
 
 
 UNPRIVILEGED = f"""

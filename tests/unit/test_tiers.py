@@ -65,14 +65,15 @@ def test_free_buffers_count_against_the_budget() -> None:
     assert get(tier, 2) == content(2)
 
 
-def test_no_memory() -> None:
+def test_no_memory(caplog: pytest.LogCaptureFixture) -> None:
     def allocate(size: int) -> Buffer:
         raise MemoryError("none left")
 
     tier = HostTier(4 * SIZE, allocate=allocate)
-    assert not put(tier, 1)
+    assert not put(tier, 1) and not put(tier, 2)
     stats = tier.stats()
-    assert (stats.errors, stats.dropped, stats.used_bytes) == (1, 1, 0)
+    assert (stats.errors, stats.dropped, stats.used_bytes) == (2, 2, 0)
+    assert len(caplog.records) == 1 and "kv_offloading_size" in caplog.text
 
 
 def test_a_blob_that_is_being_read_is_not_overwritten() -> None:

@@ -63,7 +63,6 @@ class DiskTier:
         self._health = Health(f"KV on disk, {root}", budget_bytes, retry_s)
         self._opening = threading.Lock()
         self._reopen = False
-        self._leftover: set[bytes] = set()
         self._closed = False
         self._index = Index(":memory:", *self._settings)
         self._index_id: tuple[int, int] | None = None
@@ -94,9 +93,6 @@ class DiskTier:
             self._reopen |= error.errno not in FULL
             self._health.fail("write", error, pause=True)
         except sqlite3.Error as error:
-            self._leftover.add(entry.name)
-            if draft is not None and draft.published:
-                self._delete([entry])
             self._index_failed(index, error)
         finally:
             if draft is not None:
@@ -104,9 +100,6 @@ class DiskTier:
         return False
 
     def _write(self, index: Index, draft: Draft, entry: Entry, views: list[memoryview]) -> bool:
-        if self._leftover:
-            index.cancel(self._leftover)
-            self._leftover.clear()
         room = index.reserve(*entry, alone=True)
         if room.granted:
             self._delete(room.victims)
@@ -122,7 +115,6 @@ class DiskTier:
         try:
             index.cancel([entry.name])
         except sqlite3.Error as error:
-            self._leftover.add(entry.name)
             self._index_failed(index, error)
 
     def _delete(self, entries: Iterable[Entry]) -> None:
@@ -229,7 +221,8 @@ class DiskTier:
         return otherwise
 
     def _index_failed(self, index: Index, error: sqlite3.Error) -> bool:
-        """Whether there is another index now."""
+        """Whether there is another index now. The directory is looked through before anything is written again, which
+        sets right what the failure left: room reserved for nothing, a file without an entry."""
         with self._opening:
             if self._closed or self._index is not index:
                 return not self._closed

@@ -6,6 +6,7 @@ longer than the copy. They count as used room of the budget until they do.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 
 from headrace.kv.tiers.base import Format, Parts, Read, TierStats, flat
 from headrace.kv.tiers.index import Entry, Index
+
+log = logging.getLogger(__name__)
 
 Buffer = NDArray[np.uint8]
 
@@ -96,9 +99,10 @@ class HostTier:
             self._discard()
         try:
             return self._allocate(size)
-        except MemoryError as error:
+        except MemoryError:
             self._stats.errors += 1
-            self._stats.reason = f"no memory: {error}"
+            if self._stats.errors == 1:
+                log.warning("KV in host memory: the system has no %d bytes left: lower kv_offloading_size", size)
             return None
 
     def _discard(self) -> None:
