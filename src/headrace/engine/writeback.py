@@ -102,7 +102,7 @@ class Writeback:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while (parked := self._queue.get()) is not None:
             try:
-                for node in parked.nodes:
+                for node in reversed(parked.nodes):  # so that a prompt's start is what was used last
                     if not (node.stored or parked.revoked):
                         self._store(node, self.shelf, parked)
             except Exception:
