@@ -366,15 +366,29 @@ def test_garbage(proxy: Proxy, saying: bytes, budget: int | None) -> None:
     tier.close()
 
 
-def test_connection_with_replies_outstanding_is_not_used_again(proxy: Proxy) -> None:
-    tier = tier_of(proxy.port)
-    assert tier.put(NAMES[0], b"", [b"four"])
-    proxy.misbehave("say", 0, b"-LOADING the data set\r\n")
-    assert tier.has(NAMES) == [False] * 40 and "LOADING" in tier.stats().reason
-    proxy.mode = "pass"
-    wait_for(lambda: whole(tier, NAMES[0], 4) == b"four")
-    assert proxy.connections == 2
-    tier.close()
+def test_connection_with_replies_outstanding_is_not_used_again() -> None:
+    """The rest of a call that failed comes late: it must not be taken for the answer to the next call."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        tier = tier_of(listener.getsockname()[1])
+
+        def serve() -> None:
+            first, _ = listener.accept()
+            while b"TOUCH" not in first.recv(1 << 16):  # the client introduces itself
+                first.sendall(b"+OK\r\n")
+            first.sendall(b"-LOADING the data set\r\n")
+            if first.recv(1 << 16):
+                first.sendall(b":1\r\n")
+                return
+            second, _ = listener.accept()
+            while second.recv(1 << 16):
+                second.sendall(b":0\r\n")
+
+        threading.Thread(target=serve, daemon=True).start()
+        assert tier.has(NAMES) == [False] * 40 and "LOADING" in tier.stats().reason
+        seen: list[bool] = []
+        wait_for(lambda: seen.extend(tier.has(NAMES[:1])) or not tier.stats().degraded)
+        assert not any(seen)
+        tier.close()
 
 
 def test_full_server_is_read_on(proxy: Proxy) -> None:
@@ -515,7 +529,7 @@ class Account:
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("put"), st.integers(0, 19), st.sampled_from([b"a", b"b:\0", b""]), st.integers(1, 500)),
+        st.tuples(st.just("put"), st.integers(0, 19), st.sampled_from([b"a", b"b:\0", b""]), st.integers(1, 14)),
         st.tuples(st.just("has"), st.lists(st.integers(0, 19), max_size=4)),
         st.tuples(st.just("drop"), st.lists(st.integers(0, 19), max_size=2)),
     ),
@@ -523,8 +537,8 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=STEPS, share=st.sampled_from([0.0, 0.25, 0.33, 0.5, 1.0]))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS, share=st.sampled_from([0.0, 0.25, 0.35, 0.5, 1.0]))
 def test_account(server: Address, steps: list[Any], share: float) -> None:
     """The same blobs as the account in Python keeps, after every step; and the server's books agree with its blobs."""
     admin = client(server)
@@ -533,7 +547,7 @@ def test_account(server: Address, steps: list[Any], share: float) -> None:
     account = Account(1000, int(1000 * share))
     for kind, *rest in steps:
         if kind == "put":
-            index, tenant, size = rest
+            index, tenant, size = rest[0], rest[1], 50 * rest[2]  # equal sums are likely
             assert tier.put(NAMES[index], tenant, [bytes(size)]) == account.put(NAMES[index], tenant, size)
         elif kind == "has":
             names = [NAMES[index] for index in rest[0]]
@@ -552,6 +566,7 @@ def books_agree(admin: Any, account: Account) -> None:
     held = {key.removeprefix(start): admin.strlen(key) for key in admin.scan_iter(match=start + b"*", count=1000)}
     assert held == {name: size for name, (_, size) in account.blobs.items()}
     books = admin.hgetall(remote.PREFIX + b"of")
+    assert int(books.pop(b"", 0)) == sum(held.values())
     books.pop(b"#", None)
     assert books == {b"raw:" + name: b"%d:%b" % (size, owner) for name, (owner, size) in account.blobs.items()}
     owners = {owner for owner, _ in account.blobs.values()}
@@ -585,13 +600,13 @@ def test_too_large_for_the_budget(server: Address) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("lost", ["of", "use", "lru:a", "lru:b", "of use lru:a", "everything"])
+@pytest.mark.parametrize("lost", ["of", "use", "lru:a", "lru:b", "of use", "of lru:a", "use lru:b", "all"])
 def test_lost_books(server: Address, lost: str) -> None:
     """Whatever the server loses, writing goes on, and what is there is right."""
     tier, admin = tier_of(server[1], budget_bytes=1000), client(server)
     for i in range(8):
         assert tier.put(NAMES[i], b"ab"[i % 2 : i % 2 + 1], [bytes([i]) * 120])
-    if lost == "everything":
+    if lost == "all":
         admin.flushall()
     else:
         admin.delete(*(remote.PREFIX + key.encode() for key in lost.split()))
@@ -599,4 +614,8 @@ def test_lost_books(server: Address, lost: str) -> None:
         assert tier.put(NAMES[i], b"ab"[i % 2 : i % 2 + 1], [bytes([i]) * 120])
         assert whole(tier, NAMES[i], 120) == bytes([i]) * 120
     assert tier.stats().errors == 0
+    named = [member for tenant in b"ab" for member in admin.zrange(remote.PREFIX + b"lru:%c" % tenant, 0, -1)]
+    sizes = [admin.strlen(remote.PREFIX + member) for member in named]
+    assert set(sizes) == {120} and sum(sizes) <= 1000
+    assert sum(use for _, use in admin.zrange(remote.PREFIX + b"use", 0, -1, withscores=True)) == sum(sizes)
     tier.close()

@@ -2,7 +2,7 @@
 
 Keys, all beginning with the tier's prefix; a member is what follows the prefix in a blob's key:
 
-    of           hash: member -> "BYTES:TENANT"; "#" -> the clock, which counts uses
+    of           hash: member -> "BYTES:TENANT"; "" -> bytes of all; "#" -> the clock, which counts uses
     use          sorted set: tenant -> bytes
     lru:TENANT   sorted set: member -> clock of its last use
 
@@ -10,8 +10,8 @@ Whose blob goes when room is needed is the rule of the other tiers (kv.tiers.ind
 the new blob counted, the largest user's; where nobody is above, the largest user's; that tenant's least recently used.
 What would push a tenant above its quota takes nothing from one that is within. A write looks at all tenants' sums.
 
-The server may lose any of these keys (FLUSHALL, its own eviction), which costs accuracy: blobs that only a lost `lru`
-named are not counted any more until they are used or dropped. It never costs a wrong answer.
+The server may lose any of these keys (FLUSHALL, its own eviction). `use` and `lru` are made again from `of` when a
+write finds that they do not agree; what only a lost `of` named is not counted any more, and goes before all else.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ local of, use = p .. 'of', p .. 'use'
 local function tick() return redis.call('HINCRBY', of, '#', 1) end
 local function entry(member)
   local was = redis.call('HGET', of, member)
-  if not was then return nil, 0 end
-  local colon = string.find(was, ':', 1, true)
+  local colon = was and string.find(was, ':', 1, true)
+  if not colon then return nil, 0 end
   return string.sub(was, colon + 1), tonumber(string.sub(was, 1, colon - 1))
 end
 local function take(tenant, bytes)
+  redis.call('HINCRBY', of, '', -bytes)
   if tonumber(redis.call('ZINCRBY', use, -bytes, tenant)) <= 0 then redis.call('ZREM', use, tenant) end
 end
 local function used()
@@ -39,7 +40,7 @@ local function used()
 end
 local function gauges()
   local _, sum = used()
-  return sum, math.max(0, redis.call('HLEN', of) - 1)
+  return sum, math.max(0, redis.call('HLEN', of) - 2)
 end
 local function forget(member)
   local tenant, bytes = entry(member)
@@ -98,14 +99,25 @@ local function giver(uses, able)
   end
   return found
 end
-local function bytes_of(member)
-  local tenant, bytes = entry(member)
-  if tenant then return bytes end
-  local length = redis.pcall('STRLEN', p .. member)
-  return type(length) == 'number' and length or 0
+local function rebuild()
+  local sums, all, flat = {}, 0, redis.call('HGETALL', of)
+  for i = 1, #flat, 2 do
+    local tenant, bytes = entry(flat[i])
+    if tenant then
+      sums[tenant], all = (sums[tenant] or 0) + bytes, all + bytes
+      redis.call('ZADD', p .. 'lru:' .. tenant, 'NX', 0, flat[i])
+    end
+  end
+  redis.call('DEL', use)
+  for tenant, bytes in pairs(sums) do redis.call('ZADD', use, bytes, tenant) end
+  redis.call('HSET', of, '', all)
 end
-local function victims()
+local function victims(rebuilt)
   local uses, excess = used()
+  if excess ~= tonumber(redis.call('HGET', of, '') or '0') and not rebuilt then
+    rebuild()
+    return victims(true)
+  end
   uses[writer] = (uses[writer] or 0) + size
   excess = excess + size - budget
   local able, taken, list = {}, {}, {}
@@ -115,25 +127,22 @@ local function victims()
     if not from or (uses[writer] > quota and uses[from] <= quota) then return nil end
     local oldest = redis.call('ZRANGE', p .. 'lru:' .. from, taken[from], taken[from])[1]
     if oldest then
-      local bytes = bytes_of(oldest)
-      list[#list + 1] = {from, oldest, bytes}
+      local _, bytes = entry(oldest)
+      list[#list + 1] = {from, oldest}
       taken[from] = taken[from] + 1
       uses[from], excess = uses[from] - bytes, excess - bytes
+    elseif uses[from] > (from == writer and size or 0) and not rebuilt then
+      rebuild()
+      return victims(true)
     else
       able[from] = nil
-      local lost = uses[from] - (from == writer and size or 0)
-      if lost > 0 then
-        excess = excess - lost
-        take(from, lost)
-      end
     end
   end
   return list
 end
-local function evict(victim)
-  if not entry(victim[2]) then take(victim[1], victim[3]) end
-  forget(victim[2])
-  redis.call('ZREM', p .. 'lru:' .. victim[1], victim[2])
+local function evict(tenant, member)
+  forget(member)
+  redis.call('ZREM', p .. 'lru:' .. tenant, member)
 end
 local tenant = entry(member)
 if tenant and redis.call('EXISTS', p .. member) == 1 then
@@ -141,12 +150,12 @@ if tenant and redis.call('EXISTS', p .. member) == 1 then
   return {0, 1, 0, gauges()}
 end
 forget(member)
-local list = victims()
+local list = victims(false)
 if not list then return {0, 0, 0, gauges()} end
-for _, victim in ipairs(list) do evict(victim) end
+for _, victim in ipairs(list) do evict(victim[1], victim[2]) end
 redis.call('SET', p .. member, blob)
 redis.call('HSET', of, member, size .. ':' .. writer)
-redis.call('ZINCRBY', use, size, writer)
+take(writer, -size)
 redis.call('ZADD', p .. 'lru:' .. writer, tick(), member)
 return {1, 1, #list, gauges()}
 """

@@ -32,8 +32,9 @@ Take = Callable[[int, Any], None]
 class RemoteTier:
     """base.Tier over the Redis protocol. Connects when first needed; a server that is not there is a degraded tier.
 
-    A call reconnects at most once, and only before the first reply; it ends within timeout_s, and what it has got by
-    then counts. After a failure the tier is left alone (Breaker). Values of a wrong length or type are misses.
+    An idle connection that the server has closed is opened again; nothing else is tried twice. A call ends within
+    timeout_s, and what it has got by then counts. After a failure the tier is left alone (Breaker). Values of a wrong
+    length or type are misses.
     """
 
     kind = "remote"
@@ -243,24 +244,18 @@ class RemoteTier:
         """Sends all commands, then gives take(index, reply) each reply, a ResponseError too. Raises what redis-py
         raises; a connection on which replies may be outstanding is not used again."""
         pieces = commands[0] if len(commands) == 1 else [b"".join(piece for command in commands for piece in command)]
-        for last in (False, True):
-            answered = 0
-            connection = self._pool.get_connection()
-            try:
-                connection.send_packed_command(pieces, check_health=False)
-                for index in range(len(commands)):
-                    self._call.into = intos[index] if intos else None
-                    reply = self._reply(connection)
-                    answered += 1
-                    take(index, reply)
-                return
-            except BaseException as error:
-                connection.disconnect()
-                if last or answered or not isinstance(error, self._redis.ConnectionError):
-                    raise
-            finally:
-                self._call.into = None
-                self._pool.release(connection)
+        connection = self._pool.get_connection()
+        try:
+            connection.send_packed_command(pieces, check_health=False)
+            for index in range(len(commands)):
+                self._call.into = intos[index] if intos else None
+                take(index, self._reply(connection))
+        except BaseException:
+            connection.disconnect()
+            raise
+        finally:
+            self._call.into = None
+            self._pool.release(connection)
 
     def _reply(self, connection: Any) -> Any:
         try:
