@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import socket
 import socketserver
+import ssl
 import subprocess
 import threading
 import time
@@ -62,14 +63,18 @@ class FakeServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
         super().__init__(("127.0.0.1", 0), FakeHandler)
-        self.data = fakeredis.FakeServer()
+        self.data, self.tls = fakeredis.FakeServer(), tls
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        with contextlib.suppress(ssl.SSLError):
+            super().finish_request(self.tls.wrap_socket(request, True) if self.tls else request, client_address)
 
 
 @contextlib.contextmanager
-def fake_server() -> Iterator[Address]:
-    server = FakeServer()
+def fake_server(tls: ssl.SSLContext | None = None) -> Iterator[Address]:
+    server = FakeServer(tls)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     try:
         yield server.server_address  # type: ignore[misc]

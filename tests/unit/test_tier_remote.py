@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import socket
+import ssl
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -494,6 +497,35 @@ def test_connecting_ends_in_time() -> None:
     assert late.fileno() >= 0
     go.set()
     wait_for(lambda: late.fileno() < 0)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_tls(tmp_path: Path) -> None:
+    """Values arrive, time-outs hold, an idle connection is found good, an unknown certificate is refused."""
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=kv"
+    ends = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command.split(), *ends], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    with fake_server(context) as address:
+        proxy = Proxy(address)
+        url = f"rediss://127.0.0.1:{proxy.port}/0"
+        tier = RemoteTier(f"{url}?ssl_ca_certs={cert}", timeout_s=2.0, cooldown_s=0.05)
+        blob = blob_of(7, 300_000)
+        wait_for(lambda: tier.put(NAMES[0], b"", [blob]))
+        before = proxy.connections
+        assert whole(tier, NAMES[0], len(blob)) == blob and tier.has(NAMES[:2]) == [True, False]
+        assert proxy.connections == before
+        proxy.misbehave("trickle", 100_000)
+        assert in_time(lambda: whole(tier, NAMES[0], len(blob))) is None
+        proxy.mode = "pass"
+        stranger = RemoteTier(url, timeout_s=5.0)
+        assert stranger.has(NAMES[:1]) == [False] and "CERTIFICATE" in stranger.stats().reason
+        wait_for(lambda: whole(tier, NAMES[0], len(blob)) == blob)
+        tier.close()
+        stranger.close()
+        proxy.close()
 
 
 # Tenants

@@ -62,7 +62,7 @@ class RemoteTier:
         self._redis = wire.redis_module()
         self._call = wire.Call()
         self._pool = wire.pool_of(url, timeout_s, self._call, self._redis)
-        self._secrets = [str(self._pool.connection_kwargs.get(name) or "") for name in ("password", "username")]
+        self._secret = str(self._pool.connection_kwargs.get("password") or "")
         self._breaker = Breaker(cooldown_s, "the remote tier")
         self._writing = Breaker(cooldown_s, "writing to the remote tier")
         self._lock = threading.Lock()
@@ -213,9 +213,7 @@ class RemoteTier:
         text = f"{type(error).__name__}: {error}"
         if "OOM" in text:
             text += " (the server is full: set its maxmemory-policy to allkeys-lru)"
-        for secret in self._secrets:
-            text = text.replace(secret, "***") if secret else text
-        return text
+        return text.replace(self._secret, "***") if self._secret else text
 
     def _count(self, **more: int) -> None:
         with self._lock:
