@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def test_stored_when_there_is_nothing_else_to_do(kv: dict[str, Any], monkeypatch
     asked = 0
     while llm.engine.settle():
         asked += 1
+        time.sleep(0.001)
         assert asked < 10_000, "the engine does not come to rest"
     assert llm.engine.stats().writeback_pending == 0 and offload.stats()["disk"].writes == CHUNKS
     assert restored(kv) == CHUNKS, "as after kill -9"

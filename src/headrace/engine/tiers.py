@@ -54,6 +54,7 @@ def identity(config: EngineConfig, capacity: Capacity) -> bytes:
         kv_dtype=capacity.kv_cache_dtype,
         quantization=capacity.quantization,
         backend=capacity.backend,
+        formats=(config.kv_host_format, config.kv_disk_format, config.kv_remote_format),
     )
 
 
