@@ -236,8 +236,7 @@ def test_full_disk(small_disk: Path, right: list[int], caplog: pytest.LogCapture
     told = counts(llm)
     assert told.dropped > 0 and told.errors > 0 and told.degraded
     assert FULL.search(told.reason) and FULL.search(caplog.text)
-    answer, chunks = ask(llm)
-    assert answer == right and 0 < chunks < CHUNKS, "what there was room for comes back"
+    assert 0 < told.blobs < CHUNKS and ask(llm)[0] == right
     llm.close()
 
 
