@@ -168,6 +168,11 @@ class EngineConfig:
         return self._keeps_outside and self.offload_schedule == "off"
 
     @property
+    def outlives(self) -> bool:
+        """Whether KV outlives the engine, on disk or remotely."""
+        return self.offloads and (self.kv_offload_path is not None or self.kv_remote_url is not None)
+
+    @property
     def streams(self) -> bool:
         """Whether each step fetches KV, or weights, from outside the pool."""
         return self.offload_schedule != "off"

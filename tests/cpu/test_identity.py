@@ -166,6 +166,8 @@ def test_chunks_differ_by_all_that_their_bits_depend_on(monkeypatch: pytest.Monk
     found = [chunk_identity(model, **FACTS), chunk_identity(bytes(31) + b"\1", **FACTS)]
     others = {"dtype": "float32", "kv_dtype": "int8", "quantization": "int8", "backend": "reference"}
     found += [chunk_identity(model, **{**FACTS, name: value}) for name, value in others.items()]
+    found += [chunk_identity(model, **FACTS, formats=formats) for formats in (("raw", "int8"), ("int4", "raw"))]
+    assert chunk_identity(model, **FACTS, formats=("int8", "raw", "raw")) in found
     if cpu.available():
         before = cpu.isa()
         cpu.use_isa("portable")

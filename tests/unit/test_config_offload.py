@@ -102,6 +102,7 @@ def test_what_works() -> None:
     assert not EngineConfig().offloads and not EngineConfig().streams
     for given in (HOST, DISK, REMOTE, {**HOST, **DISK, **REMOTE, "kv_disk_format": "int8", "kv_link_gbps": 3}):
         assert EngineConfig(**given).offloads
+    assert [EngineConfig(**given).outlives for given in ({}, HOST, DISK, REMOTE)] == [False, False, True, True]
     for schedule in ("row", "column", "auto"):
         streamed = EngineConfig(offload_schedule=schedule, weight_offload=True, enable_prefix_caching=False, **HOST)
         assert streamed.streams and not streamed.offloads

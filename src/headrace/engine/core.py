@@ -193,7 +193,8 @@ class EngineCore:
             return False
         before, self._storing = self._storing, False
         self.offload.settle()
-        self._storing = self.offload.pending
+        idle = not self.has_work and self.offload.writeback.store_idle()
+        self._storing = idle or self.offload.pending
         return before or self._storing
 
     def take_started(self) -> list[str]:
@@ -355,7 +356,8 @@ class EngineCore:
         stats.restores, stats.restore_failures, stats.restore_s = own.restores, own.failures, own.restore_s
         stats.restored_tokens, stats.projected_tokens = own.loaded_tokens, own.projected_tokens
         stats.recomputed_tokens = own.recomputed_tokens
-        stats.writeback_pending = offload.writeback.unstored + offload.tiers.queued_blobs
+        waiting = offload.writeback.unstored + offload.writeback.let_go
+        stats.writeback_pending = waiting + offload.tiers.queued_blobs
         if now >= self._ask_tiers_s or (before and not stats.writeback_pending):
             stats.tiers, self._ask_tiers_s = offload.stats(), now + TIERS_S
 

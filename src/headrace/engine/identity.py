@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,15 @@ def model_identity(folder: Path, cache_dir: Path | None = None) -> bytes:
     return _hash(facts)
 
 
-def chunk_identity(model: bytes, *, dtype: str, kv_dtype: str, quantization: str, backend: str) -> bytes:
+def chunk_identity(
+    model: bytes, *, dtype: str, kv_dtype: str, quantization: str, backend: str, formats: Iterable[str] = ("raw",)
+) -> bytes:
     """32 bytes from the model's identity and all that a chunk's bits depend on beside it: types, rounding of the
-    weights, layout, the kernels and their instruction set, torch (whose products fp32 takes), and versions."""
+    weights, layout, the kernels and their instruction set, torch (whose products fp32 takes), and versions.
+
+    formats: those of the tiers. What came back rounded goes on into the chunks after it, so an engine that rounds
+    shares nothing with one that does not.
+    """
     facts = {
         "version": VERSION,
         "headrace": __version__,
@@ -65,6 +72,7 @@ def chunk_identity(model: bytes, *, dtype: str, kv_dtype: str, quantization: str
         "kv_dtype": kv_dtype,
         "quantization": quantization,
         "backend": backend,
+        "formats": sorted(set(formats)),
         **arithmetic(),
     }
     return _hash([b"headrace chunk", model, json.dumps(facts, sort_keys=True).encode()])

@@ -79,7 +79,7 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     capacity = _capacity(config, model, dtype, kv_dtype, per_rank, bytes_per_token, max_len)
     tokenizer = Tokenizer.load(folder)
     capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer))
-    identity = tiers.identity(config, capacity) if config.offloads else _identity(folder, capacity)
+    identity = tiers.identity(config, capacity) if config.outlives else _identity(folder, capacity)
     cache = KVCache(capacity.kv_cache_tokens // CHUNK, identity, config.context_parallel_size)
     if ranks.count(config) == 1:
         decoder = load_decoder(folder, config.dtype, progress, config.quantization)

@@ -54,6 +54,7 @@ def identity(config: EngineConfig, capacity: Capacity) -> bytes:
         kv_dtype=capacity.kv_cache_dtype,
         quantization=capacity.quantization,
         backend=capacity.backend,
+        formats=(config.kv_host_format, config.kv_disk_format, config.kv_remote_format),
     )
 
 
@@ -95,8 +96,10 @@ def open_offload(
 def _probed(rates: Rates, tiers: Tiers) -> Rates:
     """Rates that know how fast disk and remote give back a blob stored for the purpose."""
     for index, tier in enumerate(tiers.tiers):
-        if not tiers.queues(index) or not tier.put(PROBE, b"", (bytes(PROBE_BYTES),)):
-            continue
+        stats = tier.stats()
+        full = stats.budget_bytes and stats.used_bytes + PROBE_BYTES > stats.budget_bytes
+        if not tiers.queues(index) or full or not tier.put(PROBE, b"", (bytes(PROBE_BYTES),)):
+            continue  # nothing is to be evicted for it
         into = memoryview(bytearray(PROBE_BYTES))
         for _ in range(PROBES):
             began = time.perf_counter()

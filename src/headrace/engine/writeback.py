@@ -2,7 +2,7 @@
 
 A table whose sequence has ended is parked: it goes on holding its chunks, which therefore stay as they are, until the
 thread has stored them. When the pool runs short, parked tables are closed at once; what was not stored yet is stored
-when it is evicted, by the engine itself.
+when it is evicted or when there is nothing else to do, by the engine itself.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 NICE = 10
 
+IDLE_S = 0.02
+"""So long does an idle engine store chunks before it looks whether there is something to do."""
+
 
 @dataclass(slots=True, eq=False)
 class _Parked:
@@ -40,7 +43,8 @@ class _Parked:
 class Writeback:
     """shelf is used by the thread, own_shelf by the engine: each has memory of its own to encode in.
 
-    unstored: chunks that wait for the thread. All methods are the engine's; the thread touches neither tree nor tables.
+    unstored: chunks that wait for the thread. let_go: chunks that nobody holds and that are not stored, as far as is
+    known. All methods are the engine's; the thread touches neither tree nor tables.
     """
 
     cache: KVCache
@@ -48,11 +52,13 @@ class Writeback:
     shelf: Shelf
     own_shelf: Shelf
     unstored: int = 0
+    let_go: int = 0
     _queue: queue.SimpleQueue[_Parked | None] = field(default_factory=queue.SimpleQueue)
     _ended: queue.SimpleQueue[_Parked] = field(default_factory=queue.SimpleQueue)
     _parked: dict[Table, _Parked] = field(default_factory=dict)
     _encoding: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread = field(init=False)
+    _closed: bool = False
 
     def __post_init__(self) -> None:
         self.cache.tree.leaving = self._leaving
@@ -88,7 +94,19 @@ class Writeback:
         for parked in list(self._parked.values()):
             with self._encoding:
                 parked.revoked = True
+            self.let_go += sum(not node.stored for node in parked.nodes)
             self._close(parked)
+
+    def store_idle(self) -> bool:
+        """While there is nothing else to do: stores some chunks that were let go before they were; whether there were
+        any. It looks through all that nobody holds."""
+        left, end = [node for node in self.cache.tree.idle.values() if not node.stored], time.monotonic() + IDLE_S
+        for done, node in enumerate(left, 1):
+            self._store(node, self.own_shelf)
+            self.let_go = len(left) - done
+            if time.monotonic() >= end:
+                break
+        return bool(left)
 
     def _leaving(self, node: Node) -> None:
         """A chunk is evicted."""
@@ -134,11 +152,18 @@ class Writeback:
 
     def close(self, timeout_s: float) -> bool:
         """Stores what waits, within that time; whether all of it was."""
+        if self._closed:
+            return True
+        self._closed, end = True, time.monotonic() + timeout_s
         self._queue.put(None)
         self._thread.join(timeout_s)
         done = not self._thread.is_alive()
+        self.settle()
+        while done and self.store_idle():
+            done = time.monotonic() < end
         if not done:
-            log.warning("%d chunks were not stored below the pool within %.0f s", self.unstored, timeout_s)
+            left = self.unstored + self.let_go
+            log.warning("%d chunks were not stored below the pool within %.0f s", left, timeout_s)
         return done
 
     def wait(self, timeout_s: float) -> bool:

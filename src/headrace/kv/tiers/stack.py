@@ -16,7 +16,7 @@ from headrace.kv.tiers.writer import Write, Writer
 
 log = logging.getLogger(__name__)
 
-PROBED = ("reads", "read_bytes", "writes", "written_bytes", "bad")
+PROBED = ("reads", "read_bytes", "writes", "written_bytes", "dropped", "bad")
 """What Tiers.leave_out leaves out; what went wrong counts."""
 
 
