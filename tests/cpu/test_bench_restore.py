@@ -97,6 +97,18 @@ def made() -> list[Case]:
     return found
 
 
+def test_the_link_of_balance() -> None:
+    """Over it, both ends take about as long, and doing some of each gains the more."""
+
+    def opened(gbps: float | None) -> Imagined:
+        known = Rates(8, Line(2e-6), PrefillRate(5e-3, 1e-4, 2e-9)).behind(None if gbps is None else gbps * 1e9)
+        return Imagined(known=known)
+
+    case = measured(opened(bench_restore.balance(opened)), Plan(repeats=1))
+    assert case["balance"] == pytest.approx(1.0, abs=0.1)
+    assert case["gain"] > 1.5
+
+
 def test_table_and_plot(tmp_path: Path) -> None:
     found = made()
     assert len(table(found).splitlines()) == 2 + 6
@@ -118,7 +130,7 @@ def test_plan_refuses(given: dict[str, object], message: str) -> None:
 
 
 def test_links() -> None:
-    assert links_of("0.1,30") == (0.1, 30.0)
+    assert links_of("0.1,30,balance") == (0.1, 30.0, None)
     with pytest.raises(ValueError, match="links"):
         links_of("fast")
 
@@ -150,11 +162,12 @@ def test_a_real_bed(tmp_path: Path) -> None:
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "S2", TINY)
     file, image = tmp_path / "r.json", tmp_path / "r.png"
-    command = ["bench", "restore", "--models", "S2", "--links", "0.1,10", "--tokens", "256", "--stride", "4"]
+    command = ["bench", "restore", "--models", "S2", "--links", "0.1,10,balance", "--tokens", "256", "--stride", "4"]
     more = ["--repeats", "1", "--threads", "1", "--json", str(file), "--plot", str(image)]
     done = CliRunner().invoke(app, command + more)
     assert done.exit_code == 0, done.output
     found = json.loads(file.read_text())["cases"]
-    assert [case["link_gbps"] for case in found] == [0.1, 10.0]
+    assert [case["link_gbps"] for case in found[:2]] == [0.1, 10.0]
+    assert [case["balanced"] for case in found] == [False, False, True]
     assert all(case["tokens"] + case["x"] + case["load"] == 4 for case in found)
     assert image.exists()

@@ -207,6 +207,18 @@ def test_a_restore_that_gains_nothing_is_left() -> None:
     assert restore_split(MHA, at(3), least_gain=0.99).load == 0
 
 
+def test_a_split_that_gains_nothing_is_left() -> None:
+    """On a fast link a chunk less to load saves a little: not worth the cores."""
+    fast = at(20)
+    best = restore_split(MHA, fast, least_gain=0.0)
+    assert (best.tokens + best.x) > 0
+    assert restore_split(MHA, fast, least_gain=0.2)[:3] == (0, 0, 64)
+    assert restore_split(MHA, fast, least_gain=0.2).predicted_s == load_all(MHA, fast).seconds
+    for rate in (0.1, 0.3, 1, 3, 10, 30):
+        found, exact = restore_split(MHA, at(rate)), restore_split(MHA, at(rate), least_gain=0.0)
+        assert found.predicted_s <= exact.predicted_s / 0.98
+
+
 def test_busy_cores_shift_the_split() -> None:
     """Where moving bytes takes the cores, less of the run is loaded while it is recomputed."""
     taken = replace(COSTS, tiers={"host": (1e9, 50e-6, 0.7e-9)})

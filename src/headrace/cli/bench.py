@@ -256,7 +256,9 @@ def choice(
 def restore(
     json_file: JsonFile = None,
     models: Annotated[str, typer.Option(help="Random-weight shapes, by commas: S1 (GQA), S2 (MHA), S3.")] = "S2,S1",
-    links: Annotated[str, typer.Option(help="GB/s of the emulated link, by commas.")] = "0.1,0.3,1,3,10,30",
+    links: Annotated[
+        str, typer.Option(help="GB/s of the emulated link, by commas; balance: loading all as slow as recomputing.")
+    ] = "0.1,0.3,1,3,10,30,balance",
     tokens: Annotated[int, typer.Option(help="Stored tokens: a multiple of 64.")] = 4096,
     suffix: Annotated[int, typer.Option(help="New tokens after them.")] = 32,
     latency_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds that each transfer takes longer.")] = 0.0,

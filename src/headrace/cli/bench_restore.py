@@ -39,10 +39,11 @@ class Bed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured. stride: chunks between two splits of the grid. Raises ValueError naming the option."""
+    """What is measured. links: GB/s; None: where loading all takes as long as recomputing all. stride: chunks between
+    two splits of the grid. Raises ValueError naming the option."""
 
     models: tuple[str, ...] = ("S2", "S1")
-    links: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+    links: tuple[float | None, ...] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, None)
     tokens: int = 4096
     suffix: int = 32
     latency_ms: float = 0.0
@@ -56,35 +57,52 @@ class Plan:
                 raise ValueError(f"models must be of {', '.join(SHAPES)}, got {name!r}")
         if self.tokens < CHUNK or self.tokens % CHUNK:
             raise ValueError(f"tokens must be a multiple of {CHUNK}, got {self.tokens}")
-        if not self.links or any(not gbps > 0 for gbps in self.links):
-            raise ValueError(f"links must be GB/s above 0, by commas, got {list(self.links)}")
+        if not self.links or any(gbps is not None and not gbps > 0 for gbps in self.links):
+            raise ValueError(f"links must be GB/s above 0 or 'balance', by commas, got {list(self.links)}")
         for name in ("suffix", "stride", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-def links_of(text: str) -> tuple[float, ...]:
-    """GB/s by commas. Raises ValueError."""
+def links_of(text: str) -> tuple[float | None, ...]:
+    """GB/s by commas, 'balance' as None. Raises ValueError."""
     try:
-        return tuple(float(part) for part in text.split(","))
+        return tuple(None if part == "balance" else float(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"links must be GB/s above 0, by commas, got {text!r}") from None
+        raise ValueError(f"links must be GB/s above 0 or 'balance', by commas, got {text!r}") from None
 
 
 def cases(plan: Plan) -> Iterator[Case]:
     """A case per model and link."""
     with tempfile.TemporaryDirectory() as folder:
         for model in plan.models:
-            for gbps in plan.links:
-                err.print(f"{model}, {plan.tokens} tokens, link {gbps:g} GB/s", style="dim")
-                bed = RestoreBed(
-                    SHAPES[model], Path(folder) / model, gbps, plan.tokens // CHUNK, plan.suffix, plan.latency_ms,
-                    plan.threads,
-                )  # fmt: skip
+
+            def opened(gbps: float | None, model: str = model) -> RestoreBed:
+                where = Path(folder) / model
+                chunks = plan.tokens // CHUNK
+                return RestoreBed(SHAPES[model], where, gbps, chunks, plan.suffix, plan.latency_ms, plan.threads)
+
+            for asked in plan.links:
+                gbps = balance(opened) if asked is None else asked
+                err.print(f"{model}, {plan.tokens} tokens, link {gbps:.3g} GB/s", style="dim")
+                bed = opened(gbps)
                 try:
-                    yield {"model": model, "link_gbps": gbps, "latency_ms": plan.latency_ms} | measured(bed, plan)
+                    where = {"model": model, "link_gbps": gbps, "balanced": asked is None}
+                    yield where | {"latency_ms": plan.latency_ms} | measured(bed, plan)
                 finally:
                     bed.close()
+
+
+def balance(opened: Callable[[float | None], Bed]) -> float:
+    """GB/s of the link over which loading everything takes as long as recomputing everything."""
+    bed = opened(None)
+    try:
+        run, _ = bed.choice()
+        recomputed = statistics.median(bed.time(At(run.chunks, 0)).seconds for _ in range(WARM))
+        closing = statistics.median(bed.time(At(0, 0)).seconds for _ in range(WARM))
+        return run.chunks * run.kv_bytes / max(recomputed - closing, 0.1 * recomputed) / 1e9
+    finally:
+        bed.close()
 
 
 def measured(bed: Bed, plan: Plan) -> Case:
@@ -166,7 +184,7 @@ def line(case: Case) -> str:
     """A case for people."""
     overlap = "-" if case["overlap"] is None else f"{case['overlap']:.2f}"
     return (
-        f"  {case['link_gbps']:>5g} GB/s  recompute {case['tokens']:>3}, project {case['x']:>3}, load {case['load']:>3}"
+        f"  {case['link_gbps']:>6.3g} GB/s  recompute {case['tokens']}, project {case['x']}, load {case['load']}"
         f"  {case['chosen_s']:.4f} s (predicted {case['predicted_s']:.4f})  best {case['best_s']:.4f}"
         f"  load all {case['load_all_s']:.4f}  recompute all {case['recompute_all_s']:.4f}"
         f"  gain {case['gain']:.2f}  overlap {overlap}"
@@ -183,7 +201,7 @@ def table(found: Sequence[Case]) -> str:
     for case in found:
         overlap = "-" if case["overlap"] is None else f"{case['overlap']:.2f}"
         lines.append(
-            f"| {case['model']} | {case['link_gbps']:g} | {case['tokens']} / {case['x']} / {case['load']} "
+            f"| {case['model']} | {case['link_gbps']:.3g} | {case['tokens']} / {case['x']} / {case['load']} "
             f"| {case['chosen_s']:.4f} | {case['predicted_s']:.4f} | {case['best_s']:.4f} | {case['load_all_s']:.4f} "
             f"| {case['recompute_all_s']:.4f} | {case['to_best']:.3f} | {case['gain']:.2f} | {overlap} |"
         )

@@ -34,7 +34,8 @@ Ints = NDArray[np.int64]
 EXACT = 256
 """Chunks of a run up to which every split is tried; longer ones are searched coarse to fine."""
 LEAST_GAIN = 0.02
-"""A restore that saves less than this share of recomputing everything is not worth its reads."""
+"""A restore that saves less than this share of recomputing everything is not worth its reads, and a split that saves
+less than it of loading everything not worth the cores."""
 MOST_TAKEN = 0.95
 """Share of the computing cores that a lane can take at most."""
 
@@ -174,15 +175,18 @@ def restore_split(run: Run, costs: Costs, max_batch_tokens: int = 2048, least_ga
     """The split of least predicted time; of equals the one that recomputes, then projects, least.
 
     Every split is tried up to EXACT chunks; beyond, splits on a grid, and all those around the best of it. Where the
-    best saves less than `least_gain` of recomputing everything, everything is recomputed. Raises ValueError.
+    best saves less than `least_gain` of recomputing everything, everything is recomputed; where it saves less than that
+    of loading everything, everything is loaded. Raises ValueError.
     """
     tables = Tables(run, costs, max_batch_tokens)
     tokens, x, seconds = _best(tables)
+    all_loaded = _predicted(tables, 0, 0).seconds
+    if all_loaded - seconds < least_gain * all_loaded:
+        tokens, x, seconds = 0, 0, all_loaded
     if tables.all_s - seconds < least_gain * tables.all_s:
         reason = f"recompute all {run.chunks} chunks: {_ms(tables.all_s)}; the best restore takes {_ms(seconds)}"
         return Split(run.chunks, 0, 0, tables.all_s, reason)
     load = run.chunks - tokens - x
-    all_loaded = _predicted(tables, 0, 0).seconds
     reason = (
         f"recompute {tokens}, project {x}, load {load} of {run.chunks} chunks: {_ms(seconds)} "
         f"(loading all {_ms(all_loaded)}, recomputing all {_ms(tables.all_s)})"
