@@ -101,8 +101,16 @@ def _written(span: planning.Span) -> NDArray[np.int32]:
 
 def check(config: EngineConfig) -> None:
     """Raises ValueError for settings of streaming that do not go together (others: EngineConfig)."""
-    if config.streams and config.offload_x_resident and config.kv_offload_activations == "off":
+    if not config.streams:
+        return
+    if config.offload_x_resident and config.kv_offload_activations == "off":
         raise ValueError("offload_x_resident needs activations: set kv_offload_activations to auto or on")
+    for name in ("kv_host_format", "kv_disk_format"):
+        if getattr(config, name) != "raw":
+            raise ValueError(
+                f"{name} {getattr(config, name)}: offload_schedule streams KV as the kernels read it; set {name} to "
+                "raw (kv_cache_dtype int8 halves what crosses the link)"
+            )
 
 
 def schedule_of(config: EngineConfig) -> Schedule:
@@ -155,6 +163,8 @@ def open_stream(
     store = OutsideStore(
         model.attention, slots, kv_dtype, dtype, hidden, outside, memory.zeros if config.offload_x_resident else None
     )
+    if config.kv_cache_prefault:
+        store.prefault()
     staging = Staging(model.attention, _capacity(config, store), kv_dtype, dtype, hidden)
     lanes = open_lanes(torch.device("cpu"), _link(config))
     options = Options(schedule_of(config), config.weight_offload, x_resident=config.offload_x_resident)
