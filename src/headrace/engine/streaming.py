@@ -20,7 +20,7 @@ from headrace.models.spec import ModelConfig
 from headrace.recompute.lanes import Link, open_lanes
 from headrace.recompute.layers import layers_of, tensors_of
 from headrace.recompute.schedule import Schedule
-from headrace.recompute.staging import X_BUFFERS, Staging
+from headrace.recompute.staging import Staging
 from headrace.recompute.store import Allocate, FileMemory, OutsideStore, bytes_per_chunk, room, shapes
 from headrace.recompute.stream import Batch, Options, Streamer
 from headrace.recompute.weights import Resident, Streamed
@@ -189,7 +189,7 @@ def _link(config: EngineConfig) -> Link:
 
 def _capacity(config: EngineConfig, store: OutsideStore) -> int:
     """Chunks that a staging buffer holds."""
-    each = 2 * store.chunk_bytes + X_BUFFERS * store.x_bytes
+    each = 2 * (store.chunk_bytes + store.x_bytes)
     count = min(store.slots, config.offload_staging_mb * 2**20 // each)
     if count < 1:
         raise ValueError(f"offload_staging_mb {config.offload_staging_mb} holds no chunk of {each} bytes: raise it")

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headrace.attention.execute import BACKENDS, items_of
 from headrace.recompute.lanes import Ticket, copy_alone
-from headrace.recompute.pace import Work
+from headrace.recompute.pace import Operation, Work
 from headrace.recompute.schedule import Form, Load, Stage, first_loads, stages
-from headrace.recompute.staging import X_BUFFERS, Counts, Cut, Piece, gather
+from headrace.recompute.staging import Counts, Cut, Piece, gather
 from headrace.types import CHUNK
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ class Step:
     def __init__(self, streamer: Streamer, batches: Sequence[Batch]) -> None:
         self.streamer, self.batches, options = streamer, batches, streamer.options
         self.spec = streamer.decoder.config.attention
-        self.form = Form(
-            self.spec.layers, len(batches), options.schedule, options.weights, options.fine, options.x_ahead
-        )
+        self.form = Form(self.spec.layers, len(batches), options.schedule, options.weights, options.fine)
         self.work = [self._work(batch) for batch in batches]
         self._kinds: dict[tuple[int, int | None, bool], list[Piece]] = {}
         for batch in range(len(batches)):
@@ -78,17 +76,27 @@ class Step:
 
     def run(self) -> list[Tensor]:
         """The residual stream of each batch behind the last layer."""
+        self.streamer.totals.predicted_s += self._predicted()
         for batch in self.batches:
             x, cos_sin = self.streamer.decoder.enter(batch.tokens)
             self.hidden.append(x)
             self.rotations.append(cos_sin)
         self.streamer.layers.start()
-        for load in first_loads(self.form, lambda layer, batch: len(self.pieces(layer, batch))):
+        for load in first_loads(self.form):
             self._issue(load)
         for at, stage in enumerate(self.stages):
             if stage.first:
                 self._operation(at, stage)
         return self.hidden
+
+    def _predicted(self) -> float:
+        """Seconds that the step should take, by the pace so far."""
+        operations = []
+        for layer, batch in self.form.order():
+            pieces = self.pieces(layer, batch)
+            loaded, projected = sum(each.loaded for each in pieces), sum(each.projected for each in pieces)
+            operations.append(Operation(loaded, projected, self.work[batch]))
+        return self.streamer.pace.seconds(operations)
 
     def _operation(self, at: int, stage: Stage) -> None:
         """One layer over one batch: all its stages, from `at` on."""
@@ -114,7 +122,6 @@ class Step:
         """Takes the operation's figures into the totals and the pace."""
         totals, pace = self.streamer.totals, self.streamer.pace
         projected, loaded = sum(p.projected for p in pieces), sum(p.loaded for p in pieces)
-        totals.predicted_s += pace.seconds(loaded, projected, self.work[batch])
         totals.projected, totals.loaded = totals.projected + projected, totals.loaded + loaded
         totals.waited_s += self.waited
         pace.projected(projected, self.projecting)
@@ -146,7 +153,7 @@ class Step:
             run = partial(streamer.staging.load_kv, at % 2, streamer.store, layer, piece)
         elif load.kind == "x" and piece.projected and not streamer.options.x_resident:
             size = piece.projected * streamer.store.x_bytes
-            run = partial(streamer.staging.load_x, at % X_BUFFERS, streamer.store, layer, piece)
+            run = partial(streamer.staging.load_x, at % 2, streamer.store, layer, piece)
         else:
             return
         streamer.totals.bytes_in += size
@@ -159,12 +166,12 @@ class Step:
         if not piece.projected:
             return
         if streamer.options.x_resident:
-            gather(streamer.staging.x[at % X_BUFFERS], streamer.store.x[stage.layer], piece.to_project)
+            gather(streamer.staging.x[at % 2], streamer.store.x[stage.layer], piece.to_project)
         self._wait(self.tickets.pop(("x", stage.layer, stage.batch, stage.piece), None))
         self._wait_weights(stage.layer, "kv", *(() if streamer.layers.layer(stage.layer).splits else ("q",)))
         positions = torch.from_numpy((piece.keys[:, None] + np.arange(CHUNK)).reshape(-1))
         self.projecting += streamer.project(
-            stage.layer, at % X_BUFFERS, at % 2, piece.projected, positions, self._lengths(stage, piece, positions)
+            stage.layer, at % 2, piece.projected, positions, self._lengths(stage, piece, positions)
         )
 
     def _lengths(self, stage: Stage, piece: Piece, positions: Tensor) -> Tensor | None:

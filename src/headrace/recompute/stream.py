@@ -54,14 +54,13 @@ class Batch:
 class Options:
     """How to stream. share: which part of the whole chunks is projected; None: as the pace of link and arithmetic says.
 
-    x_resident: the store's X lies in fast memory. fine: order of streamed weights; x_ahead: see schedule.Form.
+    x_resident: the store's X lies in fast memory. fine: order of streamed weights, see schedule.Form.
     """
 
     schedule: Schedule = "row"
     weights: bool = False
     fine: bool = True
     x_resident: bool = False
-    x_ahead: int = 2
     share: float | None = None
 
     def with_changes(self, **changes: Any) -> Options:
@@ -151,12 +150,10 @@ class Streamer:
             count = min(4, self.staging.capacity)
             positions = torch.arange(count * CHUNK)
             for _ in range(2):
-                seconds = self.project(0, 0, 0, count, positions, positions + 1)
+                seconds = self.project(0, 0, count, positions, positions + 1)
             self.pace.projected(count, seconds)
 
-    def project(
-        self, layer: int, x_buffer: int, kv_buffer: int, count: int, positions: Tensor, lengths: Tensor | None
-    ) -> float:
+    def project(self, layer: int, buffer: int, count: int, positions: Tensor, lengths: Tensor | None) -> float:
         """K and V of the first `count` chunks of a buffer from X; the seconds it took."""
         began = time.perf_counter()
         rope, project = self.decoder.rope, self.layers.layer(layer).project
@@ -164,11 +161,11 @@ class Streamer:
         for low in range(0, count, AT_ONCE):
             high = min(count, low + AT_ONCE)
             rows = slice(low * CHUNK, high * CHUNK)
-            x = self.staging.x[x_buffer][low:high].view((high - low) * CHUNK, -1)
+            x = self.staging.x[buffer][low:high].view((high - low) * CHUNK, -1)
             k, v = project(x, None if cos_sin is None else cos_sin[rows])
             slots = torch.arange(low, high, dtype=torch.int32).repeat_interleave(CHUNK)
             offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(high - low)
-            self.append(self.staging.kv[kv_buffer], k, v, slots, offsets)
+            self.append(self.staging.kv[buffer], k, v, slots, offsets)
         return time.perf_counter() - began
 
     def append(self, pool: dict[str, Tensor], k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
