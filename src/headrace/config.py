@@ -85,7 +85,10 @@ class EngineConfig:
     kv_offloading_size: float = _flag(
         0.0, "GiB of host memory for KV that leaves the pool; with --offload-schedule, for all of the KV cache."
     )
-    kv_offload_path: str | None = _flag(None, "Directory for KV on disk, which survives a restart.")
+    kv_offload_path: str | None = _flag(
+        None,
+        "Directory for KV on disk, which survives a restart; with --offload-schedule, of a file with all of the KV.",
+    )
     kv_offload_disk_size: float = _flag(DISK_GIB, "GiB that KV may take on disk.")
     kv_remote_url: str | None = _flag(None, "Valkey or Redis server for KV, as redis://HOST:PORT/DB.")
     kv_remote_size: float = _flag(

@@ -153,11 +153,23 @@ def test_a_shared_chunk_crosses_the_link_once(llm: LLM) -> None:
     other.close()
 
 
-def test_a_failing_link_ends_the_step(llm: LLM) -> None:
-    other = streamed(share=0.0, **FORMS["row"])
+@pytest.mark.parametrize("form", ["row", "column, weights outside"])
+def test_a_slow_link_changes_nothing(form: str, llm: LLM, truth: list[Trace]) -> None:
+    """All that arrives late is waited for, and what leaves late has arrived when it is read again."""
+    slow = streamed(share=0.5, kv_link_gbps=0.2, kv_link_latency_ms=0.3, **FORMS[form])
+    same(run(slow, prompts_of(llm)[-4:]), truth[-4:])
+    slow.close()
+
+
+@pytest.mark.parametrize("form", ["row", "column, weights outside"])
+def test_a_failing_link_ends_the_step(form: str, llm: LLM) -> None:
+    """With its error; the next requests are answered as ever."""
+    other = streamed(share=0.5, **FORMS[form])
     streamer = other.engine.loaded.runner.streamer  # type: ignore[union-attr]
     prompt = words(llm, 200, seed=1)
-    run(other, [prompt])
+    expected = run(llm, [prompt])
+    same(run(other, [prompt]), expected)
+    whole = streamer.staging.load_kv
 
     def broken(*_: Any) -> None:
         raise OSError("the disk is gone")
@@ -165,6 +177,9 @@ def test_a_failing_link_ends_the_step(llm: LLM) -> None:
     streamer.staging.load_kv = broken  # type: ignore[method-assign]
     with pytest.raises(OSError, match="the disk is gone"):
         other.generate([[*prompt, 7]], GREEDY)
+    streamer.staging.load_kv = whole  # type: ignore[method-assign]
+    same(run(other, [prompt]), expected)
+    other.close()
 
 
 def test_auto_is_row_with_weights_at_hand_and_column_without() -> None:
@@ -194,6 +209,7 @@ def test_x_is_kept_where_it_is_smaller_or_at_hand(folder_of: FolderOf) -> None:
     ({"kv_offloading_size": 0.001, "max_model_len": 2000}, "kv_offloading_size"),
     ({"context_parallel_size": 2}, "context_parallel_size"),
     ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+    ({"kv_host_format": "int8"}, "kv_host_format"),
     ({"kv_remote_url": "redis://127.0.0.1:6379/0"}, "kv_remote_url"),
     ({"offload_x_resident": True, "kv_offload_activations": "off"}, "kv_offload_activations"),
     ({"kv_offload_path": "/dev/null/nowhere"}, "kv_offload_path"),

@@ -45,7 +45,7 @@ def test_column_is_algorithm_1(layers: int, batches: int) -> None:
         "kv": "load_cache",
         "hidden": "load_activation",
     }
-    form = Form(layers, batches, "column", weights=True, fine=False, x_ahead=1)
+    form = Form(layers, batches, "column", weights=True, fine=False)
     ours = stages(form)
     theirs = algorithm_1(layers, batches, step=5, last_step=6)
     assert len(ours) == len(theirs) == layers * batches
@@ -65,13 +65,10 @@ def test_column_is_algorithm_1(layers: int, batches: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["row", "column"])
-@pytest.mark.parametrize("x_ahead", [1, 2])
 @pytest.mark.parametrize(("layers", "batches"), SIZES)
-def test_everything_is_loaded_once_and_before_it_is_needed(
-    layers: int, batches: int, x_ahead: int, schedule: str
-) -> None:
-    """With pieces of every number; and never into a buffer that is in use: two of K and V, three of X."""
-    form = Form(layers, batches, schedule, weights=True, x_ahead=x_ahead)  # type: ignore[arg-type]
+def test_everything_is_loaded_once_and_before_it_is_needed(layers: int, batches: int, schedule: str) -> None:
+    """With pieces of every number; and never into a buffer that is in use: there are two."""
+    form = Form(layers, batches, schedule, weights=True)  # type: ignore[arg-type]
 
     def pieces(layer: int, batch: int) -> int:
         return 1 + (layer + batch) % 3
@@ -79,14 +76,14 @@ def test_everything_is_loaded_once_and_before_it_is_needed(
     found = stages(form, pieces)
     index = {(s.layer, s.batch, s.piece): at for at, s in enumerate(found)}
     assert len(index) == len(found) == sum(pieces(j, k) for j, k in form.order())
-    issued: dict[Load, int] = dict.fromkeys(first_loads(form, pieces), -1)
+    issued: dict[Load, int] = dict.fromkeys(first_loads(form), -1)
     for at, stage in enumerate(found):
         for load in stage.prefetch:
             assert load not in issued or load.kind in ("weights", "rest"), f"{load} is loaded twice"
             issued[load] = at
     for key, at in index.items():
         kv, x = issued.pop(Load("kv", *key)), issued.pop(Load("x", *key))
-        assert at - 2 < kv < at and at - 3 < x < at and x <= kv
+        assert kv == x == at - 1
     if schedule == "column" and batches > 1:
         for layer, batch in product(range(1, layers), range(batches)):
             assert issued.pop(Load("hidden", layer, batch)) < index[layer, batch, 0]
@@ -118,7 +115,7 @@ def test_row_goes_batch_by_batch() -> None:
     assert not any(load.kind == "hidden" for stage in stages(Form(4, 3, "row")) for load in stage.prefetch)
 
 
-@pytest.mark.parametrize("bad", [{"layers": 0}, {"batches": 0}, {"x_ahead": 0}, {"x_ahead": 3}])
+@pytest.mark.parametrize("bad", [{"layers": 0}, {"batches": 0}])
 def test_refuses(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="no schedule"):
         Form(**{"layers": 2, "batches": 1, "schedule": "row", **bad})  # type: ignore[arg-type]

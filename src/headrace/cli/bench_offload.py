@@ -74,7 +74,7 @@ class OffloadBench:
         ways: dict[str, dict[str, Any]] = {"load all": {"share": 0.0}, "solver": {}}
         ways |= {f"share {share:g}": {"share": share} for share in self.shares}
         if form.name == "column":
-            ways |= {"coarse": {"fine": False}, "X one ahead": {"x_ahead": 1}}
+            ways |= {"coarse": {"fine": False}}
         return ways
 
     def _case(self, bed: Bed, form: Form, rate: float) -> Case:
@@ -110,8 +110,8 @@ class OffloadBench:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Some decode steps: tokens a second, seconds, those predicted, the share of chunks projected, and the share of
-    the time in which bytes crossed the link in, at its rate."""
+    """Some decode steps: tokens a second, seconds of the layers, those predicted, the share of chunks projected, and
+    the share of the time in which bytes crossed the link in, at its rate."""
 
     tokens_s: float
     seconds: float
@@ -126,7 +126,7 @@ class Bed:
     def __init__(self, model: str, form: Form, bench: OffloadBench) -> None:
         from headrace.engine.llm import LLM
 
-        rounds = (bench.repeats + 1) * bench.steps * (4 + len(bench.shares)) * len(bench.rates)
+        rounds = (bench.repeats + 1) * bench.steps * (3 + len(bench.shares)) * len(bench.rates)
         length = form.context + rounds + 16
         self.llm = LLM(
             model, dtype="bfloat16", threads=bench.threads, max_model_len=length, max_sequences=form.sequences,
@@ -174,10 +174,9 @@ class Bed:
         seconds = time.perf_counter() - began
         streamer.options, after = before, streamer.totals
         loaded, projected = after.loaded - totals.loaded, after.projected - totals.projected
-        return Run(
-            tokens / seconds, seconds, after.predicted_s - totals.predicted_s, projected / max(1, loaded + projected),
-            (after.bytes_in - totals.bytes_in) / (self.rate * 1e9) / seconds,
-        )  # fmt: skip
+        busy = (after.bytes_in - totals.bytes_in) / (self.rate * 1e9) / seconds
+        layers, predicted = after.seconds - totals.seconds, after.predicted_s - totals.predicted_s
+        return Run(tokens / seconds, layers, predicted, projected / max(1, loaded + projected), busy)
 
     def close(self) -> None:
         """Ends the requests and the lanes."""

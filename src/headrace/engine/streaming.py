@@ -20,7 +20,7 @@ from headrace.models.spec import ModelConfig
 from headrace.recompute.lanes import Link, open_lanes
 from headrace.recompute.layers import layers_of, tensors_of
 from headrace.recompute.schedule import Schedule
-from headrace.recompute.staging import X_BUFFERS, Staging
+from headrace.recompute.staging import Staging
 from headrace.recompute.store import Allocate, FileMemory, OutsideStore, bytes_per_chunk, room, shapes
 from headrace.recompute.stream import Batch, Options, Streamer
 from headrace.recompute.weights import Resident, Streamed
@@ -101,8 +101,16 @@ def _written(span: planning.Span) -> NDArray[np.int32]:
 
 def check(config: EngineConfig) -> None:
     """Raises ValueError for settings of streaming that do not go together (others: EngineConfig)."""
-    if config.streams and config.offload_x_resident and config.kv_offload_activations == "off":
+    if not config.streams:
+        return
+    if config.offload_x_resident and config.kv_offload_activations == "off":
         raise ValueError("offload_x_resident needs activations: set kv_offload_activations to auto or on")
+    for name in ("kv_host_format", "kv_disk_format"):
+        if getattr(config, name) != "raw":
+            raise ValueError(
+                f"{name} {getattr(config, name)}: offload_schedule streams KV as the kernels read it; set {name} to "
+                "raw (kv_cache_dtype int8 halves what crosses the link)"
+            )
 
 
 def schedule_of(config: EngineConfig) -> Schedule:
@@ -155,6 +163,8 @@ def open_stream(
     store = OutsideStore(
         model.attention, slots, kv_dtype, dtype, hidden, outside, memory.zeros if config.offload_x_resident else None
     )
+    if config.kv_cache_prefault:
+        store.prefault()
     staging = Staging(model.attention, _capacity(config, store), kv_dtype, dtype, hidden)
     lanes = open_lanes(torch.device("cpu"), _link(config))
     options = Options(schedule_of(config), config.weight_offload, x_resident=config.offload_x_resident)
@@ -179,7 +189,7 @@ def _link(config: EngineConfig) -> Link:
 
 def _capacity(config: EngineConfig, store: OutsideStore) -> int:
     """Chunks that a staging buffer holds."""
-    each = 2 * store.chunk_bytes + X_BUFFERS * store.x_bytes
+    each = 2 * (store.chunk_bytes + store.x_bytes)
     count = min(store.slots, config.offload_staging_mb * 2**20 // each)
     if count < 1:
         raise ValueError(f"offload_staging_mb {config.offload_staging_mb} holds no chunk of {each} bytes: raise it")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import NamedTuple
 
 from headrace.recompute.kvpr import Stream, decode_split
 from headrace.recompute.lanes import Ticket
@@ -29,6 +29,14 @@ class Work:
     rows: int
     weight_bytes: int = 0
     hidden_bytes: int = 0
+
+
+class Operation(NamedTuple):
+    """Chunks of an operation by how they come, and what it takes beside them."""
+
+    loaded: int
+    projected: int
+    work: Work
 
 
 class Median:
@@ -81,9 +89,22 @@ class Pace:
             weight_bytes=work.weight_bytes, hidden_bytes=work.hidden_bytes, x_resident=self.x_resident,
         )  # fmt: skip
 
-    def seconds(self, loaded: int, projected: int, work: Work) -> float:
-        """Predicted time of an operation."""
-        return float(self.stream(work).seconds(np.array([projected]), loaded + projected)[0])
+    def seconds(self, operations: Sequence[Operation]) -> float:
+        """Predicted time of a step: its operations one after the other, each waiting for its X and then for the rest,
+        which the link carries in the order of recompute.schedule. The steady state of `split`, and how it begins."""
+        x_s = [each.projected * self.x_bytes * (not self.x_resident) * self.link.value for each in operations]
+        kv_s = [each.loaded * self.kv_bytes * self.link.value for each in operations]
+        x_there, free = x_s[0], x_s[0] + kv_s[0]
+        end = 0.0
+        for at, each in enumerate(operations):
+            there, free = free, max(free, end)
+            next_x = free + sum(x_s[at + 1 : at + 2])
+            weights = (each.work.weight_bytes + each.work.hidden_bytes) * self.link.value
+            projected = max(end, x_there) + each.projected * self.project.value if each.projected else end
+            x_there, free = next_x, next_x + weights + sum(kv_s[at + 1 : at + 2])
+            rest = self.rest.get(each.work.rows)
+            end = max(projected, there) + (0.0 if rest is None else rest.value)
+        return end
 
     def split(self, stored: int, whole: int, work: Work) -> int:
         """Chunks to project, of `stored` ones of which the first `whole` may be."""

@@ -13,6 +13,8 @@ from typing import Literal
 
 Schedule = Literal["row", "column"]
 Kind = Literal["weights", "rest", "hidden", "x", "kv"]
+RUN_KINDS: tuple[Kind, ...] = ("x", "kv")
+"""What a piece consists of, in the order in which it is issued: projecting may begin before K and V are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,7 @@ class Stage:
 class Form:
     """A step: its layers and batches, how they are ordered, and what is streamed beside K and V.
 
-    weights: whether they are. fine: in parts, by need. x_ahead: how many pieces ahead X is issued: 1 as in the paper,
-    2 so that X of the next piece does not wait for K and V of this one. KV is issued one ahead, after X.
+    weights: whether they are. fine: in parts, by need.
     Raises ValueError for a step without layers or batches.
     """
 
@@ -57,11 +58,10 @@ class Form:
     schedule: Schedule
     weights: bool = False
     fine: bool = True
-    x_ahead: int = 1
 
     def __post_init__(self) -> None:
-        if self.layers < 1 or self.batches < 1 or self.x_ahead not in (1, 2):
-            raise ValueError(f"no schedule of {self.layers} layers, {self.batches} batches, x_ahead {self.x_ahead}")
+        if self.layers < 1 or self.batches < 1:
+            raise ValueError(f"no schedule of {self.layers} layers and {self.batches} batches")
 
     @property
     def moves_hidden(self) -> bool:
@@ -97,18 +97,16 @@ def stages(form: Form, pieces: Pieces = lambda layer, batch: 1) -> list[Stage]:
         loads = [load for load in weights if load.kind == "weights"]
         if after is not None and form.moves_hidden and after[0] > 0:
             loads.append(Load("hidden", *after))
-        loads += [Load("x", *key) for key in keys[index + form.x_ahead : index + form.x_ahead + 1]]
-        loads += [Load("kv", *key) for key in keys[index + 1 : index + 2]]
+        loads += [Load(kind, *key) for key in keys[index + 1 : index + 2] for kind in RUN_KINDS]
         loads += [load for load in weights if load.kind == "rest"]
         stores = last and form.moves_hidden and layer + 1 < form.layers
         found.append(Stage(layer, batch, piece, piece == 0, last, tuple(loads), stores))
     return found
 
 
-def first_loads(form: Form, pieces: Pieces = lambda layer, batch: 1) -> tuple[Load, ...]:
+def first_loads(form: Form) -> tuple[Load, ...]:
     """What is issued before the first stage of a step, whose weights are there or on their way."""
-    keys = [(layer, batch, piece) for layer, batch in form.order()[:2] for piece in range(pieces(layer, batch))]
-    return (*(Load("x", *key) for key in keys[: form.x_ahead]), Load("kv", *keys[0]))
+    return tuple(Load(kind, *form.order()[0]) for kind in RUN_KINDS)
 
 
 def _weights(form: Form, layer: int, batch: int) -> list[Load]:

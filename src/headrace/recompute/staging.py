@@ -24,9 +24,6 @@ from headrace.recompute.lanes import copy_alone
 from headrace.recompute.store import OutsideStore, shapes
 from headrace.types import CHUNK
 
-X_BUFFERS = 3
-"""One being projected, one on its way, and the next one: see schedule.operations, x_ahead."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
@@ -132,7 +129,7 @@ def _lookup(slots: Int32) -> Callable[[Int32], Int32]:
 
 
 class Staging:
-    """Two buffers of `capacity` chunks of one layer, and three of X where that is loaded, in fast memory."""
+    """Two buffers of `capacity` chunks of one layer, with X where that is kept, in fast memory."""
 
     def __init__(self, spec: AttentionSpec, capacity: int, dtype: torch.dtype, rows: torch.dtype, hidden: int) -> None:
         self.capacity = capacity
@@ -140,7 +137,7 @@ class Staging:
             {name: memory.zeros((capacity, *shape), kind) for name, (shape, kind) in shapes(spec, dtype).items()}
             for _ in range(2)
         ]
-        self.x = [memory.zeros((capacity, CHUNK, hidden), rows) for _ in range(X_BUFFERS if hidden else 0)]
+        self.x = [memory.zeros((capacity, CHUNK, hidden), rows) for _ in range(2 if hidden else 0)]
 
     def load_kv(self, buffer: int, store: OutsideStore, layer: int, piece: Piece) -> None:
         """Copies K and V of the piece's loaded chunks; the rest of the buffer is left alone."""

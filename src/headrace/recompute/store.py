@@ -80,6 +80,11 @@ class OutsideStore:
         place = x_memory or allocate
         self.x = [place((slots, CHUNK, hidden), rows) for _ in range(spec.layers)] if hidden else []
 
+    def prefault(self) -> None:
+        """Writes zeros everywhere, so that the system maps all of the memory now."""
+        for tensor in (*self.x, *(tensor for layer in self.fields for tensor in layer.values())):
+            tensor.zero_()
+
     @property
     def chunk_bytes(self) -> int:
         """Bytes of K and V of one chunk of one layer, scales included."""

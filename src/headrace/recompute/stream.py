@@ -20,13 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.attention.execute import BACKENDS, items_of
+from headrace.attention.execute import BACKENDS
 from headrace.attention.plan import Plan
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.recompute.lanes import Lanes, Ticket, copy_alone
-from headrace.recompute.pace import Pace, Work
-from headrace.recompute.schedule import Form, Load, Schedule, Stage, first_loads, stages
-from headrace.recompute.staging import X_BUFFERS, Counts, Cut, Piece, Staging, gather
+from headrace.recompute.pace import Pace
+from headrace.recompute.schedule import Schedule
+from headrace.recompute.staging import Staging
+from headrace.recompute.step import Step
 from headrace.recompute.store import OutsideStore
 from headrace.recompute.weights import LayerSource
 from headrace.types import CHUNK
@@ -53,14 +54,13 @@ class Batch:
 class Options:
     """How to stream. share: which part of the whole chunks is projected; None: as the pace of link and arithmetic says.
 
-    x_resident: the store's X lies in fast memory. fine: order of streamed weights; x_ahead: see schedule.Form.
+    x_resident: the store's X lies in fast memory. fine: order of streamed weights, see schedule.Form.
     """
 
     schedule: Schedule = "row"
     weights: bool = False
     fine: bool = True
     x_resident: bool = False
-    x_ahead: int = 2
     share: float | None = None
 
     def with_changes(self, **changes: Any) -> Options:
@@ -109,11 +109,18 @@ class Streamer:
 
     def run(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Hidden states [n, E] of each batch, as Decoder.forward gives them. What a batch reads of the store was
-        written in an earlier step, or is written by the batch itself. Raises what a lane raised."""
+        written in an earlier step, or is written by the batch itself. Raises what a lane raised; the store then lacks
+        what the step was to write."""
         self.settle()
         began = time.perf_counter()
-        step = Step(self, batches)
-        states = [self.decoder.leave(x) for x in step.run()]
+        try:
+            states = [self.decoder.leave(x) for x in Step(self, batches).run()]
+        except BaseException:
+            # Nothing may arrive in staging while the next step, if there is one, fills it.
+            for lane in self.lanes:
+                lane.submit(lambda: None, 0, "kv").wait()
+            self.writes.clear()
+            raise
         self.totals.steps += 1
         self.totals.seconds += time.perf_counter() - began
         return states
@@ -125,9 +132,9 @@ class Streamer:
         self.writes.clear()
 
     def close(self) -> None:
-        """Ends the lanes."""
-        self.settle()
+        """Ends the lanes after what is on its way. May be called again."""
         self.lanes.close()
+        self.settle()
 
     def _profile(self) -> None:
         """First rates of link and projection (the paper's profiler); later steps correct them."""
@@ -143,12 +150,10 @@ class Streamer:
             count = min(4, self.staging.capacity)
             positions = torch.arange(count * CHUNK)
             for _ in range(2):
-                seconds = self.project(0, 0, 0, count, positions, positions + 1)
+                seconds = self.project(0, 0, count, positions, positions + 1)
             self.pace.projected(count, seconds)
 
-    def project(
-        self, layer: int, x_buffer: int, kv_buffer: int, count: int, positions: Tensor, lengths: Tensor | None
-    ) -> float:
+    def project(self, layer: int, buffer: int, count: int, positions: Tensor, lengths: Tensor | None) -> float:
         """K and V of the first `count` chunks of a buffer from X; the seconds it took."""
         began = time.perf_counter()
         rope, project = self.decoder.rope, self.layers.layer(layer).project
@@ -156,11 +161,11 @@ class Streamer:
         for low in range(0, count, AT_ONCE):
             high = min(count, low + AT_ONCE)
             rows = slice(low * CHUNK, high * CHUNK)
-            x = self.staging.x[x_buffer][low:high].view((high - low) * CHUNK, -1)
+            x = self.staging.x[buffer][low:high].view((high - low) * CHUNK, -1)
             k, v = project(x, None if cos_sin is None else cos_sin[rows])
             slots = torch.arange(low, high, dtype=torch.int32).repeat_interleave(CHUNK)
             offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(high - low)
-            self.append(self.staging.kv[kv_buffer], k, v, slots, offsets)
+            self.append(self.staging.kv[buffer], k, v, slots, offsets)
         return time.perf_counter() - began
 
     def append(self, pool: dict[str, Tensor], k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
@@ -193,230 +198,3 @@ class Streamer:
         self.writes.append(ticket)
         self.totals.bytes_out += size
         return ticket
-
-
-class Step:
-    """One step under way."""
-
-    def __init__(self, streamer: Streamer, batches: Sequence[Batch]) -> None:
-        self.streamer, self.batches, options = streamer, batches, streamer.options
-        self.spec = streamer.decoder.config.attention
-        self.form = Form(
-            self.spec.layers, len(batches), options.schedule, options.weights, options.fine, options.x_ahead
-        )
-        self.work = [self._work(batch) for batch in batches]
-        self._kinds: dict[tuple[int, int | None, bool], list[Piece]] = {}
-        for batch in range(len(batches)):
-            for layer in range(self.spec.layers):
-                self.pieces(layer, batch)
-        self.stages = stages(self.form, lambda layer, batch: len(self.pieces(layer, batch)))
-        self.index = {(each.layer, each.batch, each.piece): at for at, each in enumerate(self.stages)}
-        self.tickets: dict[tuple[str, int, int, int], Ticket] = {}
-        self.hidden: list[Tensor] = []
-        self.outside: dict[int, tuple[Tensor, Ticket]] = {}
-        self.rotations: list[Tensor | None] = []
-        self.waited = self.projecting = 0.0
-
-    def pieces(self, layer: int, batch: int) -> list[Piece]:
-        """How the batch meets its chunks in the layer, cut once for all layers alike."""
-        window, last = self.spec.windows[layer], layer + 1 == self.spec.layers
-        given, work = self.batches[batch], self.work[batch]
-        key = (batch, window, last and given.rows is not None)
-        if key not in self._kinds:
-            items = given.plan.items_within(window)
-            if key[2] and given.rows is not None:
-                items = items_of(torch.from_numpy(items), given.rows).numpy()
-            cut = Cut(given.plan, items, self.streamer.staging.capacity)
-            self._kinds[key] = cut.pieces(self._projected(cut.counts, work))
-        return self._kinds[key]
-
-    def _work(self, batch: Batch) -> Work:
-        """What an operation of this batch moves and computes beside its chunks."""
-        rows, form = batch.plan.rows, self.form
-        hidden = rows * self.streamer.decoder.config.hidden_size * self.streamer.store.rows.itemsize
-        weights = self.streamer.weight_bytes // form.slices if form.weights else 0
-        return Work(rows, weights, hidden if form.moves_hidden else 0)
-
-    def _projected(self, counts: Counts, work: Work) -> int:
-        """How many of the whole chunks are projected."""
-        streamer = self.streamer
-        if not streamer.store.hidden:
-            return 0
-        if streamer.options.share is not None:
-            return round(streamer.options.share * counts.whole)
-        return streamer.pace.split(counts.stored, counts.whole, work)
-
-    def run(self) -> list[Tensor]:
-        """The residual stream of each batch behind the last layer."""
-        for batch in self.batches:
-            x, cos_sin = self.streamer.decoder.enter(batch.tokens)
-            self.hidden.append(x)
-            self.rotations.append(cos_sin)
-        self.streamer.layers.start()
-        for load in first_loads(self.form, lambda layer, batch: len(self.pieces(layer, batch))):
-            self._issue(load)
-        for at, stage in enumerate(self.stages):
-            if stage.first:
-                self._operation(at, stage)
-        return self.hidden
-
-    def _operation(self, at: int, stage: Stage) -> None:
-        """One layer over one batch: all its stages, from `at` on."""
-        streamer, layers, layer, batch = self.streamer, self.streamer.layers, stage.layer, stage.batch
-        began, self.waited, self.projecting = time.perf_counter(), 0.0, 0.0
-        pieces = self.pieces(layer, batch)
-        self._begin(at)
-        self._project(at)
-        self._wait(self.tickets.pop(("hidden", layer, batch, 0), None))
-        self._wait_weights(layer, "kv", "q")
-        x = self.hidden[batch]
-        kept = x.clone() if streamer.store.hidden else None
-        rows = self.batches[batch].rows if layer + 1 == self.spec.layers else None
-        x = layers.layer(layer)(x, self.rotations[batch], _Attend(self, at, len(pieces), kept), rows)
-        self.hidden[batch] = x
-        if self.stages[at + len(pieces) - 1].stores_hidden:
-            self._leave(batch, x)
-        if self.form.weights and (self.form.schedule == "row" or batch + 1 == self.form.batches):
-            layers.done(layer)
-        self._note(batch, pieces, time.perf_counter() - began)
-
-    def _note(self, batch: int, pieces: list[Piece], seconds: float) -> None:
-        """Takes the operation's figures into the totals and the pace."""
-        totals, pace = self.streamer.totals, self.streamer.pace
-        projected, loaded = sum(p.projected for p in pieces), sum(p.loaded for p in pieces)
-        totals.predicted_s += pace.seconds(loaded, projected, self.work[batch])
-        totals.projected, totals.loaded = totals.projected + projected, totals.loaded + loaded
-        totals.waited_s += self.waited
-        pace.projected(projected, self.projecting)
-        pace.computed(self.work[batch], seconds - self.waited - self.projecting)
-
-    def _begin(self, at: int) -> None:
-        for load in self.stages[at].prefetch:
-            self._issue(load)
-
-    def _issue(self, load: Load) -> None:
-        """Submits a transfer; nothing for what moves nothing."""
-        streamer, layer, key = self.streamer, load.layer, (load.kind, load.layer, load.batch, load.piece)
-        if load.kind in ("weights", "rest"):
-            streamer.layers.load(layer, load.batch, self.form.slices, load.kind == "weights")
-            if load.kind == "weights":
-                streamer.totals.bytes_in += streamer.weight_bytes // self.form.slices
-            return
-        if load.kind == "hidden":
-            outside, written = self.outside[load.batch]
-            fast = self.hidden[load.batch] = torch.empty_like(outside)
-            self.tickets[key] = streamer.lanes.into.submit(
-                partial(_after, written, partial(copy_alone, fast, outside)), outside.nbytes, "hidden"
-            )
-            return
-        at = self.index[key[1:]]
-        piece = self.pieces(layer, load.batch)[load.piece]
-        if load.kind == "kv" and piece.loaded:
-            size = piece.loaded * streamer.store.chunk_bytes
-            run = partial(streamer.staging.load_kv, at % 2, streamer.store, layer, piece)
-        elif load.kind == "x" and piece.projected and not streamer.options.x_resident:
-            size = piece.projected * streamer.store.x_bytes
-            run = partial(streamer.staging.load_x, at % X_BUFFERS, streamer.store, layer, piece)
-        else:
-            return
-        streamer.totals.bytes_in += size
-        self.tickets[key] = streamer.lanes.into.submit(run, size, load.kind)
-
-    def _project(self, at: int) -> None:
-        """K and V of the chunks of a stage that come as X."""
-        streamer, stage = self.streamer, self.stages[at]
-        piece = self.pieces(stage.layer, stage.batch)[stage.piece]
-        if not piece.projected:
-            return
-        if streamer.options.x_resident:
-            gather(streamer.staging.x[at % X_BUFFERS], streamer.store.x[stage.layer], piece.to_project)
-        self._wait(self.tickets.pop(("x", stage.layer, stage.batch, stage.piece), None))
-        self._wait_weights(stage.layer, "kv", *(() if streamer.layers.layer(stage.layer).splits else ("q",)))
-        positions = torch.from_numpy((piece.keys[:, None] + np.arange(CHUNK)).reshape(-1))
-        self.projecting += streamer.project(
-            stage.layer, at % X_BUFFERS, at % 2, piece.projected, positions, self._lengths(stage, piece, positions)
-        )
-
-    def _lengths(self, stage: Stage, piece: Piece, positions: Tensor) -> Tensor | None:
-        """TokenBatch.rope_lengths of the projected rows: as when they were computed first."""
-        batch = self.batches[stage.batch]
-        if batch.prompts is None:
-            return None
-        rows = piece.first_rows
-        if stage.layer + 1 == self.spec.layers and batch.rows is not None:
-            rows = batch.rows.numpy()[rows]
-        return torch.maximum(torch.from_numpy(batch.prompts[rows]).repeat_interleave(CHUNK), positions + 1)
-
-    def _leave(self, batch: int, x: Tensor) -> None:
-        """Hidden states go out until the next layer."""
-        outside = torch.empty_like(x)
-        ticket = self.streamer.send(partial(copy_alone, outside, x), x.nbytes, "hidden")
-        self.outside[batch] = (outside, ticket)
-
-    def _wait(self, ticket: Ticket | None) -> None:
-        if ticket is None:
-            return
-        began = time.perf_counter()
-        ticket.wait()
-        self.waited += time.perf_counter() - began
-        self.streamer.pace.carried(ticket)
-
-    def _wait_weights(self, layer: int, *parts: Any) -> None:
-        began = time.perf_counter()
-        self.streamer.layers.wait(layer, *parts)
-        self.waited += time.perf_counter() - began
-
-
-class _Attend:
-    """Attention of one operation over staging: see attention.execute.Attend. x: what entered the layer, to be kept."""
-
-    def __init__(self, step: Step, at: int, count: int, x: Tensor | None) -> None:
-        self.step, self.at, self.count, self.x = step, at, count, x
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        step, streamer = self.step, self.step.streamer
-        batch = step.batches[step.stages[self.at].batch]
-        positions = torch.from_numpy(batch.plan.positions)
-        if rows is not None:
-            q, positions = q[rows], positions[rows]
-        kernels: Any = BACKENDS[streamer.backend]
-        state, out = None, None
-        for index in range(self.count):
-            pool, items = self._arrive(index, k, v)
-            given = {
-                "scale": step.spec.scale, "window": step.spec.windows[layer], "bias": streamer.decoder.key_bias,
-                "k_scale": pool.get("k_scale"), "v_scale": pool.get("v_scale"),
-            }  # fmt: skip
-            if self.count == 1:
-                out = kernels.attend(q, pool["k"], pool["v"], items, positions, **given)
-            else:
-                state = kernels.partial(q, pool["k"], pool["v"], items, positions, state=state, **given)
-        # Copies: the next layer writes its own over these.
-        streamer.write(layer, batch.plan, k.clone(), v.clone(), self.x)
-        step._wait_weights(layer, "out", "up", "down")
-        result: Tensor = kernels.finish(state, q.dtype) if out is None else out
-        return result
-
-    def _arrive(self, index: int, k: Tensor, v: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """The buffer with the chunks of piece `index`, this step's rows among them, and the items over it."""
-        step, at = self.step, self.at + index
-        stage = step.stages[at]
-        piece = step.pieces(stage.layer, stage.batch)[index]
-        if index:
-            step._begin(at)
-            step._project(at)
-        step._wait(step.tickets.pop(("kv", stage.layer, stage.batch, index), None))
-        pool = step.streamer.staging.kv[at % 2]
-        if len(piece.rows):
-            every = len(piece.rows) == len(k)
-            mine = torch.from_numpy(piece.rows)
-            step.streamer.append(
-                pool, k if every else k[mine], v if every else v[mine], torch.from_numpy(piece.row_slots),
-                torch.from_numpy(piece.row_offsets),
-            )  # fmt: skip
-        return pool, torch.from_numpy(piece.items)
-
-
-def _after(ticket: Ticket, run: Any) -> None:
-    ticket.wait()
-    run()

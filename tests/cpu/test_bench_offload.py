@@ -1,0 +1,67 @@
+"""The benchmark of streamed decoding, once, tiny: what it writes, and that the ways it compares are what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace.cli import shapes
+from headrace.cli.bench_offload import Bed, OffloadBench, line
+from headrace.cli.main import app
+
+TINY = shapes.Shape(hidden=64, layers=3, heads=4, kv_heads=4, head_dim=16, mlp=128, vocab=512)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "S2", TINY)
+
+
+@pytest.mark.usefixtures("small", "one_thread")
+def test_it_runs_and_says_what_it_found(tmp_path: Path) -> None:
+    path = tmp_path / "offload.json"
+    arguments = ["bench", "offload", "--rates", "0.5", "--shares", "0.5", "--sequences", "3", "--context", "200",
+                 "--repeats", "2", "--steps", "1", "--batches", "2", "--json", str(path)]  # fmt: skip
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    row, column = json.loads(path.read_text())["cases"]
+    assert set(row["tokens_s"]) == {"load all", "solver", "share 0.5"}
+    assert set(column["tokens_s"]) == {*row["tokens_s"], "coarse"}
+    for case in (row, column):
+        assert case["gain"] == case["tokens_s"]["solver"] / case["tokens_s"]["load all"]
+        assert all(len(runs) == 2 for runs in case["runs"].values()), "one round more, to warm up"
+        assert case["solver_over_best"] <= 1.0 and case["tokens_s"][case["best"]] >= case["tokens_s"]["load all"]
+        assert "times load all" in line(case)
+
+
+@pytest.mark.usefixtures("small", "one_thread")
+@pytest.mark.parametrize("schedule", ["row", "column"])
+def test_the_ways_differ_in_what_crosses_the_link(schedule: str, tmp_path: Path) -> None:
+    bench = OffloadBench(sequences=2, context=256, batches=2, repeats=2, schedules=[schedule], rates=[1.0])
+    (form,) = bench.forms()
+    bed = Bed(str(shapes.write_checkpoint(TINY, tmp_path)), form, bench)
+    bed.set_link(100.0, 0.0)
+    bed.run({}, 1)  # begins a fifth chunk
+
+    def bytes_in(**options: Any) -> int:
+        before = bed.streamer.totals.bytes_in
+        run = bed.run(options, 1)
+        assert run.share == pytest.approx(options.get("share", 0.0), abs=0.2)
+        return int(bed.streamer.totals.bytes_in - before)
+
+    everything, projected = bytes_in(share=0.0), bytes_in(share=1.0)
+    x_bytes = 0 if schedule == "row" else bed.streamer.store.x_bytes
+    # Three layers, two sequences, of each four whole chunks, and one that is loaded either way.
+    assert everything - projected == 3 * 2 * 4 * (bed.streamer.store.chunk_bytes - x_bytes)
+    if schedule == "column":
+        assert bytes_in(share=0.0, fine=False) == everything
+    bed.close()
+
+
+def test_it_refuses_a_schedule_that_does_not_exist() -> None:
+    done = CliRunner().invoke(app, ["bench", "offload", "--schedules", "diagonal"])
+    assert done.exit_code != 0 and "schedules must be one of row, column" in done.output
