@@ -26,7 +26,7 @@ def test_first_rates(kind: str, folder_of: FolderOf) -> None:
         assert np.isfinite(times).all()
         assert (times > 0).all()
         assert times[-1] > times[0]
-    assert found.as_dict()["prefill_observed"] == 6, "a model as small as this one is timed by a prompt"
+    assert found.as_dict()["prefill_observed"] == 0, "what was seen at the start is a guess: it decides nothing later"
     assert 0 < found.cpu_s_per_byte("host") < 1e-6
     run = Run(first=0, chunks=20, suffix=5, kv_bytes=1e5, x_bytes=1e5, layers=decoder.config.layers, tiers="disk")
     assert sum(restore_split(run, found)[:3]) == 20

@@ -158,6 +158,19 @@ def test_small_steps_move_their_own_size_alone() -> None:
     assert (rate.token_s, rate.pair_s) == (1e-4, pytest.approx(2e-9))
 
 
+def test_a_scaled_guess_gives_way() -> None:
+    """The first step of a cold process took twice as long as any after it."""
+    rate = PrefillRate(1e-3, 3e-5, 2e-9)
+    rate.scale(0, 512, 2 * truth(0, 512))
+    rate.scale(480, 32, 5e-3)
+    assert only(rate.seconds(np.array(0), np.array(512))) == pytest.approx(2 * truth(0, 512))
+    assert only(rate.seconds(np.array(480), np.array(32))) == pytest.approx(5e-3)
+    for _ in range(3):
+        rate.observe(0, 2048, truth(0, 2048))
+        rate.observe(2048, 2048, truth(2048, 2048))
+    assert only(rate.seconds(np.array(0), np.array(512))) == pytest.approx(truth(0, 512), rel=0.1)
+
+
 def made(link_s: float) -> Rates:
     return Rates(8, Line(2e-6, typical=256), PrefillRate(5e-3, 100e-6, 2e-9), {"host": Line(1 / link_s, 50e-6)})
 

@@ -99,9 +99,7 @@ def _forward(decoder: Decoder, storage: KVStorage, backend: str, found: Rates) -
         return
     for start, count in ((0, tokens), (tokens - FEW, FEW)):
         forward = _Forward(decoder, storage, backend, start, count)
-        taken = rates.seconds(forward, most_s=FORWARD_S / 2)
-        for _ in range(rates.LATEST):
-            found.observe_prefill(start, count, taken)
+        found.scale_prefill(start, count, rates.seconds(forward, most_s=FORWARD_S / 2))
 
 
 class _Forward:

@@ -211,6 +211,14 @@ class PrefillRate:
         base = float(self._base(start, np.array(float(count))))
         self._factors[int(size_class(np.array(float(count))))].observe(seconds / base)
 
+    def scale(self, start: float, count: float, seconds: float) -> None:
+        """Makes the first guess such that this step takes so long; observations count for more."""
+        at = np.array(float(count))
+        if count >= MANY:
+            self._fit.figures = self._fit.figures * (seconds / float(self._base(start, at)))
+        else:
+            self._factors[int(size_class(at))] = Smoothed(seconds / float(self._base(start, at)))
+
     def as_dict(self) -> dict[str, float]:
         return {"floor_s": self.floor_s, "token_s": self.token_s, "pair_s": self.pair_s, "observed": self.observed}
 
@@ -282,6 +290,11 @@ class Rates:
             self._line(tier).observe(size, seconds, pieces)
             if cpu_s is not None and cpu_s > 0 and size > 0:
                 self._cpu.setdefault(tier, Smoothed(cpu_s / size)).observe(cpu_s / size)
+
+    def scale_prefill(self, start: float, count: float, seconds: float) -> None:
+        """What a step took when nothing else was known: a better guess, not an observation."""
+        with self._lock:
+            self._prefill.scale(start, count, seconds)
 
     def observe_project(self, tokens: float, seconds: float) -> None:
         """One layer's. Only what ran with no transfer beside it should be told, here and for observe_prefill."""
