@@ -293,8 +293,8 @@ class EngineStats:
 
     `strategies` counts prefills by the strategy that several ranks computed them with. `restores` runs of stored chunks
     came back in restore_s: restored_tokens of them loaded, projected_tokens projected from stored activations,
-    recomputed_tokens prefilled meanwhile; the link was at work for restore_link_s, for restore_waited_s of which nothing
-    was computed; restore_failures gave up part of what they had begun to load.
+    recomputed_tokens prefilled meanwhile; the link was at work for restore_link_s, and for restore_waited_s of that the
+    engine waited; restore_failures gave up part of what they had begun to load.
     writeback_pending: chunks that wait to be stored, and blobs in the tiers' queues. `tiers`: of each tier by its kind
     (host, disk, remote).
     """
