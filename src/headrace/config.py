@@ -221,6 +221,9 @@ class EngineConfig:
             (self.streams, host or disk, "offload_schedule", "a place for KV: set kv_offloading_size or "
              "kv_offload_path"),
             (self.weight_offload, self.streams, "weight_offload", "a schedule: set offload_schedule"),
+            (self.offload_x_resident, self.streams, "offload_x_resident", "a schedule: set offload_schedule"),
+            (self.offload_batches != 4, self.streams, "offload_batches", "a schedule: set offload_schedule"),
+            (self.offload_staging_mb != 512, self.streams, "offload_staging_mb", "a schedule: set offload_schedule"),
             (self.offloads, self.enable_prefix_caching, "offloading", "the names that prefix caching gives to chunks: "
              "leave enable_prefix_caching on"),
         ]  # fmt: skip

@@ -293,7 +293,8 @@ class EngineStats:
 
     `strategies` counts prefills by the strategy that several ranks computed them with. `restores` runs of stored chunks
     came back in restore_s: restored_tokens of them loaded, projected_tokens projected from stored activations,
-    recomputed_tokens prefilled meanwhile; restore_failures gave up part of what they had begun to load.
+    recomputed_tokens prefilled meanwhile; the link was at work for restore_link_s, and for restore_waited_s of that the
+    engine waited; restore_failures gave up part of what they had begun to load.
     writeback_pending: chunks that wait to be stored, and blobs in the tiers' queues. `tiers`: of each tier by its kind
     (host, disk, remote).
     """
@@ -320,6 +321,8 @@ class EngineStats:
     projected_tokens: int = 0
     recomputed_tokens: int = 0
     restore_s: float = 0.0
+    restore_link_s: float = 0.0
+    restore_waited_s: float = 0.0
     restore_failures: int = 0
     writeback_pending: int = 0
     strategies: dict[str, int] = field(default_factory=dict)

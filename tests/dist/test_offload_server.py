@@ -82,6 +82,11 @@ def test_restarts(tmp_path: Path, right: list[list[int]]) -> None:
         answer, told = ask(server, PROMPTS[1], cache_salt="a tenant")
         assert answer == right[1] and told["restored_tokens"] == 0
         beside_another(server, kv, right)
+        server.engine().kill()
+        until(lambda: server.metric("engine_restarts_total") == 1)
+        server.wait_ready()
+        answer, told = ask(server, PROMPTS[2])
+        assert answer == right[2] and told["restored_tokens"] > 0, "a new engine of the server has nothing"
         assert server.metric("kv_restore_failures_total") == server.metric("tier_bad_total", tier="disk") == 0
         assert server.stop() == 0, server.log.read_text()
 

@@ -130,13 +130,19 @@ def test_tiers_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_streamed_decode_at_the_start() -> None:
-    config = EngineConfig(kv_offloading_size=2, kv_host_format="int4", offload_schedule="row", weight_offload=True)
-    told = tier_lines(FakeCapacity(kv_cache_dtype="bfloat16", kv_bytes_per_token=1024), config)
-    assert told == [
-        "KV in host memory: 2 GiB, about 7,456,540 tokens, stored as int4",
-        "decode streams KV and weights from there, schedule row",
-    ]
+    config = EngineConfig(kv_offloading_size=2, offload_schedule="row", weight_offload=True)
+    told = "KV lies in host memory, 2 GiB, and is streamed at each step, schedule row; the weights too"
+    assert tier_lines(FakeCapacity(), config) == [told]
+    config = EngineConfig(kv_offload_path="/kv", kv_offload_disk_size=9.5, offload_schedule="auto")
+    told = "KV lies in a file in /kv, 9.5 GiB, and is streamed at each step, schedule auto"
+    assert tier_lines(FakeCapacity(), config) == [told]
     assert tier_lines(FakeCapacity(), EngineConfig()) == []
+
+
+def test_tokens_of_rounding_tiers() -> None:
+    config = EngineConfig(kv_offloading_size=2, kv_host_format="int4")
+    told = tier_lines(FakeCapacity(kv_cache_dtype="bfloat16", kv_bytes_per_token=1024), config)
+    assert told == ["KV in host memory: 2 GiB, about 7,456,540 tokens, stored as int4"]
 
 
 def test_urls_without_passwords() -> None:

@@ -356,6 +356,7 @@ class EngineCore:
         stats.restores, stats.restore_failures, stats.restore_s = own.restores, own.failures, own.restore_s
         stats.restored_tokens, stats.projected_tokens = own.loaded_tokens, own.projected_tokens
         stats.recomputed_tokens = own.recomputed_tokens
+        stats.restore_link_s, stats.restore_waited_s = own.link_s, own.waited_s
         waiting = offload.writeback.unstored + offload.writeback.let_go
         stats.writeback_pending = waiting + offload.tiers.queued_blobs
         if now >= self._ask_tiers_s or (before and not stats.writeback_pending):

@@ -37,6 +37,8 @@ COUNTERS = {
     "kv_projected_tokens": ("Tokens whose keys and values were made from stored activations.", "projected_tokens"),
     "kv_recomputed_tokens": ("Stored tokens computed anew while others were loaded.", "recomputed_tokens"),
     "kv_restore_seconds": ("Time spent bringing chunks back.", "restore_s"),
+    "kv_restore_link_seconds": ("Of these, time in which something was on its way.", "restore_link_s"),
+    "kv_restore_waited_seconds": ("Of these, time in which the engine waited for it.", "restore_waited_s"),
     "kv_restore_failures": ("Restores that could not load all they had begun to load.", "restore_failures"),
     "engine_steps": ("Steps of the engine.", "steps"),
     "engine_step_seconds": ("Time spent in steps.", "step_s"),

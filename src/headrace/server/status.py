@@ -46,6 +46,8 @@ BYTES_PER_ELEMENT = {"int8": 1.0625, "int4": 0.5625}
 
 def tier_lines(capacity: Any, config: EngineConfig) -> list[str]:
     """Where KV is kept below the pool, how much of it and in which format; passwords are left out."""
+    if config.streams:
+        return [_streamed_line(config)]
     element = {"bfloat16": 2.0, "float32": 4.0}.get(capacity.kv_cache_dtype, 1.0625)
     lines = []
     for kind, where, gib, form in (
@@ -58,10 +60,14 @@ def tier_lines(capacity: Any, config: EngineConfig) -> list[str]:
         tokens = gib * 2**30 / capacity.kv_bytes_per_token * element / BYTES_PER_ELEMENT.get(form, element)
         size = f"{gib:g} GiB, about {tokens:,.0f} tokens" if gib else "as much as the server keeps"
         lines.append(f"KV in {kind}: {where + ', ' if where else ''}{size}, stored as {form}")
-    if config.streams:
-        weights = " and weights" if config.weight_offload else ""
-        lines.append(f"decode streams KV{weights} from there, schedule {config.offload_schedule}")
     return lines
+
+
+def _streamed_line(config: EngineConfig) -> str:
+    where = "host memory" if config.kv_offload_path is None else f"a file in {config.kv_offload_path}"
+    gib = config.kv_offloading_size or config.kv_offload_disk_size
+    weights = "; the weights too" if config.weight_offload else ""
+    return f"KV lies in {where}, {gib:g} GiB, and is streamed at each step, schedule {config.offload_schedule}{weights}"
 
 
 def without_password(url: str | None) -> str | None:
