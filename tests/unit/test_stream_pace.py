@@ -6,7 +6,7 @@ import pytest
 
 from headrace.recompute.kvpr import Stream, decode_split
 from headrace.recompute.lanes import Ticket
-from headrace.recompute.pace import LATEST, Median, Operation, Pace, Work
+from headrace.recompute.pace import LATEST, Operation, Pace, Recent, Work
 
 WORK = Work(rows=4)
 
@@ -51,15 +51,17 @@ def test_the_split_is_the_solver_s(resident: bool) -> None:
     assert found == decode_split([40], [36], stream).projected[0] > 0
 
 
-def test_a_median_forgets_and_ignores_bursts() -> None:
-    figure = Median()
+def test_a_figure_is_that_of_the_latest_but_for_a_single_burst() -> None:
+    figure = Recent()
     assert figure.value == 0.0
     for value in [1.0] * 10 + [50.0]:
         figure.observe(value)
     assert figure.value == 1.0
+    figure.observe(50.0)
+    assert figure.value > 2.0, "what happens again and again counts"
     for _ in range(LATEST):
         figure.observe(3.0)
-    assert figure.value == 3.0
+    assert figure.value == pytest.approx(3.0)
     figure.forget()
     assert figure.value == 0.0
 

@@ -157,14 +157,9 @@ class Bed:
 
     def run(self, options: dict[str, Any], steps: int) -> Run:
         """Decode steps under these options of the streamer."""
-        from headrace.recompute.weights import PARTS
-
         engine, streamer = self.llm.engine, self.streamer
         before = streamer.options
         streamer.options = before.with_changes(**options)
-        streamer.layers.wait(0, *PARTS)
-        if hasattr(streamer.layers, "coarse"):
-            streamer.layers.coarse = not streamer.options.fine
         totals = streamer.totals.copy()
         tokens = 0
         began = time.perf_counter()

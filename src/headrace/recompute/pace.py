@@ -1,7 +1,7 @@
 """How fast link and arithmetic are while decoding streams: what the solver (recompute.kvpr) is told at each step.
 
-The paper's profiler measures once, at start; here each transfer, projection and operation counts, by the median of the
-latest, so that neither a burst on the machine nor a change of the link is followed too far or too late.
+The paper's profiler measures once, at start; here each transfer, projection and operation counts, by the mean of the
+latest: on a machine that others use as well, what now and then takes twice as long takes more time in all.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Operation(NamedTuple):
     work: Work
 
 
-class Median:
-    """A figure by its latest observations; 0 before the first."""
+class Recent:
+    """A figure by its latest observations: their mean without the least and the greatest; 0 before the first."""
 
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=LATEST)
@@ -53,7 +53,8 @@ class Median:
 
     @property
     def value(self) -> float:
-        return statistics.median(self._latest) if self._latest else 0.0
+        known = sorted(self._latest)
+        return statistics.fmean(known[1:-1] if len(known) > 2 else known) if known else 0.0
 
 
 @dataclass(slots=True)
@@ -64,9 +65,9 @@ class Pace:
     kv_bytes: int
     x_bytes: int
     x_resident: bool
-    link: Median = field(default_factory=Median)
-    project: Median = field(default_factory=Median)
-    rest: dict[int, Median] = field(default_factory=dict)
+    link: Recent = field(default_factory=Recent)
+    project: Recent = field(default_factory=Recent)
+    rest: dict[int, Recent] = field(default_factory=dict)
 
     def carried(self, ticket: Ticket) -> None:
         """A transfer that ended."""
@@ -78,7 +79,7 @@ class Pace:
             self.project.observe(seconds / chunks)
 
     def computed(self, work: Work, seconds: float) -> None:
-        self.rest.setdefault(work.rows, Median()).observe(max(0.0, seconds))
+        self.rest.setdefault(work.rows, Recent()).observe(max(0.0, seconds))
 
     def stream(self, work: Work) -> Stream:
         """What an operation costs, as far as is known."""

@@ -19,6 +19,7 @@ from headrace.recompute.lanes import Ticket, copy_alone
 from headrace.recompute.pace import Operation, Work
 from headrace.recompute.schedule import Form, Load, Stage, first_loads, stages
 from headrace.recompute.staging import Counts, Cut, Piece, gather
+from headrace.recompute.weights import What
 from headrace.types import CHUNK
 
 if TYPE_CHECKING:
@@ -135,7 +136,8 @@ class Step:
         """Submits a transfer; nothing for what moves nothing."""
         streamer, layer, key = self.streamer, load.layer, (load.kind, load.layer, load.batch, load.piece)
         if load.kind in ("weights", "rest"):
-            streamer.layers.load(layer, load.batch, self.form.slices, load.kind == "weights")
+            what: What = "rest" if load.kind == "rest" else "first" if self.form.fine else "coarse"
+            streamer.layers.load(layer, load.batch, self.form.slices, what)
             if load.kind == "weights":
                 streamer.totals.bytes_in += streamer.weight_bytes // self.form.slices
             return

@@ -99,6 +99,7 @@ class Streamer:
     weight_bytes: int = 0
     totals: Totals = field(default_factory=Totals)
     writes: list[Ticket] = field(default_factory=list)
+    failed: BaseException | None = None
     pace: Pace = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,17 +110,16 @@ class Streamer:
 
     def run(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Hidden states [n, E] of each batch, as Decoder.forward gives them. What a batch reads of the store was
-        written in an earlier step, or is written by the batch itself. Raises what a lane raised; the store then lacks
-        what the step was to write."""
+        written in an earlier step, or is written by the batch itself. Raises what a lane raised. The store then lacks
+        what the step was to write, of which the prefix tree knows nothing: RuntimeError from then on."""
+        if self.failed is not None:
+            raise RuntimeError(f"an earlier step failed ({self.failed}); load the model again")
         self.settle()
         began = time.perf_counter()
         try:
             states = [self.decoder.leave(x) for x in Step(self, batches).run()]
-        except BaseException:
-            # Nothing may arrive in staging while the next step, if there is one, fills it.
-            for lane in self.lanes:
-                lane.submit(lambda: None, 0, "kv").wait()
-            self.writes.clear()
+        except BaseException as error:
+            self.failed = error
             raise
         self.totals.steps += 1
         self.totals.seconds += time.perf_counter() - began
@@ -134,7 +134,8 @@ class Streamer:
     def close(self) -> None:
         """Ends the lanes after what is on its way. May be called again."""
         self.lanes.close()
-        self.settle()
+        if self.failed is None:
+            self.settle()
 
     def _profile(self) -> None:
         """First rates of link and projection (the paper's profiler); later steps correct them."""

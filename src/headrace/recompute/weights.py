@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from headrace import memory
 from headrace.kernels import cpu, ops
 from headrace.models.decoder import Decoder, Layer, OneByOne
 from headrace.recompute.lanes import Lane, Ticket, copy_alone
@@ -30,6 +31,9 @@ from headrace.recompute.store import Allocate
 Part = Literal["kv", "q", "out", "up", "down"]
 PARTS: tuple[Part, ...] = ("kv", "q", "out", "up", "down")
 """In the order in which a layer needs them."""
+What = Literal["first", "rest", "coarse"]
+Copies = list[tuple[Tensor, Tensor]]
+"""(into, source) of each, flat."""
 
 
 class LayerSource(Protocol):
@@ -38,9 +42,9 @@ class LayerSource(Protocol):
     def start(self) -> None:
         """Before the first layer of a step."""
 
-    def load(self, layer: int, part: int, of: int, urgent: bool) -> None:
-        """Issues slice `part` of `of` of the weights of the layer: of these what is needed first (urgent), or the
-        rest."""
+    def load(self, layer: int, index: int, of: int, what: What) -> None:
+        """Issues slice `index` of `of` of the layer's weights: of these what makes keys and values (first), the rest,
+        or all of them as one transfer, of which nothing is usable before its end (coarse)."""
 
     def layer(self, layer: int) -> OneLayer:
         """The layer, whose weights may still be on their way."""
@@ -62,7 +66,7 @@ class Resident:
     def start(self) -> None:
         pass
 
-    def load(self, layer: int, part: int, of: int, urgent: bool) -> None:
+    def load(self, layer: int, index: int, of: int, what: What) -> None:
         pass
 
     def layer(self, layer: int) -> OneLayer:
@@ -86,13 +90,11 @@ class _Buffer:
 
 class Streamed:
     """Layers whose matrices lie outside, and come over `lane` when asked for. The decoder's own are given up: its
-    layers read the outside ones from then on, wherever they lie.
-
-    coarse: a layer as a whole (one ticket a slice) in the order of its matrices, instead of part by part.
+    layers read the outside ones from then on. allocate: where those shall lie; None: where they are.
     """
 
-    def __init__(self, decoder: Decoder, lane: Lane, allocate: Allocate | None = None, coarse: bool = False) -> None:
-        self.lane, self.coarse = lane, coarse
+    def __init__(self, decoder: Decoder, lane: Lane, allocate: Allocate | None = None) -> None:
+        self.lane = lane
         self.shape = shape_of(decoder)
         self.outside = layers_of(decoder)
         if allocate is not None:
@@ -109,22 +111,30 @@ class Streamed:
 
     @property
     def bytes_per_layer(self) -> int:
+        """Bytes of a layer's matrices."""
         return sum(tensor.nbytes for each in self.outside[0].matrices.values() for tensor in tensors_of(each).values())
 
     def start(self) -> None:
         """Layer 0 is on its way since the last step, but for the first one."""
         if self._buffer_of(0) is None:
-            self.load(0, 0, 1, True)
-            self.load(0, 0, 1, False)
+            self.load(0, 0, 1, "first")
+            self.load(0, 0, 1, "rest")
 
-    def load(self, layer: int, part: int, of: int, urgent: bool) -> None:
+    def load(self, layer: int, index: int, of: int, what: What) -> None:
         buffer = self._claim(layer)
-        for name, jobs in self._slice(self.outside[layer], buffer, part, of):
-            if (name == "kv" or self.coarse) == urgent:
-                size = sum(source.nbytes for _, source in jobs)
-                ticket = self.lane.submit(partial(_moves, jobs), size, "weights")
-                for brought in PARTS if self.coarse else (name,):
-                    buffer.tickets.setdefault(brought, []).append(ticket)
+        slices = self._slice(self.outside[layer], buffer, index, of)
+        if what == "coarse":
+            self._submit(buffer, PARTS, [copy for copies in slices.values() for copy in copies])
+            return
+        for part, copies in slices.items():
+            if (part == "kv") == (what == "first"):
+                self._submit(buffer, (part,), copies)
+
+    def _submit(self, buffer: _Buffer, parts: tuple[Part, ...], copies: Copies) -> None:
+        """Sends copies that parts of a layer wait for."""
+        ticket = self.lane.submit(partial(_run, copies), sum(source.nbytes for _, source in copies), "weights")
+        for part in parts:
+            buffer.tickets.setdefault(part, []).append(ticket)
 
     def _claim(self, layer: int) -> _Buffer:
         """The buffer that has the layer, or takes it from now on: the one that is not in use."""
@@ -146,38 +156,31 @@ class Streamed:
         return self._runs[key]
 
     def wait(self, layer: int, *parts: Part) -> None:
-        buffer = self._claim(layer)
-        for name in parts:
-            for ticket in buffer.tickets.get(name, ()):
-                ticket.wait()
+        buffer = self._buffer_of(layer)
+        for ticket in [] if buffer is None else [each for part in parts for each in buffer.tickets.get(part, ())]:
+            ticket.wait()
 
     def done(self, layer: int) -> None:
-        buffer = self._claim(layer)
-        buffer.layer = None
+        buffer = self._buffer_of(layer)
+        if buffer is not None:
+            buffer.layer = None
 
-    def _slice(
-        self, layer: Layer, buffer: _Buffer, part: int, of: int
-    ) -> list[tuple[Part, list[tuple[Tensor, Tensor]]]]:
-        """(part, [(into, source)]) of slice `part`: an equal share of the bytes, parts in the order of need."""
-        names: tuple[Part, ...] = ("q", "kv", "out", "up", "down") if self.coarse else PARTS
-        pairs = {name: self._pairs(layer, buffer, name) for name in names}
+    def _slice(self, layer: Layer, buffer: _Buffer, index: int, of: int) -> dict[Part, Copies]:
+        """Slice `index`, an equal share of the layer's bytes in the order in which they are needed, by part."""
+        pairs = {part: self._pairs(layer, buffer, part) for part in PARTS}
         total = sum(source.nbytes for each in pairs.values() for _, source in each)
-        low, high = part * total // of, (part + 1) * total // of
-        found, at = [], 0
-        for name in names:
-            jobs = []
-            for into, source in pairs[name]:
+        low, high, at = index * total // of, (index + 1) * total // of, 0
+        found: dict[Part, Copies] = {}
+        for part in PARTS:
+            for into, source in pairs[part]:
                 begin, end = max(low, at) - at, min(high, at + source.nbytes) - at
                 at += source.nbytes
                 if begin < end:
-                    jobs.append((_flat(into)[begin:end], _flat(source)[begin:end]))
-            if jobs:
-                found.append((name, jobs))
-        if self.coarse and found:
-            return [(found[0][0], [job for _, jobs in found for job in jobs])]
+                    found.setdefault(part, []).append((_flat(into)[begin:end], _flat(source)[begin:end]))
         return found
 
-    def _pairs(self, layer: Layer, buffer: _Buffer, part: Part) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, layer: Layer, buffer: _Buffer, part: Part) -> Copies:
+        """What a part consists of: (into, source)."""
         name = f"{'qkv' if part in ('q', 'kv') else part}.weight"
         weight = layer.matrices[name]
         sources, into = tensors_of(weight), tensors_of(buffer.matrices[name])
@@ -196,8 +199,8 @@ class Streamed:
         return pair[0][rows], pair[1][rows]
 
 
-def _moves(jobs: list[tuple[Tensor, Tensor]]) -> None:
-    for into, source in jobs:
+def _run(copies: Copies) -> None:
+    for into, source in copies:
         copy_alone(into, source)
 
 
@@ -206,8 +209,9 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _room(layer: Layer) -> dict[str, ops.Weight]:
+    """Fast memory for the matrices of a layer."""
     return {
-        name: on_tensors(weight, {kind: torch.empty_like(x) for kind, x in tensors_of(weight).items()})
+        name: on_tensors(weight, {kind: memory.zeros(x.shape, x.dtype) for kind, x in tensors_of(weight).items()})
         for name, weight in layer.matrices.items()
     }
 
