@@ -3,61 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import platform
 import random
-import sys
 import time
-from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headrace import __version__
+from headrace.cli import bench_kv
+from headrace.cli.bench_result import JsonFile, measure_cases, one_of, usable_cores, write_result
 from headrace.cli.console import err, one_line_errors, out
 from headrace.cli.load import Sample, ask_all, first_error, new_client, quantile
 
 app = typer.Typer(help="Measure; --json FILE writes the result.", no_args_is_help=True, rich_markup_mode=None)
-
-JsonFile = Annotated[Path | None, typer.Option("--json", help="File that takes the result.")]
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def machine() -> dict[str, Any]:
-    """What a figure depends on: processor, usable cores, memory, versions."""
-    from headrace.cli.doctor import memory_total, processor_name
-
-    versions = {"python": platform.python_version(), "headrace": __version__}
-    if "torch" in sys.modules:
-        versions["torch"] = sys.modules["torch"].__version__
-    return {"processor": processor_name(), "cores": usable_cores(), "memory_gib": round(memory_total(), 1), **versions}
-
-
-def result(cases: list[dict[str, Any]], limits: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The fixed format: date, machine, command, cases. A case is flat: names to numbers and strings.
-
-    limits: what the machine was measured to do at best in the same run.
-    """
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine() | (limits or {}),
-        "command": " ".join(["headrace", *sys.argv[1:]]),
-        "cases": cases,
-    }
-
-
-def write_result(path: Path | None, cases: list[dict[str, Any]], limits: dict[str, Any] | None = None) -> None:
-    """Writes the result of a benchmark to `path`; nothing where it is None."""
-    if path is not None:
-        path.write_text(json.dumps(result(cases, limits), indent=1) + "\n", encoding="utf-8")
-        err.print(f"wrote {path}", style="dim")
+for command in (bench_kv.restore, bench_kv.offload, bench_kv.restart):
+    app.command()(command)
 
 
 @app.callback()
@@ -105,7 +65,7 @@ def attention(
         with err.status("measuring the machine"):
             limits = bench.machine()
         out.print("  ".join(f"{name} {value}" for name, value in limits.items()), soft_wrap=True)
-        _measure_cases(bench.cases(cases), json_file, limits)
+        measure_cases(bench.cases(cases), json_file, limits)
 
 
 @app.command()
@@ -131,29 +91,7 @@ def engine(
         cores = sorted({1, usable_cores()})
         with err.status("measuring the machine"):
             limits = (Limits(1 << 20, 128) if quick else Limits()).figures(cores, 1 if quick else 5)
-        _measure_cases(found, json_file, limits)
-
-
-def _flat(case: dict[str, Any]) -> str:
-    return "  ".join(f"{name} {value}" for name, value in case.items() if value is not None)
-
-
-def _measure_cases(
-    cases: Iterable[dict[str, Any]],
-    path: Path | None,
-    limits: dict[str, Any] | None = None,
-    line: Callable[[dict[str, Any]], str] = _flat,
-) -> list[dict[str, Any]]:
-    """Prints cases as they come and writes what there is, an interruption or not. limits: may grow meanwhile."""
-    done: list[dict[str, Any]] = []
-    try:
-        for case in cases:
-            done.append(case)
-            out.print(line(case), soft_wrap=True)
-    finally:
-        if done:
-            write_result(path, done, limits)
-    return done
+        measure_cases(found, json_file, limits)
 
 
 @app.command()
@@ -206,7 +144,7 @@ def prefill(
             search_repeats, one_of("placement", placement, ("own", "round", "last")),
         )  # fmt: skip
         bench = bench_prefill.PrefillBench(plan)
-        done = _measure_cases(bench.cases(), json_file, bench.profile, bench_prefill.line)
+        done = measure_cases(bench.cases(), json_file, bench.profile, bench_prefill.line)
         out.print(prefill_report.ratios(done), soft_wrap=True)
         if plot is not None:
             prefill_report.plot(done, plot)
@@ -249,99 +187,7 @@ def choice(
             table=bench_prefill.load_table(table), placement=one_of("placement", placement, ("round", "last")),
         )  # fmt: skip
         bench = bench_choice.ChoiceBench(plan, one_of("rule", rule, ("cost", "alg1", "alg5", "heuristic")))
-        out.print(bench_choice.summary(_measure_cases(bench.cases(), json_file, bench.profile, bench_choice.line)))
-
-
-@app.command()
-def restore(
-    json_file: JsonFile = None,
-    models: Annotated[str, typer.Option(help="Random-weight shapes, by commas: S1 (GQA), S2 (MHA), S3.")] = "S2,S1",
-    links: Annotated[
-        str, typer.Option(help="GB/s of the emulated link, by commas; balance: loading all as slow as recomputing.")
-    ] = "0.1,0.3,1,3,10,30,balance",
-    tokens: Annotated[int, typer.Option(help="Stored tokens: a multiple of 64.")] = 4096,
-    suffix: Annotated[int, typer.Option(help="New tokens after them.")] = 32,
-    latency_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds that each transfer takes longer.")] = 0.0,
-    stride: Annotated[int, typer.Option(help="Chunks of 64 tokens between two splits of the sweep.")] = 8,
-    repeats: Annotated[int, typer.Option(help="Repetitions of the splits that matter, in turns.")] = 5,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine. Default: all cores.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG that takes a plot.")] = None,
-) -> None:
-    """A stored prompt comes back: the solver's split beside loading all, recomputing all, and every other split."""
-    from headrace.cli import bench_restore, prefill_report
-
-    with one_line_errors():
-        if plot is not None:
-            prefill_report.plotter()
-        plan = bench_restore.Plan(
-            tuple(models.split(",")),
-            bench_restore.links_of(links),
-            tokens,
-            suffix,
-            latency_ms,
-            stride,
-            repeats,
-            threads,
-        )
-        done = _measure_cases(bench_restore.cases(plan), json_file, line=bench_restore.line)
-        out.print(bench_restore.table(done), soft_wrap=True)
-        if plot is not None:
-            bench_restore.plot(done, plot)
-            err.print(f"wrote {plot}", style="dim")
-
-
-@app.command()
-def offload(
-    model: Annotated[
-        str, typer.Argument(help="Model folder, 'tiny', or a shape with random weights: S1, S2, S3.")
-    ] = "S2",
-    json_file: JsonFile = None,
-    rates: Annotated[str, typer.Option(help="GB/s of the emulated link each way, by commas.")] = "0.25,0.5,1,2",
-    shares: Annotated[str, typer.Option(help="Further shares of chunks to project, by commas.")] = "",
-    schedules: Annotated[str, typer.Option(help="Schedules, by commas: row, column.")] = "row,column",
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 16,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each before the first step.")] = 1024,
-    batches: Annotated[int, typer.Option(min=1, help="Batches of the column schedule.")] = 4,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds, the ways to decode in turn.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps of each way in a round.")] = 2,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads. Default: all cores.")] = None,
-    latency_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds that each transfer takes longer.")] = 0.0,
-) -> None:
-    """Decode on KV behind an emulated link: what the solver projects beside loading everything, row and column."""
-    from headrace.cli.bench_offload import OffloadBench, line
-
-    with one_line_errors():
-        chosen = [one_of("schedules", name, ("row", "column")) for name in schedules.split(",")]
-        bench = OffloadBench(
-            model, [float(rate) for rate in rates.split(",")], [float(share) for share in shares.split(",") if share],
-            sequences, context, batches, repeats, steps, threads, latency_ms, chosen,
-        )  # fmt: skip
-        _measure_cases(bench.cases(), json_file, {}, line)
-
-
-@app.command()
-def restart(
-    model: Annotated[str, typer.Argument(help="Model folder, 'tiny', or a shape: S1, S2, S3.")] = "S1",
-    json_file: JsonFile = None,
-    tokens: Annotated[int, typer.Option(min=65, help="Tokens of the prompt.")] = 16_384,
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each way to end.")] = 3,
-    directory: Annotated[Path | None, typer.Option(help="Where to make the directories. Default: /tmp.")] = None,
-) -> None:
-    """A server ends, by SIGTERM and by kill -9, and starts again: time to first token of the same prompt."""
-    from headrace.cli import bench_restart
-    from headrace.cli.bench_engine import checkpoint
-
-    with one_line_errors():
-        folder = "tiny" if model == "tiny" else str(checkpoint(model))
-        options = ["--kv-cache-tokens", str(tokens + 1024)]
-        _measure_cases(bench_restart.cases(folder, tokens, repeats, options, directory), json_file)
-
-
-def one_of(name: str, given: str, known: tuple[str, ...]) -> Any:
-    """Raises ValueError naming the option."""
-    if given not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}")
-    return given
+        out.print(bench_choice.summary(measure_cases(bench.cases(), json_file, bench.profile, bench_choice.line)))
 
 
 @app.command()

@@ -1,0 +1,83 @@
+"""The fixed format of results: date, machine, command and cases, which are flat."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace import __version__
+from headrace.cli.console import err, out
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="File that takes the result.")]
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on: processor, usable cores, memory, versions."""
+    from headrace.cli.doctor import memory_total, processor_name
+
+    versions = {"python": platform.python_version(), "headrace": __version__}
+    if "torch" in sys.modules:
+        versions["torch"] = sys.modules["torch"].__version__
+    return {"processor": processor_name(), "cores": usable_cores(), "memory_gib": round(memory_total(), 1), **versions}
+
+
+def result(cases: list[dict[str, Any]], limits: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The fixed format: date, machine, command, cases. A case is flat: names to numbers and strings.
+
+    limits: what the machine was measured to do at best in the same run.
+    """
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine() | (limits or {}),
+        "command": " ".join(["headrace", *sys.argv[1:]]),
+        "cases": cases,
+    }
+
+
+def write_result(path: Path | None, cases: list[dict[str, Any]], limits: dict[str, Any] | None = None) -> None:
+    """Writes the result of a benchmark to `path`; nothing where it is None."""
+    if path is not None:
+        path.write_text(json.dumps(result(cases, limits), indent=1) + "\n", encoding="utf-8")
+        err.print(f"wrote {path}", style="dim")
+
+
+def flat(case: dict[str, Any]) -> str:
+    return "  ".join(f"{name} {value}" for name, value in case.items() if value is not None)
+
+
+def measure_cases(
+    cases: Iterable[dict[str, Any]],
+    path: Path | None,
+    limits: dict[str, Any] | None = None,
+    line: Callable[[dict[str, Any]], str] = flat,
+) -> list[dict[str, Any]]:
+    """Prints cases as they come and writes what there is, an interruption or not. limits: may grow meanwhile."""
+    done: list[dict[str, Any]] = []
+    try:
+        for case in cases:
+            done.append(case)
+            out.print(line(case), soft_wrap=True)
+    finally:
+        if done:
+            write_result(path, done, limits)
+    return done
+
+
+def one_of(name: str, given: str, known: tuple[str, ...]) -> Any:
+    """Raises ValueError naming the option."""
+    if given not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}")
+    return given
