@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,24 @@ def test_remote_stopped_and_replaced(proxy: Proxy, right: list[int]) -> None:
         proxy.target = empty
         proxy.start()
         llm.engine.cache.tree.clear()
+        assert ask(llm)[0] == right
+        llm.close()
+
+
+def test_remote_replaced_in_mid_restore(proxy: Proxy, right: list[int]) -> None:
+    """The connection ends half-way, and who connects again meets a server that has nothing."""
+    llm = remote(proxy)
+    ask(llm)
+    settle(llm)
+    with fake_server() as empty:
+        proxy.target = empty
+        proxy.misbehave("cut", after=CHUNKS * LAYERS * SECTION // 2)
+        heals = threading.Thread(target=lambda: proxy.misbehaved.wait(20) and setattr(proxy, "mode", "pass"))
+        heals.start()
+        answer, chunks = ask(llm)
+        heals.join()
+        assert answer == right and chunks < CHUNKS and proxy.misbehaved.is_set() and failures(llm) == 1
+        settle(llm)
         assert ask(llm)[0] == right
         llm.close()
 
