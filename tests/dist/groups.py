@@ -56,7 +56,9 @@ def echoes(group: Group, number: int) -> bool:
     sends = [
         links.isend(message(number, i), rank, Tag(number, i, 0)) for i in range(MANY) for rank in range(1, links.size)
     ]
-    same = all(torch.equal(x, message(number, i)) for rank in range(1, links.size) for i, x in collect(group, number, rank))
+    same = all(
+        torch.equal(x, message(number, i)) for rank in range(1, links.size) for i, x in collect(group, number, rank)
+    )
     for send in sends:
         send.wait()
     return same

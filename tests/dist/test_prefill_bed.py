@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from headrace import LLM, SamplingParams
 from headrace.cli.bench_prefill import check_table, settings
-from headrace.cli.main import app
 from headrace.cli.prefill_bed import Bed, open_bed
-from headrace.cli.prefill_links import Link, Namespaces
+from headrace.cli.prefill_links import Link
 from headrace.cli.tune import table_stamp
 from headrace.parallel.limited import Limited
 from headrace.planner.choice import ALLOWED, Layout, layout
-from headrace.planner.table import Table, load
+from headrace.planner.table import Table
 
 KV_BYTES = 3 * 2 * 4 * 32 * 2
 """K and V of one token of the tiny model, in bf16: layers, two, heads, head size, bytes."""
+
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[Bed]:
@@ -36,7 +31,9 @@ def cut(bed: Bed, strategy: str, T: int, P: int = 0) -> Layout:
     return layout(strategy, bed.machine, bed.shape, bed.size, T, P, None)
 
 
-@pytest.mark.parametrize(("T", "P", "placement"), [(300, 0, "own"), (200, 2112, "own"), (200, 2112, "round"), (64, 128, "last")])
+@pytest.mark.parametrize(
+    ("T", "P", "placement"), [(300, 0, "own"), (200, 2112, "own"), (200, 2112, "round"), (64, 128, "last")]
+)
 def test_every_prefill_gives_the_token_of_one_rank(bed: Bed, T: int, P: int, placement: Any) -> None:
     """So cached chunks hold what they should, wherever they were laid and by whom."""
     alone = bed.alone(T, P)
@@ -96,5 +93,3 @@ def test_a_table_of_another_link_is_used_on_the_bed_but_not_of_another_machine(b
     foreign = msgspec.structs.replace(limited, machine="another processor, 1 cores, none")
     with pytest.raises(ValueError, match="machine: tuned for 'another processor"):
         check_table(Table(stamp=foreign, machine=bed.machine), bed)
-
-

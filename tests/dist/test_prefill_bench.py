@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from headrace import LLM, SamplingParams
-from headrace.cli.bench_prefill import check_table, settings
+from headrace.cli.bench_prefill import settings
 from headrace.cli.main import app
 from headrace.cli.prefill_bed import Bed, open_bed
 from headrace.cli.prefill_links import Link, Namespaces
-from headrace.cli.tune import table_stamp
-from headrace.parallel.limited import Limited
-from headrace.planner.choice import ALLOWED, Layout, layout
+from headrace.planner.choice import ALLOWED, Layout
 from headrace.planner.table import Table, load
 
 CASE = {
@@ -107,7 +103,14 @@ def test_tune_goes_on_where_it_was_and_its_table_serves_this_machine_only(
 def _serves(file: Path, foreign: Path, table: Table) -> None:
     """The engine takes the table, and refuses it for another machine; so does tune."""
     prompt = list(range(3, 303))
-    llm = LLM("tiny", context_parallel_size=2, parallel_table=str(file), threads=1, prefill_strategy="chain", kv_cache_tokens=2048)
+    llm = LLM(
+        "tiny",
+        context_parallel_size=2,
+        parallel_table=str(file),
+        threads=1,
+        prefill_strategy="chain",
+        kv_cache_tokens=2048,
+    )
     try:
         answer = llm.generate([prompt], SamplingParams(max_tokens=2, temperature=0.0))[0]
         assert answer.metrics is not None and answer.metrics.strategy == "chain"
@@ -115,7 +118,7 @@ def _serves(file: Path, foreign: Path, table: Table) -> None:
         llm.close()
     stamp = msgspec.structs.replace(table.stamp, machine="another processor, 1 cores, none")
     Table(stamp=stamp, machine=table.machine, entries=table.entries).save(foreign)
-    with pytest.raises(ValueError, match="the tuned table does not fit .machine: tuned for 'another processor"):
+    with pytest.raises(ValueError, match=r"the tuned table does not fit .machine: tuned for 'another processor"):
         LLM("tiny", context_parallel_size=2, parallel_table=str(foreign), threads=1, kv_cache_tokens=2048)
     before = foreign.read_bytes()
     told = invoke("tune", "tiny", "--out", foreign, "--tokens", "256", code=2)

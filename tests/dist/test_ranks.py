@@ -50,7 +50,7 @@ def test_killed_worker_is_named_and_nobody_stays(action: int | None) -> None:
         with pytest.raises(RankLost, match="rank 1 is gone"):
             waiting.wait()
         assert group.crew.failed.wait() and group.crew.reason is not None and "SIGKILL" in group.crew.reason
-        with pytest.raises(RankLost, match="rank 1 is gone: .* SIGKILL"):
+        with pytest.raises(RankLost, match=r"rank 1 is gone: .* SIGKILL"):
             group.crew.send(step(2, fake_rank.SLEEP))
         with pytest.raises(RankLost):
             group.context.isend(torch.empty(1), 2, Tag(8, 0, 0)).wait()
@@ -95,7 +95,7 @@ def test_worker_with_a_wrong_secret(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         return spawn(config, address, secret[::-1], met)
 
     monkeypatch.setattr("headrace.parallel.launch.spawn", spawn_with_another)
-    with pytest.raises(RankLost, match="rank 1 is gone before it came: its process .* ended with status 1"):
+    with pytest.raises(RankLost, match=r"rank 1 is gone before it came: its process .* ended with status 1"):
         open_group(EngineConfig(context_parallel_size=2), "tests.dist.fake_rank:FakeRank")
     assert "the other side does not know the secret" in caplog.text
 

@@ -76,7 +76,9 @@ def hosts() -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-@pytest.mark.parametrize(("secret", "told"), [("the same secret on both", "seen True 1 of 2"), (None, "set HEADRACE_RANK")])
+@pytest.mark.parametrize(
+    ("secret", "told"), [("the same secret on both", "seen True 1 of 2"), (None, "set HEADRACE_RANK")]
+)
 def test_torchrun_on_two_hosts(hosts: list[list[str]], secret: str | None, told: str) -> None:
     started = []
     for i, enter in enumerate(hosts):
@@ -84,7 +86,9 @@ def test_torchrun_on_two_hosts(hosts: list[list[str]], secret: str | None, told:
         environment |= {"HEADRACE_RANK_SECRET": secret} if secret else {}
         command = f"-m torch.distributed.run --nnodes 2 --node-rank {i} --nproc-per-node 1 --master-addr 10.77.0.1"
         words = [*enter, sys.executable, *command.split(), str(ROOT / "tests/dist/rank_program.py")]
-        started.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment))
+        started.append(
+            subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        )
     outputs = [process.communicate()[0] for process in started]
     assert told in outputs[0], outputs
     assert [process.returncode == 0 for process in started] == [secret is not None] * 2

@@ -128,13 +128,13 @@ class Writeback:
             self._ended.put(parked)
 
     def _store(self, node: Node, shelf: Shelf, parked: _Parked | None = None) -> None:
-        """Offers the chunk to every tier that lacks it."""
+        """Offers the chunk to every tier that lacks it. The engine does not wait for an answer from disk or network."""
         digest, slot, tenant = node.digest, node.slot, node.tenant
         assert digest is not None
         kinds: list[Kind] = ["k", "x"] if shelf.keeps_activations and node.activations else ["k"]
         for kind in kinds:
             name = name_of(digest, kind)
-            lacking = self.tiers.lacking(name)
+            lacking = self.tiers.lacking(name) if parked is not None else self.tiers.doubtful(name)
             for form in sorted({self.tiers.format(tier) for tier in lacking}):
                 with self._encoding:
                     if parked is not None and parked.revoked:

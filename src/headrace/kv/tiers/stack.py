@@ -71,6 +71,14 @@ class Tiers:
         """lacking_each of one name."""
         return self.lacking_each([name])[0]
 
+    def doubtful(self, name: bytes) -> list[int]:
+        """The tiers that may lack it, asking only those that answer from memory: a put changes nothing where it is."""
+        return [
+            index
+            for index, tier in enumerate(self.tiers)
+            if not (self.pending(index, name) if self.queues(index) else tier.has([name])[0])
+        ]
+
     def has_stored(self, names: Sequence[bytes]) -> list[bool]:
         """Whether no tier lacks it: there is nothing to offer."""
         return [not lacking for lacking in self.lacking_each(names)]
