@@ -82,6 +82,7 @@ def restart(
     tokens: Annotated[int, typer.Option(min=65, help="Tokens of the prompt.")] = 16_384,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each way to end.")] = 3,
     directory: Annotated[Path | None, typer.Option(help="Where to make the directories. Default: /tmp.")] = None,
+    prefault: Annotated[bool, typer.Option(help="Map the pool's memory at the server's start.")] = True,
 ) -> None:
     """A server ends, by SIGTERM and by kill -9, and starts again: time to first token of the same prompt."""
     from headrace.cli import bench_restart
@@ -89,5 +90,5 @@ def restart(
 
     with one_line_errors():
         folder = "tiny" if model == "tiny" else str(checkpoint(model))
-        options = ["--kv-cache-tokens", str(tokens + 1024)]
+        options = ["--kv-cache-tokens", str(tokens + 1024), *(["--kv-cache-prefault"] if prefault else [])]
         measure_cases(bench_restart.cases(folder, tokens, repeats, options, directory), json_file)
