@@ -30,7 +30,7 @@ def test_it_runs_and_says_what_it_found(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     row, column = json.loads(path.read_text())["cases"]
     assert set(row["tokens_s"]) == {"load all", "solver", "share 0.5"}
-    assert set(column["tokens_s"]) == {*row["tokens_s"], "coarse"}
+    assert set(column["tokens_s"]) == {*row["tokens_s"], "half, fine", "half, coarse"}
     for case in (row, column):
         assert case["gain"] == case["tokens_s"]["solver"] / case["tokens_s"]["load all"]
         assert all(len(runs) == 2 for runs in case["runs"].values()), "one round more, to warm up"
