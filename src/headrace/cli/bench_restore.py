@@ -126,7 +126,9 @@ def _warmed(bed: Bed) -> tuple[Run, Split]:
     """The run, and the solver's split once the rates have seen this link and this machine."""
     run, _ = bed.choice()
     half = At(run.chunks // 2, 0)
-    ways = [At(0, 0), half, At(run.chunks, 0)] + ([At(0, run.chunks), At(0, run.chunks // 2)] if run.x_bytes is not None else [])
+    ways = [At(0, 0), half, At(run.chunks, 0)]
+    if run.x_bytes is not None:
+        ways += [At(0, run.chunks), At(0, run.chunks // 2)]
     for _ in range(WARM):
         for at in ways:
             bed.time(at)
