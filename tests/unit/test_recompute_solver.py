@@ -32,6 +32,7 @@ class Fixed:
     prefill_s: float
     attend_s: float
     step_s: float = 0.0
+    contention: float = 0.0
 
     def transfer(self, tier: str, size: Floats, pieces: Floats) -> Floats:
         rate, latency, _ = self.tiers[tier]
@@ -278,3 +279,16 @@ def test_split_refuses() -> None:
     for run, tokens, x in ((MHA, 60, 5), (MHA, -1, 0), (replace(MHA, x_bytes=None), 0, 1)):
         with pytest.raises(ValueError, match="no such split"):
             predict(run, COSTS, tokens, x)
+
+
+def test_contention_counts_where_lane_and_engine_share_the_cores() -> None:
+    """Twice the seconds that the smaller of both is at work; nothing where everything is recomputed."""
+    run = Run(first=0, chunks=32, suffix=40, kv_bytes=1e6, x_bytes=None, layers=4)
+    calm = Fixed({"host": (1e9, 0.0, 2e-10)}, project_s=0.0, prefill_s=1e-5, attend_s=0.0)
+    busy = replace(calm, contention=2.0)
+    for tokens in (0, 8):
+        before, after = predict(run, calm, tokens, 0), predict(run, busy, tokens, 0)
+        compute = (tokens * CHUNK + 40) * 1e-5
+        assert before.shared_s == pytest.approx(min((32 - tokens) * 1e6 * 2e-10, compute))
+        assert after.seconds == pytest.approx(before.seconds + 2 * before.shared_s)
+    assert recompute_all(run, busy).seconds == recompute_all(run, calm).seconds

@@ -29,7 +29,7 @@ from headrace.recompute.lanes import Lane, Ticket
 from headrace.recompute.rates import Rates
 from headrace.recompute.restore import Restore, Wanted
 from headrace.recompute.shelf import Shelf
-from headrace.recompute.solver import Run, Split, restore_split
+from headrace.recompute.solver import Prediction, Run, Split, predict, restore_split
 from headrace.types import CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class _Back:
     found: list[_Found] = field(default_factory=list)
     restore: Restore | None = None
     split: Split | None = None
+    expected: Prediction | None = None
     first: int = 0
     nodes: list[Node] = field(default_factory=list)
 
@@ -114,6 +115,7 @@ class Offload:
             if table.length < back.first * CHUNK:
                 return back.first * CHUNK
             if back.restore is not None and not (alone or back.restore.done):
+                back.expected = None  # others compute meanwhile
                 return table.length
             self._attach(sequence, table, back)
         return len(sequence.tokens)
@@ -175,6 +177,8 @@ class Offload:
         log.info("%s: %s", sequence.request.request_id, split.reason)
         sequence.restore_reason = split.reason
         if split.tokens < len(found):
+            if run.suffix <= self.max_batch_tokens:
+                back.expected = predict(run, self.rates, split.tokens, split.x, self.max_batch_tokens)
             self._start(sequence, table, back, found, split)
 
     def _run_of(self, found: list[_Found], first: int, suffix: int) -> Run:
@@ -242,6 +246,9 @@ class Offload:
         if good < len(back.nodes):
             self.cache.truncate(table, back.first + good)
         self.cache.confirm(table, back.first, good)
+        if back.expected is not None and not restore.failed:
+            seconds = time.perf_counter() - restore.start_s
+            self.rates.observe_restore(seconds, back.expected.seconds, back.expected.shared_s)
         self._count(sequence, restore, back.split)
         self._count_failure(sequence, restore)
         self._settled(back)

@@ -23,6 +23,8 @@ Floats = NDArray[np.float64]
 
 LATEST = 3
 """An observation counts by the median of so many latest: a single outlier changes nothing."""
+MOST_LOST, LEAST_SHARED = 4.0, 0.1
+"""Bound of the contention that is believed, and the share of a restore from which it tells of contention."""
 WEIGHT = 0.6
 """Of a figure by itself: share of the way to that median, in the logarithm."""
 CLASSES = 32
@@ -242,12 +244,29 @@ class Rates:
         self._project, self._prefill = project, prefill
         self._tiers = {tier: Line(*guess) for tier, guess in GUESSES.items()} | dict(tiers or {})
         self._cpu = {tier: Smoothed(max(taken, 1e-15)) for tier, taken in (cpu_s_per_byte or {}).items()}
+        self._contention = 0.0
+        self._lost: deque[float] = deque([0.0] * (LATEST - 1), maxlen=LATEST)
         self._lock = threading.Lock()
 
     def transfer(self, tier: str, size: Floats | float, pieces: Floats | float = 1.0) -> Floats:
         """Seconds of `size` bytes in `pieces` pieces (chunks) in one go. Raises ValueError for an unknown tier."""
         with self._lock:
             return self._line(tier).seconds(np.asarray(size, np.float64), pieces)
+
+    @property
+    def contention(self) -> float:
+        """Seconds lost for each second that lane and engine compete for the cores: see recompute.solver."""
+        return self._contention
+
+    def observe_restore(self, seconds: float, predicted_s: float, shared_s: float) -> None:
+        """A restore with nothing beside it took `seconds`; predicted were predicted_s, of which lane and engine would
+        compete for shared_s. What was mispredicted is laid on that, where it is a good part of the whole."""
+        if shared_s < LEAST_SHARED * predicted_s:
+            return
+        with self._lock:
+            self._lost.append(self._contention + (seconds - predicted_s) / shared_s)
+            toward = min(max(statistics.median(self._lost), 0.0), MOST_LOST)
+            self._contention += WEIGHT * (toward - self._contention)
 
     def cpu_s_per_byte(self, tier: str) -> float:
         """What a byte from there takes from the computing cores: as from another tier where it was never measured."""

@@ -16,6 +16,7 @@ the starts of the layers are evenly spaced, so only the first and the last layer
 
 Moving bytes takes a share f of the computing cores while the lane is busy. Computing then advances by 1 - f a second
 until the lane's end and by 1 a second after it; measured in work that could have been done, the formula stays as it is.
+What threads that meet after every product lose beyond that, and the lane to them, is observed: Costs.contention.
 """
 
 from __future__ import annotations
@@ -78,6 +79,10 @@ class Costs(Protocol):
     def transfer(self, tier: str, size: Floats, pieces: Floats) -> Floats:
         """`size` bytes in `pieces` pieces (chunks) from a tier, in one go; 0 for none."""
 
+    @property
+    def contention(self) -> float:
+        """Seconds lost for each second that lane and engine compete for the cores, beyond those that the lane takes."""
+
     def cpu_s_per_byte(self, tier: str) -> float:
         """Seconds that a byte from the tier takes from the computing cores."""
 
@@ -99,11 +104,13 @@ class Split(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """seconds: until the suffix is computed; link_s: the lane is at work; waited_s: of these the engine waits."""
+    """seconds: until the suffix is computed; link_s: the lane is at work; waited_s: of these the engine waits;
+    shared_s: lane and engine compete for the cores."""
 
     seconds: float
     link_s: float
     waited_s: float
+    shared_s: float = 0.0
 
     @property
     def overlap(self) -> float:
@@ -135,8 +142,8 @@ class Tables:
     def _transfers(self, tier: str, size: float, counts: Floats) -> Floats:
         return self.costs.transfer(tier, counts * size / self.run.layers, counts) if size else np.zeros(len(counts))
 
-    def predict(self, tokens: Ints, x: Ints) -> tuple[Floats, Floats, Floats]:
-        """Seconds, the lane's seconds and the engine's waiting for the splits (tokens, x), elementwise."""
+    def predict(self, tokens: Ints, x: Ints) -> tuple[Floats, Floats, Floats, Floats]:
+        """The figures of Prediction for the splits (tokens, x), elementwise."""
         layers, run = self.run.layers, self.run
         kv, x_link, taken = np.zeros(tokens.shape), np.zeros(tokens.shape), np.zeros(tokens.shape)
         for tier, before in self.tiers.items():
@@ -157,9 +164,11 @@ class Tables:
         end = np.maximum(end, ((layers - 1) * line + x_link) * free + work)
         end = np.maximum(end, lane * free + self.suffix_s)
         idle = np.clip((end - prefix - layers * work) / free, 0.0, lane)
+        shared = np.minimum(taken, prefix + layers * work)
         seconds = np.where(end <= lane * free, end / free, end + lane * (1.0 - free)) + self.after_s
+        seconds = seconds + self.costs.contention * shared
         all_tokens = tokens == run.chunks
-        return np.where(all_tokens, self.all_s, seconds), lane, np.where(all_tokens, 0.0, idle)
+        return np.where(all_tokens, self.all_s, seconds), lane, np.where(all_tokens, 0.0, idle), shared
 
 
 def prefill(costs: Costs, start: float, counts: Floats, max_batch_tokens: int) -> Floats:
@@ -212,8 +221,7 @@ def recompute_all(run: Run, costs: Costs, max_batch_tokens: int = 2048) -> Predi
 
 
 def _predicted(tables: Tables, tokens: int, x: int) -> Prediction:
-    seconds, link, waited = tables.predict(np.array([tokens]), np.array([x]))
-    return Prediction(float(seconds[0]), float(link[0]), float(waited[0]))
+    return Prediction(*(float(each[0]) for each in tables.predict(np.array([tokens]), np.array([x]))))
 
 
 def _best(tables: Tables) -> tuple[int, int, float]:
@@ -243,7 +251,7 @@ def _grid(run: Run, tokens: tuple[int, int], x: tuple[int, int], grain: int) -> 
 
 
 def _least(tables: Tables, tokens: Ints, x: Ints) -> tuple[int, int, float]:
-    seconds, _, _ = tables.predict(tokens, x)
+    seconds = tables.predict(tokens, x)[0]
     at = int(np.argmin(seconds))
     return int(tokens[at]), int(x[at]), float(seconds[at])
 
