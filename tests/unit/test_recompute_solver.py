@@ -146,7 +146,7 @@ def test_prediction_is_the_simulation(run: Run, costs: Fixed, most: int, data: s
 @settings(max_examples=60)
 @given(runs(), fixed, st.sampled_from([64, 256, 2048]))
 def test_split_is_the_best(run: Run, costs: Fixed, most: int) -> None:
-    found = restore_split(run, costs, most, least_gain=0.0)
+    found = restore_split(run, costs, most, least_gain=0.0, caution=0.0)
     times = {split: simulate(run, costs, *split, most)[0] for split in splits(run)}
     assert found.tokens + found.x + found.load == run.chunks
     assert found.predicted_s == pytest.approx(times[found.tokens, found.x])
@@ -211,12 +211,12 @@ def test_a_restore_that_gains_nothing_is_left() -> None:
 def test_a_split_that_gains_nothing_is_left() -> None:
     """On a fast link a chunk less to load saves a little: not worth the cores."""
     fast = at(20)
-    best = restore_split(MHA, fast, least_gain=0.0)
+    best = restore_split(MHA, fast, least_gain=0.0, caution=0.0)
     assert (best.tokens + best.x) > 0
     assert restore_split(MHA, fast, least_gain=0.2)[:3] == (0, 0, 64)
     assert restore_split(MHA, fast, least_gain=0.2).predicted_s == load_all(MHA, fast).seconds
     for rate in (0.1, 0.3, 1, 3, 10, 30):
-        found, exact = restore_split(MHA, at(rate)), restore_split(MHA, at(rate), least_gain=0.0)
+        found, exact = restore_split(MHA, at(rate)), restore_split(MHA, at(rate), least_gain=0.0, caution=0.0)
         assert found.predicted_s <= exact.predicted_s / 0.98
 
 
@@ -292,3 +292,14 @@ def test_contention_counts_where_lane_and_engine_share_the_cores() -> None:
         assert before.shared_s == pytest.approx(min((32 - tokens) * 1e6 * 2e-10, compute))
         assert after.seconds == pytest.approx(before.seconds + 2 * before.shared_s)
     assert recompute_all(run, busy).seconds == recompute_all(run, calm).seconds
+
+
+def test_caution_where_the_lane_takes_the_cores() -> None:
+    """Loading 1 GB/s of which a core works 0.4 s: whatever gains less than 0.4 x 0.4 over loading all is left."""
+    calm, busy = (replace(COSTS, tiers={"host": (1e9, 0.0, taken)}) for taken in (0.0, 0.4e-9))
+    assert Tables(MHA, busy, 2048).taken_share == pytest.approx(0.4) and Tables(MHA, calm, 2048).taken_share == 0
+    best = restore_split(MHA, busy, caution=0.0)
+    gain = 1 - best.predicted_s / load_all(MHA, busy).seconds
+    assert best.load < 64 and gain > 0.02
+    assert restore_split(MHA, busy, caution=gain / 0.4 * 0.99)[:3] == best[:3]
+    assert restore_split(MHA, busy, caution=gain / 0.4 * 1.01)[:3] == (0, 0, 64)

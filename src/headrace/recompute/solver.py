@@ -37,6 +37,9 @@ EXACT = 256
 LEAST_GAIN = 0.02
 """A restore that saves less than this share of recomputing everything is not worth its reads, and a split that saves
 less than it of loading everything not worth the cores."""
+CAUTION = 0.4
+"""Where the lane takes part of the cores even to load everything, computing beside it must promise to save this share
+of that part: what each loses to the other is the least certain of all figures."""
 MOST_TAKEN = 0.95
 """Share of the computing cores that a lane can take at most."""
 
@@ -142,6 +145,14 @@ class Tables:
     def _transfers(self, tier: str, size: float, counts: Floats) -> Floats:
         return self.costs.transfer(tier, counts * size / self.run.layers, counts) if size else np.zeros(len(counts))
 
+    @property
+    def taken_share(self) -> float:
+        """Share of its time in which the lane takes the cores, where it loads everything."""
+        counts = {tier: int(before[-1]) for tier, before in self.tiers.items()}
+        lane = self.run.layers * sum(float(self.kv_s[tier][count]) for tier, count in counts.items())
+        taken = sum(count * self.run.kv_bytes * self.costs.cpu_s_per_byte(tier) for tier, count in counts.items())
+        return min(1.0, taken / lane) if lane else 0.0
+
     def predict(self, tokens: Ints, x: Ints) -> tuple[Floats, Floats, Floats, Floats]:
         """The figures of Prediction for the splits (tokens, x), elementwise."""
         layers, run = self.run.layers, self.run
@@ -180,17 +191,23 @@ def prefill(costs: Costs, start: float, counts: Floats, max_batch_tokens: int) -
     return through + costs.prefill(start + steps * max_batch_tokens, counts - steps * max_batch_tokens)
 
 
-def restore_split(run: Run, costs: Costs, max_batch_tokens: int = 2048, least_gain: float = LEAST_GAIN) -> Split:
+def restore_split(
+    run: Run,
+    costs: Costs,
+    max_batch_tokens: int = 2048,
+    least_gain: float = LEAST_GAIN,
+    caution: float = CAUTION,
+) -> Split:
     """The split of least predicted time; of equals the one that recomputes, then projects, least.
 
     Every split is tried up to EXACT chunks; beyond, splits on a grid, and all those around the best of it. Where the
     best saves less than `least_gain` of recomputing everything, everything is recomputed; where it saves less than that
-    of loading everything, everything is loaded. Raises ValueError.
+    of loading everything, or less than `caution` asks for, everything is loaded. Raises ValueError.
     """
     tables = Tables(run, costs, max_batch_tokens)
     tokens, x, seconds = _best(tables)
     all_loaded = _predicted(tables, 0, 0).seconds
-    if all_loaded - seconds < least_gain * all_loaded:
+    if all_loaded - seconds < max(least_gain, caution * tables.taken_share) * all_loaded:
         tokens, x, seconds = 0, 0, all_loaded
     if tables.all_s - seconds < least_gain * tables.all_s:
         reason = f"recompute all {run.chunks} chunks: {_ms(tables.all_s)}; the best restore takes {_ms(seconds)}"
