@@ -140,6 +140,9 @@ def test_pending_counts_as_stored(stack: Stack) -> None:
     )
     assert stack.tiers.has_stored([b"a", b"b", b"c"]) == [True, False, False]
     assert stack.tiers.lacking_each([b"c", b"a", b"b"]) == [[0, 1, 2], [], [1]]
+    asked = [len(tier.asked) for tier in stack.tiers.tiers[1:]]
+    assert stack.tiers.doubtful(b"c") == [0, 1, 2] and stack.tiers.doubtful(b"a")[:1] != [0]
+    assert [len(tier.asked) for tier in stack.tiers.tiers[1:]] == asked, "a step waited for disk or network"
 
 
 def test_offered_twice_written_once(stack: Stack) -> None:
