@@ -265,7 +265,8 @@ def test_what_is_not_finite_is_not_rounded(bad: float) -> None:
             assert fits == [True, False, True]
         x = torch.ones(CHUNK, 72)
         x[63, 71] = bad
-        assert not stored.store_x(torch.empty(stored.x_bytes(72, x.dtype, format), dtype=torch.uint8), x, format)
+        section = torch.empty(1, stored.x_bytes(72, x.dtype, format), dtype=torch.uint8)
+        assert stored.store_x_many(section, x[None], all_slots()[:1], format) == [False]
 
 
 @SHARED
@@ -286,10 +287,10 @@ def test_activations(dtype: torch.dtype) -> None:
         x = torch.randn(CHUNK, hidden, generator=g).to(dtype)
         bounds = {"raw": torch.zeros(()), "int8": int8_bound(x, -1), "int4": int4_bound(x, x) + 1e-6}
         for format in ("raw", "int8", "int4"):
-            section = torch.empty(stored.x_bytes(hidden, dtype, format), dtype=torch.uint8)
+            section = torch.empty(1, stored.x_bytes(hidden, dtype, format), dtype=torch.uint8)
             back = torch.full_like(x, torch.nan)
-            assert stored.store_x(section, x, format)
-            stored.load_x(section, back, format)
+            assert stored.store_x_many(section, x[None], all_slots()[:1], format) == [True]
+            stored.load_x_many(section, back[None], all_slots()[:1], format)
             within(back, x, bounds[format], dtype if format != "raw" else torch.float32)
 
 
@@ -310,9 +311,9 @@ def test_sections_of_chosen_slots_that_lie_apart() -> None:
         assert torch.equal(back.k[i], want)
     one = pools.empty()
     for i in range(SLOTS):
-        section = torch.empty(size, dtype=torch.uint8)
-        assert stored.store_kv(section, pools.k, pools.v, i, "int4", **pools.options)
-        stored.load_kv(section, one.k, one.v, i, "int4", **one.options)
+        section, slot = torch.empty(1, size, dtype=torch.uint8), all_slots()[i : i + 1]
+        assert stored.store_kv_many(section, pools.k, pools.v, slot, "int4", **pools.options) == [True]
+        stored.load_kv_many(section, one.k, one.v, slot, "int4", **one.options)
     assert torch.equal(one.k, whole.k) and torch.equal(one.v, whole.v)
     stored.load_kv_many(blob[:0, 64:-64], back.k, back.v, slots[:0], "int4", **back.options)
 

@@ -68,7 +68,7 @@ class _Found:
 @dataclass(slots=True, eq=False)
 class _Back:
     """A prompt on its way back. first: the chunk that the restore's first node will be; looked: the first chunk that
-    was asked for."""
+    was asked for; expected: what the solver predicted, None where others compute beside it."""
 
     state: Literal["looking", "coming", "attached", "settled"] = "settled"
     looked: int = 0

@@ -121,52 +121,6 @@ def load_x_many(buffer: Tensor, x_pool: Tensor, slots: Tensor, format: Format) -
     _load(buffer, _x_planes(x_pool), slots, format, x_bytes(x_pool.shape[-1], x_pool.dtype, format))
 
 
-def store_kv(
-    section: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    slot: int,
-    format: Format,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    layout: Layout | None = None,
-) -> bool:
-    """One chunk into section, uint8 [kv_bytes(...)]: whether it could be. Parameters as in store_kv_many."""
-    return store_kv_many(
-        section[None], k_pool, v_pool, _one(slot), format, k_scale, v_scale, dtype=dtype, layout=layout
-    )[0]
-
-
-def load_kv(
-    section: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    slot: int,
-    format: Format,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    layout: Layout | None = None,
-) -> None:
-    """The way back."""
-    load_kv_many(section[None], k_pool, v_pool, _one(slot), format, k_scale, v_scale, dtype=dtype, layout=layout)
-
-
-def store_x(section: Tensor, x: Tensor, format: Format) -> bool:
-    """x [64, H] into section, uint8 [x_bytes(...)]: whether it could be."""
-    return store_x_many(section[None], x[None], _one(0), format)[0]
-
-
-def load_x(section: Tensor, x: Tensor, format: Format) -> None:
-    """The way back, into x [64, H]."""
-    load_x_many(section[None], x[None], _one(0), format)
-
-
-def _one(slot: int) -> Tensor:
-    return torch.tensor([slot], dtype=torch.int32)
-
-
 def _kv_planes(
     k_pool: Tensor,
     v_pool: Tensor,
