@@ -355,6 +355,9 @@ TOKENS = 256.0
 ATTENTION = 0.8
 """Rate of the attention as a share of that of the linear layers, where no profile says."""
 MEMORY_BYTES_S = 30e9
+LEAST_CALLS, MOST_CALLS, CALLS_S = 3, 15, 0.02
+"""Calls that are timed, and the seconds after which those above the least are left out: something that takes the cores
+for a moment then spoils the first rates of nothing, and what it spoiled would last until steps of that size came."""
 
 
 def measure(
@@ -404,13 +407,16 @@ def _measure_reads(read: Callable[[int], object]) -> tuple[Line, float]:
     return Line(byte_s, max(small - byte_s * SIZES[0], 0.0)), min(taken, byte_s)
 
 
-def seconds(work: Callable[[], object], most_s: float = 0.05, repeats: int = 3) -> float:
-    """Median time of a few calls after one that does not count; of a slow call, that one alone."""
-    times = []
-    for _ in range(1 + repeats):
+def seconds(work: Callable[[], object], most_s: float = 0.05) -> float:
+    """Median time of a few calls after one that does not count, of short ones more; of a slow call, that one alone."""
+    began = time.perf_counter()
+    work()
+    first = time.perf_counter() - began
+    if first > most_s:
+        return first
+    times: list[float] = []
+    while len(times) < LEAST_CALLS or (len(times) < MOST_CALLS and sum(times) < CALLS_S):
         began = time.perf_counter()
         work()
         times.append(time.perf_counter() - began)
-        if times[0] > most_s:
-            return times[0]
-    return statistics.median(times[1:])
+    return statistics.median(times)
