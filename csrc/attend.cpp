@@ -10,6 +10,7 @@
 #include "quantised.h"
 #include "simd.h"
 #include "states.h"
+#include "tiled.h"
 
 #include <new>
 
@@ -29,7 +30,7 @@ template <typename Math> struct HeadRows {
   typename Math::Query *q;       // [lanes, D]
   State block, total;
   int32_t *block_of;             // [rows]: index of the block that `block` holds, -1 at first
-  float *scratch;                // Math::scratch(dim) floats, shared by the heads of a unit
+  typename Math::Space &space;   // shared by the heads of a unit
   int64_t all_seen;              // every row of the unit sees all keys before this position
 
   static int64_t floats(const Attend &a, int64_t rows) {
@@ -37,9 +38,9 @@ template <typename Math> struct HeadRows {
     return rows * group * (a.dim + 2 * padded + 4) + rows + 10 * 16;
   }
 
-  HeadRows(const Attend &a, int64_t kv_head, int64_t first, int64_t last, float *scratch, float *memory)
+  HeadRows(const Attend &a, int64_t kv_head, int64_t first, int64_t last, typename Math::Space &space, float *memory)
       : a(a), kv_head(kv_head), first(first), last(last), group(a.heads / a.kv_heads), padded((a.dim + 15) / 16 * 16),
-        scratch(scratch) {
+        space(space) {
     const int64_t lanes = (last - first) * group;
     auto cut = [&memory](int64_t n) { return memory += (n + 15) / 16 * 16, memory - (n + 15) / 16 * 16; };
     block.acc = cut(lanes * padded);
@@ -109,7 +110,7 @@ template <typename Math> struct HeadRows {
     const int64_t to = item.row_end < last ? item.row_end : last;
     enter_block(from, to, item.key_start / BLOCK);
     const Math math = Reader<Math>::open(a, static_cast<int64_t>(item.slot) * a.kv_heads + kv_head, padded, next,
-                                         (to - from) * group, scratch);
+                                         (to - from) * group, space);
     const int64_t begin = (from - first) * group, lanes = (to - from) * group;
     for (int64_t i = 0; i < lanes; i += LANES)
       walk_lanes(item, begin + i, static_cast<int>(lanes - i < LANES ? lanes - i : LANES), math, i);
@@ -192,12 +193,14 @@ template <typename Math> struct Unit {
   }
 
   void run() {
-    alignas(HeadRows<Math>) char space[MAX_HEADS * sizeof(HeadRows<Math>)];
-    auto *each = reinterpret_cast<HeadRows<Math> *>(space);
-    float *scratch = memory, *at = memory + (Math::scratch(a.dim) + 15) / 16 * 16;
+    alignas(HeadRows<Math>) char places[MAX_HEADS * sizeof(HeadRows<Math>)];
+    auto *each = reinterpret_cast<HeadRows<Math> *>(places);
+    typename Math::Space space;
+    space.scratch = memory;
+    float *at = memory + (Math::scratch(a.dim) + 15) / 16 * 16;
     const int64_t step = HeadRows<Math>::floats(a, last - first) / 16 * 16;
     for (int64_t h = 0; h < heads; ++h, at += step) {
-      new (each + h) HeadRows<Math>(a, head + h, first, last, scratch, at);
+      new (each + h) HeadRows<Math>(a, head + h, first, last, space, at);
       each[h].start();
     }
     const Item *item = nullptr, *end = a.items + a.item_count;
@@ -316,6 +319,10 @@ template <typename Math> void attend_stored(const Attend &a) {
 
 template <typename T> void attend(const Attend &a) {
   if (a.rows == 0) return;
+#ifdef __AMX_BF16__
+  if constexpr (sizeof(T) == 2)
+    if (tiled(a.dim)) return attend_stored<Tiled>(a);
+#endif
 #ifdef __AVX512BF16__
   if constexpr (sizeof(T) == 2)
     if (paired(a.dim)) return attend_stored<Paired>(a);

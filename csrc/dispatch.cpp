@@ -6,6 +6,11 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(HEADRACE_AMX) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace headrace {
 namespace {
 
@@ -28,12 +33,29 @@ bool has_avx512() {
 bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
+#ifdef HEADRACE_AMX
+// Tiles are 8 KB more to save for each thread: Linux gives them to processes that ask (once, for all their threads).
+bool has_amx() {
+#ifdef __linux__
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+  static const bool given = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                            syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+  return given && has_avx512bf16();
+#else
+  return false;
+#endif
+}
+#endif
+
 const Isa ISAS[] = {
     {"portable", &portable::kernels, always},
 #ifdef HEADRACE_X86
     {"avx2", &avx2::kernels, has_avx2},
     {"avx512", &avx512::kernels, has_avx512},
     {"avx512bf16", &avx512bf16::kernels, has_avx512bf16},
+#endif
+#ifdef HEADRACE_AMX
+    {"amx", &amx::kernels, has_amx},
 #endif
 };
 

@@ -182,5 +182,8 @@ extern const Kernels kernels;
 namespace avx512bf16 {
 extern const Kernels kernels;
 }
+namespace amx {
+extern const Kernels kernels;
+}
 
 }  // namespace headrace

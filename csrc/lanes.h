@@ -28,4 +28,9 @@ struct Seen {
   }
 };
 
+// What the chunks that a unit of work meets share.
+struct Space {
+  float *scratch;  // Math::scratch(dim) floats
+};
+
 }  // namespace headrace::HEADRACE_NS

@@ -2,11 +2,13 @@
 //
 // M: rows, N: outputs, K: inputs, K2: pairs of inputs. Weights are packed as [N / 64][K2][64][2] (kernels.cpu.Packed), so
 // that 16 outputs take one multiply-add of pairs. Every output is one chain of sums over ascending pairs, whatever M,
-// tile, block or thread: a row's bits depend on nothing else.
+// tile, block or thread: a row's bits depend on nothing else. With AMX the chain goes by steps of 32 inputs (tiles.h),
+// where these are a multiple of 32.
 #include "arena.h"
 #include "kernels.h"
 #include "pairs.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace headrace::HEADRACE_NS {
 
@@ -66,6 +68,35 @@ void multiply(const Linear &a, const bf16 *w, int64_t first, int64_t last, float
   }
 }
 
+#ifdef __AMX_BF16__
+
+constexpr int64_t MOST_ROWS = 512, L2_INPUTS = 768 * 1024;  // rows of a task whose inputs stay in L2
+
+bool tiled(const Linear &a) { return a.inputs % STEP_INPUTS == 0; }
+
+int64_t task_rows(const Linear &a) {
+  int64_t rows = MOST_ROWS;
+  while (tiled(a) && rows > BLOCK_ROWS && rows * a.inputs > L2_INPUTS) rows /= 2;
+  return tiled(a) ? rows : BLOCK_ROWS;
+}
+
+void multiply_all(const Linear &a, const bf16 *w, int64_t first, int64_t last, float *sums) {
+  if (!tiled(a)) return multiply(a, w, first, last, sums);
+  Tiles tiles;
+  const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
+  TileProduct(x, a.x_stride, last - first, w, a.inputs / STEP_INPUTS, sums, tiles).run();
+}
+
+#else
+
+int64_t task_rows(const Linear &) { return BLOCK_ROWS; }
+
+void multiply_all(const Linear &a, const bf16 *w, int64_t first, int64_t last, float *sums) {
+  multiply(a, w, first, last, sums);
+}
+
+#endif
+
 template <typename T> void write(const Linear &a, int64_t column, int64_t first, int64_t last, const float *sums) {
   const int64_t count = a.outputs - column < COLUMNS ? a.outputs - column : COLUMNS;
   const bf16 *bias = static_cast<const bf16 *>(a.bias);
@@ -83,13 +114,14 @@ template <typename T> void write(const Linear &a, int64_t column, int64_t first,
 }  // namespace
 
 void linear(const Linear &a) {
-  const int64_t blocks = (a.outputs + COLUMNS - 1) / COLUMNS, ranges = (a.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  const int64_t most = task_rows(a);
+  const int64_t blocks = (a.outputs + COLUMNS - 1) / COLUMNS, ranges = (a.rows + most - 1) / most;
 #pragma omp parallel for schedule(static) num_threads(a.threads) if (blocks * ranges > 1)
   for (int64_t i = 0; i < blocks * ranges; ++i) {
-    const int64_t block = i % blocks, first = i / blocks * BLOCK_ROWS;
-    const int64_t last = first + BLOCK_ROWS < a.rows ? first + BLOCK_ROWS : a.rows;
-    float *sums = arena(BLOCK_ROWS * COLUMNS);
-    multiply(a, static_cast<const bf16 *>(a.w) + block * a.inputs * COLUMNS, first, last, sums);
+    const int64_t block = i % blocks, first = i / blocks * most;
+    const int64_t last = first + most < a.rows ? first + most : a.rows;
+    float *sums = arena(most * COLUMNS);
+    multiply_all(a, static_cast<const bf16 *>(a.w) + block * a.inputs * COLUMNS, first, last, sums);
     a.wide ? write<float>(a, block * COLUMNS, first, last, sums) : write<bf16>(a, block * COLUMNS, first, last, sums);
   }
 }

@@ -9,6 +9,7 @@ namespace headrace::HEADRACE_NS {
 
 template <typename T> struct Natural {
   using Type = T;
+  using Space = headrace::HEADRACE_NS::Space;
   using Query = float;
   using Probability = float;
   static constexpr int ROWS = 4;                // lanes in a full tile
@@ -27,8 +28,9 @@ template <typename T> struct Natural {
     if (i < n) store_part(to + i, load_part(from + i, n - i), n - i);
   }
 
-  Natural(const T *k, const T *v, int64_t dim, int64_t padded, int64_t, int64_t lanes, float *scratch)
+  Natural(const T *k, const T *v, int64_t dim, int64_t padded, int64_t, int64_t lanes, const Space &space)
       : k(k), v(v), dim(dim), padded(padded) {
+    float *scratch = space.scratch;
     const bool pays = lanes >= CONVERT_LANES && sizeof(T) < sizeof(float);
     if (pays) {
       query(k, scratch, CHUNK * dim);

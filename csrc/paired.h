@@ -22,6 +22,7 @@ constexpr bool paired(int64_t dim) {
 struct Paired {
   static constexpr float LOG2_E = 1.44269504f;
   using Type = bf16;
+  using Space = headrace::HEADRACE_NS::Space;
   using Query = bf16;
   using Probability = bf16;
   const bf16 *k, *v;
@@ -32,7 +33,7 @@ struct Paired {
   static int64_t scratch(int64_t) { return 0; }
   static void query(const bf16 *from, bf16 *to, int64_t n) { memcpy(to, from, n * sizeof(bf16)); }
 
-  Paired(const bf16 *k, const bf16 *v, int64_t dim, int64_t, int64_t ahead, int64_t lanes, float *)
+  Paired(const bf16 *k, const bf16 *v, int64_t dim, int64_t, int64_t ahead, int64_t lanes, const Space &)
       : k(k), v(v), dim(dim), ahead(ahead), tiles((lanes + TILE_ROWS - 1) / TILE_ROWS) {}
 
   // Keys and values that lie in a cache already.

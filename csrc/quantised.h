@@ -7,6 +7,7 @@
 
 #include "natural.h"
 #include "paired.h"
+#include "tiled.h"
 
 namespace headrace::HEADRACE_NS {
 
@@ -42,9 +43,9 @@ template <typename Math> struct Quantised;
 template <typename T> struct Quantised<Natural<T>> : Natural<T> {
   Chunk8 chunk;
 
-  Quantised(const Chunk8 &chunk, int64_t dim, int64_t padded, int64_t, float *scratch)
-      : Natural<T>(scratch, scratch + CHUNK * dim, dim, padded), chunk(chunk) {
-    float *v = scratch + CHUNK * dim;
+  Quantised(const Chunk8 &chunk, int64_t dim, int64_t padded, int64_t, const Space &space)
+      : Natural<T>(space.scratch, space.scratch + CHUNK * dim, dim, padded), chunk(chunk) {
+    float *scratch = space.scratch, *v = scratch + CHUNK * dim;
     for (int64_t d = 0; d < dim; ++d) {
       if (d % 2 == 0) fetch(chunk.k + chunk.ahead + d * CHUNK), fetch(chunk.v + chunk.ahead + d * CHUNK);
       Natural<T>::query(chunk.k + d * CHUNK, scratch + d * CHUNK, CHUNK);
@@ -87,29 +88,30 @@ HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const int8_t *w
   }
 }
 
+// The chunk's keys or values as bf16, fetching those that are read next.
+inline void widen(const Chunk8 &chunk, const int8_t *from, bf16 *to, int64_t dim) {
+  for (int64_t i = 0; i < CHUNK * dim; i += 128) {
+    fetch(from + chunk.ahead + i);
+    for (int part = 0; part < 128; part += 32) _mm512_store_si512(to + i + part, (__m512i)widened(from + i + part));
+  }
+}
+
 // Few lanes widen as they go; a copy in `scratch` pays where more than one tile of them reads it.
 template <> struct Quantised<Paired> : Paired {
   Chunk8 chunk;
   bool few;
   bf16 *copy;  // [2][64 D]: keys, values
 
-  Quantised(const Chunk8 &chunk, int64_t dim, int64_t, int64_t lanes, float *scratch)
-      : Paired(reinterpret_cast<bf16 *>(scratch), reinterpret_cast<bf16 *>(scratch) + CHUNK * dim, dim), chunk(chunk),
-        few(lanes <= TILE_ROWS), copy(reinterpret_cast<bf16 *>(scratch)) {
+  Quantised(const Chunk8 &chunk, int64_t dim, int64_t, int64_t lanes, const Space &space)
+      : Paired(reinterpret_cast<bf16 *>(space.scratch), reinterpret_cast<bf16 *>(space.scratch) + CHUNK * dim, dim),
+        chunk(chunk), few(lanes <= TILE_ROWS), copy(reinterpret_cast<bf16 *>(space.scratch)) {
     fetch_scales(chunk, dim);
     if (few) return;
-    widen(chunk.k, copy);
-    widen(chunk.v, copy + CHUNK * dim);
+    widen(chunk, chunk.k, copy, dim);
+    widen(chunk, chunk.v, copy + CHUNK * dim, dim);
   }
 
   static int64_t scratch(int64_t dim) { return CHUNK * dim; }
-
-  void widen(const int8_t *from, bf16 *to) const {
-    for (int64_t i = 0; i < CHUNK * dim; i += 128) {
-      fetch(from + chunk.ahead + i);
-      for (int part = 0; part < 128; part += 32) _mm512_store_si512(to + i + part, (__m512i)widened(from + i + part));
-    }
-  }
 
   void scores(int n, const bf16 *q, float *s, int64_t before) const {
     if (!few) Paired::scores(n, q, s, before);
@@ -141,7 +143,7 @@ template <> struct Quantised<Paired> : Paired {
       if (n == 3) return value_few<3>(p, acc, w);
       return value_few<4>(p, acc, w);
     }
-    if (few) widen(chunk.v, copy + CHUNK * dim);
+    if (few) widen(chunk, chunk.v, copy + CHUNK * dim, dim);
     Paired::values(n, p, seen, acc, w, before);
   }
 
@@ -161,21 +163,53 @@ template <> struct Quantised<Paired> : Paired {
 
 #endif
 
+#ifdef __AMX_BF16__
+
+template <> struct Quantised<Tiled> : Tiled {
+  Chunk8 chunk;
+
+  Quantised(const Chunk8 &chunk, int64_t dim, int64_t, int64_t, Space &space)
+      : Quantised(chunk, dim, reinterpret_cast<bf16 *>(space.scratch), space.tiles) {
+    fetch_scales(chunk, dim);
+  }
+
+  static int64_t scratch(int64_t dim) { return CHUNK * dim / 2 * 3; }  // keys, values, masked values
+
+  void scores(int n, const bf16 *q, float *s, int64_t before) const {
+    Tiled::scores(n, q, s, before);
+    chunk.scale_scores(n, s);
+  }
+
+  void probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l) const {
+    Tiled::probabilities(n, s, seen, scale, p, m, l, chunk.v_scale);
+  }
+
+ private:
+  Quantised(const Chunk8 &chunk, int64_t dim, bf16 *copy, Tiles &tiles)
+      : Tiled(copy, copy + CHUNK * dim, dim, copy + 2 * CHUNK * dim, tiles), chunk(chunk) {
+    widen(chunk, chunk.k, copy, dim);
+    widen(chunk, chunk.v, copy + CHUNK * dim, dim);
+  }
+};
+
+#endif
+
 // The policy for a chunk and KV head, the `index`-th of the pools, met by so many lanes.
 template <typename Math> struct Reader {
-  static Math open(const Attend &a, int64_t index, int64_t padded, int64_t ahead, int64_t lanes, float *scratch) {
+  static Math open(const Attend &a, int64_t index, int64_t padded, int64_t ahead, int64_t lanes,
+                   typename Math::Space &space) {
     const auto *k = static_cast<const typename Math::Type *>(a.k), *v = static_cast<const typename Math::Type *>(a.v);
     const int64_t at = index * CHUNK * a.dim;
-    return Math(k + at, v + at, a.dim, padded, ahead, lanes, scratch);
+    return Math(k + at, v + at, a.dim, padded, ahead, lanes, space);
   }
 };
 
 template <typename Math> struct Reader<Quantised<Math>> {
   static Quantised<Math> open(const Attend &a, int64_t index, int64_t padded, int64_t ahead, int64_t lanes,
-                              float *scratch) {
+                              typename Math::Space &space) {
     const auto *k = static_cast<const int8_t *>(a.k), *v = static_cast<const int8_t *>(a.v);
     const int64_t at = index * CHUNK * a.dim, scale = index * CHUNK;
-    return {{k + at, v + at, a.k_scale + scale, a.v_scale + scale, ahead}, a.dim, padded, lanes, scratch};
+    return {{k + at, v + at, a.k_scale + scale, a.v_scale + scale, ahead}, a.dim, padded, lanes, space};
   }
 };
 

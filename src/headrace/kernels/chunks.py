@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention.state import FoldState, Partial
-from headrace.kernels.extension import check, heads_of, isa, require, type_of
+from headrace.kernels.extension import PAIRED, check, heads_of, isa, require, type_of
 from headrace.types import CHUNK
 
 LOG_2 = math.log(2.0)
@@ -158,7 +158,7 @@ def _check_pools(
 def layout(dtype: torch.dtype, dim: int) -> str:
     """How the pools must lie where rows have this type and head size: 'natural' (K [slots, Hkv, D, 64], V [slots, Hkv,
     64, D]) or 'paired' (two elements of a pair side by side: K [slots, Hkv, D/2, 64, 2], V [slots, Hkv, 32, D, 2])."""
-    return "paired" if isa() == "avx512bf16" and dtype == torch.bfloat16 and dim % 16 == 0 else "natural"
+    return "paired" if isa() in PAIRED and dtype == torch.bfloat16 and dim % 16 == 0 else "natural"
 
 
 def arrange(k_pool: Tensor, v_pool: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
 """The C++ kernels' numbers of the types that they compute in."""
+PAIRED = ("avx512bf16", "amx")
+"""Instruction sets that multiply bf16 in pairs: they share a layout of chunks, and states in base 2."""
 
 
 def _load() -> tuple[Any, str | None]:
@@ -45,7 +47,7 @@ def unavailable_reason() -> str | None:
 
 
 def isa() -> str:
-    """Instruction set in use: portable, avx2, avx512 or avx512bf16. Raises ValueError if HEADRACE_ISA names another."""
+    """Instruction set in use: portable, avx2, avx512, avx512bf16 or amx. Raises ValueError if HEADRACE_ISA names another."""
     return str(require().isa())
 
 

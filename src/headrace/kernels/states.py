@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.attention import state as algebra
 from headrace.attention.state import AttnState, FoldState, Partial
 from headrace.kernels.chunks import LOG_2, addresses, fold_unit
-from headrace.kernels.extension import check, isa, require, type_of
+from headrace.kernels.extension import PAIRED, check, isa, require, type_of
 
 
 def empty_fold(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> FoldState:
@@ -43,8 +43,8 @@ def _finish(state: FoldState, out: Tensor, lse: Tensor | None) -> None:
 
 def _base2(state: FoldState) -> bool:
     """Whether the state counts in units of log 2. Raises ValueError where the instruction set in use cannot."""
-    if state.unit == LOG_2 and isa() != "avx512bf16":
-        raise ValueError(f"the state was folded in base 2, which {isa()} does not: finish it with avx512bf16")
+    if state.unit == LOG_2 and isa() not in PAIRED:
+        raise ValueError(f"the state was folded in base 2, which {isa()} does not: finish it with {' or '.join(PAIRED)}")
     return state.unit == LOG_2
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headrace.config import Backend
 from headrace.kernels import cpu
+from headrace.kernels.extension import PAIRED
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def _quantized_choice() -> Choice:
     native = _native_choice()
     if native.implementation == "torch":
         return Choice("torch", f"{native.reason}: weights are rounded, but kept in full size")
-    fast = cpu.isa() == "avx512bf16"
+    fast = cpu.isa() in PAIRED
     how = "bfloat16 pairs (float32 plainly)" if fast else "codes to fp32 as they are multiplied"
     return Choice("cpu", f"{native.reason}, {how}")
 

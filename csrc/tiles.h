@@ -1,0 +1,185 @@
+// Products of bf16 by tiles, the work of AMX: sums[R][16] += x[R][32] . w[16][16][2], R <= 16 rows and 16 pairs of inputs.
+//
+// One instruction adds up the products of the pairs' first and of their second inputs apart, each in ascending order, then
+// both to what was there. So an element depends on its row, its column and on where the steps of 32 inputs begin, which is
+// at multiples of 32 everywhere: not on the row's neighbours, nor on how many there are.
+#pragma once
+
+#ifdef __AMX_BF16__
+
+#include "pairs.h"
+
+namespace headrace::HEADRACE_NS {
+
+constexpr int TILE = 16;             // rows and columns of a tile of sums
+constexpr int STEP_INPUTS = 32;      // inputs that a tile of x holds
+
+// The eight tiles of this thread, from here to the end of the scope. 0 to 3 hold sums; 4 holds x; 6 and 7 weights; 5
+// weights, or x of 16 further rows.
+class Tiles {
+ public:
+  ~Tiles() { _tile_release(); }
+
+  // `rows` rows of x and of sums from here on; what the tiles held is lost if that is a change. What was written to memory
+  // is there before tiles are read: GCC 12 does not know that loading a tile reads memory.
+  void take(int rows) {
+    asm volatile("" ::: "memory");
+    if (rows == taken) return;
+    taken = rows;
+    struct alignas(64) Shape {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shape;
+    for (int i = 0; i < 8; ++i) {
+      shape.bytes[i] = 2 * STEP_INPUTS;
+      shape.rows[i] = i < 5 ? rows : TILE;
+    }
+    asm volatile("" ::"r"(&shape) : "memory");  // nor that this reads more than eight bytes
+    _tile_loadconfig(&shape);
+  }
+
+ private:
+  int taken = 0;
+};
+
+HEADRACE_INLINE void clear_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+template <int LINES> HEADRACE_INLINE void fetch_lines(const bf16 *from) {
+  each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE {
+    _mm_prefetch(reinterpret_cast<const char *>(from + line * LINE), _MM_HINT_T0);
+  });
+}
+
+// Sums 0 to 3, side by side [R][64], += x[R][32 steps] . w[16 steps][64][2]; rows of weights are w_stride elements apart.
+// Each step fetches LINES cache lines from ahead.from on.
+template <int LINES>
+HEADRACE_INLINE void tile_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t steps,
+                                Ahead ahead) {
+  for (int64_t i = 0; i < steps; ++i, x += STEP_INPUTS, w += TILE * w_stride, ahead.from += ahead.stride) {
+    _tile_loadd(4, x, 2 * x_stride);
+    _tile_loadd(5, w, 2 * w_stride);
+    _tile_dpbf16ps(0, 4, 5);
+    fetch_lines<LINES / 2>(ahead.from);
+    _tile_loadd(6, w + LINE, 2 * w_stride);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(7, w + 2 * LINE, 2 * w_stride);
+    _tile_dpbf16ps(2, 4, 7);
+    fetch_lines<LINES - LINES / 2>(ahead.from + LINES / 2 * LINE);
+    _tile_loadd(5, w + 3 * LINE, 2 * w_stride);
+    _tile_dpbf16ps(3, 4, 5);
+  }
+}
+
+// The same for half the columns: sums 0 and 1.
+HEADRACE_INLINE void half_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t steps) {
+  for (int64_t i = 0; i < steps; ++i, x += STEP_INPUTS, w += TILE * w_stride) {
+    _tile_loadd(4, x, 2 * x_stride);
+    _tile_loadd(6, w, 2 * w_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, w + LINE, 2 * w_stride);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+}
+
+// The same for 32 rows: sums 0 and 1 of the first 16, 2 and 3 of the others.
+template <int LINES>
+HEADRACE_INLINE void square_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t steps,
+                                  Ahead ahead) {
+  const bf16 *below = x + TILE * x_stride;
+  for (int64_t i = 0; i < steps; ++i, x += STEP_INPUTS, below += STEP_INPUTS, w += TILE * w_stride) {
+    _tile_loadd(4, x, 2 * x_stride);
+    _tile_loadd(6, w, 2 * w_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    fetch_lines<LINES>(ahead.from);
+    ahead.from += ahead.stride;
+    _tile_loadd(7, w + LINE, 2 * w_stride);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, below, 2 * x_stride);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+// Sums to and from memory [.., stride].
+HEADRACE_INLINE void store_row(float *to, int64_t stride) {
+  _tile_stored(0, to, 4 * stride);
+  _tile_stored(1, to + 16, 4 * stride);
+  _tile_stored(2, to + 32, 4 * stride);
+  _tile_stored(3, to + 48, 4 * stride);
+}
+
+HEADRACE_INLINE void load_square(const float *from, int64_t stride) {
+  _tile_loadd(0, from, 4 * stride);
+  _tile_loadd(1, from + 16, 4 * stride);
+  _tile_loadd(2, from + TILE * stride, 4 * stride);
+  _tile_loadd(3, from + TILE * stride + 16, 4 * stride);
+}
+
+HEADRACE_INLINE void store_square(float *to, int64_t stride) {
+  _tile_stored(0, to, 4 * stride);
+  _tile_stored(1, to + 16, 4 * stride);
+  _tile_stored(2, to + TILE * stride, 4 * stride);
+  _tile_stored(3, to + TILE * stride + 16, 4 * stride);
+}
+
+constexpr int64_t BLOCK_STEPS = 8;  // steps of inputs for which 64 columns of weights (32 KB) stay in L1
+
+// sums [rows, 64] = x[rows][32 steps] . w[16 steps][64][2], fetching meanwhile what follows the weights in memory.
+class TileProduct {
+ public:
+  TileProduct(const bf16 *x, int64_t x_stride, int64_t rows, const bf16 *w, int64_t steps, float *sums, Tiles &tiles)
+      : x(x), x_stride(x_stride), rows(rows), w(w), steps(steps), sums(sums) {
+    tiles.take(rows < TILE ? rows : TILE);
+  }
+
+  void run() const {
+    const int64_t squares = rows / (2 * TILE);
+    for (int64_t k = 0; squares > 0 && k < steps; k += BLOCK_STEPS)
+      with_lines<32>(static_cast<int>((32 + squares - 1) / squares),
+                     [&](auto lines) { this->block<lines>(k, steps - k < BLOCK_STEPS ? steps - k : BLOCK_STEPS); });
+    // The last 16 rows may have been in the group before: the same bits again.
+    for (int64_t row = squares * 2 * TILE; row < rows; row += TILE) {
+      const int64_t at = rows - row < TILE && rows > TILE ? rows - TILE : row;
+      row == 0 ? strip<64>(at) : strip<0>(at);
+    }
+  }
+
+ private:
+  const bf16 *x;
+  int64_t x_stride, rows;
+  const bf16 *w;
+  int64_t steps;
+  float *sums;
+
+  static constexpr int64_t STEP = 2 * 64 * TILE;  // elements of a step's weights
+  static constexpr int64_t NEAR = 2;              // steps that a strip fetches ahead
+
+  // All full groups of 32 rows by `count` steps, half the columns at a time. Each fetches its share of the next block.
+  template <int LINES> HEADRACE_APART void block(int64_t k, int64_t count) const {
+    const bf16 *from = w + k * STEP, *next = from + count * STEP;
+    for (int64_t half = 0; half < 64; half += 32)
+      for (int64_t row = 0; row + 2 * TILE <= rows; row += 2 * TILE, next += count * LINES * LINE) {
+        float *to = sums + row * 64 + half;
+        k > 0 ? load_square(to, 64) : clear_sums();
+        square_steps<LINES>(x + row * x_stride + k * STEP_INPUTS, x_stride, from + 2 * half, 128, count,
+                            {next, LINES * LINE, 0});
+        store_square(to, 64);
+      }
+  }
+
+  template <int LINES> HEADRACE_APART void strip(int64_t row) const {
+    clear_sums();
+    tile_steps<LINES>(x + row * x_stride, x_stride, w, 128, steps, {w + NEAR * STEP, STEP, 0});
+    store_row(sums + row * 64, 64);
+  }
+};
+
+}  // namespace headrace::HEADRACE_NS
+
+#endif
