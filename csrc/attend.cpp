@@ -18,7 +18,11 @@ namespace headrace::HEADRACE_NS {
 
 namespace {
 
+#ifdef __AMX_BF16__
+constexpr int64_t UNIT_LANES = 256;
+#else
 constexpr int64_t UNIT_LANES = 128;  // most lanes of a unit: their states stay in L2
+#endif
 constexpr int64_t SMALL_LANES = 16;  // fewer share a chunk too little
 
 // The rows first..last-1 of one KV head.

@@ -1,4 +1,4 @@
-// Softmax over one chunk of 64 keys, lane by lane. A lane is one (row, query head); lanes come in groups of up to 16.
+// Softmax over one chunk of 64 keys, lane by lane. A lane is one (row, query head); lanes come in groups of up to LANES.
 #pragma once
 
 #include "kernels.h"
@@ -6,7 +6,11 @@
 
 namespace headrace::HEADRACE_NS {
 
+#ifdef __AMX_BF16__
+constexpr int LANES = 64;  // tiles take little time beside what the caches do: keys and values come from L2 once for so many
+#else
 constexpr int LANES = 16;
+#endif
 
 // How a chunk's contribution enters each lane's state: acc = acc * keep + chunk * take.
 struct Weights {

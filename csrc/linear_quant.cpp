@@ -6,11 +6,13 @@
 //   int4: words of 16 bits [N / 64][K / 2][16][2]: bits 4c..4c+3 of word [l][p] are q + 8 of output 16 c + l and input
 //   p of the pair; scales bf16 [N / 64][K / 64][64], one for 64 inputs.
 // Every output is one chain of sums, whatever M, tile, block or thread: int8 over all inputs in ascending order; int4
-// over the inputs of a group from 0, then acc = sum * scale + acc over ascending groups.
+// over the inputs of a group from 0, then acc = sum * scale + acc over ascending groups. With AMX the chains go by steps
+// of 32 inputs (tiles.h), where these are a multiple of 32.
 #include "arena.h"
 #include "kernels.h"
 #include "pairs.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace headrace::HEADRACE_NS {
 
@@ -221,10 +223,48 @@ void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales,
   }
 }
 
+#ifdef __AMX_BF16__
+
+// The same by tiles: all rows read decoded blocks. Groups of int4 are two steps.
+template <typename Form>
+void multiply_tiles(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last,
+                    float *sums, byte *decoded) {
+  constexpr int64_t GROUP_STEPS = GROUP / STEP_INPUTS;
+  const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride, *weights = reinterpret_cast<bf16 *>(decoded);
+  const int64_t pairs = a.inputs / 2, rows = last - first;
+  Tiles tiles;
+  if (scales) memset(sums, 0, rows * COLUMNS * sizeof(float));
+  for (int64_t k = 0; k < pairs; k += BLOCK_PAIRS) {
+    const int64_t count = pairs - k < BLOCK_PAIRS ? pairs - k : BLOCK_PAIRS, steps = count / TILE;
+    decode_block<Form>(codes + k * Form::BYTES, count, decoded);
+    for (int64_t row = 0; row < rows; row += TILE) {
+      const bf16 *from = x + row * a.x_stride + 2 * k;
+      const int64_t n = rows - row < TILE ? rows - row : TILE;
+      float *to = sums + row * COLUMNS;
+      tiles.take(static_cast<int>(n));
+      if (!scales) tile_sums(from, a.x_stride, weights, steps, k > 0, to);
+      for (int64_t step = 0; scales && step < steps; step += GROUP_STEPS) {
+        alignas(64) float part[TILE * COLUMNS];
+        tile_sums(from + step * STEP_INPUTS, a.x_stride, weights + step * TILE * 2 * COLUMNS, GROUP_STEPS, false, part);
+        const bf16 *scale = scales + 2 * k + step * STEP_INPUTS;
+        for (int64_t c = 0; c < n * COLUMNS; c += W)
+          store(to + c, madd(load(part + c), load(scale + c % COLUMNS), load(to + c)));
+      }
+    }
+  }
+}
+
+#endif
+
 template <>
 void multiply<bf16>(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last,
                     float *sums, float *weights) {
   byte *decoded = reinterpret_cast<byte *>(weights);
+#ifdef __AMX_BF16__
+  if (a.inputs % (a.bits == 4 ? GROUP : STEP_INPUTS) == 0)
+    return a.bits == 4 ? multiply_tiles<Int4>(a, codes, scales, first, last, sums, decoded)
+                       : multiply_tiles<Int8>(a, codes, scales, first, last, sums, decoded);
+#endif
   if (a.bits == 4) multiply_pairs<Int4>(a, codes, scales, first, last, sums, decoded);
   else multiply_pairs<Int8>(a, codes, scales, first, last, sums, decoded);
 }

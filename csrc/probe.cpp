@@ -2,6 +2,7 @@
 // registers, the fastest of this instruction set; and how long a word takes from one core to another.
 #include "kernels.h"
 #include "simd.h"
+#include "tiles.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -10,8 +11,6 @@
 namespace headrace::HEADRACE_NS {
 
 namespace {
-
-constexpr int SUMS = 16;  // more than the latency of a multiply-add needs on two multipliers
 
 // 8 independent streams side by side, so that their additions are no chain.
 uint32_t read_part(const char *from, int64_t bytes) {
@@ -27,6 +26,33 @@ uint32_t read_part(const char *from, int64_t bytes) {
   });
   return all;
 }
+
+#ifdef __AMX_BF16__
+
+constexpr int64_t ROUND = 4 * 2 * TILE * TILE * STEP_INPUTS;  // operations of a round: four tiles of sums
+
+float multiply_part(int64_t rounds) {
+  alignas(64) bf16 ones[TILE * STEP_INPUTS];
+  alignas(64) float sums[TILE * TILE];
+  for (bf16 &one : ones) one = 0x3f80;
+  Tiles tiles;
+  tiles.take(TILE);
+  clear_sums();
+  _tile_loadd(4, ones, 2 * STEP_INPUTS);
+  _tile_loadd(5, ones, 2 * STEP_INPUTS);
+  for (int64_t round = 0; round < rounds; ++round) {
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_dpbf16ps(1, 4, 5);
+    _tile_dpbf16ps(2, 4, 5);
+    _tile_dpbf16ps(3, 4, 5);
+  }
+  _tile_stored(0, sums, 4 * TILE);
+  return sums[0];
+}
+
+#else
+
+constexpr int SUMS = 16;  // more than the latency of a multiply-add needs on two multipliers
 
 // Sums that differ from the start and a factor it does not know keep the compiler from merging or folding them.
 float multiply_part(int64_t rounds) {
@@ -54,6 +80,8 @@ float multiply_part(int64_t rounds) {
 constexpr int64_t ROUND = SUMS * W * 4;  // operations of a round: two multiply-adds per element
 #else
 constexpr int64_t ROUND = SUMS * W * 2;
+#endif
+
 #endif
 
 }  // namespace

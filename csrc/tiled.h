@@ -1,6 +1,6 @@
 // Attention of lanes over one chunk by tiles of AMX: the layouts and the softmax of paired.h, products by tiles.h.
 //
-// A group of up to 16 lanes is the rows of a tile. D is a multiple of 32, at most 256.
+// A group of up to 16 lanes is the rows of a tile. D is a multiple of 32.
 #pragma once
 
 #include "paired.h"
@@ -10,9 +10,7 @@ namespace headrace::HEADRACE_NS {
 
 #ifdef __AMX_BF16__
 
-constexpr int64_t MOST_DIM = 256;  // the outputs of a group of lanes lie on the stack
-
-constexpr bool tiled(int64_t dim) { return dim % STEP_INPUTS == 0 && dim <= MOST_DIM; }
+constexpr bool tiled(int64_t dim) { return dim % STEP_INPUTS == 0; }
 
 struct TileSpace : Space {
   Tiles tiles;
@@ -28,7 +26,7 @@ struct Tiled : Paired {
   Tiled(const bf16 *k, const bf16 *v, int64_t dim, int64_t, int64_t ahead, int64_t lanes, Space &space)
       : Paired(k, v, dim), tiles(space.tiles), masked(reinterpret_cast<bf16 *>(space.scratch)) {
     this->ahead = ahead;
-    groups = (lanes + LANES - 1) / LANES;
+    groups = (lanes + TILE - 1) / TILE;
   }
 
   // Keys and values that lie in a cache already; `masked` is room for 64 D further ones.
@@ -37,29 +35,39 @@ struct Tiled : Paired {
 
   // p[lane][j] = sum over d of q[lane][d] * k[d][j]
   void scores(int n, const bf16 *q, float *p, int64_t before) const {
-    tiles.take(n);
-    const bf16 *next = groups == 1 ? v : ahead ? k + ahead : nullptr;
-    by_lines(next, [&](auto lines) { score_steps<lines>(q, p, share(next, before)); });
+    for (int r = 0; r < n; r += TILE) {
+      tiles.take(n - r < TILE ? n - r : TILE);
+      const bf16 *next = share(after_keys(), before + r);
+      by_lines(next, [&](auto lines) { score_steps<lines>(q + r * dim, p + r * CHUNK, next); });
+    }
   }
 
   // acc[lane] = acc[lane] * keep + take * (sum over visible keys of p[lane][j] * v[j]).
   void values(int n, const bf16 *p, const Seen &seen, float *acc, const Weights &weights, int64_t before) const {
-    alignas(64) float sums[LANES * MOST_DIM];
     uint64_t keys = seen.everything ? ~0ull : 0;
     for (int r = 0; r < n && !seen.everything; ++r) keys |= seen.mask(r);
     const bf16 *from = keys == ~0ull ? v : mask(keys);
-    tiles.take(n);
-    const bf16 *next = !ahead ? nullptr : (groups == 1 ? k : v) + ahead;
-    by_lines(next, [&](auto lines) { value_steps<lines>(p, from, sums, share(next, before)); });
-    for (int r = 0; r < n; ++r) fold_row(sums + r * dim, acc + r * dim, weights.keep[r], weights.take[r]);
+    const int full = n / TILE * TILE;
+    for (int r = 0; r < n; r = r < full ? full : n) {  // the full groups, then the rest
+      const int rows = r < full ? TILE : n - r;
+      tiles.take(rows);
+      const bf16 *next = share(after_values(), before + r);
+      by_lines(next, [&](auto lines) {
+        value_pairs<lines>(r < full ? full / TILE : 1, rows, p + r * CHUNK, from, acc + r * dim, weights.keep + r,
+                           weights.take + r, next);
+      });
+    }
   }
 
  private:
   static constexpr int64_t LINES = 64;  // in the weights of a step
+  static constexpr int64_t PAIR = 32;   // columns that the tiles take together when values are added up
   int64_t groups = 1;                   // of lanes that meet the chunk: each fetches its share of what is read next
 
+  const bf16 *after_keys() const { return groups == 1 ? v : ahead ? k + ahead : nullptr; }
+  const bf16 *after_values() const { return !ahead ? nullptr : (groups == 1 ? k : v) + ahead; }
   const bf16 *share(const bf16 *next, int64_t before) const {
-    return next ? next + before / LANES * dim * CHUNK / groups : k;
+    return next ? next + before / TILE * dim * CHUNK / groups : nullptr;
   }
 
   template <typename F> void by_lines(const bf16 *next, F f) const {
@@ -72,21 +80,92 @@ struct Tiled : Paired {
     store_row(p, CHUNK);
   }
 
-  // sums [16][D]
+  // `count` groups of `rows` lanes. While the tiles take the sums of 32 columns, those of 32 columns before are stored, and
+  // others before them folded.
   template <int LINES>
-  HEADRACE_APART void value_steps(const bf16 *p, const bf16 *from, float *sums, const bf16 *next) const {
-    constexpr int64_t STEPS = CHUNK / STEP_INPUTS;
-    int64_t d = 0;
-    for (; d + 64 <= dim; d += 64, next += STEPS * LINES * LINE) {
-      clear_sums();
-      tile_steps<LINES>(p, CHUNK, from + 2 * d, 2 * dim, STEPS, {next, LINES * LINE, 0});
-      store_row(sums + d, dim);
+  HEADRACE_APART void value_pairs(int64_t count, int rows, const bf16 *p, const bf16 *from, float *acc,
+                                  const float *keep, const float *take, const bf16 *next) const {
+    alignas(64) float sums[4][TILE * PAIR];
+    const int64_t pairs = dim / PAIR, last = count * pairs;
+    Place at, fold;
+    auto turn = [&](int64_t t, auto odd) HEADRACE_ALWAYS_INLINE {
+      if (t < last) {
+        if (at.pair == 0) load_probabilities(p + at.group * TILE * CHUNK);
+        pair_sums<odd>(from + at.pair * 2 * PAIR);
+        if (LINES > 0) fetch_lines<LINES>(next + t * LINES * LINE);
+        at.advance(pairs);
+      }
+      if (t >= 1 && t <= last) store_pair<!odd>(sums[(t - 1) % 4]);
+      if (t >= 4 && t - 4 < last) {
+        const int64_t lane = fold.group * TILE;
+        fold_pair(rows, sums[t % 4], acc + lane * dim + fold.pair * PAIR, keep + lane, take + lane);
+        fold.advance(pairs);
+      }
+    };
+    for (int64_t t = 0; t < last + 4; t += 2) {
+      turn(t, Constant<0>{});
+      turn(t + 1, Constant<1>{});
     }
-    if (d == dim) return;
-    clear_sums();
-    half_steps(p, CHUNK, from + 2 * d, 2 * dim, STEPS);
-    _tile_stored(0, sums + d, 4 * dim);
-    _tile_stored(1, sums + d + 16, 4 * dim);
+  }
+
+  struct Place {
+    int64_t group = 0, pair = 0;
+    void advance(int64_t pairs) {
+      if (++pair == pairs) ++group, pair = 0;
+    }
+  };
+
+  static HEADRACE_ALWAYS_INLINE void load_probabilities(const bf16 *p) {
+    _tile_loadd(4, p, 2 * CHUNK);
+    _tile_loadd(5, p + STEP_INPUTS, 2 * CHUNK);
+  }
+
+  // Sums 0 and 1, or 2 and 3, = the probabilities times 32 columns of values.
+  template <int ODD> HEADRACE_ALWAYS_INLINE void pair_sums(const bf16 *w) const {
+    const bf16 *second = w + TILE * 2 * dim;  // of keys 32 to 63
+    if constexpr (ODD) {
+      _tile_zero(2);
+      _tile_zero(3);
+      _tile_loadd(6, w, 4 * dim);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, w + LINE, 4 * dim);
+      _tile_dpbf16ps(3, 4, 7);
+      _tile_loadd(6, second, 4 * dim);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_loadd(7, second + LINE, 4 * dim);
+      _tile_dpbf16ps(3, 5, 7);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_loadd(6, w, 4 * dim);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, w + LINE, 4 * dim);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(6, second, 4 * dim);
+      _tile_dpbf16ps(0, 5, 6);
+      _tile_loadd(7, second + LINE, 4 * dim);
+      _tile_dpbf16ps(1, 5, 7);
+    }
+  }
+
+  template <int ODD> static HEADRACE_ALWAYS_INLINE void store_pair(float *sums) {
+    if constexpr (ODD) {
+      _tile_stored(2, sums, 4 * PAIR);
+      _tile_stored(3, sums + TILE, 4 * PAIR);
+    } else {
+      _tile_stored(0, sums, 4 * PAIR);
+      _tile_stored(1, sums + TILE, 4 * PAIR);
+    }
+  }
+
+  void fold_pair(int rows, const float *sums, float *acc, const float *keep, const float *take) const {
+    for (int r = 0; r < rows; ++r, sums += PAIR, acc += dim) {
+      const __m512 kept = _mm512_set1_ps(keep[r]), taken = _mm512_set1_ps(take[r]);
+      each<2>([&](auto c) HEADRACE_ALWAYS_INLINE {
+        _mm512_store_ps(acc + c * 16, _mm512_fmadd_ps(_mm512_load_ps(sums + c * 16), taken,
+                                                      _mm512_mul_ps(_mm512_load_ps(acc + c * 16), kept)));
+      });
+    }
   }
 
   // The values with 0 for keys that no lane sees: they may be garbage, and 0 times NaN is NaN.
@@ -97,13 +176,6 @@ struct Tiled : Paired {
         _mm512_store_si512(masked + d, _mm512_and_si512(_mm512_loadu_si512(v + d), keep));
     }
     return masked;
-  }
-
-  void fold_row(const float *sums, float *acc, float keep, float take) const {
-    const __m512 kept = _mm512_set1_ps(keep), taken = _mm512_set1_ps(take);
-    for (int64_t d = 0; d < dim; d += 16)
-      _mm512_store_ps(acc + d, _mm512_fmadd_ps(_mm512_load_ps(sums + d), taken,
-                                               _mm512_mul_ps(_mm512_load_ps(acc + d), kept)));
   }
 };
 

@@ -14,8 +14,8 @@ namespace headrace::HEADRACE_NS {
 constexpr int TILE = 16;             // rows and columns of a tile of sums
 constexpr int STEP_INPUTS = 32;      // inputs that a tile of x holds
 
-// The eight tiles of this thread, from here to the end of the scope. 0 to 3 hold sums; 4 holds x; 6 and 7 weights; 5
-// weights, or x of 16 further rows.
+// The eight tiles of this thread, from here to the end of the scope. 0 to 3 hold sums, 4 and 5 x, 6 and 7 weights. The
+// processor renames them: nothing waits for a tile that is about to be overwritten.
 class Tiles {
  public:
   ~Tiles() { _tile_release(); }
@@ -33,7 +33,7 @@ class Tiles {
     } shape;
     for (int i = 0; i < 8; ++i) {
       shape.bytes[i] = 2 * STEP_INPUTS;
-      shape.rows[i] = i < 5 ? rows : TILE;
+      shape.rows[i] = i < 6 ? rows : TILE;
     }
     asm volatile("" ::"r"(&shape) : "memory");  // nor that this reads more than eight bytes
     _tile_loadconfig(&shape);
@@ -63,31 +63,20 @@ HEADRACE_INLINE void tile_steps(const bf16 *x, int64_t x_stride, const bf16 *w, 
                                 Ahead ahead) {
   for (int64_t i = 0; i < steps; ++i, x += STEP_INPUTS, w += TILE * w_stride, ahead.from += ahead.stride) {
     _tile_loadd(4, x, 2 * x_stride);
-    _tile_loadd(5, w, 2 * w_stride);
-    _tile_dpbf16ps(0, 4, 5);
-    fetch_lines<LINES / 2>(ahead.from);
-    _tile_loadd(6, w + LINE, 2 * w_stride);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_loadd(7, w + 2 * LINE, 2 * w_stride);
-    _tile_dpbf16ps(2, 4, 7);
-    fetch_lines<LINES - LINES / 2>(ahead.from + LINES / 2 * LINE);
-    _tile_loadd(5, w + 3 * LINE, 2 * w_stride);
-    _tile_dpbf16ps(3, 4, 5);
-  }
-}
-
-// The same for half the columns: sums 0 and 1.
-HEADRACE_INLINE void half_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t steps) {
-  for (int64_t i = 0; i < steps; ++i, x += STEP_INPUTS, w += TILE * w_stride) {
-    _tile_loadd(4, x, 2 * x_stride);
     _tile_loadd(6, w, 2 * w_stride);
     _tile_dpbf16ps(0, 4, 6);
+    fetch_lines<LINES / 2>(ahead.from);
     _tile_loadd(7, w + LINE, 2 * w_stride);
     _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(6, w + 2 * LINE, 2 * w_stride);
+    _tile_dpbf16ps(2, 4, 6);
+    fetch_lines<LINES - LINES / 2>(ahead.from + LINES / 2 * LINE);
+    _tile_loadd(7, w + 3 * LINE, 2 * w_stride);
+    _tile_dpbf16ps(3, 4, 7);
   }
 }
 
-// The same for 32 rows: sums 0 and 1 of the first 16, 2 and 3 of the others.
+// The same for 32 rows and half the columns: sums 0 and 1 of the first 16, 2 and 3 of the others.
 template <int LINES>
 HEADRACE_INLINE void square_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t steps,
                                   Ahead ahead) {
@@ -107,6 +96,13 @@ HEADRACE_INLINE void square_steps(const bf16 *x, int64_t x_stride, const bf16 *w
 }
 
 // Sums to and from memory [.., stride].
+HEADRACE_INLINE void load_row(const float *from, int64_t stride) {
+  _tile_loadd(0, from, 4 * stride);
+  _tile_loadd(1, from + 16, 4 * stride);
+  _tile_loadd(2, from + 32, 4 * stride);
+  _tile_loadd(3, from + 48, 4 * stride);
+}
+
 HEADRACE_INLINE void store_row(float *to, int64_t stride) {
   _tile_stored(0, to, 4 * stride);
   _tile_stored(1, to + 16, 4 * stride);
@@ -126,6 +122,13 @@ HEADRACE_INLINE void store_square(float *to, int64_t stride) {
   _tile_stored(1, to + 16, 4 * stride);
   _tile_stored(2, to + TILE * stride, 4 * stride);
   _tile_stored(3, to + TILE * stride + 16, 4 * stride);
+}
+
+// sums [rows of the tiles, 64] = (what is there, if it is to `go_on`, else 0) + x[rows][32 steps] . w[16 steps][64][2].
+HEADRACE_APART inline void tile_sums(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t steps, bool go_on, float *sums) {
+  go_on ? load_row(sums, 64) : clear_sums();
+  tile_steps<0>(x, x_stride, w, 128, steps, {w, 0, 0});
+  store_row(sums, 64);
 }
 
 constexpr int64_t BLOCK_STEPS = 8;  // steps of inputs for which 64 columns of weights (32 KB) stay in L1
