@@ -96,10 +96,11 @@ void rotary(int type, Address x, Address out, Address cos_sin, int64_t rows, int
       {at<void>(x), at<void>(out), at<float>(cos_sin), rows, x_stride, heads * dim, heads, dim, width, threads});
 }
 
-void linear(Address x, Address w, Address bias, Address out, int64_t rows, int64_t x_stride, int64_t inputs,
-            int64_t outputs, bool wide, int threads) {
-  kernels().linear({at<void>(x), at<void>(w), at<void>(bias), at<void>(out), rows, x_stride, inputs, outputs, wide,
-                    threads});
+void linear(int type, bool pairs, Address x, Address w, Address bias, Address out, int64_t rows, int64_t x_stride,
+            int64_t inputs, int64_t outputs, bool wide, int threads) {
+  if (pairs) check_pairs(kernels());
+  const auto op = pairs ? kernels().linear_pairs : kernels().linear_plain[type];
+  op({at<void>(x), at<void>(w), at<void>(bias), at<void>(out), rows, x_stride, inputs, outputs, wide, threads});
 }
 
 void make_matrix(Matrix *self, Form form, Address weight, Address scales, Address bias, int64_t inputs,
@@ -177,8 +178,6 @@ void move_chunks(Address fits, Address sections, int64_t stride, Address slots, 
   s.fits ? kernels().store_chunks(s) : kernels().load_chunks(s);
 }
 
-bool has_linear() { return kernels().linear != nullptr; }
-
 void probe_read(Address from, int64_t bytes, int threads) { kernels().probe_read(at<void>(from), bytes, threads); }
 
 int64_t probe_multiply(int64_t rounds, int threads) { return kernels().probe_multiply(rounds, threads); }
@@ -213,7 +212,11 @@ NB_MODULE(_cpu, m) {
       .value("gelu", Activation::gelu)
       .value("gelu_tanh", Activation::gelu_tanh)
       .value("relu", Activation::relu);
-  nb::enum_<Form>(m, "Form").value("packed", Form::packed).value("int8", Form::int8).value("int4", Form::int4);
+  nb::enum_<Form>(m, "Form")
+      .value("plain", Form::plain)
+      .value("pairs", Form::pairs)
+      .value("int8", Form::int8)
+      .value("int4", Form::int4);
   nb::class_<Matrix>(m, "Matrix").def("__init__", make_matrix);
   nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
   nb::class_<Block>(m, "Block")
@@ -223,7 +226,6 @@ NB_MODULE(_cpu, m) {
       .def("after", after, unlocked);
   nb::class_<Step>(m, "Step").def("__init__", make_step).def("add_items", add_items).def("run", run, unlocked);
   m.def("move_chunks", move_chunks, unlocked);
-  m.def("has_linear", has_linear);
   m.def("exp", exp_many, unlocked);
   m.def("probe_read", probe_read, unlocked);
   m.def("probe_multiply", probe_multiply, unlocked);

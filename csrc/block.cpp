@@ -1,6 +1,6 @@
 #include "block.h"
 
-#include <stdexcept>
+#include "checks.h"
 
 namespace headrace {
 namespace {
@@ -17,8 +17,11 @@ struct Pass {
   // The one place that knows in which forms weights come.
   void multiply(const Matrix &m, const bf16 *x, bf16 *y) const {
     switch (m.form) {
-      case Form::packed:
-        return kernels.linear({x, m.weight, m.bias, y, rows, m.inputs, m.inputs, m.outputs, false, threads});
+      case Form::plain:
+      case Form::pairs: {
+        const auto linear = m.form == Form::pairs ? kernels.linear_pairs : kernels.linear_plain[BF16];
+        return linear({x, m.weight, m.bias, y, rows, m.inputs, m.inputs, m.outputs, false, threads});
+      }
       case Form::int8:
       case Form::int4:
         const int bits = m.form == Form::int8 ? 8 : 4;
@@ -53,9 +56,9 @@ struct Pass {
   }
 };
 
-Pass pass(int64_t rows, int threads) {
-  if (!kernels().linear)
-    throw std::invalid_argument("weights were packed for another instruction set; load the model again");
+Pass pass(const Block &block, int64_t rows, int threads) {
+  for (const Matrix *m : {&block.qkv, &block.out, &block.up, &block.down})
+    if (m->form == Form::pairs) check_pairs(kernels());
   return {kernels(), rows, threads};
 }
 
@@ -113,7 +116,7 @@ void Block::before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *he
                    int threads) const {
   const int64_t hidden = qkv.inputs, width = qkv.outputs;
   tiles(rows, [&](int64_t first, int64_t count) {
-    const Pass run = pass(count, threads);
+    const Pass run = pass(*this, count, threads);
     const bf16 *from = x + first * hidden;
     bf16 *q = heads_out + first * width, *k = q + heads * dim;
     if (order != Order::post) {
@@ -129,7 +132,7 @@ void Block::before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *he
 
 void Block::after(bf16 *x, const bf16 *attended, bf16 *scratch, int64_t rows, int threads) const {
   tiles(rows, [&](int64_t first, int64_t count) {
-    finish(*this, pass(count, threads), x + first * qkv.inputs, attended + first * out.inputs,
+    finish(*this, pass(*this, count, threads), x + first * qkv.inputs, attended + first * out.inputs,
            Buffers(*this, scratch, count));
   });
 }

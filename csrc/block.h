@@ -12,7 +12,7 @@ typedef uint16_t bf16;
 
 enum class Order { pre, post, parallel };  // models.spec.Block
 enum class Activation { silu_mul, gelu, gelu_tanh, relu };
-enum class Form { packed, int8, int4 };  // how a weight lies: see linear.cpp and linear_quant.cpp
+enum class Form { plain, pairs, int8, int4 };  // how a weight lies: see linear_plain.cpp, linear.cpp, linear_quant.cpp
 
 // A weight [outputs, inputs] that rows are multiplied by, its scales if it has any, and its bias [outputs] or null.
 struct Matrix {

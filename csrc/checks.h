@@ -29,6 +29,11 @@ inline void check_bias(const Attend &a) {
                                   std::to_string(r) + "] is " + std::to_string(a.positions[r]));
 }
 
+inline void check_pairs(const Kernels &kernels) {
+  if (!kernels.linear_pairs)
+    throw std::invalid_argument("weights were packed for another instruction set; load the model again");
+}
+
 inline void check_slots(const Stored &a, int64_t slots) {
   for (int64_t i = 0; i < a.count; ++i)
     if (a.slots[i] < 0 || a.slots[i] >= slots)

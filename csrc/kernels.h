@@ -93,9 +93,9 @@ struct Unary {
   int threads;
 };
 
-// out[t, n] = sum over k of x[t, k] * w[n, k], plus bias[n]: bf16 with fp32 sums; out is fp32 if `wide`.
+// out[t, n] = sum over k of x[t, k] * w[n, k], plus bias[n], with fp32 sums; all of one type, but out is fp32 if `wide`.
 struct Linear {
-  const void *x, *w, *bias;  // [T, inputs] rows x_stride apart, packed weights (see linear.cpp), [outputs] or null
+  const void *x, *w, *bias;  // [T, inputs] rows x_stride apart, packed weights (see linear.cpp, linear_plain.cpp), [outputs] or null
   void *out;                 // [T, outputs]
   int64_t rows, x_stride, inputs, outputs;
   bool wide;
@@ -160,7 +160,8 @@ struct Kernels {
   void (*add[2])(const Sum &);
   void (*rotary[2])(const Rotary &);
   void (*linear_quant[2])(const LinearQuant &);
-  void (*linear)(const Linear &);  // null where the instruction set has no bf16 products
+  void (*linear_plain[2])(const Linear &);
+  void (*linear_pairs)(const Linear &);  // of bf16, whose weights lie otherwise; null where there are no products of pairs
   void (*store_chunks)(const Stored &);
   void (*load_chunks)(const Stored &);
   void (*exp)(const float *x, float *out, int64_t n);

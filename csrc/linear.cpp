@@ -4,10 +4,8 @@
 // that 16 outputs take one multiply-add of pairs. Every output is one chain of sums over ascending pairs, whatever M,
 // tile, block or thread: a row's bits depend on nothing else. With AMX the chain goes by steps of 32 inputs (tiles.h),
 // where these are a multiple of 32.
-#include "arena.h"
-#include "kernels.h"
+#include "linear.h"
 #include "pairs.h"
-#include "simd.h"
 #include "tiles.h"
 
 namespace headrace::HEADRACE_NS {
@@ -16,7 +14,6 @@ namespace headrace::HEADRACE_NS {
 
 namespace {
 
-constexpr int64_t COLUMNS = 64;        // outputs in a packed block: four vectors
 constexpr int64_t STEP = 2 * COLUMNS;  // elements of a packed pair of inputs
 constexpr int64_t FEW_GROUPS = 4;      // so few groups of rows wait for weights: two blocks of them must fit into L1
 constexpr int64_t FEW_PAIRS = 64;      // pairs of a block then: 16 KB of weights
@@ -97,33 +94,12 @@ void multiply_all(const Linear &a, const bf16 *w, int64_t first, int64_t last, f
 
 #endif
 
-template <typename T> void write(const Linear &a, int64_t column, int64_t first, int64_t last, const float *sums) {
-  const int64_t count = a.outputs - column < COLUMNS ? a.outputs - column : COLUMNS;
-  const bf16 *bias = static_cast<const bf16 *>(a.bias);
-  for (int64_t row = first; row < last; ++row, sums += COLUMNS) {
-    T *out = static_cast<T *>(a.out) + row * a.outputs + column;
-    for (int64_t c = 0; c < count; c += W) {
-      const int64_t n = count - c < W ? count - c : W;
-      vf y = load(sums + c);
-      if (bias) y = y + (n == W ? load(bias + column + c) : load_part(bias + column + c, n));
-      n == W ? store(out + c, y) : store_part(out + c, y, n);
-    }
-  }
-}
-
 }  // namespace
 
-void linear(const Linear &a) {
-  const int64_t most = task_rows(a);
-  const int64_t blocks = (a.outputs + COLUMNS - 1) / COLUMNS, ranges = (a.rows + most - 1) / most;
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (blocks * ranges > 1)
-  for (int64_t i = 0; i < blocks * ranges; ++i) {
-    const int64_t block = i % blocks, first = i / blocks * most;
-    const int64_t last = first + most < a.rows ? first + most : a.rows;
-    float *sums = arena(most * COLUMNS);
-    multiply_all(a, static_cast<const bf16 *>(a.w) + block * a.inputs * COLUMNS, first, last, sums);
-    a.wide ? write<float>(a, block * COLUMNS, first, last, sums) : write<bf16>(a, block * COLUMNS, first, last, sums);
-  }
+void linear_pairs(const Linear &a) {
+  each_block<bf16>(a, task_rows(a), 0, [&](const bf16 *w, int64_t first, int64_t last, float *sums, float *) {
+    multiply_all(a, w, first, last, sums);
+  });
 }
 
 #endif

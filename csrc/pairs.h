@@ -65,13 +65,6 @@ HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, 
   }
 }
 
-// f(Constant<L>) for the least L of 0, 1, 2, 4 .. MOST that is not below `lines`.
-template <int MOST, typename F> HEADRACE_INLINE void with_lines(int lines, F f) {
-  if constexpr (MOST > 0)
-    if (lines <= MOST / 2) return with_lines<MOST / 2>(lines, f);
-  f(Constant<MOST>{});
-}
-
 // Each of N vectors (1 or 4) folded to one number by halves: element i with i + 8, then i + 4, i + 2, i + 1. They are the
 // first N elements of the result, the same bits for 1 and for 4 at once.
 template <int N, typename F> HEADRACE_INLINE vf reduce(const __m512 (&x)[N], F f) {

@@ -49,6 +49,13 @@ template <typename F, int... I> HEADRACE_INLINE void each_of(F &f, std::integer_
 // in registers; one that is indexed in a loop, unrolled or not, GCC 12 may keep or clear in memory (by `rep stos`).
 template <int N, typename F> HEADRACE_INLINE void each(F f) { each_of(f, std::make_integer_sequence<int, N>{}); }
 
+// f(Constant<L>) for the least L of 0, 1, 2, 4 .. MOST that is not below `lines`.
+template <int MOST, typename F> HEADRACE_INLINE void with_lines(int lines, F f) {
+  if constexpr (MOST > 0)
+    if (lines <= MOST / 2) return with_lines<MOST / 2>(lines, f);
+  f(Constant<MOST>{});
+}
+
 HEADRACE_INLINE vf splat(float x) { return x - vf{}; }
 
 // a * b + c: fused where the instruction set can, two roundings where it cannot. Nothing else may multiply and add.

@@ -18,7 +18,8 @@ template <typename T> void relu(const Unary &);
 template <typename T> void add(const Sum &);
 template <typename T> void rotary(const Rotary &);
 template <typename T> void linear_quant(const LinearQuant &);
-void linear(const Linear &);
+template <typename T> void linear_plain(const Linear &);
+void linear_pairs(const Linear &);
 void store_chunks(const Stored &);
 void load_chunks(const Stored &);
 void exp_many(const float *x, float *out, int64_t n);
@@ -42,8 +43,9 @@ constexpr Kernels kernels = {
     {add<bf16>, add<float>},
     {rotary<bf16>, rotary<float>},
     {linear_quant<bf16>, linear_quant<float>},
+    {linear_plain<bf16>, linear_plain<float>},
 #ifdef __AVX512BF16__
-    linear,
+    linear_pairs,
 #else
     nullptr,
 #endif

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headrace.engine import identity
 from headrace.engine.capacity import SHIPPED
@@ -174,8 +175,12 @@ def test_chunks_differ_by_all_that_their_bits_depend_on(monkeypatch: pytest.Monk
         found.append(chunk_identity(model, **FACTS))
         cpu.use_isa(before)
     with table.force("torch"):
-        found.append(chunk_identity(model, **FACTS))
-    for name, value in (("VERSION", 2), ("LAYOUT", "other"), ("__version__", "9")):
+        threads = torch.get_num_threads()
+        for count in (threads, threads + 1):
+            torch.set_num_threads(count)
+            found.append(chunk_identity(model, **FACTS))
+        torch.set_num_threads(threads)
+    for name, value in (("VERSION", identity.VERSION + 1), ("LAYOUT", "other"), ("__version__", "9")):
         with monkeypatch.context() as patch:
             patch.setattr(identity, name, value)
             found.append(chunk_identity(model, **FACTS))

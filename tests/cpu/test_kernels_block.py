@@ -19,7 +19,7 @@ from headrace.models.decoder import Decoder, OneByOne
 from headrace.models.spec import ModelConfig
 from headrace.models.weights import expected
 
-pytestmark = [pytest.mark.skipif(not cpu.has_linear(), reason="this processor has no AVX-512 BF16")]
+pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
 
 PLAIN = dict(norm="layer", gated=False, activation="gelu")
 BIASED = dict(qkv_bias=True, out_bias=True, mlp_bias=True)
@@ -33,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rms without weights": dict(norm_affine=False),
     "falcon7": PLAIN | dict(block="parallel", mlp_norm=False, kv_heads=1),
     "falcon40": PLAIN | BIASED | dict(block="parallel", activation="gelu_tanh"),
+    "odd width": dict(inner=191),
     "partial rotary": dict(head_dim=20, hidden=72, inner=90, heads=6, rotary=6),
 }
 ROWS = (1, 3, 64, 300, 1100)
@@ -75,6 +76,14 @@ def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Not attention, but every element of q, k and v shows in it."""
     group = q.shape[1] // k.shape[1]
     return q - k.repeat_interleave(group, 1) + v.repeat_interleave(group, 1) * (layer + 1)
+
+
+@pytest.fixture(params=cpu.available_isas() if cpu.available() else ())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = cpu.isa()
+    cpu.use_isa(request.param)
+    yield request.param
+    cpu.use_isa(before)
 
 
 @pytest.fixture(params=[1, 2])
@@ -153,25 +162,33 @@ def test_attended_rows_may_lie_anyhow() -> None:
     assert torch.equal(fast.layers(x.clone(), None, turned), slow.layers(x.clone(), None, attend))
 
 
-def test_other_instruction_sets_go_op_by_op() -> None:
+@pytest.mark.parametrize("variant", ["llama", "odd width"])
+def test_every_instruction_set(isa: str, variant: str) -> None:
+    same_bits(*both(variant))
+
+
+@pytest.mark.skipif(not cpu.has_pairs(), reason="this processor has no AVX-512 BF16")
+def test_pairs_are_refused_where_there_are_none() -> None:
     fast, _, _ = both("llama")
     x, before = torch.randn(2, 128).bfloat16(), cpu.isa()
-    cpu.use_isa("avx512")
+    cpu.use_isa("portable")
     try:
-        assert isinstance(Decoder(fast.config, weights_of(fast.config)).layers, OneByOne)
-        assert str(table.layer_choice()).startswith("ops: one operation at a time")
         with pytest.raises(ValueError, match="packed for another instruction set"):
             fast.layers(x, None, attend)
     finally:
         cpu.use_isa(before)
 
 
-@pytest.mark.parametrize("lost", ["float32", "odd width"])
-def test_what_is_not_packed_goes_op_by_op(lost: str) -> None:
-    config = model(inner=191 if lost == "odd width" else 192)
-    dtype = torch.float32 if lost == "float32" else torch.bfloat16
-    weights = {name: weight.to(dtype) for name, weight in weights_of(config).items()}
+def test_float32_goes_op_by_op() -> None:
+    config = model()
+    weights = {name: weight.float() for name, weight in weights_of(config).items()}
     assert isinstance(Decoder(config, weights).layers, OneByOne)
+
+
+def test_forced_to_torch_goes_op_by_op() -> None:
+    with table.force("torch"):
+        assert str(table.layer_choice()) == "ops: forced"
+        assert isinstance(Decoder(model(), weights_of(model())).layers, OneByOne)
 
 
 def test_refusals() -> None:

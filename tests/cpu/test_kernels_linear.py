@@ -1,4 +1,7 @@
-"""Packed products: right against fp64, and the same bits for a row in every company."""
+"""Packed products: right against fp64, and the same bits for a row in every company, on every instruction set.
+
+T: rows, K: inputs, N: outputs.
+"""
 
 from __future__ import annotations
 
@@ -6,75 +9,167 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.kernels import cpu, ops
+from headrace.kernels import cpu, ops, table
+from headrace.kernels.extension import PAIRED
 
-pytestmark = [pytest.mark.skipif(not cpu.has_linear(), reason="this processor has no AVX-512 BF16")]
+pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
 
-SHAPES = [(256, 640), (704, 256), (1024, 2816), (2816, 1024), (4096, 512), (72, 100), (2, 1), (1000, 333)]
+ISAS = cpu.available_isas() if cpu.available() else ()
+SHAPES = [
+    (256, 640), (704, 256), (1024, 2816), (2816, 1024), (2048, 512), (4096, 512), (72, 100), (2, 1), (1000, 333),
+    (1, 3), (65, 64), (127, 70), (1023, 129),
+]  # fmt: skip
+ROWS = [1, 2, 3, 4, 5, 6, 7, 16, 17, 130]
+COMPANIES = [*range(1, 71), 127, 128, 129, 136, 255, 257, 264]
+DTYPES = [torch.bfloat16, torch.float32]
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = cpu.isa()
+    cpu.use_isa(request.param)
+    yield request.param
+    cpu.use_isa(before)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """The test sets the number of threads as it likes."""
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(before)
 
 
-def tensors(rows: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, inputs], weight [outputs, inputs], bias [outputs] in bf16."""
-    g = torch.Generator().manual_seed(rows + inputs)
+def tensors(rows: int, inputs: int, outputs: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, inputs], weight [outputs, inputs], bias [outputs]."""
+    g = torch.Generator().manual_seed(rows + inputs + seed)
     shapes = [(rows, inputs), (outputs, inputs), (outputs,)]
-    x, weight, bias = (torch.randn(shape, generator=g).bfloat16() for shape in shapes)
+    x, weight, bias = (torch.randn(shape, generator=g).to(dtype) for shape in shapes)
     return x, weight, bias
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 3, 4, 5, 16, 17, 130])
-def test_agrees_with_fp64(rows: int, inputs: int, outputs: int) -> None:
-    x, weight, bias = tensors(rows, inputs, outputs)
-    want = x.double() @ weight.double().T + bias.double()
-    size = x.double().abs() @ weight.double().abs().T + bias.double().abs()
-    wide = cpu.linear(x, cpu.Packed(weight), bias, wide=True)
-    assert ((wide - want).abs() <= 2e-6 * size).all()
-    assert torch.equal(cpu.linear(x, cpu.Packed(weight), bias), wide.bfloat16())
-    plain = cpu.linear(x, cpu.Packed(weight), wide=True)
-    assert ((plain - (want - bias.double())).abs() <= 2e-6 * size).all()
+def truth(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The product in fp64, and the sum of the sizes of what it adds up."""
+    x, weight = x.double(), weight.double()
+    bias = torch.zeros(1).double() if bias is None else bias.double()
+    return x @ weight.T + bias, x.abs() @ weight.abs().T + bias.abs()
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_a_row_has_the_same_bits_in_every_company(inputs: int, outputs: int, threads: None) -> None:
-    x, weight, bias = tensors(300, inputs, outputs)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_agrees_with_fp64(isa: str, dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    every, weight, bias = tensors(max(ROWS), inputs, outputs, dtype)
     packed = cpu.Packed(weight)
+    assert packed.pairs == (isa in PAIRED and dtype == torch.bfloat16 and inputs % 2 == 0)
+    for rows in ROWS:
+        x = every[:rows]
+        want, size = truth(x, weight, bias)
+        wide = cpu.linear(x, packed, bias, wide=True)
+        assert ((wide - want).abs() <= 2e-6 * size).all()
+        assert torch.equal(cpu.linear(x, packed, bias), wide.to(dtype))
+        want, size = truth(x, weight)
+        assert ((cpu.linear(x, packed, wide=True) - want).abs() <= 2e-6 * size).all()
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_sum_is_off_by_its_roundings_at_most(isa: str, threads: None, data: st.DataObject) -> None:
+    """A product and a sum are rounded for each input, and the sum with the bias. One thread or two: the same bits."""
+    rows, inputs, outputs = (
+        data.draw(st.integers(1, most), name) for most, name in ((40, "T"), (300, "K"), (200, "N"))
+    )
+    dtype, biased, wide = data.draw(st.sampled_from(DTYPES)), data.draw(st.booleans()), data.draw(st.booleans())
+    x, weight, bias = tensors(rows, inputs, outputs, dtype, data.draw(st.integers(0, 99)))
+    packed, added = cpu.Packed(weight), bias if biased else None
+    torch.set_num_threads(1)
+    got = cpu.linear(x, packed, added, wide)
+    want, size = truth(x, weight, added)
+    narrow = 2**-8 * want.abs() if got.dtype == torch.bfloat16 else 0
+    assert ((got - want).abs() <= 1.01 * (inputs + 2) * 2**-24 * size + 1.01 * narrow).all()
+    torch.set_num_threads(2)
+    assert torch.equal(cpu.linear(x, packed, added, wide), got)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_every_company(
+    isa: str, dtype: torch.dtype, inputs: int, outputs: int, threads: None
+) -> None:
+    x, weight, bias = tensors(300, inputs, outputs, dtype)
+    packed = cpu.Packed(weight)
+    torch.set_num_threads(1)
     whole = cpu.linear(x, packed, bias)
-    for rows in [*range(1, 71), 127, 128, 129, 255, 257]:
-        start = rows * 7 % (300 - rows)
-        assert torch.equal(cpu.linear(x[start : start + rows], packed, bias), whole[start : start + rows]), rows
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        assert torch.equal(cpu.linear(x, packed, bias), whole)
+        for rows in COMPANIES:
+            start = rows * 7 % (300 - rows)
+            assert torch.equal(cpu.linear(x[start : start + rows], packed, bias), whole[start : start + rows]), rows
 
 
-def test_rows_may_be_apart() -> None:
-    x, weight, _ = tensors(9, 128, 70)
-    wide_rows = torch.randn(9, 300).bfloat16()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_may_be_apart(isa: str, dtype: torch.dtype) -> None:
+    x, weight, _ = tensors(9, 128, 70, dtype)
+    wide_rows = torch.randn(9, 300).to(dtype)
     wide_rows[:, 40:168] = x
     assert torch.equal(cpu.linear(wide_rows[:, 40:168], cpu.Packed(weight)), cpu.linear(x, cpu.Packed(weight)))
 
 
-def test_ops_pack_what_can_be_packed() -> None:
-    x, weight, bias = tensors(5, 64, 48)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows(isa: str, dtype: torch.dtype) -> None:
+    x, weight, bias = tensors(1, 64, 70, dtype)
+    for form in (cpu.Packed(weight), weight):
+        assert ops.linear(x[:0], form, bias).shape == (0, 70)
+
+
+@pytest.mark.parametrize("inputs", [64, 63])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ops_pack_every_matrix(isa: str, dtype: torch.dtype, inputs: int) -> None:
+    x, weight, bias = tensors(5, inputs, 48, dtype)
     packed = ops.pack(weight)
     assert isinstance(packed, cpu.Packed)
     torch.testing.assert_close(ops.linear(x, packed, bias), ops.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
     assert ops.linear(x, packed, wide=True).dtype == ops.linear(x, weight, wide=True).dtype == torch.float32
-    for odd in (weight.float(), weight[:, :63].contiguous()):
-        assert ops.pack(odd) is odd
 
 
-def test_refusals() -> None:
-    x, weight, bias = tensors(5, 64, 48)
-    for bad in (x.float(), x[:, :32], x.T):
+def test_what_is_not_packed() -> None:
+    _, weight, bias = tensors(5, 64, 48, torch.float32)
+    for other in (bias, weight[:0], weight[:, :0], weight.half(), weight.clone().requires_grad_()):
+        assert ops.pack(other) is other
+    with table.force("torch"):
+        assert ops.pack(weight) is weight
+
+
+def test_a_form_is_never_read_as_the_other() -> None:
+    """Pairs are refused where there are none; what is packed plainly serves every instruction set."""
+    x, weight, _ = tensors(5, 64, 48, torch.bfloat16)
+    before = cpu.isa()
+    try:
+        cpu.use_isa("portable")
+        plain = cpu.Packed(weight)
+        for name in ISAS:
+            cpu.use_isa(name)
+            want, size = truth(x, weight)
+            assert ((cpu.linear(x, plain, wide=True) - want).abs() <= 2e-6 * size).all()
+            packed = cpu.Packed(weight)
+            cpu.use_isa("portable")
+            if packed.pairs:
+                with pytest.raises(ValueError, match="packed for another instruction set"):
+                    cpu.linear(x, packed)
+    finally:
+        cpu.use_isa(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_refusals(isa: str, dtype: torch.dtype) -> None:
+    x, weight, bias = tensors(5, 64, 48, dtype)
+    for bad in (x.double(), x.half(), x[:, :32], x.T, x[0]):
         with pytest.raises(ValueError, match="x must be"):
             cpu.linear(bad, cpu.Packed(weight))
-    with pytest.raises(ValueError, match="bias"):
-        cpu.linear(x, cpu.Packed(weight), bias[:5])
+    for vector in (bias[:5], bias.double()):
+        with pytest.raises(ValueError, match="bias"):
+            cpu.linear(x, cpu.Packed(weight), vector)

@@ -178,11 +178,23 @@ def test_exp_does_not_depend_on_the_place(isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("width", "outputs"), [(256, 640), (640, 256), (2048, 512), (4096, 512)])
-def test_linear_gives_a_row_the_same_bits(threads: int, width: int, outputs: int, dtype: torch.dtype) -> None:
-    x, weight = random(130, width, dtype=dtype), random(outputs, width, dtype=dtype, seed=1) / math.sqrt(width)
+@pytest.mark.parametrize(
+    ("width", "outputs"), [(256, 640), (640, 256), (2048, 512), (4096, 512), (1024, 2816), (90, 70), (127, 33)]
+)
+def test_torch_linear_gives_a_row_the_same_bits(threads: int, width: int, outputs: int, dtype: torch.dtype) -> None:
+    """Also what is not packed; 64, 136 and 264 rows are where torch's product was seen to change its order."""
+    x, weight = random(300, width, dtype=dtype), random(outputs, width, dtype=dtype, seed=1) / math.sqrt(width)
     whole = ops.linear(x, weight)
-    for rows in (*range(1, 71), 127, 128, 129):
+    for rows in (*range(1, 71, 1 if threads == 1 else 7), 127, 128, 129, 136, 264, 299):
         assert torch.equal(ops.linear(x[:rows], weight), whole[:rows]), f"{rows} rows"
-    for begin in (1, 15, 64, 129):
-        assert torch.equal(ops.linear(x[begin : begin + 1], weight), whole[begin : begin + 1]), f"row {begin}"
+        assert torch.equal(ops.linear(x[300 - rows :], weight), whole[300 - rows :]), f"the last {rows} rows"
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_linear_gives_a_row_the_same_bits(isa: str, threads: int, dtype: torch.dtype) -> None:
+    """More of this: test_kernels_linear.py."""
+    x, weight = random(300, 2048, dtype=dtype), ops.pack(random(512, 2048, dtype=dtype, seed=1) / math.sqrt(2048))
+    whole = ops.linear(x, weight)
+    for rows in (1, 2, 15, 16, 17, 64, 136, 264):
+        assert torch.equal(ops.linear(x[300 - rows :], weight), whole[300 - rows :]), f"the last {rows} rows"

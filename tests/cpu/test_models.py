@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from headrace.kernels import table
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.spec import ModelConfig
+from headrace.models.weights import load_weights
 from tests.cpu.checkpoints import KINDS, VOCAB
 from tests.cpu.conftest import FolderOf, OursOf, TheirsOf
 from tests.cpu.naive import BatchAttend, NaiveAttend, RowAttend, batch_of, greedy, join, naive, prompt_logits
@@ -192,22 +193,22 @@ BROKEN: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("feature", BROKEN)
-def test_the_checkpoints_show_a_missing_feature(feature: str, ours_of: OursOf) -> None:
+def test_the_checkpoints_show_a_missing_feature(feature: str, folder_of: FolderOf, ours_of: OursOf) -> None:
     """Without the feature the logits are off by far more than parity allows, so the tests above would fail."""
     kind, change = BROKEN[feature]
     sound = ours_of(kind)
     fields = change(sound.config) if callable(change) else change
-    broken = Decoder(replace(sound.config, **fields), sound.weights)
+    broken = Decoder(replace(sound.config, **fields), load_weights(folder_of(kind), sound.config, sound.dtype))
     tokens = prompt(PROMPT_LENGTH)
     assert (prompt_logits(broken, tokens) - prompt_logits(sound, tokens)).abs().max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("module", ["qkv", "out", "up", "down"])
-def test_the_checkpoints_show_a_missing_bias(module: str, ours_of: OursOf) -> None:
+def test_the_checkpoints_show_a_missing_bias(module: str, folder_of: FolderOf, ours_of: OursOf) -> None:
     tokens = prompt(20)
     for kind in ("llama_bias", "opt", "falcon7_bias"):
         sound = ours_of(kind)
-        lost = f"layers.0.{module}.bias"
-        assert lost in sound.weights
-        broken = Decoder(sound.config, {name: weight for name, weight in sound.weights.items() if name != lost})
+        weights = load_weights(folder_of(kind), sound.config, sound.dtype)
+        del weights[f"layers.0.{module}.bias"]
+        broken = Decoder(sound.config, weights)
         assert (prompt_logits(broken, tokens) - prompt_logits(sound, tokens)).abs().max() > 100 * TOLERANCE

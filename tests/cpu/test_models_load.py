@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.models.config import read_config
-from headrace.models.decoder import Decoder, load_decoder
+from headrace.models.decoder import Decoder, Weights, load_decoder
+from headrace.models.weights import load_weights
 from headrace.types import UnsupportedModel
 from tests.cpu.checkpoints import GQA, LLAMA3_ROPE, WINDOW, edit_json, make_checkpoint
 from tests.cpu.conftest import FolderOf, OursOf
@@ -185,9 +186,14 @@ def test_harmless_buffers_are_ignored(folder_of: FolderOf, ours_of: OursOf, tmp_
     assert same(load_decoder(folder), ours_of("llama"))
 
 
-def test_tied_embeddings_share_memory(ours_of: OursOf) -> None:
+def weights_in(folder: Path) -> Weights:
+    """All tensors of a model, in fp32, before any is packed."""
+    return load_weights(folder, read_config(folder), torch.float32)
+
+
+def test_tied_embeddings_share_memory(folder_of: FolderOf) -> None:
     for kind, tied in (("llama", False), ("llama_tied", True), ("opt350", True), ("opt_untied", False)):
-        weights = ours_of(kind).weights
+        weights = weights_in(folder_of(kind))
         assert (weights["head.weight"] is weights["embed.weight"]) == tied
 
 
@@ -196,10 +202,10 @@ def test_a_stored_head_of_a_tied_model(folder_of: FolderOf, ours_of: OursOf, tmp
     folder = copy_of(folder_of("llama_tied"), tmp_path / "model")
     embed = load_file(folder / SINGLE)["model.embed_tokens.weight"]
     rename(folder, lambda tensors: tensors | {"lm_head.weight": embed.clone()})
-    weights = load_decoder(folder).weights
+    weights = weights_in(folder)
     assert weights["head.weight"] is weights["embed.weight"]
     rename(folder, lambda tensors: tensors | {"lm_head.weight": embed + 1})
-    assert torch.equal(load_decoder(folder).weights["head.weight"], embed + 1)
+    assert torch.equal(weights_in(folder)["head.weight"], embed + 1)
     rename(folder, lambda tensors: {n: t for n, t in tensors.items() if "embed" not in n} | {"lm_head.weight": embed})
     assert same(load_decoder(folder), ours_of("llama_tied"))
 
@@ -267,7 +273,7 @@ def test_facts(folder_of: FolderOf, tmp_path: Path) -> None:
 def test_progress_is_told(folder_of: FolderOf) -> None:
     calls: list[tuple[int, int]] = []
     decoder = load_decoder(folder_of("llama"), progress=lambda done, total: calls.append((done, total)))
-    total = len(decoder.weights)
+    total = len(decoder.weights.keys() | decoder.matrices.keys())
     assert calls == [(done, total) for done in range(1, total + 1)]
 
 

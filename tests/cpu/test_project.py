@@ -30,9 +30,7 @@ from tests.cpu.naive import BatchAttend, NaiveAttend, batch_of, join, naive
 pytestmark = pytest.mark.cpu
 
 LENGTHS = (75, 1, 140)
-needs_linear = pytest.mark.skipif(
-    not (cpu.available() and cpu.has_linear()), reason="this processor has no AVX-512 BF16"
-)
+needs_extension = pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -120,12 +118,13 @@ def isa(request: Any) -> Iterator[str]:
     cpu.use_isa(before)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("quantization", ["none", "int4"])
-def test_every_instruction_set(isa: str, quantization: Quantization, folder_of: FolderOf) -> None:
-    projects(load_decoder(folder_of("qwen2"), "bfloat16", quantization=quantization))
+def test_every_instruction_set(isa: str, quantization: Quantization, dtype: Any, folder_of: FolderOf) -> None:
+    projects(load_decoder(folder_of("qwen2"), dtype, quantization=quantization))
 
 
-@needs_linear
+@needs_extension
 def test_which_way_is_taken(folder_of: FolderOf) -> None:
     """Queries that fill blocks of 64 outputs are not multiplied."""
     whole = load_decoder(folder_of("llama_gqa"), "bfloat16")
@@ -134,7 +133,7 @@ def test_which_way_is_taken(folder_of: FolderOf) -> None:
         assert isinstance(load_decoder(folder_of("llama_gqa"), "bfloat16").layers, OneByOne)
 
 
-@needs_linear
+@needs_extension
 def test_queries_that_fill_no_block(folder_of: FolderOf) -> None:
     """Then all are multiplied, and the queries thrown away: as if these heads did not fill blocks of 64."""
     decoder = load_decoder(folder_of("llama_gqa"), "bfloat16")
@@ -147,12 +146,13 @@ def test_queries_that_fill_no_block(folder_of: FolderOf) -> None:
         decoder.project(0, found.x[0].float(), batch.positions)
 
 
-@pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
+@needs_extension
 def test_the_tail_of_a_weight_is_a_view() -> None:
     g = torch.Generator().manual_seed(0)
     weight, x = torch.randn(200, 128, generator=g).bfloat16(), torch.randn(9, 128, generator=g).bfloat16()
     forms: list[Any] = [quantized.Quantized(quantized.Rounded(weight, scheme)) for scheme in ("int8", "int4")]
-    for form in forms + ([cpu.Packed(weight)] if cpu.has_linear() else []):
+    for form in [*forms, cpu.Packed(weight), cpu.Packed(weight.float())]:
+        x = x.to(form.blocks.dtype) if isinstance(form, cpu.Packed) else x
         tail: Any = ops.outputs_from(form, 128)
         assert tail.shape == (72, 128)
         assert torch.equal(ops.linear(x, tail), ops.linear(x, form)[:, 128:])

@@ -27,7 +27,7 @@ from headrace.models.files import weight_files
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """To be raised when this version of Headrace would compute or store other bits than the one before."""
 
 MEMO = "models.json"
@@ -59,7 +59,8 @@ def chunk_identity(
     model: bytes, *, dtype: str, kv_dtype: str, quantization: str, backend: str, formats: Iterable[str] = ("raw",)
 ) -> bytes:
     """32 bytes from the model's identity and all that a chunk's bits depend on beside it: types, rounding of the
-    weights, layout, the kernels and their instruction set, torch (whose products fp32 takes), and versions.
+    weights, layout, the kernels and their instruction set, torch (whose products serve where there are no kernels), and
+    versions.
 
     formats: those of the tiers. What came back rounded goes on into the chunks after it, so an engine that rounds
     shares nothing with one that does not.
@@ -80,9 +81,11 @@ def chunk_identity(
 
 def arithmetic() -> dict[str, Any]:
     """What computes here: engines on which this agrees get the same bits."""
+    kernels = {name: choice.implementation for name, choice in table.table().items() if name != "layer"}
     return {
         "isa": cpu.isa() if cpu.available() else "none",
-        "kernels": {name: choice.implementation for name, choice in table.table().items() if name != "layer"},
+        "kernels": kernels,
+        "threads": torch.get_num_threads() if kernels["linear"] == "torch" else None,  # torch cuts its sums by them
         "torch": torch.__version__,
         "torch isa": torch.backends.cpu.get_cpu_capability(),
     }

@@ -54,8 +54,8 @@ class LayerWeights(Protocol):
     def matrices(self) -> Mapping[str, Weight]: ...
 
 
-def obstacle(layers: Sequence[LayerWeights]) -> str | None:
-    """Why Blocks does not take these layers; None where it does."""
+def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype) -> str | None:
+    """Why Blocks does not take these layers of a model in `dtype`; None where it does."""
     choice = table.layer_choice()
     if choice.implementation != "cpu":
         return choice.reason
@@ -66,8 +66,7 @@ def obstacle(layers: Sequence[LayerWeights]) -> str | None:
     ]
     if loose:
         return f"not packed: {', '.join(loose)}"
-    wide = any(vector.dtype != torch.bfloat16 for each in layers for vector in each.weights.values())
-    return "not in bfloat16" if wide else None
+    return None if dtype == torch.bfloat16 else "not in bfloat16"
 
 
 class Blocks:
@@ -176,7 +175,9 @@ def _matrix(layer: LayerWeights, name: str, shape: tuple[int, int], first: int) 
     weight = weight.outputs_from(first)
     outputs, inputs = weight.shape
     if isinstance(weight, cpu.Packed):
-        return require().Matrix(form.packed, weight.blocks.data_ptr(), 0, bias, inputs, outputs)
+        return require().Matrix(
+            form.pairs if weight.pairs else form.plain, weight.blocks.data_ptr(), 0, bias, inputs, outputs
+        )
     kind, codes, scales = form.int8 if weight.bits == 8 else form.int4, weight.codes, weight.scales
     return require().Matrix(kind, codes.data_ptr(), scales.data_ptr(), bias, inputs, outputs)
 

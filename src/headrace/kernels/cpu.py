@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.kernels.chunks import append, arrange, attend, layout, partial
 from headrace.kernels.extension import (
+    PAIRED,
     available,
     available_isas,
     describe,
@@ -38,7 +39,11 @@ COLUMNS = 64
 
 
 class Packed:
-    """A weight [N, K] as the C++ product reads it: bf16 [ceil(N / 64), K / 2, 64, 2], outputs beyond N zero."""
+    """A weight [N, K] as the C++ products read it, of its own type: [ceil(N / 64), K, 64], outputs beyond N zero.
+
+    In bf16 with an even K, [ceil(N / 64), K / 2, 64, 2] where the instruction set in use multiplies pairs: only such
+    sets take that form.
+    """
 
     __slots__ = ("blocks", "shape")
 
@@ -46,7 +51,14 @@ class Packed:
         outputs, inputs = weight.shape
         self.shape: tuple[int, int] = (outputs, inputs)
         padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % COLUMNS))
-        self.blocks = copied(padded.view(-1, COLUMNS, inputs // 2, 2).transpose(1, 2))
+        pairs = has_pairs() and weight.dtype == torch.bfloat16 and inputs % 2 == 0
+        cut = padded.view(-1, COLUMNS, inputs // 2, 2) if pairs else padded.view(-1, COLUMNS, inputs)
+        self.blocks = copied(cut.transpose(1, 2))
+
+    @property
+    def pairs(self) -> bool:
+        """Whether inputs lie in pairs."""
+        return self.blocks.dim() == 4
 
     def outputs_from(self, first: int) -> Packed:
         """The outputs from `first` on, a multiple of 64: a view."""
@@ -68,33 +80,34 @@ def whole_blocks(outputs: int) -> int:
     return outputs // COLUMNS
 
 
-def has_linear() -> bool:
-    """Whether the instruction set in use has products of bf16 pairs."""
-    return available() and bool(_require().has_linear())
+def has_pairs() -> bool:
+    """Whether the instruction set in use multiplies bf16 in pairs."""
+    return available() and isa() in PAIRED
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether `linear` takes this weight [N, K]: bf16 on the CPU, K even, and an instruction set with bf16 products."""
-    return (
-        has_linear()
-        and weight.is_cpu
-        and weight.dtype == torch.bfloat16
-        and weight.dim() == 2
-        and weight.shape[1] % 2 == 0
-    )
+    """Whether `linear` takes this weight: a matrix on the CPU, of a type that the kernels compute in."""
+    return available() and weight.is_cpu and supports(weight.dtype) and weight.dim() == 2 and weight.numel() > 0
 
 
 def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, wide: bool = False) -> Tensor:
-    """x bf16 [T, K] times weight [N, K] transposed, plus bias bf16 [N]: [T, N], fp32 if `wide`, else in bf16."""
+    """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N], fp32 if `wide`. All are of the weight's type.
+
+    Raises ValueError for a weight in pairs on an instruction set without them.
+    """
     outputs, inputs = weight.shape
-    if x.dtype != torch.bfloat16 or not x.is_cpu or x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
-        raise ValueError(f"x must be a CPU tensor [T, {inputs}] of bfloat16 with contiguous rows, got {list(x.shape)}")
+    dtype = weight.blocks.dtype
+    if x.dtype != dtype or not x.is_cpu or x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
+        raise ValueError(
+            f"x must be a CPU tensor [T, {inputs}] of {dtype} with contiguous rows, "
+            f"got {list(x.shape)} of {x.dtype} on {x.device}"
+        )
     if bias is not None:
-        _check("bias", bias, torch.bfloat16, (outputs,))
-    out = torch.empty((x.shape[0], outputs), dtype=torch.float32 if wide else torch.bfloat16)
+        _check("bias", bias, dtype, (outputs,))
+    out = torch.empty((x.shape[0], outputs), dtype=torch.float32 if wide else dtype)
     _require().linear(
-        x.data_ptr(), weight.blocks.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0],
-        x.stride(0), inputs, outputs, wide, torch.get_num_threads(),
+        _type_of(x), weight.pairs, x.data_ptr(), weight.blocks.data_ptr(), 0 if bias is None else bias.data_ptr(),
+        out.data_ptr(), x.shape[0], x.stride(0), inputs, outputs, wide, torch.get_num_threads(),
     )  # fmt: skip
     return out
 

@@ -47,7 +47,7 @@ def unavailable_reason() -> str | None:
 
 
 def isa() -> str:
-    """Instruction set in use: portable, avx2, avx512, avx512bf16 or amx. Raises ValueError if HEADRACE_ISA names another."""
+    """The instruction set in use, one of `available_isas`. Raises ValueError if HEADRACE_ISA names another."""
     return str(require().isa())
 
 

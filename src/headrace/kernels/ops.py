@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from headrace.config import Quantization
 from headrace.kernels import cpu, quantized, table
 
-MIN_ROWS = 16
-"""torch's CPU GEMM adds up one to three rows (a dozen with two threads, in fp32) in another order than more rows;
-smaller batches are padded to this."""
+SLICE = 32
+"""Rows that torch's CPU product always gets: it chooses the order in which it adds up by their number."""
 
 
 Weight = Tensor | cpu.Packed | quantized.Quantized
@@ -56,10 +55,10 @@ def outputs_from(weight: Weight, first: int) -> Weight | None:
 
 def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.shape[0]
-    if rows < MIN_ROWS and x.device.type == "cpu":
-        x = F.pad(x, (0, 0, 0, MIN_ROWS - rows))
-        return F.linear(x, weight, bias)[:rows]
-    return F.linear(x, weight, bias)
+    if x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    slices = F.pad(x, (0, 0, 0, -rows % SLICE)).split(SLICE)
+    return torch.cat([F.linear(part, weight, bias) for part in slices])[:rows]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

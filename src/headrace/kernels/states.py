@@ -44,7 +44,9 @@ def _finish(state: FoldState, out: Tensor, lse: Tensor | None) -> None:
 def _base2(state: FoldState) -> bool:
     """Whether the state counts in units of log 2. Raises ValueError where the instruction set in use cannot."""
     if state.unit == LOG_2 and isa() not in PAIRED:
-        raise ValueError(f"the state was folded in base 2, which {isa()} does not: finish it with {' or '.join(PAIRED)}")
+        raise ValueError(
+            f"the state was folded in base 2, which {isa()} does not: finish it with {' or '.join(PAIRED)}"
+        )
     return state.unit == LOG_2
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from headrace.config import Backend
 from headrace.kernels import cpu
-from headrace.kernels.extension import PAIRED
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +19,7 @@ Implementation = Literal["cpu", "torch", "ops"]
 """ops: a layer of the decoder one operation at a time, whatever implements those."""
 
 NATIVE_OPS = ("attend", "append", "rms_norm", "layer_norm", "silu_mul", "gelu", "relu", "rotary")
-TORCH_LINEAR = "oneDNN's matrix product, batches padded to 16 rows"
+TORCH_LINEAR = "torch's matrix product, 32 rows at a time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +84,30 @@ def layer_choice() -> Choice:
     """How the layers of a decoder are computed whose weights are all packed; all others go op by op."""
     if _forced in ("torch", "ops"):
         return Choice("ops", "forced")
-    if _linear_choice().implementation == "cpu":
-        return Choice(
-            "cpu", f"{cpu.describe()}, two calls beside attention (bfloat16; float32 one operation at a time)"
-        )
+    native = _native_choice()
+    if native.implementation == "cpu":
+        how = "two calls beside attention (bfloat16; float32 one operation at a time)"
+        return Choice("cpu", f"{native.reason}, {how}")
     return Choice("ops", "one operation at a time, since linear is torch's")
 
 
 def _linear_choice() -> Choice:
-    """For bfloat16; fp32 is always torch's."""
-    if _forced != "torch" and cpu.has_linear():
-        return Choice("cpu", f"{cpu.describe()}, packed weights (bfloat16; float32 by {TORCH_LINEAR})")
-    return Choice("torch", TORCH_LINEAR)
+    native = _native_choice()
+    if native.implementation == "torch":
+        return Choice("torch", f"{native.reason}: {TORCH_LINEAR}")
+    return Choice("cpu", f"{native.reason}, packed weights, {_how()}")
 
 
 def _quantized_choice() -> Choice:
     native = _native_choice()
     if native.implementation == "torch":
         return Choice("torch", f"{native.reason}: weights are rounded, but kept in full size")
-    fast = cpu.isa() in PAIRED
-    how = "bfloat16 pairs (float32 plainly)" if fast else "codes to fp32 as they are multiplied"
-    return Choice("cpu", f"{native.reason}, {how}")
+    return Choice("cpu", f"{native.reason}, {_how()}")
+
+
+def _how() -> str:
+    """How products are computed in C++."""
+    return "bfloat16 in pairs (float32 plainly)" if cpu.has_pairs() else "weights to fp32 as they are multiplied"
 
 
 def _native_choice() -> Choice:

@@ -199,7 +199,7 @@ class Decoder:
     def _layers(self, share: Share | None, tensor: Group | None) -> block.Blocks | OneByOne:
         whole = _alone if share is None or tensor is None else _gathered(share, tensor)
         layers = [Layer(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
-        reason = block.obstacle(layers) if share is None else f"shared by {share.size} tensor ranks"
+        reason = block.obstacle(layers, self.dtype) if share is None else f"shared by {share.size} tensor ranks"
         if reason is None:
             return block.Blocks(_shape(self.config), layers)
         log.info("layers one operation at a time (%s)", reason)

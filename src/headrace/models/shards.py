@@ -25,8 +25,8 @@ UNIT = 64
 """Widths are cut at multiples of this where they are long enough: packed weights come in blocks of 64 outputs."""
 
 LEAST = 32
-"""Outputs that a rank has at least: torch's fp32 product adds up in another order for fewer than 12 outputs, and its
-elementwise functions compute by 32."""
+"""Outputs that a rank has at least: torch's fp32 product, the fallback, adds up in another order for fewer than 12,
+and its elementwise functions compute by 32."""
 
 
 class Group(Protocol):
