@@ -106,7 +106,7 @@ def test_a_row_has_the_same_bits_in_every_company(
     for count in (1, 2):
         torch.set_num_threads(count)
         assert torch.equal(cpu.linear(x, packed, bias), whole)
-        for rows in COMPANIES:
+        for rows in COMPANIES[:: 1 if count == 1 else 7]:
             start = rows * 7 % (300 - rows)
             assert torch.equal(cpu.linear(x[start : start + rows], packed, bias), whole[start : start + rows]), rows
 
