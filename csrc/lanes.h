@@ -7,7 +7,7 @@
 namespace headrace::HEADRACE_NS {
 
 #ifdef __AMX_BF16__
-constexpr int LANES = 64;  // tiles take little time beside what the caches do: keys and values come from L2 once for so many
+constexpr int LANES = 32;  // tiles take little time beside what the caches do: keys and values come from L2 once for so many
 #else
 constexpr int LANES = 16;
 #endif

@@ -50,9 +50,9 @@ HEADRACE_INLINE void clear_sums() {
   _tile_zero(3);
 }
 
-template <int LINES> HEADRACE_INLINE void fetch_lines(const bf16 *from) {
+template <int LINES, bool NEAR = true> HEADRACE_INLINE void fetch_lines(const bf16 *from) {
   each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE {
-    _mm_prefetch(reinterpret_cast<const char *>(from + line * LINE), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char *>(from + line * LINE), NEAR ? _MM_HINT_T0 : _MM_HINT_T1);
   });
 }
 
@@ -85,7 +85,7 @@ HEADRACE_INLINE void square_steps(const bf16 *x, int64_t x_stride, const bf16 *w
     _tile_loadd(4, x, 2 * x_stride);
     _tile_loadd(6, w, 2 * w_stride);
     _tile_dpbf16ps(0, 4, 6);
-    fetch_lines<LINES>(ahead.from);
+    fetch_lines<LINES, false>(ahead.from);  // to L2: two blocks of weights do not fit into L1
     ahead.from += ahead.stride;
     _tile_loadd(7, w + LINE, 2 * w_stride);
     _tile_dpbf16ps(1, 4, 7);
@@ -142,7 +142,7 @@ class TileProduct {
   }
 
   void run() const {
-    const int64_t squares = rows / (2 * TILE);
+    const int64_t squares = rows < 4 * TILE ? 0 : rows / (2 * TILE);
     for (int64_t k = 0; squares > 0 && k < steps; k += BLOCK_STEPS)
       with_lines<32>(static_cast<int>((32 + squares - 1) / squares),
                      [&](auto lines) { this->block<lines>(k, steps - k < BLOCK_STEPS ? steps - k : BLOCK_STEPS); });
