@@ -37,7 +37,7 @@ EXACT = 256
 LEAST_GAIN = 0.02
 """A restore that saves less than this share of recomputing everything is not worth its reads, and a split that saves
 less than it of loading everything not worth the cores."""
-CAUTION = 0.4
+CAUTION = 0.2
 """Where the lane takes part of the cores even to load everything, computing beside it must promise to save this share
 of that part: what each loses to the other is the least certain of all figures."""
 MOST_TAKEN = 0.95
