@@ -308,17 +308,24 @@ def test_rates_stay_usable(observations: list[tuple[float, float]]) -> None:
     assert (np.diff(found.prefill(0.0, np.array([256.0, 2048.0, 1e5]))) >= 0).all()
 
 
-def test_contention_follows_what_was_mispredicted() -> None:
-    """An engine whose restores take half a second longer per second of sharing; then one outlier; then none longer."""
+@pytest.mark.parametrize("loading", [False, True])
+def test_contention_follows_what_was_mispredicted(loading: bool) -> None:
+    """An engine whose restores take half a second longer per second of sharing; then one outlier; then none longer.
+    Restores of the other kind are not blamed for it."""
     rates = Rates(2, Line(1e-6, 0.0), PrefillRate(0.0, 1e-5, 0.0))
+
+    def observe(seconds: float) -> None:
+        rates.observe_restore(seconds, 1.0 + rates.contention(loading) * 0.2, 0.2, loading)
+
     for _ in range(8):
-        rates.observe_restore(1.0 + 0.5 * 0.2, 1.0 + rates.contention * 0.2, 0.2)
-    assert rates.contention == pytest.approx(0.5, abs=0.02)
-    rates.observe_restore(9.0, 1.0 + rates.contention * 0.2, 0.2)
-    assert rates.contention == pytest.approx(0.5, abs=0.02), "one outlier counts"
+        observe(1.0 + 0.5 * 0.2)
+    assert rates.contention(loading) == pytest.approx(0.5, abs=0.02)
+    observe(9.0)
+    assert rates.contention(loading) == pytest.approx(0.5, abs=0.02), "one outlier counts"
+    assert rates.contention(not loading) == 0.0
     for _ in range(8):
-        rates.observe_restore(0.9, 1.0 + rates.contention * 0.2, 0.2)
-    assert 0 <= rates.contention < 0.05
+        observe(0.9)
+    assert 0 <= rates.contention(loading) < 0.05
     for _ in range(4):
-        rates.observe_restore(1.1, 1.0, 0.02)
-    assert rates.contention < 0.05, "blamed on what is too little to tell"
+        rates.observe_restore(1.1, 1.0, 0.02, loading)
+    assert rates.contention(loading) < 0.05, "blamed on what is too little to tell"

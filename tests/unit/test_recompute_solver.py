@@ -32,7 +32,10 @@ class Fixed:
     prefill_s: float
     attend_s: float
     step_s: float = 0.0
-    contention: float = 0.0
+    lost: tuple[float, float] = (0.0, 0.0)
+
+    def contention(self, loading: bool) -> float:
+        return self.lost[loading]
 
     def transfer(self, tier: str, size: Floats, pieces: Floats) -> Floats:
         rate, latency, _ = self.tiers[tier]
@@ -282,15 +285,15 @@ def test_split_refuses() -> None:
 
 
 def test_contention_counts_where_lane_and_engine_share_the_cores() -> None:
-    """Twice the seconds that the smaller of both is at work; nothing where everything is recomputed."""
+    """Twice or three times the seconds that the smaller of both is at work; nothing where everything is recomputed."""
     run = Run(first=0, chunks=32, suffix=40, kv_bytes=1e6, x_bytes=None, layers=4)
     calm = Fixed({"host": (1e9, 0.0, 2e-10)}, project_s=0.0, prefill_s=1e-5, attend_s=0.0)
-    busy = replace(calm, contention=2.0)
-    for tokens in (0, 8):
+    busy = replace(calm, lost=(2.0, 3.0))
+    for tokens, lost in ((0, 3), (8, 2)):
         before, after = predict(run, calm, tokens, 0), predict(run, busy, tokens, 0)
         compute = (tokens * CHUNK + 40) * 1e-5
         assert before.shared_s == pytest.approx(min((32 - tokens) * 1e6 * 2e-10, compute))
-        assert after.seconds == pytest.approx(before.seconds + 2 * before.shared_s)
+        assert after.seconds == pytest.approx(before.seconds + lost * before.shared_s)
     assert recompute_all(run, busy).seconds == recompute_all(run, calm).seconds
 
 

@@ -248,7 +248,8 @@ class Offload:
         self.cache.confirm(table, back.first, good)
         if back.expected is not None and not restore.failed:
             seconds = time.perf_counter() - restore.start_s
-            self.rates.observe_restore(seconds, back.expected.seconds, back.expected.shared_s)
+            loading = back.split is not None and back.split.tokens + back.split.x == 0
+            self.rates.observe_restore(seconds, back.expected.seconds, back.expected.shared_s, loading)
         self._count(sequence, restore, back.split)
         self._count_failure(sequence, restore)
         self._settled(back)

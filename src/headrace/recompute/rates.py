@@ -153,6 +153,20 @@ class Line:
             self._factors[of] = np.exp(np.median(own))
 
 
+class Contention:
+    """Seconds lost for each second of competing: follows the median of the latest, from nothing on."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._latest: deque[float] = deque([0.0] * (LATEST - 1), maxlen=LATEST)
+
+    def observe(self, beyond: float) -> None:
+        """So much more was lost for each second than was thought."""
+        self._latest.append(self.value + beyond)
+        toward = min(max(statistics.median(self._latest), 0.0), MOST_LOST)
+        self.value += WEIGHT * (toward - self.value)
+
+
 class PrefillRate:
     """Seconds of one step of `count` tokens after `start` others, all layers:
 
@@ -244,8 +258,7 @@ class Rates:
         self._project, self._prefill = project, prefill
         self._tiers = {tier: Line(*guess) for tier, guess in GUESSES.items()} | dict(tiers or {})
         self._cpu = {tier: Smoothed(max(taken, 1e-15)) for tier, taken in (cpu_s_per_byte or {}).items()}
-        self._contention = 0.0
-        self._lost: deque[float] = deque([0.0] * (LATEST - 1), maxlen=LATEST)
+        self._contention = {loading: Contention() for loading in (False, True)}
         self._lock = threading.Lock()
 
     def transfer(self, tier: str, size: Floats | float, pieces: Floats | float = 1.0) -> Floats:
@@ -253,20 +266,18 @@ class Rates:
         with self._lock:
             return self._line(tier).seconds(np.asarray(size, np.float64), pieces)
 
-    @property
-    def contention(self) -> float:
+    def contention(self, loading: bool) -> float:
         """Seconds lost for each second that lane and engine compete for the cores: see recompute.solver."""
-        return self._contention
+        return self._contention[loading].value
 
-    def observe_restore(self, seconds: float, predicted_s: float, shared_s: float) -> None:
+    def observe_restore(self, seconds: float, predicted_s: float, shared_s: float, loading: bool) -> None:
         """A restore with nothing beside it took `seconds`; predicted were predicted_s, of which lane and engine would
-        compete for shared_s. What was mispredicted is laid on that, where it is a good part of the whole."""
+        compete for shared_s. What was mispredicted is laid on that, where it is a good part of the whole. loading:
+        all chunks were loaded."""
         if shared_s < LEAST_SHARED * predicted_s:
             return
         with self._lock:
-            self._lost.append(self._contention + (seconds - predicted_s) / shared_s)
-            toward = min(max(statistics.median(self._lost), 0.0), MOST_LOST)
-            self._contention += WEIGHT * (toward - self._contention)
+            self._contention[loading].observe((seconds - predicted_s) / shared_s)
 
     def cpu_s_per_byte(self, tier: str) -> float:
         """What a byte from there takes from the computing cores: as from another tier where it was never measured."""

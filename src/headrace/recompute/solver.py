@@ -82,9 +82,9 @@ class Costs(Protocol):
     def transfer(self, tier: str, size: Floats, pieces: Floats) -> Floats:
         """`size` bytes in `pieces` pieces (chunks) from a tier, in one go; 0 for none."""
 
-    @property
-    def contention(self) -> float:
-        """Seconds lost for each second that lane and engine compete for the cores, beyond those that the lane takes."""
+    def contention(self, loading: bool) -> float:
+        """Seconds lost for each second that lane and engine compete for the cores, beyond those that the lane takes:
+        where nothing but the new tokens is computed beside `loading`, and where more is."""
 
     def cpu_s_per_byte(self, tier: str) -> float:
         """Seconds that a byte from the tier takes from the computing cores."""
@@ -177,7 +177,8 @@ class Tables:
         idle = np.clip((end - prefix - layers * work) / free, 0.0, lane)
         shared = np.minimum(taken, prefix + layers * work)
         seconds = np.where(end <= lane * free, end / free, end + lane * (1.0 - free)) + self.after_s
-        seconds = seconds + self.costs.contention * shared
+        lost = np.where(tokens + x == 0, self.costs.contention(loading=True), self.costs.contention(loading=False))
+        seconds = seconds + lost * shared
         all_tokens = tokens == run.chunks
         return np.where(all_tokens, self.all_s, seconds), lane, np.where(all_tokens, 0.0, idle), shared
 
