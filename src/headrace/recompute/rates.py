@@ -160,9 +160,9 @@ class Contention:
         self.value = 0.0
         self._latest: deque[float] = deque([0.0] * (LATEST - 1), maxlen=LATEST)
 
-    def observe(self, beyond: float) -> None:
-        """So much more was lost for each second than was thought."""
-        self._latest.append(self.value + beyond)
+    def observe(self, lost: float) -> None:
+        """So much was lost for each second."""
+        self._latest.append(lost)
         toward = min(max(statistics.median(self._latest), 0.0), MOST_LOST)
         self.value += WEIGHT * (toward - self.value)
 
@@ -267,8 +267,10 @@ class Rates:
             return self._line(tier).seconds(np.asarray(size, np.float64), pieces)
 
     def contention(self, loading: bool) -> float:
-        """Seconds lost for each second that lane and engine compete for the cores: see recompute.solver."""
-        return self._contention[loading].value
+        """Seconds lost for each second that lane and engine compete for the cores: see recompute.solver. Never less for
+        a split than for loading everything: else what was seen of the one would drive the solver to the unknown other."""
+        least = self._contention[True].value
+        return least if loading else max(least, self._contention[False].value)
 
     def observe_restore(self, seconds: float, predicted_s: float, shared_s: float, loading: bool) -> None:
         """A restore with nothing beside it took `seconds`; predicted were predicted_s, of which lane and engine would
@@ -277,7 +279,7 @@ class Rates:
         if shared_s < LEAST_SHARED * predicted_s:
             return
         with self._lock:
-            self._contention[loading].observe((seconds - predicted_s) / shared_s)
+            self._contention[loading].observe(self.contention(loading) + (seconds - predicted_s) / shared_s)
 
     def cpu_s_per_byte(self, tier: str) -> float:
         """What a byte from there takes from the computing cores: as from another tier where it was never measured."""
