@@ -267,8 +267,9 @@ class Rates:
             return self._line(tier).seconds(np.asarray(size, np.float64), pieces)
 
     def contention(self, loading: bool) -> float:
-        """Seconds lost for each second that lane and engine compete for the cores: see recompute.solver. Never less for
-        a split than for loading everything: else what was seen of the one would drive the solver to the unknown other."""
+        """Seconds lost for each second that lane and engine compete for the cores: see recompute.solver. Never less
+        for a split than for loading everything: what was seen of the one would drive the solver to the unknown other.
+        """
         least = self._contention[True].value
         return least if loading else max(least, self._contention[False].value)
 
