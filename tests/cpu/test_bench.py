@@ -136,3 +136,12 @@ def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(bench_engine.Failed):
         bench_engine.Process(ENGINES["headrace"], tmp_path)
+
+
+def test_attention_cases_by_commas() -> None:
+    bench = AttentionBench(QUICK, [1])
+    names = [case["name"] for case in bench.cases("prefill_gqa_, decode_mha_1x")]
+    assert {name.split("_")[0] for name in names} == {"prefill", "decode"}
+    assert all(name.startswith(("prefill_gqa_", "decode_mha_1x")) for name in names)
+    with pytest.raises(ValueError, match="no case begins so"):
+        list(bench.cases("nothing_"))

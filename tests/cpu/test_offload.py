@@ -126,6 +126,21 @@ def test_backends_and_int8_pools(backend: str, kv: str, folder_of: FolderOf) -> 
     llm.close()
 
 
+@pytest.mark.parametrize("mix", ["load", "project", "all three"])
+def test_rates_are_told_whether_all_was_loaded(mix: str, folder_of: FolderOf) -> None:
+    """What lane and engine lose to each other is learned apart for these restores."""
+    llm = offloading(folder_of("llama"), mix)
+    prompt = prompts_of(llm)[:1]
+    answer(llm, prompt)
+    flush(llm)
+    told: list[bool] = []
+    assert llm.engine.offload is not None
+    llm.engine.offload.rates.observe_restore = lambda *figures: told.append(figures[-1])  # type: ignore[method-assign]
+    watched(llm, prompt)
+    assert told == [mix == "load"]
+    llm.close()
+
+
 def test_fp32(folder_of: FolderOf) -> None:
     truth = answer(engine(folder_of("qwen3"), dtype="float32"), prompts_of(engine(folder_of("qwen3"))))
     llm = offloading(folder_of("qwen3"), "all three", dtype="float32")

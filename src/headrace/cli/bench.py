@@ -51,7 +51,7 @@ def attention(
         int | None,
         typer.Option("--threads", min=1, help="Threads. Default: decode on one and on all, the rest on all."),
     ] = None,
-    cases: Annotated[str, typer.Option(help="Only cases whose names begin so: decode_, prefill_gqa.")] = "",
+    cases: Annotated[str, typer.Option(help="Only cases whose names begin so, by commas: decode_,prefill_gqa.")] = "",
     quick: Annotated[
         bool, typer.Option(help="Tiny sizes, one repetition: shows that it runs, measures nothing.")
     ] = False,

@@ -70,11 +70,19 @@ class AttentionBench:
 
     @torch.inference_mode()
     def cases(self, chosen: str = "") -> Iterator[Case]:
-        """Measures the cases whose names begin with `chosen`."""
+        """Measures the cases whose names begin with `chosen`, or with one of them, by commas. Raises ValueError for
+        beginnings that no case has."""
+        wanted = tuple(each.strip() for each in chosen.split(","))
+        found = False
         for family in (self.decode, self.shared, self.tree, self.prefill, self.linear):
             for prefix, run in family():
-                if prefix.startswith(chosen) or chosen.startswith(prefix):
-                    yield from (case for case in run() if case["name"].startswith(chosen))
+                if prefix.startswith(wanted) or any(each.startswith(prefix) for each in wanted):
+                    for case in run():
+                        if case["name"].startswith(wanted):
+                            found = True
+                            yield case
+        if not found:
+            raise ValueError(f"--cases {chosen!r}: no case begins so; they begin with decode_, prefill_ or linear_")
 
     def decode(self) -> Iterator[Family]:
         for heads in (MHA, GQA, H64):
