@@ -126,18 +126,19 @@ def test_backends_and_int8_pools(backend: str, kv: str, folder_of: FolderOf) -> 
     llm.close()
 
 
-@pytest.mark.parametrize("mix", ["load", "project", "all three"])
-def test_rates_are_told_whether_all_was_loaded(mix: str, folder_of: FolderOf) -> None:
+@pytest.mark.parametrize("mix", [(0.0, 0.0), (0.0, 1.0), (0.5, 0.0), (0.35, 0.35)])
+def test_rates_are_told_whether_all_was_loaded(mix: tuple[float, float], folder_of: FolderOf) -> None:
     """What lane and engine lose to each other is learned apart for these restores."""
-    llm = offloading(folder_of("llama"), mix)
+    llm = offloading(folder_of("llama"))
     prompt = prompts_of(llm)[:1]
     answer(llm, prompt)
     flush(llm)
     told: list[bool] = []
     assert llm.engine.offload is not None
+    llm.engine.offload.choose = forced(*mix)
     llm.engine.offload.rates.observe_restore = lambda *figures: told.append(figures[-1])  # type: ignore[method-assign]
     watched(llm, prompt)
-    assert told == [mix == "load"]
+    assert told == [mix == (0.0, 0.0)]
     llm.close()
 
 
