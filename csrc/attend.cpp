@@ -19,7 +19,7 @@ namespace headrace::HEADRACE_NS {
 namespace {
 
 #ifdef __AMX_BF16__
-constexpr int64_t UNIT_LANES = 256;
+constexpr int64_t UNIT_LANES = 512;
 #else
 constexpr int64_t UNIT_LANES = 128;  // most lanes of a unit: their states stay in L2
 #endif
@@ -58,9 +58,7 @@ template <typename Math> struct HeadRows {
   }
 
   void start() {
-    all_seen = a.window > 0 ? 0 : a.positions[first] + 1;
-    for (int64_t row = first; row < last; ++row)
-      if (a.positions[row] + 1 < all_seen) all_seen = a.positions[row] + 1;
+    all_seen = a.window > 0 ? 0 : seen_from(0, static_cast<int>((last - first) * group));
     for (int64_t row = first; row < last; ++row) {
       block_of[row - first] = -1;
       const T *from = static_cast<const T *>(a.q) + row * a.q_stride + kv_head * group * a.dim;
@@ -94,57 +92,134 @@ template <typename Math> struct HeadRows {
     int others = 0;  // most often none: a loop that vectorises
     for (int64_t row = from; row < to; ++row) others += block_of[row - first] != index;
     if (!others) return;
-    for (int64_t row = from; row < to; ++row) {
-      if (block_of[row - first] == index) continue;
-      if (block_of[row - first] >= 0) close_block(row);
-      block_of[row - first] = index;
+    for (int64_t row = from, end; row < to; row = end) {  // runs of rows of one block
+      const int32_t before = block_of[row - first];
+      for (end = row; end < to && block_of[end - first] == before; ++end) block_of[end - first] = index;
+      if (before >= 0 && before != index) close_block(row, end);
     }
   }
 
-  void close_block(int64_t row) {
-    for (int64_t lane = (row - first) * group; lane < (row - first + 1) * group; ++lane) {
-      total.template fold<Math>(lane, block, padded);
-      block.clear(lane, padded);
+  void close_block(int64_t from, int64_t to) {
+    const int64_t end = (to - first) * group;
+    for (int64_t lane = (from - first) * group; lane < end; lane += LANES) {
+      const int n = static_cast<int>(end - lane < LANES ? end - lane : LANES);
+      total.template fold<Math>(lane, block, padded, n);
+      for (int r = 0; r < n; ++r) block.clear(lane + r, padded);
     }
   }
 
-  // `next` is where the keys lie that the unit reads after these (elements from here): they are fetched meanwhile.
-  void walk(const Item &item, int64_t next) {
-    const int64_t from = item.row_begin > first ? item.row_begin : first;
-    const int64_t to = item.row_end < last ? item.row_end : last;
-    enter_block(from, to, item.key_start / BLOCK);
-    const Math math = Reader<Math>::open(a, static_cast<int64_t>(item.slot) * a.kv_heads + kv_head, padded, next,
-                                         (to - from) * group, space);
+  // `count` chunks that meet the same rows, in the same block of keys. ahead[i]: elements from the i-th one's keys to those
+  // that are fetched meanwhile.
+  void walk(const Item *const *items, const int64_t *ahead, int count) {
+    const int64_t from = first_of(*items[0]), to = last_of(*items[0]);
+    enter_block(from, to, items[0]->key_start / BLOCK);
+    alignas(Math) char places[Math::BATCH * sizeof(Math)];
+    Math *chunks = reinterpret_cast<Math *>(places);
+    for (int i = 0; i < count; ++i)
+      new (chunks + i) Math(Reader<Math>::open(a, static_cast<int64_t>(items[i]->slot) * a.kv_heads + kv_head, padded,
+                                               ahead[i], (to - from) * group, space));
     const int64_t begin = (from - first) * group, lanes = (to - from) * group;
-    for (int64_t i = 0; i < lanes; i += LANES)
-      walk_lanes(item, begin + i, static_cast<int>(lanes - i < LANES ? lanes - i : LANES), math, i);
+    if constexpr (Math::RUNNING)
+      for (int64_t i = 0; i < lanes; i += Math::TOGETHER)
+        run_on(items, chunks, count, begin + i, static_cast<int>(lanes - i < Math::TOGETHER ? lanes - i : Math::TOGETHER), i);
+    else
+      for (int64_t i = 0; i < lanes; i += LANES)
+        walk_lanes(*items[0], begin + i, static_cast<int>(lanes - i < LANES ? lanes - i : LANES), *chunks, i);
   }
 
-  // `n` lanes from `lane` on; `before` lanes have met the chunk already.
+  int64_t first_of(const Item &item) const { return item.row_begin > first ? item.row_begin : first; }
+  int64_t last_of(const Item &item) const { return item.row_end < last ? item.row_end : last; }
+
+  // `n` lanes from `lane` on all see the keys before this position.
+  int64_t seen_from(int64_t lane, int n) const {
+    int64_t least = a.positions[first + lane / group];
+    for (int64_t row = first + lane / group; row <= first + (lane + n - 1) / group; ++row)
+      least = a.positions[row] < least ? a.positions[row] : least;
+    return least + 1;
+  }
+
+  // Whether any of `n` lanes sees a key of the chunk.
+  bool see(const Item &item, int64_t lane, int n, Seen &seen) const {
+    const int64_t end = item.key_start + CHUNK;
+    seen.everything = end <= all_seen || (a.window <= 0 && end <= seen_from(lane, n));
+    if (seen.everything) return true;
+    bool any = false;
+    for (int r = 0; r < n; ++r) {
+      visible(first + (lane + r) / group, item.key_start, seen.low[r], seen.high[r]);
+      any |= seen.low[r] < seen.high[r];
+    }
+    return any;
+  }
+
+  // Scores of `n` lanes from `lane` on, with their bias; returns what they are still to be multiplied by.
+  float biased_scores(const Item &item, int64_t lane, int n, const Math &math, float *scores, int64_t before) const {
+    math.scores(n, q + lane * a.dim, scores, before);
+    if (!a.bias) return a.scale;
+    alignas(64) float bias[CHUNK];
+    for (int r = 0; r < n; ++r) add_bias(bias_of(item.key_start, lane + r, bias), scores + r * CHUNK);
+    return 1.0f;
+  }
+
+  // `n` lanes from `lane` on meet a chunk; `before` lanes have met it already.
   void walk_lanes(const Item &item, int64_t lane, int n, const Math &math, int64_t before) {
     Seen seen;
-    if (item.key_start + CHUNK <= all_seen) {
-      seen.everything = true;
-    } else {
-      bool any = false;
-      for (int r = 0; r < n; ++r) {
-        visible(first + (lane + r) / group, item.key_start, seen.low[r], seen.high[r]);
-        any |= seen.low[r] < seen.high[r];
-      }
-      if (!any) return;
-    }
-    alignas(64) float scores[LANES * CHUNK], bias[CHUNK], m[LANES], l[LANES];
+    if (!see(item, lane, n, seen)) return;
+    alignas(64) float scores[LANES * CHUNK], m[LANES], l[LANES];
     alignas(64) typename Math::Probability p[LANES * CHUNK];
-    math.scores(n, q + lane * a.dim, scores, before);
-    float scale = a.scale;
-    if (a.bias) {
-      for (int r = 0; r < n; ++r) add_bias(bias_of(item.key_start, lane + r, bias), scores + r * CHUNK);
-      scale = 1.0f;
-    }
+    const float scale = biased_scores(item, lane, n, math, scores, before);
     math.probabilities(n, scores, seen, scale, p, m, l);
     Weights weights;
     block.template take<Math>(lane, n, m, l, weights);
     math.values(n, p, seen, block.acc + lane * padded, weights, before);
+  }
+
+  // The same for chunks whose products are added to the block's sums as they are: the values of several at once, but not of
+  // those on two sides of a change of a lane's m.
+  void run_on(const Item *const *items, const Math *chunks, int count, int64_t lane, int n, int64_t before) {
+    constexpr int GROUP = Math::GROUP, GROUPS = Math::TOGETHER / GROUP;
+    typename Math::Waiting waiting[GROUPS];
+    alignas(64) typename Math::Probability p[Math::BATCH][GROUPS][GROUP * CHUNK];
+    const int groups = (n + GROUP - 1) / GROUP;
+    for (int i = 0; i < count; ++i)
+      for (int g = 0; g < groups; ++g) {
+        const T *next = g + 1 < groups ? nullptr : i + 1 < count ? chunks[i + 1].k : chunks[0].v;
+        waiting[g].lanes = g + 1 < groups ? GROUP : n - g * GROUP;
+        wait(*items[i], chunks[i], lane + g * GROUP, (before + g * GROUP) / GROUP, next, p[i][g], waiting[g]);
+      }
+    chunks[0].values(waiting, groups, block.acc + lane * padded);
+  }
+
+  // A group of lanes from `lane` on, the `index`-th that meets the chunk: its probabilities p [lanes, 64], which then wait.
+  template <typename Waiting>
+  void wait(const Item &item, const Math &math, int64_t lane, int64_t index, const T *next, typename Math::Probability *p,
+            Waiting &waiting) {
+    const int n = waiting.lanes;
+    Seen seen;
+    if (!see(item, lane, n, seen)) return;
+    alignas(64) float scores[Math::GROUP * CHUNK], keep[Math::GROUP];
+    const float scale = biased_scores(item, lane, n, math, scores, 0);
+    float *acc = block.acc + lane * padded;
+    const uint32_t changed = math.probabilities(n, scores, seen, scale, p, block.m + lane, block.l + lane, keep,
+                                                math.fetch(n, index, next));
+    if (changed) {
+      math.values(&waiting, 1, acc);
+      waiting.chunks = 0;
+      multiply(lane, changed, keep);
+    }
+    waiting.p[waiting.chunks] = p;
+    const T *v = waiting.v[waiting.chunks++] = math.visible_values(n, seen);
+    if (v == math.v) return;
+    math.values(&waiting, 1, acc);  // there is room for the masked values of one chunk
+    waiting.chunks = 0;
+  }
+
+  // The sums of the lanes in `which`, counted from `lane` on, times `by`.
+  void multiply(int64_t lane, uint32_t which, const float *by) {
+    for (; which; which &= which - 1) {
+      const int r = __builtin_ctz(which);
+      float *acc = block.acc + (lane + r) * padded;
+      for (int64_t d = 0; d < padded; d += W) store(acc + d, load(acc + d) * splat(by[r]));
+    }
   }
 
   void add_bias(const float *bias, float *scores) const {
@@ -161,12 +236,12 @@ template <typename Math> struct HeadRows {
   }
 
   void finish() {
+    if (a.to.block_of) {
+      for (int64_t row = first; row < last; ++row) leave(row);
+      return;
+    }
+    close_block(first, last);
     for (int64_t row = first; row < last; ++row) {
-      if (a.to.block_of) {
-        leave(row);
-        continue;
-      }
-      close_block(row);
       T *out = static_cast<T *>(a.out) + (row * a.heads + kv_head * group) * a.dim;
       for (int64_t g = 0; g < group; ++g) total.write((row - first) * group + g, padded, a.dim, out + g * a.dim);
     }
@@ -189,7 +264,7 @@ template <typename Math> struct Unit {
   int64_t block;  // of the fold, -1 for all
 
   static int64_t floats(const Attend &a, int64_t rows, int64_t heads) {
-    return Math::scratch(a.dim) + 16 + heads * HeadRows<Math>::floats(a, rows);
+    return Math::scratch(a.dim) + 16 + heads * HeadRows<Math>::floats(a, rows) + 2 * a.item_count;
   }
 
   bool touches(const Item &item) const {
@@ -207,20 +282,39 @@ template <typename Math> struct Unit {
       new (each + h) HeadRows<Math>(a, head + h, first, last, space, at);
       each[h].start();
     }
-    const Item *item = nullptr, *end = a.items + a.item_count;
-    for (const Item *next = a.items; next < end; ++next) {
-      if (!touches(*next)) continue;
-      if (item) walk(each, *item, next);
-      item = next;
-    }
-    if (item) walk(each, *item, nullptr);
+    int64_t count = 0;
+    const Item **met = reinterpret_cast<const Item **>(at);
+    for (const Item *item = a.items; item < a.items + a.item_count; ++item)
+      if (touches(*item)) met[count++] = item;
+    for (int64_t i = 0; i < count;) i += walk(each, met + i, count - i);
     for (int64_t h = 0; h < heads; ++h) each[h].finish();
   }
 
-  void walk(HeadRows<Math> *each, const Item &item, const Item *next) {
-    const int64_t size = CHUNK * a.dim, slots = next ? static_cast<int64_t>(next->slot) - item.slot : 0;
-    for (int64_t h = 0; h + 1 < heads; ++h) each[h].walk(item, size);
-    each[heads - 1].walk(item, next ? (slots * a.kv_heads - (heads - 1)) * size : 0);
+  // Walks the first of `left` items, and those after it that can go with it; returns how many. Several heads of one chunk
+  // lie side by side in memory, and are read in that order.
+  int walk(HeadRows<Math> *each, const Item *const *items, int64_t left) {
+    int64_t ahead[Math::BATCH];
+    if (heads > 1) {
+      *ahead = CHUNK * a.dim;
+      for (int64_t h = 0; h + 1 < heads; ++h) each[h].walk(items, ahead, 1);
+      *ahead = left > 1 ? distance(*items[0], *items[1]) - (heads - 1) * CHUNK * a.dim : 0;
+      each[heads - 1].walk(items, ahead, 1);
+      return 1;
+    }
+    int count = 1;
+    while (count < Math::BATCH && count < left && go_together(*each, *items[0], *items[count])) ++count;
+    for (int i = 0; i < count; ++i) ahead[i] = i + count < left ? distance(*items[i], *items[i + count]) : 0;
+    each->walk(items, ahead, count);
+    return count;
+  }
+
+  int64_t distance(const Item &from, const Item &to) const {
+    return (static_cast<int64_t>(to.slot) - from.slot) * a.kv_heads * CHUNK * a.dim;
+  }
+
+  static bool go_together(const HeadRows<Math> &rows, const Item &a, const Item &b) {
+    return rows.first_of(a) == rows.first_of(b) && rows.last_of(a) == rows.last_of(b) &&
+           a.key_start / BLOCK == b.key_start / BLOCK;
   }
 };
 

@@ -166,6 +166,7 @@ template <> struct Quantised<Paired> : Paired {
 #ifdef __AMX_BF16__
 
 template <> struct Quantised<Tiled> : Tiled {
+  static constexpr int BATCH = 1;  // there is room for one widened chunk
   Chunk8 chunk;
 
   Quantised(const Chunk8 &chunk, int64_t dim, int64_t, int64_t, Space &space)
@@ -180,8 +181,8 @@ template <> struct Quantised<Tiled> : Tiled {
     chunk.scale_scores(n, s);
   }
 
-  void probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l) const {
-    Tiled::probabilities(n, s, seen, scale, p, m, l, chunk.v_scale);
+  uint32_t probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l, float *keep, const Fetch &fetch) const {
+    return Tiled::probabilities(n, s, seen, scale, p, m, l, keep, fetch, chunk.v_scale);
   }
 
  private:

@@ -248,6 +248,24 @@ def test_all_scores_far_below_zero(isa: str, dtype: torch.dtype) -> None:
     assert (error <= (5e-5 + 2**-7 * (dtype == torch.bfloat16)) * size).all()
 
 
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
+def test_scores_that_rise(isa: str, heads: tuple[int, int], dim: int) -> None:
+    """Rows whose greatest scores rise from chunk to chunk, each at its own pace, keep their bits in company."""
+    generator = torch.Generator().manual_seed(dim)
+    tree = Tree(generator, 1, 8, False)
+    tree.row_counts = [tree.lengths[0] - 250]
+    case = make_case(tree, *heads, dim, torch.bfloat16)
+    paces = 10 ** (2.5 * torch.rand(len(case.q), heads[0], 1, generator=generator) - 1)
+    bias = torch.randn(heads[0], max(tree.lengths), generator=generator).mul(30).cumsum(1) / 20
+    bias[:, :CHUNK] = -torch.inf  # a chunk that is seen, and weighs nothing
+    case = replace(case, q=(case.q * paces).bfloat16(), bias=bias)
+    check(case)
+    whole = case.run()
+    for begin, end in ((0, 1), (7, 12), (3, 19), (16, 48), (1, 70), (40, len(whole))):
+        assert torch.equal(case.rows(begin, end).run(), whole[begin:end])
+
+
 def test_first_row_copies_its_value(isa: str) -> None:
     case = make_case(Tree(torch.Generator().manual_seed(1), 1, 1, False), 2, 1, 32, torch.bfloat16)
     case = replace(case, positions=torch.zeros(1, dtype=torch.int64))

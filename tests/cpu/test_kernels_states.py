@@ -177,13 +177,17 @@ def test_states_are_those_of_fp64(isa: str, case: Case) -> None:  # noqa: F811
     backend = Backend("cpu", case)
     whole = cpu.states_of(backend.partial(case.items))
     group = case.q.shape[1] // case.k.shape[1]
+    # By tiles l sums the probabilities as they are multiplied, rounded: each by up to 2^-8, and its power of 2 is up to
+    # 1.1e-4 from the truth.
+    rounded = isa == "amx" and case.q.dtype == torch.bfloat16 and case.q.shape[-1] % 32 == 0
+    error = {"rtol": 1e-5, "atol": 2e-5 + (2**-8 + 1.1e-4 if rounded else 0)}
     for row in range(0, len(case.q), 7):
         slots, offsets, positions = seen_keys(case, row)
         k = case.k[slots, :, :, offsets].double().repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,nhd->hn", case.q[row].double(), k) * case.scale
         if case.bias is not None:
             scores = scores + case.bias[:, positions].double()
-        torch.testing.assert_close(whole.lse[row].double(), scores.logsumexp(-1), rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(whole.lse[row].double(), scores.logsumexp(-1), **error)
     cut = len(case.items) // 2
     near, far = (cpu.states_of(backend.partial(part)) for part in (case.items[:cut], case.items[cut:]))
     merged = cpu.merge(near, far)
