@@ -200,16 +200,15 @@ template <typename Math> struct HeadRows {
     const float scale = biased_scores(item, lane, n, math, scores, 0);
     float *acc = block.acc + lane * padded;
     const uint32_t changed = math.probabilities(n, scores, seen, scale, p, block.m + lane, block.l + lane, keep,
-                                                math.fetch(n, index, next));
+                                                math.fetch(index, next));
     if (changed) {
       math.values(&waiting, 1, acc);
       waiting.chunks = 0;
       multiply(lane, changed, keep);
     }
-    waiting.p[waiting.chunks] = p;
-    const T *v = waiting.v[waiting.chunks++] = math.visible_values(n, seen);
-    if (v == math.v) return;
-    math.values(&waiting, 1, acc);  // there is room for the masked values of one chunk
+    math.add_to(waiting, p, seen);
+    if (!math.masks(waiting)) return;
+    math.values(&waiting, 1, acc);
     waiting.chunks = 0;
   }
 

@@ -17,9 +17,9 @@ struct TileSpace : Space {
   Tiles tiles;
 };
 
-// Chunks whose probabilities p [lanes, 64] wait for their values v.
+// Chunks whose probabilities p [lanes, 64] wait for their values v; what is fetched meanwhile, or null.
 template <int MOST> struct Pending {
-  const bf16 *p[MOST], *v[MOST];
+  const bf16 *p[MOST], *v[MOST], *next[MOST];
   int chunks = 0, lanes = 0;
 };
 
@@ -50,9 +50,11 @@ struct Tiled : Paired {
   // s[lane][j] = sum over d of q[lane][d] * k[d][j]
   void scores(int n, const bf16 *q, float *s, int64_t) const {
     shape(n);
-    if (n > TILE) return score_squares(q, s);
-    const bf16 *next = after_keys();
-    next ? score_strip<64>(q, s, next) : score_strip<0>(q, s, k);
+    const bf16 *next = groups > 1 ? nullptr : n <= TILE ? v : ahead ? k + ahead : nullptr;
+    if (n > TILE)
+      next ? score_squares<32>(q, s, next) : score_squares<0>(q, s, k);
+    else
+      next ? score_strip<64>(q, s, next) : score_strip<0>(q, s, k);
   }
 
   // acc[lane] += sum over the chunks that wait and their keys of p[lane][j] * v[j], for `count` groups of lanes.
@@ -61,7 +63,8 @@ struct Tiled : Paired {
       for (int g = 0; g < count; ++g)
         if (all[g].chunks > 0 && all[g].lanes > TILE) {
           shape(all[g].lanes);
-          value_square(all[g], d, acc + g * GROUP * dim + d);
+          float *to = acc + g * GROUP * dim + d;
+          *all[g].next ? value_square<32>(all[g], d, to) : value_square<0>(all[g], d, to);
         }
     const int last = count - 1;  // the others are full
     if (all[last].chunks > 0 && all[last].lanes <= TILE) value_strips(all[last], acc + last * GROUP * dim);
@@ -74,17 +77,27 @@ struct Tiled : Paired {
     return keys == ~0ull ? v : mask(keys);
   }
 
+  // A chunk more that waits.
+  void add_to(Waiting &waiting, const bf16 *p, const Seen &seen) const {
+    waiting.p[waiting.chunks] = p;
+    waiting.v[waiting.chunks] = visible_values(waiting.lanes, seen);
+    waiting.next[waiting.chunks++] = groups > 1 || !ahead ? nullptr : (waiting.lanes > TILE ? v : k) + ahead;
+  }
+
+  // Whether the last chunk's values are masked: there is room for those of one.
+  bool masks(const Waiting &waiting) const { return waiting.v[waiting.chunks - 1] == masked; }
+
   // Scores s [n, 64] -> probabilities p [n, 64], as running.h says; which lanes' sums are to be multiplied by keep [n].
   uint32_t probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l, float *keep,
                          const Fetch &fetch, const float *weights = nullptr) const {
     return RunningSoftmax{_mm512_set1_ps(scale * LOG2_E), s, seen, p, m, l, keep, weights, fetch}.run(n);
   }
 
-  // What `n` lanes fetch, the `index`-th group that meets this chunk: `next`, which is read at once, if it is not null, and
-  // their share of the chunk ahead. (A single tile of lanes does so while it is multiplied.)
-  Fetch fetch(int n, int64_t index, const bf16 *next) const {
+  // What the `index`-th group of lanes that meets this chunk fetches: `next`, which is read at once, if it is not null, and
+  // its share of the chunk ahead. (Where there is but one group, it does so while it is multiplied.)
+  Fetch fetch(int64_t index, const bf16 *next) const {
     const int64_t lines = 2 * dim, each = (lines + groups * GROUP - 1) / (groups * GROUP), from = index * each * GROUP;
-    const bool far = ahead && n > TILE && from < lines;
+    const bool far = ahead && groups > 1 && from < lines;
     return {next, {k + ahead + from * LINE, v + ahead + from * LINE}, next ? lines / GROUP : 0, far ? each : 0};
   }
 
@@ -93,47 +106,46 @@ struct Tiled : Paired {
 
   void shape(int n) const { n > TILE ? tiles.take(TILE, n - TILE) : tiles.take(n); }
 
-  // One group of lanes reads K, then V: it fetches V during K, and the next K during V.
-  const bf16 *after_keys() const { return groups == 1 ? v : nullptr; }
-  const bf16 *after_values() const { return groups == 1 && ahead ? k + ahead : nullptr; }
-
   template <int LINES> HEADRACE_APART void score_strip(const bf16 *q, float *s, const bf16 *next) const {
     clear_sums();
     tile_steps<LINES>(q, dim, k, 2 * CHUNK, dim / STEP_INPUTS, {next, LINES * LINE, 0});
     store_row(s, CHUNK);
   }
 
-  HEADRACE_APART void score_squares(const bf16 *q, float *s) const {
+  template <int LINES> HEADRACE_APART void score_squares(const bf16 *q, float *s, const bf16 *next) const {
     for (int64_t half = 0; half < CHUNK; half += 32) {
       clear_sums();
-      square_steps<0>(q, dim, k + 2 * half, 2 * CHUNK, dim / STEP_INPUTS, {k, 0, 0});
+      square_steps<LINES>(q, dim, k + 2 * half, 2 * CHUNK, dim / STEP_INPUTS, {next + half * dim, LINES * LINE, 0});
       store_square(s + half, CHUNK);
     }
   }
 
   void value_strips(const Waiting &waiting, float *acc) const {
     shape(waiting.lanes);
-    const bf16 *next = after_values();
     int64_t d = 0;
     for (; d + 64 <= dim; d += 64)
-      next ? value_strip<64>(waiting, d, acc + d, next + d * CHUNK) : value_strip<0>(waiting, d, acc + d, *waiting.v);
+      *waiting.next ? value_strip<64>(waiting, d, acc + d) : value_strip<0>(waiting, d, acc + d);
     if (d < dim) value_half(waiting, d, acc + d);
   }
 
   // Columns d .. d + 31 of two tiles of lanes, 64 or 32 columns of one.
-  HEADRACE_APART void value_square(const Waiting &w, int64_t d, float *acc) const {
+  template <int LINES> HEADRACE_APART void value_square(const Waiting &w, int64_t d, float *acc) const {
     load_square(acc, dim);
     for (int c = 0; c < w.chunks; ++c)
-      square_steps<0>(w.p[c], CHUNK, w.v[c] + 2 * d, 2 * dim, CHUNK / STEP_INPUTS, {w.v[c], 0, 0});
+      square_steps<LINES>(w.p[c], CHUNK, w.v[c] + 2 * d, 2 * dim, CHUNK / STEP_INPUTS, after(w, c, d, LINES));
     store_square(acc, dim);
   }
 
-  template <int LINES>
-  HEADRACE_APART void value_strip(const Waiting &w, int64_t d, float *acc, const bf16 *next) const {
+  template <int LINES> HEADRACE_APART void value_strip(const Waiting &w, int64_t d, float *acc) const {
     load_row(acc, dim);
     for (int c = 0; c < w.chunks; ++c)
-      tile_steps<LINES>(w.p[c], CHUNK, w.v[c] + 2 * d, 2 * dim, CHUNK / STEP_INPUTS, {next, LINES * LINE, 0});
+      tile_steps<LINES>(w.p[c], CHUNK, w.v[c] + 2 * d, 2 * dim, CHUNK / STEP_INPUTS, after(w, c, d, LINES));
     store_row(acc, dim);
+  }
+
+  static Ahead after(const Waiting &w, int c, int64_t d, int lines) {
+    if (!w.next[c]) return {w.v[c], 0, 0};
+    return {w.next[c] + d * CHUNK, lines * LINE, 0};
   }
 
   HEADRACE_APART void value_half(const Waiting &waiting, int64_t d, float *acc) const {
