@@ -50,7 +50,7 @@ struct Tiled : Paired {
   // s[lane][j] = sum over d of q[lane][d] * k[d][j]
   void scores(int n, const bf16 *q, float *s, int64_t) const {
     shape(n);
-    const bf16 *next = groups > 1 ? nullptr : n <= TILE ? v : ahead ? k + ahead : nullptr;
+    const bf16 *next = groups > 1 || !ahead ? nullptr : n <= TILE ? v : k + ahead;
     if (n > TILE)
       next ? score_squares<32>(q, s, next) : score_squares<0>(q, s, k);
     else
