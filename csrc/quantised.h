@@ -181,7 +181,8 @@ template <> struct Quantised<Tiled> : Tiled {
     chunk.scale_scores(n, s);
   }
 
-  uint32_t probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l, float *keep, const Fetch &fetch) const {
+  uint32_t probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l, float *keep,
+                         const Fetch &fetch) const {
     return Tiled::probabilities(n, s, seen, scale, p, m, l, keep, fetch, chunk.v_scale);
   }
 

@@ -55,7 +55,8 @@ struct State : Parts {
   // acc / l, 0 where no key was seen.
   template <typename T> void write(int64_t lane, int64_t stride, int64_t dim, T *out) const {
     const vf inverse = l[lane] == 0.0f ? vf{} : splat(1.0f) / splat(l[lane]);
-    for (int64_t d = 0; d < dim; d += W) store_up_to(out + d, load_up_to(acc + lane * stride + d, dim - d) * inverse, dim - d);
+    for (int64_t d = 0; d < dim; d += W)
+      store_up_to(out + d, load_up_to(acc + lane * stride + d, dim - d) * inverse, dim - d);
   }
 };
 

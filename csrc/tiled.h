@@ -1,7 +1,7 @@
 // Attention of lanes over chunks by tiles of AMX: the layouts of paired.h, the softmax of running.h, products by tiles.h.
 //
-// A group of up to 32 lanes is the rows of one tile or of two. Tiles and vectors take turns: while the tiles multiply, one of
-// the two multipliers for vectors stands still, so that nothing is won by mixing them. D is a multiple of 32.
+// A group of up to 32 lanes is the rows of one tile or of two. Tiles and vectors take turns: while tiles are multiplied, one
+// of the two multipliers for vectors stands still, so that nothing is won by mixing them. D is a multiple of 32.
 #pragma once
 
 #include "running.h"
@@ -25,10 +25,10 @@ template <int MOST> struct Pending {
 
 struct Tiled : Paired {
   using Space = TileSpace;
-  static constexpr bool RUNNING = true;
+  static constexpr bool RUNNING = true;   // sums run on from chunk to chunk
   static constexpr int GROUP = 2 * TILE;  // lanes that go together through the tiles
   static constexpr int TOGETHER = 64;     // lanes for each reading of a chunk from L2
-  static constexpr int BATCH = 4;         // chunks whose probabilities wait for their values, so that sums are met once for all
+  static constexpr int BATCH = 4;         // most chunks whose probabilities wait, so that sums are met once for their values
   using Waiting = Pending<BATCH>;
   static_assert(GROUP <= LANES);
 

@@ -21,7 +21,7 @@ class Tiles {
   ~Tiles() { _tile_release(); }
 
   // `rows` rows of x and of sums from here on, in tiles 2, 3 and 5 `below` of them; what the tiles held is lost if that is a
-  // change. What was written to memory is there before tiles are read: GCC 12 does not know that loading a tile reads memory.
+  // change. What was written to memory is there before tiles are read: GCC 12 does not know that loading a tile reads it.
   void take(int rows, int below) {
     asm volatile("" ::: "memory");
     if (rows == taken && below == taken_below) return;
