@@ -239,6 +239,22 @@ def test_long_context_crosses_blocks(isa: str, threads: None, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_met_together_end_with_their_block(isa: str, threads: None, dtype: torch.dtype) -> None:
+    """Where rows meet the first chunk in two groups, those that follow are met from another one on than else."""
+    torch.set_num_threads(1)
+    tree = Tree(torch.Generator().manual_seed(9), 1, 71, False)
+    tree.row_counts = [70]
+    case = make_case(tree, 1, 1, 64, dtype)
+    whole = case.run()
+    for count in (1, 2, 3):
+        first = case.items[:count].repeat_interleave(2, dim=0)
+        first[::2, 3], first[1::2, 2] = 17, 17
+        items = torch.cat([first, case.items[count:]])
+        assert torch.equal(replace(case, items=items).run(), whole)
+    assert torch.equal(case.rows(69, 70).run(), whole[69:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_scores_far_below_zero(isa: str, dtype: torch.dtype) -> None:
     tree = Tree(torch.Generator().manual_seed(3), 3, 3, True)
     case = make_case(tree, 4, 2, 64, dtype, bias=torch.full((4, max(tree.lengths)), -300.0))
