@@ -200,6 +200,21 @@ def test_states_are_those_of_fp64(isa: str, case: Case) -> None:  # noqa: F811
     assert torch.equal(whole.out.to(case.q.dtype), backend.attend())
 
 
+@pytest.mark.parametrize("dim", [32, 128])
+def test_what_came_before_changes_no_probability(isa: str, threads: None, dim: int) -> None:  # noqa: F811
+    """A chunk after one with greater scores, and alone: its 64,000 probabilities are rounded to the same numbers."""
+    rows, generator = 1000, torch.Generator().manual_seed(dim)
+    tree = Tree(generator, 1, 2, False)
+    tree.row_counts = [rows]
+    case = make_case(tree, 1, 1, dim, torch.bfloat16, positions=torch.full((rows,), 2 * CHUNK - 1))
+    bias = torch.zeros(1, 2 * CHUNK)
+    bias[:, :CHUNK] = 3.7
+    backend = Backend("cpu", replace(case, bias=bias))
+    whole = cpu.states_of(backend.partial(case.items))
+    merged = cpu.merge(*(cpu.states_of(backend.partial(case.items[i : i + 1])) for i in range(2)))
+    close(merged, whole, 2e-6)
+
+
 def close(got: AttnState, want: AttnState, tolerance: float) -> None:
     assert torch.equal(got.lse == -torch.inf, want.lse == -torch.inf)
     torch.testing.assert_close(got.lse, want.lse, rtol=tolerance, atol=tolerance)
