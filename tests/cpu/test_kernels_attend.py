@@ -282,6 +282,18 @@ def test_scores_that_rise(isa: str, heads: tuple[int, int], dim: int) -> None:
         assert torch.equal(case.rows(begin, end).run(), whole[begin:end])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_just_below_zero(isa: str, dtype: torch.dtype) -> None:
+    """Where an exponent is taken apart, less than a last bit must not pass for a whole number."""
+    tree = Tree(torch.Generator().manual_seed(4), 1, 2, False)
+    tree.row_counts = [20]
+    case = make_case(tree, 1, 1, 32, dtype)
+    q, k = torch.zeros_like(case.q), torch.zeros_like(case.k)
+    q[..., :2] = torch.tensor([1e-3, 1.0])
+    k[:, :, 0, ::2], k[:, :, 1, 1::2] = -1e-6, 0.5
+    check(replace(case, q=q, k=k, scale=1.0))
+
+
 def test_first_row_copies_its_value(isa: str) -> None:
     case = make_case(Tree(torch.Generator().manual_seed(1), 1, 1, False), 2, 1, 32, torch.bfloat16)
     case = replace(case, positions=torch.zeros(1, dtype=torch.int64))
