@@ -117,7 +117,7 @@ struct RunningSoftmax {
     each<QUADS>([&](auto j) HEADRACE_ALWAYS_INLINE {
       __m512 sum[LANES_EACH];
       each<LANES_EACH>([&](auto b) HEADRACE_ALWAYS_INLINE {
-        __m512i most;
+        __m512i most = _mm512_setzero_si512();  // not asked for: m is right
         sum[b] = this->row<PLAIN>(first + j + b * QUADS, _mm512_set1_ps(base[j + b * QUADS]), most);
       });
       fours[j] = to_fours<LANES_EACH>(sum, [](vf a, vf b) HEADRACE_ALWAYS_INLINE { return a + b; });

@@ -94,11 +94,13 @@ struct Tiled : Paired {
   }
 
   // What the `index`-th group of lanes that meets this chunk fetches: `next`, which is read at once, if it is not null, and
-  // its share of the chunk ahead. (Where there is but one group, it does so while it is multiplied.)
+  // its share of the chunk ahead. (Where there is but one group, it does so while it is multiplied.) Nothing without a chunk
+  // ahead: the last one, or copies that lie in the cache.
   Fetch fetch(int64_t index, const bf16 *next) const {
     const int64_t lines = 2 * dim, each = (lines + groups * GROUP - 1) / (groups * GROUP), from = index * each * GROUP;
     const bool far = ahead && groups > 1 && from < lines;
-    return {next, {k + ahead + from * LINE, v + ahead + from * LINE}, next ? lines / GROUP : 0, far ? each : 0};
+    const bool near = ahead && next;
+    return {next, {k + ahead + from * LINE, v + ahead + from * LINE}, near ? lines / GROUP : 0, far ? each : 0};
   }
 
  private:
