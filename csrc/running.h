@@ -19,7 +19,8 @@ struct Fetch {
 };
 
 // Raw scores s [n, 64] -> probabilities p [n, 64] relative to 2^m, rounded to bf16, 0 where the lane sees nothing. m [n] is
-// -inf at first. l [n] grows by the sum of the probabilities. Where a lane's m rises, l and later its sums are multiplied by
+// -inf at first. l [n] grows by the sum of the probabilities before they
+// are rounded; where a lane sees one key of the chunk, of the rounded one, so that a key alone has the weight 1. Where a lane's m rises, l and later its sums are multiplied by
 // keep [n]. `weights` [64], or null, is what probabilities are multiplied by before they are rounded; l then sums those that
 // are neither multiplied nor rounded.
 struct RunningSoftmax {
@@ -144,17 +145,17 @@ struct RunningSoftmax {
       const __m512 score = this->raised(_mm512_load_ps(from + c * 16));
       x[c] = power(score, _mm512_sub_ps(score, base));
     });
+    const uint64_t mask = PLAIN ? ~0ull : seen.mask(lane);
+    if (!PLAIN) each<4>([&](auto c) HEADRACE_ALWAYS_INLINE { x[c] = _mm512_maskz_mov_ps(static_cast<__mmask16>(mask >> (16 * c)), x[c]); });
+    sum = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]);
     if (!PLAIN) {
-      const uint64_t mask = seen.mask(lane);
-      each<4>([&](auto c) HEADRACE_ALWAYS_INLINE { x[c] = _mm512_maskz_mov_ps(mask >> (16 * c), x[c]); });
-      sum = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]);
       if (weights) Paired::weigh(mask, weights, x);
     }
     const __m512bh low = _mm512_cvtne2ps_pbh(x[1], x[0]), high = _mm512_cvtne2ps_pbh(x[3], x[2]);
     _mm512_store_si512(p + lane * CHUNK, (__m512i)low);
     _mm512_store_si512(p + lane * CHUNK + 32, (__m512i)high);
     most = _mm512_max_epu16(most, _mm512_max_epu16((__m512i)low, (__m512i)high));
-    if (!PLAIN && weights) return sum;
+    if (PLAIN || weights || (mask & (mask - 1))) return sum;
     const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
     return _mm512_dpbf16_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), low, ones), high, ones);
   }

@@ -177,8 +177,8 @@ def test_states_are_those_of_fp64(isa: str, case: Case) -> None:  # noqa: F811
     backend = Backend("cpu", case)
     whole = cpu.states_of(backend.partial(case.items))
     group = case.q.shape[1] // case.k.shape[1]
-    # By tiles l sums the probabilities as they are multiplied, rounded: each by up to 2^-8, and its power of 2 is up to
-    # 1.1e-4 from the truth.
+    # By tiles a power of 2 is up to 1.1e-4 from the truth, and where a row sees one key of a chunk, l takes its probability
+    # as it is multiplied, rounded by up to 2^-8.
     rounded = isa == "amx" and case.q.dtype == torch.bfloat16 and case.q.shape[-1] % 32 == 0
     error = {"rtol": 1e-5, "atol": 2e-5 + (2**-8 + 1.1e-4 if rounded else 0)}
     for row in range(0, len(case.q), 7):
