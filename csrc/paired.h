@@ -21,8 +21,6 @@ constexpr bool paired(int64_t dim) {
 
 struct Paired {
   static constexpr float LOG2_E = 1.44269504f;
-  static constexpr bool RUNNING = false;
-  static constexpr int BATCH = 1, TOGETHER = LANES;
   using Type = bf16;
   using Space = headrace::HEADRACE_NS::Space;
   using Query = bf16;
