@@ -4,13 +4,7 @@
 //
 // R: rows, G: query heads per KV head, D: head size, P: D rounded up to 16; lane: one (row, query head of the group).
 #include "arena.h"
-#include "kernels.h"
-#include "natural.h"
-#include "paired.h"
-#include "quantised.h"
-#include "simd.h"
-#include "states.h"
-#include "tiled.h"
+#include "head_rows.h"
 
 #include <new>
 
@@ -18,167 +12,13 @@ namespace headrace::HEADRACE_NS {
 
 namespace {
 
+// Most lanes of a unit: their states stay in L2, and the chunks they meet are read once for all of them.
 #ifdef __AMX_BF16__
-constexpr int64_t UNIT_LANES = 256;
+constexpr int64_t UNIT_LANES = 512;
 #else
-constexpr int64_t UNIT_LANES = 128;  // most lanes of a unit: their states stay in L2
+constexpr int64_t UNIT_LANES = 128;
 #endif
 constexpr int64_t SMALL_LANES = 16;  // fewer share a chunk too little
-
-// The rows first..last-1 of one KV head.
-template <typename Math> struct HeadRows {
-  using T = typename Math::Type;
-  const Attend &a;
-  int64_t kv_head, first, last;  // rows first..last-1
-  int64_t group, padded;
-  typename Math::Query *q;       // [lanes, D]
-  State block, total;
-  int32_t *block_of;             // [rows]: index of the block that `block` holds, -1 at first
-  typename Math::Space &space;   // shared by the heads of a unit
-  int64_t all_seen;              // every row of the unit sees all keys before this position
-
-  static int64_t floats(const Attend &a, int64_t rows) {
-    const int64_t group = a.heads / a.kv_heads, padded = (a.dim + 15) / 16 * 16;
-    return rows * group * (a.dim + 2 * padded + 4) + rows + 10 * 16;
-  }
-
-  HeadRows(const Attend &a, int64_t kv_head, int64_t first, int64_t last, typename Math::Space &space, float *memory)
-      : a(a), kv_head(kv_head), first(first), last(last), group(a.heads / a.kv_heads), padded((a.dim + 15) / 16 * 16),
-        space(space) {
-    const int64_t lanes = (last - first) * group;
-    auto cut = [&memory](int64_t n) { return memory += (n + 15) / 16 * 16, memory - (n + 15) / 16 * 16; };
-    block.acc = cut(lanes * padded);
-    total.acc = cut(lanes * padded);
-    q = reinterpret_cast<typename Math::Query *>(cut(lanes * a.dim));
-    block.m = cut(lanes);
-    block.l = cut(lanes);
-    total.m = cut(lanes);
-    total.l = cut(lanes);
-    block_of = reinterpret_cast<int32_t *>(cut(last - first));
-  }
-
-  void start() {
-    all_seen = a.window > 0 ? 0 : a.positions[first] + 1;
-    for (int64_t row = first; row < last; ++row)
-      if (a.positions[row] + 1 < all_seen) all_seen = a.positions[row] + 1;
-    for (int64_t row = first; row < last; ++row) {
-      block_of[row - first] = -1;
-      const T *from = static_cast<const T *>(a.q) + row * a.q_stride + kv_head * group * a.dim;
-      Math::query(from, q + (row - first) * group * a.dim, group * a.dim);
-    }
-    for (int64_t lane = 0; lane < (last - first) * group; ++lane) {
-      block.clear(lane, padded);
-      total.clear(lane, padded);
-    }
-    if (a.from.block_of)
-      for (int64_t row = first; row < last; ++row) {
-        in_tensor(a.from.total, row).copy_to(here(total, row), group, a.dim);
-        in_tensor(a.from.block, row).copy_to(here(block, row), group, a.dim);
-        block_of[row - first] = a.from.block_of[row];
-      }
-  }
-
-  Lanes here(const State &state, int64_t row) const { return {state, (row - first) * group, padded}; }
-  Lanes in_tensor(const Parts &parts, int64_t row) const { return {parts, row * a.heads + kv_head * group, a.dim}; }
-
-  // Keys of the chunk that a row may see: from..to-1 within the chunk; none if from >= to.
-  void visible(int64_t row, int64_t key_start, int &from, int &to) const {
-    const int64_t position = a.positions[row];
-    const int64_t low = a.window > 0 ? position - a.window + 1 - key_start : 0;
-    const int64_t high = position + 1 - key_start;
-    from = static_cast<int>(low < 0 ? 0 : low > CHUNK ? CHUNK : low);
-    to = static_cast<int>(high < 0 ? 0 : high > CHUNK ? CHUNK : high);
-  }
-
-  void enter_block(int64_t from, int64_t to, int32_t index) {
-    int others = 0;  // most often none: a loop that vectorises
-    for (int64_t row = from; row < to; ++row) others += block_of[row - first] != index;
-    if (!others) return;
-    for (int64_t row = from; row < to; ++row) {
-      if (block_of[row - first] == index) continue;
-      if (block_of[row - first] >= 0) close_block(row);
-      block_of[row - first] = index;
-    }
-  }
-
-  void close_block(int64_t row) {
-    for (int64_t lane = (row - first) * group; lane < (row - first + 1) * group; ++lane) {
-      total.template fold<Math>(lane, block, padded);
-      block.clear(lane, padded);
-    }
-  }
-
-  // `next` is where the keys lie that the unit reads after these (elements from here): they are fetched meanwhile.
-  void walk(const Item &item, int64_t next) {
-    const int64_t from = item.row_begin > first ? item.row_begin : first;
-    const int64_t to = item.row_end < last ? item.row_end : last;
-    enter_block(from, to, item.key_start / BLOCK);
-    const Math math = Reader<Math>::open(a, static_cast<int64_t>(item.slot) * a.kv_heads + kv_head, padded, next,
-                                         (to - from) * group, space);
-    const int64_t begin = (from - first) * group, lanes = (to - from) * group;
-    for (int64_t i = 0; i < lanes; i += LANES)
-      walk_lanes(item, begin + i, static_cast<int>(lanes - i < LANES ? lanes - i : LANES), math, i);
-  }
-
-  // `n` lanes from `lane` on; `before` lanes have met the chunk already.
-  void walk_lanes(const Item &item, int64_t lane, int n, const Math &math, int64_t before) {
-    Seen seen;
-    if (item.key_start + CHUNK <= all_seen) {
-      seen.everything = true;
-    } else {
-      bool any = false;
-      for (int r = 0; r < n; ++r) {
-        visible(first + (lane + r) / group, item.key_start, seen.low[r], seen.high[r]);
-        any |= seen.low[r] < seen.high[r];
-      }
-      if (!any) return;
-    }
-    alignas(64) float scores[LANES * CHUNK], bias[CHUNK], m[LANES], l[LANES];
-    alignas(64) typename Math::Probability p[LANES * CHUNK];
-    math.scores(n, q + lane * a.dim, scores, before);
-    float scale = a.scale;
-    if (a.bias) {
-      for (int r = 0; r < n; ++r) add_bias(bias_of(item.key_start, lane + r, bias), scores + r * CHUNK);
-      scale = 1.0f;
-    }
-    math.probabilities(n, scores, seen, scale, p, m, l);
-    Weights weights;
-    block.template take<Math>(lane, n, m, l, weights);
-    math.values(n, p, seen, block.acc + lane * padded, weights, before);
-  }
-
-  void add_bias(const float *bias, float *scores) const {
-    for (int j = 0; j < CHUNK; j += W) store(scores + j, madd(load(scores + j), splat(a.scale), load(bias + j)));
-  }
-
-  // Bias of the chunk's 64 keys; the table may end inside the chunk, behind the last visible key.
-  const float *bias_of(int64_t key_start, int64_t lane, float *part) const {
-    const float *from = a.bias + (kv_head * group + lane % group) * a.bias_len + key_start;
-    const int64_t there = a.bias_len - key_start;
-    if (there >= CHUNK) return from;
-    for (int64_t j = 0; j < CHUNK; ++j) part[j] = j < there ? from[j] : 0.0f;
-    return part;
-  }
-
-  void finish() {
-    for (int64_t row = first; row < last; ++row) {
-      if (a.to.block_of) {
-        leave(row);
-        continue;
-      }
-      close_block(row);
-      T *out = static_cast<T *>(a.out) + (row * a.heads + kv_head * group) * a.dim;
-      for (int64_t g = 0; g < group; ++g) total.write((row - first) * group + g, padded, a.dim, out + g * a.dim);
-    }
-  }
-
-  // The row's state as it stands, for a call that folds on.
-  void leave(int64_t row) const {
-    if (a.to.total.acc) here(total, row).copy_to(in_tensor(a.to.total, row), group, a.dim);
-    here(block, row).copy_to(in_tensor(a.to.block, row), group, a.dim);
-    if (kv_head == 0) a.to.block_of[row] = block_of[row - first];  // the same for all heads: one thread writes it
-  }
-};
 
 constexpr int MAX_HEADS = 32;  // most KV heads of a unit
 
@@ -189,7 +29,7 @@ template <typename Math> struct Unit {
   int64_t block;  // of the fold, -1 for all
 
   static int64_t floats(const Attend &a, int64_t rows, int64_t heads) {
-    return Math::scratch(a.dim) + 16 + heads * HeadRows<Math>::floats(a, rows);
+    return Math::scratch(a.dim) + 16 + heads * HeadRows<Math>::floats(a, rows) + 2 * a.item_count;
   }
 
   bool touches(const Item &item) const {
@@ -207,20 +47,39 @@ template <typename Math> struct Unit {
       new (each + h) HeadRows<Math>(a, head + h, first, last, space, at);
       each[h].start();
     }
-    const Item *item = nullptr, *end = a.items + a.item_count;
-    for (const Item *next = a.items; next < end; ++next) {
-      if (!touches(*next)) continue;
-      if (item) walk(each, *item, next);
-      item = next;
-    }
-    if (item) walk(each, *item, nullptr);
+    int64_t count = 0;
+    const Item **met = reinterpret_cast<const Item **>(at);
+    for (const Item *item = a.items; item < a.items + a.item_count; ++item)
+      if (touches(*item)) met[count++] = item;
+    for (int64_t i = 0; i < count;) i += walk(each, met + i, count - i);
     for (int64_t h = 0; h < heads; ++h) each[h].finish();
   }
 
-  void walk(HeadRows<Math> *each, const Item &item, const Item *next) {
-    const int64_t size = CHUNK * a.dim, slots = next ? static_cast<int64_t>(next->slot) - item.slot : 0;
-    for (int64_t h = 0; h + 1 < heads; ++h) each[h].walk(item, size);
-    each[heads - 1].walk(item, next ? (slots * a.kv_heads - (heads - 1)) * size : 0);
+  // Walks the first of `left` items, and those after it that can go with it; returns how many. Several heads of one chunk
+  // lie side by side in memory, and are read in that order.
+  int walk(HeadRows<Math> *each, const Item *const *items, int64_t left) {
+    int64_t ahead[Math::BATCH];
+    if (heads > 1) {
+      *ahead = CHUNK * a.dim;
+      for (int64_t h = 0; h + 1 < heads; ++h) each[h].walk(items, ahead, 1);
+      *ahead = left > 1 ? distance(*items[0], *items[1]) - (heads - 1) * CHUNK * a.dim : 0;
+      each[heads - 1].walk(items, ahead, 1);
+      return 1;
+    }
+    int count = 1;
+    while (count < Math::BATCH && count < left && go_together(*each, *items[0], *items[count])) ++count;
+    for (int i = 0; i < count; ++i) ahead[i] = i + count < left ? distance(*items[i], *items[i + count]) : 0;
+    each->walk(items, ahead, count);
+    return count;
+  }
+
+  int64_t distance(const Item &from, const Item &to) const {
+    return (static_cast<int64_t>(to.slot) - from.slot) * a.kv_heads * CHUNK * a.dim;
+  }
+
+  static bool go_together(const HeadRows<Math> &rows, const Item &a, const Item &b) {
+    return rows.first_of(a) == rows.first_of(b) && rows.last_of(a) == rows.last_of(b) &&
+           a.key_start / BLOCK == b.key_start / BLOCK;
   }
 };
 

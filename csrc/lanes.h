@@ -22,9 +22,12 @@ struct Weights {
 struct Seen {
   bool everything = false;
   int low[LANES], high[LANES];
+  uint32_t only = 0;  // lanes of rows that see but one key, of all chunks, as bits
 
   int from(int lane) const { return everything ? 0 : low[lane]; }
   int to(int lane) const { return everything ? CHUNK : high[lane]; }
+
+  bool only_key(int lane) const { return only >> lane & 1; }
 
   uint64_t mask(int lane) const {
     const int first = from(lane), last = to(lane);

@@ -8,6 +8,8 @@
 namespace headrace::HEADRACE_NS {
 
 template <typename T> struct Natural {
+  static constexpr bool RUNNING = false;
+  static constexpr int BATCH = 1, TOGETHER = LANES;
   using Type = T;
   using Space = headrace::HEADRACE_NS::Space;
   using Query = float;

@@ -21,6 +21,8 @@ constexpr bool paired(int64_t dim) {
 
 struct Paired {
   static constexpr float LOG2_E = 1.44269504f;
+  static constexpr bool RUNNING = false;
+  static constexpr int BATCH = 1, TOGETHER = LANES;
   using Type = bf16;
   using Space = headrace::HEADRACE_NS::Space;
   using Query = bf16;
@@ -144,16 +146,20 @@ struct Paired {
       each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
         x[c] = exp2<false>(_mm512_fmsub_ps(_mm512_load_ps(s + r * CHUNK + c * 16), factor, base));
       });
-      if (!seen.everything) {
-        const uint64_t mask = seen.mask(lane + r);
-        each<4>([&](auto c) HEADRACE_ALWAYS_INLINE { x[c] = _mm512_maskz_mov_ps(mask >> (16 * c), x[c]); });
-      }
+      if (!seen.everything) keep_seen(seen.mask(lane + r), x);
       sum[r] = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]);
       if (weights) weigh(seen.mask(lane + r), weights, x);
       _mm512_store_si512(p + r * CHUNK, (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
       _mm512_store_si512(p + r * CHUNK + 32, (__m512i)_mm512_cvtne2ps_pbh(x[3], x[2]));
     });
     store_part(l, reduce<N>(sum, [](vf a, vf b) HEADRACE_ALWAYS_INLINE { return a + b; }), N);
+  }
+
+  // x, 0 for the keys that are not in `mask`.
+  static HEADRACE_ALWAYS_INLINE void keep_seen(uint64_t mask, __m512 (&x)[4]) {
+    each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
+      x[c] = _mm512_maskz_mov_ps(static_cast<__mmask16>(mask >> (16 * c)), x[c]);
+    });
   }
 
   // x times the weights of the keys in `mask`; the others' may be garbage.

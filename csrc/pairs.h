@@ -13,6 +13,13 @@ namespace headrace::HEADRACE_NS {
 constexpr int TILE_ROWS = 4;  // with four vectors of sums side by side they fill half the registers
 constexpr int LINE = 32;      // bf16 in a cache line
 
+// Fetches LINES cache lines to L1, or only to L2.
+template <int LINES, bool NEAR = true> HEADRACE_INLINE void fetch_lines(const bf16 *from) {
+  each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE {
+    _mm_prefetch(reinterpret_cast<const char *>(from + line * LINE), NEAR ? _MM_HINT_T0 : _MM_HINT_T1);
+  });
+}
+
 HEADRACE_INLINE __m512bh splat_pair(const bf16 *x) {
   int32_t pair;
   memcpy(&pair, x, sizeof pair);
@@ -65,19 +72,39 @@ HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, 
   }
 }
 
-// Each of N vectors (1 or 4) folded to one number by halves: element i with i + 8, then i + 4, i + 2, i + 1. They are the
-// first N elements of the result, the same bits for 1 and for 4 at once.
-template <int N, typename F> HEADRACE_INLINE vf reduce(const __m512 (&x)[N], F f) {
+// Vectors folded to one number each by halves: element i with i + 8, then i + 4, i + 2, i + 1, the same bits for 1, 4 and
+// 16 at once. The first two steps of N (1 or 4): what is left of vector b is the four elements from 4 b on.
+template <int N, typename F> HEADRACE_INLINE __m512 to_fours(const __m512 (&x)[N], F f) {
   auto halves = [&](__m512 a, __m512 b, auto low, auto high) HEADRACE_ALWAYS_INLINE {
     return (__m512)f((vf)_mm512_shuffle_f32x4(a, b, low), (vf)_mm512_shuffle_f32x4(a, b, high));
   };
   const Constant<0x44> front;
   const Constant<0xee> back;
   const __m512 eights[2] = {halves(x[0], x[N / 4], front, back), halves(x[N / 2], x[N - 1], front, back)};
-  const __m512 fours = halves(eights[0], eights[1], Constant<0x88>{}, Constant<0xdd>{});  // a block of four for each
-  const __m512 twos = (__m512)f((vf)fours, (vf)_mm512_permute_ps(fours, 0x0e));
+  return halves(eights[0], eights[1], Constant<0x88>{}, Constant<0xdd>{});
+}
+
+// The other two: vector b's number is element b of the result,
+template <typename F> HEADRACE_INLINE vf from_fours(const __m512 (&fours)[1], F f) {
+  const __m512 twos = (__m512)f((vf)fours[0], (vf)_mm512_permute_ps(fours[0], 0x0e));
   const __m512 ones = (__m512)f((vf)twos, (vf)_mm512_permute_ps(twos, 0x01));
   return (vf)_mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), ones);
+}
+
+// or, of four fours, 4 b + j for vector b of the j-th.
+template <typename F> HEADRACE_INLINE vf from_fours(const __m512 (&fours)[4], F f) {
+  auto halves = [&](__m512 a, __m512 b, auto low, auto high) HEADRACE_ALWAYS_INLINE {
+    return (__m512)f((vf)_mm512_shuffle_ps(a, b, low), (vf)_mm512_shuffle_ps(a, b, high));
+  };
+  const Constant<0x44> front;
+  const Constant<0xee> back;
+  const __m512 twos[2] = {halves(fours[0], fours[1], front, back), halves(fours[2], fours[3], front, back)};
+  return (vf)halves(twos[0], twos[1], Constant<0x88>{}, Constant<0xdd>{});
+}
+
+template <int N, typename F> HEADRACE_INLINE vf reduce(const __m512 (&x)[N], F f) {
+  const __m512 fours[1] = {to_fours<N>(x, f)};
+  return from_fours(fours, f);
 }
 
 }  // namespace headrace::HEADRACE_NS

@@ -88,10 +88,10 @@ HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const int8_t *w
   }
 }
 
-// The chunk's keys or values as bf16, fetching those that are read next.
-inline void widen(const Chunk8 &chunk, const int8_t *from, bf16 *to, int64_t dim) {
+// The chunk's keys or values as bf16, fetching those that are read next to L1, or only to L2.
+template <bool NEAR> void widen(const Chunk8 &chunk, const int8_t *from, bf16 *to, int64_t dim) {
   for (int64_t i = 0; i < CHUNK * dim; i += 128) {
-    fetch(from + chunk.ahead + i);
+    fetch_lines<2, NEAR>(reinterpret_cast<const bf16 *>(from + chunk.ahead + i));
     for (int part = 0; part < 128; part += 32) _mm512_store_si512(to + i + part, (__m512i)widened(from + i + part));
   }
 }
@@ -107,8 +107,8 @@ template <> struct Quantised<Paired> : Paired {
         chunk(chunk), few(lanes <= TILE_ROWS), copy(reinterpret_cast<bf16 *>(space.scratch)) {
     fetch_scales(chunk, dim);
     if (few) return;
-    widen(chunk, chunk.k, copy, dim);
-    widen(chunk, chunk.v, copy + CHUNK * dim, dim);
+    widen<true>(chunk, chunk.k, copy, dim);
+    widen<true>(chunk, chunk.v, copy + CHUNK * dim, dim);
   }
 
   static int64_t scratch(int64_t dim) { return CHUNK * dim; }
@@ -143,7 +143,7 @@ template <> struct Quantised<Paired> : Paired {
       if (n == 3) return value_few<3>(p, acc, w);
       return value_few<4>(p, acc, w);
     }
-    if (few) widen(chunk, chunk.v, copy + CHUNK * dim, dim);
+    if (few) widen<true>(chunk, chunk.v, copy + CHUNK * dim, dim);
     Paired::values(n, p, seen, acc, w, before);
   }
 
@@ -166,6 +166,7 @@ template <> struct Quantised<Paired> : Paired {
 #ifdef __AMX_BF16__
 
 template <> struct Quantised<Tiled> : Tiled {
+  static constexpr int BATCH = 1;  // there is room for one widened chunk
   Chunk8 chunk;
 
   Quantised(const Chunk8 &chunk, int64_t dim, int64_t, int64_t, Space &space)
@@ -180,15 +181,17 @@ template <> struct Quantised<Tiled> : Tiled {
     chunk.scale_scores(n, s);
   }
 
-  void probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l) const {
-    Tiled::probabilities(n, s, seen, scale, p, m, l, chunk.v_scale);
+  uint32_t probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l, float *keep,
+                         const Fetch &fetch) const {
+    return Tiled::probabilities(n, s, seen, scale, p, m, l, keep, fetch, chunk.v_scale);
   }
 
  private:
   Quantised(const Chunk8 &chunk, int64_t dim, bf16 *copy, Tiles &tiles)
       : Tiled(copy, copy + CHUNK * dim, dim, copy + 2 * CHUNK * dim, tiles), chunk(chunk) {
-    widen(chunk, chunk.k, copy, dim);
-    widen(chunk, chunk.v, copy + CHUNK * dim, dim);
+    // Widening waits for memory: more lines are under way to L2 than to L1.
+    widen<false>(chunk, chunk.k, copy, dim);
+    widen<false>(chunk, chunk.v, copy + CHUNK * dim, dim);
   }
 };
 

@@ -36,26 +36,27 @@ struct State : Parts {
     }
   }
 
-  // Folds the same lane of `part` into this one's.
-  template <typename Math> void fold(int64_t lane, const State &part, int64_t stride) {
+  // Folds the same lanes of `part` into `n` <= LANES of these.
+  template <typename Math> void fold(int64_t lane, const State &part, int64_t stride, int n = 1) {
     Weights w;
-    take<Math>(lane, 1, part.m + lane, part.l + lane, w);
-    if (part.l[lane] == 0.0f) return;
-    float *to = acc + lane * stride;
-    const float *from = part.acc + lane * stride;
-    for (int64_t d = 0; d < stride; d += W) {
-      const int64_t n = stride - d;
-      const vf added = load_up_to(from + d, n) * splat(w.take[0]);
-      store_up_to(to + d, madd(load_up_to(to + d, n), splat(w.keep[0]), added), n);
+    take<Math>(lane, n, part.m + lane, part.l + lane, w);
+    for (int r = 0; r < n; ++r) {
+      if (part.l[lane + r] == 0.0f) continue;
+      const vf keep = splat(w.keep[r]), add = splat(w.take[r]);
+      float *to = acc + (lane + r) * stride;
+      const float *from = part.acc + (lane + r) * stride;
+      for (int64_t d = 0; d < stride; d += W) {
+        const int64_t left = stride - d;
+        store_up_to(to + d, madd(load_up_to(to + d, left), keep, load_up_to(from + d, left) * add), left);
+      }
     }
   }
 
   // acc / l, 0 where no key was seen.
   template <typename T> void write(int64_t lane, int64_t stride, int64_t dim, T *out) const {
-    for (int64_t d = 0; d < dim; d += W) {
-      const vf y = l[lane] == 0.0f ? vf{} : load_up_to(acc + lane * stride + d, dim - d) / splat(l[lane]);
-      store_up_to(out + d, y, dim - d);
-    }
+    const vf inverse = l[lane] == 0.0f ? vf{} : splat(1.0f) / splat(l[lane]);
+    for (int64_t d = 0; d < dim; d += W)
+      store_up_to(out + d, load_up_to(acc + lane * stride + d, dim - d) * inverse, dim - d);
   }
 };
 

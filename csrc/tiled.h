@@ -1,9 +1,10 @@
-// Attention of lanes over one chunk by tiles of AMX: the layouts and the softmax of paired.h, products by tiles.h.
+// Attention of lanes over chunks by tiles of AMX: the layouts of paired.h, the softmax of running.h, products by tiles.h.
 //
-// A group of up to 16 lanes is the rows of a tile. D is a multiple of 32.
+// A group of up to 32 lanes is the rows of one tile or of two. Tiles and vectors take turns: while tiles are multiplied, one
+// of the two multipliers for vectors stands still, so that nothing is won by mixing them. D is a multiple of 32.
 #pragma once
 
-#include "paired.h"
+#include "running.h"
 #include "tiles.h"
 
 namespace headrace::HEADRACE_NS {
@@ -16,8 +17,21 @@ struct TileSpace : Space {
   Tiles tiles;
 };
 
+// Chunks whose probabilities p [lanes, 64] wait for their values v; what is fetched meanwhile, or null.
+template <int MOST> struct Pending {
+  const bf16 *p[MOST], *v[MOST], *next[MOST];
+  int chunks = 0, lanes = 0;
+};
+
 struct Tiled : Paired {
   using Space = TileSpace;
+  static constexpr bool RUNNING = true;   // sums run on from chunk to chunk
+  static constexpr int GROUP = 2 * TILE;  // lanes that go together through the tiles
+  static constexpr int TOGETHER = 64;     // lanes for each reading of a chunk from L2
+  static constexpr int BATCH = 4;         // most chunks whose probabilities wait, so that sums are met once for their values
+  using Waiting = Pending<BATCH>;
+  static_assert(GROUP <= LANES);
+
   Tiles &tiles;
   bf16 *masked;  // [64 D]: room for values of which some are masked
 
@@ -26,149 +40,132 @@ struct Tiled : Paired {
   Tiled(const bf16 *k, const bf16 *v, int64_t dim, int64_t, int64_t ahead, int64_t lanes, Space &space)
       : Paired(k, v, dim), tiles(space.tiles), masked(reinterpret_cast<bf16 *>(space.scratch)) {
     this->ahead = ahead;
-    groups = (lanes + TILE - 1) / TILE;
+    groups = (lanes + GROUP - 1) / GROUP;
   }
 
   // Keys and values that lie in a cache already; `masked` is room for 64 D further ones.
   Tiled(const bf16 *k, const bf16 *v, int64_t dim, bf16 *masked, Tiles &tiles)
       : Paired(k, v, dim), tiles(tiles), masked(masked) {}
 
-  // p[lane][j] = sum over d of q[lane][d] * k[d][j]
-  void scores(int n, const bf16 *q, float *p, int64_t before) const {
-    for (int r = 0; r < n; r += TILE) {
-      tiles.take(n - r < TILE ? n - r : TILE);
-      const bf16 *next = share(after_keys(), before + r);
-      by_lines(next, [&](auto lines) { score_steps<lines>(q + r * dim, p + r * CHUNK, next); });
-    }
+  // s[lane][j] = sum over d of q[lane][d] * k[d][j]
+  void scores(int n, const bf16 *q, float *s, int64_t) const {
+    shape(n);
+    const bf16 *next = groups > 1 || !ahead ? nullptr : n <= TILE ? v : k + ahead;
+    if (n > TILE)
+      next ? score_squares<32>(q, s, next) : score_squares<0>(q, s, k);
+    else
+      next ? score_strip<64>(q, s, next) : score_strip<0>(q, s, k);
   }
 
-  // acc[lane] = acc[lane] * keep + take * (sum over visible keys of p[lane][j] * v[j]).
-  void values(int n, const bf16 *p, const Seen &seen, float *acc, const Weights &weights, int64_t before) const {
+  // acc[lane] += sum over the chunks that wait and their keys of p[lane][j] * v[j], for `count` groups of lanes.
+  void values(const Waiting *all, int count, float *acc) const {
+    for (int64_t d = 0; d < dim; d += 32)
+      for (int g = 0; g < count; ++g)
+        if (all[g].chunks > 0 && all[g].lanes > TILE) {
+          shape(all[g].lanes);
+          float *to = acc + g * GROUP * dim + d;
+          *all[g].next ? value_square<32>(all[g], d, to) : value_square<0>(all[g], d, to);
+        }
+    const int last = count - 1;  // the others are full
+    if (all[last].chunks > 0 && all[last].lanes <= TILE) value_strips(all[last], acc + last * GROUP * dim);
+  }
+
+  // The values, with 0 for keys that no lane sees: they may be garbage, and 0 times NaN is NaN.
+  const bf16 *visible_values(int n, const Seen &seen) const {
     uint64_t keys = seen.everything ? ~0ull : 0;
     for (int r = 0; r < n && !seen.everything; ++r) keys |= seen.mask(r);
-    const bf16 *from = keys == ~0ull ? v : mask(keys);
-    const int full = n / TILE * TILE;
-    for (int r = 0; r < n; r = r < full ? full : n) {  // the full groups, then the rest
-      const int rows = r < full ? TILE : n - r;
-      tiles.take(rows);
-      const bf16 *next = share(after_values(), before + r);
-      by_lines(next, [&](auto lines) {
-        value_pairs<lines>(r < full ? full / TILE : 1, rows, p + r * CHUNK, from, acc + r * dim, weights.keep + r,
-                           weights.take + r, next);
-      });
-    }
+    return keys == ~0ull ? v : mask(keys);
+  }
+
+  // A chunk more that waits.
+  void add_to(Waiting &waiting, const bf16 *p, const Seen &seen) const {
+    waiting.p[waiting.chunks] = p;
+    waiting.v[waiting.chunks] = visible_values(waiting.lanes, seen);
+    waiting.next[waiting.chunks++] = groups > 1 || !ahead ? nullptr : (waiting.lanes > TILE ? v : k) + ahead;
+  }
+
+  // Whether the last chunk's values are masked: there is room for those of one.
+  bool masks(const Waiting &waiting) const { return waiting.v[waiting.chunks - 1] == masked; }
+
+  // Scores s [n, 64] -> probabilities p [n, 64], as running.h says; which lanes' sums are to be multiplied by keep [n].
+  uint32_t probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l, float *keep,
+                         const Fetch &fetch, const float *weights = nullptr) const {
+    return RunningSoftmax{_mm512_set1_ps(scale * LOG2_E), s, seen, p, m, l, keep, weights, fetch}.run(n);
+  }
+
+  // What the `index`-th group of lanes that meets this chunk fetches: `next`, which is read at once, if it is not null, and
+  // its share of the chunk ahead. (Where there is but one group, it does so while it is multiplied.) Nothing without a chunk
+  // ahead: the last one, or copies that lie in the cache.
+  Fetch fetch(int64_t index, const bf16 *next) const {
+    const int64_t lines = 2 * dim, each = (lines + groups * GROUP - 1) / (groups * GROUP), from = index * each * GROUP;
+    const bool far = ahead && groups > 1 && from < lines;
+    const bool near = ahead && next;
+    return {next, {k + ahead + from * LINE, v + ahead + from * LINE}, near ? lines / GROUP : 0, far ? each : 0};
   }
 
  private:
-  static constexpr int64_t LINES = 64;  // in the weights of a step
-  static constexpr int64_t PAIR = 32;   // columns that the tiles take together when values are added up
-  int64_t groups = 1;                   // of lanes that meet the chunk: each fetches its share of what is read next
+  int64_t groups = 1;  // of lanes that meet the chunk
 
-  const bf16 *after_keys() const { return groups == 1 ? v : ahead ? k + ahead : nullptr; }
-  const bf16 *after_values() const { return !ahead ? nullptr : (groups == 1 ? k : v) + ahead; }
-  const bf16 *share(const bf16 *next, int64_t before) const {
-    return next ? next + before / TILE * dim * CHUNK / groups : nullptr;
-  }
+  void shape(int n) const { n > TILE ? tiles.take(TILE, n - TILE) : tiles.take(n); }
 
-  template <typename F> void by_lines(const bf16 *next, F f) const {
-    with_lines<LINES>(next ? static_cast<int>((LINES + groups - 1) / groups) : 0, f);
-  }
-
-  template <int LINES> HEADRACE_APART void score_steps(const bf16 *q, float *p, const bf16 *next) const {
+  template <int LINES> HEADRACE_APART void score_strip(const bf16 *q, float *s, const bf16 *next) const {
     clear_sums();
     tile_steps<LINES>(q, dim, k, 2 * CHUNK, dim / STEP_INPUTS, {next, LINES * LINE, 0});
-    store_row(p, CHUNK);
+    store_row(s, CHUNK);
   }
 
-  // `count` groups of `rows` lanes. While the tiles take the sums of 32 columns, those of 32 columns before are stored, and
-  // others before them folded.
-  template <int LINES>
-  HEADRACE_APART void value_pairs(int64_t count, int rows, const bf16 *p, const bf16 *from, float *acc,
-                                  const float *keep, const float *take, const bf16 *next) const {
-    alignas(64) float sums[4][TILE * PAIR];
-    const int64_t pairs = dim / PAIR, last = count * pairs;
-    Place at, fold;
-    auto turn = [&](int64_t t, auto odd) HEADRACE_ALWAYS_INLINE {
-      if (t < last) {
-        if (at.pair == 0) load_probabilities(p + at.group * TILE * CHUNK);
-        pair_sums<odd>(from + at.pair * 2 * PAIR);
-        if (LINES > 0) fetch_lines<LINES>(next + t * LINES * LINE);
-        at.advance(pairs);
+  template <int LINES> HEADRACE_APART void score_squares(const bf16 *q, float *s, const bf16 *next) const {
+    for (int64_t half = 0; half < CHUNK; half += 32) {
+      clear_sums();
+      square_steps<LINES>(q, dim, k + 2 * half, 2 * CHUNK, dim / STEP_INPUTS, {next + half * dim, LINES * LINE, 0});
+      store_square(s + half, CHUNK);
+    }
+  }
+
+  void value_strips(const Waiting &waiting, float *acc) const {
+    shape(waiting.lanes);
+    int64_t d = 0;
+    for (; d + 64 <= dim; d += 64)
+      *waiting.next ? value_strip<64>(waiting, d, acc + d) : value_strip<0>(waiting, d, acc + d);
+    if (d < dim) value_half(waiting, d, acc + d);
+  }
+
+  // Columns d .. d + 31 of two tiles of lanes, 64 or 32 columns of one.
+  template <int LINES> HEADRACE_APART void value_square(const Waiting &w, int64_t d, float *acc) const {
+    load_square(acc, dim);
+    for (int c = 0; c < w.chunks; ++c)
+      square_steps<LINES>(w.p[c], CHUNK, w.v[c] + 2 * d, 2 * dim, CHUNK / STEP_INPUTS, after(w, c, d, LINES));
+    store_square(acc, dim);
+  }
+
+  template <int LINES> HEADRACE_APART void value_strip(const Waiting &w, int64_t d, float *acc) const {
+    load_row(acc, dim);
+    for (int c = 0; c < w.chunks; ++c)
+      tile_steps<LINES>(w.p[c], CHUNK, w.v[c] + 2 * d, 2 * dim, CHUNK / STEP_INPUTS, after(w, c, d, LINES));
+    store_row(acc, dim);
+  }
+
+  static Ahead after(const Waiting &w, int c, int64_t d, int lines) {
+    if (!w.next[c]) return {w.v[c], 0, 0};
+    return {w.next[c] + d * CHUNK, lines * LINE, 0};
+  }
+
+  HEADRACE_APART void value_half(const Waiting &waiting, int64_t d, float *acc) const {
+    _tile_loadd(0, acc, 4 * dim);
+    _tile_loadd(1, acc + TILE, 4 * dim);
+    for (int c = 0; c < waiting.chunks; ++c)
+      for (int64_t j = 0; j < CHUNK; j += STEP_INPUTS) {
+        const bf16 *w = waiting.v[c] + j * dim + 2 * d;
+        _tile_loadd(4, waiting.p[c] + j, 2 * CHUNK);
+        _tile_loadd(6, w, 4 * dim);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w + LINE, 4 * dim);
+        _tile_dpbf16ps(1, 4, 7);
       }
-      if (t >= 1 && t <= last) store_pair<!odd>(sums[(t - 1) % 4]);
-      if (t >= 4 && t - 4 < last) {
-        const int64_t lane = fold.group * TILE;
-        fold_pair(rows, sums[t % 4], acc + lane * dim + fold.pair * PAIR, keep + lane, take + lane);
-        fold.advance(pairs);
-      }
-    };
-    for (int64_t t = 0; t < last + 4; t += 2) {
-      turn(t, Constant<0>{});
-      turn(t + 1, Constant<1>{});
-    }
+    _tile_stored(0, acc, 4 * dim);
+    _tile_stored(1, acc + TILE, 4 * dim);
   }
 
-  struct Place {
-    int64_t group = 0, pair = 0;
-    void advance(int64_t pairs) {
-      if (++pair == pairs) ++group, pair = 0;
-    }
-  };
-
-  static HEADRACE_ALWAYS_INLINE void load_probabilities(const bf16 *p) {
-    _tile_loadd(4, p, 2 * CHUNK);
-    _tile_loadd(5, p + STEP_INPUTS, 2 * CHUNK);
-  }
-
-  // Sums 0 and 1, or 2 and 3, = the probabilities times 32 columns of values.
-  template <int ODD> HEADRACE_ALWAYS_INLINE void pair_sums(const bf16 *w) const {
-    const bf16 *second = w + TILE * 2 * dim;  // of keys 32 to 63
-    if constexpr (ODD) {
-      _tile_zero(2);
-      _tile_zero(3);
-      _tile_loadd(6, w, 4 * dim);
-      _tile_dpbf16ps(2, 4, 6);
-      _tile_loadd(7, w + LINE, 4 * dim);
-      _tile_dpbf16ps(3, 4, 7);
-      _tile_loadd(6, second, 4 * dim);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_loadd(7, second + LINE, 4 * dim);
-      _tile_dpbf16ps(3, 5, 7);
-    } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_loadd(6, w, 4 * dim);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, w + LINE, 4 * dim);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(6, second, 4 * dim);
-      _tile_dpbf16ps(0, 5, 6);
-      _tile_loadd(7, second + LINE, 4 * dim);
-      _tile_dpbf16ps(1, 5, 7);
-    }
-  }
-
-  template <int ODD> static HEADRACE_ALWAYS_INLINE void store_pair(float *sums) {
-    if constexpr (ODD) {
-      _tile_stored(2, sums, 4 * PAIR);
-      _tile_stored(3, sums + TILE, 4 * PAIR);
-    } else {
-      _tile_stored(0, sums, 4 * PAIR);
-      _tile_stored(1, sums + TILE, 4 * PAIR);
-    }
-  }
-
-  void fold_pair(int rows, const float *sums, float *acc, const float *keep, const float *take) const {
-    for (int r = 0; r < rows; ++r, sums += PAIR, acc += dim) {
-      const __m512 kept = _mm512_set1_ps(keep[r]), taken = _mm512_set1_ps(take[r]);
-      each<2>([&](auto c) HEADRACE_ALWAYS_INLINE {
-        _mm512_store_ps(acc + c * 16, _mm512_fmadd_ps(_mm512_load_ps(sums + c * 16), taken,
-                                                      _mm512_mul_ps(_mm512_load_ps(acc + c * 16), kept)));
-      });
-    }
-  }
-
-  // The values with 0 for keys that no lane sees: they may be garbage, and 0 times NaN is NaN.
   HEADRACE_APART const bf16 *mask(uint64_t keys) const {
     for (int pair = 0; pair < CHUNK / 2; ++pair) {
       const __m512i keep = half_mask(keys >> (2 * pair) & 3);

@@ -239,6 +239,22 @@ def test_long_context_crosses_blocks(isa: str, threads: None, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_met_together_end_with_their_block(isa: str, threads: None, dtype: torch.dtype) -> None:
+    """Where rows meet the first chunk in two groups, those that follow are met from another one on than else."""
+    torch.set_num_threads(1)
+    tree = Tree(torch.Generator().manual_seed(9), 1, 71, False)
+    tree.row_counts = [70]
+    case = make_case(tree, 1, 1, 64, dtype)
+    whole = case.run()
+    for count in (1, 2, 3):
+        first = case.items[:count].repeat_interleave(2, dim=0)
+        first[::2, 3], first[1::2, 2] = 17, 17
+        items = torch.cat([first, case.items[count:]])
+        assert torch.equal(replace(case, items=items).run(), whole)
+    assert torch.equal(case.rows(69, 70).run(), whole[69:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_scores_far_below_zero(isa: str, dtype: torch.dtype) -> None:
     tree = Tree(torch.Generator().manual_seed(3), 3, 3, True)
     case = make_case(tree, 4, 2, 64, dtype, bias=torch.full((4, max(tree.lengths)), -300.0))
@@ -248,11 +264,50 @@ def test_all_scores_far_below_zero(isa: str, dtype: torch.dtype) -> None:
     assert (error <= (5e-5 + 2**-7 * (dtype == torch.bfloat16)) * size).all()
 
 
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
+def test_scores_that_rise(isa: str, heads: tuple[int, int], dim: int) -> None:
+    """Rows whose greatest scores rise from chunk to chunk, each at its own pace, keep their bits in company."""
+    generator = torch.Generator().manual_seed(dim)
+    tree = Tree(generator, 1, 8, False)
+    tree.row_counts = [tree.lengths[0] - 250]
+    case = make_case(tree, *heads, dim, torch.bfloat16)
+    paces = 10 ** (2.5 * torch.rand(len(case.q), heads[0], 1, generator=generator) - 1)
+    bias = torch.randn(heads[0], max(tree.lengths), generator=generator).mul(30).cumsum(1) / 20
+    bias[:, :CHUNK] = -torch.inf  # a chunk that is seen, and weighs nothing
+    case = replace(case, q=(case.q * paces).bfloat16(), bias=bias)
+    check(case)
+    whole = case.run()
+    for begin, end in ((0, 1), (7, 12), (3, 19), (16, 48), (1, 70), (40, len(whole))):
+        assert torch.equal(case.rows(begin, end).run(), whole[begin:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_just_below_zero(isa: str, dtype: torch.dtype) -> None:
+    """Where an exponent is taken apart, less than a last bit must not pass for a whole number."""
+    tree = Tree(torch.Generator().manual_seed(4), 1, 2, False)
+    tree.row_counts = [20]
+    case = make_case(tree, 1, 1, 32, dtype)
+    q, k = torch.zeros_like(case.q), torch.zeros_like(case.k)
+    q[..., :2] = torch.tensor([1e-3, 1.0])
+    k[:, :, 0, ::2], k[:, :, 1, 1::2] = -1e-6, 0.5
+    check(replace(case, q=q, k=k, scale=1.0))
+
+
 def test_first_row_copies_its_value(isa: str) -> None:
     case = make_case(Tree(torch.Generator().manual_seed(1), 1, 1, False), 2, 1, 32, torch.bfloat16)
     case = replace(case, positions=torch.zeros(1, dtype=torch.int64))
     case.k[0, :, :, 0], case.v[0, :, 0] = 1, torch.arange(32)
     assert torch.equal(case.run(), case.v[0, :, 0].expand(1, 2, 32))
+
+
+@pytest.mark.parametrize("dim", [32, 80])
+def test_rows_that_see_themselves_alone_copy_their_values(isa: str, dim: int) -> None:
+    tree = Tree(torch.Generator().manual_seed(2), 1, 4, False)
+    tree.row_counts = [tree.lengths[0]]
+    case = make_case(tree, 2, 1, dim, torch.bfloat16, window=1)
+    values = case.v[:, 0].reshape(-1, 1, dim)[: len(case.q)]
+    assert torch.equal(case.run(), values.expand(-1, 2, -1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

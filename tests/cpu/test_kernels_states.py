@@ -177,13 +177,16 @@ def test_states_are_those_of_fp64(isa: str, case: Case) -> None:  # noqa: F811
     backend = Backend("cpu", case)
     whole = cpu.states_of(backend.partial(case.items))
     group = case.q.shape[1] // case.k.shape[1]
+    by_tiles = isa == "amx" and case.q.dtype == torch.bfloat16 and case.q.shape[-1] % 32 == 0
     for row in range(0, len(case.q), 7):
         slots, offsets, positions = seen_keys(case, row)
         k = case.k[slots, :, :, offsets].double().repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,nhd->hn", case.q[row].double(), k) * case.scale
         if case.bias is not None:
             scores = scores + case.bias[:, positions].double()
-        torch.testing.assert_close(whole.lse[row].double(), scores.logsumexp(-1), rtol=1e-5, atol=2e-5)
+        # By tiles the only key of a row has its probability in l as it is multiplied: rounded by up to 2^-8.
+        error = 2e-5 + (2**-8 if by_tiles and len(scores.T) == 1 else 0)
+        torch.testing.assert_close(whole.lse[row].double(), scores.logsumexp(-1), rtol=1e-5, atol=error)
     cut = len(case.items) // 2
     near, far = (cpu.states_of(backend.partial(part)) for part in (case.items[:cut], case.items[cut:]))
     merged = cpu.merge(near, far)
@@ -194,6 +197,21 @@ def test_states_are_those_of_fp64(isa: str, case: Case) -> None:  # noqa: F811
     bound = 1e-6 + 2.4e-7 * whole.lse.abs()
     assert ((merged.out - whole.out).abs() <= bound[..., None] * size).all()
     assert torch.equal(whole.out.to(case.q.dtype), backend.attend())
+
+
+@pytest.mark.parametrize("dim", [32, 128])
+def test_what_came_before_changes_no_probability(isa: str, threads: None, dim: int) -> None:  # noqa: F811
+    """A chunk after one with greater scores, and alone: its 64,000 probabilities are rounded to the same numbers."""
+    rows, generator = 1000, torch.Generator().manual_seed(dim)
+    tree = Tree(generator, 1, 2, False)
+    tree.row_counts = [rows]
+    case = make_case(tree, 1, 1, dim, torch.bfloat16, positions=torch.full((rows,), 2 * CHUNK - 1))
+    bias = torch.zeros(1, 2 * CHUNK)
+    bias[:, :CHUNK] = 3.7
+    backend = Backend("cpu", replace(case, bias=bias))
+    whole = cpu.states_of(backend.partial(case.items))
+    merged = cpu.merge(*(cpu.states_of(backend.partial(case.items[i : i + 1])) for i in range(2)))
+    close(merged, whole, 2e-6)
 
 
 def close(got: AttnState, want: AttnState, tolerance: float) -> None:
