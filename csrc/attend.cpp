@@ -92,7 +92,8 @@ bool nothing_shared(const Attend &a) {
 
 // How many rows and KV heads a unit has: few rows take many heads, whose chunks lie in one stretch of memory. And how many
 // blocks of keys are folded apart: where there is but one range of rows they are what threads share best, since each then
-// reads memory of its own; heads of one chunk lie side by side.
+// reads memory of its own; heads of one chunk lie side by side. Rows are cut where blocks do not give enough units: two
+// ranges of rows would read what they share twice.
 struct Cut {
   int64_t rows, heads, ranges, blocks;
 
@@ -107,12 +108,14 @@ int64_t blocks_of(const Attend &a) {
 }
 
 Cut cut(const Attend &a) {
-  const int64_t group = a.heads / a.kv_heads, wanted = 4 * a.threads;
+  const int64_t group = a.heads / a.kv_heads, wanted = 4 * a.threads, most_blocks = blocks_of(a);
   int64_t rows = UNIT_LANES / group > 1 ? UNIT_LANES / group : 1;
-  while (rows > 1 && rows * group > SMALL_LANES && a.kv_heads * ((a.rows + rows - 1) / rows) < wanted) rows /= 2;
+  const auto ranges_of = [&a](int64_t rows) { return (a.rows + rows - 1) / rows; };
+  const auto blocks_by = [&](int64_t rows) { return ranges_of(rows) == 1 ? most_blocks : 1; };
+  while (rows > 1 && rows * group > SMALL_LANES && a.kv_heads * ranges_of(rows) * blocks_by(rows) < wanted) rows /= 2;
   if (nothing_shared(a)) rows = 1;
   if (rows > a.rows) rows = a.rows;
-  const int64_t ranges = (a.rows + rows - 1) / rows, blocks = ranges == 1 ? blocks_of(a) : 1;
+  const int64_t ranges = ranges_of(rows), blocks = blocks_by(rows);
   const int64_t enough = blocks > 1 ? wanted : a.threads;
   int64_t heads = 1;
   while (heads < MAX_HEADS && 2 * heads * rows * group <= UNIT_LANES && a.kv_heads % (2 * heads) == 0 &&
