@@ -224,13 +224,20 @@ def test_same_bits_however_cut(isa: str, threads: None, case: Case, seed: int) -
     assert torch.equal(case.rows(row, end).run(), whole[row:end])
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (8, 4)])
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 32), (torch.bfloat16, 32), (torch.bfloat16, 128)])
-def test_long_context_crosses_blocks(isa: str, threads: None, dtype: torch.dtype, dim: int) -> None:
-    """4,500 keys in three blocks, prefill rows at their end and one row alone."""
+def test_long_context_crosses_blocks(
+    isa: str, threads: None, dtype: torch.dtype, dim: int, heads: tuple[int, int]
+) -> None:
+    """4,500 keys in three blocks, prefill rows at their end and one row alone.
+
+    With two threads, rows are cut where there are two KV heads, blocks where there are four.
+    """
+    torch.set_num_threads(2)
     generator = torch.Generator().manual_seed(dim)
     tree = Tree(generator, 1, 71, False)
     tree.row_counts = [40]
-    case = make_case(tree, 4, 2, dim, dtype)
+    case = make_case(tree, *heads, dim, dtype)
     assert int(case.positions[-1]) > 2 * 2048
     check(case)
     whole = case.run()
