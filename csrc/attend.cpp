@@ -18,7 +18,8 @@ constexpr int64_t UNIT_LANES = 512;
 #else
 constexpr int64_t UNIT_LANES = 128;
 #endif
-constexpr int64_t SMALL_LANES = 16;  // fewer share a chunk too little
+constexpr int64_t SMALL_LANES = 16;   // fewer share a chunk too little
+constexpr int64_t SPLIT_LANES = 64;   // the states of more, one for each block of keys, would be much beside the keys
 
 constexpr int MAX_HEADS = 32;  // most KV heads of a unit
 
@@ -108,7 +109,8 @@ int64_t blocks_of(const Attend &a) {
 }
 
 Cut cut(const Attend &a) {
-  const int64_t group = a.heads / a.kv_heads, wanted = 4 * a.threads, most_blocks = blocks_of(a);
+  const int64_t group = a.heads / a.kv_heads, wanted = 4 * a.threads;
+  const int64_t most_blocks = a.rows * group > SPLIT_LANES ? 1 : blocks_of(a);
   int64_t rows = UNIT_LANES / group > 1 ? UNIT_LANES / group : 1;
   const auto ranges_of = [&a](int64_t rows) { return (a.rows + rows - 1) / rows; };
   const auto blocks_by = [&](int64_t rows) { return ranges_of(rows) == 1 ? most_blocks : 1; };
