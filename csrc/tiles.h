@@ -139,14 +139,16 @@ class TileProduct {
   }
 
   void run() const {
-    const int64_t squares = rows < 4 * TILE ? 0 : rows / (2 * TILE);
-    for (int64_t k = 0; squares > 0 && k < steps; k += BLOCK_STEPS)
+    if (rows <= TILE) return strip<64>(0, 0, steps, sums);
+    if (rows < 4 * TILE) return groups();
+    const int64_t squares = rows / (2 * TILE);
+    for (int64_t k = 0; k < steps; k += BLOCK_STEPS)
       with_lines<32>(static_cast<int>((32 + squares - 1) / squares),
                      [&](auto lines) { this->block<lines>(k, steps - k < BLOCK_STEPS ? steps - k : BLOCK_STEPS); });
     // The last 16 rows may have been in the group before: the same bits again.
     for (int64_t row = squares * 2 * TILE; row < rows; row += TILE) {
-      const int64_t at = rows - row < TILE && rows > TILE ? rows - TILE : row;
-      row == 0 ? strip<64>(at) : strip<0>(at);
+      const int64_t at = rows - row < TILE ? rows - TILE : row;
+      strip<0>(at, 0, steps, sums + at * 64);
     }
   }
 
@@ -173,10 +175,25 @@ class TileProduct {
       }
   }
 
-  template <int LINES> HEADRACE_APART void strip(int64_t row) const {
-    clear_sums();
-    tile_steps<LINES>(x + row * x_stride, x_stride, w, 128, steps, {w + NEAR, STEP, 0});
-    store_row(sums + row * 64, 64);
+  // Few groups of 16 rows: they meet two steps of weights at a time, which the first of them brings to L1.
+  HEADRACE_APART void groups() const {
+    alignas(64) float last[TILE * 64];  // of the last 16 rows, if some of them are in the group before too
+    const int64_t full = rows / TILE * TILE;
+    for (int64_t k = 0; k < steps; k += 2) {
+      const int64_t count = steps - k < 2 ? 1 : 2;
+      strip<64>(0, k, count, sums);
+      for (int64_t row = TILE; row < full; row += TILE) strip<0>(row, k, count, sums + row * 64);
+      if (full < rows) strip<0>(rows - TILE, k, count, last);
+    }
+    if (full < rows) memcpy(sums + full * 64, last + (TILE + full - rows) * 64, (rows - full) * 64 * sizeof(float));
+  }
+
+  // One group of rows by `count` steps from k on: to [16, 64], what is there being added to unless k is 0.
+  template <int LINES> HEADRACE_APART void strip(int64_t row, int64_t k, int64_t count, float *to) const {
+    const bf16 *from = w + k * STEP;
+    k > 0 ? load_row(to, 64) : clear_sums();
+    tile_steps<LINES>(x + row * x_stride + k * STEP_INPUTS, x_stride, from, 128, count, {from + NEAR, STEP, 0});
+    store_row(to, 64);
   }
 };
 
