@@ -157,8 +157,19 @@ int64_t add_items(Step &self, Address items, int64_t count, int64_t window) {
 
 void run(const Step &self, int64_t kind, Address q, int64_t q_stride, Address k, int64_t k_stride, Address v,
          int64_t v_stride, Address k_pool, Address v_pool, Address out) {
-  self.run(kind, {at<void>(q), q_stride}, {at<void>(k), k_stride}, {at<void>(v), v_stride}, at<void>(k_pool),
-           at<void>(v_pool), at<void>(out));
+  self.run({kind, at<void>(k_pool), at<void>(v_pool)}, {at<void>(q), q_stride}, {at<void>(k), k_stride},
+           {at<void>(v), v_stride}, at<void>(out));
+}
+
+// kinds, k_pools, v_pools: one for each block.
+void run_blocks(const Step &self, const std::vector<const Block *> &blocks, const std::vector<int64_t> &kinds,
+                const std::vector<Address> &k_pools, const std::vector<Address> &v_pools, Address x, Address cos_sin,
+                int64_t rotary, Address qkv, Address attended, Address scratch, int64_t rows, int threads) {
+  std::vector<Step::Layer> layers;
+  for (size_t i = 0; i < blocks.size(); ++i)
+    layers.push_back({kinds.at(i), at<void>(k_pools.at(i)), at<void>(v_pools.at(i))});
+  run_layers(blocks.data(), layers.data(), layers.size(), self,
+             {at<bf16>(x), at<float>(cos_sin), rotary, at<bf16>(qkv), at<bf16>(attended), at<bf16>(scratch), rows, threads});
 }
 
 void linear_quant(int type, int bits, Address x, Address codes, Address scales, Address bias, Address out, int64_t rows,
@@ -224,7 +235,11 @@ NB_MODULE(_cpu, m) {
       .def("scratch", &Block::scratch)
       .def("before", before, unlocked)
       .def("after", after, unlocked);
-  nb::class_<Step>(m, "Step").def("__init__", make_step).def("add_items", add_items).def("run", run, unlocked);
+  nb::class_<Step>(m, "Step")
+      .def("__init__", make_step)
+      .def("add_items", add_items)
+      .def("run", run, unlocked)
+      .def("run_blocks", run_blocks, unlocked);
   m.def("move_chunks", move_chunks, unlocked);
   m.def("exp", exp_many, unlocked);
   m.def("probe_read", probe_read, unlocked);

@@ -137,4 +137,15 @@ void Block::after(bf16 *x, const bf16 *attended, bf16 *scratch, int64_t rows, in
   });
 }
 
+void run_layers(const Block *const *blocks, const Step::Layer *layers, size_t count, const Step &step, const Rows &r) {
+  for (size_t i = 0; i < count; ++i) {
+    const Block &block = *blocks[i];
+    const int64_t stride = block.qkv.outputs;
+    bf16 *k = r.qkv + block.heads * block.dim, *v = k + block.kv_heads * block.dim;
+    block.before(r.x, r.cos_sin, r.rotary, r.qkv, r.scratch, r.rows, r.threads);
+    step.run(layers[i], {r.qkv, stride}, {k, stride}, {v, stride}, r.attended);
+    block.after(r.x, r.attended, r.scratch, r.rows, r.threads);
+  }
+}
+
 }  // namespace headrace

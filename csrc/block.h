@@ -1,10 +1,12 @@
-// A decoder layer but for its attention: all that comes before attend, and all that comes after, each in one call.
+// A decoder layer but for its attention: all that comes before attend, and all that comes after, each in one call; or
+// several layers with the attention of an engine step.
 // In bf16. It composes the kernels in use and has no arithmetic of its own: the bits are those of single operations.
 //
 // T: rows; H: hidden size; Hq, Hkv: query and KV heads; D: head size; I: MLP width.
 #pragma once
 
 #include "dispatch.h"
+#include "step.h"
 
 namespace headrace {
 
@@ -47,5 +49,18 @@ struct Block {
   // attended [T, Hq, D]; x [T, H] becomes the layer's output.
   void after(bf16 *x, const bf16 *attended, bf16 *scratch, int64_t rows, int threads) const;
 };
+
+// Memory that layers share: x [T, H], which becomes the last one's output, qkv and attended as above, cos_sin and rotary too.
+struct Rows {
+  bf16 *x;
+  const float *cos_sin;
+  int64_t rotary;
+  bf16 *qkv, *attended, *scratch;
+  int64_t rows;
+  int threads;
+};
+
+// `count` layers, one after another.
+void run_layers(const Block *const *blocks, const Step::Layer *layers, size_t count, const Step &step, const Rows &r);
 
 }  // namespace headrace

@@ -3,6 +3,7 @@
 
 #include "arena.h"
 #include "kernels.h"
+#include "shares.h"
 #include "simd.h"
 
 namespace headrace::HEADRACE_NS {
@@ -29,14 +30,13 @@ void write(const Linear &a, int64_t column, int64_t first, int64_t last, const f
 // scratch: floats for multiply's own use, behind the sums.
 template <typename T, typename F> void each_block(const Linear &a, int64_t most, int64_t scratch, F multiply) {
   const int64_t blocks = (a.outputs + COLUMNS - 1) / COLUMNS, ranges = (a.rows + most - 1) / most;
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (blocks * ranges > 1)
-  for (int64_t i = 0; i < blocks * ranges; ++i) {
+  share_out(blocks * ranges, a.threads, [&](int64_t i) {
     const int64_t block = i % blocks, first = i / blocks * most;
     const int64_t last = first + most < a.rows ? first + most : a.rows;
     float *sums = arena(most * COLUMNS + scratch);
     multiply(static_cast<const T *>(a.w) + block * a.inputs * COLUMNS, first, last, sums, sums + most * COLUMNS);
     a.wide ? write<T, float>(a, block * COLUMNS, first, last, sums) : write<T, T>(a, block * COLUMNS, first, last, sums);
-  }
+  });
 }
 
 }  // namespace headrace::HEADRACE_NS

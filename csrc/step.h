@@ -33,20 +33,26 @@ class Step {
     int64_t stride;
   };
 
-  void run(int64_t kind, Rows q, Rows k, Rows v, void *k_pool, void *v_pool, void *out) const {
+  // What a layer brings: the kind of its items, and its pools.
+  struct Layer {
+    int64_t kind;
+    void *k_pool, *v_pool;
+  };
+
+  void run(const Layer &layer, Rows q, Rows k, Rows v, void *out) const {
     Append append = places;
     append.k_new = k.at;
     append.k_stride = k.stride;
     append.v_new = v.at;
     append.v_stride = v.stride;
-    append.k = k_pool;
-    append.v = v_pool;
+    append.k = layer.k_pool;
+    append.v = layer.v_pool;
     kernels().append[type](append);
-    Attend attend = kinds.at(kind);
+    Attend attend = kinds.at(layer.kind);
     attend.q = q.at;
     attend.q_stride = q.stride;
-    attend.k = k_pool;
-    attend.v = v_pool;
+    attend.k = layer.k_pool;
+    attend.v = layer.v_pool;
     attend.out = out;
     kernels().attend[type](attend);
   }

@@ -11,7 +11,7 @@ from headrace.attention import reference
 from headrace.attention.plan import Plan
 from headrace.config import AttentionSpec
 from headrace.kernels import cpu
-from headrace.kernels.step import Step
+from headrace.kernels.step import Step, StepOver
 from headrace.kv.storage import KVStorage
 from headrace.types import CHUNK
 
@@ -49,6 +49,7 @@ class PlanAttention:
         self.row_offsets = torch.from_numpy(plan.row_offsets)
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in set(spec.windows)}
         self.step = self._step() if backend == "cpu" and storage.dtype != torch.int8 else None
+        self.over: StepOver | None = None if self.step is None else self.step.over(storage.pools, spec.windows)
 
     def _step(self) -> Step:
         """append and attend in one call, where the backend has that."""

@@ -1,4 +1,4 @@
-"""All layers of a decoder in C++ but for their attention: two calls for each, where the ops take a dozen.
+"""All layers of a decoder in C++: one call, or where their attention is not a Step's, two for each.
 
 T: rows; H: hidden size; Hq, Hkv: query and KV heads; D: head size; I: MLP width. bf16, packed or rounded weights.
 The bits are those of `ops`, one by one.
@@ -18,12 +18,13 @@ from headrace.kernels import cpu, table
 from headrace.kernels.extension import check, require
 from headrace.kernels.ops import Weight
 from headrace.kernels.quantized import Quantized
+from headrace.kernels.step import StepOver
 
 MATRICES = ("qkv", "out", "up", "down")
 
 
 Attend = Callable[..., Tensor]
-"""See attention.execute.Attend."""
+"""See attention.execute.Attend. Where it has an attribute `over`, a StepOver, all layers go in one call."""
 Watch = Callable[[int, Tensor], object]
 """watch(layer, x [T, H]): x is what enters the layer, and is overwritten after the call."""
 
@@ -101,7 +102,12 @@ class Blocks:
         x_at, qkv_at, scratch_at = x.data_ptr(), qkv.data_ptr(), scratch.data_ptr()
         turn_at, turned = self._rotation(rows, cos_sin)
         last = len(self.blocks) - 1
-        for index, block in enumerate(self.blocks):
+        over: StepOver | None = getattr(attend, "over", None)
+        begin = 0
+        if over is not None and watch is None:
+            begin = last + (some is None)
+            over.run(self.blocks[:begin], x, (turn_at, turned), qkv, scratch, threads)
+        for index, block in enumerate(self.blocks[begin:], begin):
             if watch is not None:
                 watch(index, x)
             block.before(x_at, turn_at, turned, qkv_at, scratch_at, rows, threads)

@@ -1,17 +1,33 @@
-"""Attention of one engine step over the local pools: `cpu.append` and `cpu.attend` in one call for each layer.
+"""Attention of one engine step over the local pools: `cpu.append` and `cpu.attend` in one call for each layer, or as
+a part of all layers at once (kernels.block).
 
 T: rows; Hq, Hkv: query and KV heads; D: head size. Index data is checked once for all layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.extension import TYPES, check, require, supports
 from headrace.types import CHUNK
+
+
+class Pools:
+    """Keys and values of all layers, k [slots, Hkv, D, 64] and v [slots, Hkv, 64, D] each, as the extension takes them.
+    Raises ValueError unless all are alike."""
+
+    def __init__(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
+        slots, kv_heads, dim, _ = k[0].shape
+        self.shape, self.dtype = (slots, kv_heads, dim), k[0].dtype
+        for each_k, each_v in zip(k, v, strict=True):
+            check("k_pool", each_k, self.dtype, (slots, kv_heads, dim, CHUNK))
+            check("v_pool", each_v, self.dtype, (slots, kv_heads, CHUNK, dim))
+        self.k, self.v = [each.data_ptr() for each in k], [each.data_ptr() for each in v]
+        self._keep = (k, v)  # the addresses are theirs
 
 
 class Step:
@@ -34,7 +50,7 @@ class Step:
         if not supports(dtype):
             raise ValueError(f"the C++ kernels take bfloat16 or float32, got {dtype}")
         rows, (slot_count, kv_heads, dim) = len(positions), shape
-        self.dtype = dtype
+        self.dtype, self.shape = dtype, shape
         self.q_shape, self.kv_shape = (rows, heads, dim), (rows, kv_heads, dim)
         self.k_pool_shape, self.v_pool_shape = (slot_count, kv_heads, dim, CHUNK), (slot_count, kv_heads, CHUNK, dim)
         self._keep = (items, positions, slots, offsets, bias)  # the C++ step holds their addresses
@@ -43,11 +59,12 @@ class Step:
         check("offsets", offsets, torch.int32, (rows,))
         if bias is not None:
             check("bias", bias, torch.float32, (heads, bias.shape[-1]))
-        self._step = require().Step(
+        self._step: Any = require().Step(
             TYPES[dtype], positions.data_ptr(), slots.data_ptr(), offsets.data_ptr(),
             0 if bias is None else bias.data_ptr(), 0 if bias is None else bias.shape[-1], rows, heads, kv_heads, dim,
             slot_count, scale, torch.get_num_threads(),
         )  # fmt: skip
+        self.run_blocks = self._step.run_blocks
         self._kinds = {window: self._add(window, each) for window, each in items.items()}
 
     def _add(self, window: int | None, items: Tensor) -> int:
@@ -71,6 +88,15 @@ class Step:
         )  # fmt: skip
         return out
 
+    def over(self, pools: Pools, windows: Sequence[int | None]) -> StepOver:
+        """The step in layers with these pools and windows. Raises ValueError for pools of another shape or type."""
+        if (pools.shape, pools.dtype) != (self.shape, self.dtype) or len(windows) != len(pools.k):
+            raise ValueError(
+                f"{len(windows)} layers need pools of {self.shape} in {self.dtype}, "
+                f"got {len(pools.k)} of {pools.shape} in {pools.dtype}"
+            )
+        return StepOver(self, pools, [self._kinds[window] for window in windows])
+
     def _row_stride(self, name: str, x: Tensor, shape: tuple[int, int, int]) -> int:
         """Elements from row to row of x."""
         if x.shape != shape or x.dtype != self.dtype or not x.is_cpu:
@@ -79,3 +105,27 @@ class Step:
         if one != 1 or (head != shape[2] and shape[1] != 1):
             raise ValueError(f"{name}: each row must be contiguous, got strides {x.stride()}")
         return row
+
+
+class StepOver:
+    """A step's attention in the layers of a model, made by Step.over."""
+
+    def __init__(self, step: Step, pools: Pools, kinds: list[int]) -> None:
+        self.step, self.pools, self.kinds = step, pools, kinds
+
+    def run(
+        self, blocks: Sequence[Any], x: Tensor, turn: tuple[int, int], qkv: Tensor, scratch: Tensor, threads: int
+    ) -> None:
+        """The first layers, whose C++ blocks these are: x [T, H] becomes what the last of them leaves.
+
+        qkv [T, Hq + 2 Hkv, D] is overwritten, and so is scratch, which has room for any of the blocks (Block.scratch).
+        turn: address of the rotations and the number of elements that they turn (Block.before).
+        """
+        (rows, heads, dim), kv_heads = self.step.q_shape, self.step.kv_shape[1]
+        check("qkv", qkv, self.step.dtype, (rows, heads + 2 * kv_heads, dim))
+        check("x", x, self.step.dtype, (rows, x.shape[-1]))
+        attended = torch.empty(self.step.q_shape, dtype=self.step.dtype)
+        self.step.run_blocks(
+            list(blocks), self.kinds, self.pools.k, self.pools.v, x.data_ptr(), *turn, qkv.data_ptr(),
+            attended.data_ptr(), scratch.data_ptr(), rows, threads,
+        )  # fmt: skip
