@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.attention.plan import Plan, Span, batch_order, build
+from headrace.attention.plan import Plan, Planner, Span, batch_order, build
 from headrace.types import CHUNK
 
 
@@ -100,3 +100,31 @@ def test_window_leaves_out_only_what_nobody_sees(spans: list[Span], window: int)
 
 def test_no_rows() -> None:
     assert build([]).rows == 0 and build([]).items_within(5).shape == (0, 4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_plans_of_steps_are_those_built_anew(data: st.DataObject) -> None:
+    """Sequences that decode on, now and then with a new chunk, more rows, or others in their place."""
+    planner, spans = Planner(), data.draw(forests())
+    for _ in range(data.draw(st.integers(2, 12))):
+        order, plan = planner.plan(spans)
+        assert order == batch_order([s.slots for s in spans])
+        fresh = build([spans[i] for i in order])
+        for name in ("items", "positions", "row_slots", "row_offsets"):
+            ours, theirs = getattr(plan, name), getattr(fresh, name)
+            assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs), name
+        assert plan.shared == fresh.shared
+        spans = data.draw(forests()) if data.draw(st.integers(0, 9)) == 9 else [_on(data, s) for s in spans]
+
+
+def _on(data: st.DataObject, before: Span) -> Span:
+    """The next step of a sequence: most often one row, the one behind. A table may have a chunk more than it needs."""
+    start = before.start + before.rows
+    rows = data.draw(st.sampled_from((1, 1, 1, 1, 2)))
+    slots = before.slots.tolist()
+    wanted = (start + rows - 1) // CHUNK + 1 + data.draw(st.sampled_from((0, 1)))
+    slots += [1000 + int(slots[0]) * 100 + n for n in range(len(slots), wanted)]
+    if data.draw(st.integers(0, 19)) == 19:
+        slots[-1] += 50
+    return span(slots, start, rows)

@@ -10,7 +10,7 @@ right either way, since whatever is shared lies before whatever is not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -65,8 +65,41 @@ class Plan:
 
 def batch_order(tables: list[Int32]) -> list[int]:
     """Depth-first order of the tree: indices of `tables` (slots per sequence), sorted so that equal prefixes meet."""
-    keys = [slots.astype(">i4").tobytes() for slots in tables]
-    return sorted(range(len(keys)), key=keys.__getitem__)
+    return _sorted([_path(slots) for slots in tables])
+
+
+def _path(slots: Int32) -> bytes:
+    """What a table is sorted by."""
+    return slots.astype(">i4").tobytes()
+
+
+def _sorted(paths: list[bytes]) -> list[int]:
+    return sorted(range(len(paths)), key=paths.__getitem__)
+
+
+class Planner:
+    """Plans of one step after another. Where every sequence has gone on by one token, in the chunk in which it was, the
+    plan is the last one with other positions: most steps of decoding are such."""
+
+    def __init__(self) -> None:
+        self._paths: list[bytes] = []
+        self._order: list[int] = []
+        self._next: list[int] | None = None
+        self._plan = build([])
+
+    def plan(self, spans: list[Span]) -> tuple[list[int], Plan]:
+        """The order in which `build` takes the spans (see batch_order), and its plan."""
+        paths = [_path(span.slots) for span in spans]
+        starts = [span.start for span in spans]
+        if starts != self._next or paths != self._paths or any(span.rows > 1 for span in spans):
+            self._paths, self._order = paths, _sorted(paths)
+            self._plan = build([spans[i] for i in self._order])
+        else:
+            before = self._plan
+            self._plan = replace(before, positions=before.positions + 1, row_offsets=before.row_offsets + 1)
+        same = all(s.rows == 1 and s.start % CHUNK < CHUNK - 1 and s.start // CHUNK == len(s.slots) - 1 for s in spans)
+        self._next = [start + 1 for start in starts] if same else None
+        return self._order, self._plan
 
 
 def build(spans: list[Span]) -> Plan:

@@ -34,15 +34,14 @@ class Runner:
         self.decoder = decoder
         self.storage = storage
         self.backend = backend
+        self._planner = planning.Planner()
 
     @torch.inference_mode()
     def run(self, slices: Seq[Slice], restores: Seq[Restore] = ()) -> Computed:
         """Computes the slices in one pass. Logits are those of all of a slice's rows if its sequence wants all, of the
         last row if it samples. Each layer's attention waits for that layer of the restores."""
-        tables = [slots_of(part) for part in slices]
-        order = planning.batch_order(tables)
+        order, plan = self._planner.plan([planning.Span(slots_of(each), each.start, each.length) for each in slices])
         ordered = [slices[i] for i in order]
-        plan = planning.build([planning.Span(tables[i], slices[i].start, slices[i].length) for i in order])
         attend = PlanAttention(plan, self.storage, self.decoder.config.attention, self.backend, self.decoder.key_bias)
         keep = KeepActivations(plan, self.storage) if self.storage.keeps_activations else None
         rows, parts = wanted(ordered)

@@ -194,14 +194,16 @@ def _argmax(logits: torch.Tensor, numbers: Sequence[int]) -> list[int]:
 
     numpy and torch both promise the first of equals and let NaN win; on the CPU numpy is several times faster.
     """
+    best: list[int]
     if logits.is_cpu and logits.dtype != torch.bfloat16:
-        best = torch.from_numpy(np.argmax(logits.numpy(), axis=1))
+        rows = logits.numpy()
+        best = [int(row.argmax()) for row in rows]
+        values = [float(row[token]) for row, token in zip(rows, best, strict=True)]
     else:
-        best = logits.argmax(dim=1)
-    values = logits.gather(1, best[:, None])[:, 0].cpu()
-    for number, value in zip(numbers, values.tolist(), strict=True):
+        values, best = (each.tolist() for each in logits.max(dim=1))
+    for number, value in zip(numbers, values, strict=True):
         _check(number, value)
-    return [int(token) for token in best.tolist()]
+    return best
 
 
 def _to_row(logits: torch.Tensor, number: int) -> Row:
