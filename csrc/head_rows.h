@@ -189,7 +189,7 @@ template <typename Math> struct HeadRows {
     Seen seen;
     if (!see(item, lane, n, seen)) return;
     alignas(64) float scores[Math::GROUP * CHUNK], keep[Math::GROUP];
-    const float scale = biased_scores(item, lane, n, math, scores, 0);
+    const float scale = biased_scores(item, lane, n, math, scores, index * Math::GROUP);
     float *acc = block.acc + lane * padded;
     const uint32_t changed = math.probabilities(n, scores, seen, scale, p, block.m + lane, block.l + lane, keep,
                                                 math.fetch(index, next));
@@ -198,7 +198,7 @@ template <typename Math> struct HeadRows {
       waiting.chunks = 0;
       multiply(lane, changed, keep);
     }
-    math.add_to(waiting, p, seen);
+    math.add_to(waiting, p, seen, index);
     if (!math.masks(waiting)) return;
     math.values(&waiting, 1, acc);
     waiting.chunks = 0;

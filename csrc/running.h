@@ -16,6 +16,7 @@ namespace headrace::HEADRACE_NS {
 struct Fetch {
   const bf16 *near, *far[2];
   int64_t near_each, far_each;
+  bool gaps;
 };
 
 // Raw scores s [n, 64] -> probabilities p [n, 64] relative to 2^m, rounded to bf16, 0 where the lane sees nothing. m [n] is
@@ -135,8 +136,9 @@ struct RunningSoftmax {
     __m512 x[4];
     for (int64_t i = lane * fetch.near_each; i < (lane + 1) * fetch.near_each; ++i) fetch_lines<1>(fetch.near + i * LINE);
     for (int64_t i = lane * fetch.far_each; i < (lane + 1) * fetch.far_each; ++i) {
-      fetch_lines<1, false>(fetch.far[0] + i * LINE);
-      fetch_lines<1, false>(fetch.far[1] + i * LINE);
+      const int64_t line = fetch.gaps ? i / 8 * 32 + 24 + i % 8 : i;
+      fetch_lines<1, false>(fetch.far[0] + line * LINE);
+      fetch_lines<1, false>(fetch.far[1] + line * LINE);
     }
     each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
       x[c] = power(_mm512_mul_ps(_mm512_load_ps(from + c * 16), factor), base);

@@ -41,6 +41,7 @@ struct Tiled : Paired {
       : Paired(k, v, dim), tiles(space.tiles), masked(reinterpret_cast<bf16 *>(space.scratch)) {
     this->ahead = ahead;
     groups = (lanes + GROUP - 1) / GROUP;
+    few = lanes <= TILE;
   }
 
   // Keys and values that lie in a cache already; `masked` is room for 64 D further ones.
@@ -48,13 +49,12 @@ struct Tiled : Paired {
       : Paired(k, v, dim), tiles(tiles), masked(masked) {}
 
   // s[lane][j] = sum over d of q[lane][d] * k[d][j]
-  void scores(int n, const bf16 *q, float *s, int64_t) const {
+  void scores(int n, const bf16 *q, float *s, int64_t before) const {
     shape(n);
-    const bf16 *next = groups > 1 || !ahead ? nullptr : n <= TILE ? v : k + ahead;
-    if (n > TILE)
-      next ? score_squares<32>(q, s, next) : score_squares<0>(q, s, k);
-    else
-      next ? score_strip<64>(q, s, next) : score_strip<0>(q, s, k);
+    if (n <= TILE) return few && ahead ? score_strip<64>(q, s, v) : score_strip<0>(q, s, k);
+    with_fetch(ahead != 0, [&](auto lines, auto each) {
+      this->score_squares<lines, each>(q, s, k + ahead + before / GROUP * steps() * each * LINE);
+    });
   }
 
   // acc[lane] += sum over the chunks that wait and their keys of p[lane][j] * v[j], for `count` groups of lanes.
@@ -64,7 +64,7 @@ struct Tiled : Paired {
         if (all[g].chunks > 0 && all[g].lanes > TILE) {
           shape(all[g].lanes);
           float *to = acc + g * GROUP * dim + d;
-          *all[g].next ? value_square<32>(all[g], d, to) : value_square<0>(all[g], d, to);
+          with_fetch(*all[g].next, [&](auto lines, auto each) { this->value_square<lines, each>(all[g], d, to); });
         }
     const int last = count - 1;  // the others are full
     if (all[last].chunks > 0 && all[last].lanes <= TILE) value_strips(all[last], acc + last * GROUP * dim);
@@ -77,11 +77,12 @@ struct Tiled : Paired {
     return keys == ~0ull ? v : mask(keys);
   }
 
-  // A chunk more that waits.
-  void add_to(Waiting &waiting, const bf16 *p, const Seen &seen) const {
+  // A chunk more that waits, for the `index`-th group of lanes that meets it.
+  void add_to(Waiting &waiting, const bf16 *p, const Seen &seen, int64_t index) const {
     waiting.p[waiting.chunks] = p;
     waiting.v[waiting.chunks] = visible_values(waiting.lanes, seen);
-    waiting.next[waiting.chunks++] = groups > 1 || !ahead ? nullptr : (waiting.lanes > TILE ? v : k) + ahead;
+    const bf16 *next = waiting.lanes > TILE ? v + ahead + index * steps() * lines_each() * LINE : few ? k + ahead : nullptr;
+    waiting.next[waiting.chunks++] = ahead ? next : nullptr;
   }
 
   // Whether the last chunk's values are masked: there is room for those of one.
@@ -93,18 +94,38 @@ struct Tiled : Paired {
     return RunningSoftmax{_mm512_set1_ps(scale * LOG2_E), s, seen, p, m, l, keep, weights, fetch}.run(n);
   }
 
-  // What the `index`-th group of lanes that meets this chunk fetches: `next`, which is read at once, if it is not null, and
-  // its share of the chunk ahead. (Where there is but one group, it does so while it is multiplied.) Nothing without a chunk
-  // ahead: the last one, or copies that lie in the cache.
+  // What the `index`-th group of lanes that meets this chunk fetches while it takes its probabilities: `next`, which is read
+  // at once, if it is not null, and its share of what steps leave of the chunk ahead. Nothing without a chunk ahead: the last
+  // one, or copies that lie in the cache.
   Fetch fetch(int64_t index, const bf16 *next) const {
-    const int64_t lines = 2 * dim, each = (lines + groups * GROUP - 1) / (groups * GROUP), from = index * each * GROUP;
-    const bool far = ahead && groups > 1 && from < lines;
-    const bool near = ahead && next;
-    return {next, {k + ahead + from * LINE, v + ahead + from * LINE}, near ? lines / GROUP : 0, far ? each : 0};
+    const int64_t lines = 2 * dim, near = ahead && next ? lines / GROUP : 0;
+    if (groups == 1) return {next, {k + ahead, v + ahead}, near, ahead && !few ? (lines / 4 + GROUP - 1) / GROUP : 0, true};
+    const int64_t fetched = groups * steps() * lines_each();
+    const int64_t each = (lines - fetched + groups * GROUP - 1) / (groups * GROUP), from = fetched + index * each * GROUP;
+    return {next, {k + ahead + from * LINE, v + ahead + from * LINE}, near, ahead && from < lines ? each : 0, false};
   }
 
  private:
   int64_t groups = 1;  // of lanes that meet the chunk
+  bool few = true;     // no more than the rows of a tile
+
+  int64_t steps() const { return dim / TILE; }  // of a group of up to 32 lanes with the keys, and with the values
+
+  // Chunks ahead go to L2 at an even pace, since no more than a dozen or two of cache lines can be on their way: in each step
+  // of 32 lanes with the keys some lines of the keys ahead, with the values of the values, and the rest while probabilities
+  // are taken. A single group takes 24 of 32 lines and leaves the last eight; two or three take 8 each, four 4. More need so
+  // long that it does not matter.
+  int64_t lines_each() const { return groups > 4 ? 0 : groups > 3 ? 4 : groups > 1 ? 8 : 32; }
+
+  // f(lines fetched in a step, lines between the first ones of two steps)
+  template <typename F> void with_fetch(bool any, F f) const {
+    switch (any ? lines_each() : 0) {
+      case 32: return f(Constant<24>{}, Constant<32>{});
+      case 8: return f(Constant<8>{}, Constant<8>{});
+      case 4: return f(Constant<4>{}, Constant<4>{});
+      default: return f(Constant<0>{}, Constant<0>{});
+    }
+  }
 
   void shape(int n) const { n > TILE ? tiles.take(TILE, n - TILE) : tiles.take(n); }
 
@@ -114,10 +135,10 @@ struct Tiled : Paired {
     store_row(s, CHUNK);
   }
 
-  template <int LINES> HEADRACE_APART void score_squares(const bf16 *q, float *s, const bf16 *next) const {
+  template <int LINES, int EACH> HEADRACE_APART void score_squares(const bf16 *q, float *s, const bf16 *next) const {
     for (int64_t half = 0; half < CHUNK; half += 32) {
       clear_sums();
-      square_steps<LINES>(q, dim, k + 2 * half, 2 * CHUNK, dim / STEP_INPUTS, {next + half * dim, LINES * LINE, 0});
+      square_steps<LINES>(q, dim, k + 2 * half, 2 * CHUNK, dim / STEP_INPUTS, {next + half * dim * EACH / 32, EACH * LINE, 0});
       store_square(s + half, CHUNK);
     }
   }
@@ -131,23 +152,23 @@ struct Tiled : Paired {
   }
 
   // Columns d .. d + 31 of two tiles of lanes, 64 or 32 columns of one.
-  template <int LINES> HEADRACE_APART void value_square(const Waiting &w, int64_t d, float *acc) const {
+  template <int LINES, int EACH> HEADRACE_APART void value_square(const Waiting &w, int64_t d, float *acc) const {
     load_square(acc, dim);
     for (int c = 0; c < w.chunks; ++c)
-      square_steps<LINES>(w.p[c], CHUNK, w.v[c] + 2 * d, 2 * dim, CHUNK / STEP_INPUTS, after(w, c, d, LINES));
+      square_steps<LINES>(w.p[c], CHUNK, w.v[c] + 2 * d, 2 * dim, CHUNK / STEP_INPUTS, after(w, c, 2 * d * EACH, EACH));
     store_square(acc, dim);
   }
 
   template <int LINES> HEADRACE_APART void value_strip(const Waiting &w, int64_t d, float *acc) const {
     load_row(acc, dim);
     for (int c = 0; c < w.chunks; ++c)
-      tile_steps<LINES>(w.p[c], CHUNK, w.v[c] + 2 * d, 2 * dim, CHUNK / STEP_INPUTS, after(w, c, d, LINES));
+      tile_steps<LINES>(w.p[c], CHUNK, w.v[c] + 2 * d, 2 * dim, CHUNK / STEP_INPUTS, after(w, c, d * CHUNK, LINES));
     store_row(acc, dim);
   }
 
-  static Ahead after(const Waiting &w, int c, int64_t d, int lines) {
+  static Ahead after(const Waiting &w, int c, int64_t offset, int lines) {
     if (!w.next[c]) return {w.v[c], 0, 0};
-    return {w.next[c] + d * CHUNK, lines * LINE, 0};
+    return {w.next[c] + offset, lines * LINE, 0};
   }
 
   HEADRACE_APART void value_half(const Waiting &waiting, int64_t d, float *acc) const {
