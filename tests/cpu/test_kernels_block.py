@@ -1,4 +1,4 @@
-"""Layers in two calls beside attention: the bits of single operations, whatever the layers are made of.
+"""Layers in two calls beside attention, or all in one with it: the bits of single operations, for any kind of layer.
 
 T: rows; Hq, Hkv: query and KV heads; D: head size; N: elements of a head that are rotated.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.config import AttentionSpec, Quantization
 from headrace.kernels import cpu, table
 from headrace.kernels.block import Blocks
+from headrace.kernels.step import Pools, Step, StepOver
 from headrace.models.decoder import Decoder, OneByOne
 from headrace.models.spec import ModelConfig
 from headrace.models.weights import expected
@@ -145,6 +146,91 @@ def test_keys_and_values_from_activations(variant: str, quantization: Quantizati
             for layer, (k, v) in enumerate(heads):
                 got = layers.project(layer, into[layer], cos_sin)
                 assert torch.equal(got[0], k) and torch.equal(got[1], v), (rows, layer)
+
+
+SLOTS = 6
+
+
+class Attention:
+    """A Step over pools of its own, as attention.execute has it: three rows at positions 70, 71 and 5."""
+
+    def __init__(self, config: ModelConfig, windows: tuple[int | None, ...]) -> None:
+        spec = config.attention
+        g = torch.Generator().manual_seed(3)
+        shape = (SLOTS, spec.kv_heads, spec.head_dim)
+        sizes = (SLOTS, spec.kv_heads, spec.head_dim, 64), (SLOTS, spec.kv_heads, 64, spec.head_dim)
+        self.pools = [[torch.randn(size, generator=g).bfloat16() for _ in windows] for size in sizes]
+        items = torch.tensor([[3, 0, 0, 2], [1, 64, 0, 2], [4, 0, 2, 3]], dtype=torch.int32)
+        self.step = Step(
+            {None: items, 7: items[1:]},
+            torch.tensor([70, 71, 5]),
+            torch.tensor([1, 1, 4], dtype=torch.int32),
+            torch.tensor([6, 7, 5], dtype=torch.int32),
+            heads=spec.heads, shape=shape, dtype=torch.bfloat16, scale=0.2,
+        )  # fmt: skip
+        self.windows = windows
+        self.calls = 0
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        out = self.step(self.pools[0][layer], self.pools[1][layer], q, k, v, self.windows[layer])
+        return out if rows is None else out[rows]
+
+
+class AttentionOver(Attention):
+    def __init__(self, config: ModelConfig, windows: tuple[int | None, ...]) -> None:
+        super().__init__(config, windows)
+        self.over = self.step.over(Pools(*self.pools), windows)
+
+
+@pytest.mark.parametrize("some", [None, [1], [0, 2], []])
+@pytest.mark.parametrize("windows", [(None, None), (7, None)])
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "opt350", "falcon7"])
+def test_all_layers_in_one_call(
+    isa: str, variant: str, windows: tuple[int | None, ...], some: list[int] | None, threads: None
+) -> None:
+    fast, _, rotary = both(variant)
+    g = torch.Generator().manual_seed(4)
+    x = torch.randn(3, fast.config.hidden_size, generator=g).bfloat16()
+    cos_sin = torch.randn(3, rotary, generator=g) if rotary else None
+    rows = None if some is None else torch.tensor(some, dtype=torch.int64)
+    apart, at_once = Attention(fast.config, windows), AttentionOver(fast.config, windows)
+    want = fast.layers(x.clone(), cos_sin, apart, rows)
+    assert torch.equal(fast.layers(x.clone(), cos_sin, at_once, rows), want)
+    assert apart.calls == 2 and at_once.calls == (0 if rows is None else 1)
+    for kind in (0, 1):
+        for ours, theirs in zip(at_once.pools[kind], apart.pools[kind], strict=True):
+            assert torch.equal(ours, theirs)
+    watched: list[Tensor] = []
+    again = AttentionOver(fast.config, windows)
+    got = fast.layers(x.clone(), cos_sin, again, rows, lambda layer, x: watched.append(x.clone()))
+    assert torch.equal(got, want) and again.calls == 2 and torch.equal(watched[0], x)
+
+
+def test_pools_that_do_not_fit() -> None:
+    config = model()
+    attention = Attention(config, (None, None))
+    k, v = attention.pools
+    with pytest.raises(ValueError, match="k_pool must be"):
+        Pools([k[0], k[1][:4]], v)
+    with pytest.raises(ValueError, match="v_pool must be"):
+        Pools(k, [v[0], v[1].float()])
+    with pytest.raises(ValueError, match="2 layers need pools"):
+        attention.step.over(Pools(k[:1], v[:1]), (None, None))
+    with pytest.raises(ValueError, match="need pools of"):
+        attention.step.over(Pools([x[:4] for x in k], [x[:4] for x in v]), (None, None))
+    over = attention.step.over(Pools(k, v), (None, None))
+    fast, _, _ = both("qwen3")
+    with pytest.raises(ValueError, match="qkv must be"):  # heads of another size
+        fast.layers(torch.randn(3, 128).bfloat16(), torch.randn(3, 64), _With(over))
+    fast, _, _ = both("llama")
+    with pytest.raises(ValueError, match="must be"):  # a row more than the step has
+        fast.layers(torch.randn(4, 128).bfloat16(), torch.randn(4, 32), _With(over))
+
+
+class _With:
+    def __init__(self, over: StepOver) -> None:
+        self.over = over
 
 
 def test_no_rows() -> None:
