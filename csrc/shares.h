@@ -9,7 +9,7 @@
 
 namespace headrace::HEADRACE_NS {
 
-constexpr int MOST_SHARES = 64;
+constexpr int MOST_SHARES = 256;  // of threads; more would find nothing to do
 
 // What is left of a thread's stretch: its first task, and above it in the upper half the one behind its last.
 struct alignas(64) Stretch {

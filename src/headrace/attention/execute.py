@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from headrace.attention import reference
 from headrace.attention.plan import Plan
 from headrace.config import AttentionSpec
 from headrace.kernels import cpu
-from headrace.kernels.step import Step, StepOver
+from headrace.kernels.step import Pools, Step, StepOver
 from headrace.kv.storage import KVStorage
 from headrace.types import CHUNK
 
@@ -49,7 +50,7 @@ class PlanAttention:
         self.row_offsets = torch.from_numpy(plan.row_offsets)
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in set(spec.windows)}
         self.step = self._step() if backend == "cpu" and storage.dtype != torch.int8 else None
-        self.over: StepOver | None = None if self.step is None else self.step.over(storage.pools, spec.windows)
+        self.over: StepOver | None = None if self.step is None else self.step.over(_pools(storage), spec.windows)
 
     def _step(self) -> Step:
         """append and attend in one call, where the backend has that."""
@@ -87,6 +88,17 @@ class PlanAttention:
             **scales,
         )
         return out
+
+
+_known: WeakKeyDictionary[KVStorage, Pools] = WeakKeyDictionary()
+
+
+def _pools(storage: KVStorage) -> Pools:
+    """The pools of a storage, checked once: they stay where they are."""
+    pools = _known.get(storage)
+    if pools is None:
+        _known[storage] = pools = Pools(storage.k, storage.v)
+    return pools
 
 
 class KeepActivations:

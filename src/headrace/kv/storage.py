@@ -8,13 +8,10 @@ each key and each value has a scale of its own per head and layer: [slots, Hk, 6
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
 from headrace.config import AttentionSpec
-from headrace.kernels.step import Pools
 from headrace.memory import zeros
 from headrace.types import CHUNK
 
@@ -51,11 +48,6 @@ class KVStorage:
 
     def _scales(self, spec: AttentionSpec) -> Tensor | None:
         return zeros((self.slots, spec.kv_heads, CHUNK), torch.float32) if self.dtype == torch.int8 else None
-
-    @cached_property
-    def pools(self) -> Pools:
-        """k and v of all layers for kernels.step."""
-        return Pools(self.k, self.v)
 
     @property
     def keeps_activations(self) -> bool:
