@@ -9,18 +9,20 @@ namespace headrace::HEADRACE_NS {
 
 namespace {
 
-// to[2 d] = from[d]
-template <typename S> void every_other(const S *from, S *to, int64_t dim) {
-  for (int64_t d = 0; d < dim; ++d) to[2 * d] = from[d];
+// to[2 d + odd] = from[d]
+template <typename S> void every_other(const S *from, S *to, int64_t dim, int odd) {
+  for (int64_t d = 0; d < dim; ++d) to[2 * d + odd] = from[d];
 }
 
 #ifdef __AVX512BF16__
 
-// The same 16 at a time: D is a multiple of that. The element behind the last one is neither read nor written.
-void every_other(const bf16 *from, bf16 *to, int64_t dim) {
+// The same 16 at a time: D is a multiple of that.
+void every_other(const bf16 *from, bf16 *to, int64_t dim, int odd) {
+  const __mmask32 halves = odd ? 0xaaaaaaaa : 0x55555555;
+  const __m128i shift = _mm_cvtsi32_si128(16 * odd);
   for (int64_t d = 0; d < dim; d += 16) {
     const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from + d)));
-    _mm512_mask_storeu_epi16(to + 2 * d, 0x55555555, words);
+    _mm512_mask_storeu_epi16(to + 2 * d, halves, _mm512_sll_epi32(words, shift));
   }
 }
 
@@ -29,7 +31,7 @@ void every_other(const bf16 *from, bf16 *to, int64_t dim) {
 template <typename S> void place(const S *k_new, const S *v_new, S *k, S *v, int64_t dim, int64_t offset, bool pairs) {
   if (pairs) {
     for (int64_t d = 0; d < dim; d += 2) memcpy(k + d * CHUNK + 2 * offset, k_new + d, 2 * sizeof(S));
-    return every_other(v_new, v + offset / 2 * 2 * dim + offset % 2, dim);
+    return every_other(v_new, v + offset / 2 * 2 * dim, dim, static_cast<int>(offset % 2));
   }
   for (int64_t d = 0; d < dim; ++d) k[d * CHUNK + offset] = k_new[d];
   memcpy(v + offset * dim, v_new, dim * sizeof(S));
