@@ -26,6 +26,7 @@ from headrace.cli.bench_beds import (
     slots_of,
     unmerged,
 )  # fmt: skip
+from headrace.cli.bench_cache import bookkeeping_case
 from headrace.cli.bench_peers import ENGINES
 from headrace.cli.bench_protocol import figures
 from headrace.cli.bench_workloads import WORKLOADS, chosen
@@ -145,3 +146,9 @@ def test_attention_cases_by_commas() -> None:
     assert all(name.startswith(("prefill_gqa_", "decode_mha_1x")) for name in names)
     with pytest.raises(ValueError, match="no case begins so"):
         list(bench.cases("nothing_"))
+
+
+def test_bookkeeping_is_looked_for_where_it_is_done() -> None:
+    """The case itself asserts that scheduling, planning and committing were all met."""
+    case = bookkeeping_case("tiny", steps=2)
+    assert 0 < case["bookkeeping_ms"] < case["step_ms"]
