@@ -9,8 +9,6 @@ namespace {
 
 constexpr int64_t PARALLEL = 16384;  // elements below which waking the other threads costs more than it saves
 
-HEADRACE_INLINE vf sigmoid_times(vf x, vf y) { return x / (exp(-y) + 1.0f); }
-
 struct Gelu {
   // x * Phi(x). erfc(z) = e^(-z^2) t P(t) with t = 1 / (1 + z / 3), P a Chebyshev fit for 0 <= z <= 10, error 2e-9.
   static vf apply(vf x) {

@@ -97,15 +97,16 @@ void rotary(int type, Address x, Address out, Address cos_sin, int64_t rows, int
 }
 
 void linear(int type, bool pairs, Address x, Address w, Address bias, Address out, int64_t rows, int64_t x_stride,
-            int64_t inputs, int64_t outputs, bool wide, int threads) {
+            int64_t inputs, int64_t outputs, bool gated, bool wide, int threads) {
   if (pairs) check_pairs(kernels());
   const auto op = pairs ? kernels().linear_pairs : kernels().linear_plain[type];
-  op({at<void>(x), at<void>(w), at<void>(bias), at<void>(out), rows, x_stride, inputs, outputs, wide, threads});
+  op({at<void>(x), at<void>(w), at<void>(bias), at<void>(out), rows, x_stride, inputs, outputs, wide, threads,
+      {nullptr, gated}});
 }
 
 void make_matrix(Matrix *self, Form form, Address weight, Address scales, Address bias, int64_t inputs,
-                 int64_t outputs) {
-  new (self) Matrix{form, at<void>(weight), at<void>(scales), at<bf16>(bias), inputs, outputs};
+                 int64_t outputs, bool gated) {
+  new (self) Matrix{form, at<void>(weight), at<void>(scales), at<bf16>(bias), inputs, outputs, gated};
 }
 
 void make_scale(Scale *self, bool rms, Address weight, Address bias) {
@@ -173,9 +174,9 @@ void run_blocks(const Step &self, const std::vector<const Block *> &blocks, cons
 }
 
 void linear_quant(int type, int bits, Address x, Address codes, Address scales, Address bias, Address out, int64_t rows,
-                  int64_t x_stride, int64_t inputs, int64_t outputs, bool wide, int threads) {
+                  int64_t x_stride, int64_t inputs, int64_t outputs, bool gated, bool wide, int threads) {
   kernels().linear_quant[type]({at<void>(x), at<void>(codes), at<void>(scales), at<void>(bias), at<void>(out), rows,
-                                x_stride, inputs, outputs, bits, wide, threads});
+                                x_stride, inputs, outputs, bits, wide, threads, {nullptr, gated}});
 }
 
 // Stores where there is room for `fits`, else loads.

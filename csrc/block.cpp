@@ -14,19 +14,20 @@ struct Pass {
   int64_t rows;
   int threads;
 
-  // The one place that knows in which forms weights come.
-  void multiply(const Matrix &m, const bf16 *x, bf16 *y) const {
+  // The one place that knows in which forms weights come. residual may be y.
+  void multiply(const Matrix &m, const bf16 *x, bf16 *y, const bf16 *residual = nullptr) const {
+    const Ending ending = {residual, m.gated};
     switch (m.form) {
       case Form::plain:
       case Form::pairs: {
         const auto linear = m.form == Form::pairs ? kernels.linear_pairs : kernels.linear_plain[BF16];
-        return linear({x, m.weight, m.bias, y, rows, m.inputs, m.inputs, m.outputs, false, threads});
+        return linear({x, m.weight, m.bias, y, rows, m.inputs, m.inputs, m.outputs, false, threads, ending});
       }
       case Form::int8:
       case Form::int4:
         const int bits = m.form == Form::int8 ? 8 : 4;
         return kernels.linear_quant[BF16](
-            {x, m.weight, m.scales, m.bias, y, rows, m.inputs, m.inputs, m.outputs, bits, false, threads});
+            {x, m.weight, m.scales, m.bias, y, rows, m.inputs, m.inputs, m.outputs, bits, false, threads, ending});
     }
   }
 
@@ -76,32 +77,30 @@ struct Buffers {
         active(inner + rows * block.up.outputs) {}
 };
 
-void mlp(const Block &block, const Pass &run, const bf16 *x, bf16 *y, const Buffers &buffers) {
-  run.multiply(block.up, x, buffers.inner);
-  run.activate(block.activation, buffers.inner, buffers.active, block.down.inputs);
-  run.multiply(block.down, buffers.active, y);
+// y += MLP(x); y may be x.
+void add_mlp(const Block &block, const Pass &run, const bf16 *x, bf16 *y, const Buffers &buffers) {
+  run.multiply(block.up, x, block.up.gated ? buffers.active : buffers.inner);
+  if (!block.up.gated) run.activate(block.activation, buffers.inner, buffers.active, block.down.inputs);
+  run.multiply(block.down, buffers.active, y, y);
 }
 
 void finish(const Block &block, const Pass &run, bf16 *x, const bf16 *attended, const Buffers &buffers) {
   const int64_t hidden = block.qkv.inputs;
   bf16 *a = buffers.a, *b = buffers.b;
-  run.multiply(block.out, attended, a);
   switch (block.order) {
     case Order::pre:
-      run.add(x, a, hidden);
+      run.multiply(block.out, attended, x, x);
       run.norm(block.mlp_norm, block.eps, x, b, hidden);
-      mlp(block, run, b, a, buffers);
-      return run.add(x, a, hidden);
+      return add_mlp(block, run, b, x, buffers);
     case Order::post:
-      run.add(x, a, hidden);
+      run.multiply(block.out, attended, x, x);
       run.norm(block.attention_norm, block.eps, x, x, hidden);
-      mlp(block, run, x, a, buffers);
-      run.add(x, a, hidden);
+      add_mlp(block, run, x, x, buffers);
       return run.norm(block.mlp_norm, block.eps, x, x, hidden);
     case Order::parallel:
+      run.multiply(block.out, attended, a);
       run.norm(block.mlp_norm, block.eps, x, b, hidden);
-      mlp(block, run, b, b, buffers);
-      run.add(a, b, hidden);
+      add_mlp(block, run, b, a, buffers);
       return run.add(x, a, hidden);
   }
 }

@@ -16,12 +16,14 @@ enum class Order { pre, post, parallel };  // models.spec.Block
 enum class Activation { silu_mul, gelu, gelu_tanh, relu };
 enum class Form { plain, pairs, int8, int4 };  // how a weight lies: see linear_plain.cpp, linear.cpp, linear_quant.cpp
 
-// A weight [outputs, inputs] that rows are multiplied by, its scales if it has any, and its bias [outputs] or null.
+// A weight [outputs, inputs] that rows are multiplied by, its scales if it has any, and its bias [outputs] or null. gated: see
+// Ending in kernels.h.
 struct Matrix {
   Form form;
   const void *weight, *scales;
   const bf16 *bias;
   int64_t inputs, outputs;
+  bool gated;
 };
 
 // The vectors of a norm, each may be null.

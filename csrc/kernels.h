@@ -93,6 +93,14 @@ struct Unary {
   int threads;
 };
 
+// What is done to the products y [T, outputs] on their way to memory, each operation with its own rounding. residual
+// [T, outputs] or null: residual + y; it may be where they go. gated: silu of the first half times the second, [T, outputs / 2],
+// whose weights are packed in turn, 64 gates and the 64 that they let through. Neither goes with `wide`.
+struct Ending {
+  const void *residual = nullptr;
+  bool gated = false;
+};
+
 // out[t, n] = sum over k of x[t, k] * w[n, k], plus bias[n], with fp32 sums; all of one type, but out is fp32 if `wide`.
 struct Linear {
   const void *x, *w, *bias;  // [T, inputs] rows x_stride apart, packed weights (see linear.cpp, linear_plain.cpp), [outputs] or null
@@ -100,6 +108,7 @@ struct Linear {
   int64_t rows, x_stride, inputs, outputs;
   bool wide;
   int threads;
+  Ending ending = {};
 };
 
 // out = x + y, rounded once; out may be x.
@@ -118,6 +127,7 @@ struct LinearQuant {
   int bits;
   bool wide;
   int threads;
+  Ending ending = {};
 };
 
 struct Rotary {

@@ -97,8 +97,8 @@ void multiply_all(const Linear &a, const bf16 *w, int64_t first, int64_t last, f
 }  // namespace
 
 void linear_pairs(const Linear &a) {
-  each_block<bf16>(a, task_rows(a), 0, [&](const bf16 *w, int64_t first, int64_t last, float *sums, float *) {
-    multiply_all(a, w, first, last, sums);
+  each_block<bf16>(a, task_rows(a), 0, [&](int64_t block, int64_t first, int64_t last, float *sums, float *) {
+    multiply_all(a, static_cast<const bf16 *>(a.w) + block * a.inputs * COLUMNS, first, last, sums);
   });
 }
 

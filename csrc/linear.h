@@ -10,32 +10,68 @@ namespace headrace::HEADRACE_NS {
 
 constexpr int64_t COLUMNS = 64;  // outputs in a packed block
 
-// One block of outputs from its sums [last - first, 64], plus the bias.
-template <typename T, typename Out>
-void write(const Linear &a, int64_t column, int64_t first, int64_t last, const float *sums) {
-  const int64_t count = a.outputs - column < COLUMNS ? a.outputs - column : COLUMNS;
+// n <= W outputs from `column` on, as their sums and the bias make them; their weights lie at `place` among all.
+template <typename T> vf output(const Linear &a, const float *sums, int64_t column, int64_t, int64_t n) {
   const T *bias = static_cast<const T *>(a.bias);
+  const vf y = load(sums);
+  return bias ? y + (n == W ? load(bias + column) : load_part(bias + column, n)) : y;
+}
+
+// int8 has a scale for each output.
+template <typename T> vf output(const LinearQuant &a, const float *sums, int64_t column, int64_t place, int64_t n) {
+  const T *bias = static_cast<const T *>(a.bias);
+  const vf scale = a.bits == 8 ? load(static_cast<const float *>(a.scales) + place) : splat(1.0f);
+  return madd(load(sums), scale, bias ? load_part(bias + column, n) : vf{});
+}
+
+// One block of outputs from its sums [last - first, 64].
+template <typename T, typename Out, typename Any>
+void write(const Any &a, int64_t column, int64_t first, int64_t last, const float *sums) {
+  const int64_t count = a.outputs - column < COLUMNS ? a.outputs - column : COLUMNS;
+  const T *residual = static_cast<const T *>(a.ending.residual);
   for (int64_t row = first; row < last; ++row, sums += COLUMNS) {
-    Out *out = static_cast<Out *>(a.out) + row * a.outputs + column;
+    const int64_t at = row * a.outputs + column;
+    Out *out = static_cast<Out *>(a.out) + at;
     for (int64_t c = 0; c < count; c += W) {
       const int64_t n = count - c < W ? count - c : W;
-      vf y = load(sums + c);
-      if (bias) y = y + (n == W ? load(bias + column + c) : load_part(bias + column + c, n));
+      vf y = output<T>(a, sums + c, column + c, column + c, n);
+      if (residual) y = (n == W ? load(residual + at + c) : load_part(residual + at + c, n)) + round_as(residual, y);
       n == W ? store(out + c, y) : store_part(out + c, y, n);
     }
   }
 }
 
-// multiply(weights of a block, first row, last row, sums, scratch) for each block of outputs and each `most` rows.
-// scratch: floats for multiply's own use, behind the sums.
-template <typename T, typename F> void each_block(const Linear &a, int64_t most, int64_t scratch, F multiply) {
-  const int64_t blocks = (a.outputs + COLUMNS - 1) / COLUMNS, ranges = (a.rows + most - 1) / most;
+// The same of a block of gates and the block that they let through.
+template <typename T, typename Any>
+void write_gated(const Any &a, int64_t column, int64_t first, int64_t last, const float *gates, const float *others) {
+  const int64_t width = a.outputs / 2;
+  for (int64_t row = first; row < last; ++row, gates += COLUMNS, others += COLUMNS) {
+    T *out = static_cast<T *>(a.out) + row * width + column;
+    for (int64_t c = 0; c < COLUMNS; c += W) {
+      const int64_t at = column + c, place = 2 * column + c;
+      const vf gate = round_as(out, output<T>(a, gates + c, at, place, W));
+      const vf other = round_as(out, output<T>(a, others + c, width + at, place + COLUMNS, W));
+      store(out + c, sigmoid_times(gate, gate) * other);
+    }
+  }
+}
+
+// multiply(block of outputs, first row, last row, sums, scratch) for each block and each `most` rows, and what becomes of
+// the sums. scratch: floats for multiply's own use.
+template <typename T, typename Any, typename F> void each_block(const Any &a, int64_t most, int64_t scratch, F multiply) {
+  const int64_t all = (a.outputs + COLUMNS - 1) / COLUMNS, blocks = a.ending.gated ? all / 2 : all;
+  const int64_t ranges = (a.rows + most - 1) / most, room = most * COLUMNS;
   share_out(blocks * ranges, a.threads, [&](int64_t i) {
-    const int64_t block = i % blocks, first = i / blocks * most;
+    const int64_t block = i % blocks, column = block * COLUMNS, first = i / blocks * most;
     const int64_t last = first + most < a.rows ? first + most : a.rows;
-    float *sums = arena(most * COLUMNS + scratch);
-    multiply(static_cast<const T *>(a.w) + block * a.inputs * COLUMNS, first, last, sums, sums + most * COLUMNS);
-    a.wide ? write<T, float>(a, block * COLUMNS, first, last, sums) : write<T, T>(a, block * COLUMNS, first, last, sums);
+    float *sums = arena((a.ending.gated ? 2 : 1) * room + scratch), *others = sums + room;
+    if (a.ending.gated) {
+      multiply(2 * block, first, last, sums, others);
+      multiply(2 * block + 1, first, last, others, others + room);
+      return write_gated<T>(a, column, first, last, sums, others);
+    }
+    multiply(block, first, last, sums, others);
+    a.wide ? write<T, float>(a, column, first, last, sums) : write<T, T>(a, column, first, last, sums);
   });
 }
 

@@ -102,8 +102,9 @@ void block(const bf16 *x, int64_t x_stride, int64_t rows, const bf16 *w, int64_t
 }  // namespace
 
 template <typename T> void linear_plain(const Linear &a) {
-  each_block<T>(a, BLOCK_ROWS, SCRATCH<T>, [&](const T *w, int64_t first, int64_t last, float *sums, float *scratch) {
+  each_block<T>(a, BLOCK_ROWS, SCRATCH<T>, [&](int64_t index, int64_t first, int64_t last, float *sums, float *scratch) {
     const T *x = static_cast<const T *>(a.x) + first * a.x_stride;
+    const T *w = static_cast<const T *>(a.w) + index * a.inputs * COLUMNS;
     memset(sums, 0, (last - first) * COLUMNS * sizeof(float));
     for (int64_t k = 0; k < a.inputs; k += BLOCK_INPUTS) {
       const int64_t count = a.inputs - k < BLOCK_INPUTS ? a.inputs - k : BLOCK_INPUTS;

@@ -8,17 +8,14 @@
 // Every output is one chain of sums, whatever M, tile, block or thread: int8 over all inputs in ascending order; int4
 // over the inputs of a group from 0, then acc = sum * scale + acc over ascending groups. With AMX the chains go by steps
 // of 32 inputs (tiles.h), where these are a multiple of 32.
-#include "arena.h"
-#include "kernels.h"
+#include "linear.h"
 #include "pairs.h"
-#include "simd.h"
 #include "tiles.h"
 
 namespace headrace::HEADRACE_NS {
 
 namespace {
 
-constexpr int64_t COLUMNS = 64;     // outputs in a packed block
 constexpr int64_t GROUP = 64;       // inputs under one scale in int4
 constexpr int64_t TASK_ROWS = 128;  // rows of a task: their sums (32 KB) stay in L2
 
@@ -273,39 +270,15 @@ void multiply<bf16>(const LinearQuant &a, const byte *codes, const bf16 *scales,
 
 constexpr int64_t SCRATCH = 8192;  // floats of decoded weights: [64][64] fp32, or bf16 pairs [128][64][2]
 
-// One block of outputs from its sums: scaled by row in int8, plus the bias.
-template <typename T, typename Out>
-void write(const LinearQuant &a, int64_t column, int64_t first, int64_t last, const float *sums) {
-  const int64_t count = a.outputs - column < COLUMNS ? a.outputs - column : COLUMNS;
-  const float *scales = a.bits == 8 ? static_cast<const float *>(a.scales) + column : nullptr;
-  const T *bias = static_cast<const T *>(a.bias);
-  for (int64_t row = first; row < last; ++row, sums += COLUMNS) {
-    Out *out = static_cast<Out *>(a.out) + row * a.outputs + column;
-    for (int64_t c = 0; c < count; c += W) {
-      const int64_t n = count - c < W ? count - c : W;
-      const vf scale = scales ? load(scales + c) : splat(1.0f);
-      const vf y = madd(load(sums + c), scale, bias ? load_part(bias + column + c, n) : vf{});
-      n == W ? store(out + c, y) : store_part(out + c, y, n);
-    }
-  }
-}
-
 }  // namespace
 
 template <typename T> void linear_quant(const LinearQuant &a) {
-  const int64_t blocks = (a.outputs + COLUMNS - 1) / COLUMNS, ranges = (a.rows + TASK_ROWS - 1) / TASK_ROWS;
   const int64_t block_bytes = a.inputs / 2 * pair_bytes(a);
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (blocks * ranges > 1)
-  for (int64_t i = 0; i < blocks * ranges; ++i) {
-    const int64_t block = i % blocks, first = i / blocks * TASK_ROWS;
-    const int64_t last = first + TASK_ROWS < a.rows ? first + TASK_ROWS : a.rows;
-    float *sums = arena(TASK_ROWS * COLUMNS + SCRATCH), *weights = sums + TASK_ROWS * COLUMNS;
+  each_block<T>(a, TASK_ROWS, SCRATCH, [&](int64_t block, int64_t first, int64_t last, float *sums, float *scratch) {
     const byte *codes = static_cast<const byte *>(a.codes) + block * block_bytes;
     const bf16 *scales = a.bits == 4 ? static_cast<const bf16 *>(a.scales) + block * a.inputs : nullptr;
-    multiply<T>(a, codes, scales, first, last, sums, weights);
-    if (a.wide) write<T, float>(a, block * COLUMNS, first, last, sums);
-    else write<T, T>(a, block * COLUMNS, first, last, sums);
-  }
+    multiply<T>(a, codes, scales, first, last, sums, scratch);
+  });
 }
 
 template void linear_quant<bf16>(const LinearQuant &);

@@ -154,6 +154,9 @@ HEADRACE_INLINE vf exp(vf x) {
 
 HEADRACE_INLINE float exp(float x) { return exp(splat(x))[0]; }
 
+// x times the sigmoid of y.
+HEADRACE_INLINE vf sigmoid_times(vf x, vf y) { return x / (exp(-y) + 1.0f); }
+
 // The greatest element of x.
 HEADRACE_INLINE float greatest(vf x) {
 #if defined(__AVX512F__)

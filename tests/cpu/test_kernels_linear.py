@@ -111,6 +111,31 @@ def test_a_row_has_the_same_bits_in_every_company(
             assert torch.equal(cpu.linear(x[start : start + rows], packed, bias), whole[start : start + rows]), rows
 
 
+@pytest.mark.parametrize(("inputs", "half"), [(256, 64), (100, 192), (33, 320)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_on_the_way_to_memory(
+    isa: str, dtype: torch.dtype, biased: bool, inputs: int, half: int, threads: None
+) -> None:
+    """The bits of the product and of silu_mul, one after the other."""
+    x, weight, bias = tensors(600, inputs, 2 * half, dtype)
+    x, weight = x * 2, weight / inputs**0.5  # sums with gates that are neither open nor shut
+    added = bias if biased else None
+    for form, count in ((ops.pack(weight, gated=True), 1), (cpu.Packed(weight, gated=True), 5)):
+        assert isinstance(form, cpu.Packed) and form.gated
+        torch.set_num_threads(count)
+        for rows in (0, 1, 4, 7, 16, 31, 40, 130, 600):
+            want = cpu.silu_mul(cpu.linear(x[:rows], cpu.Packed(weight), added))
+            assert torch.equal(ops.gated_linear(x[:rows], form, added), want), rows
+
+
+def test_gates_that_do_not_fill_blocks() -> None:
+    x, weight, _ = tensors(3, 64, 2 * 96, torch.bfloat16)
+    form = ops.pack(weight, gated=True)
+    assert isinstance(form, cpu.Packed) and not form.gated
+    assert torch.equal(ops.gated_linear(x, form), cpu.silu_mul(cpu.linear(x, form)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_may_be_apart(isa: str, dtype: torch.dtype) -> None:
     x, weight, _ = tensors(9, 128, 70, dtype)

@@ -102,6 +102,23 @@ def reference(x: Tensor, rounded: Rounded, bias: Tensor | None) -> tuple[Tensor,
 
 @needs_extension
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gates_on_the_way_to_memory(isa: str, dtype: torch.dtype, scheme: Quantization) -> None:
+    """The bits of the product and of silu_mul, one after the other."""
+    weight, bias = random(2 * 192, 128, seed=1) / 8, random(2 * 192, seed=2, dtype=dtype)
+    rounded = Rounded(weight, scheme)
+    gated = ops.pack(weight, scheme, gated=True)
+    assert isinstance(gated, Quantized) and gated.gated
+    for rows in (1, 9, 40, 130, 300):
+        x = random(rows, 128, dtype=dtype)
+        want = cpu.silu_mul(quantized.linear(x, Quantized(rounded), bias))
+        assert torch.equal(ops.gated_linear(x, gated, bias), want), rows
+        want = cpu.silu_mul(quantized.linear(x, Quantized(rounded)))
+        assert torch.equal(ops.gated_linear(x, gated), want), rows
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", DTYPES)
 @given(schemes, st.integers(1, 70), st.integers(1, 200), st.integers(1, 8), st.booleans(), st.integers(0, 99))
 @example("int8", 17, 70, 8, True, 0)  # more inputs than are decoded at once
 @few

@@ -182,10 +182,10 @@ def _matrix(layer: LayerWeights, name: str, shape: tuple[int, int], first: int) 
     outputs, inputs = weight.shape
     if isinstance(weight, cpu.Packed):
         return require().Matrix(
-            form.pairs if weight.pairs else form.plain, weight.blocks.data_ptr(), 0, bias, inputs, outputs
+            form.pairs if weight.pairs else form.plain, weight.blocks.data_ptr(), 0, bias, inputs, outputs, weight.gated
         )
     kind, codes, scales = form.int8 if weight.bits == 8 else form.int4, weight.codes, weight.scales
-    return require().Matrix(kind, codes.data_ptr(), scales.data_ptr(), bias, inputs, outputs)
+    return require().Matrix(kind, codes.data_ptr(), scales.data_ptr(), bias, inputs, outputs, weight.gated)
 
 
 def _norm(shape: Shape, layer: LayerWeights, name: str) -> Any:

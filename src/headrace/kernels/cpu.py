@@ -43,13 +43,19 @@ class Packed:
 
     In bf16 with an even K, [ceil(N / 64), K / 2, 64, 2] where the instruction set in use multiplies pairs: only such
     sets take that form.
+
+    gated: of the outputs, a multiple of 128, the first half are gates of the second, and `linear` gives their product
+    (see `silu_mul`). They lie in turn then, see `in_turn`.
     """
 
-    __slots__ = ("blocks", "shape")
+    __slots__ = ("blocks", "gated", "shape")
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, gated: bool = False) -> None:
         outputs, inputs = weight.shape
         self.shape: tuple[int, int] = (outputs, inputs)
+        self.gated = gated
+        if gated:
+            weight = in_turn(weight)
         padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % COLUMNS))
         pairs = has_pairs() and weight.dtype == torch.bfloat16 and inputs % 2 == 0
         cut = padded.view(-1, COLUMNS, inputs // 2, 2) if pairs else padded.view(-1, COLUMNS, inputs)
@@ -63,7 +69,7 @@ class Packed:
     def outputs_from(self, first: int) -> Packed:
         """The outputs from `first` on, a multiple of 64: a view."""
         tail = object.__new__(Packed)
-        tail.shape = (self.shape[0] - first, self.shape[1])
+        tail.shape, tail.gated = (self.shape[0] - first, self.shape[1]), self.gated
         tail.blocks = self.blocks[whole_blocks(first) :]
         return tail
 
@@ -71,6 +77,11 @@ class Packed:
     def nbytes(self) -> int:
         """Memory of the blocks."""
         return self.blocks.nbytes
+
+
+def in_turn(weight: Tensor) -> Tensor:
+    """weight [2 I, K] with 64 rows of the first half, then 64 of the second, and so on. I is a multiple of 64."""
+    return weight.unflatten(0, (2, -1, COLUMNS)).transpose(0, 1).flatten(0, 2)
 
 
 def whole_blocks(outputs: int) -> int:
@@ -92,6 +103,7 @@ def can_pack(weight: Tensor) -> bool:
 
 def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, wide: bool = False) -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N], fp32 if `wide`. All are of the weight's type.
+    With a gated weight [T, N / 2] = silu(first half) * second half, rounded before and after; never wide.
 
     Raises ValueError for a weight in pairs on an instruction set without them.
     """
@@ -104,10 +116,12 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, wide: bool = F
         )
     if bias is not None:
         _check("bias", bias, dtype, (outputs,))
-    out = torch.empty((x.shape[0], outputs), dtype=torch.float32 if wide else dtype)
+    width = outputs // 2 if weight.gated else outputs
+    out = torch.empty((x.shape[0], width), dtype=torch.float32 if wide else dtype)
     _require().linear(
         _type_of(x), weight.pairs, x.data_ptr(), weight.blocks.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        out.data_ptr(), x.shape[0], x.stride(0), inputs, outputs, wide, torch.get_num_threads(),
+        out.data_ptr(), x.shape[0], x.stride(0), inputs, outputs, weight.gated, wide,
+        torch.get_num_threads(),
     )  # fmt: skip
     return out
 

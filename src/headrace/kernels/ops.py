@@ -20,16 +20,19 @@ SLICE = 32
 Weight = Tensor | cpu.Packed | quantized.Quantized
 
 
-def pack(weight: Tensor, quantization: Quantization = "none") -> Weight:
+def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = False) -> Weight:
     """A weight matrix [N, H] in the form that `linear` multiplies by fastest here; maybe the tensor itself.
 
     Quantised where that is asked for. Without the C++ kernels a tensor of the rounded values takes its place, in the
     weight's own type. Raises ValueError for a matrix that cannot be quantised so.
+
+    gated: half of the outputs are gates of the others, and `gated_linear` will multiply.
     """
+    gated = gated and weight.shape[0] % (2 * cpu.COLUMNS) == 0
     if quantization != "none":
         rounded = quantized.Rounded(weight, quantization)
-        return quantized.Quantized(rounded) if table.native(weight) else rounded.dequantised(weight.dtype)
-    return cpu.Packed(weight) if table.native(weight) and cpu.can_pack(weight) else weight
+        return quantized.Quantized(rounded, gated) if table.native(weight) else rounded.dequantised(weight.dtype)
+    return cpu.Packed(weight, gated) if table.native(weight) and cpu.can_pack(weight) else weight
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = False) -> Tensor:
@@ -43,6 +46,12 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = F
         return quantized.linear(x, weight, bias, wide)
     out = _plain_linear(x, weight, bias)
     return out.float() if wide else out
+
+
+def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up for x [T, H] times weight [2 I, H] transposed, plus bias [2 I], = (gate, up) [T, 2 I]: [T, I]."""
+    out = linear(x, weight, bias)
+    return silu_mul(out) if isinstance(weight, Tensor) or not weight.gated else out
 
 
 def outputs_from(weight: Weight, first: int) -> Weight | None:

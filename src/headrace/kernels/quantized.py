@@ -50,18 +50,18 @@ class Quantized:
     """A rounded weight [N, K] as the C++ product reads it, outputs beyond N zero: see csrc/linear_quant.cpp.
 
     codes: int8 [ceil(N / 64), K / 2, 4, 2, 16], or nibbles uint8 [ceil(N / 64), K / 2, 16, 2, 2].
-    scales: fp32 [64 ceil(N / 64)], or bf16 [ceil(N / 64), K / 64, 64].
+    scales: fp32 [64 ceil(N / 64)], or bf16 [ceil(N / 64), K / 64, 64]. gated: as in cpu.Packed.
     """
 
-    __slots__ = ("bits", "codes", "scales", "shape")
+    __slots__ = ("bits", "codes", "gated", "scales", "shape")
 
-    def __init__(self, rounded: Rounded) -> None:
-        self.bits = rounded.bits
+    def __init__(self, rounded: Rounded, gated: bool = False) -> None:
+        self.bits, self.gated = rounded.bits, gated
         outputs, inputs = rounded.codes.shape
         self.shape: tuple[int, int] = (outputs, inputs)
         more = (0, 0, 0, -outputs % cpu.COLUMNS)
-        codes = torch.nn.functional.pad(rounded.codes, more)
-        scales = torch.nn.functional.pad(rounded.scales, more)
+        ordered = [cpu.in_turn(each) if gated else each for each in (rounded.codes, rounded.scales)]
+        codes, scales = (torch.nn.functional.pad(each, more) for each in ordered)
         if self.bits == 8:
             self.codes = copied(codes.view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 4, 2))
             self.scales = scales.view(-1)
@@ -74,7 +74,7 @@ class Quantized:
         """The outputs from `first` on, a multiple of 64: a view."""
         blocks = cpu.whole_blocks(first)
         tail = object.__new__(Quantized)
-        tail.bits, tail.shape = self.bits, (self.shape[0] - first, self.shape[1])
+        tail.bits, tail.shape, tail.gated = self.bits, (self.shape[0] - first, self.shape[1]), self.gated
         tail.codes, tail.scales = self.codes[blocks:], self.scales[first if self.bits == 8 else blocks :]
         return tail
 
@@ -85,18 +85,20 @@ class Quantized:
 
 
 def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None, wide: bool = False) -> Tensor:
-    """x [T, K] in bf16 or fp32 times weight [N, K] transposed, plus bias [N]: [T, N], fp32 if `wide`, else as x."""
+    """x [T, K] in bf16 or fp32 times weight [N, K] transposed, plus bias [N]: [T, N], fp32 if `wide`, else as x.
+    With a gated weight [T, N / 2], as cpu.linear."""
     outputs, inputs = weight.shape
     if x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
         raise ValueError(f"x must be [T, {inputs}] with contiguous rows, got {list(x.shape)}")
     kind = type_of(x)
     if bias is not None:
         check("bias", bias, x.dtype, (outputs,))
-    out = torch.empty((x.shape[0], outputs), dtype=torch.float32 if wide else x.dtype)
+    width = outputs // 2 if weight.gated else outputs
+    out = torch.empty((x.shape[0], width), dtype=torch.float32 if wide else x.dtype)
     require().linear_quant(
         kind, weight.bits, x.data_ptr(), weight.codes.data_ptr(), weight.scales.data_ptr(),
-        0 if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0), inputs, outputs, wide,
-        torch.get_num_threads(),
+        0 if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0), inputs, outputs, weight.gated,
+        wide, torch.get_num_threads(),
     )  # fmt: skip
     return out
 

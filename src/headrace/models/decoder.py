@@ -123,8 +123,10 @@ class Layer:
 
     def _mlp(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]."""
-        inner = self._linear("up", x)
-        inner = ops.silu_mul(inner) if self.config.gated else self._activate(inner)
+        if self.config.gated:
+            inner = ops.gated_linear(x, self.matrices["up.weight"], self.weights.get("up.bias"))
+        else:
+            inner = self._activate(self._linear("up", x))
         return self._linear("down", self.whole("inner", inner))
 
     def _activate(self, x: Tensor) -> Tensor:
@@ -183,7 +185,7 @@ class Decoder:
         share = _share(config, tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
         self.matrices: Matrices = {
-            name: _packed(name, w, quantization)
+            name: _packed(name, w, quantization, config.gated and name.endswith(".up.weight"))
             for name, w in weights.items()
             if w.dim() == 2 and name not in LOOKED_UP
         }
@@ -281,9 +283,9 @@ def _shape(config: ModelConfig) -> block.Shape:
     )
 
 
-def _packed(name: str, weight: Tensor, quantization: Quantization) -> ops.Weight:
+def _packed(name: str, weight: Tensor, quantization: Quantization, gated: bool) -> ops.Weight:
     try:
-        return ops.pack(weight, quantization)
+        return ops.pack(weight, quantization, gated)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -6,12 +6,13 @@ T: rows, H: hidden size, Hq, Hkv: query and KV heads, D: head size.
 
 from __future__ import annotations
 
+from copy import copy
+
 from torch import Tensor
 
 from headrace.attention.execute import Attend
 from headrace.config import AttentionSpec
 from headrace.kernels import block, cpu, ops
-from headrace.kernels.quantized import Quantized
 from headrace.models.decoder import Decoder, Layer, OneByOne
 
 
@@ -53,21 +54,6 @@ def query_blocks(spec: AttentionSpec) -> int:
     return spec.heads * spec.head_dim // cpu.COLUMNS
 
 
-def packed(blocks: Tensor, shape: tuple[int, int]) -> cpu.Packed:
-    """A packed weight on blocks that exist."""
-    weight = cpu.Packed.__new__(cpu.Packed)
-    weight.blocks, weight.shape = blocks, shape
-    return weight
-
-
-def quantized(bits: int, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Quantized:
-    """A quantised weight on codes and scales that exist."""
-    weight = Quantized.__new__(Quantized)
-    weight.bits, weight.codes, weight.scales = bits, codes, scales
-    weight.shape = shape
-    return weight
-
-
 def tensors_of(weight: ops.Weight) -> dict[str, Tensor]:
     """The tensors that a weight consists of, contiguous each."""
     if isinstance(weight, Tensor):
@@ -81,9 +67,10 @@ def on_tensors(weight: ops.Weight, tensors: dict[str, Tensor]) -> ops.Weight:
     """A weight of the same form on other tensors, shaped like `tensors_of(weight)`."""
     if isinstance(weight, Tensor):
         return tensors["weight"]
-    if isinstance(weight, cpu.Packed):
-        return packed(tensors["blocks"], weight.shape)
-    return quantized(weight.bits, tensors["codes"], tensors["scales"], weight.shape)
+    other = copy(weight)
+    for name, tensor in tensors.items():
+        setattr(other, name, tensor)
+    return other
 
 
 def bare(layer: Layer, matrices: dict[str, ops.Weight]) -> Layer:
