@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
 HUGE = 2 << 20
 """Bytes of a huge page on most systems, and where one begins."""
 
