@@ -162,15 +162,36 @@ void run(const Step &self, int64_t kind, Address q, int64_t q_stride, Address k,
            {at<void>(v), v_stride}, at<void>(out));
 }
 
-// kinds, k_pools, v_pools: one for each block.
-void run_blocks(const Step &self, const std::vector<const Block *> &blocks, const std::vector<int64_t> &kinds,
-                const std::vector<Address> &k_pools, const std::vector<Address> &v_pools, Address x, Address cos_sin,
-                int64_t rotary, Address qkv, Address attended, Address scratch, int64_t rows, int threads) {
+typedef std::vector<const Block *> Blocks;
+typedef std::vector<int64_t> Kinds;
+typedef std::vector<Address> Addresses;
+
+std::vector<Step::Layer> layers_of(const Blocks &blocks, const Kinds &kinds, const Addresses &k, const Addresses &v) {
   std::vector<Step::Layer> layers;
-  for (size_t i = 0; i < blocks.size(); ++i)
-    layers.push_back({kinds.at(i), at<void>(k_pools.at(i)), at<void>(v_pools.at(i))});
+  for (size_t i = 0; i < blocks.size(); ++i) layers.push_back({kinds.at(i), at<void>(k.at(i)), at<void>(v.at(i))});
+  return layers;
+}
+
+// kinds, k_pools, v_pools: one for each block.
+void run_blocks(const Step &self, const Blocks &blocks, const Kinds &kinds, const Addresses &k_pools,
+                const Addresses &v_pools, Address x, Address cos_sin, int64_t rotary, Address qkv, Address attended,
+                Address scratch, int64_t rows, int threads) {
+  const std::vector<Step::Layer> layers = layers_of(blocks, kinds, k_pools, v_pools);
   run_layers(blocks.data(), layers.data(), layers.size(), self,
              {at<bf16>(x), at<float>(cos_sin), rotary, at<bf16>(qkv), at<bf16>(attended), at<bf16>(scratch), rows, threads});
+}
+
+void make_ends(Ends *self, Address embed, int64_t vocabulary, const Scale &norm, float eps, const Matrix &head) {
+  new (self) Ends{at<bf16>(embed), vocabulary, norm, eps, head};
+}
+
+void whole(const Step &self, const Ends &ends, const Blocks &blocks, const Kinds &kinds, const Addresses &k_pools,
+               const Addresses &v_pools, Address tokens, Address turns, int64_t turn_rows, int64_t rotary,
+               Address scratch, Address logits, int threads) {
+  const std::vector<Step::Layer> layers = layers_of(blocks, kinds, k_pools, v_pools);
+  run_whole(ends, blocks.data(), layers.data(), layers.size(), self,
+            {at<int64_t>(tokens), at<float>(turns), turn_rows, rotary, self.rows(), threads}, at<bf16>(scratch),
+            at<float>(logits));
 }
 
 void linear_quant(int type, int bits, Address x, Address codes, Address scales, Address bias, Address out, int64_t rows,
@@ -240,7 +261,10 @@ NB_MODULE(_cpu, m) {
       .def("__init__", make_step)
       .def("add_items", add_items)
       .def("run", run, unlocked)
-      .def("run_blocks", run_blocks, unlocked);
+      .def("run_blocks", run_blocks, unlocked)
+      .def("run_whole", whole, unlocked);
+  nb::class_<Ends>(m, "Ends").def("__init__", make_ends);
+  m.def("whole_scratch", whole_scratch);
   m.def("move_chunks", move_chunks, unlocked);
   m.def("exp", exp_many, unlocked);
   m.def("probe_read", probe_read, unlocked);

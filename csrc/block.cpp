@@ -1,5 +1,8 @@
 #include "block.h"
 
+#include <cstring>
+#include <string>
+
 #include "checks.h"
 
 namespace headrace {
@@ -15,19 +18,20 @@ struct Pass {
   int threads;
 
   // The one place that knows in which forms weights come. residual may be y.
-  void multiply(const Matrix &m, const bf16 *x, bf16 *y, const bf16 *residual = nullptr) const {
+  // wide: y is fp32.
+  void multiply(const Matrix &m, const bf16 *x, void *y, const bf16 *residual = nullptr, bool wide = false) const {
     const Ending ending = {residual, m.gated};
     switch (m.form) {
       case Form::plain:
       case Form::pairs: {
         const auto linear = m.form == Form::pairs ? kernels.linear_pairs : kernels.linear_plain[BF16];
-        return linear({x, m.weight, m.bias, y, rows, m.inputs, m.inputs, m.outputs, false, threads, ending});
+        return linear({x, m.weight, m.bias, y, rows, m.inputs, m.inputs, m.outputs, wide, threads, ending});
       }
       case Form::int8:
       case Form::int4:
         const int bits = m.form == Form::int8 ? 8 : 4;
         return kernels.linear_quant[BF16](
-            {x, m.weight, m.scales, m.bias, y, rows, m.inputs, m.inputs, m.outputs, bits, false, threads, ending});
+            {x, m.weight, m.scales, m.bias, y, rows, m.inputs, m.inputs, m.outputs, bits, wide, threads, ending});
     }
   }
 
@@ -145,6 +149,54 @@ void run_layers(const Block *const *blocks, const Step::Layer *layers, size_t co
     step.run(layers[i], {r.qkv, stride}, {k, stride}, {v, stride}, r.attended);
     block.after(r.x, r.attended, r.scratch, r.rows, r.threads);
   }
+}
+
+namespace {
+
+// Memory handed out in stretches of whole cache lines.
+struct Stretches {
+  bf16 *left;
+
+  bf16 *take(int64_t elements) {
+    bf16 *taken = left;
+    left += (elements + 31) / 32 * 32;
+    return taken;
+  }
+};
+
+// rows [index[t]] of a table [count, width] -> out [T, width]. Throws for an index that is not in it.
+template <typename T>
+void look_up(const char *what, const T *table, int64_t count, int64_t width, const int64_t *index, int64_t rows, T *out) {
+  for (int64_t t = 0; t < rows; ++t) {
+    if (index[t] < 0 || index[t] >= count)
+      throw std::invalid_argument(std::string(what) + " of row " + std::to_string(t) + " is " + std::to_string(index[t]) +
+                                  ", of " + std::to_string(count));
+    memcpy(out + t * width, table + index[t] * width, width * sizeof(T));
+  }
+}
+
+}  // namespace
+
+int64_t whole_scratch(const Block &block, int64_t rotary, int64_t rows) {
+  constexpr int64_t GAPS = 5 * 32;
+  return rows * (2 * rotary + block.qkv.inputs + block.qkv.outputs + block.out.inputs) + block.scratch(rows) + GAPS;
+}
+
+void run_whole(const Ends &ends, const Block *const *blocks, const Step::Layer *layers, size_t count, const Step &step,
+               const Tokens &t, bf16 *scratch, float *logits) {
+  const Block &first = **blocks;
+  const int64_t hidden = first.qkv.inputs;
+  Stretches memory{scratch};
+  float *turns = reinterpret_cast<float *>(memory.take(2 * t.rows * t.rotary));
+  Rows r = {memory.take(t.rows * hidden), t.turns ? turns : nullptr, t.rotary, memory.take(t.rows * first.qkv.outputs),
+            memory.take(t.rows * first.out.inputs), memory.take(first.scratch(t.rows)), t.rows, t.threads};
+  look_up("token", ends.embed, ends.vocabulary, hidden, t.ids, t.rows, r.x);
+  if (t.turns) look_up("position", t.turns, t.turn_rows, t.rotary, step.positions(), t.rows, turns);
+  run_layers(blocks, layers, count, step, r);
+  if (ends.head.form == Form::pairs) check_pairs(kernels());
+  const Pass run = {kernels(), t.rows, t.threads};
+  run.norm(ends.norm, ends.eps, r.x, r.x, hidden);
+  run.multiply(ends.head, r.x, logits, nullptr, true);
 }
 
 }  // namespace headrace

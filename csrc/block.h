@@ -65,4 +65,27 @@ struct Rows {
 // `count` layers, one after another.
 void run_layers(const Block *const *blocks, const Step::Layer *layers, size_t count, const Step &step, const Rows &r);
 
+// What a model has before its layers and after them.
+struct Ends {
+  const bf16 *embed;  // [V, H]
+  int64_t vocabulary;
+  Scale norm;
+  float eps;
+  Matrix head;
+};
+
+// Tokens of a step [T] and the rotations of each position [turn_rows, rotary], or null.
+struct Tokens {
+  const int64_t *ids;
+  const float *turns;
+  int64_t turn_rows, rotary, rows;
+  int threads;
+};
+
+// A step from its tokens to fp32 logits [T, V]. scratch: as many elements as whole_scratch says.
+void run_whole(const Ends &ends, const Block *const *blocks, const Step::Layer *layers, size_t count, const Step &step,
+               const Tokens &t, bf16 *scratch, float *logits);
+
+int64_t whole_scratch(const Block &block, int64_t rotary, int64_t rows);
+
 }  // namespace headrace

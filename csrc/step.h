@@ -28,6 +28,9 @@ class Step {
     return static_cast<int64_t>(kinds.size()) - 1;
   }
 
+  const int64_t *positions() const { return shared.positions; }
+  int64_t rows() const { return shared.rows; }
+
   struct Rows {
     void *at;
     int64_t stride;

@@ -129,19 +129,19 @@ def test_abort_at_any_moment(llm: LLM) -> None:
 
 def test_broken_logits_end_their_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = llm.engine.loaded.decoder
-    honest = decoder.logits
+    honest = decoder.step
     prompts = [[20, 21, 22], [30, 31, 32]]
     (want,) = llm.generate(prompts[1:], GREEDY)
     calls = []
 
-    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-        logits = honest(hidden).clone()
+    def poisoned(*arguments: Any) -> torch.Tensor:
+        logits = honest(*arguments).clone()
         calls.append(len(logits))
         if len(calls) == 3:
             logits[0] = torch.nan
         return logits
 
-    monkeypatch.setattr(decoder, "logits", poisoned)
+    monkeypatch.setattr(decoder, "step", poisoned)
     outputs = llm.generate(prompts, GREEDY)
     reasons = sorted(o.finish_reason or "" for o in outputs)
     assert reasons == ["abort", "length"]

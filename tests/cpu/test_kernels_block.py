@@ -16,8 +16,8 @@ from headrace.config import AttentionSpec, Quantization
 from headrace.kernels import cpu, table
 from headrace.kernels.block import Blocks
 from headrace.kernels.step import Pools, Step, StepOver
-from headrace.models.decoder import Decoder, OneByOne
-from headrace.models.spec import ModelConfig
+from headrace.models.decoder import Decoder, OneByOne, TokenBatch
+from headrace.models.spec import ModelConfig, RopeSpec
 from headrace.models.weights import expected
 
 pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
@@ -205,6 +205,73 @@ def test_all_layers_in_one_call(
     again = AttentionOver(fast.config, windows)
     got = fast.layers(x.clone(), cos_sin, again, rows, lambda layer, x: watched.append(x.clone()))
     assert torch.equal(got, want) and again.calls == 2 and torch.equal(watched[0], x)
+
+
+ROPE = RopeSpec("default", (("rope_theta", 1e4), ("rope_type", "default")), 64)
+DYNAMIC = RopeSpec("dynamic", (("factor", 2.0), ("rope_theta", 1e4), ("rope_type", "dynamic")), 64)
+WHOLE: dict[str, dict[str, Any]] = {
+    "llama": dict(positions="rope", rope=ROPE, vocab_size=130),
+    "qwen3": dict(positions="rope", rope=ROPE, qk_norm=True, head_dim=64),
+    "falcon7": PLAIN | dict(block="parallel", mlp_norm=False, kv_heads=1, positions="rope", rope=ROPE),
+    "no rotation": PLAIN | BIASED | dict(norm_affine=False),
+}
+
+
+def whole(variant: str, quantization: Quantization = "none") -> tuple[Decoder, TokenBatch]:
+    config = model(**WHOLE[variant])
+    batch = TokenBatch(torch.tensor([5, config.vocab_size - 1, 0]), torch.tensor([70, 71, 5]))
+    return Decoder(config, weights_of(config), quantization), batch
+
+
+@pytest.mark.parametrize(("variant", "quantization"), [*((each, "none") for each in WHOLE), ("llama", "int8")])
+def test_from_tokens_to_logits_in_one_call(
+    isa: str, variant: str, quantization: Quantization, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, batch = whole(variant, quantization)
+    apart, at_once = Attention(decoder.config, (None, None)), AttentionOver(decoder.config, (None, None))
+    want = decoder.logits(decoder.forward(batch, apart))
+    assert want.isfinite().all() and want.std() > 0.1 and want.dtype == torch.float32
+    for rows, watch in ((torch.tensor([2]), None), (None, lambda layer, x: None)):
+        got = decoder.step(batch, AttentionOver(decoder.config, (None, None)), rows, watch)
+        assert torch.equal(got, want if rows is None else want[rows])
+    assert torch.equal(decoder.step(batch, Attention(decoder.config, (None, None))), want)
+    monkeypatch.setattr(decoder, "forward", None)  # not by this way
+    assert torch.equal(decoder.step(batch, at_once), want)
+    for ours, theirs in zip(at_once.pools[0] + at_once.pools[1], apart.pools[0] + apart.pools[1], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("token", [130, -1])
+def test_tokens_that_are_in_no_table(token: int) -> None:
+    decoder, batch = whole("llama")
+    batch.token_ids[1] = token
+    with pytest.raises(ValueError, match=f"token of row 1 is {token}, of 130"):
+        decoder.step(batch, AttentionOver(decoder.config, (None, None)))
+
+
+def test_models_that_need_more_than_one_call() -> None:
+    for facts in (dict(positions="learned"), dict(final_norm=False), dict(positions="rope", rope=DYNAMIC)):
+        config = model(**facts)
+        decoder = Decoder(config, weights_of(config))
+        length = torch.tensor([80, 80, 80])
+        batch = TokenBatch(torch.tensor([5, 95, 0]), torch.tensor([0, 1, 2]), length)
+        ways = [kind(config, (None, None)) for kind in (Attention, AttentionOver)]
+        assert torch.equal(*(decoder.step(batch, way) for way in ways))
+
+
+def test_other_layers_are_used() -> None:
+    """A decoder whose layers were replaced goes by these, not by those that it began with."""
+    decoder, batch = whole("llama")
+    calls: list[int] = []
+    layers = decoder.layers
+
+    def replaced(*arguments: Any) -> Tensor:
+        calls.append(1)
+        return layers(*arguments)
+
+    decoder.layers = replaced  # type: ignore[assignment]
+    decoder.step(batch, AttentionOver(decoder.config, (None, None)))
+    assert calls
 
 
 def test_pools_that_do_not_fit() -> None:

@@ -47,8 +47,10 @@ class Runner:
         rows, parts = wanted(ordered)
         some = None if len(rows) == plan.rows else torch.tensor(rows, dtype=torch.int64)
         waiting = Restoring(attend, restores, self._project) if restores else attend
-        hidden = self.decoder.forward(batch_of(self.decoder.config, ordered, plan.positions), waiting, some, keep)
-        return Computed(self.decoder.logits(hidden) if rows else hidden, parts)
+        batch = batch_of(self.decoder.config, ordered, plan.positions)
+        if not rows:
+            return Computed(self.decoder.forward(batch, waiting, some, keep), parts)
+        return Computed(self.decoder.step(batch, waiting, some, keep), parts)
 
     def _project(self, layer: int, x: Tensor, chunks: Seq[int], slots: Seq[int], prompt_len: int) -> None:
         """recompute.restore.Project."""

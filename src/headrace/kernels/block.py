@@ -100,7 +100,7 @@ class Blocks:
         q, k, v = qkv.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
         scratch = torch.empty(self.blocks[0].scratch(rows), dtype=x.dtype)
         x_at, qkv_at, scratch_at = x.data_ptr(), qkv.data_ptr(), scratch.data_ptr()
-        turn_at, turned = self._rotation(rows, cos_sin)
+        turn_at, turned = self.turn_of(cos_sin, rows)
         last = len(self.blocks) - 1
         over: StepOver | None = getattr(attend, "over", None)
         begin = 0
@@ -130,12 +130,12 @@ class Blocks:
             block, queries = self.without_queries[layer], 0
         heads = torch.empty((rows, queries + 2 * spec.kv_heads, spec.head_dim), dtype=x.dtype)
         scratch = torch.empty(block.scratch(rows), dtype=x.dtype)
-        turn = self._rotation(rows, cos_sin)
+        turn = self.turn_of(cos_sin, rows)
         block.before(x.data_ptr(), *turn, heads.data_ptr(), scratch.data_ptr(), rows, torch.get_num_threads())
         _, k, v = heads.split((queries, spec.kv_heads, spec.kv_heads), dim=1)
         return k, v
 
-    def _rotation(self, rows: int, cos_sin: Tensor | None) -> tuple[int, int]:
+    def turn_of(self, cos_sin: Tensor | None, rows: int) -> tuple[int, int]:
         """Address of cos_sin and the number of elements that it turns; zeros for none."""
         if cos_sin is None:
             return 0, 0
@@ -156,13 +156,17 @@ def _block(shape: Shape, layer: LayerWeights, *, query: bool) -> Any:
         "up": (shape.inner * (2 if shape.activation == "silu_mul" else 1), shape.hidden),
         "down": (shape.hidden, shape.inner),
     }
-    matrices = [_matrix(layer, name, sizes[name], 0 if query or name != "qkv" else heads) for name in MATRICES]
+    matrices = [
+        matrix_of(layer.weights, layer.matrices, name, sizes[name], 0 if query or name != "qkv" else heads)
+        for name in MATRICES
+    ]
     # A parallel block without a norm of its own for the MLP feeds both halves from the same one.
     norms = [
-        _norm(shape, layer, name) for name in ("attention_norm", "mlp_norm" if shape.mlp_norm else "attention_norm")
+        norm_of(shape, layer.weights, name)
+        for name in ("attention_norm", "mlp_norm" if shape.mlp_norm else "attention_norm")
     ]
     head_norms = [
-        _vector(layer, f"{name}.weight", spec.head_dim) if shape.qk_norm and (query or name == "k_norm") else 0
+        _vector(layer.weights, f"{name}.weight", spec.head_dim) if shape.qk_norm and (query or name == "k_norm") else 0
         for name in ("q_norm", "k_norm")
     ]
     order, activation = getattr(ext.Order, shape.order), getattr(ext.Activation, shape.activation)
@@ -172,12 +176,14 @@ def _block(shape: Shape, layer: LayerWeights, *, query: bool) -> Any:
     )
 
 
-def _matrix(layer: LayerWeights, name: str, shape: tuple[int, int], first: int) -> Any:
-    """The outputs of a matrix of this shape from `first` on."""
-    weight = layer.matrices[f"{name}.weight"]
+def matrix_of(
+    weights: Mapping[str, Tensor], matrices: Mapping[str, Weight], name: str, shape: tuple[int, int], first: int = 0
+) -> Any:
+    """The outputs of a matrix of this shape from `first` on, as C++ takes it."""
+    weight = matrices[f"{name}.weight"]
     if not isinstance(weight, cpu.Packed | Quantized) or weight.shape != shape:
         raise ValueError(f"{name}.weight must be packed and {list(shape)}, got {list(weight.shape)}")
-    form, bias = require().Form, _vector(layer, f"{name}.bias", shape[0], first)
+    form, bias = require().Form, _vector(weights, f"{name}.bias", shape[0], first)
     weight = weight.outputs_from(first)
     outputs, inputs = weight.shape
     if isinstance(weight, cpu.Packed):
@@ -188,14 +194,15 @@ def _matrix(layer: LayerWeights, name: str, shape: tuple[int, int], first: int) 
     return require().Matrix(kind, codes.data_ptr(), scales.data_ptr(), bias, inputs, outputs, weight.gated)
 
 
-def _norm(shape: Shape, layer: LayerWeights, name: str) -> Any:
-    weight, bias = (_vector(layer, f"{name}.{kind}", shape.hidden) for kind in ("weight", "bias"))
+def norm_of(shape: Shape, weights: Mapping[str, Tensor], name: str) -> Any:
+    """The norm of that name, as C++ takes it."""
+    weight, bias = (_vector(weights, f"{name}.{kind}", shape.hidden) for kind in ("weight", "bias"))
     return require().Scale(shape.rms and weight != 0, weight, bias)
 
 
-def _vector(layer: LayerWeights, name: str, size: int, first: int = 0) -> int:
-    """Address of a vector's element `first`; 0 where the layer has none of that name."""
-    vector = layer.weights.get(name)
+def _vector(weights: Mapping[str, Tensor], name: str, size: int, first: int = 0) -> int:
+    """Address of a vector's element `first`; 0 where there is none of that name."""
+    vector = weights.get(name)
     if vector is None:
         return 0
     check(name, vector, torch.bfloat16, (size,))

@@ -64,7 +64,7 @@ class Step:
             0 if bias is None else bias.data_ptr(), 0 if bias is None else bias.shape[-1], rows, heads, kv_heads, dim,
             slot_count, scale, torch.get_num_threads(),
         )  # fmt: skip
-        self.run_blocks = self._step.run_blocks
+        self.run_blocks, self.run_whole = self._step.run_blocks, self._step.run_whole
         self._kinds = {window: self._add(window, each) for window, each in items.items()}
 
     def _add(self, window: int | None, items: Tensor) -> int:
@@ -128,4 +128,19 @@ class StepOver:
         self.step.run_blocks(
             list(blocks), self.kinds, self.pools.k, self.pools.v, x.data_ptr(), *turn, qkv.data_ptr(),
             attended.data_ptr(), scratch.data_ptr(), rows, threads,
+        )  # fmt: skip
+
+    def run_whole(
+        self,
+        ends: Any,
+        blocks: Sequence[Any],
+        tokens: Tensor,
+        turns: tuple[int, int, int],
+        scratch: Tensor,
+        logits: Tensor,
+    ) -> None:
+        """All layers, with what is before and after them: see kernels.whole. turns: address, positions and width."""
+        self.step.run_whole(
+            ends, blocks, self.kinds, self.pools.k, self.pools.v, tokens.data_ptr(), *turns, scratch.data_ptr(),
+            logits.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip

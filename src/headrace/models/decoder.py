@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from headrace.config import Quantization
 from headrace.kernels import block, ops
+from headrace.kernels.whole import Ends
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.rope import Rope
@@ -28,6 +29,7 @@ from headrace.models.weights import LEARNED_OFFSET, Progress, load_weights
 
 if TYPE_CHECKING:
     from headrace.attention.execute import Attend
+    from headrace.kernels.step import StepOver
 
 log = logging.getLogger(__name__)
 
@@ -193,6 +195,7 @@ class Decoder:
         self.weights = {name: w for name, w in weights.items() if self.matrices.get(name, w) is w}
         self.dtype = weights["embed.weight"].dtype
         self.layers = self._layers(share, tensor)
+        self._ends = self._plain_ends()
         self.rope = Rope(config.rope, config.attention.head_dim) if config.rope else None
         self.key_bias = alibi_bias(config.attention, config.max_model_len) if config.positions == "alibi" else None
         if self.key_bias is not None and share is not None:
@@ -206,6 +209,25 @@ class Decoder:
             return block.Blocks(_shape(self.config), layers)
         log.info("layers one operation at a time (%s)", reason)
         return OneByOne(layers)
+
+    def _plain_ends(self) -> Ends | None:
+        """What is beside the layers, where that is a table, a norm and a head, and all runs in C++."""
+        config = self.config
+        plain = config.final_norm and config.positions != "learned" and config.embed_size == config.hidden_size
+        if not isinstance(self.layers, block.Blocks) or not plain or (config.rope and config.rope.kind == "dynamic"):
+            return None
+        return Ends(self.layers.shape, self.weights, self.matrices)
+
+    def step(
+        self, batch: TokenBatch, attend: Attend, rows: Tensor | None = None, watch: block.Watch | None = None
+    ) -> Tensor:
+        """Logits fp32 [T or n, V] of the batch: `logits` of `forward`, in one call where nobody looks on."""
+        over: StepOver | None = getattr(attend, "over", None)
+        seen = rows is not None or watch is not None
+        if over is None or seen or self._ends is None or not isinstance(self.layers, block.Blocks):
+            return self.logits(self.forward(batch, attend, rows, watch))
+        turns = self.rope.table(batch.positions) if self.rope else None
+        return self._ends.run(self.layers, batch.token_ids, turns, over)
 
     def forward(
         self, batch: TokenBatch, attend: Attend, rows: Tensor | None = None, watch: block.Watch | None = None

@@ -40,7 +40,7 @@ class Rope:
     def at(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
         """(cos, sin) [T, D] fp32 of positions [T]; `lengths` [T] is needed for dynamic NTK only."""
         if not self.dynamic:
-            return self._grown(int(positions.max()) + 1 if len(positions) else 0)[positions]
+            return self.table(positions)[positions]
         if lengths is None:
             raise ValueError("rope_lengths is needed: this model's rotation depends on the sequence length")
         if not len(positions):
@@ -49,6 +49,10 @@ class Rope:
         wanted, row_block = torch.unique(torch.stack((length, positions // BLOCK), dim=1), dim=0, return_inverse=True)
         table = torch.stack([self._block(length, index) for length, index in wanted.tolist()])
         return table[row_block, positions % BLOCK]
+
+    def table(self, positions: Tensor) -> Tensor:
+        """(cos, sin) [at least max(positions) + 1, D] fp32 by position, where they depend on nothing else."""
+        return self._grown(int(positions.numpy().max()) + 1 if len(positions) else 0)
 
     def _grown(self, rows: int) -> Tensor:
         """A table of at least so many rows; several threads may ask at once."""
