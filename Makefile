@@ -9,7 +9,7 @@ READY := $(VENV)/.installed
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-sanitize lint bench bench-peers gpu-check train-tiny clean
+.PHONY: help install demo test test-sanitize test-arm lint bench bench-peers gpu-check train-tiny clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -38,6 +38,9 @@ test: $(READY) ## all tests
 test-sanitize: $(READY) ## kernel tests under the address, undefined-behaviour and thread sanitizers (GCC)
 	@$(BIN)/python tools/sanitize/run.py
 
+test-arm: $(READY) ## kernel tests on kernels built for 64-bit ARM, emulated (Debian; an hour)
+	@$(BIN)/python tools/arm/run.py
+
 lint: $(READY) ## ruff (rules and format) and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -62,6 +65,6 @@ train-tiny: $(READY) ## train the shipped model again
 	@$(BIN)/python tools/train_tiny/train.py
 
 clean: ## remove .venv, the built kernels and caches
-	rm -rf $(VENV) build/cmake build/sanitize dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build/arm build/cmake build/sanitize dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f src/headrace/kernels/*.so src/headrace/kernels/_unbuilt.txt
 	find src tests tools bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -52,7 +52,9 @@ class Rope:
 
     def table(self, positions: Tensor) -> Tensor:
         """(cos, sin) [at least max(positions) + 1, D] fp32 by position, where they depend on nothing else."""
-        return self._grown(int(positions.numpy().max()) + 1 if len(positions) else 0)
+        if not len(positions):
+            return self._table
+        return self._grown(int(positions.numpy().max() if positions.is_cpu else positions.max()) + 1)
 
     def _grown(self, rows: int) -> Tensor:
         """A table of at least so many rows; several threads may ask at once."""
