@@ -186,8 +186,8 @@ void make_ends(Ends *self, Address embed, int64_t vocabulary, const Scale &norm,
 }
 
 void whole(const Step &self, const Ends &ends, const Blocks &blocks, const Kinds &kinds, const Addresses &k_pools,
-               const Addresses &v_pools, Address tokens, Address turns, int64_t turn_rows, int64_t rotary,
-               Address scratch, Address logits, int threads) {
+           const Addresses &v_pools, Address tokens, Address turns, int64_t turn_rows, int64_t rotary, Address scratch,
+           Address logits, int threads) {
   const std::vector<Step::Layer> layers = layers_of(blocks, kinds, k_pools, v_pools);
   run_whole(ends, blocks.data(), layers.data(), layers.size(), self,
             {at<int64_t>(tokens), at<float>(turns), turn_rows, rotary, self.rows(), threads}, at<bf16>(scratch),

@@ -249,6 +249,16 @@ def test_tokens_that_are_in_no_table(token: int) -> None:
         decoder.step(batch, AttentionOver(decoder.config, (None, None)))
 
 
+def test_steps_of_another_model() -> None:
+    decoder, batch = whole("llama")
+    for other, windows in ((whole("qwen3")[0], (None, None)), (decoder, (None,))):
+        with pytest.raises(ValueError, match="the step is of"):
+            decoder.step(batch, AttentionOver(other.config, windows))
+    batch.token_ids = batch.token_ids[:2]
+    with pytest.raises(ValueError, match="tokens must be"):
+        decoder.step(batch, AttentionOver(decoder.config, (None, None)))
+
+
 def test_models_that_need_more_than_one_call() -> None:
     for facts in (dict(positions="learned"), dict(final_norm=False), dict(positions="rope", rope=DYNAMIC)):
         config = model(**facts)

@@ -39,9 +39,13 @@ class Ends:
         """tokens int64 [T] -> logits fp32 [T, V], with these layers in between.
 
         turns [positions, N] fp32: the rotation of each position (see ops.rotary), None for none. Raises ValueError for
-        tokens and positions that are in no table.
+        tokens and positions that are in no table, and for a step of another model.
         """
-        rows = over.step.q_shape[0]
+        spec, (rows, heads, dim) = blocks.shape.attention, over.step.q_shape
+        ours = (len(blocks.blocks), spec.heads, spec.kv_heads, spec.head_dim)
+        theirs = (len(over.kinds), heads, over.step.kv_shape[1], dim)
+        if ours != theirs:
+            raise ValueError(f"the step is of (layers, heads, KV heads, head size) {theirs}, the model of {ours}")
         check("tokens", tokens, torch.int64, (rows,))
         count = 0 if turns is None else len(turns)
         table, width = blocks.turn_of(turns, count)
