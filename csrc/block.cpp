@@ -72,13 +72,16 @@ template <typename F> void tiles(int64_t rows, F f) {
   for (int64_t first = 0; first < rows; first += TILE) f(first, rows - first < TILE ? rows - first : TILE);
 }
 
+// What the MLP holds before its activation, if that is not part of the product.
+int64_t inner_width(const Block &block) { return block.up.gated ? 0 : block.up.outputs; }
+
 // Scratch of a tile: two rows of the hidden size, and the MLP's before and after its activation.
 struct Buffers {
   bf16 *a, *b, *inner, *active;
 
   Buffers(const Block &block, bf16 *memory, int64_t rows)
       : a(memory), b(a + rows * block.qkv.inputs), inner(b + rows * block.qkv.inputs),
-        active(inner + rows * block.up.outputs) {}
+        active(inner + rows * inner_width(block)) {}
 };
 
 // y += MLP(x); y may be x.
@@ -112,7 +115,7 @@ void finish(const Block &block, const Pass &run, bf16 *x, const bf16 *attended, 
 }  // namespace
 
 int64_t Block::scratch(int64_t rows) const {
-  return (rows < TILE ? rows : TILE) * (2 * qkv.inputs + up.outputs + down.inputs);
+  return (rows < TILE ? rows : TILE) * (2 * qkv.inputs + inner_width(*this) + down.inputs);
 }
 
 void Block::before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *heads_out, bf16 *scratch, int64_t rows,

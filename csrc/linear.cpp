@@ -6,7 +6,7 @@
 // where these are a multiple of 32.
 #include "linear.h"
 #include "pairs.h"
-#include "tiles.h"
+#include "panel.h"
 
 namespace headrace::HEADRACE_NS {
 
@@ -67,15 +67,7 @@ void multiply(const Linear &a, const bf16 *w, int64_t first, int64_t last, float
 
 #ifdef __AMX_BF16__
 
-constexpr int64_t MOST_ROWS = 512, L2_INPUTS = 768 * 1024;  // rows of a task whose inputs stay in L2
-
 bool tiled(const Linear &a) { return a.inputs % STEP_INPUTS == 0; }
-
-int64_t task_rows(const Linear &a) {
-  int64_t rows = MOST_ROWS;
-  while (tiled(a) && rows > BLOCK_ROWS && rows * a.inputs > L2_INPUTS) rows /= 2;
-  return tiled(a) ? rows : BLOCK_ROWS;
-}
 
 void multiply_all(const Linear &a, const bf16 *w, int64_t first, int64_t last, float *sums) {
   if (!tiled(a)) return multiply(a, w, first, last, sums);
@@ -86,8 +78,6 @@ void multiply_all(const Linear &a, const bf16 *w, int64_t first, int64_t last, f
 
 #else
 
-int64_t task_rows(const Linear &) { return BLOCK_ROWS; }
-
 void multiply_all(const Linear &a, const bf16 *w, int64_t first, int64_t last, float *sums) {
   multiply(a, w, first, last, sums);
 }
@@ -97,7 +87,13 @@ void multiply_all(const Linear &a, const bf16 *w, int64_t first, int64_t last, f
 }  // namespace
 
 void linear_pairs(const Linear &a) {
-  each_block<bf16>(a, task_rows(a), 0, [&](int64_t block, int64_t first, int64_t last, float *sums, float *) {
+#ifdef __AMX_BF16__
+  if (tiled(a) && a.rows >= FEWEST_PANEL_ROWS)
+    return each_panel(a, 0, [&](int64_t block, float *) {
+      return PairSource{static_cast<const bf16 *>(a.w) + block * a.inputs * COLUMNS, a.inputs / STEP_INPUTS};
+    });
+#endif
+  each_block<bf16>(a, BLOCK_ROWS, 0, [&](int64_t block, int64_t first, int64_t last, float *sums, float *) {
     multiply_all(a, static_cast<const bf16 *>(a.w) + block * a.inputs * COLUMNS, first, last, sums);
   });
 }

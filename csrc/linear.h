@@ -11,23 +11,24 @@ namespace headrace::HEADRACE_NS {
 constexpr int64_t COLUMNS = 64;  // outputs in a packed block
 
 // n <= W outputs from `column` on, as their sums and the bias make them; their weights lie at `place` among all.
-template <typename T> vf output(const Linear &a, const float *sums, int64_t column, int64_t, int64_t n) {
+template <typename T> HEADRACE_INLINE vf output(const Linear &a, const float *sums, int64_t column, int64_t, int64_t n) {
   const T *bias = static_cast<const T *>(a.bias);
   const vf y = load(sums);
   return bias ? y + (n == W ? load(bias + column) : load_part(bias + column, n)) : y;
 }
 
 // int8 has a scale for each output.
-template <typename T> vf output(const LinearQuant &a, const float *sums, int64_t column, int64_t place, int64_t n) {
+template <typename T>
+HEADRACE_INLINE vf output(const LinearQuant &a, const float *sums, int64_t column, int64_t place, int64_t n) {
   const T *bias = static_cast<const T *>(a.bias);
   const vf scale = a.bits == 8 ? load(static_cast<const float *>(a.scales) + place) : splat(1.0f);
   return madd(load(sums), scale, bias ? load_part(bias + column, n) : vf{});
 }
 
-// One block of outputs from its sums [last - first, 64].
-template <typename T, typename Out, typename Any>
-void write(const Any &a, int64_t column, int64_t first, int64_t last, const float *sums) {
-  const int64_t count = a.outputs - column < COLUMNS ? a.outputs - column : COLUMNS;
+// `count` outputs of each row, COUNT of them if that is known beforehand.
+template <typename T, typename Out, int64_t COUNT, typename Any>
+void write_rows(const Any &a, int64_t column, int64_t first, int64_t last, const float *sums, int64_t count) {
+  if (COUNT) count = COUNT;
   const T *residual = static_cast<const T *>(a.ending.residual);
   for (int64_t row = first; row < last; ++row, sums += COLUMNS) {
     const int64_t at = row * a.outputs + column;
@@ -39,6 +40,19 @@ void write(const Any &a, int64_t column, int64_t first, int64_t last, const floa
       n == W ? store(out + c, y) : store_part(out + c, y, n);
     }
   }
+}
+
+template <typename T, typename Out, typename Any>
+void write_block(const Any &a, int64_t column, int64_t first, int64_t last, const float *sums) {
+  const int64_t count = a.outputs - column;
+  count < COLUMNS ? write_rows<T, Out, 0>(a, column, first, last, sums, count)
+                  : write_rows<T, Out, COLUMNS>(a, column, first, last, sums, COLUMNS);
+}
+
+// One block of outputs from its sums [last - first, 64].
+template <typename T, typename Any>
+void write(const Any &a, int64_t column, int64_t first, int64_t last, const float *sums) {
+  a.wide ? write_block<T, float>(a, column, first, last, sums) : write_block<T, T>(a, column, first, last, sums);
 }
 
 // The same of a block of gates and the block that they let through.
@@ -71,7 +85,7 @@ template <typename T, typename Any, typename F> void each_block(const Any &a, in
       return write_gated<T>(a, column, first, last, sums, others);
     }
     multiply(block, first, last, sums, others);
-    a.wide ? write<T, float>(a, column, first, last, sums) : write<T, T>(a, column, first, last, sums);
+    write<T>(a, column, first, last, sums);
   });
 }
 

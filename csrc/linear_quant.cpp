@@ -10,7 +10,7 @@
 // of 32 inputs (tiles.h), where these are a multiple of 32.
 #include "linear.h"
 #include "pairs.h"
-#include "tiles.h"
+#include "panel.h"
 
 namespace headrace::HEADRACE_NS {
 
@@ -108,7 +108,8 @@ constexpr int64_t AHEAD = 8192;       // bytes that few rows fetch ahead
 constexpr int64_t LINE = 64;
 
 struct Int8 {
-  static constexpr int64_t BYTES = 128;  // of a pair
+  static constexpr int64_t BYTES = 128;    // of a pair
+  static constexpr bool SCALED = false;  // group by group
 
   // A code's fp32 has nothing in its lower half: the pair is two upper halves.
   HEADRACE_INLINE void decode(const byte *w, __m512bh (&out)[4]) {
@@ -124,6 +125,7 @@ struct Int8 {
 
 struct Int4 {
   static constexpr int64_t BYTES = 64;
+  static constexpr bool SCALED = true;
 
   // A permutation looks at five bits, so the sixteen values stand twice in the table: no bit need be masked off.
   HEADRACE_INLINE void decode(const byte *w, __m512bh (&out)[4]) {
@@ -222,34 +224,61 @@ void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales,
 
 #ifdef __AMX_BF16__
 
-// The same by tiles: all rows read decoded blocks. Groups of int4 are two steps.
+constexpr int64_t GROUP_STEPS = GROUP / STEP_INPUTS;
+
+// Decoded a slab at a time.
+template <typename Form> struct CodeSource {
+  static constexpr int64_t LINES = TILE * Form::BYTES / 64, SCALED = Form::SCALED ? GROUP_STEPS : 0;
+
+  const byte *codes;          // [blocks][steps][16 pairs]
+  const bf16 *block_scales;  // [blocks][32 steps / 64][64]
+  int64_t steps;
+  byte *decoded;
+
+  const bf16 *at(int64_t block, int64_t step) const {
+    return reinterpret_cast<const bf16 *>(codes + (block * steps + step) * LINES * 64);
+  }
+
+  const bf16 *ready(int64_t block, int64_t step, int64_t count) const {
+    decode_block<Form>(reinterpret_cast<const byte *>(at(block, step)), count * TILE, decoded);
+    return reinterpret_cast<const bf16 *>(decoded);
+  }
+
+  const bf16 *scales(int64_t block, int64_t step) const { return block_scales + (block * steps + step) * STEP_INPUTS; }
+};
+
+// Fewer rows by tiles: all read decoded slabs.
 template <typename Form>
 void multiply_tiles(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last,
                     float *sums, byte *decoded) {
-  constexpr int64_t GROUP_STEPS = GROUP / STEP_INPUTS;
-  const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride, *weights = reinterpret_cast<bf16 *>(decoded);
-  const int64_t pairs = a.inputs / 2, rows = last - first;
+  using Source = CodeSource<Form>;
+  const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
+  const int64_t steps = a.inputs / STEP_INPUTS, rows = last - first;
+  const Source source{codes, scales, steps, decoded};
   Tiles tiles;
-  if (scales) memset(sums, 0, rows * COLUMNS * sizeof(float));
-  for (int64_t k = 0; k < pairs; k += BLOCK_PAIRS) {
-    const int64_t count = pairs - k < BLOCK_PAIRS ? pairs - k : BLOCK_PAIRS, steps = count / TILE;
-    decode_block<Form>(codes + k * Form::BYTES, count, decoded);
+  if (Source::SCALED) memset(sums, 0, rows * COLUMNS * sizeof(float));
+  for (int64_t k = 0; k < steps; k += BLOCK_PAIRS / TILE) {
+    const int64_t count = steps - k < BLOCK_PAIRS / TILE ? steps - k : BLOCK_PAIRS / TILE;
+    const bf16 *w = source.ready(0, k, count);
     for (int64_t row = 0; row < rows; row += TILE) {
-      const bf16 *from = x + row * a.x_stride + 2 * k;
+      const bf16 *from = x + row * a.x_stride + k * STEP_INPUTS;
       const int64_t n = rows - row < TILE ? rows - row : TILE;
-      float *to = sums + row * COLUMNS;
       tiles.take(static_cast<int>(n));
-      if (!scales) tile_sums(from, a.x_stride, weights, steps, k > 0, to);
-      for (int64_t step = 0; scales && step < steps; step += GROUP_STEPS) {
-        alignas(64) float part[TILE * COLUMNS];
-        tile_sums(from + step * STEP_INPUTS, a.x_stride, weights + step * TILE * 2 * COLUMNS, GROUP_STEPS, false, part);
-        const bf16 *scale = scales + 2 * k + step * STEP_INPUTS;
-        for (int64_t c = 0; c < n * COLUMNS; c += W)
-          store(to + c, madd(load(part + c), load(scale + c % COLUMNS), load(to + c)));
-      }
+      if (!Source::SCALED) tile_sums(from, a.x_stride, w, count, k > 0, sums + row * COLUMNS);
+      else tile_scaled(from, a.x_stride, w, count, GROUP_STEPS, source.scales(0, k), n, sums + row * COLUMNS);
     }
   }
 }
+
+template <typename Form> void multiply_panels(const LinearQuant &a, int64_t room) {
+  each_panel(a, room, [&](int64_t block, float *decoded) {
+    return CodeSource<Form>{static_cast<const byte *>(a.codes) + block * a.inputs / 2 * Form::BYTES,
+                            static_cast<const bf16 *>(a.scales) + block * a.inputs, a.inputs / STEP_INPUTS,
+                            reinterpret_cast<byte *>(decoded)};
+  });
+}
+
+bool tiled(const LinearQuant &a) { return a.inputs % (a.bits == 4 ? GROUP : STEP_INPUTS) == 0; }
 
 #endif
 
@@ -258,7 +287,7 @@ void multiply<bf16>(const LinearQuant &a, const byte *codes, const bf16 *scales,
                     float *sums, float *weights) {
   byte *decoded = reinterpret_cast<byte *>(weights);
 #ifdef __AMX_BF16__
-  if (a.inputs % (a.bits == 4 ? GROUP : STEP_INPUTS) == 0)
+  if (tiled(a))
     return a.bits == 4 ? multiply_tiles<Int4>(a, codes, scales, first, last, sums, decoded)
                        : multiply_tiles<Int8>(a, codes, scales, first, last, sums, decoded);
 #endif
@@ -273,6 +302,11 @@ constexpr int64_t SCRATCH = 8192;  // floats of decoded weights: [64][64] fp32, 
 }  // namespace
 
 template <typename T> void linear_quant(const LinearQuant &a) {
+#ifdef __AMX_BF16__
+  if constexpr (sizeof(T) == sizeof(bf16))
+    if (tiled(a) && a.rows >= FEWEST_PANEL_ROWS)
+      return a.bits == 4 ? multiply_panels<Int4>(a, SCRATCH) : multiply_panels<Int8>(a, SCRATCH);
+#endif
   const int64_t block_bytes = a.inputs / 2 * pair_bytes(a);
   each_block<T>(a, TASK_ROWS, SCRATCH, [&](int64_t block, int64_t first, int64_t last, float *sums, float *scratch) {
     const byte *codes = static_cast<const byte *>(a.codes) + block * block_bytes;

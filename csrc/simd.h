@@ -98,14 +98,30 @@ HEADRACE_INLINE vu bf16_bits(vf x) {
   return x == x ? rounded : (u >> 16) | 0x40u;
 }
 
+#if defined(__AVX512BF16__)
+// The processor's own rounding makes 0 of subnormal numbers, and is otherwise the same.
+HEADRACE_INLINE bool rounds_itself(vf x) {
+  return __builtin_expect(_mm512_fpclass_ps_mask(reinterpret_cast<__m512>(x), 0x20) == 0, 1);
+}
+
+HEADRACE_INLINE vh to_bf16(vf x) {
+  if (rounds_itself(x)) return reinterpret_cast<vh>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x)));
+  return __builtin_convertvector(bf16_bits(x), vh);
+}
+#else
+HEADRACE_INLINE vh to_bf16(vf x) { return __builtin_convertvector(bf16_bits(x), vh); }
+#endif
+
 HEADRACE_INLINE void store(bf16 *p, vf x) {
-  const vh h = __builtin_convertvector(bf16_bits(x), vh);
+  const vh h = to_bf16(x);
   memcpy(p, &h, sizeof h);
 }
 
 // x rounded to the type of the tensor it came with.
 HEADRACE_INLINE vf round_as(const float *, vf x) { return x; }
-HEADRACE_INLINE vf round_as(const bf16 *, vf x) { return reinterpret_cast<vf>(bf16_bits(x) << 16); }
+HEADRACE_INLINE vf round_as(const bf16 *, vf x) {
+  return reinterpret_cast<vf>(__builtin_convertvector(to_bf16(x), vu) << 16);
+}
 
 // Sanitizers do not look into masked loads and stores: with them the general form below is used.
 #if defined(__AVX512F__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)

@@ -73,23 +73,31 @@ HEADRACE_INLINE void tile_steps(const bf16 *x, int64_t x_stride, const bf16 *w, 
   }
 }
 
-// The same for 32 rows and half the columns: sums 0 and 1 of the first 16, 2 and 3 of the others.
-template <int LINES>
-HEADRACE_INLINE void square_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t steps,
-                                  Ahead ahead) {
+// The same for 32 rows and half the columns: sums 0 and 1 of the first 16, 2 and 3 of the others. fetch(i) in each step.
+template <typename F>
+HEADRACE_INLINE void square_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t steps, F fetch) {
   const bf16 *below = x + TILE * x_stride;
   for (int64_t i = 0; i < steps; ++i, x += STEP_INPUTS, below += STEP_INPUTS, w += TILE * w_stride) {
     _tile_loadd(4, x, 2 * x_stride);
     _tile_loadd(6, w, 2 * w_stride);
     _tile_dpbf16ps(0, 4, 6);
-    fetch_lines<LINES, false>(ahead.from);  // to L2: two blocks of weights do not fit into L1
-    ahead.from += ahead.stride;
+    fetch(i);
     _tile_loadd(7, w + LINE, 2 * w_stride);
     _tile_dpbf16ps(1, 4, 7);
     _tile_loadd(5, below, 2 * x_stride);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
+}
+
+// Each step fetches LINES cache lines from ahead.from on, to L2: two blocks of weights do not fit into L1.
+template <int LINES>
+HEADRACE_INLINE void square_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t steps,
+                                  Ahead ahead) {
+  square_steps(x, x_stride, w, w_stride, steps, [&](int64_t) HEADRACE_ALWAYS_INLINE {
+    fetch_lines<LINES, false>(ahead.from);
+    ahead.from += ahead.stride;
+  });
 }
 
 // Sums to and from memory [.., stride].
@@ -128,7 +136,15 @@ HEADRACE_APART inline void tile_sums(const bf16 *x, int64_t x_stride, const bf16
   store_row(sums, 64);
 }
 
-constexpr int64_t BLOCK_STEPS = 8;  // steps of inputs for which 64 columns of weights (32 KB) stay in L1
+// sums [n, 64] += the same of each `group` of steps, times its scales [64].
+HEADRACE_APART inline void tile_scaled(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t steps, int64_t group,
+                                       const bf16 *scales, int64_t n, float *sums) {
+  alignas(64) float part[TILE * 64];
+  for (int64_t step = 0; step < steps; step += group, scales += 64) {
+    tile_sums(x + step * STEP_INPUTS, x_stride, w + step * TILE * 128, group, false, part);
+    for (int64_t c = 0; c < n * 64; c += W) store(sums + c, madd(load(part + c), load(scales + c % 64), load(sums + c)));
+  }
+}
 
 // sums [rows, 64] = x[rows][32 steps] . w[16 steps][64][2], fetching meanwhile what follows the weights in memory.
 class TileProduct {
@@ -138,19 +154,7 @@ class TileProduct {
     tiles.take(rows < TILE ? rows : TILE);
   }
 
-  void run() const {
-    if (rows <= TILE) return strip<64>(0, 0, steps, sums);
-    if (rows < 4 * TILE) return groups();
-    const int64_t squares = rows / (2 * TILE);
-    for (int64_t k = 0; k < steps; k += BLOCK_STEPS)
-      with_lines<32>(static_cast<int>((32 + squares - 1) / squares),
-                     [&](auto lines) { this->block<lines>(k, steps - k < BLOCK_STEPS ? steps - k : BLOCK_STEPS); });
-    // The last 16 rows may have been in the group before: the same bits again.
-    for (int64_t row = squares * 2 * TILE; row < rows; row += TILE) {
-      const int64_t at = rows - row < TILE ? rows - TILE : row;
-      strip<0>(at, 0, steps, sums + at * 64);
-    }
-  }
+  void run() const { rows <= TILE ? strip<64>(0, 0, steps, sums) : groups(); }
 
  private:
   const bf16 *x;
@@ -161,19 +165,6 @@ class TileProduct {
 
   static constexpr int64_t STEP = 2 * 64 * TILE;  // elements of a step's weights
   static constexpr int64_t NEAR = STEP / 2;       // elements that a strip fetches ahead: two steps read a tenth less
-
-  // All full groups of 32 rows by `count` steps, half the columns at a time. Each fetches its share of the next block.
-  template <int LINES> HEADRACE_APART void block(int64_t k, int64_t count) const {
-    const bf16 *from = w + k * STEP, *next = from + count * STEP;
-    for (int64_t half = 0; half < 64; half += 32)
-      for (int64_t row = 0; row + 2 * TILE <= rows; row += 2 * TILE, next += count * LINES * LINE) {
-        float *to = sums + row * 64 + half;
-        k > 0 ? load_square(to, 64) : clear_sums();
-        square_steps<LINES>(x + row * x_stride + k * STEP_INPUTS, x_stride, from + 2 * half, 128, count,
-                            {next, LINES * LINE, 0});
-        store_square(to, 64);
-      }
-  }
 
   // Few groups of 16 rows: they meet two steps of weights at a time, which the first of them brings to L1.
   HEADRACE_APART void groups() const {

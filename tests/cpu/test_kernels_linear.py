@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable
 
 ISAS = cpu.available_isas() if cpu.available() else ()
 SHAPES = [
-    (256, 640), (704, 256), (1024, 2816), (2816, 1024), (2048, 512), (4096, 512), (72, 100), (2, 1), (1000, 333),
-    (1, 3), (65, 64), (96, 500), (127, 70), (1023, 129),
+    (256, 640), (704, 256), (1024, 2816), (2816, 1024), (2048, 512), (4096, 512), (3200, 410), (72, 100), (2, 1),
+    (1000, 333), (1, 3), (65, 64), (96, 500), (127, 70), (1023, 129),
 ]  # fmt: skip
 ROWS = [1, 2, 3, 4, 5, 6, 7, 16, 17, 130]
 COMPANIES = [*range(1, 71), 127, 128, 129, 136, 255, 257, 264]
@@ -111,7 +111,16 @@ def test_a_row_has_the_same_bits_in_every_company(
             assert torch.equal(cpu.linear(x[start : start + rows], packed, bias), whole[start : start + rows]), rows
 
 
-@pytest.mark.parametrize(("inputs", "half"), [(256, 64), (100, 192), (33, 320)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_by_the_thousand(isa: str, dtype: torch.dtype) -> None:
+    """Many ranges of rows, the last of them hardly begun."""
+    x, weight, bias = tensors(8193, 32, 70, dtype)
+    packed = cpu.Packed(weight)
+    want = torch.cat([cpu.linear(part, packed, bias) for part in x.split(60)])
+    assert torch.equal(cpu.linear(x, packed, bias), want)
+
+
+@pytest.mark.parametrize(("inputs", "half"), [(256, 64), (100, 192), (33, 320), (3200, 192)])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_on_the_way_to_memory(

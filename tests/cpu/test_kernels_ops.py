@@ -158,6 +158,19 @@ def test_activations_at_the_ends(isa: str) -> None:
 
 
 @needs_extension
+def test_every_bf16(isa: str) -> None:
+    """Each passes through fp32 as it is, NaN and subnormal numbers too; halves are rounded like torch's."""
+    every = torch.arange(2**15).to(torch.int16).view(torch.bfloat16)
+    signalling = every.isnan() & (every.view(torch.int16) & 0x40 == 0)
+    torch.testing.assert_close(ops.relu(every)[~signalling].view(torch.int16), every[~signalling].view(torch.int16))
+    assert ops.relu(every)[signalling].isnan().all()
+    small = every[every.float() < 1e-30]  # their sigmoid is 1/2
+    halves = (small.float() / 2).bfloat16()
+    assert torch.equal(ops.gelu(small, "tanh").view(torch.int16), halves.view(torch.int16))
+    assert torch.equal(ops.gelu(-small, "tanh").view(torch.int16), (-halves).view(torch.int16))
+
+
+@needs_extension
 def test_exp(isa: str) -> None:
     """At most 2 ulp from the truth over all results that are normal; exact at 0; 0 below; NaN stays."""
     x = torch.linspace(-87.3, 88.7, 1_000_001)

@@ -109,7 +109,7 @@ def test_gates_on_the_way_to_memory(isa: str, dtype: torch.dtype, scheme: Quanti
     rounded = Rounded(weight, scheme)
     gated = ops.pack(weight, scheme, gated=True)
     assert isinstance(gated, Quantized) and gated.gated
-    for rows in (1, 9, 40, 130, 300):
+    for rows in (1, 9, 40, 67, 130, 300):
         x = random(rows, 128, dtype=dtype)
         want = cpu.silu_mul(quantized.linear(x, Quantized(rounded), bias))
         assert torch.equal(ops.gated_linear(x, gated, bias), want), rows
@@ -137,7 +137,7 @@ def test_agrees_with_fp64(
 
 
 @needs_extension
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 1), (192, 70), (704, 130), (1088, 64)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 1), (192, 70), (704, 130), (1088, 64), (3200, 330)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_row_has_the_same_bits_in_every_company(
