@@ -108,7 +108,7 @@ constexpr int64_t AHEAD = 8192;       // bytes that few rows fetch ahead
 constexpr int64_t LINE = 64;
 
 struct Int8 {
-  static constexpr int64_t BYTES = 128;    // of a pair
+  static constexpr int64_t BYTES = 128;  // of a pair
   static constexpr bool SCALED = false;  // group by group
 
   // A code's fp32 has nothing in its lower half: the pair is two upper halves.
@@ -230,7 +230,7 @@ constexpr int64_t GROUP_STEPS = GROUP / STEP_INPUTS;
 template <typename Form> struct CodeSource {
   static constexpr int64_t LINES = TILE * Form::BYTES / 64, SCALED = Form::SCALED ? GROUP_STEPS : 0;
 
-  const byte *codes;          // [blocks][steps][16 pairs]
+  const byte *codes;         // [blocks][steps][16 pairs]
   const bf16 *block_scales;  // [blocks][32 steps / 64][64]
   int64_t steps;
   byte *decoded;

@@ -31,21 +31,23 @@ template <typename Source> class Panel {
   static constexpr int64_t GROUP = 2 * TILE;  // rows that go together through the tiles
   static constexpr int64_t BLOCKS = 4;        // of a panel whose rows do not stay in L2 with all their inputs
 
-  // x [rows, 32 steps], sums [blocks, rows, 64].
+  // Rows of sums that `rows` rows take.
+  static int64_t height(int64_t rows) { return (rows + GROUP - 1) / GROUP * GROUP; }
+
+  // x [rows, 32 steps], at least 32 rows; sums [blocks, height, 64].
   Panel(const bf16 *x, int64_t x_stride, int64_t rows, const Source &source, int64_t blocks, int64_t steps, float *sums)
       : x(x), x_stride(x_stride), rows(rows), source(source), blocks(blocks), steps(steps), sums(sums) {}
 
-  // done(block, first row, last row) as soon as these sums are whole, of one block after another.
+  // done(block, first row, last row, the first one's sums) as soon as these are whole, of one block after another.
   template <typename F> void run(F done) const {
     Tiles tiles;
     tiles.take(TILE);
-    if (Source::SCALED) memset(sums, 0, blocks * rows * COLUMNS * sizeof(float));
-    const int lines = static_cast<int>((2 * SLAB * Source::LINES + rows - 1) / rows);  // of the next weights, each step
-    with_lines<16>(lines, [&](auto each) {
+    if (Source::SCALED) memset(sums, 0, blocks * height(rows) * COLUMNS * sizeof(float));
+    const int64_t squares = height(rows) / GROUP * 2;  // of a block: each fetches its share of the next weights
+    with_lines<16>(static_cast<int>((Source::LINES + squares - 1) / squares), [&](auto each) {
       for (int64_t k = 0; k < steps; k += SLAB)
         blocks > 2 ? this->slab<each, true>(k, done) : this->slab<each, false>(k, done);
     });
-    rest(done);
   }
 
  private:
@@ -67,29 +69,31 @@ template <typename Source> class Panel {
     for (int64_t block = 0; block < blocks; ++block) {
       const bf16 *next = block + 1 < blocks ? source.at(block + 1, k) : last ? source.at(blocks, 0) : source.at(0, k + count);
       const bf16 *w = source.ready(block, k, count);
-      for (int64_t row = 0; row + GROUP <= rows; row += GROUP) {
+      for (int64_t row = 0; row < rows; row += GROUP) {
+        // The last 32 rows, of which some were met before: the same bits again, in sums of their own.
+        const int64_t from = row + GROUP <= rows ? row : rows - GROUP;
+        float *to = sums + (block * height(rows) + row) * COLUMNS;
         for (int64_t half = 0; half < 2; ++half, next += count * LINES * LINE) {
-          const bf16 *next_x = x_at(row + (2 * block + half) * FETCHED, last ? 0 : k + count);
-          square(block, row, half, k, w, count, [&](int64_t i) HEADRACE_ALWAYS_INLINE {
+          const bf16 *next_x = x_at(from + (2 * block + half) * FETCHED, last ? 0 : k + count);
+          square(x_at(from, k), w, block, half, k, count, to, [&](int64_t i) HEADRACE_ALWAYS_INLINE {
             fetch_lines<LINES, false>(next + i * LINES * LINE);
             if constexpr (FAR)
               each<FETCHED>([&](auto r) HEADRACE_ALWAYS_INLINE { fetch_lines<1, false>(next_x + r * x_stride + i * LINE); });
           });
         }
-        if (last) done(block, row, row + GROUP);
+        if (last) done(block, row, from + GROUP, to + (row - from) * COLUMNS);
       }
     }
   }
 
   const bf16 *x_at(int64_t row, int64_t step) const { return x + row * x_stride + step * STEP_INPUTS; }
-  float *sums_at(int64_t block, int64_t row) const { return sums + (block * rows + row) * COLUMNS; }
 
-  // 32 rows by half a block; w: the block's weights of these steps.
+  // Sums [32, 64] of 32 rows of x by half a block; w: the block's weights of these steps.
   template <typename F>
-  HEADRACE_ALWAYS_INLINE void square(int64_t block, int64_t row, int64_t half, int64_t k, const bf16 *w, int64_t count,
-                                     F fetch) const {
-    const bf16 *from = x_at(row, k), *columns = w + 2 * HALF * half;
-    float *to = sums_at(block, row) + HALF * half;
+  HEADRACE_ALWAYS_INLINE void square(const bf16 *from, const bf16 *w, int64_t block, int64_t half, int64_t k, int64_t count,
+                                     float *all, F fetch) const {
+    const bf16 *columns = w + 2 * HALF * half;
+    float *to = all + HALF * half;
     if constexpr (Source::SCALED) {
       const bf16 *scales = source.scales(block, k) + HALF * half;
       for (int64_t step = 0; step < count; step += Source::SCALED, scales += COLUMNS) {
@@ -115,28 +119,6 @@ template <typename Source> class Panel {
         store(to + TILE * c, madd(load(part + row * HALF + TILE * c), scale[c], load(to + TILE * c)));
       });
   }
-
-  // The rows behind the last group, 16 at a time; some of the last 16 may have been met before: the same bits again.
-  template <typename F> void rest(F done) const {
-    const int64_t first = rows / GROUP * GROUP;
-    for (int64_t block = 0; first < rows && block < blocks; ++block) {
-      for (int64_t row = first; row < rows; row += TILE) strip(block, rows - row < TILE ? rows - TILE : row);
-      done(block, first, rows);
-    }
-  }
-
-  void strip(int64_t block, int64_t row) const {
-    float *to = sums_at(block, row);
-    if (Source::SCALED) memset(to, 0, TILE * COLUMNS * sizeof(float));
-    for (int64_t k = 0; k < steps; k += SLAB) {
-      const int64_t count = steps - k < SLAB ? steps - k : SLAB;
-      const bf16 *w = source.ready(block, k, count);
-      if constexpr (Source::SCALED)
-        tile_scaled(x_at(row, k), x_stride, w, count, Source::SCALED, source.scales(block, k), TILE, to);
-      else
-        tile_sums(x_at(row, k), x_stride, w, count, k > 0, to);
-    }
-  }
 };
 
 // Product and results of all rows, panel by panel. source(first block, room): a panel's weights; room: floats for its use.
@@ -152,15 +134,15 @@ template <typename Any, typename F> void each_panel(const Any &a, int64_t room, 
     const int64_t block = i % panels * width, blocks = all - block < width ? all - block : width, range = i / panels;
     const int64_t first = groups * range / ranges * GROUP, end = groups * (range + 1) / ranges * GROUP;
     const int64_t rows = (end < a.rows ? end : a.rows) - first;
-    float *sums = arena(blocks * rows * COLUMNS + room);
-    const Source weights = source(block, sums + blocks * rows * COLUMNS);
+    const int64_t size = Panel<Source>::height(rows) * COLUMNS;
+    float *sums = arena(blocks * size + room);
+    const Source weights = source(block, sums + blocks * size);
     const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
     const Panel<Source> panel(x, a.x_stride, rows, weights, blocks, a.inputs / STEP_INPUTS, sums);
-    panel.run([&](int64_t b, int64_t from, int64_t to) {
+    panel.run([&](int64_t b, int64_t from, int64_t to, const float *own) {
       const int64_t column = (block + b) * COLUMNS;
-      const float *own = sums + (b * rows + from) * COLUMNS;
       if (!a.ending.gated) return write<bf16>(a, column, first + from, first + to, own);
-      if (b % 2) write_gated<bf16>(a, (column - COLUMNS) / 2, first + from, first + to, own - rows * COLUMNS, own);
+      if (b % 2) write_gated<bf16>(a, (column - COLUMNS) / 2, first + from, first + to, own - size, own);
     });
   });
 }
