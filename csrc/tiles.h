@@ -53,21 +53,35 @@ HEADRACE_INLINE void clear_sums() {
   _tile_zero(3);
 }
 
+// Fetches LINES cache lines to L1, each asked for twice: when it is twelve lines off, and at its turn. A loop of its own, in
+// one place and not unrolled, since the processor's own fetching goes by an instruction's address: it then reads a fifth
+// more than when asked once, or by sixty-four instructions. (Without the asm GCC sees a function that does nothing, and
+// leaves out its calls.)
+template <int LINES> HEADRACE_APART inline __attribute__((aligned(64))) void pull_lines(const bf16 *from) {
+  constexpr int64_t EARLY = 12 * LINE;
+#pragma GCC unroll 1
+  for (int line = 0; line < LINES; ++line, from += LINE) {
+    fetch_lines<1>(from + EARLY);
+    fetch_lines<1>(from);
+    asm volatile("");
+  }
+}
+
 // Sums 0 to 3, side by side [R][64], += x[R][32 steps] . w[16 steps][64][2]; rows of weights are w_stride elements apart.
-// Each step fetches LINES cache lines from ahead.from on.
+// Each step fetches LINES cache lines from ahead.from on, half of them before its first tile of weights.
 template <int LINES>
 HEADRACE_INLINE void tile_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t steps,
                                 Ahead ahead) {
   for (int64_t i = 0; i < steps; ++i, x += STEP_INPUTS, w += TILE * w_stride, ahead.from += ahead.stride) {
+    if constexpr (LINES > 0) pull_lines<LINES / 2>(ahead.from);
     _tile_loadd(4, x, 2 * x_stride);
     _tile_loadd(6, w, 2 * w_stride);
     _tile_dpbf16ps(0, 4, 6);
-    fetch_lines<LINES / 2>(ahead.from);
     _tile_loadd(7, w + LINE, 2 * w_stride);
     _tile_dpbf16ps(1, 4, 7);
+    if constexpr (LINES > 0) pull_lines<LINES / 2>(ahead.from + LINES / 2 * LINE);
     _tile_loadd(6, w + 2 * LINE, 2 * w_stride);
     _tile_dpbf16ps(2, 4, 6);
-    fetch_lines<LINES - LINES / 2>(ahead.from + LINES / 2 * LINE);
     _tile_loadd(7, w + 3 * LINE, 2 * w_stride);
     _tile_dpbf16ps(3, 4, 7);
   }
