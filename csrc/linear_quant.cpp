@@ -8,8 +8,8 @@
 // Every output is one chain of sums, whatever M, tile, block or thread: int8 over all inputs in ascending order; int4
 // over the inputs of a group from 0, then acc = sum * scale + acc over ascending groups. With AMX the chains go by steps
 // of 32 inputs (tiles.h), where these are a multiple of 32.
+#include "codes.h"
 #include "linear.h"
-#include "pairs.h"
 #include "panel.h"
 
 namespace headrace::HEADRACE_NS {
@@ -18,8 +18,6 @@ namespace {
 
 constexpr int64_t GROUP = 64;       // inputs under one scale in int4
 constexpr int64_t TASK_ROWS = 128;  // rows of a task: their sums (32 KB) stay in L2
-
-typedef uint8_t byte;
 
 int64_t pair_bytes(const LinearQuant &a) { return COLUMNS * 2 * a.bits / 8; }
 
@@ -100,54 +98,12 @@ void multiply(const LinearQuant &a, const byte *codes, const bf16 *scales, int64
 
 #ifdef __AVX512BF16__
 
-// bf16 x where the processor multiplies pairs. Codes are whole numbers up to 128 and therefore exact in bf16: few rows
-// decode them in registers, more rows decode a block once, and either adds up the same products in the same order.
+// bf16 x where the processor multiplies pairs: few rows decode codes in registers, more rows decode a block once, and
+// either adds up the same products in the same order.
 
 constexpr int64_t BLOCK_PAIRS = 128;  // pairs decoded at once: 32 KB, which stay in L1 while rows pass by
-constexpr int64_t AHEAD = 8192;       // bytes that few rows fetch ahead
-constexpr int64_t LINE = 64;
-
-struct Int8 {
-  static constexpr int64_t BYTES = 128;  // of a pair
-  static constexpr bool SCALED = false;  // group by group
-
-  // A code's fp32 has nothing in its lower half: the pair is two upper halves.
-  HEADRACE_INLINE void decode(const byte *w, __m512bh (&out)[4]) {
-    for (int c = 0; c < 4; ++c)
-      out[c] = (__m512bh)_mm512_or_si512(_mm512_srli_epi32(wide(w + c * 32), 16), wide(w + c * 32 + 16));
-  }
-
-  HEADRACE_INLINE __m512i wide(const byte *w) {
-    const __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(w)));
-    return (__m512i)_mm512_cvtepi32_ps(codes);
-  }
-};
-
-struct Int4 {
-  static constexpr int64_t BYTES = 64;
-  static constexpr bool SCALED = true;
-
-  // A permutation looks at five bits, so the sixteen values stand twice in the table: no bit need be masked off.
-  HEADRACE_INLINE void decode(const byte *w, __m512bh (&out)[4]) {
-    alignas(64) static constexpr bf16 VALUES[32] = {
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
-        0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
-        0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-    const __m512i values = _mm512_load_si512(VALUES), words = _mm512_loadu_si512(w);
-    out[0] = (__m512bh)_mm512_permutexvar_epi16(words, values);
-    out[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), values);
-    out[2] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), values);
-    out[3] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), values);
-  }
-};
-
-struct Decoded {
-  static constexpr int64_t BYTES = 256;
-
-  HEADRACE_INLINE void decode(const byte *w, __m512bh (&out)[4]) {
-    for (int c = 0; c < 4; ++c) out[c] = (__m512bh)_mm512_loadu_si512(w + c * 64);
-  }
-};
+constexpr int64_t FETCHED = 8192;     // bytes that few rows fetch ahead
+constexpr int64_t LINE_BYTES = 64;
 
 // sums[R][64] += x[R][pairs] . w[pairs][64], group by group under `scales` where there are any, fetching LINES cache
 // lines of `next` for each pair meanwhile.
@@ -162,7 +118,7 @@ void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const b
         sum[r][c] = scales ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * COLUMNS + c * 16);
     for (int64_t i = begin; i < begin + run; ++i) {
       for (int line = 0; line < LINES; ++line)
-        _mm_prefetch(reinterpret_cast<const char *>(next + (i * LINES + line) * LINE), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char *>(next + (i * LINES + line) * LINE_BYTES), _MM_HINT_T0);
       __m512bh weight[4];
       Form::decode(w + i * Form::BYTES, weight);
       for (int r = 0; r < R; ++r) {
@@ -189,14 +145,6 @@ void tile_of(int rows, const bf16 *x, int64_t x_stride, const byte *w, int64_t p
   }
 }
 
-template <typename Form> void decode_block(const byte *codes, int64_t pairs, byte *decoded) {
-  for (int64_t i = 0; i < pairs; ++i) {
-    __m512bh weight[4];
-    Form::decode(codes + i * Form::BYTES, weight);
-    for (int c = 0; c < 4; ++c) _mm512_store_si512(decoded + i * Decoded::BYTES + c * 64, (__m512i)weight[c]);
-  }
-}
-
 template <typename Form>
 void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last,
                     float *sums, byte *decoded) {
@@ -204,7 +152,7 @@ void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales,
   const int64_t pairs = a.inputs / 2, rows = last - first;
   memset(sums, 0, rows * COLUMNS * sizeof(float));
   if (rows <= TILE_ROWS)
-    return tile_of<Form, Form::BYTES / LINE>(rows, x, a.x_stride, codes, pairs, scales, sums, codes + AHEAD);
+    return tile_of<Form, Form::BYTES / LINE_BYTES>(rows, x, a.x_stride, codes, pairs, scales, sums, codes + FETCHED);
   for (int64_t k = 0; k < pairs; k += BLOCK_PAIRS) {
     const int64_t count = pairs - k < BLOCK_PAIRS ? pairs - k : BLOCK_PAIRS;
     const byte *next = codes + (k + count) * Form::BYTES;
@@ -215,8 +163,8 @@ void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales,
       const bf16 *from = x + row * a.x_stride + 2 * k;
       float *to = sums + row * COLUMNS;
       // The first rows fetch the next block meanwhile, one line for each pair.
-      if (turn < Form::BYTES / LINE)
-        tile_of<Decoded, 1>(n, from, a.x_stride, decoded, count, group, to, next + turn * count * LINE);
+      if (turn < Form::BYTES / LINE_BYTES)
+        tile_of<Decoded, 1>(n, from, a.x_stride, decoded, count, group, to, next + turn * count * LINE_BYTES);
       else tile_of<Decoded, 0>(n, from, a.x_stride, decoded, count, group, to, next);
     }
   }
@@ -225,6 +173,7 @@ void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales,
 #ifdef __AMX_BF16__
 
 constexpr int64_t GROUP_STEPS = GROUP / STEP_INPUTS;
+constexpr int64_t AHEAD = 4096;  // bytes that tiles fetch ahead
 
 // Decoded a slab at a time.
 template <typename Form> struct CodeSource {
@@ -247,27 +196,63 @@ template <typename Form> struct CodeSource {
   const bf16 *scales(int64_t block, int64_t step) const { return block_scales + (block * steps + step) * STEP_INPUTS; }
 };
 
-// Fewer rows by tiles: all read decoded slabs.
+// Up to 16 rows: tiles multiply one step of weights when the next has been decoded too, since it takes a while until what
+// vectors store can be read by tiles.
+template <typename Form>
+HEADRACE_APART void multiply_strip(const bf16 *x, int64_t x_stride, int64_t rows, const byte *codes, const bf16 *scales,
+                                   int64_t steps, float *sums, byte *decoded) {
+  constexpr int64_t STEP = TILE * Form::BYTES, ROOM = TILE * Decoded::BYTES;
+  Tiles tiles;
+  tiles.take(static_cast<int>(rows));
+  if (Form::SCALED) memset(sums, 0, rows * COLUMNS * sizeof(float));
+  ScaledSums scaled(rows);
+  decode_block<Form, AHEAD>(codes, TILE, decoded);
+  for (int64_t i = 0; i < steps; ++i) {
+    if (i + 1 < steps) decode_block<Form, AHEAD>(codes + (i + 1) * STEP, TILE, decoded + (i + 1) % 2 * ROOM);
+    const bf16 *w = reinterpret_cast<const bf16 *>(decoded + i % 2 * ROOM);
+    tile_steps<0>(x + i * STEP_INPUTS, x_stride, w, 2 * COLUMNS, 1, {w, 0, 0});
+    if (Form::SCALED && i % GROUP_STEPS == GROUP_STEPS - 1) scaled.take(scales + i / GROUP_STEPS * GROUP, sums);
+  }
+  Form::SCALED ? scaled.end() : store_row(sums, COLUMNS);
+}
+
+// More, but fewer than panels want: two steps are decoded, which all groups of 16 rows read from L1. The last group may
+// hold rows of the one before: the same bits again, in sums of their own.
+template <typename Form>
+void multiply_groups(const bf16 *x, int64_t x_stride, int64_t rows, const byte *codes, const bf16 *scales, int64_t steps,
+                     float *sums, byte *decoded) {
+  const bf16 *w = reinterpret_cast<const bf16 *>(decoded);
+  const int64_t full = rows / TILE * TILE;
+  alignas(64) float last[TILE * COLUMNS];
+  Tiles tiles;
+  tiles.take(TILE);
+  if (Form::SCALED) {
+    memset(sums, 0, full * COLUMNS * sizeof(float));
+    memset(last, 0, sizeof last);
+  }
+  ScaledSums scaled(TILE);
+  for (int64_t k = 0; k < steps; k += GROUP_STEPS) {
+    const int64_t count = steps - k < GROUP_STEPS ? steps - k : GROUP_STEPS;
+    decode_block<Form, AHEAD>(codes + k * TILE * Form::BYTES, count * TILE, decoded);
+    for (int64_t row = 0; row < rows; row += TILE) {
+      const bf16 *from = x + (row < full ? row : rows - TILE) * x_stride + k * STEP_INPUTS;
+      float *to = row < full ? sums + row * COLUMNS : last;
+      if (!Form::SCALED && k > 0) load_row(to, COLUMNS);
+      else clear_sums();
+      tile_steps<0>(from, x_stride, w, 2 * COLUMNS, count, {w, 0, 0});
+      Form::SCALED ? scaled.take(scales + k * STEP_INPUTS, to) : store_row(to, COLUMNS);
+    }
+  }
+  if (Form::SCALED) scaled.end();
+  memcpy(sums + full * COLUMNS, last + (TILE + full - rows) * COLUMNS, (rows - full) * COLUMNS * sizeof(float));
+}
+
 template <typename Form>
 void multiply_tiles(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last,
                     float *sums, byte *decoded) {
-  using Source = CodeSource<Form>;
   const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
-  const int64_t steps = a.inputs / STEP_INPUTS, rows = last - first;
-  const Source source{codes, scales, steps, decoded};
-  Tiles tiles;
-  if (Source::SCALED) memset(sums, 0, rows * COLUMNS * sizeof(float));
-  for (int64_t k = 0; k < steps; k += BLOCK_PAIRS / TILE) {
-    const int64_t count = steps - k < BLOCK_PAIRS / TILE ? steps - k : BLOCK_PAIRS / TILE;
-    const bf16 *w = source.ready(0, k, count);
-    for (int64_t row = 0; row < rows; row += TILE) {
-      const bf16 *from = x + row * a.x_stride + k * STEP_INPUTS;
-      const int64_t n = rows - row < TILE ? rows - row : TILE;
-      tiles.take(static_cast<int>(n));
-      if (!Source::SCALED) tile_sums(from, a.x_stride, w, count, k > 0, sums + row * COLUMNS);
-      else tile_scaled(from, a.x_stride, w, count, GROUP_STEPS, source.scales(0, k), n, sums + row * COLUMNS);
-    }
-  }
+  const auto multiply = last - first <= TILE ? multiply_strip<Form> : multiply_groups<Form>;
+  multiply(x, a.x_stride, last - first, codes, scales, a.inputs / STEP_INPUTS, sums, decoded);
 }
 
 template <typename Form> void multiply_panels(const LinearQuant &a, int64_t room) {
@@ -311,6 +296,8 @@ template <typename T> void linear_quant(const LinearQuant &a) {
   each_block<T>(a, TASK_ROWS, SCRATCH, [&](int64_t block, int64_t first, int64_t last, float *sums, float *scratch) {
     const byte *codes = static_cast<const byte *>(a.codes) + block * block_bytes;
     const bf16 *scales = a.bits == 4 ? static_cast<const bf16 *>(a.scales) + block * a.inputs : nullptr;
+    if (a.bits == 8)  // the block's scales, which are wanted at its end
+      for (int64_t c = 0; c < COLUMNS; c += 16) __builtin_prefetch(static_cast<const float *>(a.scales) + block * COLUMNS + c);
     multiply<T>(a, codes, scales, first, last, sums, scratch);
   });
 }

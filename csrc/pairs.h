@@ -20,6 +20,13 @@ template <int LINES, bool NEAR = true> HEADRACE_INLINE void fetch_lines(const bf
   });
 }
 
+// Fetches LINES cache lines to L1, and asks for those twelve lines behind them: each is asked for twice if a reader comes by
+// line after line. A core reads a sixth more then than when asked once.
+template <int LINES> HEADRACE_INLINE void fetch_twice(const void *from) {
+  fetch_lines<LINES>(static_cast<const bf16 *>(from) + 12 * LINE);
+  fetch_lines<LINES>(static_cast<const bf16 *>(from));
+}
+
 HEADRACE_INLINE __m512bh splat_pair(const bf16 *x) {
   int32_t pair;
   memcpy(&pair, x, sizeof pair);

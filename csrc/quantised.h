@@ -26,15 +26,15 @@ struct Chunk8 {
 
 // Fetches two cache lines of what is read next. To be inlined always: GCC takes a function that only prefetches for one
 // without effect, and drops its calls.
-HEADRACE_INLINE void fetch(const int8_t *from) {
+HEADRACE_INLINE void fetch_two(const int8_t *from) {
   __builtin_prefetch(from);
   __builtin_prefetch(from + 64);
 }
 HEADRACE_INLINE void fetch_scales(const Chunk8 &chunk, int64_t dim) {
   const int64_t ahead = chunk.ahead / dim;
   for (int64_t j = 0; j < CHUNK; j += 32) {
-    fetch(reinterpret_cast<const int8_t *>(chunk.k_scale + ahead + j));
-    fetch(reinterpret_cast<const int8_t *>(chunk.v_scale + ahead + j));
+    fetch_two(reinterpret_cast<const int8_t *>(chunk.k_scale + ahead + j));
+    fetch_two(reinterpret_cast<const int8_t *>(chunk.v_scale + ahead + j));
   }
 }
 
@@ -47,7 +47,7 @@ template <typename T> struct Quantised<Natural<T>> : Natural<T> {
       : Natural<T>(space.scratch, space.scratch + CHUNK * dim, dim, padded), chunk(chunk) {
     float *scratch = space.scratch, *v = scratch + CHUNK * dim;
     for (int64_t d = 0; d < dim; ++d) {
-      if (d % 2 == 0) fetch(chunk.k + chunk.ahead + d * CHUNK), fetch(chunk.v + chunk.ahead + d * CHUNK);
+      if (d % 2 == 0) fetch_two(chunk.k + chunk.ahead + d * CHUNK), fetch_two(chunk.v + chunk.ahead + d * CHUNK);
       Natural<T>::query(chunk.k + d * CHUNK, scratch + d * CHUNK, CHUNK);
     }
     for (int64_t j = 0; j < CHUNK; ++j) {
@@ -81,17 +81,17 @@ template <int R, int C>
 HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const int8_t *w, int64_t w_stride, int64_t pairs,
                                 const int8_t *next, __m512 (&sum)[R][C]) {
   for (int64_t i = 0; i < pairs; ++i, x += 2, w += w_stride) {
-    fetch(next + i * 128);
+    fetch_two(next + i * 128);
     __m512bh weight[C];
     each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { weight[c] = widened(w + c * 32); });
     multiply<R, C>(x, x_stride, weight, sum);
   }
 }
 
-// The chunk's keys or values as bf16, fetching those that are read next to L1, or only to L2.
-template <bool NEAR> void widen(const Chunk8 &chunk, const int8_t *from, bf16 *to, int64_t dim) {
+// The chunk's keys or values as bf16, fetching those that are read next.
+inline void widen(const Chunk8 &chunk, const int8_t *from, bf16 *to, int64_t dim) {
   for (int64_t i = 0; i < CHUNK * dim; i += 128) {
-    fetch_lines<2, NEAR>(reinterpret_cast<const bf16 *>(from + chunk.ahead + i));
+    fetch_two(from + chunk.ahead + i);
     for (int part = 0; part < 128; part += 32) _mm512_store_si512(to + i + part, (__m512i)widened(from + i + part));
   }
 }
@@ -107,8 +107,8 @@ template <> struct Quantised<Paired> : Paired {
         chunk(chunk), few(lanes <= TILE_ROWS), copy(reinterpret_cast<bf16 *>(space.scratch)) {
     fetch_scales(chunk, dim);
     if (few) return;
-    widen<true>(chunk, chunk.k, copy, dim);
-    widen<true>(chunk, chunk.v, copy + CHUNK * dim, dim);
+    widen(chunk, chunk.k, copy, dim);
+    widen(chunk, chunk.v, copy + CHUNK * dim, dim);
   }
 
   static int64_t scratch(int64_t dim) { return CHUNK * dim; }
@@ -143,7 +143,7 @@ template <> struct Quantised<Paired> : Paired {
       if (n == 3) return value_few<3>(p, acc, w);
       return value_few<4>(p, acc, w);
     }
-    if (few) widen<true>(chunk, chunk.v, copy + CHUNK * dim, dim);
+    if (few) widen(chunk, chunk.v, copy + CHUNK * dim, dim);
     Paired::values(n, p, seen, acc, w, before);
   }
 
@@ -189,9 +189,24 @@ template <> struct Quantised<Tiled> : Tiled {
  private:
   Quantised(const Chunk8 &chunk, int64_t dim, bf16 *copy, Tiles &tiles)
       : Tiled(copy, copy + CHUNK * dim, dim, copy + 2 * CHUNK * dim, tiles), chunk(chunk) {
-    // Widening waits for memory: more lines are under way to L2 than to L1.
-    widen<false>(chunk, chunk.k, copy, dim);
-    widen<false>(chunk, chunk.v, copy + CHUNK * dim, dim);
+    widen(chunk.k, chunk.v, copy, CHUNK * dim);
+    widen(chunk.v, chunk.k + chunk.ahead, copy + CHUNK * dim, CHUNK * dim);
+  }
+
+  // n integers as bf16, fetching those that are read 2 KB later; `next` are read behind these.
+  HEADRACE_APART static void widen(const int8_t *from, const int8_t *next, bf16 *to, int64_t n) {
+    const int64_t ahead = n < 2048 ? n : 2048;
+    widen(from, 0, n - ahead, from + ahead, to);
+    widen(from, n - ahead, n, next - (n - ahead), to);
+  }
+
+  // Integers first .. end - 1.
+  HEADRACE_INLINE void widen(const int8_t *from, int64_t first, int64_t end, const int8_t *later, bf16 *to) {
+#pragma GCC unroll 1
+    for (int64_t i = first; i < end; i += 128) {
+      fetch_twice<2>(later + i);
+      for (int part = 0; part < 128; part += 32) _mm512_store_si512(to + i + part, (__m512i)widened(from + i + part));
+    }
   }
 };
 

@@ -29,6 +29,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
 typedef int8_t vb __attribute__((vector_size(W)));
 
+typedef uint8_t byte;
 typedef uint16_t bf16;
 
 #define HEADRACE_INLINE static inline __attribute__((always_inline))

@@ -15,8 +15,6 @@ namespace headrace::HEADRACE_NS {
 
 namespace {
 
-typedef uint8_t byte;
-
 constexpr int64_t GROUP = 64;
 constexpr float MOST_HALF = 65504.0f;      // the greatest number of fp16
 constexpr float MAGIC = 12582912.0f;       // 1.5 * 2^23: adding it rounds to an integer, to even at a half

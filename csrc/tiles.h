@@ -53,16 +53,13 @@ HEADRACE_INLINE void clear_sums() {
   _tile_zero(3);
 }
 
-// Fetches LINES cache lines to L1, each asked for twice: when it is twelve lines off, and at its turn. A loop of its own, in
-// one place and not unrolled: the processor's own fetching goes by an instruction's address, and then reads a sixth more
-// than when asked once, or by sixty-four instructions. (Without the asm GCC sees a function that does nothing, and
-// leaves out its calls.)
+// Fetches LINES cache lines to L1, each asked for twice. A loop of its own, in one place and not unrolled: the processor's
+// own fetching goes by an instruction's address, and reads less when asked by sixty-four instructions. (Without the asm
+// GCC sees a function that does nothing, and leaves out its calls.)
 template <int LINES> HEADRACE_APART inline __attribute__((aligned(64))) void pull_lines(const bf16 *from) {
-  constexpr int64_t EARLY = 12 * LINE;
 #pragma GCC unroll 1
   for (int line = 0; line < LINES; ++line, from += LINE) {
-    fetch_lines<1>(from + EARLY);
-    fetch_lines<1>(from);
+    fetch_twice<1>(from);
     asm volatile("");
   }
 }
@@ -116,8 +113,9 @@ HEADRACE_INLINE void square_steps(const bf16 *x, int64_t x_stride, const bf16 *w
   });
 }
 
-// Sums to and from memory [.., stride].
+// Sums to and from memory [.., stride]. GCC 12 knows of neither that memory is read or written.
 HEADRACE_INLINE void load_row(const float *from, int64_t stride) {
+  asm volatile("" ::: "memory");
   _tile_loadd(0, from, 4 * stride);
   _tile_loadd(1, from + 16, 4 * stride);
   _tile_loadd(2, from + 32, 4 * stride);
@@ -129,9 +127,11 @@ HEADRACE_INLINE void store_row(float *to, int64_t stride) {
   _tile_stored(1, to + 16, 4 * stride);
   _tile_stored(2, to + 32, 4 * stride);
   _tile_stored(3, to + 48, 4 * stride);
+  asm volatile("" ::: "memory");
 }
 
 HEADRACE_INLINE void load_square(const float *from, int64_t stride) {
+  asm volatile("" ::: "memory");
   _tile_loadd(0, from, 4 * stride);
   _tile_loadd(1, from + 16, 4 * stride);
   _tile_loadd(2, from + TILE * stride, 4 * stride);
@@ -143,24 +143,47 @@ HEADRACE_INLINE void store_square(float *to, int64_t stride) {
   _tile_stored(1, to + 16, 4 * stride);
   _tile_stored(2, to + TILE * stride, 4 * stride);
   _tile_stored(3, to + TILE * stride + 16, 4 * stride);
+  asm volatile("" ::: "memory");
 }
 
-// sums [rows of the tiles, 64] = (what is there, if it is to `go_on`, else 0) + x[rows][32 steps] . w[16 steps][64][2].
-HEADRACE_APART inline void tile_sums(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t steps, bool go_on, float *sums) {
-  go_on ? load_row(sums, 64) : clear_sums();
-  tile_steps<0>(x, x_stride, w, 128, steps, {w, 0, 0});
-  store_row(sums, 64);
+// sums [n, 64] += part [n, 64] times the scales [64].
+HEADRACE_APART inline void add_scaled(const float *part, const bf16 *scales, int64_t n, float *sums) {
+  vf scale[64 / W];
+  each<64 / W>([&](auto c) HEADRACE_ALWAYS_INLINE { scale[c] = load(scales + c * W); });
+  for (int64_t row = 0; row < n; ++row, part += 64, sums += 64)
+    each<64 / W>([&](auto c) HEADRACE_ALWAYS_INLINE {
+      store(sums + c * W, madd(load(part + c * W), scale[c], load(sums + c * W)));
+    });
 }
 
-// sums [n, 64] += the same of each `group` of steps, times its scales [64].
-HEADRACE_APART inline void tile_scaled(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t steps, int64_t group,
-                                       const bf16 *scales, int64_t n, float *sums) {
-  alignas(64) float part[TILE * 64];
-  for (int64_t step = 0; step < steps; step += group, scales += 64) {
-    tile_sums(x + step * STEP_INPUTS, x_stride, w + step * TILE * 128, group, false, part);
-    for (int64_t c = 0; c < n * 64; c += W) store(sums + c, madd(load(part + c), load(scales + c % 64), load(sums + c)));
+// The tiles' sums times scales, added to what is in memory. What tiles store takes a while to be there, so one lot is added
+// when the next is on its way.
+class ScaledSums {
+ public:
+  // n rows.
+  explicit ScaledSums(int64_t n) : n(n) { clear_sums(); }
+
+  // to [n, 64] += the tiles' sums times the scales [64], at the latest when end() is called. The tiles are 0 then.
+  HEADRACE_ALWAYS_INLINE void take(const bf16 *scales_of_these, float *sums) {
+    store_row(part[turn], 64);
+    clear_sums();
+    end();
+    scales = scales_of_these;
+    to = sums;
+    turn ^= 1;
   }
-}
+
+  HEADRACE_ALWAYS_INLINE void end() const {
+    if (to) add_scaled(part[turn ^ 1], scales, n, to);
+  }
+
+ private:
+  int64_t n;
+  int turn = 0;
+  const bf16 *scales = nullptr;
+  float *to = nullptr;
+  alignas(64) float part[2][TILE * 64];
+};
 
 // sums [rows, 64] = x[rows][32 steps] . w[16 steps][64][2], fetching meanwhile what follows the weights in memory.
 class TileProduct {

@@ -146,10 +146,21 @@ def test_a_row_has_the_same_bits_in_every_company(
     x, bias = random(300, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=1)
     weight = Quantized(Rounded(random(outputs, inputs, seed=2), scheme))
     whole = quantized.linear(x, weight, bias, wide=True)
-    for rows in [*range(1, 20), 31, 33, 64, 66, 70, 127, 128, 129, 255, 257]:
+    for rows in [*range(1, 20), 31, 32, 33, 47, 63, 64, 66, 70, 127, 128, 129, 255, 257]:
         start = rows * 7 % (300 - rows)
         some = quantized.linear(x[start : start + rows], weight, bias, wide=True)
         assert torch.equal(some, whole[start : start + rows]), rows
+
+
+@needs_extension
+@pytest.mark.parametrize("inputs", [32, 96, 288])
+def test_inputs_that_are_no_whole_group(isa: str, threads: None, inputs: int) -> None:
+    """int8 alone has them: 32 zeros more on both sides change nothing."""
+    x, weight = random(70, inputs, dtype=torch.bfloat16), random(130, inputs, seed=1)
+    more_x, more_weight = (torch.nn.functional.pad(each, (0, 32)) for each in (x, weight))
+    packed, want = Quantized(Rounded(weight, "int8")), quantized.linear(more_x, Quantized(Rounded(more_weight, "int8")))
+    for rows in (1, 16, 17, 40, 63, 70):
+        assert torch.equal(quantized.linear(x[:rows], packed), want[:rows]), rows
 
 
 @needs_extension

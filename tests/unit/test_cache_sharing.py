@@ -1,0 +1,112 @@
+"""The cache by examples: what is shared, kept, waited for and kept apart."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from headrace.kv.cache import KVCache
+from headrace.kv.pool import SlotPool
+from headrace.kv.table import Table
+from headrace.types import CHUNK, chunks_for
+
+
+def filled(cache: KVCache, tokens: list[int], **options: Any) -> Table:
+    """A table with all of its tokens cached."""
+    table = cache.open(tokens, **options)
+    cache.reuse(table)
+    assert cache.extend(table, len(tokens) - table.length)
+    cache.commit()
+    return table
+
+
+def sentence(chunks: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed).randrange(1000) for _ in range(chunks * CHUNK + 1)]
+
+
+def test_prefix_survives_its_last_request_and_lru_leaves_go_first() -> None:
+    cache = KVCache(6)
+    cache.close(filled(cache, sentence(2, seed=1)))
+    cache.close(filled(cache, sentence(2, seed=2)))
+    assert len(cache.tree.idle) == 4
+    third = filled(cache, sentence(2, seed=3))
+    assert cache.reuse(cache.open(sentence(2, seed=1)))[0] == CHUNK, "the leaf of the oldest went, its parent stayed"
+    assert cache.reuse(cache.open(sentence(2, seed=2)))[0] == 2 * CHUNK
+    assert third.length == 2 * CHUNK + 1
+    cache.check()
+
+
+def test_last_token_is_always_left_to_compute() -> None:
+    cache = KVCache(10)
+    prompt = sentence(3)[:-1]
+    cache.close(filled(cache, prompt))
+    assert cache.reuse(cache.open(prompt)) == (2 * CHUNK, False)
+
+
+def test_waits_for_the_chunk_not_for_the_request() -> None:
+    cache = KVCache(40)
+    prompt = sentence(8)
+    writer, reader = cache.open(prompt), cache.open(list(prompt))
+    cache.extend(writer, 3 * CHUNK + 10)
+    assert cache.reuse(reader) == (3 * CHUNK, True), "complete chunks at once, then wait for the fourth"
+    cache.extend(writer, 2 * CHUNK)
+    assert cache.reuse(reader) == (2 * CHUNK, True)
+    cache.close(writer)
+    assert cache.reuse(reader) == (0, False), "the writer is gone: the reader writes on"
+    assert cache.extend(reader, len(prompt) - reader.length)
+    cache.check()
+
+
+def test_twins_that_fill_the_same_chunk_while_decoding_end_up_sharing_it() -> None:
+    cache = KVCache(40)
+    one, two = filled(cache, sentence(1)), filled(cache, sentence(1))
+    for table in (one, two):
+        for _ in range(CHUNK - 1):
+            table.tokens.append(5)
+            cache.extend(table, 1)
+    cache.commit()
+    assert one.slots.tolist() == two.slots.tolist()
+    assert cache.used == 2 and cache.unshared == 4
+    cache.check()
+
+
+@pytest.mark.parametrize(("public", "shared"), [(0, 0), (63, 0), (64, 1), (200, 3), (100000, 4)])
+def test_salt_separates_tenants_after_the_public_prefix(public: int, shared: int) -> None:
+    cache = KVCache(40)
+    prompt = sentence(4)
+    filled(cache, prompt, salt="a", public_tokens=public)
+    other = cache.open(list(prompt), salt="b", public_tokens=public)
+    assert cache.reuse(other)[0] == shared * CHUNK
+    same = cache.open(list(prompt), salt="a", public_tokens=public)
+    assert cache.reuse(same)[0] == 4 * CHUNK
+    plain = cache.open(list(prompt))
+    assert cache.reuse(plain)[0] == shared * CHUNK
+
+
+def test_identity_and_namespace_separate() -> None:
+    cache = KVCache(40)
+    filled(cache, sentence(2))
+    assert cache.reuse(cache.open(sentence(2), namespace="length 129"))[0] == 0
+    other = KVCache(40, identity=b"another model")
+    assert other.open(sentence(2)).digest(0) != cache.open(sentence(2)).digest(0)
+
+
+def test_no_sharing_when_off() -> None:
+    cache = KVCache(40)
+    filled(cache, sentence(2), shares=False)
+    second = filled(cache, sentence(2), shares=False)
+    assert second.length and cache.used == 6 and not cache.tree.nodes
+    assert chunks_for(len(sentence(2))) == 3
+
+
+def test_pool_refuses_nonsense() -> None:
+    with pytest.raises(ValueError, match="kv_cache_tokens"):
+        SlotPool(0)
+    pool = SlotPool(2)
+    slot = pool.take()
+    assert slot is not None
+    pool.give(slot)
+    with pytest.raises(ValueError, match="twice"):
+        pool.give(slot)
