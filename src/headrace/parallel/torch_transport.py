@@ -46,8 +46,7 @@ class TorchTransport:
     def isend(self, x: Tensor, to: int, tag: Tag) -> Work:
         """Raises ValueError for an empty or a scattered tensor, RankLost at once where a link is known to be gone."""
         _check(x)
-        with self._lock:
-            self.traffic.sent(to, x)
+        self.traffic.sent(to, x)
         return self._begin(x, to, "to", lambda: self.group.send([_flat(x)], to, tag.number))
 
     def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Work:

@@ -61,15 +61,20 @@ class Work(Protocol):
 
 @dataclass(slots=True)
 class Traffic:
-    """What one rank sent and how long it waited: messages and bytes by receiving rank, seconds in Work.wait."""
+    """What one rank sent and how long it waited: messages and bytes by receiving rank, seconds in Work.wait.
+
+    `sent` may be called from several threads: the rank sends, and so does each relay.
+    """
 
     messages: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     wait_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def sent(self, to: int, x: Tensor) -> None:
-        self.messages[to] += 1
-        self.bytes[to] += x.numel() * x.element_size()
+        with self._lock:
+            self.messages[to] += 1
+            self.bytes[to] += x.nbytes
 
 
 class Transport(Protocol):
