@@ -6,8 +6,8 @@
 
 namespace headrace::HEADRACE_NS {
 
-#ifdef __AMX_BF16__
-constexpr int LANES = 32;  // tiles take little time beside what the caches do: keys and values come from L2 once for so many
+#ifdef __AVX512BF16__
+constexpr int LANES = 32;  // keys and values come from L2 once for so many
 #else
 constexpr int LANES = 16;
 #endif
