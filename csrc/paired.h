@@ -30,34 +30,39 @@ struct Paired {
   const bf16 *k, *v;
   int64_t dim;
   int64_t ahead;  // elements from these keys to those that are read next; 0: none
-  int64_t tiles;  // of these keys: each fetches its share of what is read next; 0: nothing is to be fetched
+  int64_t lanes;  // that meet the chunk; 0: nothing is to be fetched meanwhile
 
   static int64_t scratch(int64_t) { return 0; }
   static void query(const bf16 *from, bf16 *to, int64_t n) { memcpy(to, from, n * sizeof(bf16)); }
 
   Paired(const bf16 *k, const bf16 *v, int64_t dim, int64_t, int64_t ahead, int64_t lanes, const Space &)
-      : k(k), v(v), dim(dim), ahead(ahead), tiles((lanes + TILE_ROWS - 1) / TILE_ROWS) {}
+      : k(k), v(v), dim(dim), ahead(ahead), lanes(lanes) {}
 
   // Keys and values that lie in a cache already.
-  Paired(const bf16 *k, const bf16 *v, int64_t dim) : k(k), v(v), dim(dim), ahead(0), tiles(0) {}
+  Paired(const bf16 *k, const bf16 *v, int64_t dim) : k(k), v(v), dim(dim), ahead(0), lanes(0) {}
 
   // One group of lanes reads K, then V, and L1 holds little more than both: fetch half a chunk ahead. Several groups read
   // them in turn: fetch a whole chunk ahead.
-  bool one_group() const { return tiles * TILE_ROWS <= LANES; }
+  bool one_group() const { return lanes <= LANES; }
   const bf16 *during_scores() const { return one_group() ? v : ahead ? k + ahead : nullptr; }
   const bf16 *during_values() const { return !ahead ? nullptr : one_group() ? k + ahead : v + ahead; }
 
-  // The part of `next` that a tile fetches while it takes 16 `columns` columns a step, from column d on.
-  Ahead share(const bf16 *next, int64_t tile, int64_t d, int columns) const {
-    if (!next || tiles == 0) return {k, 0, 0};
-    const int64_t stride = (LINE * columns + tiles - 1) / tiles;
-    return {next + (tile * dim + d) * CHUNK / tiles, stride, static_cast<int>((stride + LINE - 1) / LINE)};
+  // Few lanes wait for memory, which answers soonest when it is asked in the order in which things lie: two rows go together
+  // through whole rows of values, as fast as four through half of them. More lanes would read the values too often.
+  int value_rows_together() const { return lanes > 0 && lanes <= 2 * TILE_ROWS && dim % 128 == 0 ? 2 : TILE_ROWS; }
+
+  // The part of `next` that lanes from `lane` on, `rows` together, fetch while they take 16 `columns` columns a step, from
+  // column d on.
+  Ahead share(const bf16 *next, int64_t lane, int rows, int64_t d, int columns) const {
+    if (!next || lanes == 0) return {k, 0, 0};
+    const int64_t parts = (lanes + rows - 1) / rows, stride = (LINE * columns + parts - 1) / parts;
+    return {next + (lane / rows * dim + d) * CHUNK / parts, stride, static_cast<int>((stride + LINE - 1) / LINE)};
   }
 
   // p[lane][j] = sum over d of q[lane][d] * k[d][j]
   void scores(int n, const bf16 *q, float *p, int64_t before) const {
     for (int r = 0; r < n; r += TILE_ROWS)
-      score_rows(n - r, q + r * dim, share(during_scores(), (before + r) / TILE_ROWS, 0, 4), p + r * CHUNK);
+      score_rows(n - r, q + r * dim, share(during_scores(), before + r, TILE_ROWS, 0, 4), p + r * CHUNK);
   }
 
   void score_rows(int n, const bf16 *q, Ahead next, float *p) const {
@@ -181,31 +186,32 @@ struct Paired {
 
   // acc[lane] = acc[lane] * keep + take * (sum over visible keys of p[lane][j] * v[j])
   void values(int n, const bf16 *p, const Seen &seen, float *acc, const Weights &w, int64_t before) const {
-    for (int r = 0; r < n; r += TILE_ROWS) {
-      const int rows = n - r < TILE_ROWS ? n - r : TILE_ROWS;
+    const int together = value_rows_together();
+    for (int r = 0; r < n; r += together) {
+      const int rows = n - r < together ? n - r : together;
       uint64_t keys = seen.everything ? ~0ull : 0;
       if (!seen.everything)
         for (int i = r; i < r + rows; ++i) keys |= seen.mask(i);
-      if (keys) value_rows(rows, p + r * CHUNK, keys, (before + r) / TILE_ROWS, acc + r * dim, w, r);
+      if (keys) value_rows(rows, p + r * CHUNK, keys, before + r, acc + r * dim, w, r);
     }
   }
 
-  // keys: those that some lane of the tile sees, as bits.
-  void value_rows(int n, const bf16 *p, uint64_t keys, int64_t tile, float *acc, const Weights &w, int lane) const {
+  // keys: those that some of the `n` lanes sees, as bits; `before` lanes have met the chunk already.
+  void value_rows(int n, const bf16 *p, uint64_t keys, int64_t before, float *acc, const Weights &w, int lane) const {
     switch (n) {
-      case 1: return value_columns<1>(p, keys, tile, acc, w, lane);
-      case 2: return value_columns<2>(p, keys, tile, acc, w, lane);
-      case 3: return value_columns<3>(p, keys, tile, acc, w, lane);
-      default: return value_columns<4>(p, keys, tile, acc, w, lane);
+      case 1: return value_columns<1>(p, keys, before, acc, w, lane);
+      case 2: return value_columns<2>(p, keys, before, acc, w, lane);
+      case 3: return value_columns<3>(p, keys, before, acc, w, lane);
+      default: return value_columns<4>(p, keys, before, acc, w, lane);
     }
   }
 
   template <int R>
-  void value_columns(const bf16 *p, uint64_t keys, int64_t tile, float *acc, const Weights &w, int lane) const {
+  void value_columns(const bf16 *p, uint64_t keys, int64_t before, float *acc, const Weights &w, int lane) const {
     int64_t d = 0;
     auto columns = [&](auto c) {  // as many 16 C columns as there are
       for (; d + 16 * c <= dim; d += 16 * c) {
-        const Ahead next = share(during_values(), tile, d, c);
+        const Ahead next = share(during_values(), before, value_rows_together(), d, c);
         with_lines<c>(next.lines, [&](auto lines) { value_tile<R, c, lines>(p, keys, next, d, acc, w, lane); });
       }
     };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Sequence
@@ -32,3 +33,15 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def copied(x: Tensor) -> Tensor:
     """x in such memory, contiguous."""
     return zeros(x.shape, x.dtype).copy_(x)
+
+
+def give_back() -> bool:
+    """Returns freed memory that the C library keeps to the system; False where the library cannot (it is not glibc).
+
+    Loading and packing weights leaves some: small blocks in use keep the pages below them in the process.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        return False
+    trim(0)
+    return True

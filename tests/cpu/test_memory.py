@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
 
-from headrace.memory import HUGE, copied, zeros
+from headrace.memory import HUGE, copied, give_back, zeros
 
 
 @pytest.mark.parametrize("count", [1, 1000, HUGE // 4 - 1, HUGE // 4, HUGE + 1])
@@ -27,3 +29,18 @@ def test_large_ones_begin_with_a_huge_page() -> None:
 def test_copies_are_contiguous() -> None:
     x = torch.randn(700, 1500).T
     assert torch.equal(copied(x), x) and copied(x).is_contiguous()
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc: nothing is kept")
+def test_freed_memory_goes_back() -> None:
+    blocks = [bytearray(60_000) for _ in range(2000)]
+    full = resident()
+    del blocks[::2]  # between others that stay, so that the library keeps them
+    kept = resident()
+    assert give_back()
+    assert full - kept < 10_000_000 and kept - resident() > 40_000_000

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from headrace.config import Quantization
 from headrace.kernels import block, ops
 from headrace.kernels.whole import Ends
+from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.rope import Rope
@@ -345,4 +346,7 @@ def load_decoder(
     config = read_config(folder)
     compute = compute_dtype(config, dtype)
     weights = load_weights(Path(folder), config, compute, progress, _share(config, tensor))
-    return Decoder(config, weights, quantization, tensor)
+    decoder = Decoder(config, weights, quantization, tensor)
+    del weights
+    give_back()
+    return decoder
