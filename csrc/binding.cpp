@@ -104,6 +104,10 @@ void linear(int type, bool pairs, Address x, Address w, Address bias, Address ou
       {nullptr, gated}});
 }
 
+void greatest(Address x, Address value, Address index, int64_t rows, int64_t width, int threads) {
+  kernels().greatest({at<float>(x), at<float>(value), at<int64_t>(index), rows, width, threads});
+}
+
 void make_matrix(Matrix *self, Form form, Address weight, Address scales, Address bias, int64_t inputs,
                  int64_t outputs, bool gated) {
   new (self) Matrix{form, at<void>(weight), at<void>(scales), at<bf16>(bias), inputs, outputs, gated};
@@ -154,6 +158,10 @@ void make_step(Step *self, int type, Address positions, Address slots, Address o
 
 int64_t add_items(Step &self, Address items, int64_t count, int64_t window) {
   return self.add_items(at<Item>(items), count, window);
+}
+
+void go_on(Step &self, Address positions, Address offsets, int threads) {
+  self.go_on(at<int64_t>(positions), at<int32_t>(offsets), threads);
 }
 
 void run(const Step &self, int64_t kind, Address q, int64_t q_stride, Address k, int64_t k_stride, Address v,
@@ -234,6 +242,7 @@ NB_MODULE(_cpu, m) {
   m.def("gelu", gelu, unlocked);
   m.def("relu", relu, unlocked);
   m.def("rotary", rotary, unlocked);
+  m.def("greatest", greatest, unlocked);
   m.def("linear", linear, unlocked);
   m.def("linear_quant", linear_quant, unlocked);
   nb::enum_<Order>(m, "Order")
@@ -260,6 +269,7 @@ NB_MODULE(_cpu, m) {
   nb::class_<Step>(m, "Step")
       .def("__init__", make_step)
       .def("add_items", add_items)
+      .def("go_on", go_on)
       .def("run", run, unlocked)
       .def("run_blocks", run_blocks, unlocked)
       .def("run_whole", whole, unlocked);

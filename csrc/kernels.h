@@ -154,6 +154,15 @@ struct Stored {
   bool paired;
 };
 
+// The greatest element of each row of x [R, N], N at least 1, and where it is first; a NaN is greater than all else.
+struct Greatest {
+  const float *x;
+  float *value;    // [R]
+  int64_t *index;  // [R]
+  int64_t rows, width;
+  int threads;
+};
+
 // One entry per element type: 0 is bf16, 1 is fp32. exp stands here for the test of its accuracy.
 struct Kernels {
   void (*attend[2])(const Attend &);
@@ -172,6 +181,7 @@ struct Kernels {
   void (*linear_quant[2])(const LinearQuant &);
   void (*linear_plain[2])(const Linear &);
   void (*linear_pairs)(const Linear &);  // of bf16, whose weights lie otherwise; null where there are no products of pairs
+  void (*greatest)(const Greatest &);
   void (*store_chunks)(const Stored &);
   void (*load_chunks)(const Stored &);
   void (*exp)(const float *x, float *out, int64_t n);

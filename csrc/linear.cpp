@@ -20,6 +20,7 @@ constexpr int64_t FEW_PAIRS = 64;      // pairs of a block then: 16 KB of weight
 constexpr int64_t MANY_PAIRS = 128;    // otherwise: sums are loaded and stored less often
 constexpr int64_t BLOCK_ROWS = 128;    // rows of a task: their sums (32 KB) and inputs stay in L2
 constexpr int64_t AHEAD = 12;          // pairs that a single group of rows fetches ahead
+constexpr int ALL_LINES = 4;           // of a pair: fetched by a single group, while several fetch fewer each
 
 // sums[R][64] += x[R][pairs] . w[pairs][64], fetching `ahead` meanwhile.
 template <int R, int LINES>
@@ -28,14 +29,14 @@ HEADRACE_APART void tile(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t
   each<4 * R>([&](auto i) HEADRACE_ALWAYS_INLINE {
     sum[i / 4][i % 4] = _mm512_load_ps(sums + i / 4 * COLUMNS + i % 4 * 16);
   });
-  pair_steps<R, 4, LINES>(x, x_stride, w, STEP, pairs, ahead, sum);
+  pair_steps<R, 4, LINES, LINES == ALL_LINES>(x, x_stride, w, STEP, pairs, ahead, sum);
   each<4 * R>([&](auto i) HEADRACE_ALWAYS_INLINE {
     _mm512_store_ps(sums + i / 4 * COLUMNS + i % 4 * 16, sum[i / 4][i % 4]);
   });
 }
 
 void tile_of(int rows, const bf16 *x, int64_t x_stride, const bf16 *w, int64_t pairs, float *sums, Ahead ahead) {
-  with_lines<4>(ahead.lines, [&](auto lines) {
+  with_lines<ALL_LINES>(ahead.lines, [&](auto lines) {
     switch (rows) {
       case 1: return tile<1, lines>(x, x_stride, w, pairs, sums, ahead);
       case 2: return tile<2, lines>(x, x_stride, w, pairs, sums, ahead);
@@ -50,7 +51,7 @@ void multiply(const Linear &a, const bf16 *w, int64_t first, int64_t last, float
   const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
   const int64_t pairs = a.inputs / 2, rows = last - first, groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
   memset(sums, 0, rows * COLUMNS * sizeof(float));
-  if (groups == 1) return tile_of(rows, x, a.x_stride, w, pairs, sums, {w + AHEAD * STEP, STEP, 4});
+  if (groups == 1) return tile_of(rows, x, a.x_stride, w, pairs, sums, {w + AHEAD * STEP, STEP, ALL_LINES});
   // Each group of rows fetches its share of the next block of pairs.
   const int64_t stride = (STEP + groups - 1) / groups, most = groups <= FEW_GROUPS ? FEW_PAIRS : MANY_PAIRS;
   for (int64_t k = 0; k < pairs; k += most) {

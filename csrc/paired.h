@@ -79,7 +79,7 @@ struct Paired {
   template <int R, int LINES> HEADRACE_APART void score_tile(const bf16 *q, Ahead next, float *p) const {
     __m512 sum[R][4];
     clear(sum);
-    pair_steps<R, 4, LINES>(q, dim, k, 2 * CHUNK, dim / 2, next, sum);
+    pair_steps<R, 4, LINES, R == 1>(q, dim, k, 2 * CHUNK, dim / 2, next, sum);
     store_scores(sum, p);
   }
 
@@ -229,7 +229,7 @@ struct Paired {
     clear(sum);
     const bf16 *from = v + 2 * d;
     if (keys == ~0ull)
-      pair_steps<R, C, LINES>(p, CHUNK, from, 2 * dim, CHUNK / 2, next, sum);
+      pair_steps<R, C, LINES, R == 1>(p, CHUNK, from, 2 * dim, CHUNK / 2, next, sum);
     else
       for (int pair = 0; pair < CHUNK / 2; ++pair) {
         const int halves = keys >> (2 * pair) & 3;

@@ -64,14 +64,14 @@ struct Ahead {
   int lines;
 };
 
-// `pairs` pairs, fetching LINES lines each. (Not unrolled: the processor's own fetching of strides goes by the address of
-// the load instruction.)
-template <int R, int C, int LINES>
+// `pairs` pairs, fetching LINES lines each. ONCE: nobody reads these lines a second time, so they need not stay in L2.
+// (Not unrolled: the processor's own fetching of strides goes by the address of the load instruction.)
+template <int R, int C, int LINES, bool ONCE>
 HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs,
                                 Ahead ahead, __m512 (&sum)[R][C]) {
   for (int64_t i = 0; i < pairs; ++i, x += 2, w += w_stride, ahead.from += ahead.stride) {
     each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE {
-      _mm_prefetch(reinterpret_cast<const char *>(ahead.from + line * LINE), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char *>(ahead.from + line * LINE), ONCE ? _MM_HINT_NTA : _MM_HINT_T0);
     });
     __m512bh weight[C];
     each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { weight[c] = (__m512bh)_mm512_loadu_si512(w + c * 32); });

@@ -28,6 +28,23 @@ class Step {
     return static_cast<int64_t>(kinds.size()) - 1;
   }
 
+  // The same items for rows at other positions. Throws, with nothing changed, for those that do not fit.
+  void go_on(const int64_t *positions, const int32_t *offsets, int threads) {
+    Attend attend = shared;
+    Append append = places;
+    attend.positions = positions;
+    append.offsets = offsets;
+    attend.threads = append.threads = threads;
+    check_bias(attend);
+    check_places(append, slots);
+    shared = attend;
+    places = append;
+    for (Attend &kind : kinds) {
+      kind.positions = positions;
+      kind.threads = threads;
+    }
+  }
+
   const int64_t *positions() const { return shared.positions; }
   int64_t rows() const { return shared.rows; }
 

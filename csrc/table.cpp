@@ -20,6 +20,7 @@ template <typename T> void rotary(const Rotary &);
 template <typename T> void linear_quant(const LinearQuant &);
 template <typename T> void linear_plain(const Linear &);
 void linear_pairs(const Linear &);
+void greatest(const Greatest &);
 void store_chunks(const Stored &);
 void load_chunks(const Stored &);
 void exp_many(const float *x, float *out, int64_t n);
@@ -49,6 +50,7 @@ constexpr Kernels kernels = {
 #else
     nullptr,
 #endif
+    greatest,
     store_chunks,
     load_chunks,
     exp_many,

@@ -14,6 +14,8 @@ import torch
 
 from headrace import LLM, InvalidRequest, SamplingParams
 from headrace.assets import facts
+from headrace.attention.plan import Plan
+from headrace.engine import runner
 from headrace.kernels import cpu
 from headrace.types import Request
 
@@ -45,6 +47,20 @@ def test_metrics_count_what_was_cached(llm: LLM) -> None:
     assert (cold.prompt_tokens, cold.cached_tokens, cold.output_tokens) == (300, 0, 40)
     assert (warm.prompt_tokens, warm.cached_tokens, warm.output_tokens) == (300, 256, 40)
     assert 0 <= warm.queue_s <= warm.ttft_s <= warm.e2e_s
+
+
+@pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
+def test_decoding_within_a_chunk_prepares_attention_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    class Counting(runner.PlanAttention):
+        def __init__(self, plan: Plan, *rest: Any) -> None:
+            made.append(plan.rows)
+            super().__init__(plan, *rest)
+
+    monkeypatch.setattr(runner, "PlanAttention", Counting)
+    llm.generate([list(range(10, 40)), list(range(20, 40))], replace(GREEDY, max_tokens=30))
+    assert made == [50, 2]
 
 
 def test_stop_string_is_cut_and_named(llm: LLM) -> None:

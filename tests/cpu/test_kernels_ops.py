@@ -11,6 +11,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -211,3 +213,46 @@ def test_packed_linear_gives_a_row_the_same_bits(isa: str, threads: int, dtype: 
     whole = ops.linear(x, weight)
     for rows in (1, 2, 15, 16, 17, 64, 136, 264):
         assert torch.equal(ops.linear(x[300 - rows :], weight), whole[300 - rows :]), f"the last {rows} rows"
+
+
+def greatest_by_definition(row: list[float]) -> int:
+    """The first NaN, else the first of the greatest."""
+    return next((i for i, x in enumerate(row) if math.isnan(x)), row.index(max(row)))
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_greatest(isa: str, data: st.DataObject) -> None:
+    """Wide rows of few values, some of them special, at places where a stretch or a vector ends."""
+    width = data.draw(st.sampled_from([1, 2, 15, 16, 17, 1023, 1024, 1025, 2048, 5000]), "width")
+    rows = data.draw(st.sampled_from([1, 2, 20]), "rows")
+    x = random(rows, width, seed=data.draw(st.integers(0, 99), "seed"))
+    if data.draw(st.booleans(), "rounded"):
+        x = x.round()
+    special = st.sampled_from([math.nan, math.inf, -math.inf, 9.0, 0.0, -0.0])
+    places = st.tuples(st.integers(0, rows - 1), st.integers(0, width - 1))
+    for place, value in data.draw(st.lists(st.tuples(places, special), max_size=4), "special"):
+        x[place] = value
+    if data.draw(st.booleans(), "one row lost"):
+        x[0] = -math.inf
+    expected = [greatest_by_definition(row) for row in x.tolist()]
+    for force in ("cpu", "torch"):
+        with table.force(force):  # type: ignore[arg-type]
+            values, indices = ops.greatest(x)
+        assert indices.tolist() == expected
+        assert torch.equal(values.nan_to_num(7.5), x[torch.arange(rows), indices].nan_to_num(7.5))
+
+
+@needs_extension
+def test_greatest_on_threads(isa: str, threads: int) -> None:
+    x = random(7, 32_000)
+    assert cpu.greatest(x)[1].tolist() == x.argmax(dim=1).tolist()
+
+
+@needs_extension
+def test_greatest_of_nothing() -> None:
+    assert [each.tolist() for each in cpu.greatest(torch.empty(0, 5))] == [[], []]
+    with pytest.raises(ValueError, match="no greatest"):
+        cpu.greatest(torch.empty(3, 0))
+    with pytest.raises(ValueError, match="x must be"):
+        cpu.greatest(torch.empty(4, 3).T)

@@ -95,6 +95,27 @@ def test_indices_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
         step(**changed)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_going_on_gives_the_bits_of_a_new_step(isa: None, biased: bool) -> None:
+    bias = torch.randn(HEADS, 100, generator=torch.Generator().manual_seed(2)) if biased else None
+    places = dict(positions=torch.tensor([72, 73, 6]), offsets=torch.tensor([8, 9, 6], dtype=torch.int32))
+    ours, theirs, at = pools(torch.bfloat16), pools(torch.bfloat16), rows(torch.bfloat16)
+    moved, new = step(torch.bfloat16, bias=bias), step(torch.bfloat16, bias=bias, **places)
+    for name, wrong in (("positions", places["positions"] + 92), ("offsets", places["offsets"] + 60)):
+        if name == "offsets" or biased:
+            with pytest.raises(ValueError, match=r"covers 100 keys|offset 68"):
+                moved.go_on(**places | {name: wrong})
+    with pytest.raises(ValueError, match="positions must be"):
+        moved.go_on(places["positions"][:2], places["offsets"])
+    old = step(torch.bfloat16, bias=bias)
+    for window in (None, 7):
+        assert torch.equal(moved(*ours, *at, window), old(*theirs, *at, window)), "a refusal changed something"
+    moved.go_on(**places)
+    for window in (None, 7):
+        assert torch.equal(moved(*ours, *at, window), new(*theirs, *at, window))
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
 def test_tensors_that_do_not_fit() -> None:
     (k_pool, v_pool), (q, k, v) = pools(torch.float32), rows(torch.float32)
     run = step()

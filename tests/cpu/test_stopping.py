@@ -34,7 +34,6 @@ def test_ignore_eos_does_not_lift_min_tokens() -> None:
 @pytest.mark.parametrize(
     ("params", "output", "expected"),
     [
-        (SamplingParams(max_tokens=9), [], None),
         (SamplingParams(max_tokens=9), [5], None),
         (SamplingParams(max_tokens=9), [5, 7], Finish("stop", None)),
         (SamplingParams(max_tokens=9), [7, 5], None),
@@ -51,14 +50,14 @@ def test_ignore_eos_does_not_lift_min_tokens() -> None:
     ],
 )
 def test_finish_reason(params: SamplingParams, output: list[int], expected: Finish | None) -> None:
-    assert finish_reason(params, output, EOS) == expected
+    assert finish_reason(params, output[-1], len(output), EOS) == expected
 
 
 def test_the_context_ends_a_sequence_as_max_tokens_does() -> None:
     for params in (SamplingParams(max_tokens=None), SamplingParams(max_tokens=50)):
-        assert finish_reason(params, [5] * 9, EOS, room=10) is None
-        assert finish_reason(params, [5] * 10, EOS, room=10) == Finish("length")
-    assert finish_reason(SamplingParams(max_tokens=1), [5], EOS, room=10) == Finish("length")
+        assert finish_reason(params, 5, 9, EOS, room=10) is None
+        assert finish_reason(params, 5, 10, EOS, room=10) == Finish("length")
+    assert finish_reason(SamplingParams(max_tokens=1), 5, 1, EOS, room=10) == Finish("length")
 
 
 def test_ends_sequence_counts_from_one() -> None:

@@ -43,7 +43,7 @@ class PlanAttention:
     def __init__(
         self, plan: Plan, storage: KVStorage, spec: AttentionSpec, backend: str, key_bias: Tensor | None = None
     ) -> None:
-        self.storage, self.spec, self.key_bias = storage, spec, key_bias
+        self.plan, self.storage, self.spec, self.key_bias = plan, storage, spec, key_bias
         self.kernels: Any = BACKENDS[backend]
         self.positions = torch.from_numpy(plan.positions)
         self.row_slots = torch.from_numpy(plan.row_slots)
@@ -51,6 +51,16 @@ class PlanAttention:
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in set(spec.windows)}
         self.step = self._step() if backend == "cpu" and storage.dtype != torch.int8 else None
         self.over: StepOver | None = None if self.step is None else self.step.over(_pools(storage), spec.windows)
+
+    def go_on(self, plan: Plan) -> bool:
+        """Takes the plan of the next step if it is this one's with other positions (planning.Planner), which costs less
+        than a new PlanAttention; False, with nothing changed, if it is not."""
+        if self.step is None or plan.items is not self.plan.items or list(self.items) != [None]:
+            return False
+        positions, offsets = torch.from_numpy(plan.positions), torch.from_numpy(plan.row_offsets)
+        self.step.go_on(positions, offsets)
+        self.plan, self.positions, self.row_offsets = plan, positions, offsets
+        return True
 
     def _step(self) -> Step:
         """append and attend in one call, where the backend has that."""

@@ -65,15 +65,7 @@ class Plan:
 
 def batch_order(tables: list[Int32]) -> list[int]:
     """Depth-first order of the tree: indices of `tables` (slots per sequence), sorted so that equal prefixes meet."""
-    return _sorted([_path(slots) for slots in tables])
-
-
-def _path(slots: Int32) -> bytes:
-    """What a table is sorted by."""
-    return slots.astype(">i4").tobytes()
-
-
-def _sorted(paths: list[bytes]) -> list[int]:
+    paths = [slots.astype(">i4").tobytes() for slots in tables]
     return sorted(range(len(paths)), key=paths.__getitem__)
 
 
@@ -82,17 +74,17 @@ class Planner:
     plan is the last one with other positions: most steps of decoding are such."""
 
     def __init__(self) -> None:
-        self._paths: list[bytes] = []
+        self._tables: list[bytes] = []
         self._order: list[int] = []
         self._next: list[int] | None = None
         self._plan = build([])
 
     def plan(self, spans: list[Span]) -> tuple[list[int], Plan]:
         """The order in which `build` takes the spans (see batch_order), and its plan."""
-        paths = [_path(span.slots) for span in spans]
+        tables = [span.slots.tobytes() for span in spans]
         starts = [span.start for span in spans]
-        if starts != self._next or paths != self._paths or any(span.rows > 1 for span in spans):
-            self._paths, self._order = paths, _sorted(paths)
+        if starts != self._next or tables != self._tables or any(span.rows > 1 for span in spans):
+            self._tables, self._order = tables, batch_order([span.slots for span in spans])
             self._plan = build([spans[i] for i in self._order])
         else:
             before = self._plan

@@ -23,6 +23,7 @@ from headrace.engine.sampler import (
     Sampled,
     SampleInput,
     forbidden_tokens,
+    is_plain,
     needs_history,
     sample,
     target_logprobs,
@@ -49,6 +50,7 @@ class _Stream:
     sequence: Sequence
     detokenizer: Detokenizer | None
     history: History | None
+    plain: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +117,7 @@ class EngineCore:
         tokenizer, eos = self.loaded.tokenizer, self.loaded.capacity.eos_token_ids
         detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params, eos) if tokenizer else None
         history = History(request.prompt_token_ids) if needs_history(request.params) else None
-        stream = _Stream(sequence, detokenizer, history)
+        stream = _Stream(sequence, detokenizer, history, is_plain(request.params))
         self._streams[sequence] = stream
         self.scheduler.add(sequence)
         return stream
@@ -260,17 +262,20 @@ class EngineCore:
         deltas[-1].metrics = self._metrics(active, time.monotonic())
         return deltas
 
-    def _sample_input(self, sequence: Sequence) -> SampleInput:
-        params, active = sequence.request.params, self._active[sequence.request.request_id]
-        output = sequence.output
+    def _sample_input(self, sequence: Sequence) -> SampleInput | None:
+        """None where the greatest logit is the answer."""
+        params, stream = sequence.request.params, self._streams[sequence]
+        forbidden = forbidden_tokens(params, sequence.n_output, self.loaded.capacity.eos_token_ids)
+        if stream.plain and not forbidden:
+            return None
         return SampleInput(
             params=params,
             prompt=sequence.request.prompt_token_ids,
-            output=output,
+            output=sequence.output,
             index=sequence.index,
-            seed=active.seed,
-            forbidden=forbidden_tokens(params, len(output), self.loaded.capacity.eos_token_ids),
-            history=self._streams[sequence].history,
+            seed=self._active[sequence.request.request_id].seed,
+            forbidden=forbidden,
+            history=stream.history,
         )
 
     def _push(self, sequence: Sequence, sampled: Sampled, now: float) -> Delta:
@@ -296,7 +301,8 @@ class EngineCore:
         sequence = stream.sequence
         params = sequence.request.params
         room = self.loaded.capacity.max_model_len - sequence.prompt_len
-        ended = finish_reason(params, sequence.output, self.loaded.capacity.eos_token_ids, room)
+        eos = self.loaded.capacity.eos_token_ids
+        ended = finish_reason(params, delta.token_ids[-1], sequence.n_output, eos, room)
         if stream.detokenizer is not None:
             piece = stream.detokenizer.push(delta.token_ids[-1])
             delta.text = piece.text

@@ -35,6 +35,7 @@ class Runner:
         self.storage = storage
         self.backend = backend
         self._planner = planning.Planner()
+        self._attend: PlanAttention | None = None
 
     @torch.inference_mode()
     def run(self, slices: Seq[Slice], restores: Seq[Restore] = ()) -> Computed:
@@ -42,7 +43,7 @@ class Runner:
         last row if it samples. Each layer's attention waits for that layer of the restores."""
         order, plan = self._planner.plan([planning.Span(slots_of(each), each.start, each.length) for each in slices])
         ordered = [slices[i] for i in order]
-        attend = PlanAttention(plan, self.storage, self.decoder.config.attention, self.backend, self.decoder.key_bias)
+        attend = self._attention(plan)
         keep = KeepActivations(plan, self.storage) if self.storage.keeps_activations else None
         rows, parts = wanted(ordered)
         some = None if len(rows) == plan.rows else torch.tensor(rows, dtype=torch.int64)
@@ -51,6 +52,13 @@ class Runner:
         if not rows:
             return Computed(self.decoder.forward(batch, waiting, some, keep), parts)
         return Computed(self.decoder.step(batch, waiting, some, keep), parts)
+
+    def _attention(self, plan: planning.Plan) -> PlanAttention:
+        """Attention by the plan: that of the step before where it can go on."""
+        if self._attend is None or not self._attend.go_on(plan):
+            spec, bias = self.decoder.config.attention, self.decoder.key_bias
+            self._attend = PlanAttention(plan, self.storage, spec, self.backend, bias)
+        return self._attend
 
     def _project(self, layer: int, x: Tensor, chunks: Seq[int], slots: Seq[int], prompt_len: int) -> None:
         """recompute.restore.Project."""

@@ -12,6 +12,7 @@ sorted head of the row serves all of them, and only as much of it is sorted as t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.engine.stopping import forbidden_tokens
+from headrace.kernels import ops
 from headrace.types import Logprob, SamplingParams, TokenLogprobs
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "SampleInput",
     "Sampled",
     "forbidden_tokens",
+    "is_plain",
     "needs_history",
     "prompt_logprobs",
     "sample",
@@ -128,21 +131,29 @@ def needs_history(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
-def sample(logits: torch.Tensor, inputs: Sequence[SampleInput], decode: Decode | None = None) -> list[Sampled]:
+def is_plain(params: SamplingParams) -> bool:
+    """Greedy, and nothing that changes or reports the logits, but for forbidden tokens: else the argmax says it all."""
+    if not params.greedy or params.logit_bias or params.logprobs is not None:
+        return False
+    return not needs_history(params)
+
+
+def sample(logits: torch.Tensor, inputs: Sequence[SampleInput | None], decode: Decode | None = None) -> list[Sampled]:
     """The next token of each row of `logits` [R, V]. `decode` (token id -> text) fills the text of log probabilities.
+
+    None for an input: `is_plain`, and no token is forbidden.
 
     Raises BadLogits (a FloatingPointError naming the row) for NaN, infinity, or nothing left to choose.
     """
     if logits.ndim != 2 or len(logits) != len(inputs):
         raise ValueError(f"{len(inputs)} inputs need logits [{len(inputs)}, V], got {list(logits.shape)}")
     logits = logits.detach()
-    results: dict[int, Sampled] = {}
-    plain = [row for row, item in enumerate(inputs) if _is_plain(item)]
-    if plain:
-        chosen = logits if len(plain) == len(inputs) else logits[plain]
-        results = {row: Sampled(token, None) for row, token in zip(plain, _argmax(chosen, plain), strict=True)}
+    plain = [row for row, item in enumerate(inputs) if item is None or (is_plain(item.params) and not item.forbidden)]
+    if len(plain) == len(inputs):
+        return [Sampled(token, None) for token in _argmax(logits, plain)]
+    results = {row: Sampled(token, None) for row, token in zip(plain, _argmax(logits[plain], plain), strict=True)}
     for row, item in enumerate(inputs):
-        if row not in results:
+        if item is not None and row not in results:
             results[row] = _sample_row(_to_row(logits[row], row), row, item, decode)
     return [results[row] for row in range(len(inputs))]
 
@@ -181,29 +192,13 @@ def target_logprobs(
 # ---- one row ---------------------------------------------------------------------------------------------------------
 
 
-def _is_plain(item: SampleInput) -> bool:
-    """Greedy, and nothing that changes or reports the logits: the argmax says it all."""
-    params = item.params
-    if not params.greedy or item.forbidden or params.logit_bias or params.logprobs is not None:
-        return False
-    return not needs_history(params)
-
-
 def _argmax(logits: torch.Tensor, numbers: Sequence[int]) -> list[int]:
-    """Lowest id of the greatest logit of each row; `numbers` are the rows' numbers in the batch, for errors.
-
-    numpy and torch both promise the first of equals and let NaN win; on the CPU numpy is several times faster.
-    """
-    best: list[int]
-    if logits.is_cpu and logits.dtype != torch.bfloat16:
-        rows = logits.numpy()
-        best = [int(row.argmax()) for row in rows]
-        values = [float(row[token]) for row, token in zip(rows, best, strict=True)]
-    else:
-        values, best = (each.tolist() for each in logits.max(dim=1))
-    for number, value in zip(numbers, values, strict=True):
+    """Lowest id of the greatest logit of each row; `numbers` are the rows' numbers in the batch, for errors."""
+    values, best = ops.greatest(logits)
+    for number, value in zip(numbers, values.tolist(), strict=True):
         _check(number, value)
-    return best
+    tokens: list[int] = best.tolist()
+    return tokens
 
 
 def _to_row(logits: torch.Tensor, number: int) -> Row:
@@ -214,7 +209,7 @@ def _to_row(logits: torch.Tensor, number: int) -> Row:
 
 def _check(number: int, greatest: float) -> None:
     """Raises BadLogits unless the greatest logit of a row is finite; a NaN anywhere in the row makes it NaN."""
-    if not np.isfinite(greatest):
+    if not math.isfinite(greatest):
         reason = {np.inf: "infinity", -np.inf: "no finite value"}.get(greatest, "NaN")
         raise BadLogits(number, f"{reason}; the model's output is broken")
 

@@ -45,6 +45,11 @@ class Sequence:
         return self.tokens[self.prompt_len :]
 
     @property
+    def n_output(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
     def remaining(self) -> int:
         """Known tokens that are not in the cache yet; 1 while decoding."""
         return len(self.tokens) - self.computed

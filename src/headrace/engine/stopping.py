@@ -44,18 +44,17 @@ def token_finish(params: SamplingParams, token: int, n_output: int, eos_ids: Col
 
 
 def finish_reason(
-    params: SamplingParams, output: Sequence[int], eos_ids: Collection[int], room: int | None = None
+    params: SamplingParams, token: int, n_output: int, eos_ids: Collection[int], room: int | None = None
 ) -> Finish | None:
-    """Whether a sequence with these output tokens is finished by its last token or by length; None: it goes on.
+    """Whether a sequence is finished by `token`, its `n_output`-th, or by length; None: it goes on.
 
     `room` is the number of output tokens that the context allows after the prompt (None: no limit). Stop strings are
     the detokenizer's matter: it looks at text. A stop on the last possible token counts as a stop, not as a length.
     """
-    count = len(output)
-    if count and (finish := token_finish(params, output[-1], count, eos_ids)):
+    if finish := token_finish(params, token, n_output, eos_ids):
         return finish
-    limits = [limit for limit in (params.max_tokens, room) if limit is not None]
-    return Finish("length") if limits and count >= min(limits) else None
+    full = any(limit is not None and n_output >= limit for limit in (params.max_tokens, room))
+    return Finish("length") if full else None
 
 
 class Match(NamedTuple):

@@ -186,6 +186,17 @@ def relu(x: Tensor) -> Tensor:
     return out
 
 
+def greatest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The greatest element of each row of x fp32 [R, N], [R], and where it is first, int64 [R]. NaN is above all."""
+    rows, width = x.shape
+    _check("x", x, torch.float32, (rows, width))
+    if not width:
+        raise ValueError("rows without elements have no greatest one")
+    values, indices = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+    _require().greatest(x.data_ptr(), values.data_ptr(), indices.data_ptr(), rows, width, torch.get_num_threads())
+    return values, indices
+
+
 def rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
     """x [T, heads, D] with its first N elements rotated by halves, the others copied, as a new tensor.
 

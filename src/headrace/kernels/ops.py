@@ -110,6 +110,14 @@ def relu(x: Tensor) -> Tensor:
     return cpu.relu(x) if table.native(x) else F.relu(x)
 
 
+def greatest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The greatest element of each row of x [R, N], [R], and where it is first, int64 [R]. NaN is above all."""
+    if table.native(x) and x.dtype == torch.float32 and x.is_contiguous():
+        return cpu.greatest(x)
+    values, indices = x.max(dim=1)
+    return values, indices
+
+
 def rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
     """x [T, heads, D] with its first N elements rotated by halves, in fp32: a new tensor.
 

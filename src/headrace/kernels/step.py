@@ -53,7 +53,8 @@ class Step:
         self.dtype, self.shape = dtype, shape
         self.q_shape, self.kv_shape = (rows, heads, dim), (rows, kv_heads, dim)
         self.k_pool_shape, self.v_pool_shape = (slot_count, kv_heads, dim, CHUNK), (slot_count, kv_heads, CHUNK, dim)
-        self._keep = (items, positions, slots, offsets, bias)  # the C++ step holds their addresses
+        # The C++ step holds their addresses.
+        self._keep, self._places = (items, slots, bias), (positions, offsets)
         check("positions", positions, torch.int64, (rows,))
         check("slots", slots, torch.int32, (rows,))
         check("offsets", offsets, torch.int32, (rows,))
@@ -66,6 +67,15 @@ class Step:
         )  # fmt: skip
         self.run_blocks, self.run_whole = self._step.run_blocks, self._step.run_whole
         self._kinds = {window: self._add(window, each) for window, each in items.items()}
+
+    def go_on(self, positions: Tensor, offsets: Tensor) -> None:
+        """Other positions and offsets for the rows of the same items. Raises ValueError, with nothing changed, where
+        they do not fit."""
+        rows = self.q_shape[0]
+        check("positions", positions, torch.int64, (rows,))
+        check("offsets", offsets, torch.int32, (rows,))
+        self._step.go_on(positions.data_ptr(), offsets.data_ptr(), torch.get_num_threads())
+        self._places = (positions, offsets)
 
     def _add(self, window: int | None, items: Tensor) -> int:
         check("items", items, torch.int32, (items.shape[0], 4))

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 Implementation = Literal["cpu", "torch", "ops"]
 """ops: a layer of the decoder one operation at a time, whatever implements those."""
 
-NATIVE_OPS = ("attend", "append", "rms_norm", "layer_norm", "silu_mul", "gelu", "relu", "rotary")
+NATIVE_OPS = ("attend", "append", "rms_norm", "layer_norm", "silu_mul", "gelu", "relu", "rotary", "greatest")
 TORCH_LINEAR = "torch's matrix product, 32 rows at a time"
 
 
