@@ -116,6 +116,19 @@ def test_going_on_gives_the_bits_of_a_new_step(isa: None, biased: bool) -> None:
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
 
 
+def test_items_that_have_left_a_window_change_nothing(isa: None) -> None:
+    """Two rows see 7 keys back: first some of the chunk before theirs, then none of it."""
+    items, ours, theirs = indices()["items"][None], pools(torch.bfloat16), pools(torch.bfloat16)
+    here = dict(positions=torch.tensor([66, 67, 5]), offsets=torch.tensor([2, 3, 5], dtype=torch.int32))
+    there = dict(positions=torch.tensor([70, 71, 6]), offsets=torch.tensor([6, 7, 6], dtype=torch.int32))
+    moved, at = step(torch.bfloat16, items={7: items}, **here), rows(torch.bfloat16)
+    without = step(torch.bfloat16, items={7: items[1:]}, **here)
+    assert not torch.equal(moved(*ours, *at, 7), without(*theirs, *at, 7))
+    moved.go_on(**there)
+    new = step(torch.bfloat16, items={7: items[1:]}, **there)
+    assert torch.equal(moved(*ours, *at, 7), new(*theirs, *at, 7))
+
+
 def test_tensors_that_do_not_fit() -> None:
     (k_pool, v_pool), (q, k, v) = pools(torch.float32), rows(torch.float32)
     run = step()
