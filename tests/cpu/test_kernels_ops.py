@@ -244,6 +244,15 @@ def test_greatest(isa: str, data: st.DataObject) -> None:
 
 
 @needs_extension
+@pytest.mark.parametrize("place", [0, 1, 1023, 1024, 3000, 4999])
+def test_one_nan_is_found_wherever_it_is(isa: str, place: int) -> None:
+    x = torch.zeros(1, 5000)
+    x[0, 0], x[0, place] = 9.0, math.nan
+    values, indices = cpu.greatest(x)
+    assert values.isnan().all() and indices.tolist() == [place]
+
+
+@needs_extension
 def test_greatest_on_threads(isa: str, threads: int) -> None:
     x = random(7, 32_000)
     assert cpu.greatest(x)[1].tolist() == x.argmax(dim=1).tolist()
