@@ -59,6 +59,10 @@ struct Paired {
     return {next + (lane / rows * dim + d) * CHUNK / parts, stride, static_cast<int>((stride + LINE - 1) / LINE)};
   }
 
+  // Whether R rows that take C columns and fetch LINES lines a step are a single lane, which fetches all: nobody else
+  // reads them. (Four lanes gain nothing by it.)
+  template <int R, int C, int LINES> static constexpr bool once = R == 1 && LINES == C;
+
   // p[lane][j] = sum over d of q[lane][d] * k[d][j]
   void scores(int n, const bf16 *q, float *p, int64_t before) const {
     for (int r = 0; r < n; r += TILE_ROWS)
@@ -79,7 +83,7 @@ struct Paired {
   template <int R, int LINES> HEADRACE_APART void score_tile(const bf16 *q, Ahead next, float *p) const {
     __m512 sum[R][4];
     clear(sum);
-    pair_steps<R, 4, LINES, R == 1>(q, dim, k, 2 * CHUNK, dim / 2, next, sum);
+    pair_steps<R, 4, LINES, once<R, 4, LINES>>(q, dim, k, 2 * CHUNK, dim / 2, next, sum);
     store_scores(sum, p);
   }
 
@@ -224,12 +228,13 @@ struct Paired {
   // Output elements d .. d + 16 C - 1. A key that no lane sees is left out or, in a pair with one that is seen, masked:
   // its value may be garbage, and 0 times NaN is NaN. Leaving out a probability of 0 changes no bit.
   template <int R, int C, int LINES>
-  HEADRACE_APART void value_tile(const bf16 *p, uint64_t keys, Ahead next, int64_t d, float *acc, const Weights &w, int lane) const {
+  HEADRACE_APART void value_tile(const bf16 *p, uint64_t keys, Ahead next, int64_t d, float *acc, const Weights &w,
+                                 int lane) const {
     __m512 sum[R][C];
     clear(sum);
     const bf16 *from = v + 2 * d;
     if (keys == ~0ull)
-      pair_steps<R, C, LINES, R == 1>(p, CHUNK, from, 2 * dim, CHUNK / 2, next, sum);
+      pair_steps<R, C, LINES, once<R, C, LINES>>(p, CHUNK, from, 2 * dim, CHUNK / 2, next, sum);
     else
       for (int pair = 0; pair < CHUNK / 2; ++pair) {
         const int halves = keys >> (2 * pair) & 3;
