@@ -49,7 +49,6 @@ def test_metrics_count_what_was_cached(llm: LLM) -> None:
     assert 0 <= warm.queue_s <= warm.ttft_s <= warm.e2e_s
 
 
-@pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
 def test_decoding_within_a_chunk_prepares_attention_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 

@@ -56,10 +56,11 @@ class PlanAttention:
         """Takes the plan of the next step if it is this one's with other positions (planning.Planner), which costs less
         than a new PlanAttention; False, with nothing changed, if it is not. Items that have left a window since stay:
         they are masked, as for any row that sees none of them."""
-        if self.step is None or plan.items is not self.plan.items:
+        if plan.items is not self.plan.items:
             return False
         positions, offsets = torch.from_numpy(plan.positions), torch.from_numpy(plan.row_offsets)
-        self.step.go_on(positions, offsets)
+        if self.step is not None:
+            self.step.go_on(positions, offsets)
         self.plan, self.positions, self.row_offsets = plan, positions, offsets
         return True
 

@@ -132,7 +132,7 @@ def needs_history(params: SamplingParams) -> bool:
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Greedy, and nothing that changes or reports the logits, but for forbidden tokens: else the argmax says it all."""
+    """Greedy, and nothing that changes or reports the logits: the argmax says it all, where no token is forbidden."""
     if not params.greedy or params.logit_bias or params.logprobs is not None:
         return False
     return not needs_history(params)
@@ -151,7 +151,9 @@ def sample(logits: torch.Tensor, inputs: Sequence[SampleInput | None], decode: D
     plain = [row for row, item in enumerate(inputs) if item is None or (is_plain(item.params) and not item.forbidden)]
     if len(plain) == len(inputs):
         return [Sampled(token, None) for token in _argmax(logits, plain)]
-    results = {row: Sampled(token, None) for row, token in zip(plain, _argmax(logits[plain], plain), strict=True)}
+    results: dict[int, Sampled] = {}
+    if plain:
+        results = {row: Sampled(token, None) for row, token in zip(plain, _argmax(logits[plain], plain), strict=True)}
     for row, item in enumerate(inputs):
         if item is not None and row not in results:
             results[row] = _sample_row(_to_row(logits[row], row), row, item, decode)
