@@ -66,7 +66,9 @@ class EngineConfig:
         0, "Most tokens computed in one step. Default (0): 2048, with several ranks 16384.", "--max-num-batched-tokens"
     )
     max_sequences: int = _flag(256, "Most sequences running at once.", "--max-num-seqs")
-    attention_backend: Backend = _flag("auto", "Attention kernels: auto, reference (slow truth), cpu (C++), triton.")
+    attention_backend: Backend = _flag(
+        "auto", "Attention kernels: auto, reference (slow truth), cpu (C++), or triton: everything on a CUDA device."
+    )
     seed: int = _flag(0, "Seed of requests that bring none.")
     threads: int | None = _flag(None, "CPU threads of the engine. Default: all cores.")
     context_parallel_size: int = _flag(1, "Ranks that share the tokens of a sequence and its KV cache.", "-cp")
@@ -153,6 +155,7 @@ class EngineConfig:
         self._check_choices()
         self._check_offload_values()
         self._check_offload_together()
+        self._check_gpu()
 
     def _check_choices(self) -> None:
         choices = {
@@ -237,6 +240,21 @@ class EngineConfig:
             raise ValueError(f"offloading works on one rank: leave out context_parallel_size and tensor_parallel_size "
                              f"({ranks} ranks), or kv_offloading_size, kv_offload_path, kv_remote_url and "
                              f"offload_schedule")  # fmt: skip
+
+    def _check_gpu(self) -> None:
+        """Raises ValueError for settings that a GPU cannot follow yet."""
+        if self.attention_backend != "triton":
+            return
+        others = {
+            "context_parallel_size": self.context_parallel_size > 1,
+            "tensor_parallel_size": self.tensor_parallel_size > 1,
+            "kv_cache_dtype": self.kv_cache_dtype == "int8", "quantization": self.quantization != "none",
+            "kv_offloading_size": self.kv_offloading_size > 0, "kv_offload_path": self.kv_offload_path is not None,
+            "kv_remote_url": self.kv_remote_url is not None, "offload_schedule": self.streams,
+        }  # fmt: skip
+        for name, given in others.items():
+            if given:
+                raise ValueError(f"attention_backend 'triton' works without {name} only: leave one of them out")
 
     def _check_interface(self) -> None:
         try:

@@ -199,6 +199,7 @@ def test_doctor() -> None:
     found = json.loads(ran.stdout)
     assert found["memory"]["read bandwidth GB/s"] > 0.1
     assert found["kernels"]["linear"] and found["processor"]["cores usable"] >= 1
+    assert "available" in found["kernels"]["Triton kernels"]
     assert found["model"]["context tokens"] == "16,384"
     assert found["ranks"]["by the environment's settings"] == "1 rank, no links"
     assert "gloo" in found["ranks"]["backends"] and "lo (127.0.0.1)" in found["ranks"]["interfaces"]

@@ -107,6 +107,8 @@ def test_choose() -> None:
         table.choose("cpu", torch.float16)
     assert set(table.reasons()) == {*table.NATIVE_OPS, "linear", "linear_int8", "linear_int4", "layer"}
     assert table.reasons()["attend"] == f"cpu: C++ {cpu.isa()}"
+    assert set(table.reasons(gpu=True)) == {*table.NATIVE_OPS, "linear"}
+    assert {name for name, why in table.reasons(gpu=True).items() if why.startswith("triton: ")} == {*table.TRITON_OPS}
 
 
 @needs_extension

@@ -22,7 +22,8 @@ class Transformers:
 
     def __init__(self, checkpoint: Path, options: dict[str, Any]) -> None:
         load = AutoModelForCausalLM.from_pretrained
-        self.model = load(checkpoint, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+        self.device = options.get("device", "cpu")
+        self.model = load(checkpoint, dtype=torch.bfloat16, attn_implementation="sdpa").eval().to(self.device)
         self.known: list[int] = []
         self.cache: DynamicCache | None = None
 
@@ -32,8 +33,10 @@ class Transformers:
         cache, skipped = self._reuse(prompts)
         rows = [prompt[skipped:] for prompt in prompts]
         width = max(map(len, rows))
-        tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-        mask = torch.tensor([[1] * skipped + [0] * (width - len(row)) + [1] * len(row) for row in rows])
+        tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self.device)
+        mask = torch.tensor(
+            [[1] * skipped + [0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.device
+        )
         times: Times = [[] for _ in prompts]
         for step in range(max(max_tokens)):
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
@@ -42,6 +45,7 @@ class Transformers:
             )
             tokens = out.logits[:, -1].argmax(-1, keepdim=True)
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+            tokens.cpu()  # a GPU has the token only then
             now = time.perf_counter() - began
             for row, limit in zip(times, max_tokens, strict=True):
                 if step < limit:

@@ -21,6 +21,15 @@ BACKENDS = {"reference": reference, "cpu": cpu}
 for attention in pieces (docs/attention.md). kernels.table chooses among them."""
 
 
+def kernels_of(backend: str) -> Any:
+    """One of BACKENDS, or 'triton', which has append and attend alone and is imported where it is used first."""
+    if backend != "triton":
+        return BACKENDS[backend]
+    from headrace.kernels import gpu
+
+    return gpu
+
+
 class Attend(Protocol):
     """Attention of one step, as a model calls it once per layer.
 
@@ -44,13 +53,15 @@ class PlanAttention:
         self, plan: Plan, storage: KVStorage, spec: AttentionSpec, backend: str, key_bias: Tensor | None = None
     ) -> None:
         self.plan, self.storage, self.spec, self.key_bias = plan, storage, spec, key_bias
-        self.kernels: Any = BACKENDS[backend]
+        self.kernels: Any = kernels_of(backend)
         self.positions = torch.from_numpy(plan.positions)
         self.row_slots = torch.from_numpy(plan.row_slots)
         self.row_offsets = torch.from_numpy(plan.row_offsets)
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in set(spec.windows)}
-        self.step = self._step() if backend == "cpu" and storage.dtype != torch.int8 else None
-        self.over: StepOver | None = None if self.step is None else self.step.over(_pools(storage), spec.windows)
+        self.step: Any = self._step(backend)
+        self.over: StepOver | None = (
+            self.step.over(_pools(storage), spec.windows) if isinstance(self.step, Step) else None
+        )
 
     def go_on(self, plan: Plan) -> bool:
         """Takes the plan of the next step if it is this one's with other positions (planning.Planner), which costs less
@@ -64,9 +75,12 @@ class PlanAttention:
         self.plan, self.positions, self.row_offsets = plan, positions, offsets
         return True
 
-    def _step(self) -> Step:
-        """append and attend in one call, where the backend has that."""
-        return Step(
+    def _step(self, backend: str) -> Any:
+        """append and attend in one call, prepared once for all layers, where the backend has that."""
+        if backend == "reference" or self.storage.dtype == torch.int8:
+            return None
+        kind: Any = Step if backend == "cpu" else self.kernels.Step
+        return kind(
             self.items,
             self.positions,
             self.row_slots,
@@ -82,7 +96,8 @@ class PlanAttention:
         pool_k, pool_v = self.storage.k[layer], self.storage.v[layer]
         window = self.spec.windows[layer]
         if self.step is not None and rows is None:
-            return self.step(pool_k, pool_v, q, k, v, window)
+            attended: Tensor = self.step(pool_k, pool_v, q, k, v, window)
+            return attended
         scales = {"k_scale": self.storage.k_scale[layer], "v_scale": self.storage.v_scale[layer]}
         self.kernels.append(pool_k, pool_v, k, v, self.row_slots, self.row_offsets, **scales)
         items, positions = self.items[window], self.positions

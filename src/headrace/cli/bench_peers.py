@@ -23,6 +23,7 @@ class Contender:
     precision: str
     peer: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    gpu: bool = False
 
     def command(self) -> list[str]:
         if self.peer is None:
@@ -35,6 +36,11 @@ class Contender:
 
     def obstacle(self) -> str | None:
         """Why the engine cannot be started; None where it can be tried."""
+        if self.gpu:
+            from headrace.kernels.table import no_triton
+
+            if (reason := no_triton()) is not None:
+                return reason
         if self.peer is None:
             return None
         if not (SCRIPTS / f"{self.peer}_peer.py").exists():
@@ -55,7 +61,9 @@ ENGINES = {
     for contender in (
         Contender("headrace", "bf16", None, OURS),
         Contender("headrace-int8", "int8 weights", None, OURS | {"quantization": "int8"}),
+        Contender("headrace-triton", "bf16, GPU", None, OURS | {"attention_backend": "triton"}, gpu=True),
         Contender("transformers", "bf16", "transformers"),
+        Contender("transformers-cuda", "bf16, GPU", "transformers", {"device": "cuda"}, gpu=True),
         Contender("openvino-genai", "bf16", "openvino", {"kv": "bf16", "kv_tokens": KV_TOKENS}),
         Contender("openvino-genai-kv8", "bf16, KV u8", "openvino", {"kv": "u8", "kv_tokens": KV_TOKENS}),
         Contender("vllm-cpu", "bf16", "vllm", {"kv_tokens": KV_TOKENS}),

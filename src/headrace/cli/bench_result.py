@@ -28,10 +28,14 @@ def machine() -> dict[str, Any]:
     """What a figure depends on: processor, usable cores, memory, versions."""
     from headrace.cli.doctor import memory_total, processor_name
 
-    versions = {"python": platform.python_version(), "headrace": __version__}
-    if "torch" in sys.modules:
-        versions["torch"] = sys.modules["torch"].__version__
-    return {"processor": processor_name(), "cores": usable_cores(), "memory_gib": round(memory_total(), 1), **versions}
+    facts = {"processor": processor_name(), "cores": usable_cores(), "memory_gib": round(memory_total(), 1)}
+    facts |= {"python": platform.python_version(), "headrace": __version__}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        facts["torch"] = torch.__version__
+        if torch.cuda.is_available():
+            facts["gpu"] = torch.cuda.get_device_name(0)
+    return facts
 
 
 def result(cases: list[dict[str, Any]], limits: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -135,7 +135,9 @@ def kernels() -> dict[str, Any]:
         return {"kernels": f"cannot be imported: {error}"}
     why_not = cpu.unavailable_reason()
     native = f"available ({cpu.isa()})" if why_not is None else f"not available: {why_not}"
-    return {"C++ kernels": native, **table.reasons()}
+    no_triton = table.no_triton()
+    triton = "available (attention_backend 'triton')" if no_triton is None else f"not available: {no_triton}"
+    return {"C++ kernels": native, "Triton kernels": triton, **table.reasons()}
 
 
 def ranks() -> dict[str, Any]:

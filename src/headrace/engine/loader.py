@@ -67,6 +67,7 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     folder = model_folder(config.model)
     model = read_config(folder)
     dtype = compute_dtype(model, config.dtype)
+    backend = table.choose(config.attention_backend, dtype, device_of(config))
     kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
     share = shard(model, 0, config.tensor_parallel_size)
     bytes_per_token = KVStorage.bytes_per_token(share, kv_dtype)
@@ -76,17 +77,18 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
         per_rank, max_len = streaming.sizes(config, model, kv_dtype, dtype)
     else:
         per_rank, max_len = _sizes(config, model.max_model_len, pool_bytes)
-    capacity = _capacity(config, model, dtype, kv_dtype, per_rank, bytes_per_token, max_len)
+    capacity = _capacity(config, model, backend, dtype, kv_dtype, per_rank, bytes_per_token, max_len)
     tokenizer = Tokenizer.load(folder)
     capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer))
     identity = tiers.identity(config, capacity) if config.outlives else _identity(folder, capacity)
     cache = KVCache(capacity.kv_cache_tokens // CHUNK, identity, config.context_parallel_size)
     if ranks.count(config) == 1:
-        decoder = load_decoder(folder, config.dtype, progress, config.quantization)
+        device = device_of(config)
+        decoder = load_decoder(folder, config.dtype, progress, config.quantization, device=device)
         if config.streams:
             streamed = streaming.open_stream(config, decoder, per_rank // CHUNK, kv_dtype, capacity.backend)
             return Loaded(config, capacity, decoder, tokenizer, cache, streamed)
-        storage = KVStorage(share, per_rank // CHUNK, kv_dtype, hidden, dtype)
+        storage = KVStorage(share, per_rank // CHUNK, kv_dtype, hidden, dtype, device)
         if config.kv_cache_prefault:
             storage.prefault()
         offload = tiers.open_offload(config, capacity, cache, decoder, storage) if config.offloads else None
@@ -100,6 +102,7 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
 def _capacity(
     config: EngineConfig,
     model: ModelConfig,
+    backend: str,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     per_rank: int,
@@ -112,23 +115,29 @@ def _capacity(
         folder=str(model_folder(config.model)),
         dtype=str(dtype).removeprefix("torch."),
         quantization=config.quantization,
-        backend=table.choose(config.attention_backend, dtype, torch.device("cpu")),
+        backend=backend,
         kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
         kv_cache_tokens=per_rank * config.context_parallel_size,
         kv_bytes_per_token=bytes_per_token,
         max_model_len=max_len,
         max_sequences=min(config.max_sequences, config.max_batch_tokens - align + 1),
         vocab_size=model.vocab_size,
-        kernels=_kernels(config.quantization),
+        kernels=_kernels(config.quantization, backend),
         context_parallel_size=config.context_parallel_size,
         tensor_parallel_size=config.tensor_parallel_size,
     )
 
 
-def _kernels(quantization: Quantization) -> dict[str, str]:
+def _kernels(quantization: Quantization, backend: str) -> dict[str, str]:
     """Operation -> implementation and reason; of the linear layers those in use."""
     linear = "linear" if quantization == "none" else f"linear_{quantization}"
-    return {name: why for name, why in table.reasons().items() if name == linear or not name.startswith("linear")}
+    choices = table.reasons(gpu=backend == "triton")
+    return {name: why for name, why in choices.items() if name == linear or not name.startswith("linear")}
+
+
+def device_of(config: EngineConfig) -> torch.device:
+    """Where an engine of one rank computes."""
+    return torch.device("cuda", 0) if config.attention_backend == "triton" else torch.device("cpu")
 
 
 def _sizes(config: EngineConfig, model_len: int, bytes_per_token: int) -> tuple[int, int]:
@@ -143,14 +152,22 @@ def _sizes(config: EngineConfig, model_len: int, bytes_per_token: int) -> tuple[
                 f"kv_cache_tokens {config.kv_cache_tokens} holds no sequence of max_model_len {config.max_model_len}"
             )
         return tokens, min(wanted, tokens * parts)
-    affordable = _free_memory() // ranks.on_this_host(config) // 4 // bytes_per_token // CHUNK * CHUNK
+    affordable = _free_memory(config) // bytes_per_token // CHUNK * CHUNK
     tokens = min(affordable, config.max_sequences * chunks_for(wanted) * CHUNK)
     if tokens < CHUNK:
         raise ValueError(f"no memory for a KV cache: {bytes_per_token} bytes a token; set kv_cache_tokens")
     return tokens, min(wanted, tokens * parts)
 
 
-def _free_memory() -> int:
+def _free_memory(config: EngineConfig) -> int:
+    """Bytes for the KV cache: half of what is free on a GPU, else a rank's part of a quarter of what is free here."""
+    device = device_of(config)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    return _free_here() // ranks.on_this_host(config) // 4
+
+
+def _free_here() -> int:
     """Bytes of memory that can be had without swapping."""
     try:
         with open("/proc/meminfo") as lines:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.execute import BACKENDS, KeepActivations, PlanAttention
+from headrace.engine.replay import Replay
 from headrace.engine.sequence import Slice
 from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
@@ -28,7 +29,7 @@ class Computed(NamedTuple):
 
 
 class Runner:
-    """A model, its KV storage and the attention backend ('reference' or 'cpu')."""
+    """A model, its KV storage and the attention backend ('reference', 'cpu' or 'triton')."""
 
     def __init__(self, decoder: Decoder, storage: KVStorage, backend: str) -> None:
         self.decoder = decoder
@@ -36,6 +37,7 @@ class Runner:
         self.backend = backend
         self._planner = planning.Planner()
         self._attend: PlanAttention | None = None
+        self._replay = Replay(decoder) if backend == "triton" else None
 
     @torch.inference_mode()
     def run(self, slices: Seq[Slice], restores: Seq[Restore] = ()) -> Computed:
@@ -51,7 +53,9 @@ class Runner:
         batch = batch_of(self.decoder.config, ordered, plan.positions)
         if not rows:
             return Computed(self.decoder.forward(batch, waiting, some, keep), parts)
-        return Computed(self.decoder.step(batch, waiting, some, keep), parts)
+        if self._replay is not None and some is None:
+            return Computed(self._replay.step(batch, attend).cpu(), parts)  # tokens are chosen on the CPU
+        return Computed(self.decoder.step(batch, waiting, some, keep).cpu(), parts)
 
     def _attention(self, plan: planning.Plan) -> PlanAttention:
         """Attention by the plan: that of the step before where it can go on."""

@@ -1,4 +1,5 @@
-"""Row-wise operations of the decoder: C++ for CPU tensors where the extension exists, torch otherwise.
+"""Row-wise operations of the decoder: C++ for CPU tensors where the extension exists, Triton for CUDA tensors where
+torch would add up in an order of its own, torch otherwise.
 
 T: rows, H: width, I: MLP width, D: head size. Every operation gives a row the same bits whatever other rows ride along
 (DESIGN, section 3, rule 2). C++ and torch differ in the last bit; `table.force` selects either.
@@ -44,6 +45,10 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = F
         return cpu.linear(x, weight, bias, wide)
     if isinstance(weight, quantized.Quantized):
         return quantized.linear(x, weight, bias, wide)
+    if table.on_gpu(x):
+        from headrace.kernels import gpu_rows
+
+        return gpu_rows.linear(x, weight, bias, wide)
     out = _plain_linear(x, weight, bias)
     return out.float() if wide else out
 
@@ -74,6 +79,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, in fp32: [..., H]."""
     if table.native(x) and weight.dtype == x.dtype:
         return cpu.rms_norm(x, weight, eps)
+    if table.on_gpu(x):
+        from headrace.kernels import gpu_rows
+
+        return gpu_rows.rms_norm(x, weight, eps)
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     return (y * weight.float()).to(x.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -19,6 +20,7 @@ Implementation = Literal["cpu", "torch", "ops"]
 """ops: a layer of the decoder one operation at a time, whatever implements those."""
 
 NATIVE_OPS = ("attend", "append", "rms_norm", "layer_norm", "silu_mul", "gelu", "relu", "rotary", "greatest")
+TRITON_OPS = ("attend", "append", "rms_norm", "linear")
 TORCH_LINEAR = "torch's matrix product, 32 rows at a time"
 
 
@@ -69,6 +71,11 @@ def native(x: Tensor) -> bool:
     return taken
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether the Triton kernels take x."""
+    return x.is_cuda and _forced != "torch" and not (x.requires_grad and torch.is_grad_enabled())
+
+
 def in_cpp() -> bool:
     """Whether operations that are not on rows of numbers run in C++."""
     return cpu.available() and _forced != "torch"
@@ -117,19 +124,32 @@ def _native_choice() -> Choice:
     return Choice("torch", "forced") if _forced == "torch" else Choice("cpu", cpu.describe())
 
 
-def reasons() -> dict[str, str]:
-    """The table as text: operation -> 'cpu: C++ avx512'."""
-    return {name: str(choice) for name, choice in table().items()}
+def reasons(gpu: bool = False) -> dict[str, str]:
+    """The table as text: operation -> 'cpu: C++ avx512'. gpu: of an engine on a CUDA device."""
+    if not gpu:
+        return {name: str(choice) for name, choice in table().items()}
+    ours = dict.fromkeys(TRITON_OPS, "triton: sums in an order of its own")
+    return (
+        {name: "torch: one row or element at a time" for name in NATIVE_OPS}
+        | ours
+        | {"greatest": str(_native_choice())}
+    )
 
 
-def choose(backend: Backend, dtype: torch.dtype, device: torch.device | str = "cpu") -> Literal["reference", "cpu"]:
-    """The attention backend for `backend`, logged once with its reason.
+def choose(
+    backend: Backend, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Literal["reference", "cpu", "triton"]:
+    """The attention backend for `backend` on a device, logged once with its reason.
 
     Raises ValueError, with the remedy, where the one asked for cannot run here.
     """
     device_type = torch.device(device).type
     if backend == "triton":
-        raise ValueError(f"attention_backend 'triton': {_no_triton()}; use 'auto', 'cpu' or 'reference'")
+        reason = no_triton() or (None if device_type == "cuda" else f"it runs on a CUDA device, not on {device_type}")
+        if reason is not None:
+            raise ValueError(f"attention_backend 'triton': {reason}; use 'auto', 'cpu' or 'reference'")
+        _log_choice("triton", f"asked for, on {torch.cuda.get_device_name(device)}")
+        return "triton"
     obstacle = _obstacle(dtype, device_type)
     if backend == "cpu" and obstacle is not None:
         raise ValueError(f"attention_backend 'cpu': {obstacle}; use 'auto' or 'reference'")
@@ -143,8 +163,11 @@ def choose(backend: Backend, dtype: torch.dtype, device: torch.device | str = "c
     return "cpu"
 
 
-def _no_triton() -> str:
-    return "this version has no CUDA kernels" if torch.cuda.is_available() else "no CUDA device"
+def no_triton() -> str | None:
+    """Why there are no Triton kernels here; None where there are."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    return None if find_spec("triton") else "the package triton is missing, which comes with torch's builds for CUDA"
 
 
 def _obstacle(dtype: torch.dtype, device_type: str) -> str | None:
@@ -159,5 +182,5 @@ def _obstacle(dtype: torch.dtype, device_type: str) -> str | None:
 @cache
 def _log_choice(backend: str, reason: str) -> None:
     log.info("attention backend %s (%s)", backend, reason)
-    for name, why in reasons().items():
+    for name, why in reasons(gpu=backend == "triton").items():
         log.info("kernel %s -> %s", name, why)

@@ -8,6 +8,8 @@ each key and each value has a scale of its own per head and layer: [slots, Hk, 6
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ class KVStorage:
 
     dtype: bfloat16, float32, or int8, which has scales (k_scale, v_scale: fp32 per layer, else None). With `hidden`,
     the model's hidden size H, activations are kept as well: x, [slots, 64, H] per layer in x_dtype, the type computed
-    in. Otherwise x is None.
+    in. Otherwise x is None. device: of keys and values; the CPU, if it is not given.
     """
 
     def __init__(
@@ -34,13 +36,16 @@ class KVStorage:
         dtype: torch.dtype,
         hidden: int | None = None,
         x_dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> None:
         if dtype not in (torch.bfloat16, torch.float32, torch.int8):
             raise ValueError(f"KV is stored as bfloat16, float32 or int8, not {dtype}")
         self.slots = slots
         self.dtype = dtype
-        self.k = [zeros((slots, spec.kv_heads, spec.head_dim, CHUNK), dtype) for _ in range(spec.layers)]
-        self.v = [zeros((slots, spec.kv_heads, CHUNK, spec.head_dim), dtype) for _ in range(spec.layers)]
+        on_cpu = device is None or device.type == "cpu"
+        new = zeros if on_cpu else partial(torch.zeros, device=device)
+        self.k = [new((slots, spec.kv_heads, spec.head_dim, CHUNK), dtype=dtype) for _ in range(spec.layers)]
+        self.v = [new((slots, spec.kv_heads, CHUNK, spec.head_dim), dtype=dtype) for _ in range(spec.layers)]
         self.k_scale, self.v_scale = ([self._scales(spec) for _ in range(spec.layers)] for _ in range(2))
         self.x: list[Tensor] | None = None
         if hidden is not None:

@@ -173,6 +173,8 @@ class OneByOne:
 class Decoder:
     """A loaded model. It keeps no state between calls; keys and values live with whoever supplies `attend`.
 
+    It computes on the device of its weights; a TokenBatch stays on the CPU.
+
     `matrices` are the weights that rows are multiplied by, packed where that pays; `weights` the tensors that are not.
 
     `key_bias` [Hq, max_model_len] fp32 is added to the scaled scores by head and key position (ALiBi), if not None.
@@ -194,13 +196,15 @@ class Decoder:
         }
         # What was packed is not kept twice.
         self.weights = {name: w for name, w in weights.items() if self.matrices.get(name, w) is w}
-        self.dtype = weights["embed.weight"].dtype
+        self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
         self.layers = self._layers(share, tensor)
         self._ends = self._plain_ends()
         self.rope = Rope(config.rope, config.attention.head_dim) if config.rope else None
         self.key_bias = alibi_bias(config.attention, config.max_model_len) if config.positions == "alibi" else None
         if self.key_bias is not None and share is not None:
             self.key_bias = self.key_bias[share.heads.start : share.heads.stop].clone()
+        if self.key_bias is not None:
+            self.key_bias = self.key_bias.to(self.device)
 
     def _layers(self, share: Share | None, tensor: Group | None) -> block.Blocks | OneByOne:
         whole = _alone if share is None or tensor is None else _gathered(share, tensor)
@@ -247,7 +251,8 @@ class Decoder:
 
     def enter(self, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] that enters the first layer, and the rotation of each row (None for none)."""
-        return self._embed(batch), self.rope.at(batch.positions, batch.rope_lengths) if self.rope else None
+        turns = self.rope.at(batch.positions, batch.rope_lengths).to(self.device) if self.rope else None
+        return self._embed(batch), turns
 
     def leave(self, x: Tensor) -> Tensor:
         """The residual stream [T, H] behind the last layer -> hidden states [T, E], as `forward` returns them."""
@@ -273,11 +278,11 @@ class Decoder:
         return ops.linear(hidden, self.matrices["head.weight"], wide=True)
 
     def _embed(self, batch: TokenBatch) -> Tensor:
-        x = F.embedding(batch.token_ids, self.weights["embed.weight"])
+        x = F.embedding(batch.token_ids.to(self.device), self.weights["embed.weight"])
         if "project_in.weight" in self.matrices:
             x = ops.linear(x, self.matrices["project_in.weight"])
         if self.config.positions == "learned":
-            x = x + F.embedding(batch.positions + LEARNED_OFFSET, self.weights["positions.weight"])
+            x = x + F.embedding((batch.positions + LEARNED_OFFSET).to(self.device), self.weights["positions.weight"])
         return x
 
 
@@ -332,11 +337,13 @@ def load_decoder(
     progress: Progress | None = None,
     quantization: Quantization = "none",
     tensor: Group | None = None,
+    device: torch.device | None = None,
 ) -> Decoder:
     """Reads the model in `folder`; `auto` computes in the checkpoint's type, float16 as bfloat16.
 
     `quantization` rounds every matrix that rows are multiplied by, the head among them; embeddings, norms and biases
-    stay. With `tensor` only this rank's share is read and kept. Raises UnsupportedModel naming what Headrace does not
+    stay. With `tensor` only this rank's share is read and kept. device: of the weights and of all that is computed; the
+    CPU, if it is not given. Raises UnsupportedModel naming what Headrace does not
     implement, ValueError for a folder that is not sound or a model that the ranks cannot share.
     """
     if dtype not in ("auto", "bfloat16", "float32"):
@@ -346,6 +353,8 @@ def load_decoder(
     config = read_config(folder)
     compute = compute_dtype(config, dtype)
     weights = load_weights(Path(folder), config, compute, progress, _share(config, tensor))
+    if device is not None and device.type != "cpu":
+        weights = {name: w.to(device) for name, w in weights.items()}
     decoder = Decoder(config, weights, quantization, tensor)
     del weights
     give_back()

@@ -1,0 +1,141 @@
+"""The Triton kernels under Triton's own interpreter, in fp32 (it knows no bf16): what they compute, not how fast.
+
+With a GPU they are compiled instead, and tests/gpu covers all of this and more.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
+    pytest.skip("there is a GPU: tests/gpu has the same kernels, compiled", allow_module_level=True)
+
+from headrace.attention import reference
+from headrace.attention.plan import Span, batch_order, build
+from headrace.kernels import gpu, gpu_rows
+from headrace.types import CHUNK
+from tests.gpu.test_triton_attend import SHAPES, TREES, Bed, ends
+
+CPU = torch.device("cpu")
+BOUND = 1e-5
+
+
+@pytest.fixture(params=["flash", "split"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Forces one of the two ways, wherever there is more than one span."""
+    if request.param == "split":
+        monkeypatch.setattr(gpu, "processors", lambda device: 1 << 30)
+    else:
+        monkeypatch.setattr(gpu, "STATE_BYTES", -1)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_attention(shape: tuple[int, int, int], tree: str, way: str) -> None:
+    bed = Bed(TREES[tree], shape, torch.float32, apart=False)
+    for count in (1, 3):
+        rows = ends(bed, count)
+        for ours, truth in zip(bed.attend(rows, gpu, "cpu"), bed.attend(rows, reference, "cpu"), strict=True):
+            assert (ours - truth).abs().max() < BOUND
+
+
+@pytest.mark.parametrize("shape", SHAPES[3:], ids=str)
+def test_other_shapes(shape: tuple[int, int, int]) -> None:
+    bed = Bed(TREES["short"], shape, torch.float32, apart=False)
+    for ours, truth in zip(bed.attend(ends(bed), gpu, "cpu"), bed.attend(ends(bed), reference, "cpu"), strict=True):
+        assert (ours - truth).abs().max() < BOUND
+
+
+@pytest.mark.parametrize("window", [1, 40, 100, 600])
+@pytest.mark.parametrize("biased", [False, True])
+def test_windows_and_bias(window: int, biased: bool, way: str) -> None:
+    bed = Bed(TREES["shared"], (8, 2, 64), torch.float32, apart=False)
+    bias = torch.randn(8, 800, generator=torch.Generator().manual_seed(1)) if biased else None
+    rows = [*ends(bed)[:3], *ends(bed, 70)[3:]]
+    truths = bed.attend(rows, reference, "cpu", window=window, bias=bias)
+    for ours, truth in zip(bed.attend(rows, gpu, "cpu", window=window, bias=bias), truths, strict=True):
+        assert (ours - truth).abs().max() < BOUND
+
+
+def test_scores_far_below_zero(way: str) -> None:
+    bed = Bed(TREES["shared"], (4, 2, 64), torch.float32, apart=False)
+    bed.k *= 100.0
+    rows = ends(bed)
+    for ours, truth in zip(bed.attend(rows, gpu, "cpu"), bed.attend(rows, reference, "cpu"), strict=True):
+        assert ours.isfinite().all() and (ours - truth).abs().max() < 1e-4
+
+
+def test_a_step_goes_on(way: str) -> None:
+    """Two steps of decoding by one prepared Step: each stores its keys and values, and sees those of the one before."""
+    heads, kv_heads, dim, starts = 4, 2, 32, (700, 650)
+    tables = [np.array([*range(10), 20 + i], np.int32) for i in range(2)]
+    random = torch.Generator().manual_seed(3)
+    pools = [torch.randn(23, kv_heads, *tail, generator=random) for tail in ((dim, CHUNK), (CHUNK, dim))]
+    ours, truths = ([x.clone() for x in pools] for _ in range(2))
+    step = None
+    for turn in range(2):
+        spans = [Span(table, start + turn, 1) for table, start in zip(tables, starts, strict=True)]
+        plan = build([spans[i] for i in batch_order(tables)])
+        items, *places = (torch.from_numpy(x) for x in (plan.items, plan.positions, plan.row_slots, plan.row_offsets))
+        if step is None:
+            shape = (23, kv_heads, dim)
+            step = gpu.Step(
+                {None: items}, *places, heads=heads, shape=shape, dtype=torch.float32, scale=0.2, device=CPU
+            )  # fmt: skip
+        else:
+            step.go_on(places[0], places[2])
+        qkv = torch.randn(2, heads + 2 * kv_heads, dim, generator=random)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        attended = step(*ours, q, k, v, None)
+        reference.append(*truths, k, v, places[1], places[2])
+        truth = reference.attend(q, *truths, items, places[0], scale=0.2)
+        assert all(torch.equal(x, y) for x, y in zip(ours, truths, strict=True))
+        assert (attended - truth).abs().max() < BOUND
+
+
+@pytest.mark.parametrize("processors", [1, 1 << 20], ids=["whole", "in segments"])
+@pytest.mark.parametrize("size", [(64, 64), (100, 72), (2100, 70), (1100, 130)], ids=str)
+def test_products(size: tuple[int, int], processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_rows, "processors", lambda device: processors)
+    inputs, outputs = size
+    random = torch.Generator().manual_seed(1)
+    for rows in (0, 1, 65):
+        x = torch.randn(rows, 3, inputs, generator=random)[:, 1]
+        w, bias = torch.randn(outputs, inputs, generator=random), torch.randn(outputs, generator=random)
+        for b in (None, bias):
+            ours = gpu_rows.linear(x, w, b, wide=True)
+            truth = x.double() @ w.double().T + (0.0 if b is None else b.double())
+            assert ours.shape == truth.shape
+            assert ((ours - truth).abs() <= 1e-6 * (x.double().abs() @ w.double().abs().T + 1.0)).all()
+
+
+@pytest.mark.parametrize("shape", [(5, 1024), (7, 6, 80), (0, 64)], ids=str)
+def test_norms(shape: tuple[int, ...]) -> None:
+    random = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(shape, generator=random), torch.randn(shape[-1], generator=random)
+    wide = x.double()
+    truth = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    assert torch.allclose(gpu_rows.rms_norm(x, weight, 1e-5).double(), truth, rtol=2e-6, atol=1e-6)
+    if x.dim() == 3:
+        apart = torch.cat((x, x), dim=1)[:, : x.shape[1]]
+        assert torch.allclose(gpu_rows.rms_norm(apart, weight, 1e-5).double(), truth, rtol=2e-6, atol=1e-6)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="heads of up to 256"):
+        gpu.check(torch.bfloat16, 512)
+    with pytest.raises(ValueError, match="bfloat16"):
+        gpu.check(torch.int8, 64)
+    x = torch.empty(1, 1, 16)
+    with pytest.raises(ValueError, match="int8"):
+        gpu.append(x, x, x, x, x, x, k_scale=x)
+    with pytest.raises(ValueError, match="int8"):
+        gpu.attend(x, x, x, x, x, scale=1.0, v_scale=x)
+    with pytest.raises(ValueError, match="at most 65536"):
+        gpu_rows.rms_norm(torch.zeros(1, 70_000), torch.zeros(70_000), 1e-5)

@@ -1,0 +1,33 @@
+"""Settings that a GPU cannot follow are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.config import EngineConfig
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"context_parallel_size": 2},
+        {"tensor_parallel_size": 2},
+        {"kv_cache_dtype": "int8"},
+        {"quantization": "int4"},
+        {"kv_offloading_size": 1.0},
+        {"kv_offload_path": "/tmp/kv"},
+        {"kv_remote_url": "redis://127.0.0.1:6379"},
+        {"kv_offloading_size": 1.0, "offload_schedule": "row"},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_without(given: dict[str, Any]) -> None:
+    name = next(iter(given))
+    with pytest.raises(ValueError, match=f"'triton' works without {name} only: leave one of them out"):
+        EngineConfig(attention_backend="triton", **given)
+
+
+def test_alone() -> None:
+    assert EngineConfig(attention_backend="triton").attention_backend == "triton"
