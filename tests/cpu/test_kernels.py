@@ -207,3 +207,18 @@ def test_append_refuses(slot: int, offset: int, heads: int, message: str) -> Non
 def test_ops_refuse(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(2, 8))
+
+
+def test_triton_is_chosen_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(table, "find_spec", lambda name: object())
+    assert table.choose("triton", torch.bfloat16, "cuda", head_dim=256) == "triton"
+    assert table.choose("auto", torch.bfloat16) != "triton"
+    with pytest.raises(ValueError, match="heads of up to 256, the model's are 257; use 'auto'"):
+        table.choose("triton", torch.bfloat16, "cuda", head_dim=257)
+    with pytest.raises(ValueError, match="runs on a CUDA device, not on cpu"):
+        table.choose("triton", torch.bfloat16, "cpu")
+    monkeypatch.setattr(table, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="the package triton is missing"):
+        table.choose("triton", torch.bfloat16, "cuda")

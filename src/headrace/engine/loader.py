@@ -67,7 +67,7 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     folder = model_folder(config.model)
     model = read_config(folder)
     dtype = compute_dtype(model, config.dtype)
-    backend = table.choose(config.attention_backend, dtype, device_of(config))
+    backend = table.choose(config.attention_backend, dtype, device_of(config), model.attention.head_dim)
     kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
     share = shard(model, 0, config.tensor_parallel_size)
     bytes_per_token = KVStorage.bytes_per_token(share, kv_dtype)

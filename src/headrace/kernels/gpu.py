@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import cut, triton_attend
+from headrace.kernels.table import LARGEST_TRITON_HEAD
 
 LOG2_E = math.log2(math.e)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LARGEST_HEAD = 256
 STATE_BYTES = 1 << 28
 """Of states that tasks of one span may leave; more rows walk all their spans one after another."""
 
@@ -162,8 +162,8 @@ def check(dtype: torch.dtype, dim: int) -> None:
     """Raises ValueError for a type or head size that the kernels do not know."""
     if dtype not in DTYPES:
         raise ValueError(f"the Triton kernels take bfloat16, float16 and float32, got {dtype}")
-    if dim > LARGEST_HEAD:
-        raise ValueError(f"the Triton kernels take heads of up to {LARGEST_HEAD}, got {dim}")
+    if dim > LARGEST_TRITON_HEAD:
+        raise ValueError(f"the Triton kernels take heads of up to {LARGEST_TRITON_HEAD}, got {dim}")
 
 
 def _check_scales(k_scale: Tensor | None, v_scale: Tensor | None) -> None:

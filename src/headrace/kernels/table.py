@@ -20,6 +20,7 @@ Implementation = Literal["cpu", "torch", "ops"]
 """ops: a layer of the decoder one operation at a time, whatever implements those."""
 
 NATIVE_OPS = ("attend", "append", "rms_norm", "layer_norm", "silu_mul", "gelu", "relu", "rotary", "greatest")
+LARGEST_TRITON_HEAD = 256
 TRITON_OPS = ("attend", "append", "rms_norm", "linear")
 TORCH_LINEAR = "torch's matrix product, 32 rows at a time"
 
@@ -137,15 +138,17 @@ def reasons(gpu: bool = False) -> dict[str, str]:
 
 
 def choose(
-    backend: Backend, dtype: torch.dtype, device: torch.device | str = "cpu"
+    backend: Backend, dtype: torch.dtype, device: torch.device | str = "cpu", head_dim: int = 0
 ) -> Literal["reference", "cpu", "triton"]:
-    """The attention backend for `backend` on a device, logged once with its reason.
+    """The attention backend for `backend` on a device and heads of a size, logged once with its reason.
 
     Raises ValueError, with the remedy, where the one asked for cannot run here.
     """
     device_type = torch.device(device).type
     if backend == "triton":
         reason = no_triton() or (None if device_type == "cuda" else f"it runs on a CUDA device, not on {device_type}")
+        if reason is None and head_dim > LARGEST_TRITON_HEAD:
+            reason = f"it takes heads of up to {LARGEST_TRITON_HEAD}, the model's are {head_dim}"
         if reason is not None:
             raise ValueError(f"attention_backend 'triton': {reason}; use 'auto', 'cpu' or 'reference'")
         _log_choice("triton", f"asked for, on {torch.cuda.get_device_name(device)}")
