@@ -67,7 +67,8 @@ def test_tasks_fit_and_none_waits_for_another_of_its_round(plan: Plan, group: in
             taken: set[tuple[int, int]] = set()
             for begin, end, first, count in each.tasks.tolist():
                 assert 0 < end - begin <= cut.rows_together(group)
-                keys = done.items[first : first + count, 1]
+                keys, low, high = done.items[first : first + count, 1:].T
+                assert (low < end).all() and (high > begin).all(), "a chunk is walked for nobody"
                 assert (np.diff(keys) > 0).all() if done.split else (np.diff(keys) >= 0).all()
                 if done.split:
                     assert count > 0 and keys[0] // cut.SPAN == keys[-1] // cut.SPAN

@@ -80,11 +80,11 @@ def split(items: Int32, rows: int, group: int) -> Cut:
     walked: list[int] = []
     rounds: list[list[tuple[int, int, int, int]]] = [[] for _ in range(max((t.depth + 1 for t in tasks), default=0))]
     for task in sorted(tasks, key=lambda task: -len(task.items)):
-        first = len(walked)
-        walked += task.items
         for begin in range(task.begin, task.end, rows_together(group)):
             end = min(begin + rows_together(group), task.end)
-            rounds[task.depth].append((begin, end, first, len(task.items)))
+            mine = [i for i in task.items if items[i, 2] < end and items[i, 3] > begin]
+            rounds[task.depth].append((begin, end, len(walked), len(mine)))
+            walked += mine
     made = [Round(np.array(each, dtype=np.int32)) for each in rounds]
     return Cut(np.ascontiguousarray(items[walked]), made, split=True)
 
