@@ -63,6 +63,17 @@ def test_windows_and_bias(window: int, biased: bool, way: str) -> None:
         assert (ours - truth).abs().max() < BOUND
 
 
+def test_both_ways_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans are folded one by one either way. (One sequence: the interpreter's products are numpy's, whose bits may
+    depend on a row's place.)"""
+    bed = Bed([(0, 1500)], (4, 2, 64), torch.float32, apart=False)
+    monkeypatch.setattr(gpu, "processors", lambda device: 1 << 30)
+    (split,) = bed.attend(ends(bed), gpu, "cpu")
+    monkeypatch.setattr(gpu, "STATE_BYTES", -1)
+    (flash,) = bed.attend(ends(bed), gpu, "cpu")
+    assert torch.equal(split, flash)
+
+
 def test_scores_far_below_zero(way: str) -> None:
     bed = Bed(TREES["shared"], (4, 2, 64), torch.float32, apart=False)
     bed.k *= 100.0

@@ -45,7 +45,7 @@ def walk(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     lane, d, j = tl.arange(0, LANES), tl.arange(0, P), tl.arange(0, 64)
     row, in_group = begin + lane // PART, part * PART + lane % PART
-    taken = (row < end) & (in_group < GROUP) & (lane // PART < LANES // PART)
+    taken = (row < end) & (in_group < GROUP)
     head = kv_head * GROUP + in_group
     position = tl.load(positions + row, mask=taken, other=-1)
     fits = d < D
