@@ -70,14 +70,18 @@ def same(left: list[Trace], right: list[Trace]) -> None:
             assert torch.equal(one[position], other[position]), f"bits differ after position {position}"
 
 
-@pytest.fixture(scope="module")
-def truth(llm: LLM) -> list[Trace]:
+def alone(llm: LLM) -> list[Trace]:
     """Each prompt alone, on an empty cache."""
     traces = []
     for prompt in prompts_of(llm):
         llm.engine.cache.tree.clear()
         traces += run(llm, [prompt])
     return traces
+
+
+@pytest.fixture(scope="module")
+def truth(llm: LLM) -> list[Trace]:
+    return alone(llm)
 
 
 def test_the_test_can_fail(llm: LLM, truth: list[Trace]) -> None:

@@ -5,7 +5,11 @@ With a GPU they are compiled instead, and tests/gpu covers all of this and more.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,6 +76,17 @@ def test_both_ways_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "STATE_BYTES", -1)
     (flash,) = bed.attend(ends(bed), gpu, "cpu")
     assert torch.equal(split, flash)
+
+
+def test_what_is_no_number_stays_in_its_sequence(way: str) -> None:
+    """One sequence's values are NaN: no other's answer is, though their rows may go through the same task."""
+    bed = Bed(TREES["none"], (4, 2, 64), torch.float32, apart=False)
+    before = bed.attend(ends(bed), gpu, "cpu")
+    bed.v[torch.from_numpy(bed.tables[1]).long()] = float("nan")
+    after = bed.attend(ends(bed), gpu, "cpu")
+    assert after[1].isnan().all()
+    for number in (0, 2, 3):
+        assert torch.equal(after[number], before[number])
 
 
 def test_scores_far_below_zero(way: str) -> None:
@@ -150,3 +165,17 @@ def test_what_is_refused() -> None:
         gpu.attend(x, x, x, x, x, scale=1.0, v_scale=x)
     with pytest.raises(ValueError, match="at most 65536"):
         gpu_rows.rms_norm(torch.zeros(1, 70_000), torch.zeros(70_000), 1e-5)
+
+
+def test_all_of_it_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """For an H100, which need not be there: products are its tensor cores' own instructions."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.cpu.triton_compiled"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 12
+    assert [name for name, products in found.items() if not products] == [
+        "fold_spans", "store", "add_segments", "rms_norm"
+    ]  # fmt: skip

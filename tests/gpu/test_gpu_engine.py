@@ -10,7 +10,7 @@ import torch
 
 from headrace import LLM, SamplingParams
 from tests.cpu.checkpoints import KINDS, VOCAB, build_model, make_checkpoint
-from tests.cpu.test_promise import Trace, prompts_of, run, same, words
+from tests.cpu.test_promise import Trace, alone, prompts_of, run, same, words
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -26,12 +26,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def truth(llm: LLM) -> list[Trace]:
-    """Each prompt alone, on an empty cache."""
-    traces = []
-    for prompt in prompts_of(llm):
-        llm.engine.cache.tree.clear()
-        traces += run(llm, [prompt])
-    return traces
+    return alone(llm)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,11 +19,23 @@ import triton.language as tl
 
 @triton.jit
 def _fold(m, z, acc, m2, z2, acc2):
-    """(m, z, acc) [L], [L], [L, P] folded with what comes after it, unnormalised. What is empty has m = -inf."""
+    """(m, z, acc) [L], [L], [L, P] folded with what comes after it, unnormalised. What is empty has m = -inf, and is
+    left out whatever else it holds: 0 times the NaN of another sequence is NaN."""
     new = tl.maximum(m, m2)
     base = tl.where(new == float("-inf"), 0.0, new)
     keep, take = tl.exp2(m - base), tl.exp2(m2 - base)
-    return new, tl.fma(z, keep, z2 * take), tl.fma(acc, keep[:, None], acc2 * take[:, None])
+    empty = m2 == float("-inf")
+    z = tl.where(empty, z, tl.fma(z, keep, z2 * take))
+    return new, z, tl.where(empty[:, None], acc, tl.fma(acc, keep[:, None], acc2 * take[:, None]))
+
+
+@triton.jit
+def _probabilities(scores, seen, factor):
+    """p [L, 64] relative to each lane's greatest seen score, and that score [L], both scores times `factor`."""
+    scores = tl.where(seen, scores, float("-inf"))
+    top = tl.max(scores, 1) * factor
+    base = tl.where(top == float("-inf"), 0.0, top)
+    return tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, -base[:, None])), top
 
 
 @triton.jit
@@ -95,15 +107,9 @@ def walk(
             near = bias + head[:, None] * bias_len + keys[None, :]
             bias_here = tl.load(near, mask=taken[:, None] & (keys < bias_len)[None, :], other=0.0)
             scores = tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, bias_here * 1.4426950408889634)
-            scores = tl.where(seen, scores, float("-inf"))
-            top = tl.max(scores, 1)
-            base = tl.where(top == float("-inf"), 0.0, top)
-            p = tl.exp2(scores - base[:, None])
+            p, top = _probabilities(scores, seen, 1.0)
         else:
-            scores = tl.where(seen, scores, float("-inf"))
-            top = tl.max(scores, 1) * factor
-            base = tl.where(top == float("-inf"), 0.0, top)
-            p = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, -base[:, None]))
+            p, top = _probabilities(scores, seen, factor)
         values = tl.dot(p.to(chunk_v.dtype), chunk_v, input_precision=PRECISION)
         m, z, acc = _fold(m, z, acc, top, tl.sum(p, 1), values)
 

@@ -1,0 +1,67 @@
+"""Compiles the Triton kernels for an H100 (sm_90), without one: PTX and machine code, but nothing runs.
+
+Prints each kernel's name and whether its products are tensor-core instructions. Run in a process of its own by
+test_triton.py, whose kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from headrace.kernels import cut, triton_attend, triton_rows
+from headrace.kernels.gpu_rows import SEGMENT
+
+POINTERS = {"items": "*i32", "tasks": "*i32", "positions": "*i32", "slots": "*i32", "offsets": "*i32"}
+FP32 = ("acc_of", "m_of", "z_of", "parts")
+NUMBERS = {"factor": "fp32", "eps": "fp32"}
+SIZES = ("q_stride", "k_stride", "v_stride", "x_stride", "stride", "bias_len", "spans", "window", "rows", "inputs")
+SIZES += ("outputs", "elements", "segments", "width", "heads")
+HEADS = {"HEADS": 8, "D": 128, "P": 128, "SPAN": cut.SPAN, "WINDOW": False}
+WALK = HEADS | {"KV_HEADS": 2, "PART": 4, "PARTS": 1, "LANES": cut.LANES, "PRECISION": "ieee"}
+
+
+def kind_of(name: str) -> str:
+    if name in SIZES:
+        return "i32"
+    return NUMBERS.get(name) or POINTERS.get(name) or ("*fp32" if name in FP32 else "*bf16")
+
+
+def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> str:
+    """The kernel's PTX."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kind_of(name) for name in names}
+    if kernel is triton_attend.walk:
+        signature["bias"] = "*fp32"
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=values)
+    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+
+
+def main() -> None:
+    found: dict[str, bool] = {}
+
+    def note(name: str, ptx: str) -> None:
+        found[name] = "wgmma.mma_async" in ptx
+
+    for split, resume in ((True, False), (True, True), (False, False)):
+        for bias in (False, True):
+            constants = WALK | {"SPLIT": split, "RESUME": resume, "WINDOW": bias, "BIAS": bias}
+            note(f"walk {split} {resume} {bias}", compiled(triton_attend.walk, constants, num_warps=4, num_stages=3))
+    note("fold_spans", compiled(triton_attend.fold_spans, HEADS | {"TOGETHER": 16}))
+    note("store", compiled(triton_attend.store, {"KV_HEADS": 2, "D": 80, "P": 128}, num_warps=1))
+    sizes = {"ROWS": 64, "STEP": 64, "SEGMENT": SEGMENT, "PRECISION": "ieee", "BIAS": True}
+    for split, columns in ((True, 64), (False, 128)):
+        constants = sizes | {"COLUMNS": columns, "SPLIT": split}
+        note(f"product {split}", compiled(triton_rows.product, constants, num_warps=4, num_stages=4))
+    note("add_segments", compiled(triton_rows.add_segments, {"WIDTH": 1024, "BIAS": True}))
+    note("rms_norm", compiled(triton_rows.rms_norm, {"P": 1024}))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
