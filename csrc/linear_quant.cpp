@@ -11,89 +11,78 @@
 #include "codes.h"
 #include "linear.h"
 #include "panel.h"
+#include "passes.h"
 
 namespace headrace::HEADRACE_NS {
 
 namespace {
 
-constexpr int64_t GROUP = 64;       // inputs under one scale in int4
-constexpr int64_t TASK_ROWS = 128;  // rows of a task: their sums (32 KB) stay in L2
+constexpr int64_t GROUP = 64;  // inputs under one scale in int4
 
 int64_t pair_bytes(const LinearQuant &a) { return COLUMNS * 2 * a.bits / 8; }
 
-// Any instruction set, any x: 64 inputs at a time become fp32 weights [64 inputs][64 outputs], which all rows pass by.
+// Any instruction set, any x: codes become fp32 as they are read, or once for more rows than a few (passes.h).
 
-void decode8(const byte *codes, int64_t pairs, float *weights) {
-  typedef int8_t vb __attribute__((vector_size(W)));
-  typedef int16_t vs __attribute__((vector_size(2 * W)));
-  for (int64_t k = 0; k < 2 * pairs; ++k)
-    for (int64_t c = 0; c < COLUMNS; c += W) {
-      vb code;
-      memcpy(&code, codes + (k / 2 * 4 + c / 16) * 32 + k % 2 * 16 + c % 16, sizeof code);
-      const vi wide = __builtin_convertvector(__builtin_convertvector(code, vs), vi);  // GCC takes one step by scalars
-      store(weights + k * COLUMNS + c, __builtin_convertvector(wide, vf));
-    }
-}
+struct Codes8 {
+  static constexpr int BYTES = COLUMNS;
+  static constexpr bool WIDE = false;
+  using Same = float;
+  const byte *codes;  // from an even input on
 
-void decode4(const byte *codes, int64_t pairs, float *weights) {
-  for (int64_t i = 0; i < pairs; ++i, weights += 2 * COLUMNS)
-    for (int64_t c = 0; c < COLUMNS; c += W) {
+  const char *memory() const { return reinterpret_cast<const char *>(codes); }
+
+  template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int64_t column, vf (&x)[C]) const {
+    const byte *from = codes + input / 2 * 128 + input % 2 * 16;
+    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
+      const int64_t at = column + c * W;
+      x[c] = HEADRACE_NS::load(reinterpret_cast<const int8_t *>(from + at / 16 * 32 + at % 16));
+    });
+  }
+};
+
+struct Codes4 {
+  static constexpr int BYTES = COLUMNS / 2;
+  static constexpr bool WIDE = false;
+  using Same = float;
+  static constexpr uint32_t SHIFTS[2][4] = {{0, 4, 8, 12}, {16, 20, 24, 28}};  // read from memory: cheaper than made
+  const byte *codes;
+
+  const char *memory() const { return reinterpret_cast<const char *>(codes); }
+
+  template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int64_t column, vf (&x)[C]) const {
+    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
+      const int64_t at = column + c * W;
       vu words;
-      memcpy(&words, codes + i * COLUMNS + c % 16 * 4, sizeof words);
-      const vi first = reinterpret_cast<vi>(words >> static_cast<uint32_t>(c / 16 * 4) & 15u);
-      const vi second = reinterpret_cast<vi>(words >> static_cast<uint32_t>(c / 16 * 4 + 16) & 15u);
-      store(weights + c, __builtin_convertvector(first - 8, vf));
-      store(weights + COLUMNS + c, __builtin_convertvector(second - 8, vf));
-    }
-}
+      memcpy(&words, codes + input / 2 * 64 + at % 16 * 4, sizeof words);
+      x[c] = values(words >> (vu{} + SHIFTS[input % 2][at / 16]));
+    });
+  }
 
-HEADRACE_INLINE float widened(float x) { return x; }
+  // q of the lowest four bits of each word, which are q + 8.
+  HEADRACE_ALWAYS_INLINE static vf values(vu words) {
+#if defined(__AVX512F__)
+    const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return reinterpret_cast<vf>(_mm512_permutexvar_ps(reinterpret_cast<__m512i>(words), table));
+#else
+    return __builtin_convertvector(reinterpret_cast<vi>(words & 15u) - 8, vf);
+#endif
+  }
+};
 
-HEADRACE_INLINE float widened(bf16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float wide;
-  memcpy(&wide, &bits, sizeof wide);
-  return wide;
-}
-
-// sums[R][4 W] of R rows over the inputs that were decoded: a group on its own under `scales`, else one chain goes on.
-template <int R, typename T>
-void strip(const T *x, int64_t x_stride, const float *w, int64_t inputs, const bf16 *scales, float *sums) {
-  vf sum[R][4];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < 4; ++c) sum[r][c] = scales ? vf{} : load(sums + r * COLUMNS + c * W);
-  for (int64_t k = 0; k < inputs; ++k)
-    for (int r = 0; r < R; ++r) {
-      const vf input = splat(widened(x[r * x_stride + k]));
-      for (int c = 0; c < 4; ++c) sum[r][c] = madd(input, load(w + k * COLUMNS + c * W), sum[r][c]);
-    }
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < 4; ++c) {
-      float *to = sums + r * COLUMNS + c * W;
-      store(to, scales ? madd(sum[r][c], load(scales + c * W), load(to)) : sum[r][c]);
-    }
+template <typename Codes, typename T>
+void multiply_codes(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last, float *sums,
+                    float *memory) {
+  const T *x = static_cast<const T *>(a.x) + first * a.x_stride;
+  pass_all(
+      x, a.x_stride, static_cast<int>(last - first), a.inputs, [codes](int64_t k) { return Codes{codes + k * Codes::BYTES}; },
+      [scales](int64_t k) { return scales ? scales + k : nullptr; }, sums, memory);
 }
 
 // All inputs of one packed block of outputs for rows first..last-1; sums [rows, 64]; no `scales` in int8.
 template <typename T>
 void multiply(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last, float *sums,
-              float *weights) {
-  const T *x = static_cast<const T *>(a.x) + first * a.x_stride;
-  const int64_t rows = last - first;
-  memset(sums, 0, rows * COLUMNS * sizeof(float));
-  for (int64_t k = 0; k < a.inputs; k += GROUP) {
-    const int64_t count = a.inputs - k < GROUP ? a.inputs - k : GROUP;
-    (a.bits == 4 ? decode4 : decode8)(codes + k / 2 * pair_bytes(a), count / 2, weights);
-    const bf16 *group = scales ? scales + k : nullptr;
-    for (int64_t row = 0; row < rows; row += 2)
-      for (int64_t c = 0; c < COLUMNS; c += 4 * W) {
-        const T *from = x + row * a.x_stride + k;
-        const bf16 *scale = group ? group + c : nullptr;
-        float *to = sums + row * COLUMNS + c;
-        if (row + 1 < rows) strip<2>(from, a.x_stride, weights + c, count, scale, to);
-        else strip<1>(from, a.x_stride, weights + c, count, scale, to);
-      }
-  }
+              float *memory) {
+  (a.bits == 4 ? multiply_codes<Codes4, T> : multiply_codes<Codes8, T>)(a, codes, scales, first, last, sums, memory);
 }
 
 #ifdef __AVX512BF16__
@@ -282,7 +271,7 @@ void multiply<bf16>(const LinearQuant &a, const byte *codes, const bf16 *scales,
 
 #endif
 
-constexpr int64_t SCRATCH = 8192;  // floats of decoded weights: [64][64] fp32, or bf16 pairs [128][64][2]
+constexpr int64_t SCRATCH = PASS_MEMORY;  // floats; decoded weights of bf16 pairs [128][64][2] take less
 
 }  // namespace
 
@@ -293,7 +282,7 @@ template <typename T> void linear_quant(const LinearQuant &a) {
       return a.bits == 4 ? multiply_panels<Int4>(a, SCRATCH) : multiply_panels<Int8>(a, SCRATCH);
 #endif
   const int64_t block_bytes = a.inputs / 2 * pair_bytes(a);
-  each_block<T>(a, TASK_ROWS, SCRATCH, [&](int64_t block, int64_t first, int64_t last, float *sums, float *scratch) {
+  each_block<T>(a, MOST_PASS_ROWS, SCRATCH, [&](int64_t block, int64_t first, int64_t last, float *sums, float *scratch) {
     const byte *codes = static_cast<const byte *>(a.codes) + block * block_bytes;
     const bf16 *scales = a.bits == 4 ? static_cast<const bf16 *>(a.scales) + block * a.inputs : nullptr;
     if (a.bits == 8)  // the block's scales, which are wanted at its end

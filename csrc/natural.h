@@ -1,85 +1,139 @@
 // Attention of lanes over one chunk with keys as [D][64] and values as [64][D], in fp32 multiply-adds: every instruction
 // set and type. Each sum is a chain in ascending order, whatever the tile, so a lane's bits do not depend on its
-// neighbours. P: D rounded up to 16.
+// neighbours. Numbers are widened as they are read: a copy in fp32 would not stay in L1. P: D rounded up to 16.
 #pragma once
 
 #include "lanes.h"
+#include "rows.h"
 
 namespace headrace::HEADRACE_NS {
 
-template <typename T> struct Natural {
+// s[lane][j] = sum over d of q[lane][d] * k[d][j], of R lanes and C W keys; keys are `stride` apart from d to d + 1.
+template <int R, int C, int LINES, bool NEAR, typename S>
+HEADRACE_APART void score_tile(const float *q, int64_t dim, const S *keys, int64_t stride, Coming next, float *s) {
+  vf sum[R][C];
+  zero(sum);
+  add_products<LINES, NEAR>(
+      q, dim, 0, dim, [&](int64_t d, vf(&key)[C]) HEADRACE_ALWAYS_INLINE { load_columns(keys + d * stride, key); }, next, sum);
+  each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
+    order_columns<S>(sum[r]);
+    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { store(s + r * CHUNK + c * W, sum[r][c]); });
+  });
+}
+
+// Keys that some lanes see: one of them or more first .. last - 1, all of them begin .. end - 1.
+struct Common {
+  int first = 0, begin = 0, end = CHUNK, last = CHUNK;
+
+  Common(const Seen &seen, int lane, int lanes) {
+    if (seen.everything) return;
+    first = CHUNK, last = 0;
+    for (int r = lane; r < lane + lanes; ++r) {
+      first = seen.low[r] < first ? seen.low[r] : first;
+      last = seen.high[r] > last ? seen.high[r] : last;
+      begin = seen.low[r] > begin ? seen.low[r] : begin;
+      end = seen.high[r] < end ? seen.high[r] : end;
+    }
+    if (begin >= end) begin = end = last;
+  }
+
+  bool same() const { return first == begin && end == last; }
+};
+
+// acc[lane] = acc[lane] * keep + take * (sum over visible keys of p[lane][j] * v[j]), of R lanes from `lane` on and C W
+// elements. Keys that a lane does not see are left out, not multiplied by 0: their values may be garbage. APART: lanes may
+// see different keys.
+template <int R, int C, int LINES, bool APART, typename S>
+HEADRACE_APART void value_tile(const float *p, const S *values, int64_t stride, const Seen &seen, int lane, Coming next,
+                               float *acc, int64_t acc_stride, const Weights &w) {
+  vf sum[R][C];
+  zero(sum);
+  const auto load_values = [&](int64_t j, vf(&value)[C]) HEADRACE_ALWAYS_INLINE { load_columns(values + j * stride, value); };
+  const auto add_visible = [&](int from, int to) HEADRACE_ALWAYS_INLINE {
+    for (int j = from; j < to; ++j) {
+      vf value[C];
+      load_values(j, value);
+      each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
+        if (j < seen.low[lane + r] || j >= seen.high[lane + r]) return;
+        each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { sum[r][c] = madd(splat(p[r * CHUNK + j]), value[c], sum[r][c]); });
+      });
+    }
+  };
+  const Common keys(seen, lane, R);
+  if constexpr (APART) add_visible(keys.first, keys.begin);
+  add_products<LINES, !APART>(p, CHUNK, keys.begin, keys.end, load_values, next, sum);
+  if constexpr (APART) add_visible(keys.end, keys.last);
+  each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
+    order_columns<S>(sum[r]);
+    const vf keep = splat(w.keep[lane + r]), take = splat(w.take[lane + r]);
+    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
+      float *at = acc + r * acc_stride + c * W;
+      store(at, madd(sum[r][c], take, load(at) * keep));
+    });
+  });
+}
+
+// T: type of queries and results; S: of what is stored.
+template <typename T, typename S = T> struct Natural {
   static constexpr bool RUNNING = false;
   static constexpr int BATCH = 1, TOGETHER = LANES;
   using Type = T;
   using Space = headrace::HEADRACE_NS::Space;
   using Query = float;
   using Probability = float;
-  static constexpr int ROWS = 4;                // lanes in a full tile
-  static constexpr int WIDE = W == 16 ? 4 : 2;  // vectors side by side: with ROWS they fill the registers
-  static constexpr int CONVERT_LANES = 8;       // from here on, converting a chunk to fp32 once pays
 
-  const T *k, *v;
+  const S *k, *v;
   int64_t dim, padded;
-  const float *wide_k = nullptr, *wide_v = nullptr;  // the chunk in fp32, if converted: [D][64], [64][P]
+  int64_t ahead;  // elements from these keys to those that are read next; 0: none
+  int64_t lanes;  // that meet the chunk
+  const float *wide_v = nullptr;  // [64][P] where D is no multiple of 16
 
-  static int64_t scratch(int64_t dim) { return CHUNK * (dim + (dim + 15) / 16 * 16); }
+  static int64_t scratch(int64_t dim) { return dim % 16 == 0 ? 0 : CHUNK * ((dim + 15) / 16 * 16); }
 
-  template <typename S> static void query(const S *from, float *to, int64_t n) {
-    int64_t i = 0;
-    for (; i + W <= n; i += W) store(to + i, load(from + i));
-    if (i < n) store_part(to + i, load_part(from + i, n - i), n - i);
-  }
+  static void query(const T *from, float *to, int64_t n) { widen(from, to, n); }
 
-  Natural(const T *k, const T *v, int64_t dim, int64_t padded, int64_t, int64_t lanes, const Space &space)
-      : k(k), v(v), dim(dim), padded(padded) {
-    float *scratch = space.scratch;
-    const bool pays = lanes >= CONVERT_LANES && sizeof(T) < sizeof(float);
-    if (pays) {
-      query(k, scratch, CHUNK * dim);
-      wide_k = scratch;
-    }
-    if (pays || dim != padded) wide_v = widen_values(scratch + CHUNK * dim);
-  }
-
-  // On a chunk that is fp32 already: [D][64] and [64][P].
-  Natural(const float *wide_k, const float *wide_v, int64_t dim, int64_t padded)
-      : k(nullptr), v(nullptr), dim(dim), padded(padded), wide_k(wide_k), wide_v(wide_v) {}
-
-  const float *widen_values(float *to) const {
+  Natural(const S *k, const S *v, int64_t dim, int64_t padded, int64_t ahead, int64_t lanes, const Space &space)
+      : k(k), v(v), dim(dim), padded(padded), ahead(ahead), lanes(lanes) {
+    if (dim == padded) return;
     for (int64_t j = 0; j < CHUNK; ++j) {
-      for (int64_t d = dim; d < padded; ++d) to[j * padded + d] = 0.0f;
-      query(v + j * dim, to + j * padded, dim);
+      for (int64_t d = dim; d < padded; ++d) space.scratch[j * padded + d] = 0.0f;
+      widen(v + j * dim, space.scratch + j * padded, dim);
     }
-    return to;
+    wide_v = space.scratch;
   }
 
-  // p[lane][j] = sum over d of q[lane][d] * k[d][j]
-  void scores(int n, const float *q, float *p, int64_t) const {
-    wide_k ? score_rows(n, q, wide_k, p) : score_rows(n, q, k, p);
+  // Lanes read K, then V, and L1 holds little more than both: what is fetched meanwhile lies half a chunk ahead. Several
+  // groups of lanes read them in turn: a whole chunk ahead.
+  bool one_group() const { return lanes <= LANES; }
+  const S *during_scores() const { return one_group() ? v : ahead ? k + ahead : nullptr; }
+  const S *during_values() const { return !ahead ? nullptr : one_group() ? k + ahead : v + ahead; }
+
+  // The part of `next` that `rows` lanes from `lane` on fetch, taking `columns` vectors in each step, behind `done` elements.
+  Coming share(const S *next, int64_t lane, int rows, int64_t done, int columns) const {
+    if (!next) return {reinterpret_cast<const char *>(k), 0};
+    const int all = static_cast<int>(lanes), before = static_cast<int>(lane * dim * CHUNK + rows * done);
+    const int stride = columns * W * static_cast<int>(sizeof(S)) * rows;  // int: divisions of 64 bits take long
+    return {reinterpret_cast<const char *>(next + before / all), stride / all};
   }
 
-  template <typename K> void score_rows(int n, const float *q, const K *keys, float *p) const {
-    for (; n > 0; n -= ROWS, q += ROWS * dim, p += ROWS * CHUNK) switch (n) {
-        case 1: score_tile<1>(q, keys, p); break;
-        case 2: score_tile<2>(q, keys, p); break;
-        case 3: score_tile<3>(q, keys, p); break;
-        default: score_tile<4>(q, keys, p);
-      }
-  }
+  static constexpr int lines(int columns) { return (columns * W * sizeof(S) + 63) / 64; }
 
-  template <int N, typename K> void score_tile(const float *q, const K *keys, float *p) const {
-    for (int j = 0; j < CHUNK; j += WIDE * W) {
-      vf sum[N][WIDE];
-      each<N * WIDE>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i / WIDE][i % WIDE] = vf{}; });
-      for (int64_t d = 0; d < dim; ++d) {
-        vf key[WIDE];
-        for (int c = 0; c < WIDE; ++c) key[c] = load(keys + d * CHUNK + j + c * W);
-        for (int r = 0; r < N; ++r)
-          for (int c = 0; c < WIDE; ++c) sum[r][c] = madd(splat(q[r * dim + d]), key[c], sum[r][c]);
-      }
-      for (int r = 0; r < N; ++r)
-        for (int c = 0; c < WIDE; ++c) store(p + r * CHUNK + j + c * W, sum[r][c]);
-    }
+  // f(first lane, lanes) for n lanes, by tiles that fill the registers. With six it does not matter how fast memory answers,
+  // but L1 is full: they fetch to L2.
+  template <typename F> static void by_tiles(int n, F f) { by_rows<6, 4, 2, 1>(n, f); }
+  static constexpr bool near(int rows) { return rows < 6; }
+
+  // Vectors side by side: few rows need more of them, so that enough chains are under way.
+  static constexpr int wide(int rows) { return W == 16 ? (rows <= 2 ? 8 : 4) : rows == 6 ? 2 : 8 / rows; }
+
+  // s[lane][j] = sum over d of q[lane][d] * k[d][j]; `before` lanes have met the chunk already.
+  void scores(int n, const float *q, float *s, int64_t before) const {
+    by_tiles(n, [&](int r, auto rows) {
+      constexpr int C = wide(rows) * W < CHUNK ? wide(rows) : CHUNK / W;
+      for (int j = 0; j < CHUNK; j += C * W)
+        score_tile<rows, C, lines(C), near(rows)>(q + r * dim, dim, k + j, CHUNK,
+                                                  share(during_scores(), before + r, rows, j * dim, C), s + r * CHUNK + j);
+    });
   }
 
   static vf power(vf x) { return exp(x); }
@@ -89,85 +143,61 @@ template <typename T> struct Natural {
   // what the probabilities are multiplied by before they are rounded, but not in the sum.
   static void probabilities(int n, float *s, const Seen &seen, float scale, float *p, float *m, float *l,
                             const float *weights = nullptr) {
+    constexpr int N = CHUNK / W;
     for (int r = 0; r < n; ++r, s += CHUNK, p += CHUNK) {
+      vf x[N];
+      each<N>([&](auto c) HEADRACE_ALWAYS_INLINE { x[c] = load(s + c * W) * splat(scale); });
+      if (!seen.everything) hide(seen.low[r], seen.high[r], x);
       const float low = -__builtin_inff();
-      const int first = seen.from(r), last = seen.to(r);
-      vf top = splat(low);
-      for (int j = 0; j < CHUNK; j += W) {
-        vi index;
-        for (int i = 0; i < W; ++i) index[i] = j + i;
-        const vf x = ((index >= first) & (index < last)) ? load(s + j) * splat(scale) : splat(low);
-        top = max(top, x);
-        store(s + j, x);
-      }
-      m[r] = greatest(top);
+      vf top = x[0];
+      each<N - 1>([&](auto c) HEADRACE_ALWAYS_INLINE { top = max(top, x[c + 1]); });
+      m[r] = greatest(max(splat(low), top));
       m[r] = m[r] == low ? 0.0f : m[r];
-      for (int j = 0; j < CHUNK; j += W) {
-        const vf x = exp(load(s + j) - splat(m[r]));
-        store(s + j, x);
-        store(p + j, round_as(static_cast<const T *>(nullptr), weights ? x * load(weights + j) : x));
-      }
+      each<N>([&](auto c) HEADRACE_ALWAYS_INLINE {
+        x[c] = exp(x[c] - splat(m[r]));
+        store(s + c * W, x[c]);
+        store(p + c * W, round_as(static_cast<const T *>(nullptr), weights ? x[c] * load(weights + c * W) : x[c]));
+      });
       l[r] = sum64(s);
     }
   }
 
+  // -inf in place of the scores of keys other than first .. last - 1.
+  template <int N> static void hide(int first, int last, vf (&x)[N]) {
+    each<N>([&](auto c) HEADRACE_ALWAYS_INLINE {
+      vi index;
+      for (int i = 0; i < W; ++i) index[i] = c * W + i;
+      x[c] = ((index >= first) & (index < last)) ? x[c] : splat(-__builtin_inff());
+    });
+  }
+
   // acc[lane] = acc[lane] * keep + take * (sum over visible keys of p[lane][j] * v[j]).
-  void values(int n, const float *p, const Seen &seen, float *acc, const Weights &weights, int64_t) const {
-    for (int r = 0; r < n; r += ROWS) {
-      const int rows = n - r < ROWS ? n - r : ROWS;
-      bool all = true;
-      for (int i = r; i < r + rows; ++i) all &= seen.from(i) == 0 && seen.to(i) == CHUNK;
-      // Keys that a lane does not see are left out, not multiplied by 0: their values may be garbage.
-      if (all) value_rows(rows, p + r * CHUNK, 0, CHUNK, acc + r * padded, weights, r);
+  void values(int n, const float *p, const Seen &seen, float *acc, const Weights &w, int64_t before) const {
+    by_tiles(n, [&](int r, auto rows) {
+      if (rows == 6 || Common(seen, r, rows).same())
+        value_rows<rows>(p, seen, r, acc, w, before);
       else
-        for (int i = r; i < r + rows; ++i)
-          if (seen.low[i] < seen.high[i])
-            value_rows(1, p + i * CHUNK, seen.low[i], seen.high[i], acc + i * padded, weights, i);
-    }
+        for (int i = r; i < r + rows; ++i) value_rows<1>(p, seen, i, acc, w, before);
+    });
   }
 
-  void value_rows(int n, const float *p, int first, int last, float *acc, const Weights &w, int lane) const {
-    wide_v ? value_rows(n, p, first, last, wide_v, padded, acc, w, lane)
-           : value_rows(n, p, first, last, v, dim, acc, w, lane);
-  }
-
-  template <typename V>
-  void value_rows(int n, const float *p, int first, int last, const V *from, int64_t stride, float *acc,
-                  const Weights &w, int lane) const {
-    switch (n) {
-      case 1: return value_columns<1>(p, first, last, from, stride, acc, w, lane);
-      case 2: return value_columns<2>(p, first, last, from, stride, acc, w, lane);
-      case 3: return value_columns<3>(p, first, last, from, stride, acc, w, lane);
-      default: return value_columns<4>(p, first, last, from, stride, acc, w, lane);
-    }
-  }
-
-  template <int N, typename V>
-  void value_columns(const float *p, int first, int last, const V *from, int64_t stride, float *acc, const Weights &w,
-                     int lane) const {
+  template <int R>
+  void value_rows(const float *p, const Seen &seen, int lane, float *acc, const Weights &w, int64_t before) const {
     int64_t d = 0;
-    for (; d + WIDE * W <= padded; d += WIDE * W)
-      value_tile<N, WIDE>(p, first, last, from + d, stride, acc + d, w, lane);
-    for (; d + 2 * W <= padded; d += 2 * W) value_tile<N, 2>(p, first, last, from + d, stride, acc + d, w, lane);
-    for (; d < padded; d += W) value_tile<N, 1>(p, first, last, from + d, stride, acc + d, w, lane);
-  }
-
-  template <int N, int C, typename V>
-  void value_tile(const float *p, int first, int last, const V *from, int64_t stride, float *acc, const Weights &w,
-                  int lane) const {
-    vf sum[N][C];
-    each<N * C>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i / C][i % C] = vf{}; });
-    for (int j = first; j < last; ++j) {
-      vf value[C];
-      for (int c = 0; c < C; ++c) value[c] = load(from + j * stride + c * W);
-      for (int r = 0; r < N; ++r)
-        for (int c = 0; c < C; ++c) sum[r][c] = madd(splat(p[r * CHUNK + j]), value[c], sum[r][c]);
-    }
-    for (int r = 0; r < N; ++r)
-      for (int c = 0; c < C; ++c) {
-        float *at = acc + r * padded + c * W;
-        store(at, madd(sum[r][c], splat(w.take[lane + r]), load(at) * splat(w.keep[lane + r])));
+    auto columns = [&](auto c) {  // as many c W columns as there are
+      for (; d + c * W <= padded; d += c * W) {
+        const Coming next = share(during_values(), before + lane, R, CHUNK * d, c);
+        const auto tile = [&](auto *from, int64_t stride) {
+          value_tile<R, c, lines(c), R == 6>(p + lane * CHUNK, from + d, stride, seen, lane, next, acc + lane * padded + d,
+                                              padded, w);
+        };
+        wide_v ? tile(wide_v, padded) : tile(v, dim);
       }
+    };
+    if constexpr (wide(R) >= 8) columns(Constant<8>{});
+    if constexpr (wide(R) >= 4) columns(Constant<4>{});
+    columns(Constant<2>{});
+    if constexpr (W == 16) columns(Constant<1>{});
   }
 };
 

@@ -40,29 +40,22 @@ HEADRACE_INLINE void fetch_scales(const Chunk8 &chunk, int64_t dim) {
 
 template <typename Math> struct Quantised;
 
-template <typename T> struct Quantised<Natural<T>> : Natural<T> {
+template <typename T> struct Quantised<Natural<T>> : Natural<T, int8_t> {
+  using Integers = Natural<T, int8_t>;
   Chunk8 chunk;
 
-  Quantised(const Chunk8 &chunk, int64_t dim, int64_t padded, int64_t, const Space &space)
-      : Natural<T>(space.scratch, space.scratch + CHUNK * dim, dim, padded), chunk(chunk) {
-    float *scratch = space.scratch, *v = scratch + CHUNK * dim;
-    for (int64_t d = 0; d < dim; ++d) {
-      if (d % 2 == 0) fetch_two(chunk.k + chunk.ahead + d * CHUNK), fetch_two(chunk.v + chunk.ahead + d * CHUNK);
-      Natural<T>::query(chunk.k + d * CHUNK, scratch + d * CHUNK, CHUNK);
-    }
-    for (int64_t j = 0; j < CHUNK; ++j) {
-      for (int64_t d = dim; d < padded; ++d) v[j * padded + d] = 0.0f;
-      Natural<T>::query(chunk.v + j * dim, v + j * padded, dim);
-    }
+  Quantised(const Chunk8 &chunk, int64_t dim, int64_t padded, int64_t lanes, const Space &space)
+      : Integers(chunk.k, chunk.v, dim, padded, chunk.ahead, lanes, space), chunk(chunk) {
+    fetch_scales(chunk, dim);
   }
 
   void scores(int n, const float *q, float *s, int64_t before) const {
-    Natural<T>::scores(n, q, s, before);
+    Integers::scores(n, q, s, before);
     chunk.scale_scores(n, s);
   }
 
   void probabilities(int n, float *s, const Seen &seen, float scale, float *p, float *m, float *l) const {
-    Natural<T>::probabilities(n, s, seen, scale, p, m, l, chunk.v_scale);
+    Integers::probabilities(n, s, seen, scale, p, m, l, chunk.v_scale);
   }
 };
 

@@ -27,6 +27,7 @@ typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
+typedef int16_t vs __attribute__((vector_size(2 * W)));
 typedef int8_t vb __attribute__((vector_size(W)));
 
 typedef uint8_t byte;
@@ -85,9 +86,50 @@ HEADRACE_INLINE vf load(const bf16 *p) {
 }
 
 HEADRACE_INLINE vf load(const int8_t *p) {
+#if defined(__AVX512F__)
+  const __m512i x = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+  return reinterpret_cast<vf>(_mm512_cvtepi32_ps(x));
+#elif defined(__AVX2__)
+  const __m256i x = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+  return reinterpret_cast<vf>(_mm256_cvtepi32_ps(x));
+#else
   vb x;
   memcpy(&x, p, sizeof x);
-  return __builtin_convertvector(__builtin_convertvector(x, vi), vf);
+  return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(x, vs), vi), vf);  // GCC: 1 step is slow
+#endif
+}
+
+// 2 W numbers as two vectors, in the order that costs least: of bf16 the even ones, then the odd ones.
+template <typename T> HEADRACE_INLINE void load_two(const T *p, vf &first, vf &second) {
+  first = load(p);
+  second = load(p + W);
+}
+
+HEADRACE_INLINE void load_two(const bf16 *p, vf &first, vf &second) {
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
+  vu pairs;
+  memcpy(&pairs, p, sizeof pairs);
+  first = reinterpret_cast<vf>(pairs << 16);
+  second = reinterpret_cast<vf>(pairs & 0xffff0000u);
+}
+
+// What load_two made of numbers of this type, or sums of it, as the numbers lie in memory.
+template <typename T> HEADRACE_INLINE void in_order(const T *, vf &, vf &) {}
+
+HEADRACE_INLINE void in_order(const bf16 *, vf &first, vf &second) {
+  const vf even = first, odd = second;
+#if defined(__AVX512F__)
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  first = reinterpret_cast<vf>(_mm512_permutex2var_ps(even, low, odd));
+  second = reinterpret_cast<vf>(_mm512_permutex2var_ps(even, _mm512_add_epi32(low, _mm512_set1_epi32(8)), odd));
+#elif defined(__AVX2__)
+  const __m256 low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
+  first = reinterpret_cast<vf>(_mm256_permute2f128_ps(low, high, 0x20));
+  second = reinterpret_cast<vf>(_mm256_permute2f128_ps(low, high, 0x31));
+#else
+  first = vf{even[0], odd[0], even[1], odd[1]};
+  second = vf{even[2], odd[2], even[3], odd[3]};
+#endif
 }
 
 HEADRACE_INLINE void store(float *p, vf x) { memcpy(p, &x, sizeof x); }
@@ -121,7 +163,11 @@ HEADRACE_INLINE void store(bf16 *p, vf x) {
 // x rounded to the type of the tensor it came with.
 HEADRACE_INLINE vf round_as(const float *, vf x) { return x; }
 HEADRACE_INLINE vf round_as(const bf16 *, vf x) {
+#if defined(__AVX512BF16__)
   return reinterpret_cast<vf>(__builtin_convertvector(to_bf16(x), vu) << 16);
+#else
+  return reinterpret_cast<vf>(bf16_bits(x) << 16);
+#endif
 }
 
 // Sanitizers do not look into masked loads and stores: with them the general form below is used.
@@ -146,6 +192,13 @@ template <typename T> HEADRACE_INLINE void store_part(T *p, vf x, int64_t n) {
   T part[W];
   store(part, x);
   memcpy(p, part, n * sizeof(T));
+}
+
+// n numbers as fp32.
+template <typename T> HEADRACE_INLINE void widen(const T *from, float *to, int64_t n) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(to + i, load(from + i));
+  if (i < n) store_part(to + i, load_part(from + i, n - i), n - i);
 }
 
 // e^x: at most 2 ulp from the truth; 1 at 0; 0 below -87.33 (results that would be subnormal), inf above 88.72.

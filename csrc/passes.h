@@ -1,0 +1,123 @@
+// Rows of x passing by a block of weights of 64 outputs and up to 64 inputs: sums[rows][64] += x[rows][inputs] . w, in fp32,
+// one chain of multiply-adds over ascending inputs for each sum. For processors that do not multiply bf16, and for fp32.
+//
+// What weights are is a policy: BYTES of an input's 64 weights, where one input's lie behind the other's; Same, the type in
+// whose order (load_two) two vectors come; WIDE, whether they are fp32; memory(), where they begin; load(input, column,
+// vectors).
+#pragma once
+
+#include "linear.h"
+#include "rows.h"
+
+namespace headrace::HEADRACE_NS {
+
+constexpr int64_t PASS_INPUTS = 64;  // of a block: 16 KB of fp32 weights, two of which fit into L1
+constexpr int PASS_ROWS = 6;         // of a tile: with four (AVX-512) or two vectors side by side they fill the registers
+constexpr int OUTPUTS = COLUMNS;     // an int: divisions of 64 bits take long
+
+// Weights [inputs][64] of type S.
+template <typename S> struct Plain {
+  static constexpr int BYTES = OUTPUTS * sizeof(S);
+  static constexpr bool WIDE = sizeof(S) == sizeof(float);
+  using Same = S;
+  const S *w;
+
+  const char *memory() const { return reinterpret_cast<const char *>(w); }
+
+  template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int64_t column, vf (&x)[C]) const {
+    load_columns(w + input * OUTPUTS + column, x);
+  }
+};
+
+// Vectors of sums side by side: few rows need more of them, so that enough chains are under way.
+constexpr int pass_width(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
+
+// The sums of R rows and C W outputs. `scales` [64]: the block's products are multiplied by them, then added; or null.
+template <int R, int C, int LINES, typename Block>
+HEADRACE_APART void pass_tile(const float *x, int64_t x_stride, const Block &w, int64_t inputs, int64_t column,
+                              const bf16 *scales, float *sums, Coming next) {
+  vf sum[R][C];
+  each<R * C>([&](auto i) HEADRACE_ALWAYS_INLINE {
+    sum[i / C][i % C] = scales ? vf{} : load(sums + i / C * OUTPUTS + column + i % C * W);
+  });
+  const auto weights = [&](int64_t i, vf(&weight)[C]) HEADRACE_ALWAYS_INLINE { w.load(i, column, weight); };
+  add_products<LINES, true>(x, x_stride, 0, inputs, weights, next, sum);
+  each<R * C>([&](auto i) HEADRACE_ALWAYS_INLINE {
+    float *to = sums + i / C * OUTPUTS + column + i % C * W;
+    const vf y = sum[i / C][i % C];
+    store(to, scales ? madd(y, load(scales + column + i % C * W), load(to)) : y);
+  });
+}
+
+struct Rows {
+  const float *x;
+  int64_t stride;
+};
+
+inline Rows fp32_rows(const float *x, int64_t stride, int64_t, int64_t, float *) { return {x, stride}; }
+
+inline Rows fp32_rows(const bf16 *x, int64_t stride, int64_t rows, int64_t inputs, float *to) {
+  for (int64_t row = 0; row < rows; ++row) widen(x + row * stride, to + row * PASS_INPUTS, inputs);
+  return {to, PASS_INPUTS};
+}
+
+// All rows, each group of them fetching its share of the block of BYTES for each input that comes next.
+template <int LINES, typename Block>
+void pass(int rows, Rows x, const Block &w, int inputs, const bf16 *scales, float *sums, const char *next, int bytes) {
+  by_rows<6, 5, 4, 3, 2, 1>(rows, [&](int row, auto count) {
+    constexpr int C = pass_width(count);
+    for (int column = 0; column < OUTPUTS; column += C * W) {
+      const int before = row * OUTPUTS + count * column, all = rows * OUTPUTS;
+      const Coming share = {next + inputs * bytes * before / all, bytes * count * C * W / all};
+      pass_tile<count, C, LINES>(x.x + row * x.stride, x.stride, w, inputs, column, scales, sums + row * OUTPUTS, share);
+    }
+  });
+}
+
+// Weights of a block in fp32.
+template <typename Block> void copy(const Block &w, int64_t inputs, float *to) {
+  for (int64_t i = 0; i < inputs; ++i)
+    for (int64_t column = 0; column < OUTPUTS; column += W) {
+      vf x[1];
+      w.load(i, column, x);
+      store(to + i * OUTPUTS + column, x[0]);
+    }
+}
+
+template <typename S> void order(int64_t rows, float *sums) {
+  for (int64_t i = 0; i < rows * OUTPUTS; i += 2 * W) {
+    vf first = load(sums + i), second = load(sums + i + W);
+    in_order(static_cast<const S *>(nullptr), first, second);
+    store(sums + i, first);
+    store(sums + i + W, second);
+  }
+}
+
+constexpr int64_t MOST_PASS_ROWS = 128;  // of a task: their sums (32 KB) and inputs stay in L2
+constexpr int64_t PASS_MEMORY = (MOST_PASS_ROWS + OUTPUTS) * PASS_INPUTS;  // floats: for widened x and weights
+
+// `rows` rows of x by all inputs of 64 outputs. block(k): the weights from input k on; scales(k): theirs, or null. Few rows
+// read weights as they are stored, more of them a copy in fp32.
+template <typename T, typename F, typename G>
+void pass_all(const T *x, int64_t x_stride, int rows, int64_t inputs, F block, G scales, float *sums, float *memory) {
+  using Block = decltype(block(0));
+  constexpr int LINES = (Block::BYTES + 63) / 64;
+  const bool stored = Block::WIDE || rows <= PASS_ROWS;
+  float *wide_w = memory, *wide_x = memory + OUTPUTS * PASS_INPUTS;
+  memset(sums, 0, rows * OUTPUTS * sizeof(float));
+  for (int64_t k = 0; k < inputs; k += PASS_INPUTS) {
+    const int count = static_cast<int>(inputs - k < PASS_INPUTS ? inputs - k : PASS_INPUTS);
+    const Block w = block(k);
+    const char *next = w.memory() + count * Block::BYTES;
+    const Rows from = fp32_rows(x + k, x_stride, rows, count, wide_x);
+    if (stored) {
+      pass<LINES>(rows, from, w, count, scales(k), sums, next, Block::BYTES);
+    } else {
+      copy(w, count, wide_w);
+      pass<1>(rows, from, Plain<float>{wide_w}, count, scales(k), sums, next, Block::BYTES);
+    }
+  }
+  if (stored) order<typename Block::Same>(rows, sums);
+}
+
+}  // namespace headrace::HEADRACE_NS
