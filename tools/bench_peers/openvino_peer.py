@@ -1,6 +1,7 @@
-"""openvino-genai as an engine under test: ContinuousBatchingPipeline, bf16 inference, prefix caching on.
+"""openvino-genai as an engine under test: ContinuousBatchingPipeline with prefix caching.
 
-The checkpoint is converted once, weights in bf16, beside itself. Option `kv`: bf16 or u8.
+The checkpoint is converted once, weights in bf16, beside itself. Options: `precision` of inference, bf16 or f32 (where
+the processor has no bf16); `kv`: that precision or u8.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class OpenVino:
         scheduling.cache_size = 3
         scheduling.max_num_seqs = 256
         scheduling.max_num_batched_tokens = 2048
-        properties = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": options["kv"]}
+        properties = {"INFERENCE_PRECISION_HINT": options["precision"], "KV_CACHE_PRECISION": options["kv"]}
         self.pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduling, "CPU", properties)
         self.count = 0
 
