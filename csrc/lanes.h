@@ -6,11 +6,7 @@
 
 namespace headrace::HEADRACE_NS {
 
-#ifdef __AVX512BF16__
 constexpr int LANES = 32;  // keys and values come from L2 once for so many
-#else
-constexpr int LANES = W == 16 ? 32 : 24;
-#endif
 
 // How a chunk's contribution enters each lane's state: acc = acc * keep + chunk * take.
 struct Weights {

@@ -25,14 +25,14 @@ int64_t pair_bytes(const LinearQuant &a) { return COLUMNS * 2 * a.bits / 8; }
 
 struct Codes8 {
   static constexpr int BYTES = COLUMNS;
-  static constexpr bool WIDE = false;
+  static constexpr bool CHEAP = false;
   using Same = float;
   const byte *codes;  // from an even input on
 
   const char *memory() const { return reinterpret_cast<const char *>(codes); }
 
-  template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int64_t column, vf (&x)[C]) const {
-    const byte *from = codes + input / 2 * 128 + input % 2 * 16;
+  template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int odd, int64_t column, vf (&x)[C]) const {
+    const byte *from = codes + (input - odd) * 64 + odd * 16;
     each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
       const int64_t at = column + c * W;
       x[c] = HEADRACE_NS::load(reinterpret_cast<const int8_t *>(from + at / 16 * 32 + at % 16));
@@ -42,29 +42,29 @@ struct Codes8 {
 
 struct Codes4 {
   static constexpr int BYTES = COLUMNS / 2;
-  static constexpr bool WIDE = false;
+  static constexpr bool CHEAP = false;
   using Same = float;
-  static constexpr uint32_t SHIFTS[2][4] = {{0, 4, 8, 12}, {16, 20, 24, 28}};  // read from memory: cheaper than made
   const byte *codes;
 
   const char *memory() const { return reinterpret_cast<const char *>(codes); }
 
-  template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int64_t column, vf (&x)[C]) const {
+  template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int odd, int64_t column, vf (&x)[C]) const {
+    const byte *from = codes + (input - odd) * 32;
     each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
-      const int64_t at = column + c * W;
+      const int at = static_cast<int>(column) + c * W;
       vu words;
-      memcpy(&words, codes + input / 2 * 64 + at % 16 * 4, sizeof words);
-      x[c] = values(words >> (vu{} + SHIFTS[input % 2][at / 16]));
+      memcpy(&words, from + at % 16 * 4, sizeof words);
+      x[c] = values(words, 16 * odd + at / 16 * 4);
     });
   }
 
-  // q of the lowest four bits of each word, which are q + 8.
-  HEADRACE_ALWAYS_INLINE static vf values(vu words) {
+  // q of the four bits of each word, which are q + 8, from bit `at` on.
+  HEADRACE_ALWAYS_INLINE static vf values(vu words, int at) {
 #if defined(__AVX512F__)
     const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    return reinterpret_cast<vf>(_mm512_permutexvar_ps(reinterpret_cast<__m512i>(words), table));
+    return reinterpret_cast<vf>(_mm512_permutexvar_ps(reinterpret_cast<__m512i>(words >> at), table));
 #else
-    return __builtin_convertvector(reinterpret_cast<vi>(words & 15u) - 8, vf);
+    return __builtin_convertvector(reinterpret_cast<vi>((words ^ 0x88888888u) << (28 - at)) >> 28, vf);
 #endif
   }
 };

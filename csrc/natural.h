@@ -9,12 +9,13 @@
 namespace headrace::HEADRACE_NS {
 
 // s[lane][j] = sum over d of q[lane][d] * k[d][j], of R lanes and C W keys; keys are `stride` apart from d to d + 1.
-template <int R, int C, int LINES, bool NEAR, typename S>
+template <int R, int C, int BYTES, bool NEAR, typename S>
 HEADRACE_APART void score_tile(const float *q, int64_t dim, const S *keys, int64_t stride, Coming next, float *s) {
   vf sum[R][C];
   zero(sum);
-  add_products<LINES, NEAR>(
-      q, dim, 0, dim, [&](int64_t d, vf(&key)[C]) HEADRACE_ALWAYS_INLINE { load_columns(keys + d * stride, key); }, next, sum);
+  add_products<BYTES, NEAR>(
+      q, dim, 0, dim,
+      [&](int64_t d, auto, int at, auto &key) HEADRACE_ALWAYS_INLINE { load_columns(keys + d * stride + at, key); }, next, sum);
   each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
     order_columns<S>(sum[r]);
     each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { store(s + r * CHUNK + c * W, sum[r][c]); });
@@ -43,16 +44,18 @@ struct Common {
 // acc[lane] = acc[lane] * keep + take * (sum over visible keys of p[lane][j] * v[j]), of R lanes from `lane` on and C W
 // elements. Keys that a lane does not see are left out, not multiplied by 0: their values may be garbage. APART: lanes may
 // see different keys.
-template <int R, int C, int LINES, bool APART, typename S>
+template <int R, int C, int BYTES, bool NEAR, bool APART, typename S>
 HEADRACE_APART void value_tile(const float *p, const S *values, int64_t stride, const Seen &seen, int lane, Coming next,
                                float *acc, int64_t acc_stride, const Weights &w) {
   vf sum[R][C];
   zero(sum);
-  const auto load_values = [&](int64_t j, vf(&value)[C]) HEADRACE_ALWAYS_INLINE { load_columns(values + j * stride, value); };
+  const auto load_values = [&](int64_t j, auto, int at, auto &value) HEADRACE_ALWAYS_INLINE {
+    load_columns(values + j * stride + at, value);
+  };
   const auto add_visible = [&](int from, int to) HEADRACE_ALWAYS_INLINE {
     for (int j = from; j < to; ++j) {
       vf value[C];
-      load_values(j, value);
+      load_values(j, Constant<0>{}, 0, value);
       each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
         if (j < seen.low[lane + r] || j >= seen.high[lane + r]) return;
         each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { sum[r][c] = madd(splat(p[r * CHUNK + j]), value[c], sum[r][c]); });
@@ -61,7 +64,7 @@ HEADRACE_APART void value_tile(const float *p, const S *values, int64_t stride, 
   };
   const Common keys(seen, lane, R);
   if constexpr (APART) add_visible(keys.first, keys.begin);
-  add_products<LINES, !APART>(p, CHUNK, keys.begin, keys.end, load_values, next, sum);
+  add_products<BYTES, NEAR>(p, CHUNK, keys.begin, keys.end, load_values, next, sum);
   if constexpr (APART) add_visible(keys.end, keys.last);
   each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
     order_columns<S>(sum[r]);
@@ -116,12 +119,12 @@ template <typename T, typename S = T> struct Natural {
     return {reinterpret_cast<const char *>(next + before / all), stride / all};
   }
 
-  static constexpr int lines(int columns) { return (columns * W * sizeof(S) + 63) / 64; }
+  static constexpr int bytes(int columns) { return columns * W * sizeof(S); }
 
-  // f(first lane, lanes) for n lanes, by tiles that fill the registers. With six it does not matter how fast memory answers,
-  // but L1 is full: they fetch to L2.
+  // f(first lane, lanes) for n lanes, by tiles that fill the registers. They fetch to L2, for L1 is full; but fewer than six
+  // with AVX-512 are so fast that it matters how far away memory is.
   template <typename F> static void by_tiles(int n, F f) { by_rows<6, 4, 2, 1>(n, f); }
-  static constexpr bool near(int rows) { return rows < 6; }
+  static constexpr bool near(int rows) { return W == 16 && rows < 6; }
 
   // Vectors side by side: few rows need more of them, so that enough chains are under way.
   static constexpr int wide(int rows) { return W == 16 ? (rows <= 2 ? 8 : 4) : rows == 6 ? 2 : 8 / rows; }
@@ -131,7 +134,7 @@ template <typename T, typename S = T> struct Natural {
     by_tiles(n, [&](int r, auto rows) {
       constexpr int C = wide(rows) * W < CHUNK ? wide(rows) : CHUNK / W;
       for (int j = 0; j < CHUNK; j += C * W)
-        score_tile<rows, C, lines(C), near(rows)>(q + r * dim, dim, k + j, CHUNK,
+        score_tile<rows, C, bytes(C), near(rows)>(q + r * dim, dim, k + j, CHUNK,
                                                   share(during_scores(), before + r, rows, j * dim, C), s + r * CHUNK + j);
     });
   }
@@ -144,22 +147,37 @@ template <typename T, typename S = T> struct Natural {
   static void probabilities(int n, float *s, const Seen &seen, float scale, float *p, float *m, float *l,
                             const float *weights = nullptr) {
     constexpr int N = CHUNK / W;
-    for (int r = 0; r < n; ++r, s += CHUNK, p += CHUNK) {
-      vf x[N];
-      each<N>([&](auto c) HEADRACE_ALWAYS_INLINE { x[c] = load(s + c * W) * splat(scale); });
+    const auto scaled = [&](int r, vf(&x)[N]) HEADRACE_ALWAYS_INLINE {
+      each<N>([&](auto c) HEADRACE_ALWAYS_INLINE { x[c] = load(s + r * CHUNK + c * W) * splat(scale); });
       if (!seen.everything) hide(seen.low[r], seen.high[r], x);
-      const float low = -__builtin_inff();
-      vf top = x[0];
-      each<N - 1>([&](auto c) HEADRACE_ALWAYS_INLINE { top = max(top, x[c + 1]); });
-      m[r] = greatest(max(splat(low), top));
-      m[r] = m[r] == low ? 0.0f : m[r];
-      each<N>([&](auto c) HEADRACE_ALWAYS_INLINE {
-        x[c] = exp(x[c] - splat(m[r]));
-        store(s + c * W, x[c]);
-        store(p + c * W, round_as(static_cast<const T *>(nullptr), weights ? x[c] * load(weights + c * W) : x[c]));
-      });
-      l[r] = sum64(s);
+    };
+    // Three loops: what follows one after the other in a lane would keep the processor waiting.
+    for (int r = 0; r < n; ++r) {
+      vf x[N];
+      scaled(r, x);
+      m[r] = greatest(x);
     }
+    for (int r = 0; r < n; ++r) {
+      vf x[N];
+      scaled(r, x);
+      each<N>([&](auto c) HEADRACE_ALWAYS_INLINE { x[c] = x[c] - splat(m[r]); });
+      each<N / 4>([&](auto c) HEADRACE_ALWAYS_INLINE { exp(reinterpret_cast<vf(&)[4]>(x[4 * c])); });
+      each<N>([&](auto c) HEADRACE_ALWAYS_INLINE {
+        store(s + r * CHUNK + c * W, x[c]);
+        const vf weighed = weights ? x[c] * load(weights + c * W) : x[c];
+        store(p + r * CHUNK + c * W, round_as(static_cast<const T *>(nullptr), weighed));
+      });
+    }
+    for (int r = 0; r < n; ++r) l[r] = sum64(s + r * CHUNK);
+  }
+
+  // The greatest score, 0 where all are -inf.
+  template <int N> HEADRACE_INLINE float greatest(const vf (&x)[N]) {
+    const float low = -__builtin_inff();
+    vf top = splat(low);
+    each<N>([&](auto c) HEADRACE_ALWAYS_INLINE { top = max(top, x[c]); });
+    const float most = HEADRACE_NS::greatest(top);
+    return most == low ? 0.0f : most;
   }
 
   // -inf in place of the scores of keys other than first .. last - 1.
@@ -188,8 +206,8 @@ template <typename T, typename S = T> struct Natural {
       for (; d + c * W <= padded; d += c * W) {
         const Coming next = share(during_values(), before + lane, R, CHUNK * d, c);
         const auto tile = [&](auto *from, int64_t stride) {
-          value_tile<R, c, lines(c), R == 6>(p + lane * CHUNK, from + d, stride, seen, lane, next, acc + lane * padded + d,
-                                              padded, w);
+          value_tile<R, c, bytes(c), near(R), R == 6>(p + lane * CHUNK, from + d, stride, seen, lane, next,
+                                                       acc + lane * padded + d, padded, w);
         };
         wide_v ? tile(wide_v, padded) : tile(v, dim);
       }

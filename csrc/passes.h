@@ -2,8 +2,8 @@
 // one chain of multiply-adds over ascending inputs for each sum. For processors that do not multiply bf16, and for fp32.
 //
 // What weights are is a policy: BYTES of an input's 64 weights, where one input's lie behind the other's; Same, the type in
-// whose order (load_two) two vectors come; WIDE, whether they are fp32; memory(), where they begin; load(input, column,
-// vectors).
+// whose order (load_two) two vectors come; CHEAP, whether to read them costs no more than to read a copy in fp32; memory(),
+// where they begin; load(input, whether it is odd, column, vectors).
 #pragma once
 
 #include "linear.h"
@@ -18,30 +18,33 @@ constexpr int OUTPUTS = COLUMNS;     // an int: divisions of 64 bits take long
 // Weights [inputs][64] of type S.
 template <typename S> struct Plain {
   static constexpr int BYTES = OUTPUTS * sizeof(S);
-  static constexpr bool WIDE = sizeof(S) == sizeof(float);
+  static constexpr bool CHEAP = W == 8 || sizeof(S) == sizeof(float);
   using Same = S;
   const S *w;
 
   const char *memory() const { return reinterpret_cast<const char *>(w); }
 
-  template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int64_t column, vf (&x)[C]) const {
+  template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int, int64_t column, vf (&x)[C]) const {
     load_columns(w + input * OUTPUTS + column, x);
   }
 };
 
 // Vectors of sums side by side: few rows need more of them, so that enough chains are under way.
-constexpr int pass_width(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
+constexpr int pass_width(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 
 // The sums of R rows and C W outputs. `scales` [64]: the block's products are multiplied by them, then added; or null.
-template <int R, int C, int LINES, typename Block>
+template <int R, int C, int BYTES, typename Block>
 HEADRACE_APART void pass_tile(const float *x, int64_t x_stride, const Block &w, int64_t inputs, int64_t column,
                               const bf16 *scales, float *sums, Coming next) {
+  if constexpr (C * W == OUTPUTS) column = 0;  // so that compilers know it
   vf sum[R][C];
   each<R * C>([&](auto i) HEADRACE_ALWAYS_INLINE {
     sum[i / C][i % C] = scales ? vf{} : load(sums + i / C * OUTPUTS + column + i % C * W);
   });
-  const auto weights = [&](int64_t i, vf(&weight)[C]) HEADRACE_ALWAYS_INLINE { w.load(i, column, weight); };
-  add_products<LINES, true>(x, x_stride, 0, inputs, weights, next, sum);
+  const auto weights = [&](int64_t i, auto odd, int at, auto &weight) HEADRACE_ALWAYS_INLINE {
+    w.load(i, odd, column + at, weight);
+  };
+  add_products<BYTES * C * W / OUTPUTS, true>(x, x_stride, 0, inputs, weights, next, sum);
   each<R * C>([&](auto i) HEADRACE_ALWAYS_INLINE {
     float *to = sums + i / C * OUTPUTS + column + i % C * W;
     const vf y = sum[i / C][i % C];
@@ -62,26 +65,31 @@ inline Rows fp32_rows(const bf16 *x, int64_t stride, int64_t rows, int64_t input
 }
 
 // All rows, each group of them fetching its share of the block of BYTES for each input that comes next.
-template <int LINES, typename Block>
-void pass(int rows, Rows x, const Block &w, int inputs, const bf16 *scales, float *sums, const char *next, int bytes) {
+template <int BYTES, typename Block>
+void pass(int rows, Rows x, const Block &w, int inputs, const bf16 *scales, float *sums, const char *next) {
   by_rows<6, 5, 4, 3, 2, 1>(rows, [&](int row, auto count) {
     constexpr int C = pass_width(count);
     for (int column = 0; column < OUTPUTS; column += C * W) {
       const int before = row * OUTPUTS + count * column, all = rows * OUTPUTS;
-      const Coming share = {next + inputs * bytes * before / all, bytes * count * C * W / all};
-      pass_tile<count, C, LINES>(x.x + row * x.stride, x.stride, w, inputs, column, scales, sums + row * OUTPUTS, share);
+      const Coming share = {next + inputs * BYTES * before / all, BYTES * count * C * W / all};
+      pass_tile<count, C, BYTES>(x.x + row * x.stride, x.stride, w, inputs, column, scales, sums + row * OUTPUTS, share);
     }
   });
 }
 
 // Weights of a block in fp32.
 template <typename Block> void copy(const Block &w, int64_t inputs, float *to) {
-  for (int64_t i = 0; i < inputs; ++i)
+  const auto copy_input = [&](int64_t i, auto odd) {
     for (int64_t column = 0; column < OUTPUTS; column += W) {
       vf x[1];
-      w.load(i, column, x);
+      w.load(i, odd, column, x);
       store(to + i * OUTPUTS + column, x[0]);
     }
+  };
+  for (int64_t i = 0; i < inputs; i += 2) {
+    copy_input(i, Constant<0>{});
+    if (i + 1 < inputs) copy_input(i + 1, Constant<1>{});
+  }
 }
 
 template <typename S> void order(int64_t rows, float *sums) {
@@ -101,8 +109,7 @@ constexpr int64_t PASS_MEMORY = (MOST_PASS_ROWS + OUTPUTS) * PASS_INPUTS;  // fl
 template <typename T, typename F, typename G>
 void pass_all(const T *x, int64_t x_stride, int rows, int64_t inputs, F block, G scales, float *sums, float *memory) {
   using Block = decltype(block(0));
-  constexpr int LINES = (Block::BYTES + 63) / 64;
-  const bool stored = Block::WIDE || rows <= PASS_ROWS;
+  const bool stored = Block::CHEAP || rows <= PASS_ROWS;
   float *wide_w = memory, *wide_x = memory + OUTPUTS * PASS_INPUTS;
   memset(sums, 0, rows * OUTPUTS * sizeof(float));
   for (int64_t k = 0; k < inputs; k += PASS_INPUTS) {
@@ -111,10 +118,10 @@ void pass_all(const T *x, int64_t x_stride, int rows, int64_t inputs, F block, G
     const char *next = w.memory() + count * Block::BYTES;
     const Rows from = fp32_rows(x + k, x_stride, rows, count, wide_x);
     if (stored) {
-      pass<LINES>(rows, from, w, count, scales(k), sums, next, Block::BYTES);
+      pass<Block::BYTES>(rows, from, w, count, scales(k), sums, next);
     } else {
       copy(w, count, wide_w);
-      pass<1>(rows, from, Plain<float>{wide_w}, count, scales(k), sums, next, Block::BYTES);
+      pass<Block::BYTES>(rows, from, Plain<float>{wide_w}, count, scales(k), sums, next);
     }
   }
   if (stored) order<typename Block::Same>(rows, sums);

@@ -52,7 +52,7 @@ float multiply_part(int64_t rounds) {
 
 #else
 
-constexpr int SUMS = 16;  // more than the latency of a multiply-add needs on two multipliers
+constexpr int SUMS = W == 16 ? 16 : 12;  // more than two multipliers' latency needs; they and a factor fit into the registers
 
 // Sums that differ from the start and a factor it does not know keep the compiler from merging or folding them.
 float multiply_part(int64_t rounds) {
@@ -70,7 +70,7 @@ float multiply_part(int64_t rounds) {
   each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i] = splat(i); });
   const vf x = reinterpret_cast<vf>(vi{} + ones);
   for (int64_t round = 0; round < rounds; ++round)
-    each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i] = madd(x, x, sum[i]); });
+    each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i] = madd(sum[i], x, x); });  // no product is a constant
   each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { answer += sum[i][0]; });
 #endif
   return answer;

@@ -39,20 +39,44 @@ template <int COUNT, int... OTHERS, typename F> HEADRACE_INLINE void by_rows(int
   if constexpr (sizeof...(OTHERS) > 0) by_rows<OTHERS...>(rows, f, first);
 }
 
-// Steps begin .. end - 1. load(i, weight) gives the C vectors of w of a step. Each step fetches LINES cache lines, to L1 if
-// NEAR, else to L2.
-template <int LINES, bool NEAR, int R, int C, typename Load>
-HEADRACE_INLINE void add_products(const float *x, int64_t x_stride, int64_t begin, int64_t end, Load load, Coming next,
-                                  vf (&sum)[R][C]) {
-  for (int64_t i = begin; i < end; ++i, next.from += next.stride) {
-    each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE { __builtin_prefetch(next.from + line * 64, 0, NEAR ? 3 : 2); });
-    vf weight[C];
-    load(i, weight);
+// Vectors of w to load at once beside R rows of C sums, an input and a mask: all of them, or two if there are not registers
+// for so many. A sum that is kept in memory costs its way there and back in each step.
+constexpr int at_once(int rows, int columns) {
+  return columns < 2 || rows * columns + columns + 2 <= REGISTERS ? columns : 2;
+}
+
+// One step: x[R][i] times the vectors of w that load(i, i % 2, column, weight) gives from a column on.
+template <int R, int C, typename Load, typename Odd>
+HEADRACE_INLINE void add_step(const float *x, int64_t x_stride, int64_t i, Odd odd, Load load, vf (&sum)[R][C]) {
+  constexpr int N = at_once(R, C);
+  each<C / N>([&](auto part) HEADRACE_ALWAYS_INLINE {
+    vf weight[N];
+    load(i, odd, part * N * W, weight);
     each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
       const vf input = splat(x[r * x_stride + i]);
-      each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { sum[r][c] = madd(input, weight[c], sum[r][c]); });
+      each<N>([&](auto c) HEADRACE_ALWAYS_INLINE {
+        sum[r][part * N + c] = madd(input, weight[c], sum[r][part * N + c]);
+      });
     });
+  });
+}
+
+// Steps begin .. end - 1, by two if registers are left (with many of them GCC loads too early). BYTES are fetched for each
+// step, to L1 if NEAR, else to L2. Where `load` asks for i % 2, begin is even.
+template <int BYTES, bool NEAR, int R, int C, typename Load>
+HEADRACE_INLINE void add_products(const float *x, int64_t x_stride, int64_t begin, int64_t end, Load load, Coming next,
+                                  vf (&sum)[R][C]) {
+  constexpr int STEPS = W < 16 && R * C + C + 2 < REGISTERS ? 2 : 1, LINES = (STEPS * BYTES + 63) / 64;
+  for (; begin + STEPS <= end; begin += STEPS, next.from += STEPS * next.stride) {
+    each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE { __builtin_prefetch(next.from + line * 64, 0, NEAR ? 3 : 2); });
+    if constexpr (STEPS == 2) {
+      add_step(x, x_stride, begin, Constant<0>{}, load, sum);
+      add_step(x, x_stride, begin + 1, Constant<1>{}, load, sum);
+    } else {
+      add_step(x, x_stride, begin, static_cast<int>(begin & 1), load, sum);
+    }
   }
+  if (begin < end) add_step(x, x_stride, begin, Constant<0>{}, load, sum);
 }
 
 }  // namespace headrace::HEADRACE_NS

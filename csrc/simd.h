@@ -23,6 +23,12 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int REGISTERS = 32;  // of vectors
+#else
+constexpr int REGISTERS = 16;
+#endif
+
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
@@ -203,23 +209,37 @@ template <typename T> HEADRACE_INLINE void widen(const T *from, float *to, int64
 
 // e^x: at most 2 ulp from the truth; 1 at 0; 0 below -87.33 (results that would be subnormal), inf above 88.72.
 // x = n ln 2 + r with |r| <= ln 2 / 2; the coefficients are a Chebyshev fit of (e^r - 1 - r) / r^2.
-HEADRACE_INLINE vf exp(vf x) {
+// Of N vectors side by side, since each operation waits for the one before.
+template <int N> HEADRACE_INLINE void exp(vf (&x)[N]) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const vf shifted = madd(x, splat(1.44269504f), magic);
-  const vf n = shifted - magic;
-  vf r = madd(n, splat(-0.693359375f), x);  // exact: the constant has 9 bits
-  r = madd(n, splat(2.12194440e-4f), r);
-  vf y = splat(1.989099082e-4f);
-  y = madd(y, r, splat(1.393365000e-3f));
-  y = madd(y, r, splat(8.333310925e-3f));
-  y = madd(y, r, splat(4.166646493e-2f));
-  y = madd(y, r, splat(1.666666668e-1f));
-  y = madd(y, r, splat(5.000000013e-1f));
-  y = madd(y * r, r, r) + 1.0f;
-  const vu scaled = reinterpret_cast<vu>(y) + (reinterpret_cast<vu>(shifted) << 23);  // may wrap: large x
-  y = x < -87.33f ? vf{} : reinterpret_cast<vf>(scaled);
-  y = x > 88.72f ? splat(__builtin_inff()) : y;
-  return x == x ? y : x;
+  vf shifted[N], n[N], r[N], y[N];
+  each<N>([&](auto i) HEADRACE_ALWAYS_INLINE { shifted[i] = madd(x[i], splat(1.44269504f), magic); });
+  each<N>([&](auto i) HEADRACE_ALWAYS_INLINE { n[i] = shifted[i] - magic; });
+  each<N>([&](auto i) HEADRACE_ALWAYS_INLINE { r[i] = madd(n[i], splat(-0.693359375f), x[i]); });  // exact: 9 bits
+  each<N>([&](auto i) HEADRACE_ALWAYS_INLINE { r[i] = madd(n[i], splat(2.12194440e-4f), r[i]); });
+  each<N>([&](auto i) HEADRACE_ALWAYS_INLINE { y[i] = splat(1.989099082e-4f); });
+  const auto times_r_plus = [&](float next) HEADRACE_ALWAYS_INLINE {
+    each<N>([&](auto i) HEADRACE_ALWAYS_INLINE { y[i] = madd(y[i], r[i], splat(next)); });
+  };
+  times_r_plus(1.393365000e-3f);
+  times_r_plus(8.333310925e-3f);
+  times_r_plus(4.166646493e-2f);
+  times_r_plus(1.666666668e-1f);
+  times_r_plus(5.000000013e-1f);
+  each<N>([&](auto i) HEADRACE_ALWAYS_INLINE { y[i] = y[i] * r[i]; });
+  each<N>([&](auto i) HEADRACE_ALWAYS_INLINE { y[i] = madd(y[i], r[i], r[i]); });
+  each<N>([&](auto i) HEADRACE_ALWAYS_INLINE {
+    const vu scaled = reinterpret_cast<vu>(y[i] + 1.0f) + (reinterpret_cast<vu>(shifted[i]) << 23);  // may wrap: large x
+    y[i] = x[i] < -87.33f ? vf{} : reinterpret_cast<vf>(scaled);
+    y[i] = x[i] > 88.72f ? splat(__builtin_inff()) : y[i];
+    x[i] = x[i] == x[i] ? y[i] : x[i];
+  });
+}
+
+HEADRACE_INLINE vf exp(vf x) {
+  vf one[1] = {x};
+  exp(one);
+  return *one;
 }
 
 HEADRACE_INLINE float exp(float x) { return exp(splat(x))[0]; }
@@ -231,6 +251,10 @@ HEADRACE_INLINE vf sigmoid_times(vf x, vf y) { return x / (exp(-y) + 1.0f); }
 HEADRACE_INLINE float greatest(vf x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x));
+#elif defined(__AVX2__)
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 #else
   float m = x[0];
   for (int i = 1; i < W; ++i) m = x[i] > m ? x[i] : m;
@@ -238,23 +262,33 @@ HEADRACE_INLINE float greatest(vf x) {
 #endif
 }
 
-#if defined(__AVX512F__)
-// The sum of 16 numbers, by halves.
-HEADRACE_INLINE float sum16(__m512 lane) {
-  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(lane), _mm512_extractf32x8_ps(lane, 1));
+#if defined(__AVX2__)
+// The sum of 8 numbers, by halves.
+HEADRACE_INLINE float sum8(__m256 eight) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 #endif
 
+#if defined(__AVX512F__)
+HEADRACE_INLINE float sum16(__m512 lane) {
+  return sum8(_mm256_add_ps(_mm512_castps512_ps256(lane), _mm512_extractf32x8_ps(lane, 1)));
+}
+#endif
+
 // The sum of 64 numbers in one fixed order, whatever W is: 16 lanes over 4 steps, then halves.
 HEADRACE_INLINE float sum64(const float *x) {
+  const auto lanes = [x](int i) HEADRACE_ALWAYS_INLINE {
+    return ((load(x + i) + load(x + i + 16)) + load(x + i + 32)) + load(x + i + 48);
+  };
 #if defined(__AVX512F__)
-  return sum16(reinterpret_cast<__m512>(((load(x) + load(x + 16)) + load(x + 32)) + load(x + 48)));
+  return sum16(reinterpret_cast<__m512>(lanes(0)));
+#elif defined(__AVX2__)
+  return sum8(lanes(0) + lanes(8));
 #else
   float lane[16];
-  for (int i = 0; i < 16; ++i) lane[i] = ((x[i] + x[i + 16]) + x[i + 32]) + x[i + 48];
+  for (int i = 0; i < 16; i += W) store(lane + i, lanes(i));
   for (int half = 8; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
   return lane[0];
