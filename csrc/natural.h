@@ -13,7 +13,7 @@ template <int R, int C, int BYTES, bool NEAR, typename S>
 HEADRACE_APART void score_tile(const float *q, int64_t dim, const S *keys, int64_t stride, Coming next, float *s) {
   vf sum[R][C];
   zero(sum);
-  add_products<BYTES, NEAR>(
+  add_products<1, BYTES, NEAR>(
       q, dim, 0, dim,
       [&](int64_t d, auto, int at, auto &key) HEADRACE_ALWAYS_INLINE { load_columns(keys + d * stride + at, key); }, next, sum);
   each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
@@ -64,7 +64,7 @@ HEADRACE_APART void value_tile(const float *p, const S *values, int64_t stride, 
   };
   const Common keys(seen, lane, R);
   if constexpr (APART) add_visible(keys.first, keys.begin);
-  add_products<BYTES, NEAR>(p, CHUNK, keys.begin, keys.end, load_values, next, sum);
+  add_products<1, BYTES, NEAR>(p, CHUNK, keys.begin, keys.end, load_values, next, sum);
   if constexpr (APART) add_visible(keys.end, keys.last);
   each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
     order_columns<S>(sum[r]);

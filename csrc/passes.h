@@ -3,7 +3,7 @@
 //
 // What weights are is a policy: BYTES of an input's 64 weights, where one input's lie behind the other's; Same, the type in
 // whose order (load_two) two vectors come; CHEAP, whether to read them costs no more than to read a copy in fp32; memory(),
-// where they begin; load(input, whether it is odd, column, vectors).
+// where they begin; load(input, whether it is odd, column, vectors), which costs less if inputs go by STEPS.
 #pragma once
 
 #include "linear.h"
@@ -17,7 +17,7 @@ constexpr int OUTPUTS = COLUMNS;     // an int: divisions of 64 bits take long
 
 // Weights [inputs][64] of type S.
 template <typename S> struct Plain {
-  static constexpr int BYTES = OUTPUTS * sizeof(S);
+  static constexpr int BYTES = OUTPUTS * sizeof(S), STEPS = 1;
   static constexpr bool CHEAP = W == 8 || sizeof(S) == sizeof(float);
   using Same = S;
   const S *w;
@@ -44,7 +44,8 @@ HEADRACE_APART void pass_tile(const float *x, int64_t x_stride, const Block &w, 
   const auto weights = [&](int64_t i, auto odd, int at, auto &weight) HEADRACE_ALWAYS_INLINE {
     w.load(i, odd, column + at, weight);
   };
-  add_products<BYTES * C * W / OUTPUTS, true>(x, x_stride, 0, inputs, weights, next, sum);
+  constexpr int STEPS = R * C + at_once(R, C) + 2 < REGISTERS ? Block::STEPS : 1;  // GCC loads too early if none is left
+  add_products<STEPS, BYTES * C * W / OUTPUTS, true>(x, x_stride, 0, inputs, weights, next, sum);
   each<R * C>([&](auto i) HEADRACE_ALWAYS_INLINE {
     float *to = sums + i / C * OUTPUTS + column + i % C * W;
     const vf y = sum[i / C][i % C];

@@ -61,22 +61,20 @@ HEADRACE_INLINE void add_step(const float *x, int64_t x_stride, int64_t i, Odd o
   });
 }
 
-// Steps begin .. end - 1, by two if registers are left (with many of them GCC loads too early). BYTES are fetched for each
-// step, to L1 if NEAR, else to L2. Where `load` asks for i % 2, begin is even.
-template <int BYTES, bool NEAR, int R, int C, typename Load>
+// Steps begin .. end - 1, STEPS at a time, so that `load` knows i % 2 where that is 2 and begin is even. BYTES are fetched for
+// each step, to L1 if NEAR, else to L2.
+template <int STEPS, int BYTES, bool NEAR, int R, int C, typename Load>
 HEADRACE_INLINE void add_products(const float *x, int64_t x_stride, int64_t begin, int64_t end, Load load, Coming next,
                                   vf (&sum)[R][C]) {
-  constexpr int STEPS = W < 16 && R * C + C + 2 < REGISTERS ? 2 : 1, LINES = (STEPS * BYTES + 63) / 64;
+  constexpr int LINES = (STEPS * BYTES + 63) / 64;
   for (; begin + STEPS <= end; begin += STEPS, next.from += STEPS * next.stride) {
     each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE { __builtin_prefetch(next.from + line * 64, 0, NEAR ? 3 : 2); });
-    if constexpr (STEPS == 2) {
-      add_step(x, x_stride, begin, Constant<0>{}, load, sum);
-      add_step(x, x_stride, begin + 1, Constant<1>{}, load, sum);
-    } else {
+    if constexpr (STEPS == 1)
       add_step(x, x_stride, begin, static_cast<int>(begin & 1), load, sum);
-    }
+    else
+      each<STEPS>([&](auto i) HEADRACE_ALWAYS_INLINE { add_step(x, x_stride, begin + i, i, load, sum); });
   }
-  if (begin < end) add_step(x, x_stride, begin, Constant<0>{}, load, sum);
+  for (; STEPS > 1 && begin < end; ++begin) add_step(x, x_stride, begin, static_cast<int>(begin & 1), load, sum);
 }
 
 }  // namespace headrace::HEADRACE_NS

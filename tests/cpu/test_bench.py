@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from headrace.attention.plan import build
-from headrace.cli import bench_engine
+from headrace.cli import bench_engine, bench_limits
 from headrace.cli.bench_attention import QUICK, AttentionBench, predicted
 from headrace.cli.bench_beds import (
     GQA,
@@ -41,6 +41,15 @@ ENGINE = {"workload", "model", "engine", "precision", "ttft_s", "decode_tok_s", 
 TINY = Shape(hidden=64, layers=1, heads=2, kv_heads=1, head_dim=32, mlp=64)
 
 
+@pytest.mark.parametrize("faster", [torch.bfloat16, torch.float32])
+def test_torch_multiplies_in_its_faster_type(faster: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(runs: dict[str, bench_limits.Timed], repeats: int) -> dict[str, float]:
+        return {name: 1.0 if name == str(faster) else 2.0 for name in runs}
+
+    monkeypatch.setattr(bench_limits, "alternate", times)
+    assert bench_limits.product_type() == faster
+
+
 @pytest.mark.parametrize(
     "chosen", ["decode_gqa_1x", "decode_gqa_1x256_kv8", "decode_shared_tree_gqa", "prefill_h64_64_on", "linear_4"]
 )
@@ -51,7 +60,7 @@ def test_attention_writes_the_fixed_format(chosen: str, tmp_path: Path) -> None:
     assert answer.exit_code == 0, answer.output
     result = json.loads(file.read_text())
     assert set(result) == {"date", "machine", "command", "cases"}
-    assert {"read_gbps", "gemm_gflops", "processor", "cores"} <= set(result["machine"])
+    assert {"read_gbps", "gemm_gflops", "gemm_type", "processor", "cores"} <= set(result["machine"])
     assert result["cases"]
     for case in result["cases"]:
         assert set(case) >= ATTENTION and case["name"].startswith(chosen)

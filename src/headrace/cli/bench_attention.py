@@ -1,9 +1,9 @@
 """`headrace bench attention`: the kernels beside torch's, beside themselves without sharing, and beside the machine.
 
 A case times its runs in turn, the machine's limits among them, over as many layers as leave the caches behind: ours,
-torch's scaled_dot_product_attention, our kernel on private copies (unshared), our kernel reading shared pages once per
-sequence (pages), our kernel on bf16 where the case is int8 (bf16). GB/s count every chunk that the plan names once;
-FLOP/s count the pairs that the causal mask lets through.
+torch's scaled_dot_product_attention (in fp32 where torch multiplies that faster), our kernel on private copies
+(unshared), our kernel reading shared pages once per sequence (pages), our kernel on bf16 where the case is int8 (bf16).
+GB/s count every chunk that the plan names once; FLOP/s count the pairs that the causal mask lets through.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.attention.plan import Plan, Span, build
@@ -115,7 +116,7 @@ class AttentionBench:
         plan = build(decode_spans(paths, length))
         work = Work(sequences * length * heads.token_bytes, heads.ops(pairs(plan)))
         bed = Bed(heads, slots_of(paths), self.backend, layers=self._layers(work.bytes))
-        runs: dict[str, Timed] = {"ours": bed.attend(plan), "sdpa": sdpa(heads, sequences, length, length)}
+        runs: dict[str, Timed] = {"ours": bed.attend(plan), "sdpa": self._sdpa(heads, sequences, length, length)}
         for count in self.counts:
             yield self._case(f"decode_{heads.name}_{sequences}x{length}", count, runs, work)
 
@@ -167,7 +168,7 @@ class AttentionBench:
             "ours": bed.attend(plan),
             "unshared": copies.attend(plain),
             "pages": bed.attend(unmerged(paths, length)),
-            "sdpa": sdpa(heads, len(paths), length, length, one_copy=True),
+            "sdpa": self._sdpa(heads, len(paths), length, length, one_copy=True),
         }
         work = Work(len(plan.items) * CHUNK * heads.token_bytes, heads.ops(pairs(plan)))
         case = self._case(name, self.counts[-1], runs, work)
@@ -181,7 +182,7 @@ class AttentionBench:
         path = private(1, cached + new)
         plan = build([Span(decode_spans(path, 1)[0].slots, cached, new)])
         bed = Bed(heads, slots_of(path), self.backend)
-        runs: dict[str, Timed] = {"ours": bed.attend(plan), "sdpa": sdpa(heads, 1, cached + new, cached + 1)}
+        runs: dict[str, Timed] = {"ours": bed.attend(plan), "sdpa": self._sdpa(heads, 1, cached + new, cached + 1)}
         work = Work((cached + new) * heads.token_bytes, heads.ops(pairs(plan)))
         name = f"prefill_{heads.name}_{new}" + (f"_on_{cached}" if cached else "")
         yield self._case(name, self.counts[-1], runs, work)
@@ -190,7 +191,7 @@ class AttentionBench:
         out, width = self.sizes.weight
         weight = (torch.randn(out, width) * width**-0.5).bfloat16()
         x = torch.randn(rows, width).bfloat16()
-        plain, torchs = partial(ops.linear, x, ops.pack(weight)), partial(F.linear, x, weight)
+        plain, torchs = partial(ops.linear, x, ops.pack(weight)), partial(F.linear, *self._for_torch(x, weight))
         runs: dict[str, Timed] = {"ours": plain, "torch": torchs}
         work = Work(weight.numel() * ELEMENT, 2 * rows * weight.numel())
         yield self._case(f"linear_{rows}x{width}x{out}", self.counts[-1], runs, work)
@@ -199,6 +200,27 @@ class AttentionBench:
             runs = {"ours": partial(ops.linear, x, packed), "bf16": plain, "torch": torchs}
             work = Work(packed.nbytes, 2 * rows * weight.numel())
             yield self._case(f"linear_{rows}x{width}x{out}_{scheme}", self.counts[-1], runs, work)
+
+    def _for_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(each.to(self.limits.type) for each in tensors)
+
+    def _sdpa(self, heads: Heads, sequences: int, length: int, first: int, *, one_copy: bool = False) -> Timed:
+        """torch's attention of the rows at first .. length of each sequence, causal, on tensors in its own best layout.
+
+        one_copy: all sequences read the same keys and values through stride 0, which favours torch's caches.
+        """
+        new = length - first + 1
+        shape = (1 if one_copy else sequences, heads.kv_heads, length, heads.dim)
+        k, v, q = self._for_torch(
+            *(torch.randn(shape) for _ in range(2)), torch.randn(sequences, heads.heads, new, heads.dim)
+        )
+        k, v = (each.expand(sequences, -1, -1, -1) for each in (k, v))
+        options: dict[str, Any] = {"enable_gqa": True} if heads.kv_heads != heads.heads else {}
+        if new == length:
+            options["is_causal"] = True
+        elif new > 1:
+            options["attn_mask"] = torch.ones(new, length, dtype=torch.bool).tril(first - 1)
+        return lambda: F.scaled_dot_product_attention(q, k, v, **options)
 
     def _bed(self, heads: Heads, paths: list[list[int]]) -> Bed:
         slots = slots_of(paths)
@@ -246,23 +268,6 @@ def predicted(plan: Plan, heads: Heads, read: float, gemm: float) -> float:
     rows = plan.items[:, 3] - plan.items[:, 2]
     chunk = CHUNK * heads.token_bytes / read
     return float(sum(max(chunk, heads.ops(int(count) * CHUNK) / gemm) for count in rows))
-
-
-def sdpa(heads: Heads, sequences: int, length: int, first: int, *, one_copy: bool = False) -> Timed:
-    """torch's attention of the rows at first .. length of each sequence, causal, on tensors in its own best layout.
-
-    one_copy: all sequences read the same keys and values through stride 0, which favours torch's caches.
-    """
-    new = length - first + 1
-    shape = (1 if one_copy else sequences, heads.kv_heads, length, heads.dim)
-    k, v = (torch.randn(shape).bfloat16().expand(sequences, -1, -1, -1) for _ in range(2))
-    q = torch.randn(sequences, heads.heads, new, heads.dim).bfloat16()
-    options: dict[str, Any] = {"enable_gqa": True} if heads.kv_heads != heads.heads else {}
-    if new == length:
-        options["is_causal"] = True
-    elif new > 1:
-        options["attn_mask"] = torch.ones(new, length, dtype=torch.bool).tril(first - 1)
-    return lambda: F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def _kernel_names() -> dict[str, str]:

@@ -59,9 +59,21 @@ class threads:
         torch.set_num_threads(self._before)
 
 
+def product_type(size: int = 256) -> torch.dtype:
+    """bf16, or fp32 where torch multiplies that faster: on some processors bf16 takes a hundred times as long."""
+
+    def product(dtype: torch.dtype) -> Timed:
+        square = torch.randn(size, size).to(dtype)
+        return lambda: square @ square
+
+    times = alternate({str(dtype): product(dtype) for dtype in (torch.bfloat16, torch.float32)}, 3)
+    return torch.float32 if times[str(torch.float32)] < times[str(torch.bfloat16)] else torch.bfloat16
+
+
 class Limits:
-    """Plain read over a buffer far above the last-level cache, torch's bf16 matrix product, and the multiply-adds of
-    our instruction set on registers (vdpbf16ps where there is one).
+    """Plain read over a buffer far above the last-level cache, torch's matrix product in the type that it multiplies
+    faster (`type`: bf16 or fp32), and the multiply-adds of our instruction set on registers (vdpbf16ps where there is
+    one).
 
     Several ways of reading are tried and the fastest one per thread count is the limit. `read`, `gemm` and `peak` are
     calls to time; `gbps`, `gflops` and `peak_gflops` turn their seconds into rates.
@@ -70,7 +82,8 @@ class Limits:
     def __init__(self, read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE) -> None:
         self.read_bytes, self.gemm_size = read_bytes, gemm_size
         self._buffer = zeros((read_bytes // 4,), torch.float32).fill_(1.0)
-        self._a, self._b = (torch.randn(gemm_size, gemm_size).bfloat16() for _ in range(2))
+        self.type = product_type()
+        self._a, self._b = (torch.randn(gemm_size, gemm_size).to(self.type) for _ in range(2))
         self._best: dict[int, str] = {}
 
     def ways(self, count: int) -> dict[str, Timed]:
@@ -137,4 +150,5 @@ class Limits:
         last = counts[-1]
         handover = probe.handover_ns() if cpu.available() and last > 1 else None
         plain = {name: found[f"{name}_{last}"] for name in ("read_gbps", "gemm_gflops", "peak_gflops")}
-        return {**plain, "handover_ns": None if handover is None else round(handover, 1), **found}
+        handover = None if handover is None else round(handover, 1)
+        return {**plain, "gemm_type": str(self.type).removeprefix("torch."), "handover_ns": handover, **found}
