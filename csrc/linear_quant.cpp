@@ -69,20 +69,16 @@ struct Codes4 {
   }
 };
 
-template <typename Codes, typename T>
-void multiply_codes(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last, float *sums,
-                    float *memory) {
-  const T *x = static_cast<const T *>(a.x) + first * a.x_stride;
-  pass_all(
-      x, a.x_stride, static_cast<int>(last - first), a.inputs, [codes](int64_t k) { return Codes{codes + k * Codes::BYTES}; },
-      [scales](int64_t k) { return scales ? scales + k : nullptr; }, sums, memory);
-}
-
-// All inputs of one packed block of outputs for rows first..last-1; sums [rows, 64]; no `scales` in int8.
+// All inputs of one packed block of outputs for rows first..last-1 of x; sums [rows, 64]; no `scales` in int8.
 template <typename T>
-void multiply(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last, float *sums,
-              float *memory) {
-  (a.bits == 4 ? multiply_codes<Codes4, T> : multiply_codes<Codes8, T>)(a, codes, scales, first, last, sums, memory);
+void multiply(const LinearQuant &a, const T *x, int64_t x_stride, const byte *codes, const bf16 *scales, int64_t first,
+              int64_t last, float *sums, float *memory) {
+  const auto by = [&](auto block) {
+    pass_all(x + first * x_stride, x_stride, static_cast<int>(last - first), a.inputs, block,
+             [scales](int64_t k) { return scales ? scales + k : nullptr; }, sums, memory);
+  };
+  if (a.bits == 4) by([codes](int64_t k) { return Codes4{codes + k * Codes4::BYTES}; });
+  else by([codes](int64_t k) { return Codes8{codes + k * Codes8::BYTES}; });
 }
 
 #ifdef __AVX512BF16__
@@ -257,8 +253,8 @@ bool tiled(const LinearQuant &a) { return a.inputs % (a.bits == 4 ? GROUP : STEP
 #endif
 
 template <>
-void multiply<bf16>(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last,
-                    float *sums, float *weights) {
+void multiply<bf16>(const LinearQuant &a, const bf16 *, int64_t, const byte *codes, const bf16 *scales, int64_t first,
+                    int64_t last, float *sums, float *weights) {
   byte *decoded = reinterpret_cast<byte *>(weights);
 #ifdef __AMX_BF16__
   if (tiled(a))
@@ -282,13 +278,19 @@ template <typename T> void linear_quant(const LinearQuant &a) {
       return a.bits == 4 ? multiply_panels<Int4>(a, SCRATCH) : multiply_panels<Int8>(a, SCRATCH);
 #endif
   const int64_t block_bytes = a.inputs / 2 * pair_bytes(a);
-  each_block<T>(a, MOST_PASS_ROWS, SCRATCH, [&](int64_t block, int64_t first, int64_t last, float *sums, float *scratch) {
-    const byte *codes = static_cast<const byte *>(a.codes) + block * block_bytes;
-    const bf16 *scales = a.bits == 4 ? static_cast<const bf16 *>(a.scales) + block * a.inputs : nullptr;
-    if (a.bits == 8)  // the block's scales, which are wanted at its end
-      for (int64_t c = 0; c < COLUMNS; c += 16) __builtin_prefetch(static_cast<const float *>(a.scales) + block * COLUMNS + c);
-    multiply<T>(a, codes, scales, first, last, sums, scratch);
-  });
+  const auto multiply_rows = [&](auto *x, int64_t x_stride) {
+    each_block<T>(a, MOST_PASS_ROWS, SCRATCH, [&](int64_t block, int64_t first, int64_t last, float *sums, float *scratch) {
+      const byte *codes = static_cast<const byte *>(a.codes) + block * block_bytes;
+      const bf16 *scales = a.bits == 4 ? static_cast<const bf16 *>(a.scales) + block * a.inputs : nullptr;
+      const float *last_wanted = static_cast<const float *>(a.scales) + block * COLUMNS;  // of int8: the block's scales
+      for (int64_t c = 0; a.bits == 8 && c < COLUMNS; c += 16) __builtin_prefetch(last_wanted + c);
+      multiply(a, x, x_stride, codes, scales, first, last, sums, scratch);
+    });
+  };
+#ifdef __AVX512BF16__
+  if constexpr (sizeof(T) == sizeof(bf16)) return multiply_rows(static_cast<const bf16 *>(a.x), a.x_stride);
+#endif
+  with_rows<T>(a, multiply_rows);
 }
 
 template void linear_quant<bf16>(const LinearQuant &);

@@ -129,7 +129,7 @@ void pass_all(const T *x, int64_t x_stride, int rows, int64_t inputs, F block, G
   const bool stored = Block::CHEAP || rows <= PASS_ROWS;
   float *wide_w = memory, *wide_x = memory + OUTPUTS * PASS_INPUTS;
   memset(sums, 0, rows * OUTPUTS * sizeof(float));
-  const int most = stored ? Block::INPUTS : PASS_INPUTS;
+  const int most = stored && rows > FEW_ROWS ? Block::INPUTS : PASS_INPUTS;  // few rows pass before the next block has come
   for (int64_t k = 0; k < inputs; k += most) {
     const int count = static_cast<int>(inputs - k < most ? inputs - k : most);
     const Block w = block(k);

@@ -120,6 +120,14 @@ def test_rows_by_the_thousand(isa: str, dtype: torch.dtype) -> None:
     assert torch.equal(cpu.linear(x, packed, bias), want)
 
 
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_more_rows_than_are_copied_in_fp32(isa: str, scheme: str | None) -> None:
+    x, weight, _ = tensors(514, 32768, 3, torch.bfloat16)
+    packed = cpu.Packed(weight) if scheme is None else ops.pack(weight, scheme)
+    want = torch.cat([ops.linear(part, packed) for part in x.split([9, 500, 5])])
+    assert torch.equal(ops.linear(x, packed), want)
+
+
 @pytest.mark.parametrize(("inputs", "half"), [(256, 64), (100, 192), (33, 320), (3200, 192)])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -145,10 +153,11 @@ def test_gates_that_do_not_fill_blocks() -> None:
     assert torch.equal(ops.gated_linear(x, form), cpu.silu_mul(cpu.linear(x, form)))
 
 
+@pytest.mark.parametrize("rows", [9, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_may_be_apart(isa: str, dtype: torch.dtype) -> None:
-    x, weight, _ = tensors(9, 128, 70, dtype)
-    wide_rows = torch.randn(9, 300).to(dtype)
+def test_rows_may_be_apart(isa: str, dtype: torch.dtype, rows: int) -> None:
+    x, weight, _ = tensors(rows, 128, 70, dtype)
+    wide_rows = torch.randn(rows, 300).to(dtype)
     wide_rows[:, 40:168] = x
     assert torch.equal(cpu.linear(wide_rows[:, 40:168], cpu.Packed(weight)), cpu.linear(x, cpu.Packed(weight)))
 
