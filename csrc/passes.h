@@ -68,14 +68,18 @@ inline Rows fp32_rows(const bf16 *x, int64_t stride, int64_t rows, int64_t input
 
 constexpr int64_t FEW_ROWS = 16, MOST_WIDENED = 16 << 20;  // floats
 
+static inline float *memory_for_rows(int64_t floats) {
+  static thread_local Arena mine;
+  return mine.at_least(floats);
+}
+
 // f(x, x_stride): x [R, K] in fp32, or as it is where few rows, or so many that their copy took much memory, are widened
 // for 64 outputs at a time.
 template <typename T, typename Any, typename F> void with_rows(const Any &a, F f) {
   const T *x = static_cast<const T *>(a.x);
   const int64_t stride = (a.inputs + 31) / 16 * 16;  // no power of two: rows would share the same few places in L1
   if (sizeof(T) == sizeof(float) || a.rows <= FEW_ROWS || a.rows * stride > MOST_WIDENED) return f(x, a.x_stride);
-  static thread_local Arena memory;
-  float *wide = memory.at_least(a.rows * stride);
+  float *wide = memory_for_rows(a.rows * stride);
 #pragma omp parallel for schedule(static) num_threads(a.threads)
   for (int64_t row = 0; row < a.rows; ++row) widen(x + row * a.x_stride, wide + row * stride, a.inputs);
   f(static_cast<const float *>(wide), stride);

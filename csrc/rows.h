@@ -61,20 +61,19 @@ HEADRACE_INLINE void add_step(const float *x, int64_t x_stride, int64_t i, Odd o
   });
 }
 
-// Steps begin .. end - 1, STEPS at a time, so that `load` knows i % 2 where that is 2 and begin is even. BYTES are fetched for
-// each step, to L1 if NEAR, else to L2.
+// Steps begin .. end - 1, STEPS at a time, of which both are multiples: with two, `load` knows i % 2 when it is compiled.
+// BYTES are fetched for each step, to L1 if NEAR, else to L2.
 template <int STEPS, int BYTES, bool NEAR, int R, int C, typename Load>
 HEADRACE_INLINE void add_products(const float *x, int64_t x_stride, int64_t begin, int64_t end, Load load, Coming next,
                                   vf (&sum)[R][C]) {
   constexpr int LINES = (STEPS * BYTES + 63) / 64;
-  for (; begin + STEPS <= end; begin += STEPS, next.from += STEPS * next.stride) {
+  for (int64_t i = begin; i < end; i += STEPS, next.from += STEPS * next.stride) {
     each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE { __builtin_prefetch(next.from + line * 64, 0, NEAR ? 3 : 2); });
     if constexpr (STEPS == 1)
-      add_step(x, x_stride, begin, static_cast<int>(begin & 1), load, sum);
+      add_step(x, x_stride, i, static_cast<int>(i & 1), load, sum);
     else
-      each<STEPS>([&](auto i) HEADRACE_ALWAYS_INLINE { add_step(x, x_stride, begin + i, i, load, sum); });
+      each<STEPS>([&](auto part) HEADRACE_ALWAYS_INLINE { add_step(x, x_stride, i + part, part, load, sum); });
   }
-  for (; STEPS > 1 && begin < end; ++begin) add_step(x, x_stride, begin, static_cast<int>(begin & 1), load, sum);
 }
 
 }  // namespace headrace::HEADRACE_NS
