@@ -34,7 +34,7 @@ template <typename S> struct Plain {
 constexpr int pass_width(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 
 // The sums of R rows and C W outputs. `scales` [64]: the block's products are multiplied by them, then added; or null.
-template <int R, int C, int BYTES, typename Block>
+template <int R, int C, int FETCHED, typename Block>
 HEADRACE_APART void pass_tile(const float *x, int64_t x_stride, const Block &w, int64_t inputs, int64_t column,
                               const bf16 *scales, float *sums, Coming next) {
   if constexpr (C * W == OUTPUTS) column = 0;  // so that compilers know it
@@ -46,7 +46,7 @@ HEADRACE_APART void pass_tile(const float *x, int64_t x_stride, const Block &w, 
     w.load(i, odd, column + at, weight);
   };
   constexpr int STEPS = R * C + at_once(R, C) + 2 < REGISTERS ? Block::STEPS : 1;  // GCC loads too early if none is left
-  add_products<STEPS, BYTES * C * W / OUTPUTS, true>(x, x_stride, 0, inputs, weights, next, sum);
+  add_products<STEPS, FETCHED * C * W / OUTPUTS, true>(x, x_stride, 0, inputs, weights, next, sum);
   each<R * C>([&](auto i) HEADRACE_ALWAYS_INLINE {
     float *to = sums + i / C * OUTPUTS + column + i % C * W;
     const vf y = sum[i / C][i % C];
@@ -85,15 +85,16 @@ template <typename T, typename Any, typename F> void with_rows(const Any &a, F f
   f(static_cast<const float *>(wide), stride);
 }
 
-// All rows, each group of them fetching its share of the block of BYTES for each input that comes next.
-template <int BYTES, typename Block>
+// All rows, each group of them fetching its share of the block of BYTES for each input that comes next: in a step of all its
+// tiles FETCHED bytes at most.
+template <int BYTES, int FETCHED, typename Block>
 void pass(int rows, Rows x, const Block &w, int inputs, const bf16 *scales, float *sums, const char *next) {
   by_rows<6, 5, 4, 3, 2, 1>(rows, [&](int row, auto count) {
     constexpr int C = pass_width(count);
     for (int column = 0; column < OUTPUTS; column += C * W) {
       const int before = row * OUTPUTS + count * column, all = rows * OUTPUTS;
       const Coming share = {next + inputs * BYTES * before / all, BYTES * count * C * W / all};
-      pass_tile<count, C, BYTES>(x.x + row * x.stride, x.stride, w, inputs, column, scales, sums + row * OUTPUTS, share);
+      pass_tile<count, C, FETCHED>(x.x + row * x.stride, x.stride, w, inputs, column, scales, sums + row * OUTPUTS, share);
     }
   });
 }
@@ -140,10 +141,11 @@ void pass_all(const T *x, int64_t x_stride, int rows, int64_t inputs, F block, G
     const char *next = w.memory() + count * Block::BYTES;
     const Rows from = fp32_rows(x + k, x_stride, rows, count, wide_x);
     if (stored) {
-      pass<Block::BYTES>(rows, from, w, count, scales(k), sums, next);
+      pass<Block::BYTES, Block::BYTES>(rows, from, w, count, scales(k), sums, next);
     } else {
       copy(w, count, wide_w);
-      pass<Block::BYTES>(rows, from, Plain<float>{wide_w}, count, scales(k), sums, next);
+      constexpr int LINE = 64;  // a share is less: many rows
+      pass<Block::BYTES, LINE>(rows, from, Plain<float>{wide_w}, count, scales(k), sums, next);
     }
   }
   if (stored) order<typename Block::Same>(rows, sums);

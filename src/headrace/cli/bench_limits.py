@@ -59,7 +59,7 @@ class threads:
         torch.set_num_threads(self._before)
 
 
-def product_type(size: int = 256) -> torch.dtype:
+def product_type(size: int = 512) -> torch.dtype:
     """bf16, or fp32 where torch multiplies that faster: on some processors bf16 takes a hundred times as long."""
 
     def product(dtype: torch.dtype) -> Timed:
