@@ -283,6 +283,7 @@ NB_MODULE(_cpu, m) {
   m.def("available_isas", available_isas);
   m.def("isa", isa);
   m.def("use_isa", use_isa);
+  m.def("use_l1", use_l1);
 #ifdef _OPENMP
   m.attr("openmp") = true;
 #else

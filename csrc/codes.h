@@ -1,6 +1,7 @@
 // Quantised weights as pairs of bf16, in registers of AVX-512. Codes are whole numbers up to 128: exact in bf16.
 //
-// A form of weights has BYTES for each pair of inputs of 64 outputs, which decode() turns into out[4][16 outputs][2].
+// A form of weights has BYTES for each pair of inputs of 64 outputs, which decode() turns into out[4][16 outputs][2]. FILLS_L1:
+// rows meet a block of them in L1, which has no room for more where it is small.
 #pragma once
 
 #ifdef __AVX512BF16__
@@ -12,6 +13,7 @@ namespace headrace::HEADRACE_NS {
 struct Int8 {
   static constexpr int64_t BYTES = 128;  // of a pair
   static constexpr bool SCALED = false;  // group by group
+  static constexpr bool FILLS_L1 = false;
 
   // A code's fp32 has nothing in its lower half: the pair is two upper halves.
   HEADRACE_INLINE void decode(const byte *w, __m512bh (&out)[4]) {
@@ -27,7 +29,7 @@ struct Int8 {
 
 struct Int4 {
   static constexpr int64_t BYTES = 64;
-  static constexpr bool SCALED = true;
+  static constexpr bool SCALED = true, FILLS_L1 = false;
 
   // A permutation looks at five bits, so the sixteen values stand twice in the table: no bit need be masked off.
   HEADRACE_INLINE void decode(const byte *w, __m512bh (&out)[4]) {
@@ -45,6 +47,7 @@ struct Int4 {
 
 struct Decoded {
   static constexpr int64_t BYTES = 256;
+  static constexpr bool FILLS_L1 = true;
 
   HEADRACE_INLINE void decode(const byte *w, __m512bh (&out)[4]) {
     for (int c = 0; c < 4; ++c) out[c] = (__m512bh)_mm512_loadu_si512(w + c * 64);

@@ -6,9 +6,11 @@
 #include <stdexcept>
 #include <string>
 
+#ifdef __linux__
+#include <unistd.h>
+#endif
 #if defined(HEADRACE_AMX) && defined(__linux__)
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace headrace {
@@ -75,6 +77,19 @@ const Isa *fastest() {
 
 std::atomic<const Isa *> chosen{nullptr};
 
+constexpr int SMALL_L1 = 32;  // KB
+
+// Of the first data cache; 0 where the system does not tell.
+int l1_kilobytes() {
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+  return static_cast<int>(sysconf(_SC_LEVEL1_DCACHE_SIZE) / 1024);
+#else
+  return 0;
+#endif
+}
+
+bool is_small(int kilobytes) { return 0 < kilobytes && kilobytes <= SMALL_L1; }
+
 const Isa &choice() {
   if (!chosen) {
     const char *forced = getenv("HEADRACE_ISA");
@@ -84,6 +99,8 @@ const Isa &choice() {
 }
 
 }  // namespace
+
+bool small_l1 = is_small(l1_kilobytes());
 
 const char *available_isas() {
   static const std::string names = [] {
@@ -98,5 +115,6 @@ const char *available_isas() {
 const Kernels &kernels() { return *choice().kernels; }
 const char *isa() { return choice().name; }
 void use_isa(const char *name) { chosen = find(name); }
+void use_l1(int kilobytes) { small_l1 = is_small(kilobytes ? kilobytes : l1_kilobytes()); }
 
 }  // namespace headrace

@@ -16,4 +16,8 @@ const char *isa();
 // Replaces the choice (tests run every set in one process).
 void use_isa(const char *name);
 
+// Takes the first cache for one of so many KB, or of what the system says (0): what is fetched where, and nothing else, goes by
+// it.
+void use_l1(int kilobytes);
+
 }  // namespace headrace

@@ -163,6 +163,10 @@ struct Greatest {
   int threads;
 };
 
+// Whether the first cache of a core holds 32 KB or less, as those of Zen 4 do: half a chunk of keys and values and the half
+// that is read next leave no room in it. What is fetched ahead goes to the second one then. (Zen 5 and Sapphire Rapids: 48.)
+extern bool small_l1;
+
 // One entry per element type: 0 is bf16, 1 is fp32. exp stands here for the test of its accuracy.
 struct Kernels {
   void (*attend[2])(const Attend &);

@@ -19,7 +19,8 @@ constexpr int64_t FEW_GROUPS = 4;      // so few groups of rows wait for weights
 constexpr int64_t FEW_PAIRS = 64;      // pairs of a block then: 16 KB of weights
 constexpr int64_t MANY_PAIRS = 128;    // otherwise: sums are loaded and stored less often
 constexpr int64_t BLOCK_ROWS = 128;    // rows of a task: their sums (32 KB) and inputs stay in L2
-constexpr int64_t AHEAD = 12;          // pairs that a single group of rows fetches ahead
+constexpr int64_t AHEAD = 12;          // pairs that a single group of rows fetches ahead,
+constexpr int64_t AHEAD_TO_L2 = 4;     // if to L2: the processor's own fetching follows so close behind
 constexpr int ALL_LINES = 4;           // of a pair: fetched by a single group, while several fetch fewer each
 
 // sums[R][64] += x[R][pairs] . w[pairs][64], fetching `ahead` meanwhile.
@@ -51,7 +52,8 @@ void multiply(const Linear &a, const bf16 *w, int64_t first, int64_t last, float
   const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
   const int64_t pairs = a.inputs / 2, rows = last - first, groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
   memset(sums, 0, rows * COLUMNS * sizeof(float));
-  if (groups == 1) return tile_of(rows, x, a.x_stride, w, pairs, sums, {w + AHEAD * STEP, STEP, ALL_LINES});
+  if (groups == 1)
+    return tile_of(rows, x, a.x_stride, w, pairs, sums, {w + (small_l1 ? AHEAD_TO_L2 : AHEAD) * STEP, STEP, ALL_LINES});
   // Each group of rows fetches its share of the next block of pairs.
   const int64_t stride = (STEP + groups - 1) / groups, most = groups <= FEW_GROUPS ? FEW_PAIRS : MANY_PAIRS;
   for (int64_t k = 0; k < pairs; k += most) {

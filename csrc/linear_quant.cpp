@@ -102,8 +102,10 @@ void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const b
       for (int c = 0; c < 4; ++c)
         sum[r][c] = scales ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * COLUMNS + c * 16);
     for (int64_t i = begin; i < begin + run; ++i) {
-      for (int line = 0; line < LINES; ++line)
-        _mm_prefetch(reinterpret_cast<const char *>(next + (i * LINES + line) * LINE_BYTES), _MM_HINT_T0);
+      for (int line = 0; line < LINES; ++line) {
+        const auto from = reinterpret_cast<const bf16 *>(next + (i * LINES + line) * LINE_BYTES);
+        Form::FILLS_L1 && small_l1 ? fetch_lines<1, TO_L2>(from) : fetch_lines<1>(from);
+      }
       __m512bh weight[4];
       Form::decode(w + i * Form::BYTES, weight);
       for (int r = 0; r < R; ++r) {

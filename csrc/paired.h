@@ -31,6 +31,7 @@ struct Paired {
   int64_t dim;
   int64_t ahead;  // elements from these keys to those that are read next; 0: none
   int64_t lanes;  // that meet the chunk; 0: nothing is to be fetched meanwhile
+  static constexpr int64_t SOON = 2048;  // elements
 
   static int64_t scratch(int64_t) { return 0; }
   static void query(const bf16 *from, bf16 *to, int64_t n) { memcpy(to, from, n * sizeof(bf16)); }
@@ -51,6 +52,24 @@ struct Paired {
   // through whole rows of values, as fast as four through half of them. More lanes would read the values too often.
   int value_rows_together() const { return lanes > 0 && lanes <= 2 * TILE_ROWS && dim % 128 == 0 ? 2 : TILE_ROWS; }
 
+  // Where L1 is small, one or two lanes fetch what they read a little later themselves: so close behind, the processor's own
+  // fetching helps. Only if what is read then lies behind these keys and values, as it does but for the last head of a unit.
+  bool streams() const { return small_l1 && lanes > 0 && lanes <= 2 && ahead == CHUNK * dim; }
+
+  // That, for C columns from `here` on of rows that are `stride` elements apart.
+  static Ahead later(const bf16 *here, int64_t stride, int columns) {
+    const int64_t rows = SOON > stride ? SOON / stride : 1;
+    return {here + rows * stride, stride, columns};
+  }
+
+  Ahead fetched_by_scores(int64_t lane) const {
+    return streams() ? later(k, 2 * CHUNK, 4) : share(during_scores(), lane, TILE_ROWS, 0, 4);
+  }
+
+  Ahead fetched_by_values(int64_t lane, int64_t d, int columns) const {
+    return streams() ? later(v + 2 * d, 2 * dim, columns) : share(during_values(), lane, value_rows_together(), d, columns);
+  }
+
   // The part of `next` that lanes from `lane` on, `rows` together, fetch while they take 16 `columns` columns a step, from
   // column d on.
   Ahead share(const bf16 *next, int64_t lane, int rows, int64_t d, int columns) const {
@@ -66,7 +85,7 @@ struct Paired {
   // p[lane][j] = sum over d of q[lane][d] * k[d][j]
   void scores(int n, const bf16 *q, float *p, int64_t before) const {
     for (int r = 0; r < n; r += TILE_ROWS)
-      score_rows(n - r, q + r * dim, share(during_scores(), before + r, TILE_ROWS, 0, 4), p + r * CHUNK);
+      score_rows(n - r, q + r * dim, fetched_by_scores(before + r), p + r * CHUNK);
   }
 
   void score_rows(int n, const bf16 *q, Ahead next, float *p) const {
@@ -215,7 +234,7 @@ struct Paired {
     int64_t d = 0;
     auto columns = [&](auto c) {  // as many 16 C columns as there are
       for (; d + 16 * c <= dim; d += 16 * c) {
-        const Ahead next = share(during_values(), before, value_rows_together(), d, c);
+        const Ahead next = fetched_by_values(before, d, c);
         with_lines<c>(next.lines, [&](auto lines) { value_tile<R, c, lines>(p, keys, next, d, acc, w, lane); });
       }
     };

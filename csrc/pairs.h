@@ -13,10 +13,12 @@ namespace headrace::HEADRACE_NS {
 constexpr int TILE_ROWS = 4;  // with four vectors of sums side by side they fill half the registers
 constexpr int LINE = 32;      // bf16 in a cache line
 
-// Fetches LINES cache lines to L1, or only to L2.
-template <int LINES, bool NEAR = true> HEADRACE_INLINE void fetch_lines(const bf16 *from) {
+constexpr int TO_L1 = _MM_HINT_T0, TO_L2 = _MM_HINT_T1, TO_L1_ONLY = _MM_HINT_NTA;
+
+// Fetches LINES cache lines to one of these.
+template <int LINES, int WHERE = TO_L1> HEADRACE_INLINE void fetch_lines(const bf16 *from) {
   each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE {
-    _mm_prefetch(reinterpret_cast<const char *>(from + line * LINE), NEAR ? _MM_HINT_T0 : _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char *>(from + line * LINE), static_cast<_mm_hint>(WHERE));
   });
 }
 
@@ -64,19 +66,27 @@ struct Ahead {
   int lines;
 };
 
-// `pairs` pairs, fetching LINES lines each. ONCE: nobody reads these lines a second time, so they need not stay in L2.
+// `pairs` pairs, fetching LINES lines each to WHERE.
 // (Not unrolled: the processor's own fetching of strides goes by the address of the load instruction.)
-template <int R, int C, int LINES, bool ONCE>
-HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs,
-                                Ahead ahead, __m512 (&sum)[R][C]) {
+template <int R, int C, int LINES, int WHERE>
+HEADRACE_INLINE void fetching_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs,
+                                    Ahead ahead, __m512 (&sum)[R][C]) {
   for (int64_t i = 0; i < pairs; ++i, x += 2, w += w_stride, ahead.from += ahead.stride) {
-    each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE {
-      _mm_prefetch(reinterpret_cast<const char *>(ahead.from + line * LINE), ONCE ? _MM_HINT_NTA : _MM_HINT_T0);
-    });
+    fetch_lines<LINES, WHERE>(ahead.from);
     __m512bh weight[C];
     each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { weight[c] = (__m512bh)_mm512_loadu_si512(w + c * 32); });
     multiply<R, C>(x, x_stride, weight, sum);
   }
+}
+
+// The same to where there is room. ONCE: nobody reads these lines a second time, so they need not stay in L2.
+template <int R, int C, int LINES, bool ONCE>
+HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs,
+                                Ahead ahead, __m512 (&sum)[R][C]) {
+  if (LINES > 0 && small_l1)
+    fetching_steps<R, C, LINES, TO_L2>(x, x_stride, w, w_stride, pairs, ahead, sum);
+  else
+    fetching_steps<R, C, LINES, ONCE ? TO_L1_ONLY : TO_L1>(x, x_stride, w, w_stride, pairs, ahead, sum);
 }
 
 // Vectors folded to one number each by halves: element i with i + 8, then i + 4, i + 2, i + 1, the same bits for 1, 4 and

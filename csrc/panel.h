@@ -76,9 +76,9 @@ template <typename Source> class Panel {
         for (int64_t half = 0; half < 2; ++half, next += count * LINES * LINE) {
           const bf16 *next_x = x_at(from + (2 * block + half) * FETCHED, last ? 0 : k + count);
           square(x_at(from, k), w, block, half, k, count, to, [&](int64_t i) HEADRACE_ALWAYS_INLINE {
-            fetch_lines<LINES, false>(next + i * LINES * LINE);
+            fetch_lines<LINES, TO_L2>(next + i * LINES * LINE);
             if constexpr (FAR)
-              each<FETCHED>([&](auto r) HEADRACE_ALWAYS_INLINE { fetch_lines<1, false>(next_x + r * x_stride + i * LINE); });
+              each<FETCHED>([&](auto r) HEADRACE_ALWAYS_INLINE { fetch_lines<1, TO_L2>(next_x + r * x_stride + i * LINE); });
           });
         }
         if (last) done(block, row, from + GROUP, to + (row - from) * COLUMNS);

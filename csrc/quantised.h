@@ -27,8 +27,9 @@ struct Chunk8 {
 // Fetches two cache lines of what is read next. To be inlined always: GCC takes a function that only prefetches for one
 // without effect, and drops its calls.
 HEADRACE_INLINE void fetch_two(const int8_t *from) {
-  __builtin_prefetch(from);
-  __builtin_prefetch(from + 64);
+  each<2>([&](auto line) HEADRACE_ALWAYS_INLINE {
+    small_l1 ? __builtin_prefetch(from + line * 64, 0, 2) : __builtin_prefetch(from + line * 64, 0, 3);
+  });
 }
 HEADRACE_INLINE void fetch_scales(const Chunk8 &chunk, int64_t dim) {
   const int64_t ahead = chunk.ahead / dim;

@@ -137,8 +137,8 @@ struct RunningSoftmax {
     for (int64_t i = lane * fetch.near_each; i < (lane + 1) * fetch.near_each; ++i) fetch_lines<1>(fetch.near + i * LINE);
     for (int64_t i = lane * fetch.far_each; i < (lane + 1) * fetch.far_each; ++i) {
       const int64_t line = fetch.gaps ? i / 8 * 32 + 24 + i % 8 : i;
-      fetch_lines<1, false>(fetch.far[0] + line * LINE);
-      fetch_lines<1, false>(fetch.far[1] + line * LINE);
+      fetch_lines<1, TO_L2>(fetch.far[0] + line * LINE);
+      fetch_lines<1, TO_L2>(fetch.far[1] + line * LINE);
     }
     each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
       x[c] = power(_mm512_mul_ps(_mm512_load_ps(from + c * 16), factor), base);

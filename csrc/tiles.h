@@ -108,7 +108,7 @@ template <int LINES>
 HEADRACE_INLINE void square_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t steps,
                                   Ahead ahead) {
   square_steps(x, x_stride, w, w_stride, steps, [&](int64_t) HEADRACE_ALWAYS_INLINE {
-    fetch_lines<LINES, false>(ahead.from);
+    fetch_lines<LINES, TO_L2>(ahead.from);
     ahead.from += ahead.stride;
   });
 }

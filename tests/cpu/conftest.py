@@ -1,4 +1,4 @@
-"""Random checkpoints, written once per session, and both readings of each: transformers' and ours."""
+"""Instruction sets, and random checkpoints, written once per session, with both readings: transformers' and ours."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headrace.engine.tokenizer import Tokenizer
+from headrace.kernels import cpu
 from headrace.models.decoder import Decoder, load_decoder
 from tests.cpu.checkpoints import make_checkpoint
 from tests.cpu.tokenizers_made import KINDS, save
@@ -22,6 +23,22 @@ transformers.utils.logging.disable_progress_bar()
 FolderOf = Callable[[str], Path]
 OursOf = Callable[..., Decoder]
 TheirsOf = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture(params=cpu.available_isas() if cpu.available() else ())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set in turn."""
+    before = cpu.isa()
+    cpu.use_isa(request.param)
+    yield request.param
+    cpu.use_isa(before)
+
+
+@pytest.fixture
+def first_caches() -> Iterator[tuple[int, ...]]:
+    """Sizes for `cpu.use_l1`, by which kernels decide what to fetch where; the machine's own comes back at the end."""
+    yield 32, 48
+    cpu.use_l1(0)
 
 
 @pytest.fixture(scope="module")

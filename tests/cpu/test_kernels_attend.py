@@ -20,7 +20,6 @@ from headrace.types import CHUNK
 
 pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
 
-ISAS = cpu.available_isas() if cpu.available() else ()
 SHARED_FIXTURE = settings(
     deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
@@ -56,14 +55,6 @@ class Case:
         items[:, 2:] = items[:, 2:].clamp(begin, end) - begin
         kept = items[items[:, 2] < items[:, 3]]
         return replace(self, q=self.q[begin:end], items=kept, positions=self.positions[begin:end].contiguous())
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = cpu.isa()
-    cpu.use_isa(request.param)
-    yield request.param
-    cpu.use_isa(before)
 
 
 @pytest.fixture
@@ -211,12 +202,14 @@ def test_matches_fp64(isa: str, case: Case) -> None:
 
 @SHARED_FIXTURE
 @given(case=cases(), seed=st.integers(0, 2**32))
-def test_same_bits_however_cut(isa: str, threads: None, case: Case, seed: int) -> None:
+def test_same_bits_however_cut(isa: str, threads: None, first_caches: tuple[int, ...], case: Case, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     torch.set_num_threads(1)
     whole = case.run()
     torch.set_num_threads(2)
-    assert torch.equal(case.run(), whole)
+    for kilobytes in first_caches:
+        cpu.use_l1(kilobytes)
+        assert torch.equal(case.run(), whole)
     assert torch.equal(replace(case, items=reordered(case.items, generator)).run(), whole)
     row = int(torch.randint(0, len(case.q), (), generator=generator))
     assert torch.equal(case.rows(row, row + 1).run(), whole[row : row + 1])

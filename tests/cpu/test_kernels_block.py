@@ -79,14 +79,6 @@ def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q - k.repeat_interleave(group, 1) + v.repeat_interleave(group, 1) * (layer + 1)
 
 
-@pytest.fixture(params=cpu.available_isas() if cpu.available() else ())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = cpu.isa()
-    cpu.use_isa(request.param)
-    yield request.param
-    cpu.use_isa(before)
-
-
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()

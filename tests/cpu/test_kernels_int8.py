@@ -22,7 +22,6 @@ from tests.cpu.test_kernels_attend import (  # noqa: F401 (fixtures)
     Case,
     Tree,
     cases,
-    isa,
     make_case,
     reordered,
     threads,
@@ -75,7 +74,7 @@ def stored(case: Case) -> Int8Case:
 
 @SHARED_FIXTURE
 @given(case=cases())
-def test_matches_fp64_of_the_stored_numbers(isa: str, case: Case) -> None:  # noqa: F811
+def test_matches_fp64_of_the_stored_numbers(isa: str, case: Case) -> None:
     """The bound is that of attention over unquantised keys and values."""
     int8 = stored(case)
     expected, size = truth(int8.exact())
@@ -87,14 +86,22 @@ def test_matches_fp64_of_the_stored_numbers(isa: str, case: Case) -> None:  # no
 
 @SHARED_FIXTURE
 @given(case=cases(), seed=st.integers(0, 2**32))
-def test_same_bits_however_cut(isa: str, threads: None, case: Case, seed: int) -> None:  # noqa: F811
+def test_same_bits_however_cut(
+    isa: str,
+    threads: None,  # noqa: F811
+    first_caches: tuple[int, ...],
+    case: Case,
+    seed: int,
+) -> None:
     """Rows together and alone, one thread and two, items in another order, folded on from a stored state."""
     generator = torch.Generator().manual_seed(seed)
     int8 = stored(case)
     torch.set_num_threads(1)
     whole = int8.run()
     torch.set_num_threads(2)
-    assert torch.equal(int8.run(), whole)
+    for kilobytes in first_caches:
+        cpu.use_l1(kilobytes)
+        assert torch.equal(int8.run(), whole)
     items = reordered(case.items, generator)
     assert torch.equal(int8.run(items=items), whole)
     row = int(torch.randint(0, len(case.q), (), generator=generator))
@@ -111,7 +118,7 @@ def test_same_bits_however_cut(isa: str, threads: None, case: Case, seed: int) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [20, 128])
-def test_append_stores_the_references_bits(isa: str, dtype: torch.dtype, dim: int) -> None:  # noqa: F811
+def test_append_stores_the_references_bits(isa: str, dtype: torch.dtype, dim: int) -> None:
     rows, heads = 200, 3
     wide = torch.randn(rows, 2 * heads, dim).to(dtype)
     wide[3], wide[4, 0, 1], wide[5, 0, 2], wide[6] = 0.0, torch.nan, -torch.inf, 1e-44
@@ -139,7 +146,7 @@ def test_append_stores_the_references_bits(isa: str, dtype: torch.dtype, dim: in
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_accuracy(isa: str, dtype: torch.dtype, dim: int) -> None:  # noqa: F811
+def test_accuracy(isa: str, dtype: torch.dtype, dim: int) -> None:
     """Against fp64 on what was never quantised: 1.2e-2 relative rms, on normal random numbers."""
     tree = Tree(torch.Generator().manual_seed(dim), 4, 6, False)
     case = make_case(tree, 8, 2, dim, dtype)
@@ -148,7 +155,7 @@ def test_accuracy(isa: str, dtype: torch.dtype, dim: int) -> None:  # noqa: F811
     assert 1e-3 < error < 1.2e-2, error
 
 
-def test_what_is_no_number_is_not_hidden(isa: str) -> None:  # noqa: F811
+def test_what_is_no_number_is_not_hidden(isa: str) -> None:
     case = make_case(Tree(torch.Generator().manual_seed(7), 1, 2, False), 2, 1, 32, torch.bfloat16)
     for name in ("k_scale", "v_scale"):
         int8 = stored(case)

@@ -28,14 +28,6 @@ COMPANIES = [*range(1, 71), 127, 128, 129, 136, 255, 257, 264]
 DTYPES = [torch.bfloat16, torch.float32]
 
 
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = cpu.isa()
-    cpu.use_isa(request.param)
-    yield request.param
-    cpu.use_isa(before)
-
-
 @pytest.fixture
 def threads() -> Iterator[None]:
     """The test sets the number of threads as it likes."""
@@ -97,7 +89,7 @@ def test_a_sum_is_off_by_its_roundings_at_most(isa: str, threads: None, data: st
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_every_company(
-    isa: str, dtype: torch.dtype, inputs: int, outputs: int, threads: None
+    isa: str, dtype: torch.dtype, inputs: int, outputs: int, threads: None, first_caches: tuple[int, ...]
 ) -> None:
     x, weight, bias = tensors(300, inputs, outputs, dtype)
     packed = cpu.Packed(weight)
@@ -106,7 +98,8 @@ def test_a_row_has_the_same_bits_in_every_company(
     for count, every in ((1, 1), (2, 7), (5, 13)):  # five: some help others, and find nothing left
         torch.set_num_threads(count)
         assert torch.equal(cpu.linear(x, packed, bias), whole)
-        for rows in COMPANIES[::every]:
+        for turn, rows in enumerate(COMPANIES[::every]):
+            cpu.use_l1(first_caches[turn % len(first_caches)])
             start = rows * 7 % (300 - rows)
             assert torch.equal(cpu.linear(x[start : start + rows], packed, bias), whole[start : start + rows]), rows
 

@@ -21,17 +21,8 @@ from headrace.kernels import cpu, ops, table
 pytestmark = pytest.mark.cpu
 needs_extension = pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
 
-ISAS = cpu.available_isas() if cpu.available() else ()
 DTYPES = [torch.float32, torch.bfloat16]
 Op = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = cpu.isa()
-    cpu.use_isa(request.param)
-    yield request.param
-    cpu.use_isa(before)
 
 
 @pytest.fixture(params=[1, 2])

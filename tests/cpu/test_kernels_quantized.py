@@ -20,7 +20,6 @@ from headrace.kernels.quantized import GROUP, Quantized, Rounded
 pytestmark = pytest.mark.cpu
 needs_extension = pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
 
-ISAS = cpu.available_isas() if cpu.available() else ()
 DTYPES = [torch.float32, torch.bfloat16]
 SCHEMES: list[Quantization] = ["int8", "int4"]
 KERNEL_ERROR = 2e-6
@@ -28,14 +27,6 @@ KERNEL_ERROR = 2e-6
 
 few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 schemes = st.sampled_from(SCHEMES)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = cpu.isa()
-    cpu.use_isa(request.param)
-    yield request.param
-    cpu.use_isa(before)
 
 
 @pytest.fixture(params=[1, 2])
@@ -141,12 +132,19 @@ def test_agrees_with_fp64(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_row_has_the_same_bits_in_every_company(
-    isa: str, threads: None, scheme: Quantization, dtype: torch.dtype, inputs: int, outputs: int
+    isa: str,
+    threads: None,
+    first_caches: tuple[int, ...],
+    scheme: Quantization,
+    dtype: torch.dtype,
+    inputs: int,
+    outputs: int,
 ) -> None:
     x, bias = random(300, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=1)
     weight = Quantized(Rounded(random(outputs, inputs, seed=2), scheme))
     whole = quantized.linear(x, weight, bias, wide=True)
-    for rows in [*range(1, 20), 31, 32, 33, 47, 63, 64, 66, 70, 127, 128, 129, 255, 257]:
+    for turn, rows in enumerate([*range(1, 20), 31, 32, 33, 47, 63, 64, 66, 70, 127, 128, 129, 255, 257]):
+        cpu.use_l1(first_caches[turn % len(first_caches)])
         start = rows * 7 % (300 - rows)
         some = quantized.linear(x[start : start + rows], weight, bias, wide=True)
         assert torch.equal(some, whole[start : start + rows]), rows

@@ -26,7 +26,6 @@ from tests.cpu.test_kernels_attend import (  # noqa: F401 (fixtures)
     Case,
     Tree,
     cases,
-    isa,
     make_case,
     reordered,
     seen_keys,
@@ -83,7 +82,7 @@ def clean(case: Case) -> Case:
 @SHARED_FIXTURE
 @given(case=cases(), seed=st.integers(0, 2**32), by=st.sampled_from([0, BLOCK - CHUNK, BLOCK - 2 * CHUNK]))
 def test_folding_on_gives_the_bits_of_one_call(
-    isa: str,  # noqa: F811
+    isa: str,
     threads: None,  # noqa: F811
     name: str,
     case: Case,
@@ -109,7 +108,7 @@ def test_folding_on_gives_the_bits_of_one_call(
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 32), (torch.float32, 20)])
 @pytest.mark.parametrize("window", [None, 2500])
 def test_blocks_computed_apart_fold_to_the_bits_of_one_call(
-    isa: str,  # noqa: F811
+    isa: str,
     name: str,
     dtype: torch.dtype,
     dim: int,
@@ -141,7 +140,7 @@ def test_blocks_computed_apart_fold_to_the_bits_of_one_call(
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 32), (torch.float32, 20)])
 @pytest.mark.parametrize("window", [None, 2500])
 def test_more_threads_than_heads_take_blocks_apart(
-    isa: str,  # noqa: F811
+    isa: str,
     threads: None,  # noqa: F811
     dtype: torch.dtype,
     dim: int,
@@ -161,7 +160,7 @@ def test_more_threads_than_heads_take_blocks_apart(
     assert alone.float().std() > 0.01 and torch.equal(backend.attend(), alone)
 
 
-def test_starts_where_another_state_left_it_alone(isa: str) -> None:  # noqa: F811
+def test_starts_where_another_state_left_it_alone(isa: str) -> None:
     """A state is a value: folding on from it twice gives the same twice."""
     case = make_case(Tree(torch.Generator().manual_seed(2), 3, 3, True), 4, 2, 32, torch.bfloat16)
     backend = Backend("cpu", case)
@@ -172,7 +171,7 @@ def test_starts_where_another_state_left_it_alone(isa: str) -> None:  # noqa: F8
 
 @SHARED_FIXTURE
 @given(case=cases())
-def test_states_are_those_of_fp64(isa: str, case: Case) -> None:  # noqa: F811
+def test_states_are_those_of_fp64(isa: str, case: Case) -> None:
     """lse in natural logarithms; and two segments merge to the whole."""
     backend = Backend("cpu", case)
     whole = cpu.states_of(backend.partial(case.items))
@@ -223,7 +222,7 @@ def close(got: AttnState, want: AttnState, tolerance: float) -> None:
 
 @SHARED_FIXTURE
 @given(st.integers(0, 2**32), st.integers(1, 40), st.sampled_from([8, 20, 64, 128]), st.sampled_from([1.0, 40.0, 1e4]))
-def test_merge_is_that_of_the_algebra(isa: str, seed: int, rows: int, dim: int, size: float) -> None:  # noqa: F811
+def test_merge_is_that_of_the_algebra(isa: str, seed: int, rows: int, dim: int, size: float) -> None:
     """In some rows either state is EMPTY, in some both; EMPTY changes no bit of the other."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -240,7 +239,7 @@ def test_merge_is_that_of_the_algebra(isa: str, seed: int, rows: int, dim: int, 
         assert torch.equal(got.out[alone], one.out[alone]) and torch.equal(got.lse[alone], one.lse[alone])
 
 
-def test_rows_that_met_nothing_are_empty(isa: str) -> None:  # noqa: F811
+def test_rows_that_met_nothing_are_empty(isa: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         nothing = cpu.states_of(cpu.empty_fold(3, 2, 32, dtype))
         assert not nothing.out.any() and bool((nothing.lse == -torch.inf).all())

@@ -5,7 +5,6 @@ T: rows; Hq, Hkv: query and KV heads; D: head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,16 +18,7 @@ pytestmark = [
     pytest.mark.cpu,
     pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason())),
 ]
-ISAS = cpu.available_isas() if cpu.available() else ()
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 32, 5
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = cpu.isa()
-    cpu.use_isa(request.param)
-    yield
-    cpu.use_isa(before)
 
 
 def pools(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -65,7 +55,7 @@ def rows(dtype: torch.dtype) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bits_of_two_calls(isa: None, dtype: torch.dtype, window: int | None, biased: bool) -> None:
+def test_the_bits_of_two_calls(isa: str, dtype: torch.dtype, window: int | None, biased: bool) -> None:
     bias = torch.randn(HEADS, 100, generator=torch.Generator().manual_seed(2)) if biased else None
     q, k, v = rows(dtype)
     ours, theirs, at = pools(dtype), pools(dtype), indices()
@@ -96,7 +86,7 @@ def test_indices_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_going_on_gives_the_bits_of_a_new_step(isa: None, biased: bool) -> None:
+def test_going_on_gives_the_bits_of_a_new_step(isa: str, biased: bool) -> None:
     bias = torch.randn(HEADS, 100, generator=torch.Generator().manual_seed(2)) if biased else None
     places = dict(positions=torch.tensor([72, 73, 6]), offsets=torch.tensor([8, 9, 6], dtype=torch.int32))
     ours, theirs, at = pools(torch.bfloat16), pools(torch.bfloat16), rows(torch.bfloat16)
@@ -116,7 +106,7 @@ def test_going_on_gives_the_bits_of_a_new_step(isa: None, biased: bool) -> None:
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
 
 
-def test_items_that_have_left_a_window_change_nothing(isa: None) -> None:
+def test_items_that_have_left_a_window_change_nothing(isa: str) -> None:
     """Two rows see 7 keys back: first some of the chunk before theirs, then none of it."""
     items, ours, theirs = indices()["items"][None], pools(torch.bfloat16), pools(torch.bfloat16)
     here = dict(positions=torch.tensor([66, 67, 5]), offsets=torch.tensor([2, 3, 5], dtype=torch.int32))

@@ -5,7 +5,7 @@ T, n: rows; H: hidden size; Hkv: KV heads; D: head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,14 +108,6 @@ def test_the_bits_of_the_forward_pass(kind: str, way: str, folder_of: FolderOf) 
 @pytest.mark.parametrize("kind", ["llama_gqa", "qwen3", "opt350", "falcon7", "falcon_rw_odd"])
 def test_the_bits_of_rounded_weights(kind: str, quantization: Quantization, dtype: Any, folder_of: FolderOf) -> None:
     projects(load_decoder(folder_of(kind), dtype, quantization=quantization))
-
-
-@pytest.fixture(params=cpu.available_isas() if cpu.available() else ())
-def isa(request: Any) -> Iterator[str]:
-    before = cpu.isa()
-    cpu.use_isa(request.param)
-    yield request.param
-    cpu.use_isa(before)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

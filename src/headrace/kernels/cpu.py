@@ -19,6 +19,7 @@ from headrace.kernels.extension import (
     supports,
     unavailable_reason,
     use_isa,
+    use_l1,
 )
 from headrace.kernels.extension import check as _check
 from headrace.kernels.extension import heads_of as _heads
@@ -30,7 +31,7 @@ from headrace.memory import copied
 __all__ = [
     "append", "arrange", "attend", "available", "available_isas", "describe", "empty_fold", "finish", "fold_blocks",
     "fold_into",
-    "isa", "layout", "merge", "partial", "states_of", "supports", "unavailable_reason", "use_isa",
+    "isa", "layout", "merge", "partial", "states_of", "supports", "unavailable_reason", "use_isa", "use_l1",
 ]  # fmt: skip
 """What comes from the other files: callers need to know of one module only."""
 

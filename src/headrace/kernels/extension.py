@@ -61,6 +61,11 @@ def use_isa(name: str) -> None:
     require().use_isa(name)
 
 
+def use_l1(kilobytes: int) -> None:
+    """Takes L1 for one of so many KB (0: of what it is): kernels fetch ahead by it. For tests; no bits change."""
+    require().use_l1(kilobytes)
+
+
 def describe() -> str:
     """The kernels in use, in a few words: 'C++ avx512'."""
     return f"C++ {isa()}" + ("" if require().openmp else ", one thread (built without GCC's OpenMP)")
