@@ -88,7 +88,6 @@ void multiply(const LinearQuant &a, const T *x, int64_t x_stride, const byte *co
 
 constexpr int64_t BLOCK_PAIRS = 128;  // pairs decoded at once: 32 KB, which stay in L1 while rows pass by
 constexpr int64_t FETCHED = 8192;     // bytes that few rows fetch ahead
-constexpr int64_t LINE_BYTES = 64;
 
 // sums[R][64] += x[R][pairs] . w[pairs][64], group by group under `scales` where there are any, fetching LINES cache
 // lines of `next` for each pair meanwhile.
@@ -103,7 +102,7 @@ void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const b
         sum[r][c] = scales ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * COLUMNS + c * 16);
     for (int64_t i = begin; i < begin + run; ++i) {
       for (int line = 0; line < LINES; ++line) {
-        const auto from = reinterpret_cast<const bf16 *>(next + (i * LINES + line) * LINE_BYTES);
+        const byte *from = next + (i * LINES + line) * LINE_BYTES;
         Form::FILLS_L1 && small_l1 ? fetch_lines<1, TO_L2>(from) : fetch_lines<1>(from);
       }
       __m512bh weight[4];

@@ -5,6 +5,7 @@
 
 #ifdef __AVX512BF16__
 
+#include "fetch.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -12,15 +13,6 @@ namespace headrace::HEADRACE_NS {
 
 constexpr int TILE_ROWS = 4;  // with four vectors of sums side by side they fill half the registers
 constexpr int LINE = 32;      // bf16 in a cache line
-
-constexpr int TO_L1 = _MM_HINT_T0, TO_L2 = _MM_HINT_T1, TO_L1_ONLY = _MM_HINT_NTA;
-
-// Fetches LINES cache lines to one of these.
-template <int LINES, int WHERE = TO_L1> HEADRACE_INLINE void fetch_lines(const bf16 *from) {
-  each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE {
-    _mm_prefetch(reinterpret_cast<const char *>(from + line * LINE), static_cast<_mm_hint>(WHERE));
-  });
-}
 
 // Fetches LINES cache lines to L1, and asks for those twelve lines behind them: each is asked for twice if a reader comes by
 // line after line. A core reads a sixth more then than when asked once.
@@ -86,7 +78,7 @@ HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, 
   if (LINES > 0 && small_l1)
     fetching_steps<R, C, LINES, TO_L2>(x, x_stride, w, w_stride, pairs, ahead, sum);
   else
-    fetching_steps<R, C, LINES, ONCE ? TO_L1_ONLY : TO_L1>(x, x_stride, w, w_stride, pairs, ahead, sum);
+    fetching_steps<R, C, LINES, ONCE ? TO_L1_ALONE : TO_L1>(x, x_stride, w, w_stride, pairs, ahead, sum);
 }
 
 // Vectors folded to one number each by halves: element i with i + 8, then i + 4, i + 2, i + 1, the same bits for 1, 4 and

@@ -24,18 +24,14 @@ struct Chunk8 {
   }
 };
 
-// Fetches two cache lines of what is read next. To be inlined always: GCC takes a function that only prefetches for one
-// without effect, and drops its calls.
-HEADRACE_INLINE void fetch_two(const int8_t *from) {
-  each<2>([&](auto line) HEADRACE_ALWAYS_INLINE {
-    small_l1 ? __builtin_prefetch(from + line * 64, 0, 2) : __builtin_prefetch(from + line * 64, 0, 3);
-  });
-}
+// Fetches two cache lines of what is read next to where there is room.
+HEADRACE_INLINE void fetch_two(const void *from) { small_l1 ? fetch_lines<2, TO_L2>(from) : fetch_lines<2>(from); }
+
 HEADRACE_INLINE void fetch_scales(const Chunk8 &chunk, int64_t dim) {
   const int64_t ahead = chunk.ahead / dim;
   for (int64_t j = 0; j < CHUNK; j += 32) {
-    fetch_two(reinterpret_cast<const int8_t *>(chunk.k_scale + ahead + j));
-    fetch_two(reinterpret_cast<const int8_t *>(chunk.v_scale + ahead + j));
+    fetch_two(chunk.k_scale + ahead + j);
+    fetch_two(chunk.v_scale + ahead + j);
   }
 }
 

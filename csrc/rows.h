@@ -2,7 +2,7 @@
 // multiply-adds over ascending i for each sum, whatever R and C: the work of processors that do not multiply bf16.
 #pragma once
 
-#include "simd.h"
+#include "fetch.h"
 
 namespace headrace::HEADRACE_NS {
 
@@ -68,7 +68,7 @@ HEADRACE_INLINE void add_products(const float *x, int64_t x_stride, int64_t begi
                                   vf (&sum)[R][C]) {
   constexpr int LINES = (STEPS * BYTES + 63) / 64;
   for (int64_t i = begin; i < end; i += STEPS, next.from += STEPS * next.stride) {
-    each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE { __builtin_prefetch(next.from + line * 64, 0, NEAR ? 3 : 2); });
+    fetch_lines<LINES, NEAR ? TO_L1 : TO_L2>(next.from);
     if constexpr (STEPS == 1)
       add_step(x, x_stride, i, static_cast<int>(i & 1), load, sum);
     else

@@ -56,7 +56,8 @@ HEADRACE_INLINE void clear_sums() {
 // Fetches LINES cache lines to L1, each asked for twice. A loop of its own, in one place and not unrolled: the processor's
 // own fetching goes by an instruction's address, and reads less when asked by sixty-four instructions. (Without the asm
 // GCC sees a function that does nothing, and leaves out its calls.)
-template <int LINES> HEADRACE_APART inline __attribute__((aligned(64))) void pull_lines(const bf16 *from) {
+template <int LINES> HEADRACE_APART inline __attribute__((aligned(64))) void pull_lines(const void *first) {
+  auto from = static_cast<const bf16 *>(first);
 #pragma GCC unroll 1
   for (int line = 0; line < LINES; ++line, from += LINE) {
     fetch_twice<1>(from);
