@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +32,9 @@ from headrace.cli.bench_beds import (
     unmerged,
 )  # fmt: skip
 from headrace.cli.bench_cache import bookkeeping_case
-from headrace.cli.bench_peers import ENGINES
+from headrace.cli.bench_peers import ENGINES, Contender
 from headrace.cli.bench_protocol import figures
+from headrace.cli.bench_result import measure_cases
 from headrace.cli.bench_workloads import WORKLOADS, chosen
 from headrace.cli.main import app
 from headrace.cli.shapes import SHAPES, Shape
@@ -146,6 +152,50 @@ def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(bench_engine.Failed):
         bench_engine.Process(ENGINES["headrace"], tmp_path)
+
+
+def test_sigterm_interrupts_and_what_there_is_is_written(tmp_path: Path) -> None:
+    def cases() -> Iterator[dict[str, int]]:
+        yield {"first": 1}
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield {"second": 2}
+
+    before, path = signal.getsignal(signal.SIGTERM), tmp_path / "result.json"
+    with pytest.raises(KeyboardInterrupt):
+        measure_cases(cases(), path)
+    assert json.loads(path.read_text())["cases"] == [{"first": 1}]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+class Silent(Contender):
+    """An engine that is ready, and then has a child, and never answers."""
+
+    def command(self) -> list[str]:
+        child = "import subprocess, sys; child = subprocess.Popen(['sleep', '600'])"
+        return [sys.executable, "-c", f"{child}; print('{{}}', flush=True); child.wait()"]
+
+
+def test_interrupted_engines_and_their_children_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trees: list[list[int]] = []
+
+    def interrupt(process: bench_engine.Process, *_: object) -> None:
+        trees.append(bench_engine._tree(process.popen.pid))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(bench_engine.Process, "ask", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(bench_engine._family(chosen(["W1_512"]), "S1", tmp_path, [Silent("silent", "bf16")], repeats=1, scale=32))
+    assert len(trees[0]) == 2
+    while any(alive(pid) for pid in trees[0]):  # the test's own limit ends what does not
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs: one that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_attention_cases_by_commas() -> None:

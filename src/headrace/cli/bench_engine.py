@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -74,6 +76,10 @@ def _family(
                     racer.take(workload, workload.draw(repetition, scale))
             for racer in racers:
                 yield {"workload": workload.name, "model": model, **racer.case()}
+    except KeyboardInterrupt:
+        for racer in racers:
+            racer.kill()
+        raise
     finally:
         for racer in racers:
             racer.close()
@@ -125,6 +131,10 @@ class Racer:
             return {**head, **empty, "error": self.error}
         middle = {name: _median([run[name] for run in self.runs]) for name in self.runs[0]}
         return {**head, **middle, "peak_rss_mb": round(self.peak), "runs": len(self.runs)}
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
 
     def close(self) -> None:
         if self.process is not None:
@@ -192,6 +202,12 @@ class Process:
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
             except OSError:
                 continue  # the peak of the whole life is reported then
+
+    def kill(self) -> None:
+        """Ends the process and its children at once; close() then finds it ended."""
+        for pid in _tree(self.popen.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Ends the process by ending its input; by force where that is not enough."""

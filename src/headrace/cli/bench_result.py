@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
@@ -68,13 +69,18 @@ def measure_cases(
     limits: dict[str, Any] | None = None,
     line: Callable[[dict[str, Any]], str] = flat,
 ) -> list[dict[str, Any]]:
-    """Prints cases as they come and writes what there is, an interruption or not. limits: may grow meanwhile."""
+    """Prints cases as they come and writes what there is, an interruption or not. limits: may grow meanwhile.
+
+    SIGTERM interrupts as ctrl-c does: by KeyboardInterrupt, at which whoever makes the cases ends the processes it has.
+    """
     done: list[dict[str, Any]] = []
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for case in cases:
             done.append(case)
             out.print(line(case), soft_wrap=True)
     finally:
+        signal.signal(signal.SIGTERM, before)
         if done:
             write_result(path, done, limits)
     return done
