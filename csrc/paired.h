@@ -23,6 +23,7 @@ struct Paired {
   static constexpr float LOG2_E = 1.44269504f;
   static constexpr bool RUNNING = false;
   static constexpr int BATCH = 1, TOGETHER = LANES;
+  static constexpr int64_t SOON = 2048;  // elements that a stream fetches ahead
   using Type = bf16;
   using Space = headrace::HEADRACE_NS::Space;
   using Query = bf16;
@@ -31,7 +32,6 @@ struct Paired {
   int64_t dim;
   int64_t ahead;  // elements from these keys to those that are read next; 0: none
   int64_t lanes;  // that meet the chunk; 0: nothing is to be fetched meanwhile
-  static constexpr int64_t SOON = 2048;  // elements
 
   static int64_t scratch(int64_t) { return 0; }
   static void query(const bf16 *from, bf16 *to, int64_t n) { memcpy(to, from, n * sizeof(bf16)); }

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,18 +176,30 @@ class Silent(Contender):
         return [sys.executable, "-c", f"{child}; print('{{}}', flush=True); child.wait()"]
 
 
-def test_interrupted_engines_and_their_children_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trees: list[list[int]] = []
+@pytest.mark.parametrize("while_starting", [True, False])
+def test_interrupted_engines_and_their_children_end(
+    while_starting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: list[int] = []
+    ready = bench_engine.Process._answer
 
-    def interrupt(process: bench_engine.Process, *_: object) -> None:
-        trees.append(bench_engine._tree(process.popen.pid))
+    def start(process: bench_engine.Process) -> dict[str, Any]:
+        answer = ready(process)
+        pids.extend(bench_engine._tree(process.popen.pid))
+        if while_starting and len(pids) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return answer
+
+    def ask(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(bench_engine.Process, "ask", interrupt)
+    monkeypatch.setattr(bench_engine.Process, "_answer", start)
+    monkeypatch.setattr(bench_engine.Process, "ask", ask)
+    engines: list[Contender] = [Silent("one", "bf16"), Silent("other", "bf16")]
     with pytest.raises(KeyboardInterrupt):
-        list(bench_engine._family(chosen(["W1_512"]), "S1", tmp_path, [Silent("silent", "bf16")], repeats=1, scale=32))
-    assert len(trees[0]) == 2
-    while any(alive(pid) for pid in trees[0]):  # the test's own limit ends what does not
+        list(bench_engine._family(chosen(["W1_512"]), "S1", tmp_path, engines, repeats=1, scale=32))
+    assert len(pids) == 4
+    while any(alive(pid) for pid in pids):  # the test's own limit ends what does not
         time.sleep(0.01)
 
 

@@ -66,8 +66,10 @@ def _family(
     members: list[Workload], model: str, folder: Path, engines: list[Contender], repeats: int, scale: int
 ) -> Iterator[Case]:
     """Fresh processes for the workloads of a family, all alive while they take turns."""
-    racers = [Racer(engine, folder) for engine in engines]
+    racers: list[Racer] = []
     try:
+        for engine in engines:  # those that are there end if the next is interrupted
+            racers.append(Racer(engine, folder))
         for workload in members:
             for racer in racers:
                 racer.reset()
@@ -162,7 +164,11 @@ class Process:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
             env=os.environ | self.engine.environment(),
         )  # fmt: skip
-        self._answer()
+        try:
+            self._answer()
+        except KeyboardInterrupt:
+            self.kill()
+            raise
 
     def ask(self, prompts: list[list[int]], max_tokens: list[int]) -> list[list[float]]:
         assert self.popen.stdin is not None
