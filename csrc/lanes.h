@@ -29,6 +29,13 @@ struct Seen {
     const int first = from(lane), last = to(lane);
     return last <= first ? 0 : (~0ull >> (CHUNK - (last - first))) << first;
   }
+
+  // The keys that some of `n` lanes from `lane` on sees.
+  uint64_t union_of(int lane, int n) const {
+    uint64_t keys = everything ? ~0ull : 0;
+    for (int r = lane; r < lane + n && !everything; ++r) keys |= mask(r);
+    return keys;
+  }
 };
 
 // What the chunks that a unit of work meets share.

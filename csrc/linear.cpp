@@ -30,9 +30,8 @@ HEADRACE_APART void tile(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t
   each<4 * R>([&](auto i) HEADRACE_ALWAYS_INLINE {
     sum[i / 4][i % 4] = _mm512_load_ps(sums + i / 4 * COLUMNS + i % 4 * 16);
   });
-  pair_steps<R, 4, LINES, LINES == ALL_LINES>(x, x_stride, w, STEP, pairs, ahead, sum);
-  each<4 * R>([&](auto i) HEADRACE_ALWAYS_INLINE {
-    _mm512_store_ps(sums + i / 4 * COLUMNS + i % 4 * 16, sum[i / 4][i % 4]);
+  finished_steps<R, 4, LINES, LINES == ALL_LINES>(x, x_stride, w, STEP, pairs, ahead, sum, [&](auto r) HEADRACE_ALWAYS_INLINE {
+    each<4>([&](auto c) HEADRACE_ALWAYS_INLINE { _mm512_store_ps(sums + r * COLUMNS + c * 16, sum[r][c]); });
   });
 }
 

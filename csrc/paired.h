@@ -1,11 +1,12 @@
-// Attention of lanes over one chunk whose keys and values are bf16 pairs, for AVX-512 BF16.
+// Attention of lanes over one chunk whose keys and values are bf16 pairs, for AVX-512 BF16: the softmax of running.h between
+// products of pairs. A chunk's products are summed up by themselves, then added to the block's sums: to begin with these would
+// keep the multipliers waiting for sixteen loads in one go.
 //
 // K [D/2][64][2] and V [32][D][2]: the two halves of a pair lie together, so that one instruction multiplies and adds both
 // for 16 keys or 16 output elements. D is a multiple of 16.
 #pragma once
 
-#include "lanes.h"
-#include "pairs.h"
+#include "running.h"
 
 namespace headrace::HEADRACE_NS {
 
@@ -20,9 +21,8 @@ constexpr bool paired(int64_t dim) {
 #ifdef __AVX512BF16__
 
 struct Paired {
-  static constexpr float LOG2_E = 1.44269504f;
-  static constexpr bool RUNNING = false;
-  static constexpr int BATCH = 1, TOGETHER = LANES;
+  static constexpr bool RUNNING = true;  // sums run on from chunk to chunk
+  static constexpr int BATCH = 1, TOGETHER = LANES, GROUP = LANES;
   static constexpr int64_t SOON = 2048;  // elements that a stream fetches ahead
   using Type = bf16;
   using Space = headrace::HEADRACE_NS::Space;
@@ -102,140 +102,67 @@ struct Paired {
   template <int R, int LINES> HEADRACE_APART void score_tile(const bf16 *q, Ahead next, float *p) const {
     __m512 sum[R][4];
     clear(sum);
-    pair_steps<R, 4, LINES, once<R, 4, LINES>>(q, dim, k, 2 * CHUNK, dim / 2, next, sum);
-    store_scores(sum, p);
+    const auto keep = [&](auto r) HEADRACE_ALWAYS_INLINE { store_scores(sum[r], p + r * CHUNK); };
+    finished_steps<R, 4, LINES, once<R, 4, LINES>>(q, dim, k, 2 * CHUNK, dim / 2, next, sum, keep);
   }
 
-  template <int R> static HEADRACE_ALWAYS_INLINE void store_scores(const __m512 (&sum)[R][4], float *p) {
-    each<4 * R>([&](auto i) HEADRACE_ALWAYS_INLINE {
-      _mm512_store_ps(p + i / 4 * CHUNK + i % 4 * 16, sum[i / 4][i % 4]);
-    });
-  }
-
-  // 2^x for x <= 0; about 1e-38 for all x below -126. FINE: at most 3 ulp from the truth, for states, which are folded in
-  // other orders too. Otherwise 3e-6 of it, for probabilities, which are rounded to 8 bits.
-  template <bool FINE> static __m512 exp2(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // the second operand wins where it is NaN
-    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 r = _mm512_sub_ps(x, n);
-    auto horner = [&](float first, auto... coefficients) HEADRACE_ALWAYS_INLINE {
-      __m512 y = _mm512_set1_ps(first);
-      ((y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(coefficients))), ...);
-      return y;
-    };
-    const __m512 y = FINE ? horner(1.3202860e-3f, 9.6749528e-3f, 5.5510478e-2f, 2.4022166e-1f, 6.9314660e-1f, 1.0f)
-                          : horner(9.5827006e-3f, 5.5906877e-2f, 2.4024104e-1f, 6.9312411e-1f, 1.0f);
-    return _mm512_scalef_ps(y, n);
+  static HEADRACE_ALWAYS_INLINE void store_scores(const __m512 (&sum)[4], float *p) {
+    each<4>([&](auto c) HEADRACE_ALWAYS_INLINE { _mm512_store_ps(p + c * 16, sum[c]); });
   }
 
   // Weights of the fold: 0 for what was EMPTY.
-  static vf power(vf x) {
-    const __m512 y = exp2<true>(x);
-    return x == splat(-__builtin_inff()) ? vf{} : y;
+  static vf power(vf x) { return x == splat(-__builtin_inff()) ? vf{} : (vf)exp2((__m512)x); }
+
+  // Scores s [n, 64] -> probabilities p [n, 64], as running.h says; which lanes' sums are to be multiplied by keep [n].
+  uint32_t probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l, float *keep,
+                         const Fetch &fetch, const float *weights = nullptr) const {
+    return RunningSoftmax{_mm512_set1_ps(scale * LOG2_E), s, seen, p, m, l, keep, weights, fetch}.run(n);
   }
 
-  // Raw scores s [n, 64] -> probabilities p [n, 64] relative to each lane's own maximum m (in units of log 2), rounded to
-  // bf16, 0 where the lane sees nothing; l [n] is the sum of the unrounded ones, 0 when no visible score is above -inf.
-  // Two passes, so that the lanes' chains of operations overlap.
-  // `weights` [64] is what they are multiplied by before they are rounded, but not in the sum.
-  static void probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l,
-                            const float *weights = nullptr) {
-    const __m512 factor = _mm512_set1_ps(scale * LOG2_E);
-    if (!seen.everything)
-      for (int r = 0; r < n; ++r) hide(s + r * CHUNK, seen.mask(r));
-    int r = 0;
-    for (; r + 4 <= n; r += 4) maxima<4>(s + r * CHUNK, factor, m + r);
-    for (; r < n; ++r) maxima<1>(s + r * CHUNK, factor, m + r);
-    for (r = 0; r + 4 <= n; r += 4) powers<4>(s + r * CHUNK, seen, r, factor, m + r, p + r * CHUNK, l + r, weights);
-    for (; r < n; ++r) powers<1>(s + r * CHUNK, seen, r, factor, m + r, p + r * CHUNK, l + r, weights);
+  // Probabilities p [lanes, 64] that meet the values at once.
+  struct Waiting {
+    const bf16 *p;
+    Seen seen;
+    int chunks = 0, lanes = 0;
+    int64_t before;
+  };
+
+  // Products fetch all there is to fetch.
+  Fetch fetch(int64_t, const bf16 *) const { return {k, {k, k}, 0, 0, false}; }
+
+  void add_to(Waiting &waiting, const bf16 *p, const Seen &seen, int64_t index) const {
+    waiting.p = p, waiting.seen = seen, waiting.before = index * GROUP, waiting.chunks = 1;
   }
 
-  // m: the greatest scaled score of each of N lanes, 0 for a lane whose scores are all -inf.
-  template <int N> static void maxima(const float *s, __m512 factor, float *m) {
-    __m512 top[N];
-    each<N>([&](auto r) HEADRACE_ALWAYS_INLINE {
-      const float *row = s + r * CHUNK;
-      const __m512 most = _mm512_max_ps(_mm512_max_ps(_mm512_load_ps(row), _mm512_load_ps(row + 16)),
-                                        _mm512_max_ps(_mm512_load_ps(row + 32), _mm512_load_ps(row + 48)));
-      top[r] = _mm512_mul_ps(most, factor);
-    });
-    const vf most = reduce<N>(top, [](vf a, vf b) HEADRACE_ALWAYS_INLINE { return max(a, b); });
-    store_part(m, most == splat(-__builtin_inff()) ? vf{} : most, N);
-  }
+  static bool masks(const Waiting &) { return false; }
 
-  // p and l of N lanes, the first of which is number `lane` of the group.
-  template <int N>
-  static void powers(const float *s, const Seen &seen, int lane, __m512 factor, const float *m, bf16 *p, float *l,
-                     const float *weights) {
-    __m512 sum[N];
-    each<N>([&](auto r) HEADRACE_ALWAYS_INLINE {
-      const __m512 base = _mm512_set1_ps(m[r]);
-      __m512 x[4];
-      each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
-        x[c] = exp2<false>(_mm512_fmsub_ps(_mm512_load_ps(s + r * CHUNK + c * 16), factor, base));
-      });
-      if (!seen.everything) keep_seen(seen.mask(lane + r), x);
-      sum[r] = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]);
-      if (weights) weigh(seen.mask(lane + r), weights, x);
-      _mm512_store_si512(p + r * CHUNK, (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
-      _mm512_store_si512(p + r * CHUNK + 32, (__m512i)_mm512_cvtne2ps_pbh(x[3], x[2]));
-    });
-    store_part(l, reduce<N>(sum, [](vf a, vf b) HEADRACE_ALWAYS_INLINE { return a + b; }), N);
-  }
-
-  // x, 0 for the keys that are not in `mask`.
-  static HEADRACE_ALWAYS_INLINE void keep_seen(uint64_t mask, __m512 (&x)[4]) {
-    each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
-      x[c] = _mm512_maskz_mov_ps(static_cast<__mmask16>(mask >> (16 * c)), x[c]);
-    });
-  }
-
-  // x times the weights of the keys in `mask`; the others' may be garbage.
-  static void weigh(uint64_t mask, const float *weights, __m512 (&x)[4]) {
-    each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
-      x[c] = _mm512_maskz_mul_ps(mask >> (16 * c), x[c], _mm512_loadu_ps(weights + c * 16));
-    });
-  }
-
-  static __m512i half_mask(int halves) {
-    return _mm512_set1_epi32((halves & 1 ? 0xffff : 0) | (halves & 2 ? 0xffff0000 : 0));
-  }
-
-  static void hide(float *s, uint64_t mask) {
-    const __m512 low = _mm512_set1_ps(-__builtin_inff());
-    for (int c = 0; c < 4; ++c)
-      _mm512_store_ps(s + c * 16, _mm512_mask_mov_ps(low, mask >> (16 * c), _mm512_load_ps(s + c * 16)));
-  }
-
-  // acc[lane] = acc[lane] * keep + take * (sum over visible keys of p[lane][j] * v[j])
-  void values(int n, const bf16 *p, const Seen &seen, float *acc, const Weights &w, int64_t before) const {
-    const int together = value_rows_together();
-    for (int r = 0; r < n; r += together) {
+  // acc[lane] += sum over visible keys of p[lane][j] * v[j], of the lanes that wait, if any
+  void values(const Waiting *all, int, float *acc) const {
+    const int together = value_rows_together(), n = all->lanes;
+    for (int r = 0; r < n && all->chunks; r += together) {
       const int rows = n - r < together ? n - r : together;
-      uint64_t keys = seen.everything ? ~0ull : 0;
-      if (!seen.everything)
-        for (int i = r; i < r + rows; ++i) keys |= seen.mask(i);
-      if (keys) value_rows(rows, p + r * CHUNK, keys, before + r, acc + r * dim, w, r);
+      const uint64_t keys = all->seen.union_of(r, rows);
+      if (keys) value_rows(rows, all->p + r * CHUNK, keys, all->before + r, acc + r * dim);
     }
   }
 
   // keys: those that some of the `n` lanes sees, as bits; `before` lanes have met the chunk already.
-  void value_rows(int n, const bf16 *p, uint64_t keys, int64_t before, float *acc, const Weights &w, int lane) const {
+  void value_rows(int n, const bf16 *p, uint64_t keys, int64_t before, float *acc) const {
     switch (n) {
-      case 1: return value_columns<1>(p, keys, before, acc, w, lane);
-      case 2: return value_columns<2>(p, keys, before, acc, w, lane);
-      case 3: return value_columns<3>(p, keys, before, acc, w, lane);
-      default: return value_columns<4>(p, keys, before, acc, w, lane);
+      case 1: return value_columns<1>(p, keys, before, acc);
+      case 2: return value_columns<2>(p, keys, before, acc);
+      case 3: return value_columns<3>(p, keys, before, acc);
+      default: return value_columns<4>(p, keys, before, acc);
     }
   }
 
   template <int R>
-  void value_columns(const bf16 *p, uint64_t keys, int64_t before, float *acc, const Weights &w, int lane) const {
+  void value_columns(const bf16 *p, uint64_t keys, int64_t before, float *acc) const {
     int64_t d = 0;
     auto columns = [&](auto c) {  // as many 16 C columns as there are
       for (; d + 16 * c <= dim; d += 16 * c) {
         const Ahead next = fetched_by_values(before, d, c);
-        with_lines<c>(next.lines, [&](auto lines) { value_tile<R, c, lines>(p, keys, next, d, acc, w, lane); });
+        with_lines<c>(next.lines, [&](auto lines) { value_tile<R, c, lines>(p, keys, next, d, acc); });
       }
     };
     if constexpr (R <= 2) columns(Constant<8>{});  // few rows need more columns to keep the multipliers busy
@@ -247,31 +174,28 @@ struct Paired {
   // Output elements d .. d + 16 C - 1. A key that no lane sees is left out or, in a pair with one that is seen, masked:
   // its value may be garbage, and 0 times NaN is NaN. Leaving out a probability of 0 changes no bit.
   template <int R, int C, int LINES>
-  HEADRACE_APART void value_tile(const bf16 *p, uint64_t keys, Ahead next, int64_t d, float *acc, const Weights &w,
-                                 int lane) const {
+  HEADRACE_APART void value_tile(const bf16 *p, uint64_t keys, Ahead next, int64_t d, float *acc) const {
     __m512 sum[R][C];
     clear(sum);
     const bf16 *from = v + 2 * d;
+    const auto add = [&](auto r) HEADRACE_ALWAYS_INLINE { add_values(sum[r], acc + r * dim + d); };
     if (keys == ~0ull)
-      pair_steps<R, C, LINES, once<R, C, LINES>>(p, CHUNK, from, 2 * dim, CHUNK / 2, next, sum);
-    else
-      for (int pair = 0; pair < CHUNK / 2; ++pair) {
-        const int halves = keys >> (2 * pair) & 3;
-        if (halves) pair_step<R, C>(p + 2 * pair, CHUNK, from + pair * 2 * dim, half_mask(halves), sum);
-      }
-    fold_values(sum, acc + d, dim, w, lane);
+      return finished_steps<R, C, LINES, once<R, C, LINES>>(p, CHUNK, from, 2 * dim, CHUNK / 2, next, sum, add);
+    for (int pair = 0; pair < CHUNK / 2; ++pair) {
+      const int halves = keys >> (2 * pair) & 3;
+      if (halves) pair_step<R, C>(p + 2 * pair, CHUNK, from + pair * 2 * dim, half_mask(halves), sum);
+    }
+    each<R>(add);
   }
 
-  template <int R, int C>
-  static HEADRACE_ALWAYS_INLINE void fold_values(const __m512 (&sum)[R][C], float *acc, int64_t dim, const Weights &w,
-                                                 int lane) {
-    each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
-      const __m512 keep = _mm512_set1_ps(w.keep[lane + r]), take = _mm512_set1_ps(w.take[lane + r]);
-      each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
-        float *at = acc + r * dim + c * 16;
-        _mm512_store_ps(at, _mm512_fmadd_ps(sum[r][c], take, _mm512_mul_ps(_mm512_load_ps(at), keep)));
-      });
+  template <int C> static HEADRACE_ALWAYS_INLINE void add_values(const __m512 (&sum)[C], float *acc) {
+    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
+      _mm512_store_ps(acc + c * 16, _mm512_add_ps(_mm512_load_ps(acc + c * 16), sum[c]));
     });
+  }
+
+  static __m512i half_mask(int halves) {
+    return _mm512_set1_epi32((halves & 1 ? 0xffff : 0) | (halves & 2 ? 0xffff0000 : 0));
   }
 };
 

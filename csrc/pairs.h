@@ -81,6 +81,36 @@ HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, 
     fetching_steps<R, C, LINES, ONCE ? TO_L1_ALONE : TO_L1>(x, x_stride, w, w_stride, pairs, ahead, sum);
 }
 
+// The same, and finish(row) for each row as soon as its sums are whole. Sixteen stores in one go would keep the multipliers
+// waiting for some 40 cycles: the last pairs of many rows are multiplied row by row, while the row before is stored. (Not where
+// memory is what is waited for: ONCE.)
+template <int R, int C, int LINES, bool ONCE, typename F>
+HEADRACE_INLINE void finished_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs,
+                                    Ahead ahead, __m512 (&sum)[R][C], F finish) {
+  constexpr int LAST = R > 2 && !ONCE ? 2 : 0;
+  const int64_t steps = pairs < LAST ? pairs : pairs - LAST;
+  pair_steps<R, C, LINES, ONCE>(x, x_stride, w, w_stride, steps, ahead, sum);
+  if (steps < pairs) {
+    x += 2 * steps, w += steps * w_stride, ahead.from += steps * ahead.stride;
+    __m512bh weight[LAST][C];
+    each<LAST>([&](auto i) HEADRACE_ALWAYS_INLINE {
+      small_l1 ? fetch_lines<LINES, TO_L2>(ahead.from + i * ahead.stride) : fetch_lines<LINES>(ahead.from + i * ahead.stride);
+      each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
+        weight[i][c] = (__m512bh)_mm512_loadu_si512(w + i * w_stride + c * 32);
+      });
+    });
+    each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
+      each<LAST>([&](auto i) HEADRACE_ALWAYS_INLINE {
+        const __m512bh input = splat_pair(x + r * x_stride + 2 * i);
+        each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[i][c]); });
+      });
+      finish(r);
+    });
+    return;
+  }
+  each<R>(finish);
+}
+
 // Vectors folded to one number each by halves: element i with i + 8, then i + 4, i + 2, i + 1, the same bits for 1, 4 and
 // 16 at once. The first two steps of N (1 or 4): what is left of vector b is the four elements from 4 b on.
 template <int N, typename F> HEADRACE_INLINE __m512 to_fours(const __m512 (&x)[N], F f) {

@@ -117,37 +117,38 @@ template <> struct Quantised<Paired> : Paired {
     __m512 sum[R][4];
     clear(sum);
     pair_steps<R, 4>(q, dim, chunk.k, 2 * CHUNK, dim / 2, chunk.v, sum);
-    store_scores(sum, s);
+    each<R>([&](auto r) HEADRACE_ALWAYS_INLINE { store_scores(sum[r], s + r * CHUNK); });
   }
 
-  void probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l) const {
-    Paired::probabilities(n, s, seen, scale, p, m, l, chunk.v_scale);
+  uint32_t probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l, float *keep,
+                         const Fetch &fetch) const {
+    return Paired::probabilities(n, s, seen, scale, p, m, l, keep, fetch, chunk.v_scale);
   }
 
-  void values(int n, const bf16 *p, const Seen &seen, float *acc, const Weights &w, int64_t before) const {
-    uint64_t keys = seen.everything ? ~0ull : 0;
-    for (int r = 0; r < n && !seen.everything; ++r) keys |= seen.mask(r);
-    if (few && keys == ~0ull) {
-      if (n == 1) return value_few<1>(p, acc, w);
-      if (n == 2) return value_few<2>(p, acc, w);
-      if (n == 3) return value_few<3>(p, acc, w);
-      return value_few<4>(p, acc, w);
+  void values(const Waiting *all, int count, float *acc) const {
+    if (!few || !all->chunks) return Paired::values(all, count, acc);
+    const int n = all->lanes;
+    if (all->seen.union_of(0, n) == ~0ull) {
+      if (n == 1) return value_few<1>(all->p, acc);
+      if (n == 2) return value_few<2>(all->p, acc);
+      if (n == 3) return value_few<3>(all->p, acc);
+      return value_few<4>(all->p, acc);
     }
-    if (few) widen(chunk, chunk.v, copy + CHUNK * dim, dim);
-    Paired::values(n, p, seen, acc, w, before);
+    widen(chunk, chunk.v, copy + CHUNK * dim, dim);
+    Paired::values(all, count, acc);
   }
 
-  template <int R> void value_few(const bf16 *p, float *acc, const Weights &w) const {
+  template <int R> void value_few(const bf16 *p, float *acc) const {
     int64_t d = 0;
-    for (; d + 64 <= dim; d += 64) value_few<R, 4>(p, d, acc, w);
-    for (; d < dim; d += 16) value_few<R, 1>(p, d, acc, w);
+    for (; d + 64 <= dim; d += 64) value_few<R, 4>(p, d, acc);
+    for (; d < dim; d += 16) value_few<R, 1>(p, d, acc);
   }
 
-  template <int R, int C> HEADRACE_APART void value_few(const bf16 *p, int64_t d, float *acc, const Weights &w) const {
+  template <int R, int C> HEADRACE_APART void value_few(const bf16 *p, int64_t d, float *acc) const {
     __m512 sum[R][C];
     clear(sum);
     pair_steps<R, C>(p, CHUNK, chunk.v + 2 * d, 2 * dim, CHUNK / 2, chunk.k + chunk.ahead + d * CHUNK, sum);
-    fold_values(sum, acc + d, dim, w, 0);
+    each<R>([&](auto r) HEADRACE_ALWAYS_INLINE { add_values(sum[r], acc + r * dim + d); });
   }
 };
 

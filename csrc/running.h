@@ -5,11 +5,25 @@
 // by powers of two: they are the same numbers, scaled, as with any other reference.
 #pragma once
 
-#include "paired.h"
+#include "lanes.h"
+#include "pairs.h"
 
 namespace headrace::HEADRACE_NS {
 
 #ifdef __AVX512BF16__
+
+constexpr float LOG2_E = 1.44269504f;
+
+// 2^x for x <= 0, at most 3 ulp from the truth; about 1e-38 for all x below -126.
+static inline __m512 exp2(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // the second operand wins where it is NaN
+  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 r = _mm512_sub_ps(x, n);
+  __m512 y = _mm512_set1_ps(1.3202860e-3f);
+  for (const float next : {9.6749528e-3f, 5.5510478e-2f, 2.4022166e-1f, 6.9314660e-1f, 1.0f})
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(next));
+  return _mm512_scalef_ps(y, n);
+}
 
 // What is fetched while a group of lanes takes its probabilities: so many cache lines of `near` for each lane to L1, of both
 // `far` to L2.
@@ -37,7 +51,7 @@ struct RunningSoftmax {
   // Returns the lanes whose m rises, as bits.
   uint32_t run(int n) const {
     if (!seen.everything)
-      for (int r = 0; r < n; ++r) Paired::hide(s + r * CHUNK, seen.mask(r));
+      for (int r = 0; r < n; ++r) hide(s + r * CHUNK, seen.mask(r));
     const FlushTiny now;
     return seen.everything && !weights ? lanes<true>(n) : lanes<false>(n);
   }
@@ -143,9 +157,9 @@ struct RunningSoftmax {
     each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
       x[c] = power(_mm512_mul_ps(_mm512_load_ps(from + c * 16), factor), base);
     });
-    if (!PLAIN) Paired::keep_seen(seen.mask(lane), x);
+    if (!PLAIN) keep_seen(seen.mask(lane), x);
     const __m512 sum = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]);
-    if (!PLAIN && weights) Paired::weigh(seen.mask(lane), weights, x);
+    if (!PLAIN && weights) weigh(seen.mask(lane), weights, x);
     const __m512bh low = _mm512_cvtne2ps_pbh(x[1], x[0]), high = _mm512_cvtne2ps_pbh(x[3], x[2]);
     _mm512_store_si512(p + lane * CHUNK, (__m512i)low);
     _mm512_store_si512(p + lane * CHUNK + 32, (__m512i)high);
@@ -153,6 +167,27 @@ struct RunningSoftmax {
     if (PLAIN || weights || !seen.only_key(lane)) return sum;
     const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
     return _mm512_dpbf16_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), low, ones), high, ones);
+  }
+
+  // -inf for the keys that are not in `mask`.
+  static void hide(float *s, uint64_t mask) {
+    const __m512 low = _mm512_set1_ps(-__builtin_inff());
+    for (int c = 0; c < 4; ++c)
+      _mm512_store_ps(s + c * 16, _mm512_mask_mov_ps(low, mask >> (16 * c), _mm512_load_ps(s + c * 16)));
+  }
+
+  // x, 0 for the keys that are not in `mask`.
+  static HEADRACE_ALWAYS_INLINE void keep_seen(uint64_t mask, __m512 (&x)[4]) {
+    each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
+      x[c] = _mm512_maskz_mov_ps(static_cast<__mmask16>(mask >> (16 * c)), x[c]);
+    });
+  }
+
+  // x times the weights of the keys in `mask`; the others' may be garbage.
+  static void weigh(uint64_t mask, const float *weights, __m512 (&x)[4]) {
+    each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
+      x[c] = _mm512_maskz_mul_ps(mask >> (16 * c), x[c], _mm512_loadu_ps(weights + c * 16));
+    });
   }
 
   template <int N> static HEADRACE_ALWAYS_INLINE vf load_lanes(const float *from) {

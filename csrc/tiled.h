@@ -4,7 +4,7 @@
 // of the two multipliers for vectors stands still, so that nothing is won by mixing them. D is a multiple of 32.
 #pragma once
 
-#include "running.h"
+#include "paired.h"
 #include "tiles.h"
 
 namespace headrace::HEADRACE_NS {
@@ -25,7 +25,6 @@ template <int MOST> struct Pending {
 
 struct Tiled : Paired {
   using Space = TileSpace;
-  static constexpr bool RUNNING = true;   // sums run on from chunk to chunk
   static constexpr int GROUP = 2 * TILE;  // lanes that go together through the tiles
   static constexpr int TOGETHER = 64;     // lanes for each reading of a chunk from L2
   static constexpr int BATCH = 4;         // most chunks whose probabilities wait, so that sums are met once for their values
@@ -72,8 +71,7 @@ struct Tiled : Paired {
 
   // The values, with 0 for keys that no lane sees: they may be garbage, and 0 times NaN is NaN.
   const bf16 *visible_values(int n, const Seen &seen) const {
-    uint64_t keys = seen.everything ? ~0ull : 0;
-    for (int r = 0; r < n && !seen.everything; ++r) keys |= seen.mask(r);
+    const uint64_t keys = seen.union_of(0, n);
     return keys == ~0ull ? v : mask(keys);
   }
 
@@ -87,12 +85,6 @@ struct Tiled : Paired {
 
   // Whether the last chunk's values are masked: there is room for those of one.
   bool masks(const Waiting &waiting) const { return waiting.v[waiting.chunks - 1] == masked; }
-
-  // Scores s [n, 64] -> probabilities p [n, 64], as running.h says; which lanes' sums are to be multiplied by keep [n].
-  uint32_t probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l, float *keep,
-                         const Fetch &fetch, const float *weights = nullptr) const {
-    return RunningSoftmax{_mm512_set1_ps(scale * LOG2_E), s, seen, p, m, l, keep, weights, fetch}.run(n);
-  }
 
   // What the `index`-th group of lanes that meets this chunk fetches while it takes its probabilities: `next`, which is read
   // at once, if it is not null, and its share of what steps leave of the chunk ahead. Nothing without a chunk ahead: the last
