@@ -6,6 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 TORCH_VERSION := $(shell sed -n 's/^ *"torch==\([^"]*\)".*/\1/p' pyproject.toml)
 TORCH := $(VENV)/.torch-$(TORCH_VERSION)
 READY := $(VENV)/.installed
+AT_ONCE ?= 2# tests that run at the same time
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
@@ -33,7 +34,7 @@ demo: $(READY) ## answer real requests on the shipped model and show what the ca
 	@$(BIN)/python -m headrace.cli.main demo
 
 test: $(READY) ## all tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(AT_ONCE) --dist worksteal
 
 test-sanitize: $(READY) ## kernel tests under the address, undefined-behaviour and thread sanitizers (GCC)
 	@$(BIN)/python tools/sanitize/run.py

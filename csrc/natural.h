@@ -121,10 +121,17 @@ template <typename T, typename S = T> struct Natural {
 
   static constexpr int bytes(int columns) { return columns * W * sizeof(S); }
 
-  // f(first lane, lanes) for n lanes, by tiles that fill the registers. They fetch to L2, for L1 is full; but fewer than six
-  // with AVX-512 are so fast that it matters how far away memory is.
+  // f(first lane, lanes) for n lanes, by tiles that fill the registers.
   template <typename F> static void by_tiles(int n, F f) { by_rows<6, 4, 2, 1>(n, f); }
-  static constexpr bool near(int rows) { return W == 16 && rows < 6; }
+
+  // f(1) where a tile of R lanes fetches to L1, otherwise f(0): to L2, for L1 is full. Fewer than six lanes with AVX-512 are so
+  // fast that it matters how far away memory is. On Cascade Lake, that is: Zen 4, whose L1 is as small, is faster by way of L2.
+  template <int R, typename F> static void with_near(F f) {
+#ifdef __AVX512BF16__
+    if (small_l1) return f(Constant<0>{});
+#endif
+    f(Constant<(W == 16 && R < 6)>{});
+  }
 
   // Vectors side by side: few rows need more of them, so that enough chains are under way.
   static constexpr int wide(int rows) { return W == 16 ? (rows <= 2 ? 8 : 4) : rows == 6 ? 2 : 8 / rows; }
@@ -133,9 +140,11 @@ template <typename T, typename S = T> struct Natural {
   void scores(int n, const float *q, float *s, int64_t before) const {
     by_tiles(n, [&](int r, auto rows) {
       constexpr int C = wide(rows) * W < CHUNK ? wide(rows) : CHUNK / W;
-      for (int j = 0; j < CHUNK; j += C * W)
-        score_tile<rows, C, bytes(C), near(rows)>(q + r * dim, dim, k + j, CHUNK,
-                                                  share(during_scores(), before + r, rows, j * dim, C), s + r * CHUNK + j);
+      with_near<rows>([&](auto near) {
+        for (int j = 0; j < CHUNK; j += C * W)
+          score_tile<rows, C, bytes(C), near>(q + r * dim, dim, k + j, CHUNK,
+                                              share(during_scores(), before + r, rows, j * dim, C), s + r * CHUNK + j);
+      });
     });
   }
 
@@ -206,8 +215,10 @@ template <typename T, typename S = T> struct Natural {
       for (; d + c * W <= padded; d += c * W) {
         const Coming next = share(during_values(), before + lane, R, CHUNK * d, c);
         const auto tile = [&](auto *from, int64_t stride) {
-          value_tile<R, c, bytes(c), near(R), R == 6>(p + lane * CHUNK, from + d, stride, seen, lane, next,
-                                                       acc + lane * padded + d, padded, w);
+          with_near<R>([&](auto near) {
+            value_tile<R, c, bytes(c), near, R == 6>(p + lane * CHUNK, from + d, stride, seen, lane, next,
+                                                     acc + lane * padded + d, padded, w);
+          });
         };
         wide_v ? tile(wide_v, padded) : tile(v, dim);
       }

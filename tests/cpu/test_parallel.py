@@ -60,7 +60,12 @@ def one_rank(decoder: Decoder, prompts: list[list[int]], wanted: int = 1, **sett
 
 
 def same(strategy: str, ours: list[Tensor], truth: list[Tensor], exact: bool = True) -> None:
-    """Equal bits; for pass-Q whose shards cut blocks, hidden states that rounding alone can tell apart."""
+    """Equal bits; for pass-Q whose shards cut blocks, hidden states that rounding alone can tell apart.
+
+    In bf16 a number of the residual stream that lies between two others goes the other way, by 2^-8 of it, and all that
+    is computed from it moves: what counts is the size of the row, not of an element that may be near 0. All of a row
+    moved by 0.010 of its norm at most, one element by 0.017 of the greatest (six models, 16 prompts).
+    """
     assert len(ours) == len(truth)
     for x, y in zip(ours, truth, strict=True):
         if exact:
@@ -68,7 +73,9 @@ def same(strategy: str, ours: list[Tensor], truth: list[Tensor], exact: bool = T
         elif x.dtype == torch.float32:
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
         else:
-            torch.testing.assert_close(x.float(), y.float(), rtol=3e-2, atol=3e-2)
+            error, right = x.float() - y.float(), y.float()
+            assert error.norm() <= 0.015 * right.norm()
+            assert error.abs().max() <= 0.02 * right.abs().max()
 
 
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
