@@ -63,8 +63,9 @@ def same(strategy: str, ours: list[Tensor], truth: list[Tensor], exact: bool = T
     """Equal bits; for pass-Q whose shards cut blocks, hidden states that rounding alone can tell apart.
 
     In bf16 a number of the residual stream that lies between two others goes the other way, by 2^-8 of it, and all that
-    is computed from it moves: what counts is the size of the row, not of an element that may be near 0. All of a row
-    moved by 0.010 of its norm at most, one element by 0.017 of the greatest (six models, 16 prompts).
+    is computed from it moves, by the size of the row: one element of it may be near 0 and move by more than its own
+    size allows. All of a row moved by 0.010 of its norm at most, one element by 0.017 of the greatest (six models, 16
+    prompts).
     """
     assert len(ours) == len(truth)
     for x, y in zip(ours, truth, strict=True):
@@ -73,9 +74,10 @@ def same(strategy: str, ours: list[Tensor], truth: list[Tensor], exact: bool = T
         elif x.dtype == torch.float32:
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
         else:
-            error, right = x.float() - y.float(), y.float()
+            error, right = (x.float() - y.float()).abs(), y.float().abs()
+            assert (error > 3e-2 + 3e-2 * right).sum() <= 1
+            assert error.max() <= 0.02 * right.max()
             assert error.norm() <= 0.015 * right.norm()
-            assert error.abs().max() <= 0.02 * right.abs().max()
 
 
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
