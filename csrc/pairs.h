@@ -81,33 +81,40 @@ HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, 
     fetching_steps<R, C, LINES, ONCE ? TO_L1_ALONE : TO_L1>(x, x_stride, w, w_stride, pairs, ahead, sum);
 }
 
-// The same, and finish(row) for each row as soon as its sums are whole. Sixteen stores in one go would keep the multipliers
-// waiting for some 40 cycles: the last pairs of many rows are multiplied row by row, while the row before is stored. (Not where
-// memory is what is waited for: ONCE.)
+// The last LAST pairs, row by row, and finish(row) for each row as soon as its sums are whole.
+template <int LAST, int R, int C, int LINES, typename F>
+HEADRACE_INLINE void last_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, Ahead ahead,
+                                __m512 (&sum)[R][C], F finish) {
+  __m512bh weight[LAST][C];
+  each<LAST>([&](auto i) HEADRACE_ALWAYS_INLINE {
+    small_l1 ? fetch_lines<LINES, TO_L2>(ahead.from + i * ahead.stride) : fetch_lines<LINES>(ahead.from + i * ahead.stride);
+    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
+      weight[i][c] = (__m512bh)_mm512_loadu_si512(w + i * w_stride + c * 32);
+    });
+  });
+  each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
+    each<LAST>([&](auto i) HEADRACE_ALWAYS_INLINE {
+      const __m512bh input = splat_pair(x + r * x_stride + 2 * i);
+      each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[i][c]); });
+    });
+    finish(r);
+  });
+}
+
+// pair_steps, then finish(row) for each row. Sixteen stores in one go would keep the multipliers waiting for some 40 cycles:
+// the last pairs of many rows are multiplied row by row, while the row before is stored. (Not where memory is what is waited
+// for: ONCE.)
 template <int R, int C, int LINES, bool ONCE, typename F>
 HEADRACE_INLINE void finished_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs,
                                     Ahead ahead, __m512 (&sum)[R][C], F finish) {
   constexpr int LAST = R > 2 && !ONCE ? 2 : 0;
   const int64_t steps = pairs < LAST ? pairs : pairs - LAST;
   pair_steps<R, C, LINES, ONCE>(x, x_stride, w, w_stride, steps, ahead, sum);
-  if (steps < pairs) {
-    x += 2 * steps, w += steps * w_stride, ahead.from += steps * ahead.stride;
-    __m512bh weight[LAST][C];
-    each<LAST>([&](auto i) HEADRACE_ALWAYS_INLINE {
-      small_l1 ? fetch_lines<LINES, TO_L2>(ahead.from + i * ahead.stride) : fetch_lines<LINES>(ahead.from + i * ahead.stride);
-      each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
-        weight[i][c] = (__m512bh)_mm512_loadu_si512(w + i * w_stride + c * 32);
-      });
-    });
-    each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
-      each<LAST>([&](auto i) HEADRACE_ALWAYS_INLINE {
-        const __m512bh input = splat_pair(x + r * x_stride + 2 * i);
-        each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[i][c]); });
-      });
-      finish(r);
-    });
-    return;
-  }
+  if constexpr (LAST > 0)
+    if (steps < pairs) {
+      ahead.from += steps * ahead.stride;
+      return last_steps<LAST, R, C, LINES>(x + 2 * steps, x_stride, w + steps * w_stride, w_stride, ahead, sum, finish);
+    }
   each<R>(finish);
 }
 
@@ -139,11 +146,6 @@ template <typename F> HEADRACE_INLINE vf from_fours(const __m512 (&fours)[4], F 
   const Constant<0xee> back;
   const __m512 twos[2] = {halves(fours[0], fours[1], front, back), halves(fours[2], fours[3], front, back)};
   return (vf)halves(twos[0], twos[1], Constant<0x88>{}, Constant<0xdd>{});
-}
-
-template <int N, typename F> HEADRACE_INLINE vf reduce(const __m512 (&x)[N], F f) {
-  const __m512 fours[1] = {to_fours<N>(x, f)};
-  return from_fours(fours, f);
 }
 
 }  // namespace headrace::HEADRACE_NS
