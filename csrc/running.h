@@ -31,6 +31,17 @@ struct Fetch {
   const bf16 *near, *far[2];
   int64_t near_each, far_each;
   bool gaps;
+
+  // The turn of `n` lanes from `lane` on.
+  HEADRACE_ALWAYS_INLINE void turn(int64_t lane, int64_t n) const {
+    const bf16 *line = near + lane * near_each * LINE, *end = line + n * near_each * LINE;
+    for (; line < end; line += LINE) fetch_lines<1>(line);
+    for (int64_t i = lane * far_each; i < (lane + n) * far_each; ++i) {
+      const int64_t at = (gaps ? i / 8 * 32 + 24 + i % 8 : i) * LINE;
+      fetch_lines<1, TO_L2>(far[0] + at);
+      fetch_lines<1, TO_L2>(far[1] + at);
+    }
+  }
 };
 
 // Raw scores s [n, 64] -> probabilities p [n, 64] relative to 2^m, rounded to bf16, 0 where the lane sees nothing. m [n] is
@@ -39,7 +50,7 @@ struct Fetch {
 // null, is what probabilities are multiplied by before they are rounded, but not in the sum.
 struct RunningSoftmax {
   static constexpr float HEADROOM = 8.0f;
-  static constexpr int16_t TOO_MUCH = 0x4380;  // 2^HEADROOM in bf16; greater numbers, infinity and NaN have greater bits
+  static constexpr float TOO_MUCH = 0x1p8f;  // 2^HEADROOM
   __m512 factor;  // of scores, to units of log 2
   float *s;
   const Seen &seen;
@@ -64,15 +75,19 @@ struct RunningSoftmax {
     ~FlushTiny() { _mm_setcsr(before); }
   };
 
-  // 2^(t - m), at most 3e-6 of it from the truth, m a whole number. Its digits depend on t alone: they are those of 2^r, r
-  // the part of t behind the point, and taking away m rounds down, never across a whole number.
-  static HEADRACE_ALWAYS_INLINE __m512 power(__m512 t, __m512 m) {
+  // Scores relative to m are counted from ORIGIN: from 32 below m to 32 above they lie between 64 and 128, where every number
+  // is a multiple of 2^-17. So the part behind the point is the same relative to any m, and what is multiplied, shifted and
+  // rounded to that is one multiply-add.
+  static constexpr float ORIGIN = 96.0f, UNIT = 0x1p-96f;
+
+  // 2^(t - ORIGIN), at most 3e-6 of it from the truth. Its digits are those of 2^r, r the part of t behind the point.
+  static HEADRACE_ALWAYS_INLINE __m512 power(__m512 t) {
     const __m512 r = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // 0 for -inf
-    __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(1.34251544e-2f), r, _mm512_set1_ps(5.22453740e-2f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.41278556e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.93045155e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, _mm512_sub_round_ps(t, m, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+    __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(1.34251544e-2f * UNIT), r, _mm512_set1_ps(5.22453740e-2f * UNIT));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.41278556e-1f * UNIT));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.93045155e-1f * UNIT));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(UNIT));
+    return _mm512_scalef_ps(y, t);  // by 2 to the whole number below t
   }
 
   // PLAIN: all see everything, and there are no weights.
@@ -90,11 +105,10 @@ struct RunningSoftmax {
   }
 
   // N lanes that keep their m. False, and p to be done again, if one has none yet or a score may be too far above it: then
-  // there is a probability of 2^HEADROOM or more, or no number.
+  // the sum is 2^HEADROOM or more, or no number.
   template <int N> HEADRACE_APART bool steady(int first) const {
-    __m512i most = _mm512_setzero_si512();
-    const vf sum = sums<N, true>(first, m + first, most);
-    if (_mm512_cmpge_epu16_mask(most, _mm512_set1_epi16(TOO_MUCH))) return false;
+    const vf sum = sums<N, true>(first, load_lanes<N>(m + first));
+    if (_mm512_cmp_ps_mask((__m512)sum, _mm512_set1_ps(TOO_MUCH), _CMP_NLT_UQ) & ((1u << N) - 1)) return false;
     store_lanes<N>(l + first, load_lanes<N>(l + first) + sum);
     return true;
   }
@@ -113,57 +127,57 @@ struct RunningSoftmax {
       fours[j] = to_fours<LANES_EACH>(top, [](vf a, vf b) HEADRACE_ALWAYS_INLINE { return max(a, b); });
     });
     const vf greatest = from_fours(fours, [](vf a, vf b) HEADRACE_ALWAYS_INLINE { return max(a, b); });
-    const __m512 top = _mm512_mul_ps((__m512)greatest, factor), one = _mm512_set1_ps(1.0f), old = (__m512)load_lanes<N>(m + first);
+    const __m512 top = _mm512_mul_ps((__m512)greatest, factor), one = _mm512_set1_ps(1.0f);
+    const __m512 old = (__m512)load_lanes<N>(m + first);
     const uint32_t changed =
         _mm512_cmp_ps_mask(_mm512_sub_ps(top, old), _mm512_set1_ps(HEADROOM), _CMP_GT_OQ) &
         ((1u << N) - 1);
     const __m512 now = _mm512_mask_roundscale_ps(old, changed, top, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
     const __m512 kept = _mm512_mask_scalef_ps(one, changed, one, _mm512_sub_ps(old, now));
     const uint32_t some = _mm512_cmp_ps_mask(now, _mm512_set1_ps(-__builtin_inff()), _CMP_NEQ_UQ);
-    alignas(64) float base[16];
-    _mm512_store_ps(base, _mm512_maskz_mov_ps(some, now));  // 0 where no score has been above -inf
     store_lanes<N>(m + first, (vf)now);
     if (changed) store_lanes<N>(keep + first, (vf)kept);
-    __m512i most = _mm512_setzero_si512();  // not asked for: m is right
-    const vf sum = sums<N, PLAIN>(first, base, most);
+    const vf sum = sums<N, PLAIN>(first, (vf)_mm512_maskz_mov_ps(some, now));  // 0 where no score has been above -inf
     store_lanes<N>(l + first, (vf)_mm512_fmadd_ps((__m512)load_lanes<N>(l + first), kept, (__m512)sum));
     return changed;
   }
 
-  // The probabilities of N lanes relative to 2^base [N], and their sums; `most`: the greatest so far.
-  template <int N, bool PLAIN> HEADRACE_ALWAYS_INLINE vf sums(int first, const float *base, __m512i &most) const {
+  // The probabilities of N lanes relative to 2^base, and their sums.
+  template <int N, bool PLAIN> HEADRACE_ALWAYS_INLINE vf sums(int first, vf base) const {
     constexpr int QUADS = N < 4 ? 1 : N / 4, LANES_EACH = N < 4 ? 1 : 4;
+    const float *from = s + first * CHUNK;  // copies: for all GCC knows, storing changes what `this` holds
+    bf16 *to = p + first * CHUNK;
+    const __m512 unit = factor;
+    const Fetch ahead = fetch;
+    alignas(64) float shift[16];
+    store(shift, splat(ORIGIN) - base);  // infinite where there is no m yet: so are the sums
     __m512 fours[QUADS];
     each<QUADS>([&](auto j) HEADRACE_ALWAYS_INLINE {
+      ahead.turn(first + j * LANES_EACH, LANES_EACH);
       __m512 sum[LANES_EACH];
       each<LANES_EACH>([&](auto b) HEADRACE_ALWAYS_INLINE {
-        sum[b] = this->row<PLAIN>(first + j + b * QUADS, _mm512_set1_ps(base[j + b * QUADS]), most);
+        constexpr int r = j + b * QUADS;
+        sum[b] = this->row<PLAIN>(first + r, from + r * CHUNK, unit, _mm512_set1_ps(shift[r]), to + r * CHUNK);
       });
       fours[j] = to_fours<LANES_EACH>(sum, [](vf a, vf b) HEADRACE_ALWAYS_INLINE { return a + b; });
     });
     return from_fours(fours, [](vf a, vf b) HEADRACE_ALWAYS_INLINE { return a + b; });
   }
 
-  // The probabilities of one lane relative to 2^base; `most`: the greatest so far. Returns their sums of four.
-  template <bool PLAIN> HEADRACE_ALWAYS_INLINE __m512 row(int lane, __m512 base, __m512i &most) const {
-    const float *from = s + lane * CHUNK;
+  // The probabilities of one lane, of its scores times `unit` plus `shift`. Returns their sums of four.
+  template <bool PLAIN>
+  HEADRACE_ALWAYS_INLINE __m512 row(int lane, const float *from, __m512 unit, __m512 shift, bf16 *to) const {
     __m512 x[4];
-    for (int64_t i = lane * fetch.near_each; i < (lane + 1) * fetch.near_each; ++i) fetch_lines<1>(fetch.near + i * LINE);
-    for (int64_t i = lane * fetch.far_each; i < (lane + 1) * fetch.far_each; ++i) {
-      const int64_t line = fetch.gaps ? i / 8 * 32 + 24 + i % 8 : i;
-      fetch_lines<1, TO_L2>(fetch.far[0] + line * LINE);
-      fetch_lines<1, TO_L2>(fetch.far[1] + line * LINE);
-    }
     each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
-      x[c] = power(_mm512_mul_ps(_mm512_load_ps(from + c * 16), factor), base);
+      x[c] = power(_mm512_fmadd_ps(_mm512_load_ps(from + c * 16), unit, shift));
     });
-    if (!PLAIN) keep_seen(seen.mask(lane), x);
+    if constexpr (!PLAIN) keep_seen(seen.mask(lane), x);
     const __m512 sum = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]);
-    if (!PLAIN && weights) weigh(seen.mask(lane), weights, x);
+    if constexpr (!PLAIN)
+      if (weights) weigh(seen.mask(lane), weights, x);
     const __m512bh low = _mm512_cvtne2ps_pbh(x[1], x[0]), high = _mm512_cvtne2ps_pbh(x[3], x[2]);
-    _mm512_store_si512(p + lane * CHUNK, (__m512i)low);
-    _mm512_store_si512(p + lane * CHUNK + 32, (__m512i)high);
-    most = _mm512_max_epu16(most, _mm512_max_epu16((__m512i)low, (__m512i)high));
+    _mm512_store_si512(to, (__m512i)low);
+    _mm512_store_si512(to + 32, (__m512i)high);
     if (PLAIN || weights || !seen.only_key(lane)) return sum;
     const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
     return _mm512_dpbf16_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), low, ones), high, ones);

@@ -178,7 +178,7 @@ class Silent(Contender):
 
 @pytest.mark.parametrize("while_starting", [True, False])
 def test_interrupted_engines_and_their_children_end(
-    while_starting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    while_starting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     pids: list[int] = []
     ready = bench_engine.Process._answer
@@ -195,6 +195,8 @@ def test_interrupted_engines_and_their_children_end(
 
     monkeypatch.setattr(bench_engine.Process, "_answer", start)
     monkeypatch.setattr(bench_engine.Process, "ask", ask)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     engines: list[Contender] = [Silent("one", "bf16"), Silent("other", "bf16")]
     with pytest.raises(KeyboardInterrupt):
         list(bench_engine._family(chosen(["W1_512"]), "S1", tmp_path, engines, repeats=1, scale=32))
