@@ -66,18 +66,22 @@ template <typename Math> struct Unit {
   // Walks the first of `left` items, and those after it that can go with it; returns how many. Several heads of one chunk
   // lie side by side in memory, and are read in that order.
   int walk(HeadRows<Math> *each, const Item *const *items, int64_t left) {
-    int64_t ahead[Math::BATCH];
+    Visit visits[Math::BATCH];
     if (heads > 1) {
-      *ahead = CHUNK * a.dim;
-      for (int64_t h = 0; h + 1 < heads; ++h) each[h].walk(items, ahead, 1);
-      *ahead = left > 1 ? distance(*items[0], *items[1]) - (heads - 1) * CHUNK * a.dim : 0;
-      each[heads - 1].walk(items, ahead, 1);
+      *visits = each->visit(*items[0], CHUNK * a.dim, each->end_of(*items[0]));
+      for (int64_t h = 0; h + 1 < heads; ++h) each[h].walk(items, visits, 1);
+      visits->ahead = left > 1 ? distance(*items[0], *items[1]) - (heads - 1) * CHUNK * a.dim : 0;
+      visits->next_keys = left > 1 ? each->end_of(*items[1]) : CHUNK;
+      each[heads - 1].walk(items, visits, 1);
       return 1;
     }
     int count = 1;
     while (count < Math::BATCH && count < left && go_together(*each, *items[0], *items[count])) ++count;
-    for (int i = 0; i < count; ++i) ahead[i] = i + count < left ? distance(*items[i], *items[i + count]) : 0;
-    each->walk(items, ahead, count);
+    for (int i = 0; i < count; ++i) {
+      const Item *next = i + count < left ? items[i + count] : nullptr;
+      visits[i] = each->visit(*items[i], next ? distance(*items[i], *next) : 0, next ? each->end_of(*next) : CHUNK);
+    }
+    each->walk(items, visits, count);
     return count;
   }
 

@@ -68,6 +68,21 @@ template <typename Math> struct HeadRows {
   Lanes here(const State &state, int64_t row) const { return {state, (row - first) * group, padded}; }
   Lanes in_tensor(const Parts &parts, int64_t row) const { return {parts, row * a.heads + kv_head * group, a.dim}; }
 
+  // No row sees a key of the chunk from this one on; 1 where none sees any.
+  int end_of(const Item &item) const {
+    if (item.key_start + CHUNK <= all_seen) return CHUNK;
+    int64_t latest = 0;
+    for (int64_t row = first_of(item); row < last_of(item); ++row)
+      latest = a.positions[row] > latest ? a.positions[row] : latest;
+    const int64_t end = latest + 1 - item.key_start;
+    return static_cast<int>(end < 1 ? 1 : end > CHUNK ? CHUNK : end);
+  }
+
+  // How its rows meet a chunk, before one that lies so far off.
+  Visit visit(const Item &item, int64_t ahead, int next_keys) const {
+    return {ahead, (last_of(item) - first_of(item)) * group, end_of(item), next_keys};
+  }
+
   // Keys of the chunk that a row may see: from..to-1 within the chunk; none if from >= to.
   void visible(int64_t row, int64_t key_start, int &from, int &to) const {
     const int64_t position = a.positions[row];
@@ -97,16 +112,15 @@ template <typename Math> struct HeadRows {
     }
   }
 
-  // `count` chunks that meet the same rows, in the same block of keys. ahead[i]: elements from the i-th one's keys to those
-  // that are fetched meanwhile.
-  void walk(const Item *const *items, const int64_t *ahead, int count) {
+  // `count` chunks that meet the same rows, in the same block of keys.
+  void walk(const Item *const *items, const Visit *visits, int count) {
     const int64_t from = first_of(*items[0]), to = last_of(*items[0]);
     enter_block(from, to, items[0]->key_start / BLOCK);
     alignas(Math) char places[Math::BATCH * sizeof(Math)];
     Math *chunks = reinterpret_cast<Math *>(places);
     for (int i = 0; i < count; ++i)
       new (chunks + i) Math(Reader<Math>::open(a, static_cast<int64_t>(items[i]->slot) * a.kv_heads + kv_head, padded,
-                                               ahead[i], (to - from) * group, space));
+                                               visits[i], space));
     const int64_t begin = (from - first) * group, lanes = (to - from) * group;
     for (int64_t i = 0; i < lanes; i += Math::TOGETHER) {
       const int n = static_cast<int>(lanes - i < Math::TOGETHER ? lanes - i : Math::TOGETHER);

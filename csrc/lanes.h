@@ -38,6 +38,13 @@ struct Seen {
   }
 };
 
+// How some lanes meet a chunk: `ahead` elements from its keys lie those that are read next (0: none). Of these and of those,
+// only so many from the first on are seen by anybody: the rest need not be read.
+struct Visit {
+  int64_t ahead, lanes;
+  int keys, next_keys;
+};
+
 // What the chunks that a unit of work meets share.
 struct Space {
   float *scratch;  // Math::scratch(dim) floats

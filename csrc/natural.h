@@ -95,8 +95,8 @@ template <typename T, typename S = T> struct Natural {
 
   static void query(const T *from, float *to, int64_t n) { widen(from, to, n); }
 
-  Natural(const S *k, const S *v, int64_t dim, int64_t padded, int64_t ahead, int64_t lanes, const Space &space)
-      : k(k), v(v), dim(dim), padded(padded), ahead(ahead), lanes(lanes) {
+  Natural(const S *k, const S *v, int64_t dim, int64_t padded, const Visit &visit, const Space &space)
+      : k(k), v(v), dim(dim), padded(padded), ahead(visit.ahead), lanes(visit.lanes) {
     if (dim == padded) return;
     for (int64_t j = 0; j < CHUNK; ++j) {
       for (int64_t d = dim; d < padded; ++d) space.scratch[j * padded + d] = 0.0f;

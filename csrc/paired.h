@@ -24,6 +24,7 @@ struct Paired {
   static constexpr bool RUNNING = true;  // sums run on from chunk to chunk
   static constexpr int BATCH = 1, TOGETHER = LANES, GROUP = LANES;
   static constexpr int64_t SOON = 2048;  // elements that a stream fetches ahead
+  static constexpr int HALF = CHUNK / 2;
   using Type = bf16;
   using Space = headrace::HEADRACE_NS::Space;
   using Query = bf16;
@@ -32,12 +33,13 @@ struct Paired {
   int64_t dim;
   int64_t ahead;  // elements from these keys to those that are read next; 0: none
   int64_t lanes;  // that meet the chunk; 0: nothing is to be fetched meanwhile
+  int keys = CHUNK, next_keys = CHUNK;  // that somebody sees, of these and of those
 
   static int64_t scratch(int64_t) { return 0; }
   static void query(const bf16 *from, bf16 *to, int64_t n) { memcpy(to, from, n * sizeof(bf16)); }
 
-  Paired(const bf16 *k, const bf16 *v, int64_t dim, int64_t, int64_t ahead, int64_t lanes, const Space &)
-      : k(k), v(v), dim(dim), ahead(ahead), lanes(lanes) {}
+  Paired(const bf16 *k, const bf16 *v, int64_t dim, int64_t, const Visit &visit, const Space &)
+      : k(k), v(v), dim(dim), ahead(visit.ahead), lanes(visit.lanes), keys(visit.keys), next_keys(visit.next_keys) {}
 
   // Keys and values that lie in a cache already.
   Paired(const bf16 *k, const bf16 *v, int64_t dim) : k(k), v(v), dim(dim), ahead(0), lanes(0) {}
@@ -62,20 +64,27 @@ struct Paired {
     return {here + rows * stride, stride, columns};
   }
 
+  // What one group of lanes fetches are these values, of which the pairs behind the last key are left out.
   Ahead fetched_by_scores(int64_t lane) const {
-    return streams() ? later(k, 2 * CHUNK, 4) : share(during_scores(), lane, TILE_ROWS, 0, 4);
+    const int pairs = one_group() ? (keys + 1) / 2 : CHUNK / 2;
+    return streams() ? later(k, 2 * CHUNK, 4) : share(during_scores(), lane, TILE_ROWS, 0, 4, pairs);
   }
 
+  // Of the next keys a single tile of rows leaves out the second half, if nobody sees it.
   Ahead fetched_by_values(int64_t lane, int64_t d, int columns) const {
-    return streams() ? later(v + 2 * d, 2 * dim, columns) : share(during_values(), lane, value_rows_together(), d, columns);
+    if (streams()) return later(v + 2 * d, 2 * dim, columns);
+    const int rows = value_rows_together();
+    Ahead all = share(during_values(), lane, rows, d, columns, CHUNK / 2);
+    if (next_keys <= HALF && one_group() && lanes <= rows && columns == 4) all.lines /= 2;
+    return all;
   }
 
-  // The part of `next` that lanes from `lane` on, `rows` together, fetch while they take 16 `columns` columns a step, from
-  // column d on.
-  Ahead share(const bf16 *next, int64_t lane, int rows, int64_t d, int columns) const {
+  // The part of `next`, so many of its 32 `pairs`, that lanes from `lane` on, `rows` together, fetch while they take 16
+  // `columns` columns a step, from column d on.
+  Ahead share(const bf16 *next, int64_t lane, int rows, int64_t d, int columns, int pairs) const {
     if (!next || lanes == 0) return {k, 0, 0};
-    const int64_t parts = (lanes + rows - 1) / rows, stride = (LINE * columns + parts - 1) / parts;
-    return {next + (lane / rows * dim + d) * CHUNK / parts, stride, static_cast<int>((stride + LINE - 1) / LINE)};
+    const int64_t parts = (lanes + rows - 1) / rows, stride = (pairs * columns + parts - 1) / parts;
+    return {next + (lane / rows * dim + d) * 2 * pairs / parts, stride, static_cast<int>((stride + LINE - 1) / LINE)};
   }
 
   // Whether R rows that take C columns and fetch LINES lines a step are a single lane, which fetches all: nobody else
@@ -89,25 +98,30 @@ struct Paired {
   }
 
   void score_rows(int n, const bf16 *q, Ahead next, float *p) const {
+    keys <= HALF ? score_keys<2>(n, q, next, p) : score_keys<4>(n, q, next, p);
+  }
+
+  // Of 16 C keys.
+  template <int C> void score_keys(int n, const bf16 *q, Ahead next, float *p) const {
     with_lines<4>(next.lines, [&](auto lines) {
       switch (n) {
-        case 1: return score_tile<1, lines>(q, next, p);
-        case 2: return score_tile<2, lines>(q, next, p);
-        case 3: return score_tile<3, lines>(q, next, p);
-        default: return score_tile<4, lines>(q, next, p);
+        case 1: return score_tile<1, C, lines>(q, next, p);
+        case 2: return score_tile<2, C, lines>(q, next, p);
+        case 3: return score_tile<3, C, lines>(q, next, p);
+        default: return score_tile<4, C, lines>(q, next, p);
       }
     });
   }
 
-  template <int R, int LINES> HEADRACE_APART void score_tile(const bf16 *q, Ahead next, float *p) const {
-    __m512 sum[R][4];
+  template <int R, int C, int LINES> HEADRACE_APART void score_tile(const bf16 *q, Ahead next, float *p) const {
+    __m512 sum[R][C];
     clear(sum);
     const auto keep = [&](auto r) HEADRACE_ALWAYS_INLINE { store_scores(sum[r], p + r * CHUNK); };
-    finished_steps<R, 4, LINES, once<R, 4, LINES>>(q, dim, k, 2 * CHUNK, dim / 2, next, sum, keep);
+    finished_steps<R, C, LINES, once<R, 4, LINES>>(q, dim, k, 2 * CHUNK, dim / 2, next, sum, keep);
   }
 
-  static HEADRACE_ALWAYS_INLINE void store_scores(const __m512 (&sum)[4], float *p) {
-    each<4>([&](auto c) HEADRACE_ALWAYS_INLINE { _mm512_store_ps(p + c * 16, sum[c]); });
+  template <int C> static HEADRACE_ALWAYS_INLINE void store_scores(const __m512 (&sum)[C], float *p) {
+    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { _mm512_store_ps(p + c * 16, sum[c]); });
   }
 
   // Weights of the fold: 0 for what was EMPTY.
@@ -172,7 +186,8 @@ struct Paired {
   }
 
   // Output elements d .. d + 16 C - 1. A key that no lane sees is left out or, in a pair with one that is seen, masked:
-  // its value may be garbage, and 0 times NaN is NaN. Leaving out a probability of 0 changes no bit.
+  // its value may be garbage, and 0 times NaN is NaN. Leaving out a probability of 0 changes no bit. What steps that are left
+  // out would have fetched is fetched at once.
   template <int R, int C, int LINES>
   HEADRACE_APART void value_tile(const bf16 *p, uint64_t keys, Ahead next, int64_t d, float *acc) const {
     __m512 sum[R][C];
@@ -181,7 +196,10 @@ struct Paired {
     const auto add = [&](auto r) HEADRACE_ALWAYS_INLINE { add_values(sum[r], acc + r * dim + d); };
     if (keys == ~0ull)
       return finished_steps<R, C, LINES, once<R, C, LINES>>(p, CHUNK, from, 2 * dim, CHUNK / 2, next, sum, add);
-    for (int pair = 0; pair < CHUNK / 2; ++pair) {
+    const int whole = __builtin_ctzll(~keys) / 2;  // pairs, from the first on
+    pair_steps<R, C, LINES, false>(p, CHUNK, from, 2 * dim, whole, next, sum);
+    for (int pair = whole; pair < CHUNK / 2; ++pair) {
+      small_l1 ? fetch_lines<LINES, TO_L2>(next.from + pair * next.stride) : fetch_lines<LINES>(next.from + pair * next.stride);
       const int halves = keys >> (2 * pair) & 3;
       if (halves) pair_step<R, C>(p + 2 * pair, CHUNK, from + pair * 2 * dim, half_mask(halves), sum);
     }

@@ -11,11 +11,11 @@
 
 namespace headrace::HEADRACE_NS {
 
-// One chunk and KV head of the pools; `ahead` elements on lies the one that is read next.
+// One chunk and KV head of the pools, and how it is met.
 struct Chunk8 {
   const int8_t *k, *v;
   const float *k_scale, *v_scale;  // [64]
-  int64_t ahead;
+  Visit visit;
 
   // Keys that a lane does not see may have any scale: their scores are replaced before they are looked at.
   void scale_scores(int n, float *s) const {
@@ -28,7 +28,7 @@ struct Chunk8 {
 HEADRACE_INLINE void fetch_two(const void *from) { small_l1 ? fetch_lines<2, TO_L2>(from) : fetch_lines<2>(from); }
 
 HEADRACE_INLINE void fetch_scales(const Chunk8 &chunk, int64_t dim) {
-  const int64_t ahead = chunk.ahead / dim;
+  const int64_t ahead = chunk.visit.ahead / dim;
   for (int64_t j = 0; j < CHUNK; j += 32) {
     fetch_two(chunk.k_scale + ahead + j);
     fetch_two(chunk.v_scale + ahead + j);
@@ -41,8 +41,8 @@ template <typename T> struct Quantised<Natural<T>> : Natural<T, int8_t> {
   using Integers = Natural<T, int8_t>;
   Chunk8 chunk;
 
-  Quantised(const Chunk8 &chunk, int64_t dim, int64_t padded, int64_t lanes, const Space &space)
-      : Integers(chunk.k, chunk.v, dim, padded, chunk.ahead, lanes, space), chunk(chunk) {
+  Quantised(const Chunk8 &chunk, int64_t dim, int64_t padded, const Space &space)
+      : Integers(chunk.k, chunk.v, dim, padded, chunk.visit, space), chunk(chunk) {
     fetch_scales(chunk, dim);
   }
 
@@ -81,7 +81,7 @@ HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const int8_t *w
 // The chunk's keys or values as bf16, fetching those that are read next.
 inline void widen(const Chunk8 &chunk, const int8_t *from, bf16 *to, int64_t dim) {
   for (int64_t i = 0; i < CHUNK * dim; i += 128) {
-    fetch_two(from + chunk.ahead + i);
+    fetch_two(from + chunk.visit.ahead + i);
     for (int part = 0; part < 128; part += 32) _mm512_store_si512(to + i + part, (__m512i)widened(from + i + part));
   }
 }
@@ -92,9 +92,9 @@ template <> struct Quantised<Paired> : Paired {
   bool few;
   bf16 *copy;  // [2][64 D]: keys, values
 
-  Quantised(const Chunk8 &chunk, int64_t dim, int64_t, int64_t lanes, const Space &space)
+  Quantised(const Chunk8 &chunk, int64_t dim, int64_t, const Space &space)
       : Paired(reinterpret_cast<bf16 *>(space.scratch), reinterpret_cast<bf16 *>(space.scratch) + CHUNK * dim, dim),
-        chunk(chunk), few(lanes <= TILE_ROWS), copy(reinterpret_cast<bf16 *>(space.scratch)) {
+        chunk(chunk), few(chunk.visit.lanes <= TILE_ROWS), copy(reinterpret_cast<bf16 *>(space.scratch)) {
     fetch_scales(chunk, dim);
     if (few) return;
     widen(chunk, chunk.k, copy, dim);
@@ -147,7 +147,7 @@ template <> struct Quantised<Paired> : Paired {
   template <int R, int C> HEADRACE_APART void value_few(const bf16 *p, int64_t d, float *acc) const {
     __m512 sum[R][C];
     clear(sum);
-    pair_steps<R, C>(p, CHUNK, chunk.v + 2 * d, 2 * dim, CHUNK / 2, chunk.k + chunk.ahead + d * CHUNK, sum);
+    pair_steps<R, C>(p, CHUNK, chunk.v + 2 * d, 2 * dim, CHUNK / 2, chunk.k + chunk.visit.ahead + d * CHUNK, sum);
     each<R>([&](auto r) HEADRACE_ALWAYS_INLINE { add_values(sum[r], acc + r * dim + d); });
   }
 };
@@ -160,7 +160,7 @@ template <> struct Quantised<Tiled> : Tiled {
   static constexpr int BATCH = 1;  // there is room for one widened chunk
   Chunk8 chunk;
 
-  Quantised(const Chunk8 &chunk, int64_t dim, int64_t, int64_t, Space &space)
+  Quantised(const Chunk8 &chunk, int64_t dim, int64_t, Space &space)
       : Quantised(chunk, dim, reinterpret_cast<bf16 *>(space.scratch), space.tiles) {
     fetch_scales(chunk, dim);
   }
@@ -181,7 +181,7 @@ template <> struct Quantised<Tiled> : Tiled {
   Quantised(const Chunk8 &chunk, int64_t dim, bf16 *copy, Tiles &tiles)
       : Tiled(copy, copy + CHUNK * dim, dim, copy + 2 * CHUNK * dim, tiles), chunk(chunk) {
     widen(chunk.k, chunk.v, copy, CHUNK * dim);
-    widen(chunk.v, chunk.k + chunk.ahead, copy + CHUNK * dim, CHUNK * dim);
+    widen(chunk.v, chunk.k + chunk.visit.ahead, copy + CHUNK * dim, CHUNK * dim);
   }
 
   // n integers as bf16, fetching those that are read 2 KB later; `next` are read behind these.
@@ -203,22 +203,21 @@ template <> struct Quantised<Tiled> : Tiled {
 
 #endif
 
-// The policy for a chunk and KV head, the `index`-th of the pools, met by so many lanes.
+// The policy for a chunk and KV head, the `index`-th of the pools.
 template <typename Math> struct Reader {
-  static Math open(const Attend &a, int64_t index, int64_t padded, int64_t ahead, int64_t lanes,
-                   typename Math::Space &space) {
+  static Math open(const Attend &a, int64_t index, int64_t padded, const Visit &visit, typename Math::Space &space) {
     const auto *k = static_cast<const typename Math::Type *>(a.k), *v = static_cast<const typename Math::Type *>(a.v);
     const int64_t at = index * CHUNK * a.dim;
-    return Math(k + at, v + at, a.dim, padded, ahead, lanes, space);
+    return Math(k + at, v + at, a.dim, padded, visit, space);
   }
 };
 
 template <typename Math> struct Reader<Quantised<Math>> {
-  static Quantised<Math> open(const Attend &a, int64_t index, int64_t padded, int64_t ahead, int64_t lanes,
+  static Quantised<Math> open(const Attend &a, int64_t index, int64_t padded, const Visit &visit,
                               typename Math::Space &space) {
     const auto *k = static_cast<const int8_t *>(a.k), *v = static_cast<const int8_t *>(a.v);
     const int64_t at = index * CHUNK * a.dim, scale = index * CHUNK;
-    return {{k + at, v + at, a.k_scale + scale, a.v_scale + scale, ahead}, a.dim, padded, lanes, space};
+    return {{k + at, v + at, a.k_scale + scale, a.v_scale + scale, visit}, a.dim, padded, space};
   }
 };
 

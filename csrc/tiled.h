@@ -17,10 +17,10 @@ struct TileSpace : Space {
   Tiles tiles;
 };
 
-// Chunks whose probabilities p [lanes, 64] wait for their values v; what is fetched meanwhile, or null.
+// Chunks whose probabilities p [lanes, 64] wait for their values v, in so many steps; what is fetched meanwhile, or null.
 template <int MOST> struct Pending {
   const bf16 *p[MOST], *v[MOST], *next[MOST];
-  int chunks = 0, lanes = 0;
+  int steps[MOST], next_steps[MOST], chunks = 0, lanes = 0;
 };
 
 struct Tiled : Paired {
@@ -36,11 +36,12 @@ struct Tiled : Paired {
 
   static int64_t scratch(int64_t dim) { return CHUNK * dim / 2; }
 
-  Tiled(const bf16 *k, const bf16 *v, int64_t dim, int64_t, int64_t ahead, int64_t lanes, Space &space)
+  Tiled(const bf16 *k, const bf16 *v, int64_t dim, int64_t, const Visit &visit, Space &space)
       : Paired(k, v, dim), tiles(space.tiles), masked(reinterpret_cast<bf16 *>(space.scratch)) {
-    this->ahead = ahead;
-    groups = (lanes + GROUP - 1) / GROUP;
-    few = lanes <= TILE;
+    ahead = visit.ahead;
+    groups = (visit.lanes + GROUP - 1) / GROUP;
+    few = visit.lanes <= TILE;
+    if (few) keys = visit.keys, next_keys = visit.next_keys;  // what more lanes see is not looked at
   }
 
   // Keys and values that lie in a cache already; `masked` is room for 64 D further ones.
@@ -50,7 +51,10 @@ struct Tiled : Paired {
   // s[lane][j] = sum over d of q[lane][d] * k[d][j]
   void scores(int n, const bf16 *q, float *s, int64_t before) const {
     shape(n);
-    if (n <= TILE) return few && ahead ? score_strip<64>(q, s, v) : score_strip<0>(q, s, k);
+    if (n <= TILE) {
+      if (steps_of(keys) == 1) return few && ahead ? score_strip<2, 32>(q, s) : score_strip<2, 0>(q, s);
+      return few && ahead ? score_strip<4, 64>(q, s) : score_strip<4, 0>(q, s);
+    }
     with_fetch(ahead != 0, [&](auto lines, auto each) {
       this->score_squares<lines, each>(q, s, k + ahead + before / GROUP * steps() * each * LINE);
     });
@@ -71,8 +75,8 @@ struct Tiled : Paired {
 
   // The values, with 0 for keys that no lane sees: they may be garbage, and 0 times NaN is NaN.
   const bf16 *visible_values(int n, const Seen &seen) const {
-    const uint64_t keys = seen.union_of(0, n);
-    return keys == ~0ull ? v : mask(keys);
+    const uint64_t these = seen.union_of(0, n);
+    return these == ~0ull ? v : mask(these);
   }
 
   // A chunk more that waits, for the `index`-th group of lanes that meets it.
@@ -80,7 +84,9 @@ struct Tiled : Paired {
     waiting.p[waiting.chunks] = p;
     waiting.v[waiting.chunks] = visible_values(waiting.lanes, seen);
     const bf16 *next = waiting.lanes > TILE ? v + ahead + index * steps() * lines_each() * LINE : few ? k + ahead : nullptr;
-    waiting.next[waiting.chunks++] = ahead ? next : nullptr;
+    waiting.next[waiting.chunks] = ahead ? next : nullptr;
+    waiting.next_steps[waiting.chunks] = steps_of(next_keys);
+    waiting.steps[waiting.chunks++] = steps_of(keys);
   }
 
   // Whether the last chunk's values are masked: there is room for those of one.
@@ -103,6 +109,8 @@ struct Tiled : Paired {
 
   int64_t steps() const { return dim / TILE; }  // of a group of up to 32 lanes with the keys, and with the values
 
+  static int steps_of(int keys) { return (keys + STEP_INPUTS - 1) / STEP_INPUTS; }  // with the values of so many
+
   // Chunks ahead go to L2 at an even pace, since no more than a dozen or two of cache lines can be on their way: in each step
   // of 32 lanes with the keys some lines of the keys ahead, with the values of the values, and the rest while probabilities
   // are taken. A single group takes 24 of 32 lines and leaves the last eight; two or three take 8 each, four 4. More need so
@@ -121,10 +129,11 @@ struct Tiled : Paired {
 
   void shape(int n) const { n > TILE ? tiles.take(TILE, n - TILE) : tiles.take(n); }
 
-  template <int LINES> HEADRACE_APART void score_strip(const bf16 *q, float *s, const bf16 *next) const {
+  // Of 16 TILES keys, fetching their values.
+  template <int TILES, int LINES> HEADRACE_APART void score_strip(const bf16 *q, float *s) const {
     clear_sums();
-    tile_steps<LINES>(q, dim, k, 2 * CHUNK, dim / STEP_INPUTS, {next, LINES * LINE, 0});
-    store_row(s, CHUNK);
+    tile_steps<LINES, true, TILES>(q, dim, k, 2 * CHUNK, dim / STEP_INPUTS, {v, LINES * LINE, 0});
+    store_row<TILES>(s, CHUNK);
   }
 
   template <int LINES, int EACH> HEADRACE_APART void score_squares(const bf16 *q, float *s, const bf16 *next) const {
@@ -138,8 +147,7 @@ struct Tiled : Paired {
   void value_strips(const Waiting &waiting, float *acc) const {
     shape(waiting.lanes);
     int64_t d = 0;
-    for (; d + 64 <= dim; d += 64)
-      *waiting.next ? value_strip<64>(waiting, d, acc + d) : value_strip<0>(waiting, d, acc + d);
+    for (; d + 64 <= dim; d += 64) value_strip(waiting, d, acc + d);
     if (d < dim) value_half(waiting, d, acc + d);
   }
 
@@ -151,11 +159,22 @@ struct Tiled : Paired {
     store_square(acc, dim);
   }
 
-  template <int LINES> HEADRACE_APART void value_strip(const Waiting &w, int64_t d, float *acc) const {
+  void value_strip(const Waiting &w, int64_t d, float *acc) const {
     load_row(acc, dim);
-    for (int c = 0; c < w.chunks; ++c)
-      tile_steps<LINES>(w.p[c], CHUNK, w.v[c] + 2 * d, 2 * dim, CHUNK / STEP_INPUTS, after(w, c, d * CHUNK, LINES));
+    for (int c = 0; c < w.chunks; ++c) {
+      const bf16 *p = w.p[c], *values = w.v[c] + 2 * d, *next = w.next[c] ? w.next[c] + d * CHUNK : nullptr;
+      const bool half = w.steps[c] == 1, next_half = w.next_steps[c] == 1;
+      if (!next) half ? strip_values<1, 0, 4>(p, values, p) : strip_values<2, 0, 4>(p, values, p);
+      else if (next_half) half ? strip_values<1, 64, 2>(p, values, next) : strip_values<2, 32, 2>(p, values, next);
+      else half ? strip_values<1, 128, 4>(p, values, next) : strip_values<2, 64, 4>(p, values, next);
+    }
     store_row(acc, dim);
+  }
+
+  // The first 32 STEPS keys' part in 64 columns, fetching in each step LINES lines of what is next, OF_FOUR of each four.
+  template <int STEPS, int LINES, int OF_FOUR>
+  HEADRACE_APART void strip_values(const bf16 *p, const bf16 *values, const bf16 *next) const {
+    tile_steps<LINES, true, 4, OF_FOUR>(p, CHUNK, values, 2 * dim, STEPS, {next, LINES * LINE * 4 / OF_FOUR, 0});
   }
 
   static Ahead after(const Waiting &w, int c, int64_t offset, int lines) {
@@ -167,7 +186,7 @@ struct Tiled : Paired {
     _tile_loadd(0, acc, 4 * dim);
     _tile_loadd(1, acc + TILE, 4 * dim);
     for (int c = 0; c < waiting.chunks; ++c)
-      for (int64_t j = 0; j < CHUNK; j += STEP_INPUTS) {
+      for (int64_t j = 0; j < waiting.steps[c] * STEP_INPUTS; j += STEP_INPUTS) {
         const bf16 *w = waiting.v[c] + j * dim + 2 * d;
         _tile_loadd(4, waiting.p[c] + j, 2 * CHUNK);
         _tile_loadd(6, w, 4 * dim);
@@ -179,9 +198,9 @@ struct Tiled : Paired {
     _tile_stored(1, acc + TILE, 4 * dim);
   }
 
-  HEADRACE_APART const bf16 *mask(uint64_t keys) const {
-    for (int pair = 0; pair < CHUNK / 2; ++pair) {
-      const __m512i keep = half_mask(keys >> (2 * pair) & 3);
+  HEADRACE_APART const bf16 *mask(uint64_t these) const {
+    for (int pair = 0; pair < steps_of(keys) * TILE; ++pair) {
+      const __m512i keep = half_mask(these >> (2 * pair) & 3);
       for (int64_t d = pair * 2 * dim; d < (pair + 1) * 2 * dim; d += LINE)
         _mm512_store_si512(masked + d, _mm512_and_si512(_mm512_loadu_si512(v + d), keep));
     }

@@ -53,25 +53,26 @@ HEADRACE_INLINE void clear_sums() {
   _tile_zero(3);
 }
 
-// Fetches LINES cache lines to L1, each asked for twice. A loop of its own, in one place and not unrolled: the processor's
-// own fetching goes by an instruction's address, and reads less when asked by sixty-four instructions. (Without the asm
-// GCC sees a function that does nothing, and leaves out its calls.)
-template <int LINES> HEADRACE_APART inline __attribute__((aligned(64))) void pull_lines(const void *first) {
+// Fetches LINES cache lines to L1, each asked for twice; of each four in memory the first OF_FOUR, 2 or 4. A loop of its own,
+// in one place and not unrolled: the processor's own fetching goes by an instruction's address, and reads less when asked by
+// sixty-four instructions. (Without the asm GCC sees a function that does nothing, and leaves out its calls.)
+template <int LINES, int OF_FOUR = 4> HEADRACE_APART inline void pull_lines(const void *first) {
   auto from = static_cast<const bf16 *>(first);
 #pragma GCC unroll 1
   for (int line = 0; line < LINES; ++line, from += LINE) {
     fetch_twice<1>(from);
+    if (OF_FOUR == 2 && line % 2) from += 2 * LINE;
     asm volatile("");
   }
 }
 
-// Sums 0 to 3, side by side [R][64], += x[R][32 steps] . w[16 steps][64][2]; rows of weights are w_stride elements apart.
-// Each step fetches LINES cache lines from ahead.from on, half of them before its first tile of weights, asked for TWICE or
-// once.
-template <int LINES, bool TWICE = true>
+// The sums 0 to 3, or 0 and 1 if TILES are 2, side by side [R][64], += x[R][32 steps] . w[16 steps][64][2]; rows of weights are
+// w_stride elements apart. Each step fetches LINES cache lines from ahead.from on (see pull_lines), half of them before its
+// first tile of weights, asked for TWICE or once.
+template <int LINES, bool TWICE = true, int TILES = 4, int OF_FOUR = 4>
 HEADRACE_INLINE void tile_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t steps,
                                 Ahead ahead) {
-  constexpr auto fetch = TWICE && LINES > 0 ? pull_lines<LINES / 2> : fetch_lines<LINES / 2>;
+  constexpr auto fetch = TWICE && LINES > 0 ? pull_lines<LINES / 2, OF_FOUR> : fetch_lines<LINES / 2>;
   for (int64_t i = 0; i < steps; ++i, x += STEP_INPUTS, w += TILE * w_stride, ahead.from += ahead.stride) {
     fetch(ahead.from);
     _tile_loadd(4, x, 2 * x_stride);
@@ -79,7 +80,8 @@ HEADRACE_INLINE void tile_steps(const bf16 *x, int64_t x_stride, const bf16 *w, 
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, w + LINE, 2 * w_stride);
     _tile_dpbf16ps(1, 4, 7);
-    fetch(ahead.from + LINES / 2 * LINE);
+    fetch(ahead.from + LINES / 2 * LINE * 4 / OF_FOUR);
+    if constexpr (TILES < 4) continue;
     _tile_loadd(6, w + 2 * LINE, 2 * w_stride);
     _tile_dpbf16ps(2, 4, 6);
     _tile_loadd(7, w + 3 * LINE, 2 * w_stride);
@@ -114,7 +116,8 @@ HEADRACE_INLINE void square_steps(const bf16 *x, int64_t x_stride, const bf16 *w
   });
 }
 
-// Sums to and from memory [.., stride]. GCC 12 knows of neither that memory is read or written.
+// Sums to and from memory [.., stride], the first TILES (4 or 2) of a row. GCC 12 knows of neither that memory is read or
+// written.
 HEADRACE_INLINE void load_row(const float *from, int64_t stride) {
   asm volatile("" ::: "memory");
   _tile_loadd(0, from, 4 * stride);
@@ -123,11 +126,13 @@ HEADRACE_INLINE void load_row(const float *from, int64_t stride) {
   _tile_loadd(3, from + 48, 4 * stride);
 }
 
-HEADRACE_INLINE void store_row(float *to, int64_t stride) {
+template <int TILES = 4> HEADRACE_INLINE void store_row(float *to, int64_t stride) {
   _tile_stored(0, to, 4 * stride);
   _tile_stored(1, to + 16, 4 * stride);
-  _tile_stored(2, to + 32, 4 * stride);
-  _tile_stored(3, to + 48, 4 * stride);
+  if constexpr (TILES == 4) {
+    _tile_stored(2, to + 32, 4 * stride);
+    _tile_stored(3, to + 48, 4 * stride);
+  }
   asm volatile("" ::: "memory");
 }
 
