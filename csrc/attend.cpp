@@ -68,10 +68,10 @@ template <typename Math> struct Unit {
   int walk(HeadRows<Math> *each, const Item *const *items, int64_t left) {
     Visit visits[Math::BATCH];
     if (heads > 1) {
-      *visits = each->visit(*items[0], CHUNK * a.dim, each->end_of(*items[0]));
+      *visits = each->visit(*items[0], CHUNK * a.dim, items[0]);
       for (int64_t h = 0; h + 1 < heads; ++h) each[h].walk(items, visits, 1);
-      visits->ahead = left > 1 ? distance(*items[0], *items[1]) - (heads - 1) * CHUNK * a.dim : 0;
-      visits->next_keys = left > 1 ? each->end_of(*items[1]) : CHUNK;
+      const Item *next = left > 1 ? items[1] : nullptr;
+      *visits = each->visit(*items[0], next ? distance(*items[0], *next) - (heads - 1) * CHUNK * a.dim : 0, next);
       each[heads - 1].walk(items, visits, 1);
       return 1;
     }
@@ -79,7 +79,7 @@ template <typename Math> struct Unit {
     while (count < Math::BATCH && count < left && go_together(*each, *items[0], *items[count])) ++count;
     for (int i = 0; i < count; ++i) {
       const Item *next = i + count < left ? items[i + count] : nullptr;
-      visits[i] = each->visit(*items[i], next ? distance(*items[i], *next) : 0, next ? each->end_of(*next) : CHUNK);
+      visits[i] = each->visit(*items[i], next ? distance(*items[i], *next) : 0, next);
     }
     each->walk(items, visits, count);
     return count;

@@ -1,6 +1,7 @@
 // Fetching ahead: cache lines asked for before anybody reads them.
 #pragma once
 
+#include "kernels.h"
 #include "simd.h"
 
 namespace headrace::HEADRACE_NS {
@@ -16,6 +17,11 @@ template <int LINES, int WHERE = TO_L1> HEADRACE_INLINE void fetch_lines(const v
   each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE {
     __builtin_prefetch(static_cast<const char *>(from) + line * LINE_BYTES, 0, WHERE);
   });
+}
+
+// The same to where there is room for what is read next.
+template <int LINES> HEADRACE_INLINE void fetch_near(const void *from) {
+  small_l1 ? fetch_lines<LINES, TO_L2>(from) : fetch_lines<LINES>(from);
 }
 
 }  // namespace headrace::HEADRACE_NS

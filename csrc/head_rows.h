@@ -71,16 +71,17 @@ template <typename Math> struct HeadRows {
   // No row sees a key of the chunk from this one on; 1 where none sees any.
   int end_of(const Item &item) const {
     if (item.key_start + CHUNK <= all_seen) return CHUNK;
-    int64_t latest = 0;
-    for (int64_t row = first_of(item); row < last_of(item); ++row)
-      latest = a.positions[row] > latest ? a.positions[row] : latest;
-    const int64_t end = latest + 1 - item.key_start;
-    return static_cast<int>(end < 1 ? 1 : end > CHUNK ? CHUNK : end);
+    int64_t end = 1;
+    for (int64_t row = last_of(item) - 1; row >= first_of(item) && end < CHUNK; --row) {  // the last one most often sees most
+      const int64_t seen = a.positions[row] + 1 - item.key_start;
+      end = seen > end ? seen : end;
+    }
+    return static_cast<int>(end < CHUNK ? end : CHUNK);
   }
 
-  // How its rows meet a chunk, before one that lies so far off.
-  Visit visit(const Item &item, int64_t ahead, int next_keys) const {
-    return {ahead, (last_of(item) - first_of(item)) * group, end_of(item), next_keys};
+  // How its rows meet a chunk, `ahead` elements before those of `next`, if there is any.
+  Visit visit(const Item &item, int64_t ahead, const Item *next) const {
+    return {ahead, (last_of(item) - first_of(item)) * group, end_of(item), next ? end_of(*next) : CHUNK};
   }
 
   // Keys of the chunk that a row may see: from..to-1 within the chunk; none if from >= to.

@@ -70,12 +70,12 @@ struct Paired {
     return streams() ? later(k, 2 * CHUNK, 4) : share(during_scores(), lane, TILE_ROWS, 0, 4, pairs);
   }
 
-  // Of the next keys a single tile of rows leaves out the second half, if nobody sees it.
+  // Of the next keys the second half is left out, if nobody sees it and a step fetches one row of them: so do three or four
+  // lanes, and fewer with heads of 64.
   Ahead fetched_by_values(int64_t lane, int64_t d, int columns) const {
     if (streams()) return later(v + 2 * d, 2 * dim, columns);
-    const int rows = value_rows_together();
-    Ahead all = share(during_values(), lane, rows, d, columns, CHUNK / 2);
-    if (next_keys <= HALF && one_group() && lanes <= rows && columns == 4) all.lines /= 2;
+    Ahead all = share(during_values(), lane, value_rows_together(), d, columns, CHUNK / 2);
+    if (next_keys <= HALF && one_group() && all.stride == 2 * CHUNK) all.lines /= 2;
     return all;
   }
 
@@ -155,28 +155,28 @@ struct Paired {
     const int together = value_rows_together(), n = all->lanes;
     for (int r = 0; r < n && all->chunks; r += together) {
       const int rows = n - r < together ? n - r : together;
-      const uint64_t keys = all->seen.union_of(r, rows);
-      if (keys) value_rows(rows, all->p + r * CHUNK, keys, all->before + r, acc + r * dim);
+      const uint64_t these = all->seen.union_of(r, rows);
+      if (these) value_rows(rows, all->p + r * CHUNK, these, all->before + r, acc + r * dim);
     }
   }
 
-  // keys: those that some of the `n` lanes sees, as bits; `before` lanes have met the chunk already.
-  void value_rows(int n, const bf16 *p, uint64_t keys, int64_t before, float *acc) const {
+  // these: keys that some of the `n` lanes sees, as bits; `before` lanes have met the chunk already.
+  void value_rows(int n, const bf16 *p, uint64_t these, int64_t before, float *acc) const {
     switch (n) {
-      case 1: return value_columns<1>(p, keys, before, acc);
-      case 2: return value_columns<2>(p, keys, before, acc);
-      case 3: return value_columns<3>(p, keys, before, acc);
-      default: return value_columns<4>(p, keys, before, acc);
+      case 1: return value_columns<1>(p, these, before, acc);
+      case 2: return value_columns<2>(p, these, before, acc);
+      case 3: return value_columns<3>(p, these, before, acc);
+      default: return value_columns<4>(p, these, before, acc);
     }
   }
 
   template <int R>
-  void value_columns(const bf16 *p, uint64_t keys, int64_t before, float *acc) const {
+  void value_columns(const bf16 *p, uint64_t these, int64_t before, float *acc) const {
     int64_t d = 0;
     auto columns = [&](auto c) {  // as many 16 C columns as there are
       for (; d + 16 * c <= dim; d += 16 * c) {
         const Ahead next = fetched_by_values(before, d, c);
-        with_lines<c>(next.lines, [&](auto lines) { value_tile<R, c, lines>(p, keys, next, d, acc); });
+        with_lines<c>(next.lines, [&](auto lines) { value_tile<R, c, lines>(p, these, next, d, acc); });
       }
     };
     if constexpr (R <= 2) columns(Constant<8>{});  // few rows need more columns to keep the multipliers busy
@@ -189,18 +189,18 @@ struct Paired {
   // its value may be garbage, and 0 times NaN is NaN. Leaving out a probability of 0 changes no bit. What steps that are left
   // out would have fetched is fetched at once.
   template <int R, int C, int LINES>
-  HEADRACE_APART void value_tile(const bf16 *p, uint64_t keys, Ahead next, int64_t d, float *acc) const {
+  HEADRACE_APART void value_tile(const bf16 *p, uint64_t these, Ahead next, int64_t d, float *acc) const {
     __m512 sum[R][C];
     clear(sum);
     const bf16 *from = v + 2 * d;
     const auto add = [&](auto r) HEADRACE_ALWAYS_INLINE { add_values(sum[r], acc + r * dim + d); };
-    if (keys == ~0ull)
+    if (these == ~0ull)
       return finished_steps<R, C, LINES, once<R, C, LINES>>(p, CHUNK, from, 2 * dim, CHUNK / 2, next, sum, add);
-    const int whole = __builtin_ctzll(~keys) / 2;  // pairs, from the first on
+    const int whole = __builtin_ctzll(~these) / 2;  // pairs, from the first on
     pair_steps<R, C, LINES, false>(p, CHUNK, from, 2 * dim, whole, next, sum);
     for (int pair = whole; pair < CHUNK / 2; ++pair) {
-      small_l1 ? fetch_lines<LINES, TO_L2>(next.from + pair * next.stride) : fetch_lines<LINES>(next.from + pair * next.stride);
-      const int halves = keys >> (2 * pair) & 3;
+      fetch_near<LINES>(next.from + pair * next.stride);
+      const int halves = these >> (2 * pair) & 3;
       if (halves) pair_step<R, C>(p + 2 * pair, CHUNK, from + pair * 2 * dim, half_mask(halves), sum);
     }
     each<R>(add);

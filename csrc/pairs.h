@@ -87,7 +87,7 @@ HEADRACE_INLINE void last_steps(const bf16 *x, int64_t x_stride, const bf16 *w, 
                                 __m512 (&sum)[R][C], F finish) {
   __m512bh weight[LAST][C];
   each<LAST>([&](auto i) HEADRACE_ALWAYS_INLINE {
-    small_l1 ? fetch_lines<LINES, TO_L2>(ahead.from + i * ahead.stride) : fetch_lines<LINES>(ahead.from + i * ahead.stride);
+    fetch_near<LINES>(ahead.from + i * ahead.stride);
     each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
       weight[i][c] = (__m512bh)_mm512_loadu_si512(w + i * w_stride + c * 32);
     });

@@ -24,14 +24,11 @@ struct Chunk8 {
   }
 };
 
-// Fetches two cache lines of what is read next to where there is room.
-HEADRACE_INLINE void fetch_two(const void *from) { small_l1 ? fetch_lines<2, TO_L2>(from) : fetch_lines<2>(from); }
-
 HEADRACE_INLINE void fetch_scales(const Chunk8 &chunk, int64_t dim) {
   const int64_t ahead = chunk.visit.ahead / dim;
   for (int64_t j = 0; j < CHUNK; j += 32) {
-    fetch_two(chunk.k_scale + ahead + j);
-    fetch_two(chunk.v_scale + ahead + j);
+    fetch_near<2>(chunk.k_scale + ahead + j);
+    fetch_near<2>(chunk.v_scale + ahead + j);
   }
 }
 
@@ -71,7 +68,7 @@ template <int R, int C>
 HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const int8_t *w, int64_t w_stride, int64_t pairs,
                                 const int8_t *next, __m512 (&sum)[R][C]) {
   for (int64_t i = 0; i < pairs; ++i, x += 2, w += w_stride) {
-    fetch_two(next + i * 128);
+    fetch_near<2>(next + i * 128);
     __m512bh weight[C];
     each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { weight[c] = widened(w + c * 32); });
     multiply<R, C>(x, x_stride, weight, sum);
@@ -81,7 +78,7 @@ HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const int8_t *w
 // The chunk's keys or values as bf16, fetching those that are read next.
 inline void widen(const Chunk8 &chunk, const int8_t *from, bf16 *to, int64_t dim) {
   for (int64_t i = 0; i < CHUNK * dim; i += 128) {
-    fetch_two(from + chunk.visit.ahead + i);
+    fetch_near<2>(from + chunk.visit.ahead + i);
     for (int part = 0; part < 128; part += 32) _mm512_store_si512(to + i + part, (__m512i)widened(from + i + part));
   }
 }

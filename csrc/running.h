@@ -1,8 +1,8 @@
 // Probabilities whose reference a lane keeps as long as it can, so that the sums of several chunks are added up as they are.
 //
-// A lane's reference is 2^m, m a whole number: it rises, to the least above the greatest score, only when a score (in units
-// of log 2) is more than HEADROOM above it. So probabilities are up to 2^HEADROOM, and sums are multiplied seldom, and then
-// by powers of two: they are the same numbers, scaled, as with any other reference.
+// A lane's reference is 2^m, m a whole number: it rises, to the least not below the greatest score (in units of log 2), only
+// when the probabilities of a chunk would sum to MOST or more. So no probability is above MOST, and sums are multiplied seldom,
+// and then by powers of two: they are the same numbers, scaled, as with any other reference.
 #pragma once
 
 #include "lanes.h"
@@ -49,8 +49,7 @@ struct Fetch {
 // so there by the rounded one. Where a lane's m rises, l and later its sums are multiplied by keep [n]. `weights` [64], or
 // null, is what probabilities are multiplied by before they are rounded, but not in the sum.
 struct RunningSoftmax {
-  static constexpr float HEADROOM = 8.0f;
-  static constexpr float TOO_MUCH = 0x1p8f;  // 2^HEADROOM
+  static constexpr float MOST = 0x1p8f;
   __m512 factor;  // of scores, to units of log 2
   float *s;
   const Seen &seen;
@@ -76,11 +75,12 @@ struct RunningSoftmax {
   };
 
   // Scores relative to m are counted from ORIGIN: from 32 below m to 32 above they lie between 64 and 128, where every number
-  // is a multiple of 2^-17. So the part behind the point is the same relative to any m, and what is multiplied, shifted and
-  // rounded to that is one multiply-add.
+  // is a multiple of 2^-17. So multiplying, shifting and rounding to such multiples are one multiply-add, and the part behind
+  // the point is the same relative to any m. (ORIGIN - m is exact while m is less than 2^29, half a billion.)
   static constexpr float ORIGIN = 96.0f, UNIT = 0x1p-96f;
 
-  // 2^(t - ORIGIN), at most 3e-6 of it from the truth. Its digits are those of 2^r, r the part of t behind the point.
+  // 2^(t - ORIGIN), at most 3e-6 of it from the truth, to which rounding t has added as much. Its digits are those of 2^r, r
+  // the part of t behind the point.
   static HEADRACE_ALWAYS_INLINE __m512 power(__m512 t) {
     const __m512 r = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // 0 for -inf
     __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(1.34251544e-2f * UNIT), r, _mm512_set1_ps(5.22453740e-2f * UNIT));
@@ -100,21 +100,23 @@ struct RunningSoftmax {
     return changed;
   }
 
-  template <int N, bool PLAIN> HEADRACE_ALWAYS_INLINE uint32_t some(int first) const {
-    return PLAIN && steady<N>(first) ? 0 : of<N, PLAIN>(first);
+  template <int N, bool PLAIN> uint32_t some(int first) const {
+    const uint32_t rising = steady<N, PLAIN>(first);
+    return rising ? raised<N, PLAIN>(first, rising) : 0;
   }
 
-  // N lanes that keep their m. False, and p to be done again, if one has none yet or a score may be too far above it: then
-  // the sum is 2^HEADROOM or more, or no number.
-  template <int N> HEADRACE_APART bool steady(int first) const {
-    const vf sum = sums<N, true>(first, load_lanes<N>(m + first));
-    if (_mm512_cmp_ps_mask((__m512)sum, _mm512_set1_ps(TOO_MUCH), _CMP_NLT_UQ) & ((1u << N) - 1)) return false;
-    store_lanes<N>(l + first, load_lanes<N>(l + first) + sum);
-    return true;
+  // N lanes that keep their m, if none of them must not: returns which must not, as bits, and if there are any, p is to be done
+  // again. Their sums are MOST or more, or no numbers, as where there is no m yet.
+  template <int N, bool PLAIN> HEADRACE_APART uint32_t steady(int first) const {
+    const vf sum = sums<N, PLAIN>(first, load_lanes<N>(m + first));
+    const uint32_t rising = _mm512_cmp_ps_mask((__m512)sum, _mm512_set1_ps(MOST), _CMP_NLT_UQ) & ((1u << N) - 1);
+    if (!rising) store_lanes<N>(l + first, load_lanes<N>(l + first) + sum);
+    return rising;
   }
 
-  // N lanes from `first` on; which of them have a new m. Lanes first + j + b N/4 go together through the first steps.
-  template <int N, bool PLAIN> HEADRACE_APART uint32_t of(int first) const {
+  // N lanes from `first` on, those in `rising` with a new m if they have a score above the old one; returns which.
+  // Lanes first + j + b N/4 go together through the first steps.
+  template <int N, bool PLAIN> HEADRACE_APART uint32_t raised(int first, uint32_t rising) const {
     constexpr int QUADS = N < 4 ? 1 : N / 4, LANES_EACH = N < 4 ? 1 : 4;
     __m512 fours[QUADS];
     each<QUADS>([&](auto j) HEADRACE_ALWAYS_INLINE {
@@ -129,9 +131,7 @@ struct RunningSoftmax {
     const vf greatest = from_fours(fours, [](vf a, vf b) HEADRACE_ALWAYS_INLINE { return max(a, b); });
     const __m512 top = _mm512_mul_ps((__m512)greatest, factor), one = _mm512_set1_ps(1.0f);
     const __m512 old = (__m512)load_lanes<N>(m + first);
-    const uint32_t changed =
-        _mm512_cmp_ps_mask(_mm512_sub_ps(top, old), _mm512_set1_ps(HEADROOM), _CMP_GT_OQ) &
-        ((1u << N) - 1);
+    const uint32_t changed = rising & _mm512_cmp_ps_mask(top, old, _CMP_GT_OQ);
     const __m512 now = _mm512_mask_roundscale_ps(old, changed, top, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
     const __m512 kept = _mm512_mask_scalef_ps(one, changed, one, _mm512_sub_ps(old, now));
     const uint32_t some = _mm512_cmp_ps_mask(now, _mm512_set1_ps(-__builtin_inff()), _CMP_NEQ_UQ);
@@ -150,7 +150,7 @@ struct RunningSoftmax {
     const __m512 unit = factor;
     const Fetch ahead = fetch;
     alignas(64) float shift[16];
-    store(shift, splat(ORIGIN) - base);  // infinite where there is no m yet: so are the sums
+    store(shift, splat(ORIGIN) - base);  // infinite where there is no m yet: sums are no numbers below MOST
     __m512 fours[QUADS];
     each<QUADS>([&](auto j) HEADRACE_ALWAYS_INLINE {
       ahead.turn(first + j * LANES_EACH, LANES_EACH);

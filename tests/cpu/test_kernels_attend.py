@@ -284,6 +284,21 @@ def test_scores_that_rise(isa: str, heads: tuple[int, int], dim: int) -> None:
         assert torch.equal(case.rows(begin, end).run(), whole[begin:end])
 
 
+def test_many_scores_a_little_higher(isa: str) -> None:
+    """Where probabilities sum to much though none is great, rows keep their bits in company."""
+    tree = Tree(torch.Generator().manual_seed(6), 1, 8, False)
+    tree.row_counts = [40]
+    bias = torch.zeros(4, max(tree.lengths))
+    bias[:, CHUNK:] = torch.tensor([[1.0], [1.5], [2.5], [6.0]])
+    case = make_case(tree, 4, 2, 64, torch.bfloat16, bias=bias)
+    paces = torch.arange(len(case.q)).view(-1, 1, 1) / 40
+    case = replace(case, q=(case.q * paces).bfloat16())
+    check(case)
+    whole = case.run()
+    for begin, end in ((0, 1), (3, 19), (39, 40)):
+        assert torch.equal(case.rows(begin, end).run(), whole[begin:end])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_just_below_zero(isa: str, dtype: torch.dtype) -> None:
     """Where an exponent is taken apart, less than a last bit must not pass for a whole number."""
