@@ -15,13 +15,13 @@ namespace headrace::HEADRACE_NS {
 namespace {
 
 constexpr int64_t STEP = 2 * COLUMNS;  // elements of a packed pair of inputs
-constexpr int64_t FEW_GROUPS = 4;      // so few groups of rows wait for weights: two blocks of them must fit into L1
+constexpr int64_t FEW_TILES = 4;       // so few wait for weights: two blocks of them must fit into L1
 constexpr int64_t FEW_PAIRS = 64;      // pairs of a block then: 16 KB of weights
 constexpr int64_t MANY_PAIRS = 128;    // otherwise: sums are loaded and stored less often
 constexpr int64_t BLOCK_ROWS = 128;    // rows of a task: their sums (32 KB) and inputs stay in L2
-constexpr int64_t AHEAD = 12;          // pairs that a single group of rows fetches ahead,
+constexpr int64_t AHEAD = 12;          // pairs that a single tile fetches ahead,
 constexpr int64_t AHEAD_TO_L2 = 4;     // if to L2: the processor's own fetching follows so close behind
-constexpr int ALL_LINES = 4;           // of a pair: fetched by a single group, while several fetch fewer each
+constexpr int ALL_LINES = 4;           // of a pair: fetched by a single tile, while several fetch fewer each
 
 // sums[R][64] += x[R][pairs] . w[pairs][64], fetching `ahead` meanwhile.
 template <int R, int LINES>
@@ -37,32 +37,27 @@ HEADRACE_APART void tile(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t
 
 void tile_of(int rows, const bf16 *x, int64_t x_stride, const bf16 *w, int64_t pairs, float *sums, Ahead ahead) {
   with_lines<ALL_LINES>(ahead.lines, [&](auto lines) {
-    switch (rows) {
-      case 1: return tile<1, lines>(x, x_stride, w, pairs, sums, ahead);
-      case 2: return tile<2, lines>(x, x_stride, w, pairs, sums, ahead);
-      case 3: return tile<3, lines>(x, x_stride, w, pairs, sums, ahead);
-      default: return tile<4, lines>(x, x_stride, w, pairs, sums, ahead);
-    }
+    with_tile_rows(rows, [&](auto count) { tile<count, lines>(x, x_stride, w, pairs, sums, ahead); });
   });
 }
 
 // All pairs of one packed block of outputs for rows first..last-1; sums [rows, 64].
 void multiply(const Linear &a, const bf16 *w, int64_t first, int64_t last, float *sums) {
   const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
-  const int64_t pairs = a.inputs / 2, rows = last - first, groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
-  memset(sums, 0, rows * COLUMNS * sizeof(float));
-  if (groups == 1)
-    return tile_of(rows, x, a.x_stride, w, pairs, sums, {w + (small_l1 ? AHEAD_TO_L2 : AHEAD) * STEP, STEP, ALL_LINES});
-  // Each group of rows fetches its share of the next block of pairs.
-  const int64_t stride = (STEP + groups - 1) / groups, most = groups <= FEW_GROUPS ? FEW_PAIRS : MANY_PAIRS;
+  const int64_t pairs = a.inputs / 2;
+  const Tiling tiling(last - first);
+  memset(sums, 0, tiling.rows * COLUMNS * sizeof(float));
+  if (tiling.tiles == 1)
+    return tile_of(tiling.rows, x, a.x_stride, w, pairs, sums, {w + (small_l1 ? AHEAD_TO_L2 : AHEAD) * STEP, STEP, ALL_LINES});
+  // Each tile fetches its share of the next block of pairs.
+  const int64_t tiles = tiling.tiles, stride = (STEP + tiles - 1) / tiles, most = tiles <= FEW_TILES ? FEW_PAIRS : MANY_PAIRS;
   for (int64_t k = 0; k < pairs; k += most) {
     const int64_t count = pairs - k < most ? pairs - k : most;
     const bf16 *block = w + k * STEP, *next = block + count * STEP;
-    for (int64_t group = 0; group < groups; ++group) {
-      const int64_t row = group * TILE_ROWS;
-      const Ahead ahead = {next + count * STEP * group / groups, stride, static_cast<int>((stride + LINE - 1) / LINE)};
-      tile_of(rows - row < TILE_ROWS ? rows - row : TILE_ROWS, x + row * a.x_stride + 2 * k, a.x_stride, block, count,
-              sums + row * COLUMNS, ahead);
+    for (int i = 0; i < tiling.tiles; ++i) {
+      const int row = tiling.first(i);
+      const Ahead ahead = {next + count * STEP * i / tiles, stride, static_cast<int>((stride + LINE - 1) / LINE)};
+      tile_of(tiling.first(i + 1) - row, x + row * a.x_stride + 2 * k, a.x_stride, block, count, sums + row * COLUMNS, ahead);
     }
   }
 }

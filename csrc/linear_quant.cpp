@@ -123,33 +123,32 @@ void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const b
 template <typename Form, int LINES>
 void tile_of(int rows, const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const bf16 *scales, float *sums,
              const byte *next) {
-  switch (rows) {
-    case 1: return tile<1, Form, LINES>(x, x_stride, w, pairs, scales, sums, next);
-    case 2: return tile<2, Form, LINES>(x, x_stride, w, pairs, scales, sums, next);
-    case 3: return tile<3, Form, LINES>(x, x_stride, w, pairs, scales, sums, next);
-    default: return tile<4, Form, LINES>(x, x_stride, w, pairs, scales, sums, next);
-  }
+  with_tile_rows(rows, [&](auto count) { tile<count, Form, LINES>(x, x_stride, w, pairs, scales, sums, next); });
 }
 
 template <typename Form>
 void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last,
                     float *sums, byte *decoded) {
   const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
-  const int64_t pairs = a.inputs / 2, rows = last - first;
-  memset(sums, 0, rows * COLUMNS * sizeof(float));
-  if (rows <= TILE_ROWS)
-    return tile_of<Form, Form::BYTES / LINE_BYTES>(rows, x, a.x_stride, codes, pairs, scales, sums, codes + FETCHED);
+  constexpr int LINES = Form::BYTES / LINE_BYTES;  // of a pair
+  const int64_t pairs = a.inputs / 2;
+  const Tiling tiling(last - first);
+  memset(sums, 0, tiling.rows * COLUMNS * sizeof(float));
+  if (tiling.rows <= TILE_ROWS)
+    return tile_of<Form, LINES>(tiling.rows, x, a.x_stride, codes, pairs, scales, sums, codes + FETCHED);
   for (int64_t k = 0; k < pairs; k += BLOCK_PAIRS) {
     const int64_t count = pairs - k < BLOCK_PAIRS ? pairs - k : BLOCK_PAIRS;
     const byte *next = codes + (k + count) * Form::BYTES;
     decode_block<Form>(codes + k * Form::BYTES, count, decoded);
     const bf16 *group = scales ? scales + 2 * k : nullptr;
-    for (int64_t row = 0, turn = 0; row < rows; row += TILE_ROWS, ++turn) {
-      const int n = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
+    for (int turn = 0; turn < tiling.tiles; ++turn) {
+      const int row = tiling.first(turn), n = tiling.first(turn + 1) - row;
       const bf16 *from = x + row * a.x_stride + 2 * k;
       float *to = sums + row * COLUMNS;
       // The first rows fetch the next block meanwhile, one line for each pair.
-      if (turn < Form::BYTES / LINE_BYTES)
+      if (tiling.tiles == 1)
+        tile_of<Decoded, LINES>(n, from, a.x_stride, decoded, count, group, to, next);
+      else if (turn < LINES)
         tile_of<Decoded, 1>(n, from, a.x_stride, decoded, count, group, to, next + turn * count * LINE_BYTES);
       else tile_of<Decoded, 0>(n, from, a.x_stride, decoded, count, group, to, next);
     }

@@ -52,7 +52,9 @@ struct Paired {
 
   // Few lanes wait for memory, which answers soonest when it is asked in the order in which things lie: two rows go together
   // through whole rows of values, as fast as four through half of them. More lanes would read the values too often.
-  int value_rows_together() const { return lanes > 0 && lanes <= 2 * TILE_ROWS && dim % 128 == 0 ? 2 : TILE_ROWS; }
+  Tiling value_tiling(int64_t n) const {
+    return lanes > 0 && lanes <= 2 * TILE_ROWS && dim % 128 == 0 ? Tiling(n, static_cast<int>(n + 1) / 2) : Tiling(n);
+  }
 
   // Where L1 is small, one or two lanes fetch what they read a little later themselves: so close behind, the processor's own
   // fetching helps. Only if what is read then lies behind these keys and values, as it does but for the last head of a unit.
@@ -65,26 +67,27 @@ struct Paired {
   }
 
   // What one group of lanes fetches are these values, of which the pairs behind the last key are left out.
-  Ahead fetched_by_scores(int64_t lane) const {
+  Ahead fetched_by_scores(int64_t before, int tile) const {
     const int pairs = one_group() ? (keys + 1) / 2 : CHUNK / 2;
-    return streams() ? later(k, 2 * CHUNK, 4) : share(during_scores(), lane, TILE_ROWS, 0, 4, pairs);
+    return streams() ? later(k, 2 * CHUNK, 4) : share(during_scores(), before, tile, tiles_of(lanes % LANES), 0, 4, pairs);
   }
 
-  // Of the next keys the second half is left out, if nobody sees it and a step fetches one row of them: so do three or four
-  // lanes, and fewer with heads of 64.
-  Ahead fetched_by_values(int64_t lane, int64_t d, int columns) const {
+  // Of the next keys the second half is left out, if nobody sees it and a step fetches one row of them: so do three to
+  // six lanes, and fewer with heads of 64.
+  Ahead fetched_by_values(int64_t before, int tile, int64_t d, int columns) const {
     if (streams()) return later(v + 2 * d, 2 * dim, columns);
-    Ahead all = share(during_values(), lane, value_rows_together(), d, columns, CHUNK / 2);
+    Ahead all = share(during_values(), before, tile, value_tiling(lanes % LANES).tiles, d, columns, CHUNK / 2);
     if (next_keys <= HALF && one_group() && all.stride == 2 * CHUNK) all.lines /= 2;
     return all;
   }
 
-  // The part of `next`, so many of its 32 `pairs`, that lanes from `lane` on, `rows` together, fetch while they take 16
-  // `columns` columns a step, from column d on.
-  Ahead share(const bf16 *next, int64_t lane, int rows, int64_t d, int columns, int pairs) const {
+  // The part of `next`, so many of its 32 `pairs`, that a tile fetches while it takes 16 `columns` columns a step, from column
+  // d on: the `tile`-th behind `before` lanes in whole groups. The last group, if it is not whole, has `last` tiles.
+  Ahead share(const bf16 *next, int64_t before, int tile, int last, int64_t d, int columns, int pairs) const {
     if (!next || lanes == 0) return {k, 0, 0};
-    const int64_t parts = (lanes + rows - 1) / rows, stride = (pairs * columns + parts - 1) / parts;
-    return {next + (lane / rows * dim + d) * 2 * pairs / parts, stride, static_cast<int>((stride + LINE - 1) / LINE)};
+    const int64_t turn = before / LANES * tiles_of(LANES) + tile, parts = lanes / LANES * tiles_of(LANES) + last;
+    const int64_t stride = (pairs * columns + parts - 1) / parts;
+    return {next + (turn * dim + d) * 2 * pairs / parts, stride, static_cast<int>((stride + LINE - 1) / LINE)};
   }
 
   // Whether R rows that take C columns and fetch LINES lines a step are a single lane, which fetches all: nobody else
@@ -93,8 +96,11 @@ struct Paired {
 
   // p[lane][j] = sum over d of q[lane][d] * k[d][j]
   void scores(int n, const bf16 *q, float *p, int64_t before) const {
-    for (int r = 0; r < n; r += TILE_ROWS)
-      score_rows(n - r, q + r * dim, fetched_by_scores(before + r), p + r * CHUNK);
+    const Tiling tiling(n);
+    for (int tile = 0; tile < tiling.tiles; ++tile) {
+      const int r = tiling.first(tile);
+      score_rows(tiling.first(tile + 1) - r, q + r * dim, fetched_by_scores(before, tile), p + r * CHUNK);
+    }
   }
 
   void score_rows(int n, const bf16 *q, Ahead next, float *p) const {
@@ -104,12 +110,7 @@ struct Paired {
   // Of 16 C keys.
   template <int C> void score_keys(int n, const bf16 *q, Ahead next, float *p) const {
     with_lines<4>(next.lines, [&](auto lines) {
-      switch (n) {
-        case 1: return score_tile<1, C, lines>(q, next, p);
-        case 2: return score_tile<2, C, lines>(q, next, p);
-        case 3: return score_tile<3, C, lines>(q, next, p);
-        default: return score_tile<4, C, lines>(q, next, p);
-      }
+      with_tile_rows(n, [&](auto rows) { this->score_tile<rows, C, lines>(q, next, p); });
     });
   }
 
@@ -152,30 +153,23 @@ struct Paired {
 
   // acc[lane] += sum over visible keys of p[lane][j] * v[j], of the lanes that wait, if any
   void values(const Waiting *all, int, float *acc) const {
-    const int together = value_rows_together(), n = all->lanes;
-    for (int r = 0; r < n && all->chunks; r += together) {
-      const int rows = n - r < together ? n - r : together;
+    const Tiling tiling = value_tiling(all->lanes);
+    for (int tile = 0; tile < tiling.tiles && all->chunks; ++tile) {
+      const int r = tiling.first(tile), rows = tiling.first(tile + 1) - r;
       const uint64_t these = all->seen.union_of(r, rows);
-      if (these) value_rows(rows, all->p + r * CHUNK, these, all->before + r, acc + r * dim);
+      if (!these) continue;
+      const bf16 *p = all->p + r * CHUNK;
+      with_tile_rows(rows, [&](auto count) { this->value_columns<count>(p, these, all->before, tile, acc + r * dim); });
     }
   }
 
-  // these: keys that some of the `n` lanes sees, as bits; `before` lanes have met the chunk already.
-  void value_rows(int n, const bf16 *p, uint64_t these, int64_t before, float *acc) const {
-    switch (n) {
-      case 1: return value_columns<1>(p, these, before, acc);
-      case 2: return value_columns<2>(p, these, before, acc);
-      case 3: return value_columns<3>(p, these, before, acc);
-      default: return value_columns<4>(p, these, before, acc);
-    }
-  }
-
+  // these: keys that some of the R lanes sees, as bits; before, tile: see share.
   template <int R>
-  void value_columns(const bf16 *p, uint64_t these, int64_t before, float *acc) const {
+  void value_columns(const bf16 *p, uint64_t these, int64_t before, int tile, float *acc) const {
     int64_t d = 0;
     auto columns = [&](auto c) {  // as many 16 C columns as there are
       for (; d + 16 * c <= dim; d += 16 * c) {
-        const Ahead next = fetched_by_values(before, d, c);
+        const Ahead next = fetched_by_values(before, tile, d, c);
         with_lines<c>(next.lines, [&](auto lines) { value_tile<R, c, lines>(p, these, next, d, acc); });
       }
     };
