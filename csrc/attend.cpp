@@ -59,8 +59,13 @@ template <typename Math> struct Unit {
     const Item **met = reinterpret_cast<const Item **>(at);
     for (const Item *item = a.items; item < a.items + a.item_count; ++item)
       if (touches(*item)) met[count++] = item;
-    for (int64_t i = 0; i < count;) i += walk(each, met + i, count - i);
+    walk_all(each, met, count);
     for (int64_t h = 0; h < heads; ++h) each[h].finish();
+  }
+
+  void walk_all(HeadRows<Math> *each, const Item *const *items, int64_t count) {
+    [[maybe_unused]] const typename Math::template Tiny<true> flushed;
+    for (int64_t i = 0; i < count;) i += walk(each, items + i, count - i);
   }
 
   // Walks the first of `left` items, and those after it that can go with it; returns how many. Several heads of one chunk

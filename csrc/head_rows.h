@@ -105,6 +105,7 @@ template <typename Math> struct HeadRows {
   }
 
   void close_block(int64_t from, int64_t to) {
+    [[maybe_unused]] const typename Math::template Tiny<false> kept;  // as where blocks are folded apart: fold.cpp
     const int64_t end = (to - first) * group;
     for (int64_t lane = (from - first) * group; lane < end; lane += LANES) {
       const int n = static_cast<int>(end - lane < LANES ? end - lane : LANES);

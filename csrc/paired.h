@@ -29,6 +29,7 @@ struct Paired {
   using Space = headrace::HEADRACE_NS::Space;
   using Query = bf16;
   using Probability = bf16;
+  template <bool FLUSH> using Tiny = headrace::HEADRACE_NS::Tiny<FLUSH>;
   const bf16 *k, *v;
   int64_t dim;
   int64_t ahead;  // elements from these keys to those that are read next; 0: none

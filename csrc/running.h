@@ -25,6 +25,16 @@ static inline __m512 exp2(__m512 x) {
   return _mm512_scalef_ps(y, n);
 }
 
+// Results below 1e-38 are 0 in this scope, and take no longer than others; or (FLUSH false) they are what they are. Not around
+// single groups of lanes: to change the mode, the processor waits for all that it has begun.
+template <bool FLUSH> class Tiny {
+  const unsigned before = _mm_getcsr();
+
+ public:
+  Tiny() { _mm_setcsr(FLUSH ? before | _MM_FLUSH_ZERO_ON : before & ~_MM_FLUSH_ZERO_ON); }
+  ~Tiny() { _mm_setcsr(before); }
+};
+
 // What is fetched while a group of lanes takes its probabilities: so many cache lines of `near` for each lane to L1, of both
 // `far` to L2.
 struct Fetch {
@@ -62,18 +72,10 @@ struct RunningSoftmax {
   uint32_t run(int n) const {
     if (!seen.everything)
       for (int r = 0; r < n; ++r) hide(s + r * CHUNK, seen.mask(r));
-    const FlushTiny now;
     return seen.everything && !weights ? lanes<true>(n) : lanes<false>(n);
   }
 
  private:
-  // Results below 1e-38 are 0 from here to the end of the scope, and take no longer than others.
-  struct FlushTiny {
-    const unsigned before = _mm_getcsr();
-    FlushTiny() { _mm_setcsr(before | _MM_FLUSH_ZERO_ON); }
-    ~FlushTiny() { _mm_setcsr(before); }
-  };
-
   // Scores relative to m are counted from ORIGIN: from 32 below m to 32 above they lie between 64 and 128, where every number
   // is a multiple of 2^-17. So multiplying, shifting and rounding to such multiples are one multiply-add, and the part behind
   // the point is the same relative to any m. (ORIGIN - m is exact while m is less than 2^29, half a billion.)
@@ -151,6 +153,7 @@ struct RunningSoftmax {
     const Fetch ahead = fetch;
     alignas(64) float shift[16];
     store(shift, splat(ORIGIN) - base);  // infinite where there is no m yet: sums are no numbers below MOST
+    if constexpr (N == 16) asm("" : "+m"(shift));  // so that it is read from memory: each lane's permutation would take longer
     __m512 fours[QUADS];
     each<QUADS>([&](auto j) HEADRACE_ALWAYS_INLINE {
       ahead.turn(first + j * LANES_EACH, LANES_EACH);

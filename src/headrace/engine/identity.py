@@ -27,7 +27,7 @@ from headrace.models.files import weight_files
 
 log = logging.getLogger(__name__)
 
-VERSION = 5
+VERSION = 6
 """To be raised when this version of Headrace would compute or store other bits than the one before."""
 
 MEMO = "models.json"
