@@ -20,21 +20,29 @@ float natural(float m, float l, bool base2) {
   return l == 0.0f ? -__builtin_inff() : static_cast<float>(m * (base2 ? LOG_2 : 1.0) + __builtin_log(l));
 }
 
+// f(lane) for all lanes, in the mode in which attention folds blocks.
+template <typename Math, typename F> void each_lane(int64_t lanes, int64_t dim, int threads, F f) {
+#pragma omp parallel num_threads(threads) if (lanes * dim > WORTH_THREADS)
+  {
+    [[maybe_unused]] const typename Math::template Tiny<false> kept;
+#pragma omp for schedule(static) nowait
+    for (int64_t lane = 0; lane < lanes; ++lane) f(lane);
+  }
+}
+
 template <typename Math, typename T> void finish_by(const Finish &f) {
-#pragma omp parallel for schedule(static) num_threads(f.threads) if (f.lanes * f.dim > WORTH_THREADS)
-  for (int64_t lane = 0; lane < f.lanes; ++lane) {
+  each_lane<Math>(f.lanes, f.dim, f.threads, [&](int64_t lane) {
     float m, l;
     State mine{{arena(f.dim), &m, &l}};
     Lanes{f.total, lane, f.dim}.copy_to({mine, 0, f.dim}, 1, f.dim);
     mine.fold<Math>(0, {{f.block.acc + lane * f.dim, f.block.m + lane, f.block.l + lane}}, f.dim);
     mine.write(0, f.dim, f.dim, static_cast<T *>(f.out) + lane * f.dim);
     if (f.lse) f.lse[lane] = natural(m, l, f.base2);
-  }
+  });
 }
 
 template <typename Math> void fold_by(const FoldLanes &f) {
-#pragma omp parallel for schedule(static) num_threads(f.threads) if (f.lanes * f.dim > WORTH_THREADS)
-  for (int64_t lane = 0; lane < f.lanes; ++lane) State{f.left}.fold<Math>(lane, {f.right}, f.dim);
+  each_lane<Math>(f.lanes, f.dim, f.threads, [&](int64_t lane) { State{f.left}.fold<Math>(lane, {f.right}, f.dim); });
 }
 
 // e^(lse - top), and 0 for EMPTY: where both are, the difference is no number.

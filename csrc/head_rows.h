@@ -105,7 +105,7 @@ template <typename Math> struct HeadRows {
   }
 
   void close_block(int64_t from, int64_t to) {
-    [[maybe_unused]] const typename Math::template Tiny<false> kept;  // as where blocks are folded apart: fold.cpp
+    [[maybe_unused]] const typename Math::template Tiny<false> kept;  // as wherever blocks are folded
     const int64_t end = (to - first) * group;
     for (int64_t lane = (from - first) * group; lane < end; lane += LANES) {
       const int n = static_cast<int>(end - lane < LANES ? end - lane : LANES);
@@ -248,6 +248,7 @@ template <typename Math> struct HeadRows {
       return;
     }
     close_block(first, last);
+    [[maybe_unused]] const typename Math::template Tiny<false> kept;
     for (int64_t row = first; row < last; ++row) {
       T *out = static_cast<T *>(a.out) + (row * a.heads + kv_head * group) * a.dim;
       for (int64_t g = 0; g < group; ++g) total.write((row - first) * group + g, padded, a.dim, out + g * a.dim);

@@ -120,10 +120,10 @@ void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const b
   }
 }
 
-template <typename Form, int LINES>
+template <typename Form, int LINES, int MOST = MOST_ROWS>
 void tile_of(int rows, const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const bf16 *scales, float *sums,
              const byte *next) {
-  with_tile_rows(rows, [&](auto count) { tile<count, Form, LINES>(x, x_stride, w, pairs, scales, sums, next); });
+  with_tile_rows<MOST>(rows, [&](auto count) { tile<count, Form, LINES>(x, x_stride, w, pairs, scales, sums, next); });
 }
 
 template <typename Form>
@@ -135,7 +135,7 @@ void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales,
   const Tiling tiling(last - first);
   memset(sums, 0, tiling.rows * COLUMNS * sizeof(float));
   if (tiling.rows <= TILE_ROWS)
-    return tile_of<Form, LINES>(tiling.rows, x, a.x_stride, codes, pairs, scales, sums, codes + FETCHED);
+    return tile_of<Form, LINES, TILE_ROWS>(tiling.rows, x, a.x_stride, codes, pairs, scales, sums, codes + FETCHED);
   for (int64_t k = 0; k < pairs; k += BLOCK_PAIRS) {
     const int64_t count = pairs - k < BLOCK_PAIRS ? pairs - k : BLOCK_PAIRS;
     const byte *next = codes + (k + count) * Form::BYTES;
@@ -145,7 +145,7 @@ void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales,
       const int row = tiling.first(turn), n = tiling.first(turn + 1) - row;
       const bf16 *from = x + row * a.x_stride + 2 * k;
       float *to = sums + row * COLUMNS;
-      // The first rows fetch the next block meanwhile, one line for each pair.
+      // The first tiles fetch the next block meanwhile, one line for each pair; a lone one fetches all of it.
       if (tiling.tiles == 1)
         tile_of<Decoded, LINES>(n, from, a.x_stride, decoded, count, group, to, next);
       else if (turn < LINES)

@@ -84,7 +84,7 @@ template <typename T, typename S = T> struct Natural {
   using Space = headrace::HEADRACE_NS::Space;
   using Query = float;
   using Probability = float;
-  template <bool> struct Tiny {};  // results below 1e-38 are what they are: exp makes none
+  template <bool> struct Tiny {};  // the caller's mode: exp makes no results below 1e-38, for which time would be lost
 
   const S *k, *v;
   int64_t dim, padded;

@@ -73,8 +73,8 @@ struct Paired {
     return streams() ? later(k, 2 * CHUNK, 4) : share(during_scores(), before, tile, tiles_of(lanes % LANES), 0, 4, pairs);
   }
 
-  // Of the next keys the second half is left out, if nobody sees it and a step fetches one row of them: so do three to
-  // six lanes, and fewer with heads of 64.
+  // Of the next keys the second half is left out, if nobody sees it and a step fetches one row of them: so do up to six lanes
+  // with heads of 64, three or four with heads of 128.
   Ahead fetched_by_values(int64_t before, int tile, int64_t d, int columns) const {
     if (streams()) return later(v + 2 * d, 2 * dim, columns);
     Ahead all = share(during_values(), before, tile, value_tiling(lanes % LANES).tiles, d, columns, CHUNK / 2);

@@ -15,8 +15,8 @@ constexpr int TILE_ROWS = 4;  // with four vectors of sums side by side they fil
 constexpr int MOST_ROWS = 6;  // of a tile: as many as registers hold
 constexpr int LINE = 32;      // bf16 in a cache line
 
-// Tiles of TILE_ROWS rows, some of which take one or two of those that are left: a row takes as long in a tile of five or six
-// as in one of four, but longer in a smaller one.
+// Tiles of TILE_ROWS rows, some of which take one or two of those that are left: a row takes hardly longer in a tile of five or
+// six than in one of four, but clearly longer in a smaller one.
 constexpr int tiles_of(int64_t rows) {
   const int64_t least = (rows + MOST_ROWS - 1) / MOST_ROWS, whole = rows / TILE_ROWS;
   return static_cast<int>(whole > least ? whole : least);
@@ -30,15 +30,15 @@ struct Tiling {
   int first(int tile) const { return rows * tile / tiles; }  // row of the tile; its last one is before first(tile + 1)
 };
 
-// f(Constant<rows>) for 1 .. MOST_ROWS rows.
-template <typename F> HEADRACE_INLINE void with_tile_rows(int rows, F f) {
+// f(Constant<rows>) for 1 .. MOST rows, four or more.
+template <int MOST = MOST_ROWS, typename F> HEADRACE_INLINE void with_tile_rows(int rows, F f) {
   switch (rows) {
     case 1: return f(Constant<1>{});
     case 2: return f(Constant<2>{});
     case 3: return f(Constant<3>{});
     case 4: return f(Constant<4>{});
-    case 5: return f(Constant<5>{});
-    default: return f(Constant<MOST_ROWS>{});
+    case 5: return f(Constant<MOST < 5 ? MOST : 5>{});
+    default: return f(Constant<MOST>{});
   }
 }
 

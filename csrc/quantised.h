@@ -83,7 +83,7 @@ inline void widen(const Chunk8 &chunk, const int8_t *from, bf16 *to, int64_t dim
   }
 }
 
-// Few lanes widen as they go; a copy in `scratch` pays where more than one tile of them reads it.
+// Few lanes, one tile of TILE_ROWS at most, widen as they go; for more a copy in `scratch` pays.
 template <> struct Quantised<Paired> : Paired {
   Chunk8 chunk;
   bool few;
@@ -101,11 +101,8 @@ template <> struct Quantised<Paired> : Paired {
   static int64_t scratch(int64_t dim) { return CHUNK * dim; }
 
   void scores(int n, const bf16 *q, float *s, int64_t before) const {
-    if (!few) Paired::scores(n, q, s, before);
-    else if (n == 1) score_few<1>(q, s);
-    else if (n == 2) score_few<2>(q, s);
-    else if (n == 3) score_few<3>(q, s);
-    else score_few<4>(q, s);
+    if (few) with_tile_rows<TILE_ROWS>(n, [&](auto rows) { this->score_few<rows>(q, s); });
+    else Paired::scores(n, q, s, before);
     chunk.scale_scores(n, s);
   }
 
@@ -125,12 +122,8 @@ template <> struct Quantised<Paired> : Paired {
   void values(const Waiting *all, int count, float *acc) const {
     if (!few || !all->chunks) return Paired::values(all, count, acc);
     const int n = all->lanes;
-    if (all->seen.union_of(0, n) == ~0ull) {
-      if (n == 1) return value_few<1>(all->p, acc);
-      if (n == 2) return value_few<2>(all->p, acc);
-      if (n == 3) return value_few<3>(all->p, acc);
-      return value_few<4>(all->p, acc);
-    }
+    if (all->seen.union_of(0, n) == ~0ull)
+      return with_tile_rows<TILE_ROWS>(n, [&](auto rows) { this->value_few<rows>(all->p, acc); });
     widen(chunk, chunk.v, copy + CHUNK * dim, dim);
     Paired::values(all, count, acc);
   }

@@ -25,13 +25,14 @@ static inline __m512 exp2(__m512 x) {
   return _mm512_scalef_ps(y, n);
 }
 
-// Results below 1e-38 are 0 in this scope, and take no longer than others; or (FLUSH false) they are what they are. Not around
-// single groups of lanes: to change the mode, the processor waits for all that it has begun.
+// Results below 1e-38 are 0 in this scope, and take no longer than others; or (FLUSH false) they are what they are, whatever
+// the caller has set. Not around single groups of lanes: to change the mode, the processor finishes all that it has begun.
 template <bool FLUSH> class Tiny {
+  static constexpr unsigned MODE = _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON;
   const unsigned before = _mm_getcsr();
 
  public:
-  Tiny() { _mm_setcsr(FLUSH ? before | _MM_FLUSH_ZERO_ON : before & ~_MM_FLUSH_ZERO_ON); }
+  Tiny() { _mm_setcsr((before & ~MODE) | (FLUSH ? _MM_FLUSH_ZERO_ON : 0)); }
   ~Tiny() { _mm_setcsr(before); }
 };
 

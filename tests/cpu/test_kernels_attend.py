@@ -240,6 +240,20 @@ def test_long_context_crosses_blocks(
     assert torch.equal(case.run(), whole)
 
 
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_rows_in_every_number(isa: str, threads: None, dim: int) -> None:
+    """The tiles into which rows are cut differ with how many there are; their bits do not."""
+    torch.set_num_threads(1)
+    tree = Tree(torch.Generator().manual_seed(dim), 1, 4, False)
+    tree.row_counts = [tree.lengths[0] - 3]
+    case = make_case(tree, 1, 1, dim, torch.bfloat16)
+    check(case)
+    whole = case.run()
+    for turn, count in enumerate([*range(1, 41), 63, 64, 65, 66, 96]):
+        begin = turn * 11 % (len(whole) - count)
+        assert torch.equal(case.rows(begin, begin + count).run(), whole[begin : begin + count]), (begin, count)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_met_together_end_with_their_block(isa: str, threads: None, dtype: torch.dtype) -> None:
     """Where rows meet the first chunk in two groups, those that follow are met from another one on than else."""

@@ -20,6 +20,7 @@ from headrace.attention.execute import BACKENDS
 from headrace.attention.state import AttnState, FoldState
 from headrace.kernels import cpu
 from headrace.kernels.chunks import LOG_2
+from headrace.kernels.extension import PAIRED
 from headrace.types import BLOCK_CHUNKS, CHUNK
 from tests.cpu.test_kernels_attend import (  # noqa: F401 (fixtures)
     SHARED_FIXTURE,
@@ -137,8 +138,14 @@ def test_blocks_computed_apart_fold_to_the_bits_of_one_call(
         backend.kernels.fold_blocks(blocks[0], total)
 
 
-def test_sums_that_are_hardly_numbers_fold_alike(isa: str) -> None:
-    """Values at the edge of fp32: sums below 1e-38 are 0 within a block in some kernels, but not where blocks meet."""
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_sums_that_are_hardly_numbers_fold_alike(isa: str, threads: None, count: int, flush: bool) -> None:  # noqa: F811
+    """Values at the edge of fp32: kernels of pairs make results below 1e-38 zero while they meet chunks, and keep them
+    where blocks meet, on every thread and whatever the caller has set (`flush`)."""
+    if flush and isa not in PAIRED:
+        pytest.skip("only kernels of pairs choose the mode themselves")
+    torch.set_num_threads(count)
     tree = Tree(torch.Generator().manual_seed(3), 1, 71, False)
     tree.row_counts = [460]
     case = clean(make_case(tree, 4, 2, 32, torch.bfloat16))
@@ -147,15 +154,23 @@ def test_sums_that_are_hardly_numbers_fold_alike(isa: str) -> None:
     items[:, 3] = len(keep)
     case = replace(case, q=3 * case.q[keep], v=case.v * 2**-123, positions=case.positions[keep], items=items)
     backend = Backend("cpu", case)
-    total = backend.kernels.empty_fold(*case.q.shape, case.q.dtype)
-    for block in range(3):
-        total = backend.kernels.fold_blocks(total, backend.partial(items[items[:, 1] // BLOCK == block]))
-    whole = backend.partial(items)
-    for one, other in ((total.total, whole.total), (total.block, whole.block)):
-        assert torch.equal(one.acc, other.acc)
+    expected = backend.attend()
+    torch.set_flush_denormal(flush)
+    try:
+        total = backend.kernels.empty_fold(*case.q.shape, case.q.dtype)
+        for block in range(3):
+            total = backend.kernels.fold_blocks(total, backend.partial(items[items[:, 1] // BLOCK == block]))
+        pieces = backend.partial(items[40:], backend.partial(items[7:40], backend.partial(items[:7])))
+        finished, whole, attended = backend.finish(total), backend.partial(items), backend.attend()
+    finally:
+        torch.set_flush_denormal(False)
+    for left in (total, pieces):
+        for one, other in ((left.total, whole.total), (left.block, whole.block)):
+            assert torch.equal(one.acc, other.acc) and torch.equal(one.m, other.m) and torch.equal(one.l, other.l)
     acc = whole.total.acc.abs()
     assert ((acc > 0) & (acc < 2**-126)).any()
-    assert torch.equal(backend.finish(total), backend.attend())
+    assert torch.equal(finished, expected) and torch.equal(attended, expected)
+    assert (torch.tensor(2.0**-126) / 2).item() > 0, "the mode of the calling thread has changed"
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 32), (torch.float32, 20)])

@@ -2,7 +2,7 @@
 
     python tools/compare/kernels.py BEFORE AFTER [--cases decode:32/8x128:16:2048,...] [--threads 1,2] [--rounds 15]
 
-BEFORE and AFTER are revisions of this repository, '.' for the working tree, or extension modules that are there.
+BEFORE and AFTER are revisions of this repository (built once, in build/compare), '.' for the working tree, or modules.
 Both must lay keys, values and weights out alike. Separate processes differ by more than most changes bring: where their
 memory lies, and when the host is busy.
 """
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import random
+import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,6 +23,7 @@ import tempfile
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -29,11 +33,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.attention.plan import Span, build
+from headrace.attention.plan import Plan, Span, build
 from headrace.cli import bench_beds as beds
+from headrace.cli.bench_beds import Repeated
 from headrace.cli.bench_limits import seconds, threads
 from headrace.kernels import extension, ops
 from headrace.memory import copied
+from headrace.types import CHUNK
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "compare"
@@ -51,104 +57,135 @@ DEFAULT = (
 
 
 def module(which: str, name: str) -> Any:
-    """The extension module of a revision, of the working tree or of a file, apart from any other in this process."""
+    """The extension module of a revision, of the working tree or of a file, apart from any other in this process.
+    name: four letters of its own."""
     path = Path(which) if which.endswith(".so") else _built(which)
     # nanobind shares the types of modules that name the same internals, and the first one's methods would serve both.
-    own = Path(tempfile.mkdtemp()) / path.name
-    own.write_bytes(path.read_bytes().replace(b"nb_internals", f"nb_inter{name:>4}".encode()))
-    loader = ExtensionFileLoader("headrace.kernels._cpu", str(own))
-    loaded = module_from_spec(spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
-    loader.exec_module(loaded)
+    code, key = path.read_bytes(), b"nb_internals"
+    if key not in code or len(name) != 4:
+        sys.exit(
+            f"{path} cannot be told from another module: no {key!r} in it to be replaced by a name of four letters"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder) / path.name
+        own.write_bytes(code.replace(key, b"nb_inter" + name.encode()))
+        loader = ExtensionFileLoader("headrace.kernels._cpu", str(own))
+        loaded = module_from_spec(spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
+        loader.exec_module(loaded)
     return loaded
 
 
 def _built(which: str) -> Path:
-    package = BUILD / "packages" / ("tree" if which == "." else _git("rev-parse", "--short", which).decode().strip())
-    if which == "." or not package.exists():
+    commit = "" if which == "." else _git("rev-parse", "--verify", "--short", which + "^{commit}").decode().strip()
+    package = BUILD / (commit or "tree")
+    if not commit or not package.exists():
         print(f"building {which}", file=sys.stderr)
-        with tempfile.TemporaryDirectory() as folder:
-            if which != ".":
-                with tarfile.open(fileobj=io.BytesIO(_git("archive", which))) as files:
-                    files.extractall(folder, filter="data")
+        shutil.rmtree(package, ignore_errors=True)
+        BUILD.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+            source = Path(folder) / "source" if commit else ROOT
+            if commit:
+                with tarfile.open(fileobj=io.BytesIO(_git("archive", commit))) as files:
+                    files.extractall(source)
             command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-            tree = ROOT if which == "." else folder
-            subprocess.run([*command, "--upgrade", "--target", str(package), str(tree)], check=True)
-    return next((package / "headrace" / "kernels").glob("_cpu*.so"))
+            subprocess.run([*command, "--target", f"{folder}/package", str(source)], check=True)
+            _module_in(Path(folder) / "package")
+            os.replace(f"{folder}/package", package)
+    return _module_in(package)
+
+
+def _module_in(package: Path) -> Path:
+    for path in (package / "headrace" / "kernels").glob("_cpu*.so"):
+        return path
+    sys.exit("the kernels were not built: a C++ compiler is needed")
 
 
 def _git(*arguments: str) -> bytes:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    done = subprocess.run(["git", *arguments], cwd=ROOT, stdout=subprocess.PIPE)
+    return done.stdout if done.returncode == 0 else sys.exit(done.returncode)
 
 
 def heads_of(text: str) -> beds.Heads:
     """'32/8x128': 32 query heads and 8 KV heads of 128."""
-    heads, rest = text.split("/")
-    kv_heads, dim = rest.split("x")
-    return beds.Heads(text, int(heads), int(kv_heads), int(dim))
+    heads, kv_heads, dim = map(int, re.fullmatch(r"(\d+)/([1-9]\d*)x([1-9]\d*)", text).groups())  # type: ignore[union-attr]
+    return beds.Heads(text, heads, kv_heads, dim)
 
 
-def case(text: str) -> Callable[[], object]:
-    """A call that does the work once in every layer. Raises ValueError for what is not one of CASES."""
-    kind, *arguments = text.split(":")
-    makers = {"decode": _decode, "shared": _shared, "first": _first, "own": _own, "tree": _tree}
-    makers |= {"prefill": _prefill, "linear": _linear}
+def case(text: str) -> Callable[[], Repeated]:
+    """What prepares a case: a call that does the work in every layer, or with every copy of the weight.
+
+    Raises ValueError for what is not one of CASES."""
+    kind, *given = text.split(":")
     try:
-        return makers[kind](*arguments)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"no case {text!r}; {CASES}") from error
+        make, types = KINDS[kind]
+        given += ["none"] * (kind == "linear" and len(given) == 3)
+        return partial(make, *(take(each) for take, each in zip(types, given, strict=True)))
+    except (AttributeError, KeyError, ValueError):
+        raise ValueError(f"no case {text!r}; {CASES}") from None
 
 
-def _decode(heads: str, sequences: str, length: str) -> Callable[[], object]:
-    paths = beds.private(int(sequences), int(length))
-    return _attention(heads, paths, build(beds.decode_spans(paths, int(length))))
+def _decode(heads: beds.Heads, sequences: int, length: int) -> Repeated:
+    paths = beds.private(sequences, length)
+    return _attention(heads, paths, build(beds.decode_spans(paths, length)))
 
 
-def _shared_plan(prefix: str, sequences: str, own: str) -> tuple[list[list[int]], Any]:
-    paths = beds.shared([int(sequences)], [int(prefix)], int(own))
-    return paths, build(beds.decode_spans(paths, int(prefix) + int(own)))
+def _shared_plan(prefix: int, sequences: int, own: int) -> tuple[list[list[int]], Plan]:
+    paths = beds.shared([sequences], [prefix], own)
+    return paths, build(beds.decode_spans(paths, prefix + own))
 
 
-def _shared(heads: str, prefix: str, sequences: str, own: str) -> Callable[[], object]:
+def _shared(heads: beds.Heads, prefix: int, sequences: int, own: int) -> Repeated:
     return _attention(heads, *_shared_plan(prefix, sequences, own))
 
 
-def _first(heads: str, prefix: str, sequences: str) -> Callable[[], object]:
-    paths, plan = _shared_plan(prefix, sequences, "64")
+def _first(heads: beds.Heads, prefix: int, sequences: int) -> Repeated:
+    paths, plan = _shared_plan(prefix, sequences, CHUNK)
     return _attention(heads, paths, beds.chunk_first(plan))
 
 
-def _own(heads: str, prefix: str, sequences: str, own: str) -> Callable[[], object]:
+def _own(heads: beds.Heads, prefix: int, sequences: int, own: int) -> Repeated:
     paths, plan = _shared_plan(prefix, sequences, own)
     return _attention(heads, paths, replace(plan, items=plan.items[plan.shared :].copy()))
 
 
-def _tree(heads: str) -> Callable[[], object]:
-    paths = beds.shared([4, 8], [1024, 3072], 64)
-    return _attention(heads, paths, build(beds.decode_spans(paths, 4096 + 64)))
+def _tree(heads: beds.Heads) -> Repeated:
+    paths = beds.shared([4, 8], [1024, 3072], CHUNK)
+    return _attention(heads, paths, build(beds.decode_spans(paths, 4096 + CHUNK)))
 
 
-def _prefill(heads: str, new: str, cached: str) -> Callable[[], object]:
-    paths = beds.private(1, int(new) + int(cached))
-    return _attention(heads, paths, build([Span(np.array(paths[0], dtype=np.int32), int(cached), int(new))]))
+def _prefill(heads: beds.Heads, new: int, cached: int) -> Repeated:
+    paths = beds.private(1, new + cached)
+    return _attention(heads, paths, build([Span(np.array(paths[0], dtype=np.int32), cached, new)]))
 
 
-def _attention(heads: str, paths: list[list[int]], plan: Any) -> Callable[[], object]:
-    shape, slots = heads_of(heads), beds.slots_of(paths)
-    layers = max(1, round(SPREAD / (slots * 64 * shape.token_bytes)))
-    return beds.Bed(shape, slots, "cpu", layers=layers).attend(plan)
+def _attention(heads: beds.Heads, paths: list[list[int]], plan: Plan) -> Repeated:
+    slots = beds.slots_of(paths)
+    layers = max(1, round(SPREAD / (slots * CHUNK * heads.token_bytes)))
+    return beds.Bed(heads, slots, "cpu", layers=layers).attend(plan)
 
 
-def _linear(rows: str, outputs: str, inputs: str, *scheme: Any) -> Callable[[], object]:
-    weight = ops.pack(torch.randn(int(outputs), int(inputs)).bfloat16(), *scheme)
+def _linear(rows: int, outputs: int, inputs: int, scheme: Any) -> Repeated:
+    weight = ops.pack(torch.randn(outputs, inputs).bfloat16(), scheme)
     weights = [weight, *(_copy(weight) for _ in range(SPREAD // weight.nbytes))]
-    x = torch.randn(int(rows), int(inputs)).bfloat16()
+    x = torch.randn(rows, inputs).bfloat16()
 
     def step() -> object:
         for weight in weights:
             out = ops.linear(x, weight)
         return out
 
-    return step
+    return Repeated(step, len(weights))
+
+
+KINDS: dict[str, tuple[Callable[..., Repeated], list[Callable[[str], Any]]]] = {
+    "decode": (_decode, [heads_of, int, int]),
+    "shared": (_shared, [heads_of, int, int, int]),
+    "first": (_first, [heads_of, int, int]),
+    "own": (_own, [heads_of, int, int, int]),
+    "tree": (_tree, [heads_of]),
+    "prefill": (_prefill, [heads_of, int, int]),
+    "linear": (_linear, [int, int, int, str]),
+}
 
 
 def _copy(weight: Any) -> Any:
@@ -161,18 +198,21 @@ def _copy(weight: Any) -> Any:
 
 
 @torch.inference_mode()
-def compare(both: list[Any], text: str, rounds: int) -> list[list[float]]:
-    """Seconds of each round for each of the two, which take turns: A B, B A, ..."""
+def compare(both: list[Any], make: Callable[[], Repeated], rounds: int) -> list[list[float]]:
+    """Milliseconds of one layer in each round for each of the two, which take turns in an order drawn anew."""
     extension._ext = both[0]
-    run = case(text)
+    run = make()
     times: list[list[float]] = [[], []]
-    for each in (0, 1):
-        extension._ext = both[each]
-        run()
+    results: list[Any] = []
+    for each in both:
+        extension._ext = each
+        results.append(run())
+    if not torch.allclose(*results, rtol=0.05, atol=0.05 * results[0].abs().max().item()):
+        sys.exit("the two give different results; do they lay keys, values and weights out alike?")
     for _ in range(rounds):
         for each in random.sample((0, 1), 2):
             extension._ext = both[each]
-            times[each].append(seconds(run))
+            times[each].append(seconds(run) / run.calls * 1e3)
     return times
 
 
@@ -181,26 +221,27 @@ def main() -> None:
     parser.add_argument("before")
     parser.add_argument("after")
     parser.add_argument("--cases", default=DEFAULT, help=CASES)
-    parser.add_argument("--threads", default=str(torch.get_num_threads()))
+    parser.add_argument("--threads", default=str(torch.get_num_threads()), help="numbers of threads, by commas")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--isa", help="instruction set (default: the best one here)")
     args = parser.parse_args()
-    both = [module(args.before, "a"), module(args.after, "b")]
-    for each in both:
-        if args.isa:
-            each.use_isa(args.isa)
-    print(f"{both[0].isa()}; ms, medians of {args.rounds}; how many times as fast AFTER is, by medians and by minima")
-    for text in args.cases.split(","):
-        for count in map(int, args.threads.split(",")):
-            try:
-                with threads(count):
-                    before, after = compare(both, text, args.rounds)
-            except ValueError as error:
-                sys.exit(str(error))
-            medians, least = [statistics.median(x) * 1e3 for x in (before, after)], [min(x) for x in (before, after)]
+    try:
+        cases = {text: case(text) for text in args.cases.split(",")}
+        counts = [int(count) for count in args.threads.split(",")]
+        both = [module(args.before, "aaaa"), module(args.after, "bbbb")]
+        for each in both:
+            each.use_isa(args.isa or both[0].isa())
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{both[0].isa()}; ms of a layer, medians of {args.rounds}; x: how many times as fast, by minima too")
+    for text, make in cases.items():
+        for count in counts:
+            with threads(count):
+                before, after = compare(both, make, args.rounds)
+            middle, least = [statistics.median(x) for x in (before, after)], [min(x) for x in (before, after)]
             print(
-                f"{text:<32} {count} threads {medians[0]:9.2f} {medians[1]:9.2f}"
-                f"   x {medians[0] / medians[1]:.3f} {least[0] / least[1]:.3f}",
+                f"{text:<32} {count} threads {middle[0]:9.3f} {middle[1]:9.3f}"
+                f"   x {middle[0] / middle[1]:.3f} {least[0] / least[1]:.3f}",
                 flush=True,
             )
 
