@@ -107,7 +107,7 @@ def _git(*arguments: str) -> bytes:
 
 def heads_of(text: str) -> beds.Heads:
     """'32/8x128': 32 query heads and 8 KV heads of 128."""
-    heads, kv_heads, dim = map(int, re.fullmatch(r"(\d+)/([1-9]\d*)x([1-9]\d*)", text).groups())  # type: ignore[union-attr]
+    heads, kv_heads, dim = map(int, re.fullmatch(r"([1-9]\d*)/([1-9]\d*)x([1-9]\d*)", text).groups())  # type: ignore[union-attr]
     return beds.Heads(text, heads, kv_heads, dim)
 
 
@@ -231,7 +231,7 @@ def main() -> None:
         both = [module(args.before, "aaaa"), module(args.after, "bbbb")]
         for each in both:
             each.use_isa(args.isa or both[0].isa())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     print(f"{both[0].isa()}; ms of a layer, medians of {args.rounds}; x: how many times as fast, by minima too")
     for text, make in cases.items():
