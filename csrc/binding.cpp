@@ -1,6 +1,7 @@
 // Python binding: tensors come as addresses, because that costs a tenth of a DLPack exchange. headrace.kernels.cpu
 // checks shapes, types and layouts before it calls; nothing here is public.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include "block.h"
@@ -105,7 +106,7 @@ void linear(int type, bool pairs, Address x, Address w, Address bias, Address ou
 }
 
 void greatest(Address x, Address value, Address index, int64_t rows, int64_t width, int threads) {
-  kernels().greatest({at<float>(x), at<float>(value), at<int64_t>(index), rows, width, threads});
+  kernels().greatest({at<float>(x), at<float>(value), at<int64_t>(index), rows, width, threads, nullptr});
 }
 
 void make_matrix(Matrix *self, Form form, Address weight, Address scales, Address bias, int64_t inputs,
@@ -164,6 +165,8 @@ void go_on(Step &self, Address positions, Address offsets, int threads) {
   self.go_on(at<int64_t>(positions), at<int32_t>(offsets), threads);
 }
 
+void go_on_by_one(Step &self, int threads) { self.go_on(threads); }
+
 void run(const Step &self, int64_t kind, Address q, int64_t q_stride, Address k, int64_t k_stride, Address v,
          int64_t v_stride, Address k_pool, Address v_pool, Address out) {
   self.run({kind, at<void>(k_pool), at<void>(v_pool)}, {at<void>(q), q_stride}, {at<void>(k), k_stride},
@@ -193,13 +196,21 @@ void make_ends(Ends *self, Address embed, int64_t vocabulary, const Scale &norm,
   new (self) Ends{at<bf16>(embed), vocabulary, norm, eps, head};
 }
 
-void whole(const Step &self, const Ends &ends, const Blocks &blocks, const Kinds &kinds, const Addresses &k_pools,
-           const Addresses &v_pools, Address tokens, Address turns, int64_t turn_rows, int64_t rotary, Address scratch,
-           Address logits, int threads) {
-  const std::vector<Step::Layer> layers = layers_of(blocks, kinds, k_pools, v_pools);
-  run_whole(ends, blocks.data(), layers.data(), layers.size(), self,
-            {at<int64_t>(tokens), at<float>(turns), turn_rows, rotary, self.rows(), threads}, at<bf16>(scratch),
-            at<float>(logits));
+void make_whole(Whole *self, const Ends &ends, const Blocks &blocks, const Step &step, const Kinds &kinds,
+                const Addresses &k_pools, const Addresses &v_pools, Address turns, int64_t turn_rows, int64_t rotary) {
+  new (self) Whole{ends, blocks, layers_of(blocks, kinds, k_pools, v_pools), step, at<float>(turns), turn_rows, rotary};
+}
+
+typedef std::pair<std::vector<float>, std::vector<int64_t>> Found;
+
+// The greatest logits and their places.
+Found run_whole(const Whole &self, const std::vector<int64_t> &tokens, Address scratch, Address logits, int threads) {
+  const size_t rows = self.step.rows();
+  if (tokens.size() != rows)
+    throw std::invalid_argument(std::to_string(tokens.size()) + " tokens for " + std::to_string(rows) + " rows");
+  Found found = {std::vector<float>(rows), std::vector<int64_t>(rows)};
+  self.run(tokens.data(), at<bf16>(scratch), at<float>(logits), found.first.data(), found.second.data(), threads);
+  return found;
 }
 
 void linear_quant(int type, int bits, Address x, Address codes, Address scales, Address bias, Address out, int64_t rows,
@@ -270,11 +281,14 @@ NB_MODULE(_cpu, m) {
       .def("__init__", make_step)
       .def("add_items", add_items)
       .def("go_on", go_on)
+      .def("go_on_by_one", go_on_by_one)
       .def("run", run, unlocked)
-      .def("run_blocks", run_blocks, unlocked)
-      .def("run_whole", whole, unlocked);
+      .def("run_blocks", run_blocks, unlocked);
   nb::class_<Ends>(m, "Ends").def("__init__", make_ends);
-  m.def("whole_scratch", whole_scratch);
+  nb::class_<Whole>(m, "Whole")
+      .def("__init__", make_whole)
+      .def("scratch", &Whole::scratch)
+      .def("run", run_whole, unlocked);
   m.def("move_chunks", move_chunks, unlocked);
   m.def("exp", exp_many, unlocked);
   m.def("probe_read", probe_read, unlocked);

@@ -17,10 +17,18 @@ struct Pass {
   int64_t rows;
   int threads;
 
-  // The one place that knows in which forms weights come. residual may be y.
-  // wide: y is fp32.
-  void multiply(const Matrix &m, const bf16 *x, void *y, const bf16 *residual = nullptr, bool wide = false) const {
-    const Ending ending = {residual, m.gated};
+  // residual may be y.
+  void multiply(const Matrix &m, const bf16 *x, bf16 *y, const bf16 *residual = nullptr) const {
+    multiply(m, x, y, {residual, m.gated}, false);
+  }
+
+  // y in fp32, and its tops.
+  void multiply_wide(const Matrix &m, const bf16 *x, float *y, float *tops) const {
+    multiply(m, x, y, {nullptr, false, tops}, true);
+  }
+
+  // The one place that knows in which forms weights come.
+  void multiply(const Matrix &m, const bf16 *x, void *y, const Ending &ending, bool wide) const {
     switch (m.form) {
       case Form::plain:
       case Form::pairs: {
@@ -180,26 +188,29 @@ void look_up(const char *what, const T *table, int64_t count, int64_t width, con
 
 }  // namespace
 
-int64_t whole_scratch(const Block &block, int64_t rotary, int64_t rows) {
-  constexpr int64_t GAPS = 5 * 32;
-  return rows * (2 * rotary + block.qkv.inputs + block.qkv.outputs + block.out.inputs) + block.scratch(rows) + GAPS;
+int64_t Whole::scratch() const {
+  constexpr int64_t GAPS = 6 * 32;
+  const Block &first = *blocks.front();
+  const int64_t rows = step.rows(), each = 2 * rotary + first.qkv.inputs + first.qkv.outputs + first.out.inputs;
+  return rows * each + first.scratch(rows) + 2 * tops_size(rows, ends.head.outputs) + GAPS;
 }
 
-void run_whole(const Ends &ends, const Block *const *blocks, const Step::Layer *layers, size_t count, const Step &step,
-               const Tokens &t, bf16 *scratch, float *logits) {
-  const Block &first = **blocks;
-  const int64_t hidden = first.qkv.inputs;
+void Whole::run(const int64_t *tokens, bf16 *scratch, float *logits, float *greatest, int64_t *place, int threads) const {
+  const Block &first = *blocks.front();
+  const int64_t rows = step.rows(), hidden = first.qkv.inputs;
   Stretches memory{scratch};
-  float *turns = reinterpret_cast<float *>(memory.take(2 * t.rows * t.rotary));
-  Rows r = {memory.take(t.rows * hidden), t.turns ? turns : nullptr, t.rotary, memory.take(t.rows * first.qkv.outputs),
-            memory.take(t.rows * first.out.inputs), memory.take(first.scratch(t.rows)), t.rows, t.threads};
-  look_up("token", ends.embed, ends.vocabulary, hidden, t.ids, t.rows, r.x);
-  if (t.turns) look_up("position", t.turns, t.turn_rows, t.rotary, step.positions(), t.rows, turns);
-  run_layers(blocks, layers, count, step, r);
+  float *cos_sin = reinterpret_cast<float *>(memory.take(2 * rows * rotary));
+  Rows r = {memory.take(rows * hidden), turns ? cos_sin : nullptr, rotary, memory.take(rows * first.qkv.outputs),
+            memory.take(rows * first.out.inputs), memory.take(first.scratch(rows)), rows, threads};
+  look_up("token", ends.embed, ends.vocabulary, hidden, tokens, rows, r.x);
+  if (turns) look_up("position", turns, turn_rows, rotary, step.positions(), rows, cos_sin);
+  run_layers(blocks.data(), layers.data(), layers.size(), step, r);
   if (ends.head.form == Form::pairs) check_pairs(kernels());
-  const Pass run = {kernels(), t.rows, t.threads};
+  const Pass run = {kernels(), rows, threads};
+  float *tops = reinterpret_cast<float *>(memory.take(2 * tops_size(rows, ends.head.outputs)));
   run.norm(ends.norm, ends.eps, r.x, r.x, hidden);
-  run.multiply(ends.head, r.x, logits, nullptr, true);
+  run.multiply_wide(ends.head, r.x, logits, tops);
+  kernels().greatest({logits, greatest, place, rows, ends.head.outputs, threads, tops});
 }
 
 }  // namespace headrace

@@ -74,18 +74,21 @@ struct Ends {
   Matrix head;
 };
 
-// Tokens of a step [T] and the rotations of each position [turn_rows, rotary], or null.
-struct Tokens {
-  const int64_t *ids;
-  const float *turns;
-  int64_t turn_rows, rotary, rows;
-  int threads;
+// A step from its tokens to its logits, as often as wanted.
+struct Whole {
+  const Ends &ends;
+  std::vector<const Block *> blocks;
+  std::vector<Step::Layer> layers;  // one for each block
+  const Step &step;
+  const float *turns;  // rotations of each position [turn_rows, rotary], or null
+  int64_t turn_rows, rotary;
+
+  // Elements of scratch memory that `run` needs.
+  int64_t scratch() const;
+
+  // tokens [T] -> logits fp32 [T, V], the greatest of each row [T] and where it is first, as Greatest says. Throws for
+  // tokens and positions that are in no table.
+  void run(const int64_t *tokens, bf16 *scratch, float *logits, float *greatest, int64_t *place, int threads) const;
 };
-
-// A step from its tokens to fp32 logits [T, V]. scratch: as many elements as whole_scratch says.
-void run_whole(const Ends &ends, const Block *const *blocks, const Step::Layer *layers, size_t count, const Step &step,
-               const Tokens &t, bf16 *scratch, float *logits);
-
-int64_t whole_scratch(const Block &block, int64_t rotary, int64_t rows);
 
 }  // namespace headrace

@@ -27,9 +27,7 @@ bool exceeds(const float *x, float value) {
   const vf bound = splat(value);
   vi above = {};
   for (int64_t i = 0; i < STRETCH; i += W) above |= ~(load(x + i) <= bound);
-  for (int i = 0; i < W; ++i)
-    if (above[i]) return true;
-  return false;
+  return any(above);
 }
 
 Found greatest_of(const float *x, int64_t n) {
@@ -42,9 +40,31 @@ Found greatest_of(const float *x, int64_t n) {
   return best;
 }
 
+// The same for all rows where the greatest of each block is known: the first block that has the row's greatest is looked at.
+void find_by_tops(const Greatest &a) {
+  const int64_t stride = tops_width(a.rows), blocks = (a.width + TOPS - 1) / TOPS;
+  for (int64_t first = 0; first < a.rows; first += W) {
+    vf best = load(a.tops + first);
+    vi block = {};
+    for (int64_t i = 1; i < blocks; ++i) {
+      const vf x = load(a.tops + i * stride + first);
+      const vi more = ~(x <= best) & (best == best);
+      best = more ? x : best;
+      block = more ? vi{} + static_cast<int>(i) : block;
+    }
+    for (int64_t r = 0; r < W && first + r < a.rows; ++r) {
+      const int64_t begin = block[r] * TOPS, left = a.width - begin;
+      const Found found = look(a.x + (first + r) * a.width + begin, left < TOPS ? left : TOPS);
+      a.value[first + r] = found.value;
+      a.index[first + r] = begin + found.at;
+    }
+  }
+}
+
 }  // namespace
 
 void greatest(const Greatest &a) {
+  if (a.tops) return find_by_tops(a);
 #pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows > 1 && a.rows * a.width > PARALLEL)
   for (int64_t row = 0; row < a.rows; ++row) {
     const Found found = greatest_of(a.x + row * a.width, a.width);

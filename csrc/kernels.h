@@ -96,10 +96,17 @@ struct Unary {
 // What is done to the products y [T, outputs] on their way to memory, each operation with its own rounding. residual
 // [T, outputs] or null: residual + y; it may be where they go. gated: silu of the first half times the second, [T, outputs / 2],
 // whose weights are packed in turn, 64 gates and the 64 that they let through. Neither goes with `wide`.
+// tops, with `wide` alone, or null: the greatest of each row's products in each block of 64 outputs, NaN if one of them is,
+// [ceil(outputs / TOPS)][tops_width(T)]. What is behind the rows is left as it is.
 struct Ending {
   const void *residual = nullptr;
   bool gated = false;
+  float *tops = nullptr;
 };
+
+constexpr int64_t TOPS = 64;  // outputs of a block
+constexpr int64_t tops_width(int64_t rows) { return (rows + 15) / 16 * 16; }
+constexpr int64_t tops_size(int64_t rows, int64_t outputs) { return (outputs + TOPS - 1) / TOPS * tops_width(rows); }
 
 // out[t, n] = sum over k of x[t, k] * w[n, k], plus bias[n], with fp32 sums; all of one type, but out is fp32 if `wide`.
 struct Linear {
@@ -161,6 +168,7 @@ struct Greatest {
   int64_t *index;  // [R]
   int64_t rows, width;
   int threads;
+  const float *tops;  // of x, if they are known (see Ending), else null
 };
 
 // Whether the first cache of a core holds 32 KB or less, as those of Zen 4 do: half a chunk of keys and values and the half

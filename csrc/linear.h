@@ -9,6 +9,7 @@
 namespace headrace::HEADRACE_NS {
 
 constexpr int64_t COLUMNS = 64;  // outputs in a packed block
+static_assert(COLUMNS == TOPS);
 
 // n <= W outputs from `column` on, as their sums and the bias make them; their weights lie at `place` among all.
 template <typename T> HEADRACE_INLINE vf output(const Linear &a, const float *sums, int64_t column, int64_t, int64_t n) {
@@ -49,10 +50,39 @@ void write_block(const Any &a, int64_t column, int64_t first, int64_t last, cons
                   : write_rows<T, Out, COLUMNS>(a, column, first, last, sums, COLUMNS);
 }
 
+// The greatest of `count` numbers, at most 64; NaN if one of them is.
+HEADRACE_INLINE float top_of(const float *x, int64_t count) {
+  vf most = splat(-__builtin_inff());
+  vi broken = {};
+  int64_t c = 0;
+  for (; c + W <= count; c += W) {
+    const vf y = load(x + c);
+    most = max(y, most);
+    broken |= y != y;
+  }
+  bool nan = any(broken);
+  float top = greatest(most);
+  for (; c < count; ++c) {
+    nan |= x[c] != x[c];
+    top = x[c] > top ? x[c] : top;
+  }
+  return nan ? __builtin_nanf("") : top;
+}
+
+// The tops (see Ending) of what write_block has written, which lies in L1 still.
+template <typename Any> void write_tops(const Any &a, int64_t column, int64_t first, int64_t last) {
+  const int64_t left = a.outputs - column, count = left < COLUMNS ? left : COLUMNS;
+  float *tops = a.ending.tops + column / COLUMNS * tops_width(a.rows);
+  for (int64_t row = first; row < last; ++row)
+    tops[row] = top_of(static_cast<const float *>(a.out) + row * a.outputs + column, count);
+}
+
 // One block of outputs from its sums [last - first, 64].
 template <typename T, typename Any>
 void write(const Any &a, int64_t column, int64_t first, int64_t last, const float *sums) {
-  a.wide ? write_block<T, float>(a, column, first, last, sums) : write_block<T, T>(a, column, first, last, sums);
+  if (!a.wide) return write_block<T, T>(a, column, first, last, sums);
+  write_block<T, float>(a, column, first, last, sums);
+  if (a.ending.tops) write_tops(a, column, first, last);
 }
 
 // The same of a block of gates and the block that they let through.

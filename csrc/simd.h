@@ -263,6 +263,19 @@ HEADRACE_INLINE float greatest(vf x) {
 #endif
 }
 
+// Whether any element is not 0.
+HEADRACE_INLINE bool any(vi x) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(x), reinterpret_cast<__m512i>(x)) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256(reinterpret_cast<__m256i>(x), reinterpret_cast<__m256i>(x));
+#else
+  for (int i = 0; i < W; ++i)
+    if (x[i]) return true;
+  return false;
+#endif
+}
+
 #if defined(__AVX2__)
 // The sum of 8 numbers, by halves.
 HEADRACE_INLINE float sum8(__m256 eight) {

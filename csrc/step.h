@@ -10,12 +10,14 @@ namespace headrace {
 
 class Step {
  public:
-  // Of `attend` and `append`, all but what a layer brings. The memory behind them must outlive the step.
+  // Of `attend` and `append`, all but what a layer brings. The memory behind them must outlive the step, but for positions
+  // and offsets, which are copied.
   Step(int type, const Attend &attend, const Append &append, int64_t slots)
       : type(type), slots(slots), shared(attend), places(append) {
-    check_bias(shared);
-    check_places(places, slots);
+    go_on(attend.positions, append.offsets, attend.threads);
   }
+
+  Step(const Step &) = delete;
 
   // The items of layers with this window (0: none); how `run` is to call them.
   int64_t add_items(const Item *items, int64_t count, int64_t window) {
@@ -34,15 +36,26 @@ class Step {
     Append append = places;
     attend.positions = positions;
     append.offsets = offsets;
-    attend.threads = append.threads = threads;
     check_bias(attend);
     check_places(append, slots);
-    shared = attend;
-    places = append;
+    own_positions.assign(positions, positions + shared.rows);
+    own_offsets.assign(offsets, offsets + shared.rows);
+    shared.positions = own_positions.data();
+    places.offsets = own_offsets.data();
+    shared.threads = places.threads = threads;
     for (Attend &kind : kinds) {
-      kind.positions = positions;
+      kind.positions = shared.positions;
       kind.threads = threads;
     }
+  }
+
+  // Every row at its next position, in the chunk in which it is. Throws, with nothing changed, where a chunk is full.
+  void go_on(int threads) {
+    std::vector<int64_t> positions = own_positions;
+    std::vector<int32_t> offsets = own_offsets;
+    for (int64_t &each : positions) ++each;
+    for (int32_t &each : offsets) ++each;
+    go_on(positions.data(), offsets.data(), threads);
   }
 
   const int64_t *positions() const { return shared.positions; }
@@ -83,6 +96,8 @@ class Step {
   Attend shared;
   Append places;
   std::vector<Attend> kinds;
+  std::vector<int64_t> own_positions;
+  std::vector<int32_t> own_offsets;
 };
 
 }  // namespace headrace

@@ -62,6 +62,47 @@ def test_decoding_within_a_chunk_prepares_attention_once(llm: LLM, monkeypatch: 
     assert made == [50, 2]
 
 
+def test_steps_that_go_on_have_the_bits_of_planned_ones(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that come, go, draw, and cross the ends of chunks at different times."""
+    engine_runner: Any = llm.engine.loaded.runner
+    planned = engine_runner._run_planned
+    steps: list[int] = []
+    seen: dict[tuple[str, int, int], torch.Tensor] = {}
+
+    def count(*arguments: Any) -> runner.Computed:
+        steps.append(1)
+        computed: runner.Computed = planned(*arguments)
+        return computed
+
+    def forget(*arguments: Any) -> runner.Computed:
+        computed: runner.Computed = planned(*arguments)
+        engine_runner._going = None
+        return computed
+
+    def answers() -> dict[tuple[str, int, int], torch.Tensor]:
+        seen.clear()
+        for number, (length, tokens) in enumerate([(30, 40), (90, 100), (61, 9), (200, 70)]):
+            params = SamplingParams(
+                temperature=number % 2, max_tokens=tokens, ignore_eos=True, n=1 + number // 3, seed=3
+            )
+            llm.engine.add(Request(str(number), list(range(10, 10 + length)), params, arrival_s=time.monotonic()))
+            llm.engine.step()
+        while llm.engine.has_work:
+            llm.engine.step()
+        return dict(seen)
+
+    def look(sequence: Any, start: int, logits: torch.Tensor) -> None:
+        seen[sequence.request.request_id, sequence.index, start] = logits
+
+    monkeypatch.setattr(llm.engine, "on_logits", look)
+    monkeypatch.setattr(engine_runner, "_run_planned", count)
+    going = answers()
+    assert len(steps) < 25 or not cpu.available()
+    monkeypatch.setattr(engine_runner, "_run_planned", forget)
+    alone = answers()
+    assert going.keys() == alone.keys() and all(torch.equal(going[key], alone[key]) for key in alone)
+
+
 def test_stop_string_is_cut_and_named(llm: LLM) -> None:
     (whole,) = llm.generate(PROMPT, GREEDY)
     middle = whole.text[len(whole.text) // 2 :][:4]
@@ -142,21 +183,26 @@ def test_abort_at_any_moment(llm: LLM) -> None:
         assert not llm.engine.has_work and llm.engine.cache.used == 0
 
 
-def test_broken_logits_end_their_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = llm.engine.loaded.decoder
-    honest = decoder.step
+@pytest.mark.parametrize("known", [True, False])
+def test_broken_logits_end_their_request_alone(llm: LLM, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """known: whether the greatest logits come with the others."""
+    engine_runner: Any = llm.engine.loaded.runner
+    honest = engine_runner.run
     prompts = [[20, 21, 22], [30, 31, 32]]
     (want,) = llm.generate(prompts[1:], GREEDY)
     calls = []
 
-    def poisoned(*arguments: Any) -> torch.Tensor:
-        logits = honest(*arguments).clone()
-        calls.append(len(logits))
+    @torch.inference_mode()
+    def poisoned(*arguments: Any) -> runner.Computed:
+        computed: runner.Computed = honest(*arguments)
+        calls.append(len(computed.logits))
         if len(calls) == 3:
-            logits[0] = torch.nan
-        return logits
+            computed.logits[0] = torch.nan
+            if computed.greatest:
+                computed.greatest.values[0] = float("nan")
+        return computed if known else computed._replace(greatest=None)
 
-    monkeypatch.setattr(decoder, "step", poisoned)
+    monkeypatch.setattr(engine_runner, "run", poisoned)
     outputs = llm.generate(prompts, GREEDY)
     reasons = sorted(o.finish_reason or "" for o in outputs)
     assert reasons == ["abort", "length"]

@@ -146,22 +146,27 @@ SLOTS = 6
 class Attention:
     """A Step over pools of its own, as attention.execute has it: three rows at positions 70, 71 and 5."""
 
-    def __init__(self, config: ModelConfig, windows: tuple[int | None, ...]) -> None:
-        spec = config.attention
+    def __init__(self, config: ModelConfig, windows: tuple[int | None, ...], slots: int = SLOTS) -> None:
+        spec = self.spec = config.attention
         g = torch.Generator().manual_seed(3)
-        shape = (SLOTS, spec.kv_heads, spec.head_dim)
-        sizes = (SLOTS, spec.kv_heads, spec.head_dim, 64), (SLOTS, spec.kv_heads, 64, spec.head_dim)
+        sizes = (slots, spec.kv_heads, spec.head_dim, 64), (slots, spec.kv_heads, 64, spec.head_dim)
         self.pools = [[torch.randn(size, generator=g).bfloat16() for _ in windows] for size in sizes]
-        items = torch.tensor([[3, 0, 0, 2], [1, 64, 0, 2], [4, 0, 2, 3]], dtype=torch.int32)
-        self.step = Step(
-            {None: items, 7: items[1:]},
-            torch.tensor([70, 71, 5]),
-            torch.tensor([1, 1, 4], dtype=torch.int32),
-            torch.tensor([6, 7, 5], dtype=torch.int32),
-            heads=spec.heads, shape=shape, dtype=torch.bfloat16, scale=0.2,
-        )  # fmt: skip
         self.windows = windows
         self.calls = 0
+        self.go_on(0)
+
+    def go_on(self, further: int) -> None:
+        """The rows so many positions further."""
+        items = torch.tensor([[3, 0, 0, 2], [1, 64, 0, 2], [4, 0, 2, 3]], dtype=torch.int32)
+        slots, offsets = torch.tensor([1, 1, 4], dtype=torch.int32), torch.tensor([6, 7, 5], dtype=torch.int32)
+        self.place(items, torch.tensor([70, 71, 5]) + further, slots, offsets + further)
+
+    def place(self, items: Tensor, positions: Tensor, slots: Tensor, offsets: Tensor) -> None:
+        shape = (len(self.pools[0][0]), self.spec.kv_heads, self.spec.head_dim)
+        self.step = Step(
+            {None: items, 7: items[1:]}, positions, slots, offsets,
+            heads=self.spec.heads, shape=shape, dtype=torch.bfloat16, scale=0.2,
+        )  # fmt: skip
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         self.calls += 1
@@ -170,9 +175,9 @@ class Attention:
 
 
 class AttentionOver(Attention):
-    def __init__(self, config: ModelConfig, windows: tuple[int | None, ...]) -> None:
-        super().__init__(config, windows)
-        self.over = self.step.over(Pools(*self.pools), windows)
+    @property
+    def over(self) -> StepOver:
+        return self.step.over(Pools(*self.pools), self.windows)
 
 
 @pytest.mark.parametrize("some", [None, [1], [0, 2], []])
@@ -247,8 +252,64 @@ def test_steps_of_another_model() -> None:
         with pytest.raises(ValueError, match="the step is of"):
             decoder.step(batch, AttentionOver(other.config, windows))
     batch.token_ids = batch.token_ids[:2]
-    with pytest.raises(ValueError, match="tokens must be"):
+    with pytest.raises(ValueError, match="2 tokens for 3 rows"):
         decoder.step(batch, AttentionOver(decoder.config, (None, None)))
+
+
+def apart(config: ModelConfig, rows: int) -> AttentionOver:
+    """Rows at position 5 of a sequence and a slot each."""
+    attention = AttentionOver(config, (None, None), max(rows, SLOTS))
+    at, places = torch.full((rows,), 5), torch.arange(rows, dtype=torch.int32)
+    items = torch.stack((places, places * 0, places, places + 1), dim=1).contiguous()
+    attention.place(items, at, places, at.int())
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("quantization", "broken"), [("none", False), ("none", True), ("int8", False), ("int4", False)]
+)
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 70])
+def test_the_greatest_come_with_the_logits(
+    isa: str, rows: int, quantization: Quantization, broken: bool, threads: None
+) -> None:
+    """Where tokens in other blocks of 64 are as great, and where some are NaN."""
+    config = model(positions="rope", rope=ROPE, vocab_size=330)
+    weights = weights_of(config)
+    head = weights["head.weight"]
+    head[70] = head[200] = head[71] = 8 * head[3]
+    if broken:
+        head[[329, 129, 131]] = torch.nan
+    decoder = Decoder(config, weights, quantization)
+    attention = apart(config, rows)
+    step = decoder.prepare(torch.full((rows,), 5), attention)
+    assert step is not None
+    got = step.run([(7 * row + 3) % 330 for row in range(rows)])
+    values, tokens = cpu.greatest(step.logits)
+    assert got.tokens == tokens.tolist()
+    if broken:
+        assert set(got.tokens) == {129} and all(value != value for value in got.values)
+    else:
+        assert got.values == values.tolist() and (rows < 16 or 70 in got.tokens) and not {71, 200} & set(got.tokens)
+
+
+def test_going_on_by_one_gives_the_bits_of_a_new_step(isa: str) -> None:
+    decoder, batch = whole("llama")
+    ours, theirs = (AttentionOver(decoder.config, (None, None)) for _ in range(2))
+    step = decoder.prepare(batch.positions, ours)
+    assert step is not None
+    for further in range(57):
+        tokens = [(further * 11 + row) % 130 for row in range(3)]
+        (step.run_next if further else step.run)(tokens)
+        if further in (0, 1, 2, 56):
+            theirs.go_on(further)
+            batch = TokenBatch(torch.tensor(tokens), torch.tensor([70, 71, 5]) + further)
+            assert torch.equal(step.logits, decoder.step(batch, theirs))
+        theirs.pools = [[each.clone() for each in pools] for pools in ours.pools]
+    before = step.logits.clone()
+    with pytest.raises(ValueError, match="offset 64"):
+        step.run_next(tokens)
+    step.run(tokens)
+    assert torch.equal(step.logits, before), "a refusal changed something"
 
 
 def test_models_that_need_more_than_one_call() -> None:

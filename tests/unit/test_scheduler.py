@@ -9,11 +9,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from headrace.engine.going import Going
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, Slice
+from headrace.kernels.whole import Greatest
 from headrace.kv.cache import KVCache
 from headrace.kv.table import Owners
 from headrace.types import CHUNK, Request, SamplingParams
+
+
+class NoArithmetic:
+    """A WholeStep for Going, which looks at slices alone."""
+
+    def run_next(self, tokens: list[int]) -> Greatest:
+        return Greatest([0.0] * len(tokens), tokens)
 
 
 class Harness:
@@ -35,6 +44,8 @@ class Harness:
         self.live: dict[Sequence, int] = {}
         self.order = 0
         self.prefilled = 0
+        self.going: Going | None = None
+        self.before: list[tuple[object, ...]] = []
 
     def add(self, prompt: list[int], answer: int, salt: str | None = None) -> Sequence:
         request = Request(str(self.order), prompt, SamplingParams(), cache_salt=salt)
@@ -47,6 +58,7 @@ class Harness:
     def step(self) -> list[Slice]:
         slices = self.scheduler.schedule()
         assert sum(part.length for part in slices) <= self.scheduler.max_batch_tokens
+        self.go_on(slices)
         for part in slices:
             self.check_ends(part)
             self.write(part)
@@ -57,6 +69,27 @@ class Harness:
                 self.sample(part.sequence)
         self.scheduler.check()
         return slices
+
+    def go_on(self, slices: list[Slice]) -> None:
+        """Going takes the steps that have the sequences of the one before, with one token each and their old chunks."""
+        here = [
+            (part.sequence, table, part.start, list(table.slots)) for part in slices if (table := part.sequence.table)
+        ]
+        decodes = all(part.length == 1 and part.samples for part in slices)
+        if self.going is not None:
+            tokens = self.going.tokens(slices)
+            again = [(sequence, table, start - 1, slots) for sequence, table, start, slots in here]
+            assert (tokens is not None) == (decodes and again == self.before)
+            if tokens is not None:
+                _, parts = self.going.run(tokens, slices)
+                assert [part for part, _ in parts] == slices[::-1]
+                assert tokens == [part.sequence.tokens[part.start] for part, _ in parts]
+                assert [list(span) for _, span in parts] == [[row] for row in range(len(slices))]
+            else:
+                self.going = None
+        if self.going is None and decodes and slices:
+            self.going = Going(NoArithmetic(), slices, list(range(len(slices)))[::-1])  # type: ignore[arg-type]
+        self.before = list(here)
 
     def check_ends(self, part: Slice) -> None:
         """Slices end at a multiple of `align` or with all that is known; then longer ones begin with a chunk."""

@@ -44,16 +44,6 @@ Observer = Callable[[Sequence, int, Tensor], None]
 
 
 @dataclass(slots=True, eq=False)
-class _Stream:
-    """What the engine keeps of a sequence beside the scheduler's record."""
-
-    sequence: Sequence
-    detokenizer: Detokenizer | None
-    history: History | None
-    plain: bool
-
-
-@dataclass(slots=True, eq=False)
 class _Active:
     """A request under way."""
 
@@ -65,6 +55,17 @@ class _Active:
     first_token_s: float | None = None
     output_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """What the engine keeps of a sequence beside the scheduler's record."""
+
+    sequence: Sequence
+    active: _Active
+    detokenizer: Detokenizer | None
+    history: History | None
+    plain: bool
 
 
 class EngineCore:
@@ -105,19 +106,20 @@ class EngineCore:
         seed = request.params.seed
         active = _Active(request, self.loaded.config.seed + (self._order << 20) if seed is None else seed)
         for index in range(request.params.n):
-            active.streams.append(self._new_stream(request, index, want_logits))
+            active.streams.append(self._new_stream(active, index, want_logits))
         active.unfinished = request.params.n
         self._active[request.request_id] = active
         self._stats.prompt_tokens += len(request.prompt_token_ids)
 
-    def _new_stream(self, request: Request, index: int, want_logits: bool) -> _Stream:
+    def _new_stream(self, active: _Active, index: int, want_logits: bool) -> _Stream:
+        request = active.request
         sequence = Sequence(request, index, self._order)
         sequence.wants_all_logits = want_logits or (request.params.prompt_logprobs is not None and index == 0)
         self._order += 1
         tokenizer, eos = self.loaded.tokenizer, self.loaded.capacity.eos_token_ids
         detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params, eos) if tokenizer else None
         history = History(request.prompt_token_ids) if needs_history(request.params) else None
-        stream = _Stream(sequence, detokenizer, history, is_plain(request.params))
+        stream = _Stream(sequence, active, detokenizer, history, is_plain(request.params))
         self._streams[sequence] = stream
         self.scheduler.add(sequence)
         return stream
@@ -211,7 +213,7 @@ class EngineCore:
                 continue
             logits = computed.logits[span.start : span.stop]
             if self.on_logits is not None:
-                self.on_logits(part.sequence, part.end - len(logits), logits)
+                self.on_logits(part.sequence, part.end - len(logits), logits.clone())
             if wanted:
                 self._note_prompt_logprobs(part, logits)
 
@@ -237,16 +239,17 @@ class EngineCore:
 
     def _advance(self, computed: Computed) -> list[Delta]:
         """Samples the next token of each sequence and sees which are finished."""
-        rows = [(part.sequence, span[-1]) for part, span in computed.parts if part.samples]
+        rows = [(self._streams[part.sequence], span[-1]) for part, span in computed.parts if part.samples]
         broken: list[Delta] = []
         while rows:
             try:
-                inputs = [self._sample_input(sequence) for sequence, _ in rows]
-                sampled = sample(_pick(computed.logits, [row for _, row in rows]), inputs)
+                inputs = [self._sample_input(stream) for stream, _ in rows]
+                logits, greatest = computed.pick([row for _, row in rows])
+                sampled = sample(logits, inputs, greatest=greatest)
             except BadLogits as error:
-                request_id = rows[error.row][0].request.request_id
-                rows = [row for row in rows if row[0].request.request_id != request_id]
-                broken += self._break_off(request_id, str(error))
+                active = rows[error.row][0].active
+                rows = [row for row in rows if row[0].active is not active]
+                broken += self._break_off(active.request.request_id, str(error))
                 continue
             now = time.monotonic()
             return broken + [self._push(row[0], token, now) for row, token in zip(rows, sampled, strict=True)]
@@ -262,9 +265,10 @@ class EngineCore:
         deltas[-1].metrics = self._metrics(active, time.monotonic())
         return deltas
 
-    def _sample_input(self, sequence: Sequence) -> SampleInput | None:
+    def _sample_input(self, stream: _Stream) -> SampleInput | None:
         """None where the greatest logit is the answer."""
-        params, stream = sequence.request.params, self._streams[sequence]
+        sequence = stream.sequence
+        params = sequence.request.params
         forbidden = forbidden_tokens(params, sequence.n_output, self.loaded.capacity.eos_token_ids)
         if stream.plain and not forbidden:
             return None
@@ -273,21 +277,20 @@ class EngineCore:
             prompt=sequence.request.prompt_token_ids,
             output=sequence.output,
             index=sequence.index,
-            seed=self._active[sequence.request.request_id].seed,
+            seed=stream.active.seed,
             forbidden=forbidden,
             history=stream.history,
         )
 
-    def _push(self, sequence: Sequence, sampled: Sampled, now: float) -> Delta:
+    def _push(self, stream: _Stream, sampled: Sampled, now: float) -> Delta:
         """Adds a token to a sequence; its delta."""
-        stream, request = self._streams[sequence], sequence.request
-        active = self._active[request.request_id]
+        sequence, active = stream.sequence, stream.active
         sequence.tokens.append(sampled.token)
         if active.first_token_s is None:
             active.first_token_s = now
         active.output_tokens += 1
         self._stats.generated_tokens += 1
-        delta = Delta(request.request_id, sequence.index, token_ids=[sampled.token])
+        delta = Delta(active.request.request_id, sequence.index, token_ids=[sampled.token])
         if sampled.logprobs is not None:
             delta.logprobs = [self._with_text(sampled.logprobs) or {}]
         if sequence.index == 0:
@@ -367,10 +370,6 @@ class EngineCore:
         stats.writeback_pending = waiting + offload.tiers.queued_blobs
         if now >= self._ask_tiers_s or (before and not stats.writeback_pending):
             stats.tiers, self._ask_tiers_s = offload.stats(), now + TIERS_S
-
-
-def _pick(logits: Tensor, rows: list[int]) -> Tensor:
-    return logits if len(rows) == len(logits) else logits[rows]
 
 
 def _named(logprob: Logprob, text: str) -> Logprob:

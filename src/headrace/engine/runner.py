@@ -11,8 +11,10 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.execute import BACKENDS, KeepActivations, PlanAttention
+from headrace.engine.going import Going
 from headrace.engine.replay import Replay
 from headrace.engine.sequence import Slice
+from headrace.kernels.whole import Greatest
 from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
@@ -21,11 +23,20 @@ from headrace.types import CHUNK
 
 
 class Computed(NamedTuple):
-    """Logits of a step, fp32 [R, V], and which of these rows belong to each slice that asked for some. No slice that
-    did: no rows, of any width."""
+    """Logits of a step, fp32 [R, V], valid until the next one, and which of these rows belong to each slice that asked
+    for some. No slice that did: no rows, of any width. greatest: of each row, where it was found with them."""
 
     logits: Tensor
     parts: list[tuple[Slice, range]]
+    greatest: Greatest | None = None
+
+    def pick(self, rows: list[int]) -> tuple[Tensor, Greatest | None]:
+        """Logits and greatest ones of some of the rows, ascending."""
+        # To ask a tensor for its length takes 20 us between two steps (see engine.going).
+        count = len(self.greatest.values) if self.greatest else len(self.logits)
+        if len(rows) == count:
+            return self.logits, self.greatest
+        return self.logits[rows], self.greatest and self.greatest.of(rows)
 
 
 class Runner:
@@ -38,11 +49,21 @@ class Runner:
         self._planner = planning.Planner()
         self._attend: PlanAttention | None = None
         self._replay = Replay(decoder) if backend == "triton" else None
+        self._going: Going | None = None
 
-    @torch.inference_mode()
     def run(self, slices: Seq[Slice], restores: Seq[Restore] = ()) -> Computed:
         """Computes the slices in one pass. Logits are those of all of a slice's rows if its sequence wants all, of the
         last row if it samples. Each layer's attention waits for that layer of the restores."""
+        going, self._going = self._going, None
+        tokens = going.tokens(slices) if going is not None and not restores else None
+        if going is None or tokens is None:
+            return self._run_planned(slices, restores)
+        greatest, parts = going.run(tokens, slices)
+        self._going = going
+        return Computed(going.whole.logits, parts, greatest)
+
+    @torch.inference_mode()
+    def _run_planned(self, slices: Seq[Slice], restores: Seq[Restore]) -> Computed:
         order, plan = self._planner.plan([planning.Span(slots_of(each), each.start, each.length) for each in slices])
         ordered = [slices[i] for i in order]
         attend = self._attention(plan)
@@ -55,7 +76,14 @@ class Runner:
             return Computed(self.decoder.forward(batch, waiting, some, keep), parts)
         if self._replay is not None and some is None:
             return Computed(self._replay.step(batch, attend).cpu(), parts)  # tokens are chosen on the CPU
-        return Computed(self.decoder.step(batch, waiting, some, keep).cpu(), parts)
+        at_once = some is None and keep is None and not restores
+        whole = self.decoder.prepare(batch.positions, attend) if at_once else None
+        if whole is None:
+            return Computed(self.decoder.step(batch, waiting, some, keep).cpu(), parts)
+        if len(parts) == len(slices) == plan.rows:
+            self._going = Going(whole, slices, order)
+        greatest = whole.run(batch.token_ids.tolist())
+        return Computed(whole.logits, parts, greatest)
 
     def _attention(self, plan: planning.Plan) -> PlanAttention:
         """Attention by the plan: that of the step before where it can go on."""

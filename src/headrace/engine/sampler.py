@@ -23,6 +23,7 @@ import torch
 
 from headrace.engine.stopping import forbidden_tokens
 from headrace.kernels import ops
+from headrace.kernels.whole import Greatest
 from headrace.types import Logprob, SamplingParams, TokenLogprobs
 
 __all__ = [
@@ -138,26 +139,30 @@ def is_plain(params: SamplingParams) -> bool:
     return not needs_history(params)
 
 
-def sample(logits: torch.Tensor, inputs: Sequence[SampleInput | None], decode: Decode | None = None) -> list[Sampled]:
+def sample(
+    logits: torch.Tensor,
+    inputs: Sequence[SampleInput | None],
+    decode: Decode | None = None,
+    greatest: Greatest | None = None,
+) -> list[Sampled]:
     """The next token of each row of `logits` [R, V]. `decode` (token id -> text) fills the text of log probabilities.
 
-    None for an input: `is_plain`, and no token is forbidden.
+    None for an input: `is_plain`, and no token is forbidden. greatest: of each row, if it is known.
 
     Raises BadLogits (a FloatingPointError naming the row) for NaN, infinity, or nothing left to choose.
     """
-    if logits.ndim != 2 or len(logits) != len(inputs):
+    if greatest is None and (logits.ndim != 2 or len(logits) != len(inputs)):
         raise ValueError(f"{len(inputs)} inputs need logits [{len(inputs)}, V], got {list(logits.shape)}")
-    logits = logits.detach()
-    plain = [row for row, item in enumerate(inputs) if item is None or (is_plain(item.params) and not item.forbidden)]
-    if len(plain) == len(inputs):
-        return [Sampled(token, None) for token in _argmax(logits, plain)]
-    results: dict[int, Sampled] = {}
-    if plain:
-        results = {row: Sampled(token, None) for row, token in zip(plain, _argmax(logits[plain], plain), strict=True)}
-    for row, item in enumerate(inputs):
-        if item is not None and row not in results:
-            results[row] = _sample_row(_to_row(logits[row], row), row, item, decode)
-    return [results[row] for row in range(len(inputs))]
+    chosen = [None if item is None or (is_plain(item.params) and not item.forbidden) else item for item in inputs]
+    values, best = greatest or (_greatest(logits) if None in chosen else ([], []))
+    results = []
+    for row, item in enumerate(chosen):
+        if item is None:
+            _check(row, values[row])
+            results.append(Sampled(best[row], None))
+        else:
+            results.append(_sample_row(_to_row(logits[row], row), row, item, decode))
+    return results
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -194,17 +199,13 @@ def target_logprobs(
 # ---- one row ---------------------------------------------------------------------------------------------------------
 
 
-def _argmax(logits: torch.Tensor, numbers: Sequence[int]) -> list[int]:
-    """Lowest id of the greatest logit of each row; `numbers` are the rows' numbers in the batch, for errors."""
-    values, best = ops.greatest(logits)
-    for number, value in zip(numbers, values.tolist(), strict=True):
-        _check(number, value)
-    tokens: list[int] = best.tolist()
-    return tokens
+def _greatest(logits: torch.Tensor) -> Greatest:
+    values, best = ops.greatest(logits.detach())
+    return Greatest(values.tolist(), best.tolist())
 
 
 def _to_row(logits: torch.Tensor, number: int) -> Row:
-    row = logits.to(device="cpu", dtype=torch.float64).numpy()
+    row = logits.detach().to(device="cpu", dtype=torch.float64).numpy()
     _check(number, float(row.max()))
     return row
 

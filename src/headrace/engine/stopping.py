@@ -53,8 +53,9 @@ def finish_reason(
     """
     if finish := token_finish(params, token, n_output, eos_ids):
         return finish
-    full = any(limit is not None and n_output >= limit for limit in (params.max_tokens, room))
-    return Finish("length") if full else None
+    if (params.max_tokens is not None and n_output >= params.max_tokens) or (room is not None and n_output >= room):
+        return Finish("length")
+    return None
 
 
 class Match(NamedTuple):

@@ -53,19 +53,17 @@ class Step:
         self.dtype, self.shape = dtype, shape
         self.q_shape, self.kv_shape = (rows, heads, dim), (rows, kv_heads, dim)
         self.k_pool_shape, self.v_pool_shape = (slot_count, kv_heads, dim, CHUNK), (slot_count, kv_heads, CHUNK, dim)
-        # The C++ step holds their addresses.
-        self._keep, self._places = (items, slots, bias), (positions, offsets)
+        self._keep = (items, slots, bias)  # the C++ step holds their addresses
         check("positions", positions, torch.int64, (rows,))
         check("slots", slots, torch.int32, (rows,))
         check("offsets", offsets, torch.int32, (rows,))
         if bias is not None:
             check("bias", bias, torch.float32, (heads, bias.shape[-1]))
-        self._step: Any = require().Step(
+        self.in_cpp: Any = require().Step(
             TYPES[dtype], positions.data_ptr(), slots.data_ptr(), offsets.data_ptr(),
             0 if bias is None else bias.data_ptr(), 0 if bias is None else bias.shape[-1], rows, heads, kv_heads, dim,
             slot_count, scale, torch.get_num_threads(),
         )  # fmt: skip
-        self.run_blocks, self.run_whole = self._step.run_blocks, self._step.run_whole
         self._kinds = {window: self._add(window, each) for window, each in items.items()}
 
     def go_on(self, positions: Tensor, offsets: Tensor) -> None:
@@ -74,12 +72,11 @@ class Step:
         rows = self.q_shape[0]
         check("positions", positions, torch.int64, (rows,))
         check("offsets", offsets, torch.int32, (rows,))
-        self._step.go_on(positions.data_ptr(), offsets.data_ptr(), torch.get_num_threads())
-        self._places = (positions, offsets)
+        self.in_cpp.go_on(positions.data_ptr(), offsets.data_ptr(), torch.get_num_threads())
 
     def _add(self, window: int | None, items: Tensor) -> int:
         check("items", items, torch.int32, (items.shape[0], 4))
-        kind: int = self._step.add_items(items.data_ptr(), items.shape[0], window or 0)
+        kind: int = self.in_cpp.add_items(items.data_ptr(), items.shape[0], window or 0)
         return kind
 
     def __call__(self, k_pool: Tensor, v_pool: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -92,7 +89,7 @@ class Step:
         q_stride = self._row_stride("q", q, self.q_shape)
         k_stride, v_stride = self._row_stride("k", k, self.kv_shape), self._row_stride("v", v, self.kv_shape)
         out = torch.empty(self.q_shape, dtype=self.dtype)
-        self._step.run(
+        self.in_cpp.run(
             self._kinds[window], q.data_ptr(), q_stride, k.data_ptr(), k_stride, v.data_ptr(), v_stride,
             k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr(),
         )  # fmt: skip
@@ -135,22 +132,7 @@ class StepOver:
         check("qkv", qkv, self.step.dtype, (rows, heads + 2 * kv_heads, dim))
         check("x", x, self.step.dtype, (rows, x.shape[-1]))
         attended = torch.empty(self.step.q_shape, dtype=self.step.dtype)
-        self.step.run_blocks(
+        self.step.in_cpp.run_blocks(
             list(blocks), self.kinds, self.pools.k, self.pools.v, x.data_ptr(), *turn, qkv.data_ptr(),
             attended.data_ptr(), scratch.data_ptr(), rows, threads,
-        )  # fmt: skip
-
-    def run_whole(
-        self,
-        ends: Any,
-        blocks: Sequence[Any],
-        tokens: Tensor,
-        turns: tuple[int, int, int],
-        scratch: Tensor,
-        logits: Tensor,
-    ) -> None:
-        """All layers, with what is before and after them: see kernels.whole. turns: address, positions and width."""
-        self.step.run_whole(
-            ends, blocks, self.kinds, self.pools.k, self.pools.v, tokens.data_ptr(), *turns, scratch.data_ptr(),
-            logits.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip

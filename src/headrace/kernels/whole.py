@@ -6,7 +6,8 @@ of one call after another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,17 @@ from headrace.kernels import block
 from headrace.kernels.extension import check, require
 from headrace.kernels.ops import Weight
 from headrace.kernels.step import StepOver
+
+
+class Greatest(NamedTuple):
+    """The greatest logit of each row, and the first token that has it. NaN is above all."""
+
+    values: list[float]
+    tokens: list[int]
+
+    def of(self, rows: Sequence[int]) -> Greatest:
+        """Those of some rows."""
+        return Greatest([self.values[row] for row in rows], [self.tokens[row] for row in rows])
 
 
 class Ends:
@@ -29,27 +41,44 @@ class Ends:
         check("embed.weight", embed, torch.bfloat16, (len(embed), shape.hidden))
         norm, matrix = block.norm_of(shape, weights, "final_norm"), (head.shape[0], shape.hidden)
         self.width = head.shape[0]
-        self._ends = require().Ends(
+        self.in_cpp = require().Ends(
             embed.data_ptr(), len(embed), norm, shape.eps, block.matrix_of(weights, matrices, "head", matrix)
         )
         # The addresses are theirs.
         self._keep = (embed, head, *(weights.get(f"final_norm.{kind}") for kind in ("weight", "bias")))
 
-    def run(self, blocks: block.Blocks, tokens: Tensor, turns: Tensor | None, over: StepOver) -> Tensor:
-        """tokens int64 [T] -> logits fp32 [T, V], with these layers in between.
 
-        turns [positions, N] fp32: the rotation of each position (see ops.rotary), None for none. Raises ValueError for
-        tokens and positions that are in no table, and for a step of another model.
-        """
+class WholeStep:
+    """A step from its tokens to its logits, and the steps behind it in which every row goes on by one position.
+
+    turns [positions, N] fp32: the rotation of each position (see ops.rotary), None for none. Raises ValueError for a
+    step of another model.
+    """
+
+    def __init__(self, ends: Ends, blocks: block.Blocks, over: StepOver, turns: Tensor | None) -> None:
         spec, (rows, heads, dim) = blocks.shape.attention, over.step.q_shape
         ours = (len(blocks.blocks), spec.heads, spec.kv_heads, spec.head_dim)
         theirs = (len(over.kinds), heads, over.step.kv_shape[1], dim)
         if ours != theirs:
             raise ValueError(f"the step is of (layers, heads, KV heads, head size) {theirs}, the model of {ours}")
-        check("tokens", tokens, torch.int64, (rows,))
         count = 0 if turns is None else len(turns)
         table, width = blocks.turn_of(turns, count)
-        scratch = torch.empty(require().whole_scratch(blocks.blocks[0], width, rows), dtype=torch.bfloat16)
-        logits = torch.empty((rows, self.width))
-        over.run_whole(self._ends, blocks.blocks, tokens, (table, count, width), scratch, logits)
-        return logits
+        self._step, pools = over.step.in_cpp, over.pools
+        self._whole = require().Whole(
+            ends.in_cpp, blocks.blocks, self._step, over.kinds, pools.k, pools.v, table, count, width
+        )
+        self._keep = (ends, blocks, over, turns)  # what the C++ object refers to
+        self.logits = torch.empty((rows, ends.width))
+        self._scratch = torch.empty(self._whole.scratch(), dtype=torch.bfloat16)
+        self._addresses = (self._scratch.data_ptr(), self.logits.data_ptr())
+
+    def run(self, tokens: list[int]) -> Greatest:
+        """tokens [T] -> the greatest of what is in `logits` [T, V] then, until the next call. Raises ValueError for
+        tokens and positions that are in no table."""
+        return Greatest(*self._whole.run(tokens, *self._addresses, torch.get_num_threads()))
+
+    def run_next(self, tokens: list[int]) -> Greatest:
+        """`run` with every row at its next position, in the chunk in which it is. Raises ValueError too where one is
+        full."""
+        self._step.go_on_by_one(torch.get_num_threads())
+        return self.run(tokens)

@@ -255,10 +255,8 @@ class KVCache:
             self.parked.add(table)
 
     def _drop_from(self, table: Table, chunk: int) -> None:
-        for node in reversed(table.nodes[chunk:]):
+        for node in reversed(table.cut(chunk)):
             self.tree.release(node)
-        del table.nodes[chunk:]
-        table.length = min(table.length, chunk * CHUNK)
 
     def truncate(self, table: Table, chunk: int) -> None:
         """Before `commit`: gives up the chunks from `chunk` on, which what was to be stored in them never reached. None
@@ -299,9 +297,7 @@ class KVCache:
     def detach(self, table: Table, chunk: int, count: int) -> list[Node]:
         """Makes `count` attached chunks loose again; what follows them is given up."""
         self.truncate(table, chunk + count)
-        nodes = table.nodes[chunk:]
-        del table.nodes[chunk:]
-        table.length = chunk * CHUNK
+        nodes = table.cut(chunk)
         for node in nodes:
             node.writer = self
         self.loose.update(nodes)

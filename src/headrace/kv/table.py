@@ -19,11 +19,12 @@ class Table:
 
     coming: loose chunks (KVCache.take_loose) that are meant for it.
     place: may be set by whoever prepares a step: the owner of each block that begins, named by its first chunk.
+    changes: how often its chunks have changed.
     """
 
     __slots__ = (
-        "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "coming", "length", "nodes", "place",
-        "shares", "tokens",
+        "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "changes", "coming", "length", "nodes",
+        "place", "shares", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -32,6 +33,7 @@ class Table:
         self.tokens = tokens
         self.length = 0
         self.coming = 0
+        self.changes = 0
         self.nodes: list[Node] = []
         self.shares = shares
         self.place: Owners | None = None
@@ -79,7 +81,17 @@ class Table:
             self._slots = np.concatenate([self._slots, np.empty_like(self._slots)])
         self._slots[count] = node.slot
         self.nodes.append(node)
+        self.changes += 1
+
+    def cut(self, chunk: int) -> list[Node]:
+        """Takes away the chunks from `chunk` on, and returns them."""
+        gone = self.nodes[chunk:]
+        del self.nodes[chunk:]
+        self.length = min(self.length, chunk * CHUNK)
+        self.changes += 1
+        return gone
 
     def replace(self, chunk: int, node: Node) -> None:
         self.nodes[chunk] = node
         self._slots[chunk] = node.slot
+        self.changes += 1

@@ -20,13 +20,14 @@ from torch.nn import functional as F
 
 from headrace.config import Quantization
 from headrace.kernels import block, ops
-from headrace.kernels.whole import Ends
+from headrace.kernels.whole import Ends, WholeStep
 from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.rope import Rope
 from headrace.models.shards import Group, Share, Width
 from headrace.models.weights import LEARNED_OFFSET, Progress, load_weights
+from headrace.types import CHUNK
 
 if TYPE_CHECKING:
     from headrace.attention.execute import Attend
@@ -227,12 +228,20 @@ class Decoder:
         self, batch: TokenBatch, attend: Attend, rows: Tensor | None = None, watch: block.Watch | None = None
     ) -> Tensor:
         """Logits fp32 [T or n, V] of the batch: `logits` of `forward`, in one call where nobody looks on."""
-        over: StepOver | None = getattr(attend, "over", None)
-        seen = rows is not None or watch is not None
-        if over is None or seen or self._ends is None or not isinstance(self.layers, block.Blocks):
+        whole = self.prepare(batch.positions, attend) if rows is None and watch is None else None
+        if whole is None:
             return self.logits(self.forward(batch, attend, rows, watch))
-        turns = self.rope.table(batch.positions) if self.rope else None
-        return self._ends.run(self.layers, batch.token_ids, turns, over)
+        whole.run(batch.token_ids.tolist())
+        return whole.logits
+
+    def prepare(self, positions: Tensor, attend: Attend) -> WholeStep | None:
+        """The step of rows at these positions, int64 [T], in one call, and those behind it up to the ends of their
+        chunks; None where the model or `attend` needs more than one call."""
+        over: StepOver | None = getattr(attend, "over", None)
+        if over is None or self._ends is None or not isinstance(self.layers, block.Blocks):
+            return None
+        turns = self.rope.table(positions | CHUNK - 1) if self.rope else None
+        return WholeStep(self._ends, self.layers, over, turns)
 
     def forward(
         self, batch: TokenBatch, attend: Attend, rows: Tensor | None = None, watch: block.Watch | None = None
