@@ -212,21 +212,16 @@ template <typename Math> void attend_split(const Attend &a, const Cut &size) {
     part.to = each.of(i % size.blocks);
     attend_unit<Math>(part, size, i / size.blocks, i % size.blocks);
   }
-#pragma omp parallel num_threads(a.threads)
-  {
-    [[maybe_unused]] const typename Math::template Tiny<false> kept;
-#pragma omp for schedule(static) nowait
-    for (int64_t lane = 0; lane < a.rows * a.heads; ++lane) {
-      float m, l;
-      State mine{{arena(a.dim), &m, &l}};
-      mine.clear(0, a.dim);
-      for (int64_t block = 0; block < size.blocks; ++block) {
-        const Parts part = each.of(block).block;
-        mine.fold<Math>(0, {{part.acc + lane * a.dim, part.m + lane, part.l + lane}}, a.dim);
-      }
-      mine.write(0, a.dim, a.dim, static_cast<typename Math::Type *>(a.out) + lane * a.dim);
+  each_lane<Math>(a.rows * a.heads, size.blocks * a.dim, a.threads, [&](int64_t lane) {
+    float m, l;
+    State mine{{arena(a.dim), &m, &l}};
+    mine.clear(0, a.dim);
+    for (int64_t block = 0; block < size.blocks; ++block) {
+      const Parts part = each.of(block).block;
+      mine.fold<Math>(0, {{part.acc + lane * a.dim, part.m + lane, part.l + lane}}, a.dim);
     }
-  }
+    mine.write(0, a.dim, a.dim, static_cast<typename Math::Type *>(a.out) + lane * a.dim);
+  });
 }
 
 template <typename Math> void attend_by(const Attend &a) {

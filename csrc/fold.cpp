@@ -12,22 +12,11 @@ namespace headrace::HEADRACE_NS {
 
 namespace {
 
-constexpr int64_t WORTH_THREADS = 16384;  // elements
 constexpr double LOG_2 = 0.693147180559945309;
 
 // Natural logarithm of the sum of exponentials.
 float natural(float m, float l, bool base2) {
   return l == 0.0f ? -__builtin_inff() : static_cast<float>(m * (base2 ? LOG_2 : 1.0) + __builtin_log(l));
-}
-
-// f(lane) for all lanes, in the mode in which attention folds blocks.
-template <typename Math, typename F> void each_lane(int64_t lanes, int64_t dim, int threads, F f) {
-#pragma omp parallel num_threads(threads) if (lanes * dim > WORTH_THREADS)
-  {
-    [[maybe_unused]] const typename Math::template Tiny<false> kept;
-#pragma omp for schedule(static) nowait
-    for (int64_t lane = 0; lane < lanes; ++lane) f(lane);
-  }
 }
 
 template <typename Math, typename T> void finish_by(const Finish &f) {

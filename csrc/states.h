@@ -10,6 +10,18 @@ template <typename T> HEADRACE_INLINE void store_up_to(T *p, vf x, int64_t n) {
   n >= W ? store(p, x) : store_part(p, x, n);
 }
 
+constexpr int64_t WORTH_THREADS = 16384;  // elements
+
+// f(lane) for all lanes, each of which folds so many elements, in the mode in which attention folds blocks.
+template <typename Math, typename F> void each_lane(int64_t lanes, int64_t elements, int threads, F f) {
+#pragma omp parallel num_threads(threads) if (lanes * elements > WORTH_THREADS)
+  {
+    [[maybe_unused]] const typename Math::template Tiny<false> kept;
+#pragma omp for schedule(static) nowait
+    for (int64_t lane = 0; lane < lanes; ++lane) f(lane);
+  }
+}
+
 // acc [lanes, stride], m and l [lanes]. EMPTY is (0, -inf, 0).
 struct State : Parts {
   void clear(int64_t lane, int64_t stride) {
