@@ -8,9 +8,9 @@ Text between the markers `<!-- NAME -->` and `<!-- end -->` is replaced, the res
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,10 @@ Case = dict[str, Any]
 Result = dict[str, Any]
 
 
-def main(files: list[str]) -> None:
-    results = [json.loads(Path(file).read_text()) for file in files]
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json", help="what `headrace bench` wrote")
+    results = [json.loads(file.read_text()) for file in parser.parse_args(arguments).results]
     attention = [result for result in results if "name" in result["cases"][0]]
     engines = [result for result in results if "workload" in result["cases"][0]]
     cases = latest(attention)
@@ -176,4 +178,4 @@ def number(value: float | None) -> str | None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
