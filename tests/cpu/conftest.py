@@ -81,3 +81,11 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 @pytest.fixture(params=KINDS)
 def tokenizer(request: Any, tokenizers: dict[str, Tokenizer]) -> Tokenizer:
     return tokenizers[request.param]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import resource
 import time
@@ -101,6 +102,21 @@ def test_steps_that_go_on_have_the_bits_of_planned_ones(llm: LLM, monkeypatch: p
     monkeypatch.setattr(engine_runner, "_run_planned", forget)
     alone = answers()
     assert going.keys() == alone.keys() and all(torch.equal(going[key], alone[key]) for key in alone)
+
+
+def test_requests_that_have_ended_are_forgotten_at_once(llm: LLM) -> None:
+    """Without waiting for the collector of cycles, which comes late in a large heap."""
+    gc.collect()
+    gc.disable()
+    try:
+        llm.generate([list(range(10, 40)), list(range(20, 40))], replace(GREEDY, n=2))
+        llm.engine.add(Request("gone", [20] * 100, GREEDY, arrival_s=time.monotonic()))
+        llm.engine.step()
+        llm.engine.abort("gone")
+        kept = [type(each).__name__ for each in gc.get_objects() if type(each).__module__ == "headrace.engine.core"]
+    finally:
+        gc.enable()
+    assert set(kept) <= {"EngineCore"}
 
 
 def test_stop_string_is_cut_and_named(llm: LLM) -> None:

@@ -49,7 +49,7 @@ class _Active:
 
     request: Request
     seed: int
-    streams: list[_Stream] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
     unfinished: int = 0
     scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -106,12 +106,12 @@ class EngineCore:
         seed = request.params.seed
         active = _Active(request, self.loaded.config.seed + (self._order << 20) if seed is None else seed)
         for index in range(request.params.n):
-            active.streams.append(self._new_stream(active, index, want_logits))
+            active.sequences.append(self._new_sequence(active, index, want_logits))
         active.unfinished = request.params.n
         self._active[request.request_id] = active
         self._stats.prompt_tokens += len(request.prompt_token_ids)
 
-    def _new_stream(self, active: _Active, index: int, want_logits: bool) -> _Stream:
+    def _new_sequence(self, active: _Active, index: int, want_logits: bool) -> Sequence:
         request = active.request
         sequence = Sequence(request, index, self._order)
         sequence.wants_all_logits = want_logits or (request.params.prompt_logprobs is not None and index == 0)
@@ -119,10 +119,9 @@ class EngineCore:
         tokenizer, eos = self.loaded.tokenizer, self.loaded.capacity.eos_token_ids
         detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params, eos) if tokenizer else None
         history = History(request.prompt_token_ids) if needs_history(request.params) else None
-        stream = _Stream(sequence, active, detokenizer, history, is_plain(request.params))
-        self._streams[sequence] = stream
+        self._streams[sequence] = _Stream(sequence, active, detokenizer, history, is_plain(request.params))
         self.scheduler.add(sequence)
-        return stream
+        return sequence
 
     def _open_table(self, sequence: Sequence) -> Table:
         request, model = sequence.request, self.loaded.decoder.config
@@ -141,9 +140,9 @@ class EngineCore:
         active = self._active.pop(request_id, None)
         if active is None:
             return False
-        for stream in active.streams:
-            if stream.sequence in self._streams:
-                self._drop(stream.sequence)
+        for sequence in active.sequences:
+            if sequence in self._streams:
+                self._drop(sequence)
         self._stats.finished_abort += 1
         return True
 
@@ -213,7 +212,8 @@ class EngineCore:
                 continue
             logits = computed.logits[span.start : span.stop]
             if self.on_logits is not None:
-                self.on_logits(part.sequence, part.end - len(logits), logits.clone())
+                # Logits that came with their greatest ones are overwritten by the next step.
+                self.on_logits(part.sequence, part.end - len(logits), logits.clone() if computed.greatest else logits)
             if wanted:
                 self._note_prompt_logprobs(part, logits)
 
@@ -259,7 +259,7 @@ class EngineCore:
         """Aborts a request whose logits nothing can be chosen from; all others go on."""
         log.error("request %s aborted: %s", request_id, reason)
         active = self._active[request_id]
-        open_ones = [stream.sequence.index for stream in active.streams if stream.sequence in self._streams]
+        open_ones = [sequence.index for sequence in active.sequences if sequence in self._streams]
         self.abort(request_id)
         deltas = [Delta(request_id, index, finish_reason="abort", stop_reason=reason) for index in open_ones]
         deltas[-1].metrics = self._metrics(active, time.monotonic())
@@ -338,12 +338,12 @@ class EngineCore:
             e2e_s=now - arrival,
             queue_s=(active.scheduled_s or now) - arrival,
             prompt_tokens=len(active.request.prompt_token_ids),
-            cached_tokens=active.streams[0].sequence.cached_tokens,
+            cached_tokens=active.sequences[0].cached_tokens,
             output_tokens=active.output_tokens,
-            strategy=active.streams[0].sequence.strategy,
-            strategy_reason=active.streams[0].sequence.strategy_reason,
-            restored_tokens=active.streams[0].sequence.restored_tokens,
-            restore_reason=active.streams[0].sequence.restore_reason,
+            strategy=active.sequences[0].strategy,
+            strategy_reason=active.sequences[0].strategy_reason,
+            restored_tokens=active.sequences[0].restored_tokens,
+            restore_reason=active.sequences[0].restore_reason,
         )
 
     def stats(self) -> EngineStats:

@@ -14,7 +14,7 @@ from headrace.models.decoder import Decoder, TokenBatch
 
 
 class Replay:
-    """`Decoder.step` for one step after another on a CUDA device."""
+    """`Decoder.forward` and `logits` for one step after another on a CUDA device."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder

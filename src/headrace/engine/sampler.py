@@ -151,7 +151,7 @@ def sample(
 
     Raises BadLogits (a FloatingPointError naming the row) for NaN, infinity, or nothing left to choose.
     """
-    if greatest is None and (logits.ndim != 2 or len(logits) != len(inputs)):
+    if (greatest is None and logits.ndim != 2) or len(greatest.values if greatest else logits) != len(inputs):
         raise ValueError(f"{len(inputs)} inputs need logits [{len(inputs)}, V], got {list(logits.shape)}")
     chosen = [None if item is None or (is_plain(item.params) and not item.forbidden) else item for item in inputs]
     values, best = greatest or (_greatest(logits) if None in chosen else ([], []))

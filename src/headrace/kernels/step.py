@@ -59,7 +59,7 @@ class Step:
         check("offsets", offsets, torch.int32, (rows,))
         if bias is not None:
             check("bias", bias, torch.float32, (heads, bias.shape[-1]))
-        self.in_cpp: Any = require().Step(
+        self.handle: Any = require().Step(
             TYPES[dtype], positions.data_ptr(), slots.data_ptr(), offsets.data_ptr(),
             0 if bias is None else bias.data_ptr(), 0 if bias is None else bias.shape[-1], rows, heads, kv_heads, dim,
             slot_count, scale, torch.get_num_threads(),
@@ -72,11 +72,11 @@ class Step:
         rows = self.q_shape[0]
         check("positions", positions, torch.int64, (rows,))
         check("offsets", offsets, torch.int32, (rows,))
-        self.in_cpp.go_on(positions.data_ptr(), offsets.data_ptr(), torch.get_num_threads())
+        self.handle.go_on(positions.data_ptr(), offsets.data_ptr(), torch.get_num_threads())
 
     def _add(self, window: int | None, items: Tensor) -> int:
         check("items", items, torch.int32, (items.shape[0], 4))
-        kind: int = self.in_cpp.add_items(items.data_ptr(), items.shape[0], window or 0)
+        kind: int = self.handle.add_items(items.data_ptr(), items.shape[0], window or 0)
         return kind
 
     def __call__(self, k_pool: Tensor, v_pool: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -89,7 +89,7 @@ class Step:
         q_stride = self._row_stride("q", q, self.q_shape)
         k_stride, v_stride = self._row_stride("k", k, self.kv_shape), self._row_stride("v", v, self.kv_shape)
         out = torch.empty(self.q_shape, dtype=self.dtype)
-        self.in_cpp.run(
+        self.handle.run(
             self._kinds[window], q.data_ptr(), q_stride, k.data_ptr(), k_stride, v.data_ptr(), v_stride,
             k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr(),
         )  # fmt: skip
@@ -132,7 +132,7 @@ class StepOver:
         check("qkv", qkv, self.step.dtype, (rows, heads + 2 * kv_heads, dim))
         check("x", x, self.step.dtype, (rows, x.shape[-1]))
         attended = torch.empty(self.step.q_shape, dtype=self.step.dtype)
-        self.step.in_cpp.run_blocks(
+        self.step.handle.run_blocks(
             list(blocks), self.kinds, self.pools.k, self.pools.v, x.data_ptr(), *turn, qkv.data_ptr(),
             attended.data_ptr(), scratch.data_ptr(), rows, threads,
         )  # fmt: skip

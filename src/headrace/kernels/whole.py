@@ -41,7 +41,7 @@ class Ends:
         check("embed.weight", embed, torch.bfloat16, (len(embed), shape.hidden))
         norm, matrix = block.norm_of(shape, weights, "final_norm"), (head.shape[0], shape.hidden)
         self.width = head.shape[0]
-        self.in_cpp = require().Ends(
+        self.handle = require().Ends(
             embed.data_ptr(), len(embed), norm, shape.eps, block.matrix_of(weights, matrices, "head", matrix)
         )
         # The addresses are theirs.
@@ -63,9 +63,9 @@ class WholeStep:
             raise ValueError(f"the step is of (layers, heads, KV heads, head size) {theirs}, the model of {ours}")
         count = 0 if turns is None else len(turns)
         table, width = blocks.turn_of(turns, count)
-        self._step, pools = over.step.in_cpp, over.pools
+        self._step, pools = over.step.handle, over.pools
         self._whole = require().Whole(
-            ends.in_cpp, blocks.blocks, self._step, over.kinds, pools.k, pools.v, table, count, width
+            ends.handle, blocks.blocks, self._step, over.kinds, pools.k, pools.v, table, count, width
         )
         self._keep = (ends, blocks, over, turns)  # what the C++ object refers to
         self.logits = torch.empty((rows, ends.width))
@@ -79,6 +79,6 @@ class WholeStep:
 
     def run_next(self, tokens: list[int]) -> Greatest:
         """`run` with every row at its next position, in the chunk in which it is. Raises ValueError too where one is
-        full."""
+        full. After any error begin with a new step: rows may have gone on."""
         self._step.go_on_by_one(torch.get_num_threads())
         return self.run(tokens)

@@ -224,23 +224,14 @@ class Decoder:
             return None
         return Ends(self.layers.shape, self.weights, self.matrices)
 
-    def step(
-        self, batch: TokenBatch, attend: Attend, rows: Tensor | None = None, watch: block.Watch | None = None
-    ) -> Tensor:
-        """Logits fp32 [T or n, V] of the batch: `logits` of `forward`, in one call where nobody looks on."""
-        whole = self.prepare(batch.positions, attend) if rows is None and watch is None else None
-        if whole is None:
-            return self.logits(self.forward(batch, attend, rows, watch))
-        whole.run(batch.token_ids.tolist())
-        return whole.logits
-
     def prepare(self, positions: Tensor, attend: Attend) -> WholeStep | None:
-        """The step of rows at these positions, int64 [T], in one call, and those behind it up to the ends of their
-        chunks; None where the model or `attend` needs more than one call."""
+        """The step of rows at these positions, int64 [T], from tokens to logits in one call, and those behind it up to
+        the ends of their chunks: the bits of `forward` and `logits`. None where the model or `attend` needs more than one
+        call."""
         over: StepOver | None = getattr(attend, "over", None)
         if over is None or self._ends is None or not isinstance(self.layers, block.Blocks):
             return None
-        turns = self.rope.table(positions | CHUNK - 1) if self.rope else None
+        turns = self.rope.table(positions | (CHUNK - 1)) if self.rope else None
         return WholeStep(self._ends, self.layers, over, turns)
 
     def forward(
