@@ -226,8 +226,8 @@ class Decoder:
 
     def prepare(self, positions: Tensor, attend: Attend) -> WholeStep | None:
         """The step of rows at these positions, int64 [T], from tokens to logits in one call, and those behind it up to
-        the ends of their chunks: the bits of `forward` and `logits`. None where the model or `attend` needs more than one
-        call."""
+        the ends of their chunks: the bits of `forward` and `logits`. None where the model or `attend` needs more.
+        """
         over: StepOver | None = getattr(attend, "over", None)
         if over is None or self._ends is None or not isinstance(self.layers, block.Blocks):
             return None
