@@ -10,7 +10,6 @@ from collections.abc import Sequence as Seq
 
 from headrace.engine.sequence import Slice
 from headrace.kernels.whole import Greatest, WholeStep
-from headrace.types import CHUNK
 
 
 class Going:
@@ -28,20 +27,20 @@ class Going:
         for part in slices:
             table = part.sequence.table
             assert table is not None, "a scheduled sequence has a table"
-            self._known.append((part.sequence, table, table.changes, part.start))
+            self._known.append((table, table.changes, part.start))
         self._steps = 0
-        self._left = CHUNK - 1 - max(part.start % CHUNK for part in slices)
 
     def tokens(self, slices: Seq[Slice]) -> list[int] | None:
         """The next step's tokens in the order of its rows; None if it does not go on from the one before."""
-        step = self._steps + 1
-        if step > self._left or len(slices) != len(self._known):
+        if len(slices) != len(self._known):
             return None
+        step = self._steps + 1
         tokens = []
-        for (sequence, start, length), (known, table, changes, first) in zip(slices, self._known, strict=True):
-            if sequence is not known or start != first + step or length != 1:
+        for (sequence, start, length), (table, changes, first) in zip(slices, self._known, strict=True):
+            # A table belongs to one sequence, and changes where a chunk begins.
+            if sequence.table is not table or table.changes != changes:
                 return None
-            if sequence.table is not table or table.changes != changes or len(sequence.tokens) != start + 1:
+            if start != first + step or length != 1 or len(sequence.tokens) != start + 1:
                 return None
             tokens.append(sequence.tokens[start])
         return [tokens[i] for i in self._order]
