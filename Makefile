@@ -10,7 +10,7 @@ AT_ONCE ?= 2# tests that run at the same time
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-sanitize test-arm lint bench bench-peers gpu-check train-tiny clean
+.PHONY: help install demo test test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ test-sanitize: $(READY) ## kernel tests under the address, undefined-behaviour a
 
 test-arm: $(READY) ## kernel tests on kernels built for 64-bit ARM, emulated (Debian; an hour)
 	@$(BIN)/python tools/arm/run.py
+
+fuzz: $(READY) ## attack every door with seeded nonsense (5 minutes; FUZZ_SECONDS=60 FUZZ_SEED=2 for others)
+	@$(BIN)/python -m tools.fuzz.run --seconds $(or $(FUZZ_SECONDS),300) --seed $(or $(FUZZ_SEED),1)
 
 lint: $(READY) ## ruff (rules and format) and mypy
 	@$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Tests are sorted by what they need: unit (no torch), cpu (torch, one process), dist (processes), gpu (CUDA)."""
+"""Tests are sorted by what they need: unit (no torch), cpu (torch, one process), processes (several), gpu (CUDA)."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         folder = item.path.relative_to(here).parts[0]
-        if folder in ("unit", "cpu", "dist", "gpu"):
+        if folder in ("unit", "cpu", "processes", "gpu"):
             item.add_marker(folder)

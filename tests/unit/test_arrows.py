@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.unit
 
 SOURCE = Path(__file__).parents[2] / "src"
-BASE = {"types", "config"}
+BASE = {"types", "config", "logs", "files"}
 CORE = BASE | {"memory", "kv", "attention.state", "attention", "kernels"}
 BELOW_ENGINE = CORE | {"models", "parallel", "recompute", "planner", "assets"}
 
@@ -22,6 +22,8 @@ MAY_IMPORT = {
     "types": set(),
     "config": {"types"},
     "memory": set(),
+    "logs": set(),
+    "files": set(),
     "assets": BASE,
     "kv": BASE | {"memory"},
     "kernels": BASE | {"memory", "attention.state"},

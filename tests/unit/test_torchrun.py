@@ -1,4 +1,4 @@
-"""What torchrun says in the environment, and what follows. Serving as a worker: tests/dist/test_server_ranks."""
+"""What torchrun says in the environment, and what follows. Serving as a worker: tests/processes/test_server_ranks."""
 
 from __future__ import annotations
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from headrace import logs
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -25,12 +26,7 @@ def set_debug(on: bool) -> None:
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
-    logging.basicConfig(
-        level=logging.DEBUG if _debug else level,
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
+    logs.to_stderr(logging.DEBUG if _debug else level)
     for noisy in ("asyncio", "httpx", "httpcore", "httpx2", "openai"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 

@@ -10,9 +10,9 @@ import torch
 
 from headrace.parallel.group import Group
 from headrace.parallel.transport import Tag
-from tests.dist import fake_rank
-from tests.dist.fake_rank import MANY, message, step
-from tests.dist.groups import collect, echoes, importable, listening, opened
+from tests.processes import fake_rank
+from tests.processes.fake_rank import MANY, message, step
+from tests.processes.groups import collect, echoes, importable, listening, opened
 
 __all__ = ["importable"]
 

@@ -17,7 +17,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from tests.cpu.test_server import PROMPT, TEXT, Process, process, text, until
-from tests.dist.groups import runs
+from tests.processes.groups import runs
 from tests.unit.fake_server import check_refusal
 
 LONG = [(i * 37 + i // 61) % 1900 + 50 for i in range(5000)]
@@ -148,7 +148,7 @@ def test_under_torchrun(tmp_path: Any, right: list[list[int]]) -> None:
 
 SCRIPT = """
 from headrace import LLM, SamplingParams
-from tests.dist.test_server_ranks import LONG
+from tests.processes.test_server_ranks import LONG
 llm = LLM("tiny", context_parallel_size=2, kv_cache_tokens=16384)
 out = llm.generate([LONG], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))[0]
 print("seen", out.outputs[0].token_ids, out.metrics.strategy)

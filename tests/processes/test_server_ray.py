@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 
 from tests.cpu.test_server import process, until
-from tests.dist.groups import runs
-from tests.dist.test_server_ranks import CHAIN, answers, right
-from tests.dist.test_started_elsewhere import cluster
+from tests.processes.groups import runs
+from tests.processes.test_server_ranks import CHAIN, answers, right
+from tests.processes.test_started_elsewhere import cluster
 
 __all__ = ["cluster", "right"]
 

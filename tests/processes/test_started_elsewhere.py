@@ -15,9 +15,9 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.parallel.launch import open_group
 from headrace.parallel.transport import RankLost
-from tests.dist import fake_rank
-from tests.dist.fake_rank import step
-from tests.dist.groups import MAKER, ROOT, echoes, importable, opened
+from tests.processes import fake_rank
+from tests.processes.fake_rank import step
+from tests.processes.groups import MAKER, ROOT, echoes, importable, opened
 
 __all__ = ["importable"]
 
@@ -28,7 +28,7 @@ def torchrun(processes: int, **environment: str) -> subprocess.CompletedProcess[
         for name, value in environment.items():
             patch.setenv(name, value)
         return subprocess.run(
-            [*command, str(processes), str(ROOT / "tests/dist/rank_program.py")], capture_output=True, text=True
+            [*command, str(processes), str(ROOT / "tests/processes/rank_program.py")], capture_output=True, text=True
         )
 
 
@@ -85,7 +85,7 @@ def test_torchrun_on_two_hosts(hosts: list[list[str]], secret: str | None, told:
         environment = {**os.environ, "HEADRACE_RANK_INTERFACE": f"10.77.0.{i + 1}"}
         environment |= {"HEADRACE_RANK_SECRET": secret} if secret else {}
         command = f"-m torch.distributed.run --nnodes 2 --node-rank {i} --nproc-per-node 1 --master-addr 10.77.0.1"
-        words = [*enter, sys.executable, *command.split(), str(ROOT / "tests/dist/rank_program.py")]
+        words = [*enter, sys.executable, *command.split(), str(ROOT / "tests/processes/rank_program.py")]
         started.append(
             subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         )

@@ -15,10 +15,10 @@ from headrace.config import EngineConfig
 from headrace.parallel.group import Group
 from headrace.parallel.launch import open_group
 from headrace.parallel.transport import Tag
-from tests.dist.fake_rank import ECHO, MANY, message, step
+from tests.processes.fake_rank import ECHO, MANY, message, step
 
 ROOT = Path(__file__).parents[2]
-MAKER = "tests.dist.fake_rank:FakeRank"
+MAKER = "tests.processes.fake_rank:FakeRank"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,9 +16,9 @@ from headrace.config import EngineConfig
 from headrace.parallel.crew import Process
 from headrace.parallel.launch import open_group, spawn
 from headrace.parallel.transport import RankLost, Tag
-from tests.dist import fake_rank
-from tests.dist.fake_rank import step
-from tests.dist.groups import importable, opened, runs, until
+from tests.processes import fake_rank
+from tests.processes.fake_rank import step
+from tests.processes.groups import importable, opened, runs, until
 
 __all__ = ["importable"]
 
@@ -83,11 +83,11 @@ def test_maker_that_is_not_there() -> None:
     code = """if True:
         from headrace.config import EngineConfig
         from headrace.parallel.launch import open_group
-        group = open_group(EngineConfig(context_parallel_size=2), "tests.dist.fake_rank:nothing")
+        group = open_group(EngineConfig(context_parallel_size=2), "tests.processes.fake_rank:nothing")
         group.crew.wait_ready()
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "RankLost: rank 1 failed: ValueError: no function 'nothing' in tests.dist.fake_rank" in done.stderr
+    assert "RankLost: rank 1 failed: ValueError: no function 'nothing' in tests.processes.fake_rank" in done.stderr
 
 
 def test_worker_with_a_wrong_secret(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +96,7 @@ def test_worker_with_a_wrong_secret(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
     monkeypatch.setattr("headrace.parallel.launch.spawn", spawn_with_another)
     with pytest.raises(RankLost, match=r"rank 1 is gone before it came: its process .* ended with status 1"):
-        open_group(EngineConfig(context_parallel_size=2), "tests.dist.fake_rank:FakeRank")
+        open_group(EngineConfig(context_parallel_size=2), "tests.processes.fake_rank:FakeRank")
     assert "the other side does not know the secret" in caplog.text
 
 
@@ -105,8 +105,8 @@ def test_workers_end_with_their_driver() -> None:
     code = f"""if True:
         import time
         from headrace.config import EngineConfig
-        from tests.dist.groups import MAKER, open_group
-        from tests.dist.fake_rank import step
+        from tests.processes.groups import MAKER, open_group
+        from tests.processes.fake_rank import step
         group = open_group(EngineConfig(context_parallel_size=3), MAKER)
         group.crew.wait_ready()
         group.crew.send(step(1, {fake_rank.WAIT_FOR}, 1))

@@ -1,0 +1,48 @@
+"""Foreign text in the log stays within its line."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.logs import MOST_IN_LINE, LineFormatter, shown
+
+pytestmark = pytest.mark.unit
+
+
+def logged(message: str, *arguments: object, error: Exception | None = None) -> str:
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(LineFormatter())
+    handler.handle(logging.makeLogRecord({"msg": message, "args": arguments, "levelname": "INFO",
+                                          "exc_info": error and (type(error), error, None)}))  # fmt: skip
+    return out.getvalue()
+
+
+@given(st.text(), st.integers(1, 300))
+def test_shown_is_printable_and_short(text: str, most: int) -> None:
+    told = shown(text, most)
+    assert told.isprintable()
+    assert told == text if text.isprintable() and len(text) <= most else len(told) <= most + 40
+
+
+@pytest.mark.parametrize(
+    "text", ["a\n12:00:00 INFO forged", "\x1b[2J", "\u202egnp.exe", "\u2028", "\r", "\ud800", "\x85"]
+)
+def test_a_message_is_one_line(text: str) -> None:
+    line = logged("server said: %s", text)
+    assert line.endswith("\n") and line[:-1].isprintable()
+
+
+def test_a_long_message_is_cut() -> None:
+    assert len(logged("%s", "x" * 10**6)) < MOST_IN_LINE + 100
+
+
+def test_a_traceback_cannot_begin_a_line_of_ours() -> None:
+    lines = logged("failed", error=ValueError("a\n12:00:00 INFO forged")).splitlines()
+    assert lines[0].endswith("failed") and len(lines) > 1
+    assert all(line.startswith("    ") for line in lines[1:])
