@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+HERE = Path(__file__).parent
+FOLDERS = ("unit", "cpu", "processes", "gpu")
 
 # Idle threads sleep instead of spinning: on a busy machine a spinning team takes the cores from whoever has work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -16,9 +20,22 @@ if not Path("/dev/nvidiactl").exists():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test by its folder."""
-    here = Path(__file__).parent
+    """Marks each test by its folder. Tests of processes come first, and one after another: each starts several, with
+    time limits of their own, so that no two of them may share the machine (`--dist loadgroup`)."""
     for item in items:
-        folder = item.path.relative_to(here).parts[0]
-        if folder in ("unit", "cpu", "processes", "gpu"):
+        folder = item.path.relative_to(HERE).parts[0]
+        if folder in FOLDERS:
             item.add_marker(folder)
+        if folder == "processes":
+            item.add_marker(pytest.mark.xdist_group("processes"))
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests of each folder passed: a folder that is not collected is missed by no other figure."""
+    outcomes = {name: terminalreporter.stats.get(name, []) for name in ("passed", "failed", "error", "skipped")}
+    counts = {name: Counter(report.nodeid.split("/")[1] for report in reports) for name, reports in outcomes.items()}
+    for folder in FOLDERS:
+        told = ", ".join(f"{count[folder]} {name}" for name, count in counts.items() if count[folder])
+        if told:
+            terminalreporter.write_line(f"tests/{folder}: {told}")

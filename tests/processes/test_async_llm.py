@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from headrace import LLM, AsyncLLM, InvalidRequest, SamplingParams
 from headrace.config import EngineConfig
+from headrace.engine import async_llm, process
 from headrace.types import Delta, EngineDead, Overloaded
 
 CONFIG = EngineConfig(model="tiny", kv_cache_tokens=20_000, max_batch_tokens=256, max_queued_requests=8)
@@ -152,7 +153,8 @@ async def test_engine_that_hangs_when_idle_is_noticed() -> None:
         await llm.shutdown()
 
 
-async def test_engine_that_hangs_while_loading_is_noticed() -> None:
+async def test_engine_that_hangs_while_loading_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_llm, "LOADING_S", 3.0)
     llm = AsyncLLM(replace(CONFIG, engine_timeout_s=1.0))
 
     def stop(done: int, total: int) -> None:
@@ -163,6 +165,27 @@ async def test_engine_that_hangs_while_loading_is_noticed() -> None:
         await asyncio.wait_for(llm.start(stop), 60)
         await asyncio.wait_for(collect(llm.generate("late", LONG)), 20)  # it was ready before the signal reached it
     await llm.shutdown()
+
+
+async def test_engine_that_never_says_a_word_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_llm, "LOADING_S", 1.0)
+    start = process.start
+    monkeypatch.setattr(process, "start", lambda command, link: start(["/bin/sleep", "600"], link))
+    llm = AsyncLLM(CONFIG)
+    with pytest.raises(EngineDead, match="hung: no sign of life for 10 s"):
+        await asyncio.wait_for(llm.start(), 100)
+
+
+async def test_loading_may_take_longer_than_a_serving_engine_may_be_silent() -> None:
+    """With a timeout that no import of torch stays below, the engine becomes ready; from then on the timeout holds."""
+    llm = AsyncLLM(replace(CONFIG, engine_timeout_s=0.05))
+    try:
+        await asyncio.wait_for(llm.start(), 100)
+        assert llm.process_id is not None
+        os.kill(llm.process_id, signal.SIGSTOP)
+        assert "hung" in await asyncio.wait_for(llm.wait_dead(), 100)
+    finally:
+        await llm.shutdown()
 
 
 async def test_time_in_which_we_stood_still_is_no_silence_of_the_engine() -> None:

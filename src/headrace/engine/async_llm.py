@@ -32,6 +32,10 @@ Item = Delta | Exception
 PING_S = 1.0
 """Seconds between pings; less where the timeout is short."""
 
+LOADING_S = 120.0
+"""Least silence of an engine that is loading after which it counts as hung: what it imports and maps may hold up all of
+its threads, and a timeout chosen for a serving engine would kill one that has just begun."""
+
 
 class AsyncLLM:
     """An engine process and its queue.
@@ -56,7 +60,7 @@ class AsyncLLM:
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._silence_s: float | None = None
+        self._silence_s = 0.0
         self._dead = asyncio.Event()
         self._closing = False
         self._streams: dict[str, asyncio.Queue[Item]] = {}
@@ -128,20 +132,23 @@ class AsyncLLM:
         self._die(reason)
 
     async def _keep_watch(self, engine: process.Process) -> None:
-        """Pings the engine process and kills it after engine_timeout_s of silence.
+        """Pings the engine process and kills it after engine_timeout_s of silence, LOADING_S at least until ready.
 
-        Silence is counted from its first word on, since what it imports before may hold up all of its threads, and in
-        our own ticks, so that time in which this process stood still does not count.
+        Silence is counted in our own ticks, so that time in which this process stood still does not count.
         """
         tick_s = min(PING_S, self.config.engine_timeout_s / 4)
-        while self._silence_s is None or self._silence_s < self.config.engine_timeout_s:
+        while self._silence_s < self._most_silence_s:
             self._send(m.Ping())
             await asyncio.sleep(tick_s)
-            if self._silence_s is not None:
-                self._silence_s += tick_s
+            self._silence_s += tick_s
         if self.failure is None:
-            self.failure = f"the engine process hung: no sign of life for {self.config.engine_timeout_s:g} s"
+            self.failure = f"the engine process hung: no sign of life for {self._most_silence_s:g} s"
         process.kill(engine)  # the end of the socket does the rest
+
+    @property
+    def _most_silence_s(self) -> float:
+        limit = self.config.engine_timeout_s
+        return max(limit, LOADING_S) if self._capacity is None else limit
 
     async def _receive(self, reader: asyncio.StreamReader) -> m.FromEngine | None:
         """The next message, None at the end. Each is a sign of life."""

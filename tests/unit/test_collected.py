@@ -1,0 +1,48 @@
+"""No test file lies where pytest does not look, as once in a folder called dist, which it leaves out by default."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).parents[2]
+VISIT = """
+import sys, pytest
+
+class Empty(pytest.File):
+    def collect(self):
+        print("visited", self.path)
+        return []
+
+class Visits:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makemodule(self, module_path, parent):
+        return Empty.from_parent(parent, path=module_path)
+
+pytest.main(["--collect-only", "--noconftest", "-qqs", "-c", sys.argv[1], sys.argv[2]], [Visits()])
+"""
+
+
+def visited(tests: Path) -> set[Path]:
+    """Files that pytest takes for tests, by this project's settings. None is imported."""
+    command = [sys.executable, "-c", VISIT, str(ROOT / "pyproject.toml"), str(tests)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return {Path(line.removeprefix("visited ")) for line in done.stdout.splitlines() if line.startswith("visited ")}
+
+
+def test_every_test_file_is_collected() -> None:
+    there = set((ROOT / "tests").glob("**/test_*.py"))
+    assert len(there) > 90
+    assert visited(ROOT / "tests") == there
+
+
+def test_a_folder_that_is_left_out_would_be_noticed(tmp_path: Path) -> None:
+    for name in ("cpu", "dist"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "test_x.py").touch()
+    assert visited(tmp_path) == {tmp_path / "cpu" / "test_x.py"}
