@@ -34,7 +34,7 @@ demo: $(READY) ## answer real requests on the shipped model and show what the ca
 	@$(BIN)/python -m headrace.cli.main demo
 
 test: $(READY) ## all tests
-	@$(BIN)/python -m pytest -n $(AT_ONCE) --dist loadgroup
+	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.scheduling
 
 test-sanitize: $(READY) ## kernel tests under the address, undefined-behaviour and thread sanitizers (GCC)
 	@$(BIN)/python tools/sanitize/run.py

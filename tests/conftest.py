@@ -20,14 +20,11 @@ if not Path("/dev/nvidiactl").exists():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test by its folder. Tests of processes come first, and one after another: each starts several, with
-    time limits of their own, so that no two of them may share the machine (`--dist loadgroup`)."""
+    """Marks each test by its folder. Tests of processes come first, since they take longest."""
     for item in items:
         folder = item.path.relative_to(HERE).parts[0]
         if folder in FOLDERS:
             item.add_marker(folder)
-        if folder == "processes":
-            item.add_marker(pytest.mark.xdist_group("processes"))
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
 
 

@@ -43,7 +43,7 @@ def one_line_errors() -> Iterator[None]:
     except Exception as error:
         if _debug:
             raise
-        told = " ".join(str(error).split()) or type(error).__name__
+        told = logs.shown(" ".join(str(error).split()) or type(error).__name__, logs.MOST_IN_LINE)
         err.print(f"headrace: {told}", style="red", markup=False)
         raise typer.Exit(BAD_INPUT if isinstance(error, ValueError) else FAILURE) from None
 
