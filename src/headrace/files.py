@@ -10,8 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
@@ -24,9 +24,9 @@ def read_own(path: Path, most: int) -> bytes:
     return _read(open_own(path), path, most)
 
 
-def open_given(path: Path) -> BinaryIO:
+def open_given(path: Path) -> FileIO:
     """Unbuffered. Raises OSError, which names the path, also for anything but a regular file behind all links."""
-    return os.fdopen(_opened(path, os.O_RDONLY, 0), "rb", buffering=0)
+    return FileIO(_opened(path, os.O_RDONLY, 0))
 
 
 def read_given(path: Path, most: int) -> bytes:

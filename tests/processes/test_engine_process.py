@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import queue
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,7 +15,10 @@ import pytest
 
 from headrace.engine import messages as m
 from headrace.engine import process
-from headrace.engine.worker import Link, read
+from headrace.engine.worker import Inbox, Link
+from tests.unit.fake_server import until
+
+TINY = Path(process.__file__).parents[1] / "assets" / "tiny"
 
 PARENT = """
 import os, signal, subprocess, sys
@@ -96,9 +100,8 @@ def test_others_are_left_alone() -> None:
 def test_ping_is_answered_while_nobody_takes_messages() -> None:
     """As during a long step: the inbox is not looked at."""
     ours, theirs = socket.socketpair()
-    inbox: queue.SimpleQueue[m.ToEngine | None] = queue.SimpleQueue()
-    reader = threading.Thread(target=read, args=(Link(theirs), inbox))
-    reader.start()
+    inbox = Inbox(Link(theirs))
+    inbox.serving.set()
     ours.settimeout(20)
     for message in (m.Abort("a"), m.Ping(), m.Abort("b"), m.Ping()):
         ours.sendall(m.frame(message))
@@ -106,8 +109,7 @@ def test_ping_is_answered_while_nobody_takes_messages() -> None:
     with ours.makefile("rb") as stream:
         assert stream.read(2 * len(pong)) == pong * 2
     ours.close()
-    reader.join(20)
-    assert [inbox.get_nowait() for _ in range(inbox.qsize())] == [m.Abort("a"), m.Abort("b"), None]
+    assert [inbox.get(20) for _ in range(3)] == [m.Abort("a"), m.Abort("b"), None]
     theirs.close()
 
 
@@ -128,3 +130,46 @@ def test_frames_of_two_threads_do_not_mix() -> None:
     assert received.count(large) == 5 and received.count(m.Pong()) == 500
     for thread in threads:
         thread.join()
+
+
+SERVER = """
+import socket, subprocess, sys
+from headrace.config import EngineConfig
+from headrace.engine import messages as m
+from headrace.engine import process
+
+ours, theirs = socket.socketpair()
+engine = process.start([sys.executable, "-c", sys.argv[2], str(theirs.fileno()), sys.argv[1]], theirs.fileno())
+theirs.close()
+ours.sendall(m.frame(m.Load(EngineConfig(model=sys.argv[1]))))
+print(engine.pid, flush=True)
+engine.wait()
+"""
+ENGINE = """
+import sys
+from pathlib import Path
+from headrace.engine import loader, worker
+
+folder = Path(sys.argv[2])
+
+def hang(*_):
+    (folder / "reached").touch()
+    (folder / "pipe").read_bytes()
+
+loader.load = hang
+worker.main(int(sys.argv[1]))
+"""
+
+
+def test_an_engine_that_hangs_while_loading_ends_with_its_server(tmp_path: Path) -> None:
+    """The server is killed, so it cannot end its engine any more, which waits for a pipe for ever."""
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    os.mkfifo(tmp_path / "pipe")
+    command = [sys.executable, "-c", SERVER, str(tmp_path), ENGINE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        engine = int(server.stdout.readline())
+        until(lambda: (tmp_path / "reached").exists(), 100)
+        assert not gone(engine)
+        server.kill()
+    until_gone(engine)

@@ -21,8 +21,10 @@ import torch
 import xxhash
 
 from headrace import __version__
+from headrace.files import open_given, open_own, read_given, read_own
 from headrace.kernels import cpu, table
 from headrace.kv.storage import LAYOUT
+from headrace.logs import shown
 from headrace.models.files import weight_files
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,9 @@ VERSION = 6
 
 MEMO = "models.json"
 """In the offload directory: digests of weight files, so that a restart need not read them again."""
+
+MOST_BYTES = 64 << 20
+"""Of a config.json or a memo; the largest known are some hundred kilobytes."""
 
 BLOCK = 8 << 20
 SETTLED_NS = 2_000_000_000
@@ -48,7 +53,7 @@ def model_identity(folder: Path, cache_dir: Path | None = None) -> bytes:
     Raises OSError where the model cannot be read, and what models.files.weight_files raises.
     """
     known = _Memo(None if cache_dir is None else cache_dir / MEMO)
-    facts = [b"headrace model", hashlib.sha256((folder / "config.json").read_bytes()).digest()]
+    facts = [b"headrace model", hashlib.sha256(read_given(folder / "config.json", MOST_BYTES)).digest()]
     for path in weight_files(folder):
         facts += [path.name.encode(), known.digest(path)]
     known.save()
@@ -94,7 +99,7 @@ def arithmetic() -> dict[str, Any]:
 def content(path: Path) -> bytes:
     """XXH3 of a whole file, 16 bytes. Raises OSError."""
     hashed, buffer = xxhash.xxh3_128(), bytearray(BLOCK)
-    with path.open("rb", buffering=0) as file:
+    with open_given(path) as file:
         while count := file.readinto(buffer):
             hashed.update(memoryview(buffer)[:count])
     return hashed.digest()
@@ -135,7 +140,7 @@ class _Memo:
         own = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            with open(open_own(own, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
                 json.dump(_read(self._path) | self._changed, file, indent=1)
             own.replace(self._path)
         except OSError as error:
@@ -158,10 +163,10 @@ def _entry(name: str, facts: Facts, digest: str) -> Facts:
 def _read(path: Path) -> dict[str, Any]:
     """The memo's entries; none where it is not there or is no such file."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_own(path, MOST_BYTES))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        log.info("%s is not used: %s", path, error)
+        log.warning("%s is not used: %s", path, shown(error))
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,28 +1,33 @@
 """The engine's process: `python -m headrace.engine.worker FD`, FD being a connected socket inherited from the server.
 
-One thread reads the socket and answers pings, the main thread steps. It ends when the socket does, so it never
-outlives its server; and it ends when it has lost a rank, whatever it is doing then.
+One thread reads the socket and answers pings from the first moment on, the main thread steps. The process ends when the
+socket does, so it never outlives its server: at once while it loads, which may hang, and after storing what waits to be
+stored once it serves. It also ends when it has lost a rank, whatever it is doing then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import signal
 import socket
 import sys
 import threading
-import traceback
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
+from headrace import logs
 from headrace.engine import messages as m
+from headrace.engine import process
 from headrace.types import InvalidRequest, UnsupportedModel
 
 if TYPE_CHECKING:
     from headrace.engine.core import EngineCore
     from headrace.engine.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.05
 """Between reports of an engine that has nothing to do but to store chunks."""
@@ -34,14 +39,16 @@ REPORT_S = 1.0
 def main(descriptor: int) -> int:
     """Serves until the other side closes the socket. Exit status 0, or 1 after a failure (which is reported first)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-c reaches the server, which ends this process
+    logs.to_stderr(logging.WARNING)
     link = Link(socket.socket(fileno=descriptor))
+    inbox = Inbox(link)
     with ExitStack() as closing:  # the other ranks, after the report
         try:
-            return _serve(link, closing)
+            return _serve(link, inbox, closing)
         except (BrokenPipeError, ConnectionResetError):
             return 0
         except Exception as error:
-            traceback.print_exc()
+            log.exception("the engine has failed")
             settings = isinstance(error, ValueError | UnsupportedModel) and not isinstance(error, InvalidRequest)
             _report(link, m.Failed(f"{type(error).__name__}: {error}", settings))
             return 1
@@ -77,6 +84,44 @@ class Link:
         return b"".join(parts)
 
 
+class Inbox:
+    """What the server has said, read by a thread of its own; None at the end. Pings are answered there, at once.
+
+    Before `serving` is set the end of the stream ends the process. Afterwards the process has `process.STORE_S` left.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.serving = threading.Event()
+        self._link = link
+        self._messages: queue.SimpleQueue[m.ToEngine | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="headrace-inbox", daemon=True).start()
+
+    def get(self, timeout: float | None = None) -> m.ToEngine | None:
+        """Raises queue.Empty."""
+        return self._messages.get(timeout=timeout)
+
+    def empty(self) -> bool:
+        return self._messages.empty()
+
+    def _read(self) -> None:
+        try:
+            while (message := self._link.receive()) is not None:
+                if isinstance(message, m.Ping):
+                    self._link.send(m.Pong())
+                else:
+                    self._messages.put(message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the server is gone
+        except (OSError, ValueError):
+            log.exception("the link to the server failed")
+        if not self.serving.is_set():
+            _leave(0)
+        self._messages.put(None)
+        end = threading.Timer(process.STORE_S, _leave, (1,))
+        end.daemon = True
+        end.start()
+
+
 def _report(link: Link, failure: m.Failed) -> None:
     with contextlib.suppress(OSError):  # nobody may be listening any more
         link.send(failure)
@@ -107,12 +152,10 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _serve(link: Link, closing: ExitStack) -> int:
-    first = link.receive()
+def _serve(link: Link, inbox: Inbox, closing: ExitStack) -> int:
+    first = inbox.get()
     if not isinstance(first, m.Load):
         return 0
-    inbox: queue.SimpleQueue[m.ToEngine | None] = queue.SimpleQueue()
-    threading.Thread(target=read, args=(link, inbox), daemon=True).start()
     from headrace.engine.core import EngineCore
     from headrace.engine.loader import load
     from headrace.parallel.transport import RankLost
@@ -127,8 +170,9 @@ def _serve(link: Link, closing: ExitStack) -> int:
         watch.end(loaded.ranks.why_lost(error))
 
 
-def _step_on(core: EngineCore, link: Link, inbox: queue.SimpleQueue[m.ToEngine | None]) -> int:
+def _step_on(core: EngineCore, link: Link, inbox: Inbox) -> int:
     """Steps until the other side is gone."""
+    inbox.serving.set()
     link.send(m.Ready(core.loaded.capacity))
     while True:
         refused: dict[str, str] = {}
@@ -138,7 +182,7 @@ def _step_on(core: EngineCore, link: Link, inbox: queue.SimpleQueue[m.ToEngine |
         link.send(m.Events(deltas, core.take_started(), refused, core.stats()))
 
 
-def _drain(core: object, inbox: queue.SimpleQueue[m.ToEngine | None], refused: dict[str, str]) -> bool:
+def _drain(core: object, inbox: Inbox, refused: dict[str, str]) -> bool:
     """Takes in what has arrived, waiting for something if there is nothing to do. False: the other side is gone.
 
     Where there are tiers it waits for REPORT_S at most, since they change beside the steps.
@@ -164,21 +208,6 @@ def _drain(core: object, inbox: queue.SimpleQueue[m.ToEngine | None], refused: d
             except InvalidRequest as error:
                 refused[message.request.request_id] = str(error)
     return True
-
-
-def read(link: Link, inbox: queue.SimpleQueue[m.ToEngine | None]) -> None:
-    """Moves messages from the link to the inbox, None at the end; pings are answered at once."""
-    try:
-        while (message := link.receive()) is not None:
-            if isinstance(message, m.Ping):
-                link.send(m.Pong())
-            else:
-                inbox.put(message)
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the server is gone
-    except (OSError, ValueError):
-        traceback.print_exc()
-    inbox.put(None)
 
 
 if __name__ == "__main__":
