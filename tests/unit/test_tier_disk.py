@@ -46,7 +46,7 @@ def test_for_the_owner_alone(tier: DiskTier, root: Path) -> None:
     put(tier, 1)
     for path in [root, *root.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-    assert {path.name for path in root.iterdir()} >= {"blobs", "tmp", "index.sqlite", "index.sqlite-wal", "lock"}
+    assert {path.name for path in root.iterdir()} >= {"blobs", "tmp", "index.sqlite", "index.sqlite-journal", "lock"}
 
 
 @pytest.mark.parametrize("below", ["", "kv"])

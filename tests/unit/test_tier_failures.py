@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -207,4 +207,87 @@ def test_directory_removed_while_it_runs(tier: DiskTier, root: Path) -> None:
     put(tier, 3)
     tier._health.resume()
     assert put(tier, 4) and get(tier, 4) == content(4)
+    check(tier, root)
+
+
+def unlike(index: Path) -> None:
+    """Values that no query of ours expects; sound for SQLite."""
+    with sqlite3.connect(index) as db:
+        db.execute(
+            "UPDATE blobs SET name = CAST(X'FFFE' AS TEXT), bytes = -1, ready = 7, used = 9223372036854775807 "
+            "WHERE id = 2"
+        )
+    db.close()
+
+
+def flip(index: Path) -> None:
+    """A page of text that is none: what raises UnicodeDecodeError."""
+    index.write_bytes(index.read_bytes().replace(b"CREATE", b"\xff\xfeEATE"))
+
+
+@pytest.mark.parametrize("damage", [unlike, flip])
+def test_an_index_that_python_stumbles_over_is_made_anew(root: Path, damage: Callable[[Path], None]) -> None:
+    first = make(root)
+    for number in range(4):
+        put(first, number)
+    first.close()
+    damage(root / "index.sqlite")
+    tier = make(root)
+    assert held(tier, range(5)) == [0, 1, 2, 3] and get(tier, 2) == content(2)
+    assert put(tier, 4) and not tier.stats().degraded
+    check(tier, root)
+    assert (root / "index.damaged").is_file(), "kept for whoever wants to know why"
+    tier.close()
+
+
+def test_values_that_python_stumbles_over_while_it_runs(tier: DiskTier, root: Path) -> None:
+    for number in range(4):
+        put(tier, number)
+    with sqlite3.connect(root / "index.sqlite") as db:
+        db.execute("UPDATE blobs SET tenant = 'x', bytes = 'many'")
+        db.execute("UPDATE tenants SET tenant = 7, bytes = 1e308")
+    db.close()
+    assert tier.stats().used_bytes >= 0
+    assert held(tier, range(4)) == [0, 1, 2, 3] and get(tier, 1) == content(1)
+    tier._health.resume()
+    assert put(tier, 5) and get(tier, 5) == content(5)
+    check(tier, root)
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm", "-journal"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_something_else_in_place_of_the_index(root: Path, tmp_path: Path, suffix: str, kind: str) -> None:
+    """A pipe would hold up the start for ever; a link would have another file written."""
+    first = make(root)
+    put(first, 1)
+    first.close()
+    path, other = root / f"index.sqlite{suffix}", tmp_path / "other"
+    path.unlink(missing_ok=True)
+    other.write_bytes(b"not ours")
+    {"pipe": os.mkfifo, "link": lambda at: os.symlink(other, at), "folder": os.mkdir}[kind](path)
+    tier = make(root)
+    assert get(tier, 1) == content(1) and put(tier, 2) and not tier.stats().degraded
+    check(tier, root)
+    tier.close()
+    assert other.read_bytes() == b"not ours"
+
+
+def test_a_pipe_in_place_of_the_lock(root: Path) -> None:
+    first = make(root)
+    put(first, 1)
+    first.close()
+    (root / "lock").unlink()
+    os.mkfifo(root / "lock")
+    tier = make(root)
+    assert get(tier, 1) == content(1) and "not a regular file" in tier.stats().reason
+    tier.close()
+
+
+def test_a_pipe_in_place_of_the_journal_while_it_runs(tier: DiskTier, root: Path) -> None:
+    put(tier, 1)
+    (root / "index.sqlite-journal").unlink()
+    os.mkfifo(root / "index.sqlite-journal")
+    assert held(tier, [1, 2]) == [1] and get(tier, 1) == content(1)
+    tier._health.resume()
+    assert put(tier, 2) and get(tier, 2) == content(2)
     check(tier, root)

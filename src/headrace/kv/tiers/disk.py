@@ -234,7 +234,7 @@ class DiskTier:
             if again:
                 self._stand_in()
             else:
-                self._open()
+                self._open(damaged=error)
             return True
 
     def _may_write(self) -> bool:
@@ -246,12 +246,13 @@ class DiskTier:
                     self._open()
         return not self._closed and not self._reopen
 
-    def _open(self) -> None:
-        """Replaces the index by that of the directory, or by one in memory where that cannot be had."""
+    def _open(self, damaged: sqlite3.Error | None = None) -> None:
+        """Replaces the index by that of the directory, or by one in memory where that cannot be had. damaged: how the
+        index failed in use; one that passes the checks of opening and fails again would never be mended."""
         try:
             self._files.prepare()
             with self._files.locked(self._timeout) as alone:
-                index = self._open_index(alone)
+                index = self._open_index(alone, damaged)
                 try:
                     if alone:
                         self._reconcile(index)
@@ -281,14 +282,16 @@ class DiskTier:
         old, self._index = self._index, index
         old.close()
 
-    def _open_index(self, alone: bool) -> Index:
+    def _open_index(self, alone: bool, damaged: sqlite3.Error | None) -> Index:
         try:
+            if damaged is not None and self._index_id == identity(self._files.index):  # nobody has replaced it
+                raise damaged
             return Index(str(self._files.index), *self._settings)
         except sqlite3.DatabaseError as error:
             if not alone or passing(error):
                 raise
-            self._health.tell("index", f"the index is made anew from the files: {error}")
-        self._files.remove_index()
+            self._health.tell("index", f"the index is set aside and made anew from the files: {error}")
+        self._files.set_index_aside()
         self._files.prepare()
         return Index(str(self._files.index), *self._settings)
 

@@ -3,6 +3,7 @@
     blobs/3f/3f..6b-TENANT   a blob: its name in hex, and 16 hex digits that stand for the tenant
     tmp/3f..6b               a blob being written; its writer holds a lock (flock) on it, which ends with the process
     index.sqlite             what there is, by last use; made again from the names above if lost (kv.tiers.disk)
+    index.damaged            the last index that was found damaged, kept for whoever wants to know why
     lock                     held while a process looks through the directory at its start
 
 Nothing is flushed to the platter: kill -9 loses nothing that has its name; after a power loss a file may be short,
@@ -24,10 +25,13 @@ from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
 
+from headrace.files import open_own
 from headrace.kv.tiers.index import Entry
 
 VECTORS = 1024
 """Buffers that one call to the system takes (IOV_MAX on Linux)."""
+FORMAT_AT = 18
+"""Where an SQLite file says how it is written and read, in two bytes: 2 is by a write-ahead log, which is mapped."""
 BLOB = re.compile(r"((?:[0-9a-f]{2})+)-([0-9a-f]{16})")
 DRAFT = re.compile(r"(?:[0-9a-f]{2})+")
 
@@ -72,6 +76,7 @@ class BlobFiles:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.index = root / "index.sqlite"
+        self.damaged = root / "index.damaged"
         self._blobs = root / "blobs"
         self._drafts = root / "tmp"
 
@@ -80,7 +85,23 @@ class BlobFiles:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self._blobs, self._drafts):
             folder.mkdir(mode=0o700, exist_ok=True)
-        os.close(os.open(self.index, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._only_files()
+        index = open_own(self.index, os.O_RDWR | os.O_CREAT)
+        mapped = 2 in os.pread(index, 2, FORMAT_AT)
+        os.close(index)
+        if mapped:
+            self.set_index_aside()
+            os.close(open_own(self.index, os.O_RDWR | os.O_CREAT))
+
+    def _only_files(self) -> None:
+        """SQLite would follow a link in place of its files, and wait for a pipe."""
+        for path in self._index_files():
+            with suppress(FileNotFoundError):
+                if not stat.S_ISREG(os.lstat(path).st_mode):
+                    os.replace(path, self.damaged)
+
+    def _index_files(self) -> list[str]:
+        return [f"{self.index}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")]
 
     def path(self, entry: Entry) -> Path:
         name = entry.name.hex()
@@ -89,7 +110,7 @@ class BlobFiles:
     @contextmanager
     def locked(self, timeout_s: float) -> Iterator[bool]:
         """Holds the directory's lock; False if others have it for longer than that."""
-        fd = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_own(self.root / "lock", os.O_RDWR | os.O_CREAT)
         try:
             end = time.monotonic() + timeout_s
             while not (held := try_lock(fd)) and time.monotonic() < end:
@@ -147,10 +168,11 @@ class BlobFiles:
     def open(self, entry: Entry) -> OpenFile:
         return OpenFile(self.path(entry), entry.size)
 
-    def remove_index(self) -> None:
-        for suffix in ("", "-wal", "-shm", "-journal"):
+    def set_index_aside(self) -> None:
+        os.replace(self.index, self.damaged)
+        for path in self._index_files()[1:]:
             with suppress(FileNotFoundError):
-                os.unlink(f"{self.index}{suffix}")
+                os.unlink(path)
 
     def remove(self, entry: Entry) -> None:
         """Also where it is gone already."""

@@ -17,37 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-VERSION = 1
+from headrace.kv.tiers.index_tables import Entry, as_damage, check_rows, check_schema, entry_of, only_files, use_of
+
 TOUCHES = 4096
 """Uses that are remembered in memory before they are written; they are also written with the next change."""
 BATCH = 500
 """Names in one statement; old builds of SQLite allow 999 values."""
-
-TABLES = f"""
-CREATE TABLE IF NOT EXISTS blobs (
-    id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, tenant BLOB NOT NULL, bytes INTEGER NOT NULL,
-    used INTEGER NOT NULL, ready INTEGER NOT NULL);
-CREATE INDEX IF NOT EXISTS blobs_by_use ON blobs (tenant, ready, used);
-CREATE TABLE IF NOT EXISTS tenants (tenant BLOB PRIMARY KEY, bytes INTEGER NOT NULL, blobs INTEGER NOT NULL);
-CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON blobs BEGIN
-    INSERT OR IGNORE INTO tenants VALUES (new.tenant, 0, 0);
-    UPDATE tenants SET bytes = bytes + new.bytes, blobs = blobs + 1 WHERE tenant = new.tenant;
-END;
-CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON blobs BEGIN
-    UPDATE tenants SET bytes = bytes - old.bytes, blobs = blobs - 1 WHERE tenant = old.tenant;
-    DELETE FROM tenants WHERE tenant = old.tenant AND blobs = 0;
-END;
-PRAGMA user_version = {VERSION};
-"""
-"""used: nanoseconds, no two alike in one process. ready: 0 while the blob is being written. tenants: sums of blobs."""
-
-
-class Entry(NamedTuple):
-    """A blob: its size in bytes and whose it is."""
-
-    name: bytes
-    tenant: bytes
-    size: int
 
 
 class Room(NamedTuple):
@@ -96,8 +71,9 @@ def choose(
 class Index:
     """Safe to call from several threads, and a file by several processes, which then share the budget.
 
-    path: a file, or ":memory:". quota: share of the budget, 0 to 1. Every method may raise sqlite3.Error: for a file
-    that is damaged, full or held by another process for longer than timeout_s. A use seen by `has` is written with
+    path: a file, or ":memory:". quota: share of the budget, 0 to 1. Every method may raise sqlite3.Error and
+    nothing else: for a file that is damaged (SQLite's types are not binding: any column may hold anything), of another
+    schema, full, or held by another process for longer than timeout_s. A use seen by `has` is written with
     the next change, so that `has` only reads; until then other processes do not know of it, and kill -9 forgets it.
     """
 
@@ -109,26 +85,25 @@ class Index:
         self.budget = budget_bytes
         self.quota = int(quota * budget_bytes)
         self._timeout = timeout_s
+        self._beside = [f"{path}{suffix}" for suffix in ("-journal", "-wal")] if path != ":memory:" else []
         self._lock = threading.Lock()
         self._touched: dict[int, int] = {}
         self._db = sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
         try:
-            self._prepare()
+            with as_damage():
+                self._prepare()
         except BaseException:
             self._db.close()
             raise
 
     def _prepare(self) -> None:
-        # All that a row says can be read from the directory again, so nothing waits for the platter.
-        for setting in ("journal_mode = WAL", "synchronous = OFF", "temp_store = MEMORY"):
+        # All that a row says can be read from the directory again, so nothing waits for the platter. A write-ahead log
+        # would be mapped into memory, and a process whose mapped file somebody cuts short is ended by SIGBUS.
+        for setting in ("trusted_schema = OFF", "mmap_size = 0", "journal_mode = TRUNCATE", "synchronous = OFF",
+                        "temp_store = MEMORY"):  # fmt: skip
             self._db.execute(f"PRAGMA {setting}").fetchall()
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, VERSION):
-            raise sqlite3.DatabaseError(f"the index has version {version}, not {VERSION}")
-        found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if found != "ok":
-            raise sqlite3.DatabaseError(f"the index is damaged: {found}")
-        self._db.executescript(TABLES)
+        check_schema(self._db)
+        check_rows(self._db)
         self._clock = self._db.execute("SELECT coalesce(max(used), 0) FROM blobs").fetchone()[0]
 
     @contextmanager
@@ -138,7 +113,9 @@ class Index:
             error.sqlite_errorcode = sqlite3.SQLITE_BUSY
             raise error
         try:
-            yield self._db
+            with as_damage():
+                only_files(self._beside)
+                yield self._db
         finally:
             self._lock.release()
 
@@ -193,7 +170,7 @@ class Index:
     def entries(self) -> list[Entry]:
         """All that are there."""
         with self._locked() as db:
-            return [Entry(*row) for row in db.execute("SELECT name, tenant, bytes FROM blobs WHERE ready")]
+            return list(map(entry_of, db.execute("SELECT name, tenant, bytes FROM blobs WHERE ready")))
 
     def reserve(self, name: bytes, tenant: bytes, size: int, *, alone: bool = False) -> Room:
         """Room for a blob. One of that name that is there already is used now. alone: nobody else writes the name, so
@@ -216,12 +193,12 @@ class Index:
             return Room(True, False, victims)
 
     def _victims(self, tenant: bytes, size: int) -> list[Entry] | None:
-        use = dict(self._db.execute("SELECT tenant, bytes FROM tenants").fetchall())
+        use = {tenant: size for tenant, (size, _) in use_of(self._db).items()}
         return choose(use, tenant, size, self.budget, self.quota, self._oldest)
 
     def _oldest(self, tenant: bytes) -> Iterator[Entry]:
         sql = "SELECT name, tenant, bytes FROM blobs WHERE tenant = ? AND ready = 1 ORDER BY used"
-        return map(Entry._make, self._db.execute(sql, (tenant,)))
+        return map(entry_of, self._db.execute(sql, (tenant,)))
 
     def _insert(self, entry: Entry, used: int, ready: bool) -> None:
         sql = "INSERT INTO blobs (name, tenant, bytes, used, ready) VALUES (?, ?, ?, ?, ?)"
@@ -241,7 +218,8 @@ class Index:
     def reserved(self) -> list[bytes]:
         """Names that are being written, or were when their process ended."""
         with self._locked() as db:
-            return [name for (name,) in db.execute("SELECT name FROM blobs WHERE NOT ready")]
+            rows = db.execute("SELECT name, tenant, bytes FROM blobs WHERE NOT ready")
+            return [entry_of(row).name for row in rows]
 
     def adopt(self, found: Iterable[tuple[Entry, int]]) -> None:
         """Takes in blobs that lie in the store, each with its last use [ns]; `trim` afterwards."""
@@ -267,7 +245,7 @@ class Index:
     def usage(self) -> dict[bytes, tuple[int, int]]:
         """Bytes and blobs by tenant, those being written included."""
         with self._locked() as db:
-            return {tenant: (size, blobs) for tenant, size, blobs in db.execute("SELECT * FROM tenants")}
+            return use_of(db)
 
     def check(self) -> None:
         """Raises AssertionError unless sums agree with blobs and the budget is kept."""
@@ -298,7 +276,7 @@ def select(db: sqlite3.Connection, names: Sequence[bytes]) -> Iterator[Entry]:
     for start in range(0, len(names), BATCH):
         part = names[start : start + BATCH]
         sql = f"SELECT name, tenant, bytes FROM blobs WHERE name IN ({marks(part)}) AND ready"
-        yield from map(Entry._make, db.execute(sql, part).fetchall())
+        yield from map(entry_of, db.execute(sql, part).fetchall())
 
 
 def remove(db: sqlite3.Connection, names: Sequence[bytes]) -> None:
