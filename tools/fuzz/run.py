@@ -147,7 +147,7 @@ def main() -> int:
             path = asked.inside or Path(progress.name)
             print(json.dumps(attack(names[0], asked.seed, asked.seconds, asked.case, path)))
         return 0
-    each = asked.seconds * asked.at_once / len(names)
+    each = asked.seconds * min(asked.at_once, len(names)) / len(names)
     with ThreadPoolExecutor(asked.at_once) as pool:
         held = True
         for good, told in pool.map(lambda name: watched(name, asked.seed, each), names):

@@ -132,7 +132,8 @@ class Disk:
             rng.choice(everything).unlink()
 
     def _overwrite(self, path: Path, rng: Random) -> None:
-        path.write_bytes(mutate.damaged(path.read_bytes(), rng))
+        if path.is_file() and not path.is_symlink():
+            path.write_bytes(mutate.damaged(path.read_bytes(), rng))
 
     def _replace(self, path: Path, rng: Random) -> None:
         with contextlib.suppress(FileNotFoundError):
