@@ -124,6 +124,9 @@ class EngineConfig:
         None, "Key that clients must send as 'Authorization: Bearer KEY' (all routes but /health)."
     )
     served_model_name: str | None = _flag(None, "Name of the model in the API. Default: the model as given.")
+    max_connections: int | None = _flag(
+        None, "Connections open at once; then idle ones make room. Default: as file descriptors allow, at most 10,000."
+    )
     max_queued_requests: int = _flag(512, "Requests that may wait; more are refused with 429.")
     max_queued_tokens: int = _flag(1_000_000, "Prompt tokens that may wait; more are refused with 429.")
     log_interval_s: float = _flag(5.0, "Seconds between status lines while busy.")
@@ -139,7 +142,7 @@ class EngineConfig:
             "tensor_parallel_size", "offload_batches", "offload_staging_mb",
         ):  # fmt: skip
             self._at_least(name, 1)
-        for name, low in (("max_model_len", 1), ("threads", 1)):
+        for name, low in (("max_model_len", 1), ("threads", 1), ("max_connections", 1)):
             if getattr(self, name) is not None:
                 self._at_least(name, low)
         if self.kv_cache_tokens is not None:

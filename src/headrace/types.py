@@ -5,7 +5,6 @@ Imports no torch, so that the tree, the plan and the scheduler can be tested wit
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -50,15 +49,39 @@ def chunks_for(tokens: int) -> int:
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
+MAX_LISTED = 1024
+"""Entries of stop_token_ids and of logit_bias, which every step looks at."""
+MAX_SALT = 1024
 
 
 def _number(name: str, value: Any, low: float, high: float, *, integer: bool = False) -> None:
     """Raises InvalidRequest unless low <= value <= high, naming `name`; booleans and NaN are refused."""
     kinds = (int,) if integer else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
-        raise InvalidRequest(f"{name} must be {'an integer' if integer else 'a number'}, got {value!r}", name)
-    if math.isnan(value) or not low <= value <= high:
-        raise InvalidRequest(f"{name} must be between {low} and {high}, got {value!r}", name)
+        raise InvalidRequest(
+            f"{name} must be {'an integer' if integer else 'a number'}, got {type(value).__name__}", name
+        )
+    if not low <= value <= high:  # NaN too
+        told = repr(value) if abs(value) < 2**64 or isinstance(value, float) else "a larger integer"
+        raise InvalidRequest(f"{name} must be between {low} and {high}, got {told}", name)
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    if value is not None and not isinstance(value, list | tuple):
+        raise InvalidRequest(f"{name} must be a list, got {type(value).__name__}", name)
+    return tuple(value or ())
+
+
+def check_sharing(cache_salt: Any, public_prefix_tokens: Any) -> None:
+    """Raises InvalidRequest unless these can name what a request shares."""
+    if cache_salt is not None:
+        if not isinstance(cache_salt, str):
+            raise InvalidRequest(f"cache_salt must be a string, got {type(cache_salt).__name__}", "cache_salt")
+        if not 0 < len(cache_salt) <= MAX_SALT:
+            told = f"cache_salt must have 1 to {MAX_SALT} characters; leave it out to share the cache"
+            raise InvalidRequest(told, "cache_salt")
+    _number("public_prefix_tokens", public_prefix_tokens, 0, 2**31, integer=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +118,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
+        if not isinstance(self.logit_bias, dict | None):
+            raise InvalidRequest(f"logit_bias must be a dict, got {type(self.logit_bias).__name__}", "logit_bias")
         self._check_numbers()
         self._check_lists()
 
@@ -126,8 +151,11 @@ class SamplingParams:
         if len(self.stop) > MAX_STOPS:
             raise InvalidRequest(f"at most {MAX_STOPS} stop strings, got {len(self.stop)}", "stop")
         for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise InvalidRequest("stop strings must be non-empty strings", "stop")
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
+                raise InvalidRequest(f"stop strings must have 1 to {MAX_STOP_LENGTH} characters", "stop")
+        for name, given in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or {})):
+            if len(given) > MAX_LISTED:
+                raise InvalidRequest(f"at most {MAX_LISTED} entries in {name}, got {len(given)}", name)
         for token in self.stop_token_ids:
             _number("stop_token_ids", token, 0, 2**31, integer=True)
         for token, bias in (self.logit_bias or {}).items():
@@ -234,6 +262,9 @@ class Request:
     cache_salt: str | None = None
     public_prefix_tokens: int = 0
     arrival_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_sharing(self.cache_salt, self.public_prefix_tokens)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from headrace.server.errors import ApiError, invalid
-from headrace.types import SamplingParams, field_names
+from headrace.types import SamplingParams, check_sharing, field_names
 
 IGNORED = {
     "metadata",
@@ -136,10 +136,7 @@ class _Body(_Strict):
             raise invalid("stream_options needs stream=true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs is not available with stream=true", "prompt_logprobs")
-        if self.cache_salt == "":
-            raise invalid("cache_salt must not be empty; leave it out to share the cache", "cache_salt")
-        if (self.public_prefix_tokens or 0) < 0:
-            raise invalid("public_prefix_tokens must be 0 or more", "public_prefix_tokens")
+        check_sharing(self.cache_salt, self.public_prefix_tokens or 0)
 
     def sampling(self, **special: Any) -> SamplingParams:
         """Raises InvalidRequest for values out of range."""

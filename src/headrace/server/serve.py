@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import math
 import os
 import signal
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from types import FrameType
 
@@ -19,17 +21,23 @@ from fastapi import FastAPI
 
 from headrace.config import EngineConfig
 from headrace.server.app import create_app
+from headrace.server.connections import ACCEPTED_AT_ONCE, KEEP_ALIVE_S, Connection, Connections, Seldom, limit
 from headrace.server.engine import Engine
 from headrace.server.state import MakeEngine, ServerState
 from headrace.server.status import address
 
 log = logging.getLogger("headrace.server")
 
+SELDOM = Seldom()
+
 GRACE_S = 3.0
 """After the last engine failure /health answers 503 for so long, for balancers to see; then the process ends."""
 
 DEADLINE_S = 7.0
 """After the last engine failure the process ends by now, whatever still hangs."""
+
+BACKLOG = 1024
+"""Connections that the system holds until they are accepted."""
 
 FINISH_S = 10
 """After SIGTERM running requests may go on for so long."""
@@ -56,7 +64,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(1024)
+        sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
@@ -66,15 +74,18 @@ def bind(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn raises a caught signal again at its end, which would make a clean end look like a kill."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, connections: Connections) -> None:
         super().__init__(config)
-        self.state = state
+        self.state, self.connections = state, connections
         self.asked_to_end = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Tells that it listens once it does, and once signals are caught."""
         await super().startup(sockets)
-        log.info("listening on %s, loading %s", address(self.state.config), self.state.config.model)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)  # asyncio has set it to what it accepts at once
+        log.info("listening on %s, up to %d connections at once, loading %s",
+                 address(self.state.config), self.connections.most, self.state.config.model)  # fmt: skip
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.asked_to_end = self.asked_to_end or self.state.phase != "failed"
@@ -95,20 +106,26 @@ class Server(uvicorn.Server):
 
 
 def make_server(app: FastAPI) -> Server:
+    """Raises ValueError where the settings ask for more connections than there are file descriptors."""
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(SELDOM)
+    connections = Connections(limit(app.state.headrace.config.max_connections))
     return Server(
         uvicorn.Config(
             app,
+            http=partial(Connection, connections),  # type: ignore[arg-type]
             log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,
             ws="none",
             lifespan="on",
-            backlog=1024,
-            timeout_keep_alive=75,
+            backlog=ACCEPTED_AT_ONCE,
+            timeout_keep_alive=math.ceil(KEEP_ALIVE_S),
             timeout_graceful_shutdown=FINISH_S,
         ),
         app.state.headrace,
+        connections,
     )
 
 

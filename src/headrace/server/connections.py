@@ -1,0 +1,187 @@
+"""How many connections the server keeps open, and for how long one may say nothing.
+
+A connection is idle until the head of its first request has come, and between two requests. Idle connections have a
+time limit, and beyond the limit of connections the one that has been idle longest makes room for a new one, so that
+silent strangers lock nobody out. A connection with a request under way is never closed to make room; if all have one,
+the new one is closed. The limit lies below that of file descriptors: a server without any left could accept nobody and
+would spin (asyncio tries again and again).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+log = logging.getLogger("headrace.server")
+
+HEAD_S = 10.0
+"""So long may the head of a request take: the first from the connection on, others from their first byte on."""
+KEEP_ALIVE_S = 60.0
+"""So long may a connection be silent between two requests."""
+WRITE_S = 60.0
+"""So long may a client take nothing of what is sent to it."""
+ACCEPTED_AT_ONCE = 64
+"""asyncio accepts so many before it looks at the first of them."""
+RESERVED = 128 + ACCEPTED_AT_ONCE
+"""Descriptors for all else: the engine's socket, model and log files, libraries."""
+MOST = 10_000
+"""Default limit where there are descriptors without end."""
+RAISED_TO = 65_536
+LOG_S = 10.0
+"""Between two lines about connections that were closed."""
+
+
+def limit(wanted: int | None) -> int:
+    """Connections at once: as wanted, or as the descriptors allow, whose soft limit is raised as far as it may be.
+
+    Raises ValueError if more are wanted than there are descriptors for.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = RAISED_TO if hard == resource.RLIM_INFINITY else min(hard, RAISED_TO)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    room = MOST if soft == resource.RLIM_INFINITY else soft - RESERVED
+    if wanted is not None and wanted > room:
+        raise ValueError(f"max_connections {wanted} needs {wanted + RESERVED} file descriptors: raise ulimit -n")
+    if room < 1:
+        raise ValueError(f"{soft} file descriptors are too few for a server: raise ulimit -n above {RESERVED}")
+    return min(room, MOST) if wanted is None else wanted
+
+
+class Connections:
+    """All connections of a server. Invariant: `idle` has those without a request, in the order they became idle."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.open = 0
+        self.idle: OrderedDict[Connection, None] = OrderedDict()
+        self._closed: Counter[str] = Counter()
+        self._told_s = float("-inf")
+        self._telling: asyncio.TimerHandle | None = None
+
+    def make_room(self) -> bool:
+        """Whether a new connection may stay."""
+        if self.open <= self.most:
+            return True
+        if not self.idle:
+            self.note("refused, since all others had a request under way")
+            return False
+        next(iter(self.idle)).end("idle, closed to make room for new ones")
+        return True
+
+    def note(self, why: str) -> None:
+        """Counts a connection that was closed; a line in the log tells how many, at most every LOG_S."""
+        self._closed[why] += 1
+        if self._telling is None:
+            wait = max(0.0, self._told_s + LOG_S - time.monotonic())
+            self._telling = asyncio.get_running_loop().call_later(wait, self._tell)
+
+    def _tell(self) -> None:
+        self._telling, self._told_s = None, time.monotonic()
+        told = "; ".join(f"{count} {why}" for why, count in sorted(self._closed.items()))
+        log.warning("connections: %s (%d open, at most %d)", told, self.open, self.most)
+        self._closed.clear()
+
+
+class Connection(H11Protocol):
+    """uvicorn's HTTP/1.1 under the rules above. `connections` comes first, then uvicorn's own arguments."""
+
+    def __init__(self, connections: Connections, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._all = connections
+        self._deadline: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+        self._head_begun = True
+        self._ended = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is under way."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._all.open += 1
+        if not self._all.make_room():
+            self.end(None)
+            return
+        self._all.idle[self] = None
+        self._limit(HEAD_S, "without a request's head in time")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.open -= 1
+        self._all.idle.pop(self, None)
+        self._stop(self._deadline)
+        self._stop(self._stalled)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._ended:
+            return
+        if not self.busy and not self._head_begun:
+            self._head_begun = True
+            self._limit(HEAD_S, "without a request's head in time")
+        super().data_received(data)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.busy:
+            self._all.idle.pop(self, None)
+            self._stop(self._deadline)
+
+    def on_response_complete(self) -> None:
+        self._head_begun = False
+        self._all.idle[self] = None
+        self._limit(KEEP_ALIVE_S, "silent after a request")
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(WRITE_S, self.end, "that took nothing of their answer")
+
+    def resume_writing(self) -> None:
+        self._stop(self._stalled)
+        super().resume_writing()
+
+    def end(self, why: str | None) -> None:
+        """Closes at once; what has not been sent is thrown away. why: counted for the log, if given."""
+        if not self._ended:
+            self._ended = True
+            self._all.idle.pop(self, None)
+            if why is not None:
+                self._all.note(why)
+            self.transport.abort()
+
+    def _limit(self, seconds: float, why: str) -> None:
+        self._stop(self._deadline)
+        self._deadline = self.loop.call_later(seconds, self.end, why)
+
+    @staticmethod
+    def _stop(timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
+
+
+class Seldom(logging.Filter):
+    """Passes a message once per LOG_S, whoever may cause it and how often: bad requests, failed accepts."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._until: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = self._clock()
+        if now < self._until.get(str(record.msg), now):
+            return False
+        self._until = {message: until for message, until in self._until.items() if until > now}
+        self._until[str(record.msg)] = now + LOG_S
+        return True
