@@ -6,25 +6,43 @@ network that nobody listens to.
 
     handshake   driver -> worker  nonce D
                 worker -> driver  nonce W, HMAC(secret, "worker" D W)
-                driver -> worker  HMAC(secret, "driver" D W)
+                driver -> worker  HMAC(secret, "driver" D W); REFUSAL if the worker's does not fit
     frame       length (4 bytes), HMAC(key of the direction, number (8 bytes), body), body
+
+The driver's side is a generator without I/O (`greet`), so that one thread can serve many connections: parallel.gate.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import secrets
 import socket
 import struct
 import threading
+import time
+from collections.abc import Generator
 from typing import Any
 
 import msgspec
 
+from headrace.logs import shown
+
 NONCE = MAC = 32
+HEADER = 4 + MAC
+REFUSAL = bytes(MAC)
+"""In place of the driver's proof. A connection that ends without either may be tried again."""
+
 MOST_BYTES = 1 << 30
+"""One frame from the driver, a step for instance."""
+MOST_FROM_WORKER = 16 << 20
+MOST_HELLO = 4096
+
 HANDSHAKE_S = 10.0
+"""So long a worker waits for the driver's next part of one handshake."""
+FORM_S = 120.0
+"""So long all ranks may take to meet: a worker tries again until then if its connection ends before the proof."""
 MIN_SECRET = 16
 
 
@@ -46,7 +64,6 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     size: int
     context: int
     tensor: int
-    store: tuple[str, int]
     config: bytes
     maker: str
 
@@ -70,6 +87,30 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     lost: bool
 
 
+class StoreSet(msgspec.Struct, frozen=True, tag=True):
+    """A worker leaves a value for the others. Answered, as StoreGet and StoreAdd are, by a StoreValue."""
+
+    key: str
+    value: bytes
+
+
+class StoreGet(msgspec.Struct, frozen=True, tag=True):
+    key: str
+
+
+class StoreAdd(msgspec.Struct, frozen=True, tag=True):
+    """The value is a decimal number; the sum is stored and returned."""
+
+    key: str
+    amount: int
+
+
+class StoreValue(msgspec.Struct, frozen=True, tag=True):
+    """What the driver holds now under the key that was asked for; None: nothing."""
+
+    value: bytes | None
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -82,20 +123,47 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Message = Hello | Join | Run | Ready | Failed | Ping | Pong | Stop
+StoreAsk = StoreSet | StoreGet | StoreAdd
+Message = Hello | Join | Run | Ready | Failed | StoreAsk | StoreValue | Ping | Pong | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: Any = msgspec.msgpack.Decoder(Message)
 _length = struct.Struct("!I")
 
 
+class Incoming:
+    """Checks the frames of one direction in order. `most`: bytes of a frame's body."""
+
+    def __init__(self, key: bytes, most: int) -> None:
+        self._key, self.most = key, most
+        self._number = 0
+
+    def length(self, header: bytes) -> int:
+        """Of the body that follows. Raises Refused for one that is too long, before any of it is read."""
+        count = int(_length.unpack_from(header)[0])
+        if count > self.most:
+            raise Refused(f"a frame of {count} bytes is too long; at most {self.most}")
+        return count
+
+    def opened(self, header: bytes, body: bytes) -> Message:
+        """Raises Refused for a frame that the other side did not send as the next one, or that holds no message."""
+        if not hmac.compare_digest(header[_length.size :], _frame_mac(self._key, self._number, body)):
+            raise Refused("a frame does not carry the right code")
+        self._number += 1
+        try:
+            message: Message = _decoder.decode(body)
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"a frame holds no message: {shown(error)}") from error
+        return message
+
+
 class Channel:
     """One end of a control link, after the handshake. `send` may be called by several threads, `receive` by one."""
 
-    def __init__(self, link: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+    def __init__(self, link: socket.socket, send_key: bytes, incoming: Incoming) -> None:
         self._link = link
-        self._keys = send_key, receive_key
-        self._sent = self._received = 0
+        self._key, self._sent = send_key, 0
+        self._incoming = incoming
         self._sending = threading.Lock()
 
     def send(self, message: Message) -> None:
@@ -104,26 +172,17 @@ class Channel:
         if len(body) > MOST_BYTES:
             raise ValueError(f"a message of {len(body)} bytes is too long; at most {MOST_BYTES}")
         with self._sending:
-            mac = _frame_mac(self._keys[0], self._sent, body)
+            mac = _frame_mac(self._key, self._sent, body)
             self._sent += 1
             self._link.sendall(_length.pack(len(body)) + mac + body)
 
     def receive(self) -> Message | None:
         """The next message; None at the end. Raises OSError, and Refused for what the other side did not send."""
-        header = _exactly(self._link, _length.size + MAC)
+        header = _exactly(self._link, HEADER)
         if header is None:
             return None
-        count = int(_length.unpack_from(header)[0])
-        if count > MOST_BYTES:
-            raise Refused(f"a frame of {count} bytes is too long")
-        body = _exactly(self._link, count)
-        if body is None:
-            return None
-        if not hmac.compare_digest(header[_length.size :], _frame_mac(self._keys[1], self._received, body)):
-            raise Refused("a frame does not carry the right code")
-        self._received += 1
-        message: Message = _decoder.decode(body)
-        return message
+        body = _exactly(self._link, self._incoming.length(header))
+        return None if body is None else self._incoming.opened(header, body)
 
     def limit_sends(self, seconds: float) -> None:
         """From now on a send that the other side takes nothing of for so long fails."""
@@ -138,35 +197,75 @@ class Channel:
         self._link.close()
 
 
-def accept(link: socket.socket, secret: str) -> Channel:
-    """The driver's side of the handshake on a connection just accepted. Raises Refused or OSError."""
+Greeting = Generator[tuple[bytes, int], bytes, tuple[Channel, Hello]]
+"""Yields what to send and how many bytes to pass in next; raises Refused."""
+
+
+def greet(link: socket.socket, secret: str) -> Greeting:
+    """The driver's side of the handshake and the worker's Hello, for a connection just accepted.
+
+    All but the first part is yielded only to a worker that has proved to know the secret.
+    """
     key = checked(secret)
-    link.settimeout(HANDSHAKE_S)
     ours = secrets.token_bytes(NONCE)
-    link.sendall(ours)
-    answer = _exactly(link, NONCE + MAC)
-    if answer is None:
-        raise Refused("the connection ended before the other side had proved that it knows the secret")
+    answer = yield ours, NONCE + MAC
     both = ours + answer[:NONCE]
     if not hmac.compare_digest(answer[NONCE:], _mac(key, b"worker", both)):
         raise Refused("the other side does not know the secret")
-    link.sendall(_mac(key, b"driver", both))
-    return _channel(link, _mac(key, b"to worker", both), _mac(key, b"to driver", both))
+    incoming = Incoming(_mac(key, b"to driver", both), MOST_HELLO)
+    header = yield _mac(key, b"driver", both), HEADER
+    body = yield b"", incoming.length(header)
+    hello = incoming.opened(header, body)
+    if not isinstance(hello, Hello):
+        raise Refused("its first message is not a greeting")
+    incoming.most = MOST_FROM_WORKER
+    return _channel(link, _mac(key, b"to worker", both), incoming), hello
 
 
-def connect(address: tuple[str, int], secret: str, interface: str) -> Channel:
-    """The worker's side, from the given interface. Raises Refused or OSError."""
-    key = checked(secret)
+def connect(address: tuple[str, int], secret: str, interface: str, limit_s: float = FORM_S) -> Channel:
+    """The worker's side, from the given interface.
+
+    The driver may drop a connection to make room for others while strangers flood its port, so one that ends before
+    the driver's proof is tried again until limit_s. Raises Refused for a wrong proof, OSError.
+    """
+    key, pause, end = checked(secret), 0.02, time.monotonic() + limit_s
+    while True:
+        try:
+            return _attempt(address, key, interface)
+        except OSError as error:
+            if not _may_pass(error) or time.monotonic() + pause > end:
+                raise
+        time.sleep(pause)
+        pause = min(1.0, 1.5 * pause)
+
+
+def _may_pass(error: OSError) -> bool:
+    """Whether another attempt may succeed. A refused connection means that the driver no longer listens."""
+    if isinstance(error, ConnectionRefusedError):
+        return False
+    return isinstance(error, ConnectionError | TimeoutError) or error.errno == errno.EADDRINUSE
+
+
+def _attempt(address: tuple[str, int], key: bytes, interface: str) -> Channel:
     link = socket.create_connection(address, timeout=HANDSHAKE_S, source_address=(interface, 0))
-    theirs = _exactly(link, NONCE)
-    ours = secrets.token_bytes(NONCE)
-    both = (theirs or b"") + ours
-    link.sendall(ours + _mac(key, b"worker", both))
-    proof = _exactly(link, MAC)
-    if proof is None or not hmac.compare_digest(proof, _mac(key, b"driver", both)):
+    try:
+        ours = secrets.token_bytes(NONCE)
+        both = _part(link, NONCE) + ours
+        link.sendall(ours + _mac(key, b"worker", both))
+        if not hmac.compare_digest(_part(link, MAC), _mac(key, b"driver", both)):
+            raise Refused("the driver did not prove that it knows the secret, or does not take ours")
+        incoming = Incoming(_mac(key, b"to worker", both), MOST_BYTES)
+        return _channel(link, _mac(key, b"to driver", both), incoming)
+    except BaseException:
         link.close()
-        raise Refused("the driver did not prove that it knows the secret, or does not take ours")
-    return _channel(link, _mac(key, b"to driver", both), _mac(key, b"to worker", both))
+        raise
+
+
+def _part(link: socket.socket, count: int) -> bytes:
+    part = _exactly(link, count)
+    if part is None:
+        raise ConnectionResetError("the driver closed the connection before its proof")
+    return part
 
 
 def checked(secret: str) -> bytes:
@@ -181,14 +280,14 @@ def proof(secret: str, *parts: bytes) -> bytes:
     return _mac(checked(secret), *(_length.pack(len(part)) + part for part in parts))
 
 
-def _channel(link: socket.socket, send_key: bytes, receive_key: bytes) -> Channel:
+def _channel(link: socket.socket, send_key: bytes, incoming: Incoming) -> Channel:
     """A host that vanishes without a word is noticed after about a minute, also by one that has nothing to send."""
     link.settimeout(None)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
         link.setsockopt(socket.IPPROTO_TCP, option, value)
-    return Channel(link, send_key, receive_key)
+    return Channel(link, send_key, incoming)
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:

@@ -9,7 +9,22 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from headrace.parallel.control import Channel, Failed, Hello, Join, Message, Ping, Pong, Ready, Run, Stop
+from headrace.logs import shown
+from headrace.parallel.control import (
+    Channel,
+    Failed,
+    Hello,
+    Join,
+    Message,
+    Ping,
+    Pong,
+    Ready,
+    Run,
+    Stop,
+    StoreAsk,
+    StoreValue,
+)
+from headrace.parallel.store import Values
 from headrace.parallel.transport import RankLost
 
 log = logging.getLogger(__name__)
@@ -18,6 +33,9 @@ GRACE_S = 0.5
 """So long after a worker said that it lost another, that one's own failure is waited for: it says more."""
 
 STOP_S = 2.0
+
+MOST_REASON = 2000
+"""Characters of what a worker says of its failure."""
 
 
 class Process(Protocol):
@@ -53,6 +71,7 @@ class Crew:
         self._processes = dict(processes or {})
         self._changed = threading.Condition()
         self._reports: dict[int, bytes] = {}
+        self._values = Values()
         self._callbacks: list[Callable[[str], None]] = []
         self._closed = threading.Event()
         self._heard = dict.fromkeys(self._channels, time.monotonic())
@@ -80,6 +99,11 @@ class Crew:
     def send(self, step: bytes) -> None:
         """Sends a step (messages.encode) to every worker. Raises RankLost."""
         self._send_all(Run(step))
+
+    def ask(self, what: StoreAsk) -> StoreValue:
+        """The driver's own access to the store that it keeps for the ranks. Raises RankLost, ValueError beyond it."""
+        self.check()
+        return self._values.answer(what)
 
     def wait_ready(self, timeout_s: float | None = None) -> dict[int, bytes]:
         """The workers' reports, once all are ready. Raises RankLost, or TimeoutError."""
@@ -123,21 +147,23 @@ class Crew:
         try:
             while (message := channel.receive()) is not None:
                 self._heard[rank] = time.monotonic()
-                self._take(rank, message)
+                self._take(rank, channel, message)
             cause = "its link was closed"
         except (OSError, ValueError) as error:
             cause = f"its link failed: {error}"
         self._gone(rank, cause)
 
-    def _take(self, rank: int, message: Message) -> None:
+    def _take(self, rank: int, channel: Channel, message: Message) -> None:
         if isinstance(message, Ready):
             with self._changed:
                 self._reports[rank] = message.report
                 self._changed.notify_all()
         elif isinstance(message, Failed) and message.lost:
-            threading.Timer(GRACE_S, self._fail, args=(f"rank {rank} failed: {message.reason}",)).start()
+            threading.Timer(GRACE_S, self._fail, args=(_failure(rank, message),)).start()
         elif isinstance(message, Failed):
-            self._fail(f"rank {rank} failed: {message.reason}")
+            self._fail(_failure(rank, message))
+        elif isinstance(message, StoreAsk):
+            channel.send(self._values.answer(message))
         elif not isinstance(message, Pong):
             self._fail(f"rank {rank} sent a {type(message).__name__}, which no worker sends")
 
@@ -186,6 +212,10 @@ class Crew:
         log.error("%s", reason)
         for callback in callbacks:
             callback(reason)
+
+
+def _failure(rank: int, message: Failed) -> str:
+    return f"rank {rank} failed: {shown(message.reason, MOST_REASON)}"
 
 
 def end_processes(processes: Mapping[int, Process]) -> None:

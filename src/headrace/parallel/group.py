@@ -22,13 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace.parallel.control import Refused, proof
 from headrace.parallel.crew import Crew
+from headrace.parallel.listeners import stop_accepting
+from headrace.parallel.store import LinkStore
 from headrace.parallel.torch_transport import TorchTransport
-from headrace.parallel.transport import RankLost, Tag, Transport
+from headrace.parallel.transport import Tag, Transport
 
 log = logging.getLogger(__name__)
-
-FORM_S = 120
-"""So long all ranks may take to meet."""
 
 NO_TIMEOUT = timedelta(days=365)
 """Of the process groups: one timeout there closes every link, and a wait may be as long as a prompt."""
@@ -44,7 +43,7 @@ class Group:
 
     World rank = context rank * tensor size + tensor rank. `context` links the ranks of equal tensor rank, and numbers
     them by context rank; `tensor` the other way round; `tensor_group` is the latter for torch's collectives.
-    crew: on the driver, rank 0; None elsewhere.
+    crew: on the driver, rank 0; None elsewhere. store: torch calls it for as long as the process groups live.
     """
 
     rank: int
@@ -52,6 +51,7 @@ class Group:
     mesh: DeviceMesh
     context: TorchTransport
     tensor: TorchTransport
+    store: LinkStore
     crew: Crew | None = None
 
     @property
@@ -77,20 +77,22 @@ class Group:
             dist.destroy_process_group()
 
 
-def form(rank: int, context: int, tensor: int, store: dist.Store, interface: str, secret: str) -> Group:
+def form(rank: int, context: int, tensor: int, store: LinkStore, interface: str, secret: str) -> Group:
     """Meets the other ranks at the store; returns once each has proved to each on every link that it knows the secret.
 
-    The links listen on `interface` only. Raises ValueError for an address that is not this host's, Refused, RankLost,
-    or RuntimeError where ranks are missing.
+    The links listen on `interface` only, and no longer than that. Raises ValueError for an address that is not this
+    host's, Refused, RankLost, or RuntimeError or TimeoutError where ranks are missing.
     """
     size = context * tensor
     with gloo_on(interface):
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=size, timeout=NO_TIMEOUT)
         mesh = init_device_mesh("cpu", (context, tensor), mesh_dim_names=("context", "tensor"))
-    group = Group(rank, size, mesh, TorchTransport(mesh.get_group("context")), TorchTransport(mesh.get_group("tensor")))
-    prove(group.context, secret, "context")
-    prove(group.tensor, secret, "tensor")
-    return group
+    context_links, tensor_links = (TorchTransport(mesh.get_group(name)) for name in ("context", "tensor"))
+    prove(context_links, secret, "context")
+    prove(tensor_links, secret, "tensor")
+    if not stop_accepting(store.left):
+        log.warning("gloo's listening sockets were not found: they stay open for as long as this rank runs")
+    return Group(rank, size, mesh, context_links, tensor_links, store)
 
 
 def _backend() -> str:
@@ -125,20 +127,6 @@ def _exchange(transport: Transport, messages: dict[int, bytes], piece: int) -> d
     for work in works:
         work.wait()
     return {rank: bytes(x.tolist()) for rank, x in arrived.items()}
-
-
-def store_on(interface: str, size: int) -> tuple[dist.Store, tuple[str, int]]:
-    """The driver's store, where ranks leave their addresses, and its own. torch's would listen on all interfaces."""
-    listening = socket.create_server((interface, 0), backlog=size)
-    host, port = listening.getsockname()
-    store = dist.TCPStore(
-        host, port, size, True, timedelta(seconds=FORM_S), wait_for_workers=False, master_listen_fd=listening.detach()
-    )
-    return store, (host, port)
-
-
-def store_at(address: tuple[str, int], size: int) -> dist.Store:
-    return dist.TCPStore(*address, size, False, timedelta(seconds=FORM_S), wait_for_workers=False)
 
 
 @contextmanager
@@ -176,8 +164,11 @@ def interface_name(address: str) -> str:
     return known[address]
 
 
-def unless_failed(crew: Crew, call: Callable[[], Any]) -> Any:
-    """call(), given up with RankLost when the crew fails meanwhile: torch's own waiting cannot be interrupted."""
+def unless_failed(crew: Crew, call: Callable[[], Any], limit_s: float | None = None) -> Any:
+    """call(), given up with RankLost when the crew fails meanwhile: torch's own waiting cannot be interrupted.
+
+    Raises TimeoutError after limit_s.
+    """
     done = threading.Event()
     outcome: list[Any] = []
 
@@ -190,9 +181,10 @@ def unless_failed(crew: Crew, call: Callable[[], Any]) -> Any:
 
     threading.Thread(target=run, name="headrace-form", daemon=True).start()
     crew.on_failure(lambda _: done.set())
-    done.wait()
+    done.wait(limit_s)
     if not outcome:
-        raise RankLost(crew.reason)
+        crew.check()
+        raise TimeoutError(f"the ranks did not make their links within {limit_s:g} s")
     if isinstance(outcome[0], BaseException):
         raise outcome[0]
     return outcome[0]

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from headrace.config import EngineConfig
-from headrace.parallel.control import Join
+from headrace.parallel.control import FORM_S, Channel, Hello, Join
 from headrace.parallel.crew import Crew, Process, end_processes
 from headrace.parallel.gate import Gate
-from headrace.parallel.group import FORM_S, Group, form, store_on, unless_failed
+from headrace.parallel.group import Group, form, unless_failed
+from headrace.parallel.store import LinkStore
 from headrace.parallel.transport import RankLost
 from headrace.parallel.worker import encode_config, rank_main
 
@@ -52,16 +53,24 @@ def open_group(config: EngineConfig, maker: str, start: Starter | None = None) -
     if dist.is_initialized():
         raise ValueError("this process is in a group already: close that first")
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
-    start = start or _starter(config)
-    with Gate(config.rank_interface, secret) as gate, ExitStack() as met, ExitStack() as undo:
-        processes = start(config, gate.address, secret, met)
-        undo.callback(end_processes, processes)
-        links = gate.admit(range(1, size), FORM_S, lambda: _all_run(processes))
+    with ExitStack() as undo:
+        processes, links = _meet(config, secret, start or _starter(config), undo)
         crew = Crew(links, config.rank_timeout_s, processes)
         undo.callback(crew.close)
         group = _join(crew, config, maker, secret)
         undo.pop_all()
         return group
+
+
+def _meet(
+    config: EngineConfig, secret: str, start: Starter, undo: ExitStack
+) -> tuple[Mapping[int, Process], dict[int, tuple[Channel, Hello]]]:
+    """The workers' processes, whose end is left to `undo`, and their links. The port where they came in is closed."""
+    size = config.context_parallel_size * config.tensor_parallel_size
+    with Gate(config.rank_interface, secret) as gate, ExitStack() as met:
+        processes = start(config, gate.address, secret, met)
+        undo.callback(end_processes, processes)
+        return processes, gate.admit(range(1, size), FORM_S, lambda: _all_run(processes))
 
 
 def run_if_worker(interface: str) -> int | None:
@@ -77,9 +86,9 @@ def run_if_worker(interface: str) -> int | None:
 
 def _join(crew: Crew, config: EngineConfig, maker: str, secret: str) -> Group:
     context, tensor = config.context_parallel_size, config.tensor_parallel_size
-    store, address = store_on(config.rank_interface, context * tensor)
-    crew.join(Join(context * tensor, context, tensor, address, encode_config(config), maker))
-    group: Group = unless_failed(crew, lambda: form(0, context, tensor, store, config.rank_interface, secret))
+    crew.join(Join(context * tensor, context, tensor, encode_config(config), maker))
+    store = LinkStore(crew.ask)
+    group: Group = unless_failed(crew, lambda: form(0, context, tensor, store, config.rank_interface, secret), FORM_S)
     group.crew = crew
     crew.on_failure(group.fail)
     return group

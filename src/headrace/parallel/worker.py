@@ -23,8 +23,23 @@ import msgspec
 
 from headrace.config import EngineConfig
 from headrace.parallel import messages
-from headrace.parallel.control import Channel, Failed, Hello, Join, Message, Ping, Pong, Ready, Run, Stop, connect
-from headrace.parallel.group import Group, form, store_at
+from headrace.parallel.control import (
+    Channel,
+    Failed,
+    Hello,
+    Join,
+    Message,
+    Ping,
+    Pong,
+    Ready,
+    Run,
+    Stop,
+    StoreAsk,
+    StoreValue,
+    connect,
+)
+from headrace.parallel.group import Group, form
+from headrace.parallel.store import LinkStore
 from headrace.parallel.transport import RankLost
 
 SETTLE_S = 1.5
@@ -52,6 +67,8 @@ class DriverLink:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.steps: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[StoreValue] = queue.SimpleQueue()
+        self._asking = threading.Lock()
         self._status = GONE
 
     @property
@@ -72,11 +89,19 @@ class DriverLink:
             self.channel.send(Pong())
         elif isinstance(message, Run):
             self.steps.put(message.body)
+        elif isinstance(message, StoreValue):
+            self._answers.put(message)
         elif isinstance(message, Stop):
             self._status = 0
             self.steps.put(None)
         else:
             raise ValueError(f"the driver sent a {type(message).__name__}")
+
+    def ask(self, what: StoreAsk) -> StoreValue:
+        """The driver's answer, which it gives at once. Raises OSError."""
+        with self._asking:
+            self.channel.send(what)
+            return self._answers.get()
 
     def tell(self, message: Ready | Failed) -> None:
         with contextlib.suppress(OSError):  # the listening thread notices
@@ -109,7 +134,7 @@ def rank_main(address: str, secret: str, rank: int, interface: str) -> int:
 def _serve(link: DriverLink, join: Join, rank: int, interface: str, secret: str) -> int:
     config = replace(decode_config(join.config), rank_interface=interface)
     make = named(join.maker)
-    group = form(rank, join.context, join.tensor, store_at(join.store, join.size), interface, secret)
+    group = form(rank, join.context, join.tensor, LinkStore(link.ask), interface, secret)
     made = make(config, group)
     link.tell(Ready(getattr(made, "report", b"")))
     while (body := link.steps.get()) is not None:
