@@ -119,7 +119,7 @@ def test_silence_between_requests_has_a_time_limit(monkeypatch: pytest.MonkeyPat
 def test_a_client_that_takes_nothing_of_its_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "WRITE_S", 0.5)
     with serving(max_sequences=1000) as running, ExitStack() as closing:
-        body = json.dumps(text("word " * 50, max_tokens=60, stream=True, n=100, logprobs=5)).encode()
+        body = json.dumps(text("word " * 1200, max_tokens=1200, stream=True, n=64, logprobs=5)).encode()
         sock = closing.enter_context(socket.socket())
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", running.port))
