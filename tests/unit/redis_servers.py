@@ -10,8 +10,8 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO
 
 import fakeredis
 import redis
@@ -23,6 +23,16 @@ Address = tuple[str, int]
 REAL = next(filter(None, map(shutil.which, ("valkey-server", "redis-server"))), None)
 
 
+def commands(stream: BinaryIO) -> Iterator[list[bytes]]:
+    """What a client asks, until it hangs up."""
+    while head := stream.readline():
+        arguments = []
+        for _ in range(int(head[1:])):
+            arguments.append(stream.read(int(stream.readline()[1:])))
+            stream.readline()
+        yield arguments
+
+
 class FakeHandler(socketserver.StreamRequestHandler):
     """RESP2 in front of fakeredis: its own TCP server sends values as simple strings, which no real one does."""
 
@@ -30,20 +40,14 @@ class FakeHandler(socketserver.StreamRequestHandler):
         client = fakeredis.FakeRedis(server=self.server.data, protocol=2)  # type: ignore[attr-defined]
         connection = client.connection_pool.get_connection()
         with contextlib.suppress(OSError):
-            while head := self.rfile.readline():
-                if not head.startswith(b"*"):  # PING, as a person types it
-                    self.wfile.write(b"+PONG\r\n")
-                    continue
-                arguments = []
-                for _ in range(int(head[1:])):
-                    arguments.append(self.rfile.read(int(self.rfile.readline()[1:])))
-                    self.rfile.readline()
+            for arguments in commands(self.rfile):
                 connection.send_command(*arguments)
                 try:
                     reply = connection.read_response()
                 except redis.RedisError as error:
                     reply = error
-                self.wfile.write(encoded(reply))
+                status = reply == b"OK" and arguments[0].upper() != b"GETRANGE"
+                self.wfile.write(b"+OK\r\n" if status else encoded(reply))
 
 
 def encoded(reply: Any) -> bytes:
@@ -57,6 +61,31 @@ def encoded(reply: Any) -> bytes:
     if isinstance(reply, list):
         return b"*%d\r\n" % len(reply) + b"".join(map(encoded, reply))
     return b"$%d\r\n%b\r\n" % (len(reply), reply)
+
+
+class ScriptedHandler(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for arguments in commands(self.rfile):
+                for piece in self.server.answer(arguments):  # type: ignore[attr-defined]
+                    self.wfile.write(piece)
+
+
+class ScriptedServer(socketserver.ThreadingTCPServer):
+    """Answers each command with the pieces of answer(arguments), endless ones too; OSError raised there hangs up."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, answer: Callable[[list[bytes]], Iterable[bytes]]) -> None:
+        super().__init__(("127.0.0.1", 0), ScriptedHandler)
+        self.answer = answer
+        self.port = self.server_address[1]
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
 
 
 class FakeServer(socketserver.ThreadingTCPServer):

@@ -152,8 +152,8 @@ def test_connection_with_replies_outstanding_is_not_used_again() -> None:
                 first.sendall(b":1\r\n")
                 return
             second, _ = listener.accept()
-            while second.recv(1 << 16):
-                second.sendall(b":0\r\n")
+            while data := second.recv(1 << 16):
+                second.sendall(b":0\r\n" if b"TOUCH" in data else b"+OK\r\n")
 
         threading.Thread(target=serve, daemon=True).start()
         assert tier.has(NAMES) == [False] * 40 and "LOADING" in tier.stats().reason

@@ -10,44 +10,61 @@ Whose blob goes when room is needed is the rule of the other tiers (kv.tiers.ind
 the new blob counted, the largest user's; where nobody is above, the largest user's; that tenant's least recently used.
 What would push a tenant above its quota takes nothing from one that is within. A write looks at all tenants' sums.
 
-The server may lose any of these keys (FLUSHALL, its own eviction). `use` and `lru` are made again from `of` when a
-write finds that they do not agree; what only a lost `of` named is not counted any more, and goes before all else.
+The server may lose any of these keys (FLUSHALL, its own eviction), and other clients may write what they like into
+them. A key of another type is deleted, which is a loss; a sum or a clock that is no number starts again. `use` and
+`lru` are made again from `of` when a write finds that they do not agree; an entry of `of` that is none loses its blob.
+What only a lost `of` named is not counted any more, and goes before all else.
 """
 
 from __future__ import annotations
 
 _COMMON = """
 local p = ARGV[1]
-local of, use = p .. 'of', p .. 'use'
-local function tick() return redis.call('HINCRBY', of, '#', 1) end
+local function typed(key, kind)
+  if redis.call('TYPE', key).ok ~= kind then redis.call('DEL', key) end
+  return key
+end
+local of, use = typed(p .. 'of', 'hash'), typed(p .. 'use', 'zset')
+local function lru(tenant) return typed(p .. 'lru:' .. tenant, 'zset') end
+local function whole(text, digits)
+  if text and #text <= digits and string.find(text, '^%d+$') then return tonumber(text) end
+end
 local function entry(member)
   local was = redis.call('HGET', of, member)
   local colon = was and string.find(was, ':', 1, true)
-  if not colon then return nil, 0 end
-  return string.sub(was, colon + 1), tonumber(string.sub(was, 1, colon - 1))
+  local bytes = colon and whole(string.sub(was, 1, colon - 1), 9)
+  if not bytes then return nil, 0 end
+  return string.sub(was, colon + 1), bytes
 end
+local function sum() return whole(redis.call('HGET', of, '') or '0', 15) end
+local function restart()
+  local tenants, fields = {}, redis.call('HKEYS', of)
+  for i = 1, #fields do tenants[entry(fields[i]) or ''] = true end
+  for tenant in pairs(tenants) do redis.call('ZUNIONSTORE', lru(tenant), 1, lru(tenant), 'WEIGHTS', 0) end
+  redis.call('HSET', of, '#', 0)
+end
+if not sum() then redis.call('HSET', of, '', 0) end
+if not whole(redis.call('HGET', of, '#') or '0', 15) then restart() end
+local function tick() return redis.call('HINCRBY', of, '#', 1) end
 local function take(tenant, bytes)
-  redis.call('HINCRBY', of, '', -bytes)
-  if tonumber(redis.call('ZINCRBY', use, -bytes, tenant)) <= 0 then redis.call('ZREM', use, tenant) end
+  redis.call('HINCRBY', of, '', 0 - bytes)
+  if (tonumber(redis.call('ZINCRBY', use, 0 - bytes, tenant)) or 0) <= 0 then redis.call('ZREM', use, tenant) end
 end
 local function used()
   local uses, sum, flat = {}, 0, redis.call('ZRANGE', use, 0, -1, 'WITHSCORES')
   for i = 1, #flat, 2 do
-    uses[flat[i]] = tonumber(flat[i + 1])
+    uses[flat[i]] = tonumber(flat[i + 1]) or 0
     sum = sum + uses[flat[i]]
   end
   return uses, sum
 end
-local function gauges()
-  local _, sum = used()
-  return sum, math.max(0, redis.call('HLEN', of) - 2)
-end
+local function gauges() return sum() or 0, math.max(0, redis.call('HLEN', of) - 2) end
 local function forget(member)
   local tenant, bytes = entry(member)
   local there = redis.call('DEL', p .. member)
+  redis.call('HDEL', of, member)
   if tenant then
-    redis.call('HDEL', of, member)
-    redis.call('ZREM', p .. 'lru:' .. tenant, member)
+    redis.call('ZREM', lru(tenant), member)
     take(tenant, bytes)
   end
   return there
@@ -62,7 +79,7 @@ for i = 2, #ARGV do
   local tenant = entry(ARGV[i])
   there[i - 1] = redis.call('TOUCH', p .. ARGV[i])
   if tenant and there[i - 1] == 1 then
-    redis.call('ZADD', p .. 'lru:' .. tenant, tick(), ARGV[i])
+    redis.call('ZADD', lru(tenant), tick(), ARGV[i])
   elseif tenant then
     forget(ARGV[i])
   end
@@ -100,12 +117,14 @@ local function giver(uses, able)
   return found
 end
 local function rebuild()
-  local sums, all, flat = {}, 0, redis.call('HGETALL', of)
-  for i = 1, #flat, 2 do
-    local tenant, bytes = entry(flat[i])
+  local sums, all, fields = {}, 0, redis.call('HKEYS', of)
+  for _, member in ipairs(fields) do
+    local tenant, bytes = entry(member)
     if tenant then
       sums[tenant], all = (sums[tenant] or 0) + bytes, all + bytes
-      redis.call('ZADD', p .. 'lru:' .. tenant, 'NX', 0, flat[i])
+      redis.call('ZADD', lru(tenant), 'NX', 0, member)
+    elseif member ~= '' and member ~= '#' then
+      forget(member)
     end
   end
   redis.call('DEL', use)
@@ -114,7 +133,7 @@ local function rebuild()
 end
 local function victims(rebuilt)
   local uses, excess = used()
-  if excess ~= tonumber(redis.call('HGET', of, '') or '0') and not rebuilt then
+  if excess ~= sum() and not rebuilt then
     rebuild()
     return victims(true)
   end
@@ -125,7 +144,7 @@ local function victims(rebuilt)
   while excess > 0 do
     local from = giver(uses, able)
     if not from or (uses[writer] > quota and uses[from] <= quota) then return nil end
-    local oldest = redis.call('ZRANGE', p .. 'lru:' .. from, taken[from], taken[from])[1]
+    local oldest = redis.call('ZRANGE', lru(from), taken[from], taken[from])[1]
     if oldest then
       local _, bytes = entry(oldest)
       list[#list + 1] = {from, oldest}
@@ -142,11 +161,11 @@ local function victims(rebuilt)
 end
 local function evict(tenant, member)
   forget(member)
-  redis.call('ZREM', p .. 'lru:' .. tenant, member)
+  redis.call('ZREM', lru(tenant), member)
 end
 local tenant = entry(member)
 if tenant and redis.call('EXISTS', p .. member) == 1 then
-  redis.call('ZADD', p .. 'lru:' .. tenant, tick(), member)
+  redis.call('ZADD', lru(tenant), tick(), member)
   return {0, 1, 0, gauges()}
 end
 forget(member)
@@ -156,7 +175,7 @@ for _, victim in ipairs(list) do evict(victim[1], victim[2]) end
 redis.call('SET', p .. member, blob)
 redis.call('HSET', of, member, size .. ':' .. writer)
 take(writer, -size)
-redis.call('ZADD', p .. 'lru:' .. writer, tick(), member)
+redis.call('ZADD', lru(writer), tick(), member)
 return {1, 1, #list, gauges()}
 """
 )

@@ -13,11 +13,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from headrace.kv.tiers import accounts, wire
 from headrace.kv.tiers.base import Format, Parts, Read, TierStats, flat
 from headrace.kv.tiers.breaker import Breaker
+from headrace.kv.tiers.resp import MOST, Call, Expected, Integer, Integers, Status, Value
+from headrace.logs import shown
 
 PREFIX = b"headrace:1:"
 ROUND_BYTES = 32 << 20
@@ -26,6 +29,10 @@ ROUND_NAMES = 1024
 LARGEST_BLOB = 512 << 20
 """proto-max-bulk-len, a server's default bound of one value."""
 
+SECRET_PREFIX = 8
+"""So many first characters of a password are not told either: whoever quotes one may cut it off."""
+
+Command = tuple[wire.Pieces, Expected]
 Take = Callable[[int, Any], None]
 
 
@@ -34,7 +41,7 @@ class RemoteTier:
 
     An idle connection that the server has closed is opened again; nothing else is tried twice. A call ends within
     timeout_s, and what it has got by then counts. After a failure the tier is left alone (Breaker). Values of a wrong
-    length or type are misses.
+    length or type are misses; a reply that its command cannot have is a failure (kv.tiers.resp).
     """
 
     kind = "remote"
@@ -60,7 +67,7 @@ class RemoteTier:
         self.format, self.timeout_s, self.budget_bytes = format, timeout_s, budget_bytes
         self._quota = int(quota * (budget_bytes or 0))
         self._redis = wire.redis_module()
-        self._call = wire.Call()
+        self._call = Call()
         self._pool = wire.pool_of(url, timeout_s, self._call, self._redis)
         self._secret = str(self._pool.connection_kwargs.get("password") or "")
         self._breaker = Breaker(cooldown_s, "the remote tier")
@@ -88,10 +95,10 @@ class RemoteTier:
         """`has` in one round. TOUCH counts a key that is there, and marks it as used; the first name last."""
 
         if self.budget_bytes is not None:
-            replies = self._script(accounts.TOUCH, [self._member(name) for name in reversed(names)], len(names))
+            replies = self._script(accounts.TOUCH, [self._member(name) for name in reversed(names)], (1,) * len(names))
             return [reply == 1 for reply in reversed(replies)]
-        there = []
-        commands = [wire.packed((b"TOUCH", self._key(name))) for name in reversed(names)]
+        there: list[bool] = []
+        commands = [(wire.packed((b"TOUCH", self._key(name))), Integer(1)) for name in reversed(names)]
         self._exchange(commands, lambda _, reply: there.append(self._said(reply) == 1))
         return there[::-1]
 
@@ -112,13 +119,13 @@ class RemoteTier:
         def take(index: int, reply: Any) -> None:
             if isinstance(reply, self._redis.ResponseError) and str(reply).startswith("WRONGTYPE"):
                 return
-            whole[indices[index]] = self._said(reply) is reads[index].into
+            whole[indices[index]] = self._said(reply)
 
-        commands = [
-            wire.packed((b"GETRANGE", self._key(name), b"%d" % offset, b"%d" % (offset + len(into) - 1)))
-            for name, offset, into in reads
-        ]
-        self._exchange(commands, take, [read.into for read in reads])
+        def asking(read: Read) -> Command:
+            first, last = b"%d" % read.offset, b"%d" % (read.offset + len(read.into) - 1)
+            return wire.packed((b"GETRANGE", self._key(read.name), first, last)), Value(read.into)
+
+        self._exchange([asking(read) for read in reads], take)
 
     def put(self, name: bytes, tenant: bytes, parts: Parts) -> bool:
         views = [flat(part) for part in parts]
@@ -133,10 +140,9 @@ class RemoteTier:
     def _set(self, name: bytes, tenant: bytes, views: Sequence[memoryview]) -> tuple[bool, bool]:
         """Whether the blob is there now, and whether it was not before."""
         if self.budget_bytes is None:
-            reply = self._ask(wire.packed((b"SETNX", self._key(name)), views))
-            return reply in (0, 1), reply == 1
-        limits = [b"%d" % self.budget_bytes, b"%d" % self._quota]
-        stored, there, evicted, *gauges = self._script(accounts.PUT, [self._member(name), tenant, *limits], 5, views)
+            return True, self._ask(wire.packed((b"SETNX", self._key(name)), views), Integer(1)) == 1
+        arguments = [self._member(name), tenant, b"%d" % self.budget_bytes, b"%d" % self._quota]
+        stored, there, evicted, *gauges = self._script(accounts.PUT, arguments, (1, 1, MOST, MOST, MOST), views)
         self._count(evictions=evicted)
         self._gauge(*gauges)
         return there == 1, stored == 1
@@ -151,12 +157,11 @@ class RemoteTier:
     def _forget(self, names: Sequence[bytes]) -> int:
         """How many were there."""
         if self.budget_bytes is None:
-            there = self._ask(wire.packed((b"DEL", *map(self._key, names))))
-        else:
-            there, *gauges = self._script(accounts.DROP, [self._member(name) for name in names], 3)
-            self._gauge(*gauges)
-        if not isinstance(there, int):
-            raise self._redis.InvalidResponse("not a number")
+            there: int = self._ask(wire.packed((b"DEL", *map(self._key, names))), Integer(len(names)))
+            return there
+        members = [self._member(name) for name in names]
+        there, *gauges = self._script(accounts.DROP, members, (len(names), MOST, MOST))
+        self._gauge(*gauges)
         return there
 
     def _gauge(self, used_bytes: int, blobs: int) -> None:
@@ -207,18 +212,21 @@ class RemoteTier:
             self._breaker.failed(reason)
 
     def _told(self, error: Exception) -> str:
-        """The error in words, without the password, which a server may quote."""
+        """The error on one line, without the password, which a server may quote."""
         if isinstance(error, self._redis.TimeoutError | TimeoutError):
             return f"no answer within {self.timeout_s:g} s"
-        text = f"{type(error).__name__}: {error}"
-        if "OOM" in text:
-            text += " (the server is full: set its maxmemory-policy to allkeys-lru)"
-        return text.replace(self._secret, "***") if self._secret else text
+        remedy = ""
+        if isinstance(error, self._redis.InvalidResponse):
+            remedy = " (does kv_remote_url lead to a Valkey or Redis server?)"
+        elif "OOM" in str(error):
+            remedy = " (the server is full: set its maxmemory-policy to allkeys-lru)"
+        return shown(without(self._secret, f"{type(error).__name__}: {error}")) + remedy
 
     def _count(self, **more: int) -> None:
+        """No counter passes MOST: the server's own may be as large as it likes."""
         with self._lock:
             for name, number in more.items():
-                setattr(self._stats, name, getattr(self._stats, name) + int(number))
+                setattr(self._stats, name, min(MOST, getattr(self._stats, name) + int(number)))
 
     def _said(self, reply: Any) -> Any:
         """The reply; raises it if it is an error."""
@@ -226,33 +234,35 @@ class RemoteTier:
             raise reply
         return reply
 
-    def _ask(self, command: wire.Pieces) -> Any:
+    def _ask(self, pieces: wire.Pieces, expected: Expected) -> Any:
         replies: list[Any] = []
-        self._exchange([command], lambda index, reply: replies.append(reply))
+        self._exchange([(pieces, expected)], lambda index, reply: replies.append(reply))
         return self._said(replies[0])
 
-    def _script(self, script: str, arguments: Sequence[bytes], length: int, value: Parts | None = None) -> list[int]:
-        """The script's reply, `length` numbers."""
-        reply = self._ask(wire.packed((b"EVAL", script.encode(), b"0", PREFIX, *arguments), value))
-        if not (isinstance(reply, list) and len(reply) == length and all(isinstance(each, int) for each in reply)):
-            raise self._redis.InvalidResponse("not a reply to our script")
+    def _script(
+        self, script: str, arguments: Sequence[bytes], mosts: tuple[int, ...], value: Parts | None = None
+    ) -> list[int]:
+        """The script's reply: numbers, each from 0 to its bound in `mosts`."""
+        pieces = wire.packed((b"EVAL", script.encode(), b"0", PREFIX, *arguments), value)
+        reply: list[int] = self._ask(pieces, Integers(mosts))
         return reply
 
-    def _exchange(self, commands: Sequence[wire.Pieces], take: Take, intos: Sequence[memoryview] = ()) -> None:
+    def _exchange(self, commands: Sequence[Command], take: Take) -> None:
         """Sends all commands, then gives take(index, reply) each reply, a ResponseError too. Raises what redis-py
         raises; a connection on which replies may be outstanding is not used again."""
-        pieces = commands[0] if len(commands) == 1 else [b"".join(piece for command in commands for piece in command)]
+        pieces = commands[0][0]
+        if len(commands) > 1:
+            pieces = [b"".join(piece for command, _ in commands for piece in command)]
         connection = self._pool.get_connection()
         try:
             connection.send_packed_command(pieces, check_health=False)
-            for index in range(len(commands)):
-                self._call.into = intos[index] if intos else None
+            for index, (_, self._call.expected) in enumerate(commands):
                 take(index, self._reply(connection))
         except BaseException:
             connection.disconnect()
             raise
         finally:
-            self._call.into = None
+            self._call.expected = Status()
             self._pool.release(connection)
 
     def _reply(self, connection: Any) -> Any:
@@ -276,3 +286,14 @@ def rounds(reads: Sequence[Read]) -> Iterator[list[int]]:
         size += len(read.into)
     if indices:
         yield indices
+
+
+def without(secret: str, text: str) -> str:
+    """The text with *** for the secret and for each of its beginnings of SECRET_PREFIX characters or more."""
+    head = secret[:SECRET_PREFIX]
+    begin = text.find(head) if head else -1
+    while begin >= 0:
+        size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(secret, text[begin:], strict=False)))
+        text = text[:begin] + "***" + text[begin + size :]
+        begin = text.find(head, begin + 3)
+    return text

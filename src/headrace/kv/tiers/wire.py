@@ -1,8 +1,7 @@
-"""The Redis protocol's connections for the remote tier: redis-py's, with one deadline for all that a call does, and a
-parser that receives a value straight into the memory that wants it (redis-py's copies it twice, at half the speed).
+"""The remote tier's connections: redis-py's, with one deadline for all that a call does, and a parser that takes
+nothing but what was asked for (kv.tiers.resp).
 
 redis-py's own time-outs are per system call: a server that sends a byte now and then would hold a caller for ever.
-Protocol: RESP2, https://redis.io/docs/latest/develop/reference/protocol-spec/
 """
 
 from __future__ import annotations
@@ -10,39 +9,15 @@ from __future__ import annotations
 import importlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from headrace.kv.tiers.base import Parts, flat
-
-LINE_BYTES = 4096
-"""Received at once where a line is expected; what it has of the value that follows is copied once more."""
-LONGEST_LINE = 64 << 10
-LARGEST_REPLY = 1 << 20
-"""Of a value that no memory waits for, in bytes, and of an array, in members."""
+from headrace.kv.tiers.resp import LINE_BYTES, Call, Parser
 
 Pieces = list[bytes | memoryview]
-
-
-class Call(threading.local):
-    """What the calling thread's call may still take, and where the next value goes."""
-
-    deadline: float = float("inf")
-    into: memoryview | None = None
-
-    def begin(self, timeout_s: float) -> None:
-        self.deadline = time.monotonic() + timeout_s
-
-    @property
-    def left_s(self) -> float:
-        """Raises TimeoutError if nothing is left."""
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the time of the call is over")
-        return left
 
 
 class Line:
@@ -75,107 +50,6 @@ class Line:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sock, name)
-
-
-class Parser:
-    """RESP2 replies of one connection; redis-py's interface of a parser. A value whose length is that of call.into is
-    received there, and call.into is what is returned."""
-
-    def __init__(self, call: Call, redis: Any, socket_read_size: int = LINE_BYTES) -> None:
-        self._call, self._redis = call, redis
-        self._sock: Any = None
-        self._buffer = b""
-
-    def on_connect(self, connection: Any) -> None:
-        self._sock, self._buffer = connection._sock, b""
-
-    def on_disconnect(self) -> None:
-        self._sock, self._buffer = None, b""
-
-    def can_read(self, timeout: float = 0) -> bool:
-        """Whether anything has come, which nobody asked for. Raises ConnectionError if the other side has hung up."""
-        if self._buffer:
-            return True
-        self._sock.settimeout(timeout)
-        try:
-            self._more()
-        except (BlockingIOError, TimeoutError):
-            return False
-        except OSError as error:  # an SSL socket that would block says so in its own way
-            if type(error).__name__ in ("SSLWantReadError", "SSLWantWriteError"):
-                return False
-            raise
-        finally:
-            self._sock.settimeout(None)
-        return True
-
-    def read_response(self, disable_decoding: bool = False, **unused: Any) -> Any:
-        """bytes, int, None, list, call.into, or a ResponseError (returned, not raised)."""
-        return self._reply(0)
-
-    def _reply(self, depth: int) -> Any:
-        line = self._line()
-        kind, rest = line[:1], line[1:]
-        if kind == b"+":
-            return rest
-        if kind == b"-":
-            return self._redis.ResponseError(rest.decode("utf-8", "replace"))
-        if kind not in (b":", b"$", b"*"):
-            raise self._garbage(line)
-        try:
-            number = int(rest)
-        except ValueError:
-            raise self._garbage(line) from None
-        if kind == b":":
-            return number
-        if number == -1:
-            return None
-        if kind == b"$":
-            return self._value(number)
-        if not 0 <= number <= LARGEST_REPLY or depth > 2:
-            raise self._garbage(line)
-        return [self._reply(depth + 1) for _ in range(number)]
-
-    def _value(self, size: int) -> bytes | memoryview:
-        into = self._call.into
-        if into is None or len(into) != size:
-            if not 0 <= size <= max(LARGEST_REPLY, len(into or b"")):
-                raise self._garbage(b"$%d" % size)
-            into = None
-        value = memoryview(bytearray(size)) if into is None else into
-        self._fill(value)
-        end = bytearray(2)
-        self._fill(memoryview(end))
-        if end != b"\r\n":
-            raise self._garbage(bytes(end))
-        return bytes(value) if into is None else into
-
-    def _fill(self, view: memoryview) -> None:
-        done = min(len(self._buffer), len(view))
-        view[:done] = self._buffer[:done]
-        self._buffer = self._buffer[done:]
-        while done < len(view):
-            got = self._sock.recv_into(view[done:])
-            if not got:
-                raise self._redis.ConnectionError("the server has hung up")
-            done += got
-
-    def _line(self) -> bytes:
-        while (end := self._buffer.find(b"\r\n")) < 0:
-            if len(self._buffer) > LONGEST_LINE:
-                raise self._garbage(self._buffer)
-            self._more()
-        line, self._buffer = self._buffer[:end], self._buffer[end + 2 :]
-        return line
-
-    def _more(self) -> None:
-        data = self._sock.recv(LINE_BYTES)
-        if not data:
-            raise self._redis.ConnectionError("the server has hung up")
-        self._buffer += data
-
-    def _garbage(self, line: bytes) -> Exception:
-        return self._redis.InvalidResponse(f"not the Redis protocol: {line[:40]!r}")
 
 
 def packed(arguments: Sequence[bytes], value: Parts | None = None) -> Pieces:
