@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from headrace import logs
 from headrace.engine import messages as m
 from headrace.engine import process
-from headrace.types import InvalidRequest, UnsupportedModel
+from headrace.types import EngineStats, InvalidRequest, UnsupportedModel
 
 if TYPE_CHECKING:
     from headrace.engine.core import EngineCore
@@ -60,11 +60,23 @@ class Link:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._sending = threading.Lock()  # whole frames only
+        self._told = False
 
     def send(self, message: m.FromEngine) -> None:
         frame = m.frame(message)
         with self._sending:
             self._sock.sendall(frame)
+
+    def send_events(self, events: m.Events) -> None:
+        """Counters that cannot be packed (a number beyond 64 bits from a tier, say) are left out, once in the log: they
+        must end neither process, since the next engine would count the same."""
+        try:
+            self.send(events)
+        except (OverflowError, TypeError, ValueError) as error:
+            if not self._told:
+                log.error("the engine's counters cannot be told to the server: %s", logs.shown(error))
+            self._told = True
+            self.send(m.Events(events.deltas, events.started, events.refused, EngineStats()))
 
     def receive(self) -> m.ToEngine | None:
         """The next message; None at the end of the stream."""
@@ -179,7 +191,7 @@ def _step_on(core: EngineCore, link: Link, inbox: Inbox) -> int:
         if not _drain(core, inbox, refused):
             return 0
         deltas = core.step()
-        link.send(m.Events(deltas, core.take_started(), refused, core.stats()))
+        link.send_events(m.Events(deltas, core.take_started(), refused, core.stats()))
 
 
 def _drain(core: object, inbox: Inbox, refused: dict[str, str]) -> bool:
