@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import shutil
 import socket
 import subprocess
@@ -98,10 +99,12 @@ def test_others_are_left_alone() -> None:
     other.wait()
 
 
-def test_ping_is_answered_while_nobody_takes_messages() -> None:
-    """As during a long step: the inbox is not looked at."""
+def test_ping_is_answered_while_nobody_takes_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As during a long step: the inbox is not looked at. With the end of the stream the time to store begins."""
+    monkeypatch.setattr(process, "STORE_S", 0.01)
     ours, theirs = socket.socketpair()
-    inbox = Inbox(Link(theirs))
+    left: queue.SimpleQueue[int] = queue.SimpleQueue()
+    inbox = Inbox(Link(theirs), left.put)
     inbox.serving.set()
     ours.settimeout(20)
     for message in (m.Abort("a"), m.Ping(), m.Abort("b"), m.Ping()):
@@ -111,6 +114,7 @@ def test_ping_is_answered_while_nobody_takes_messages() -> None:
         assert stream.read(2 * len(pong)) == pong * 2
     ours.close()
     assert [inbox.get(20) for _ in range(3)] == [m.Abort("a"), m.Abort("b"), None]
+    assert left.get(timeout=20) == 1
     theirs.close()
 
 

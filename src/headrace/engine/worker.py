@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
@@ -99,12 +100,13 @@ class Link:
 class Inbox:
     """What the server has said, read by a thread of its own; None at the end. Pings are answered there, at once.
 
-    Before `serving` is set the end of the stream ends the process. Afterwards the process has `process.STORE_S` left.
+    Before `serving` is set the end of the stream ends the process, by `leave`. Afterwards the process has
+    `process.STORE_S` left.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, leave: Callable[[int], object] | None = None) -> None:
         self.serving = threading.Event()
-        self._link = link
+        self._link, self._leave = link, leave or _leave
         self._messages: queue.SimpleQueue[m.ToEngine | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="headrace-inbox", daemon=True).start()
 
@@ -127,9 +129,9 @@ class Inbox:
         except (OSError, ValueError):
             log.exception("the link to the server failed")
         if not self.serving.is_set():
-            _leave(0)
+            self._leave(0)
         self._messages.put(None)
-        end = threading.Timer(process.STORE_S, _leave, (1,))
+        end = threading.Timer(process.STORE_S, self._leave, (1,))
         end.daemon = True
         end.start()
 
