@@ -38,13 +38,13 @@ MESSAGES = [
 class Process:
     """`headrace serve tiny` on a free port, its log in a file. `launcher`: arguments of Python that run it."""
 
-    def __init__(self, folder: Path, *options: str, launcher: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, *options: str, launcher: Sequence[str] = (), model: str = "tiny") -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"{self.port}.log"
-        command = [sys.executable, *launcher, "-m", "headrace.cli.main", "serve", "tiny", "--port", str(self.port)]
+        command = [sys.executable, *launcher, "-m", "headrace.cli.main", "serve", model, "--port", str(self.port)]
         with self.log.open("wb") as sink:
             self.process = subprocess.Popen([*command, *options], stdout=sink, stderr=subprocess.STDOUT)
         self.http = httpx.Client(base_url=self.url, timeout=60)
@@ -62,6 +62,10 @@ class Process:
     def engine(self) -> psutil.Process:
         found = psutil.Process(self.process.pid).children(recursive=True)
         return next(p for p in found if "headrace.engine.worker" in p.cmdline())
+
+    def template_processes(self) -> list[psutil.Process]:
+        found = psutil.Process(self.process.pid).children()
+        return [p for p in found if "headrace.engine.template_worker" in p.cmdline()]
 
     def family(self) -> dict[str, psutil.Process]:
         """The engine's process as "0", its workers by rank."""
@@ -86,8 +90,8 @@ class Process:
 
 
 @contextmanager
-def process(folder: Path, *options: str, launcher: Sequence[str] = ()) -> Iterator[Process]:
-    server = Process(folder, "--kv-cache-tokens", "131072", "--threads", "1", *options, launcher=launcher)
+def process(folder: Path, *options: str, launcher: Sequence[str] = (), model: str = "tiny") -> Iterator[Process]:
+    server = Process(folder, "--kv-cache-tokens", "131072", "--threads", "1", *options, launcher=launcher, model=model)
     try:
         yield server
     finally:

@@ -47,10 +47,13 @@ class FakeTokenizer:
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode("utf-8", "replace")
 
-    def apply_chat(self, messages: Any, add_generation_prompt: bool = True, *, sign: str = "") -> list[int]:
+    def render_chat(self, messages: Any, add_generation_prompt: bool = True, *, sign: str = "") -> str:
         if any(m["content"] == "refuse me" for m in messages):
             raise InvalidRequest("the chat template refused the messages", "messages")
-        return self.encode("".join(m["content"] + "\n" for m in messages) + sign)
+        return "".join(m["content"] + "\n" for m in messages) + sign
+
+    def encode_chat(self, text: str) -> list[int]:
+        return self.encode(text)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from random import Random
 from typing import Any
 
@@ -71,6 +72,14 @@ def edited(value: Any, rng: Random) -> Any:
     for _ in range(rng.choice((1, 1, 2, 3))):
         out = _edit(out, rng)
     return out
+
+
+def dumped(value: Any) -> str:
+    """JSON text; of what is nested too deeply to be written, something nested as deeply."""
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        return "[" * 100_000
 
 
 def _edit(value: Any, rng: Random) -> Any:

@@ -97,6 +97,8 @@ class AsyncLLM:
         try:
             await self._until_ready(reader, progress)
             self.tokenizer = await tokenizer
+            if self.tokenizer is not None:
+                self.tokenizer.warm_up()
         except BaseException:
             tokenizer.cancel()
             await self.shutdown()
@@ -270,6 +272,8 @@ class AsyncLLM:
     async def shutdown(self) -> None:
         """Ends the engine process; requests under way end with EngineDead. May be called twice."""
         self._closing = True
+        if self.tokenizer is not None:
+            self.tokenizer.close()
         await _cancel(self._watch)
         if self._writer is not None:
             self._writer.close()

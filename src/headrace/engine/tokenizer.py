@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.engine.templates import Renderer
 from headrace.types import InvalidRequest
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -41,6 +42,7 @@ class Tokenizer:
         self._rule = _piece_rule(backend.decoder) if backend is not None else None
         self._special = {token for token, added in self._hf.added_tokens_decoder.items() if added.special}
         self._bytes: dict[int, bytes] = {}
+        self._renderer = Renderer()
         self._hf("", verbose=False)  # transformers clears stored truncation and padding on first use; not in a thread
 
     @classmethod
@@ -89,11 +91,27 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation, written out by the model's chat template in transformers' jinja sandbox.
+        """Token ids of a conversation: `render_chat`, encoded. The template writes the special tokens itself, so none
+        are added. Raises InvalidRequest as `render_chat` does."""
+        return self.encode_chat(self.render_chat(messages, add_generation_prompt, tools, **template_kwargs))
 
-        The template writes the special tokens itself, so none are added. `content` is a string or a list of text
-        parts, which are joined by a newline. `template_kwargs` are variables of the template (enable_thinking, say).
-        Raises InvalidRequest for a model without template, bad messages, and whatever the template refuses.
+    def encode_chat(self, text: str) -> list[int]:
+        """Token ids of what `render_chat` gave."""
+        return self.encode(text, add_special_tokens=False, param="messages")
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        """A conversation as the model's chat template writes it, in transformers' jinja sandbox, in a process of its
+        own with limits of time, memory and output (`Renderer`).
+
+        `content` is a string or a list of text parts, which are joined by a newline. `template_kwargs` are variables of
+        the template (enable_thinking, say). Raises InvalidRequest for a model without template, bad messages, whatever
+        the template refuses, and a rendering beyond a limit.
         """
         if not self.has_chat_template:
             raise InvalidRequest(
@@ -104,8 +122,16 @@ class Tokenizer:
         self._check_template_kwargs(template_kwargs)
         if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
             raise InvalidRequest("tools must be a list of JSON objects", "tools")
-        text = self._render(_plain_messages(messages), add_generation_prompt, tools, template_kwargs)
-        return self.encode(text, add_special_tokens=False, param="messages")
+        return self._render(_plain_messages(messages), add_generation_prompt, tools, template_kwargs)
+
+    def warm_up(self) -> None:
+        """Starts what the first conversation would wait for."""
+        if self.has_chat_template:
+            self._renderer.warm()
+
+    def close(self) -> None:
+        """Ends the processes that render conversations, those under way too."""
+        self._renderer.close()
 
     def _check_template_kwargs(self, template_kwargs: Mapping[str, Any]) -> None:
         reserved = set(inspect.signature(self._hf.apply_chat_template).parameters) - _TEMPLATE_OPTIONS
@@ -113,16 +139,16 @@ class Tokenizer:
             raise InvalidRequest(f"{bad[0]!r} is not a variable of the chat template", "chat_template_kwargs")
 
     def _render(self, messages: list[dict[str, Any]], generate: bool, tools: Any, variables: dict[str, Any]) -> str:
+        """As transformers' apply_chat_template does, for which a missing value and None are the same."""
+        if generate and variables.get("continue_final_message"):
+            raise InvalidRequest("continue_final_message needs add_generation_prompt to be false", "messages")
+        listed = list(tools) if tools else None
         try:
-            return self._hf.apply_chat_template(
-                messages,
-                tools=list(tools) if tools else None,
-                add_generation_prompt=generate,
-                tokenize=False,
-                **variables,
-            )
-        except Exception as error:  # a template is a program of the model that runs on the user's data
-            raise InvalidRequest(f"the chat template refused the messages: {error}", "messages") from error
+            template = self._hf.get_chat_template(None, listed)
+        except ValueError as error:
+            raise InvalidRequest(f"the model's chat templates cannot be used: {error}", "messages") from None
+        present = [{name: value for name, value in m.items() if value is not None} for m in messages]
+        return self._renderer.render(template, present, listed, generate, {**self._hf.special_tokens_map, **variables})
 
     # ---- tokens to text ----------------------------------------------------------------------------------------------
 
@@ -160,9 +186,14 @@ def has_tokenizer(folder: str | Path) -> bool:
 def _load(folder: str | Path) -> Any:
     from transformers import AutoTokenizer  # slow to import; a model without text does not need it
 
+    for path in Path(folder).iterdir():
+        if not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path} is not a regular file, and opening it might wait for ever; take it away")
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers and tokenizers raise every kind of error over a broken file
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # every kind of error over a broken file, and panics of tokenizers' Rust
         raise ValueError(f"cannot load the tokenizer of {folder}: {error}; check its files") from error
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from headrace.models import schema
 from headrace.models.families import FAMILIES, Family
 from headrace.models.families.base import refuse_rope
-from headrace.models.files import header, read_json, weight_files
+from headrace.models.files import first_dtype, read_json, weight_files
 from headrace.models.spec import CheckpointDType, ModelConfig, RopeSpec
 from headrace.types import UnsupportedModel
 
@@ -24,11 +25,15 @@ def read_config(folder: str | Path) -> ModelConfig:
     Raises UnsupportedModel naming the architecture or the config field, ValueError if the folder cannot be read.
     """
     folder = Path(folder)
-    raw = read_json(folder / "config.json")
+    path = folder / "config.json"
+    raw = read_json(path)
+    schema.check(raw, schema.Config, path)
     try:
         family = _family(raw)
         _refuse_fields(raw)
-        config = _normalised(folder, family)
+        config = _normalised(raw, family)
+        facts = family.facts(config)
+        _check_size(config, facts)
         return ModelConfig(
             architecture=raw["architectures"][0],
             vocab_size=config.vocab_size,
@@ -38,10 +43,10 @@ def read_config(folder: str | Path) -> ModelConfig:
             tied=config.tie_word_embeddings,
             bos_token_id=config.bos_token_id,
             eos_token_ids=_eos(config, folder),
-            **family.facts(config),
+            **facts,
         )
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"{folder / 'config.json'}: {error}") from None
+        raise UnsupportedModel(f"{path}: {error}") from None
 
 
 def _family(raw: dict[str, Any]) -> Family:
@@ -78,21 +83,34 @@ def _refuse_remote_code(value: Any, model_type: str) -> None:
             raise UnsupportedModel(f"auto_map names {value}: remote code is never run")
 
 
-def _normalised(folder: Path, family: Family) -> Any:
+def _normalised(raw: dict[str, Any], family: Family) -> Any:
     """The configuration as transformers reads it: defaults filled in, old rope fields brought to one form."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return CONFIG_MAPPING[family.model_type].from_dict(schema.known(raw))
     except Exception as error:  # transformers raises its own kinds for values that its classes do not accept
         raise UnsupportedModel(f"transformers does not accept it as {family.model_type}: {error}") from error
+
+
+def _check_size(config: Any, facts: dict[str, Any]) -> None:
+    """What no single field's range rules out."""
+    if not 1 <= facts["max_model_len"] <= schema.MAX_LENGTH:
+        raise UnsupportedModel(
+            f"a length of {facts['max_model_len']} positions; at most {schema.MAX_LENGTH} are supported"
+        )
+    given = getattr(config, "layer_types", None)
+    if given and len(given) != config.num_hidden_layers:
+        raise UnsupportedModel(
+            f"layer_types names {len(given)} layers, num_hidden_layers is {config.num_hidden_layers}"
+        )
 
 
 def _dtype(raw: dict[str, Any], folder: Path) -> CheckpointDType:
     """Type of the weights: as config.json says, otherwise that of the first tensor."""
     name = raw.get("dtype") or raw.get("torch_dtype")
     if name is None:
-        first = next(iter(header(weight_files(folder)[0]).values()), {"dtype": "F32"})["dtype"]
+        first = first_dtype(weight_files(folder)[0])
         name = DTYPES.get(first, first)
     name = str(name).removeprefix("torch.")
     if name not in get_args(CheckpointDType):
@@ -103,6 +121,8 @@ def _dtype(raw: dict[str, Any], folder: Path) -> CheckpointDType:
 def _eos(config: Any, folder: Path) -> tuple[int, ...]:
     """End-of-sequence tokens of config.json and generation_config.json, without repeats."""
     path = folder / "generation_config.json"
-    values = [config.eos_token_id, read_json(path).get("eos_token_id") if path.is_file() else None]
+    generation = read_json(path) if path.is_file() else {}
+    schema.check(generation, schema.GenerationConfig, path)
+    values = [config.eos_token_id, generation.get("eos_token_id")]
     found = [token for value in values for token in (value if isinstance(value, list) else [value])]
     return tuple(dict.fromkeys(int(token) for token in found if token is not None))

@@ -7,20 +7,28 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from headrace.files import open_given, read_given
 from headrace.types import UnsupportedModel
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MAX_HEADER = 100_000_000  # bytes; the limit that safetensors itself sets
+MAX_HEADER = 32 << 20
+"""Bytes; some 200,000 tensors. safetensors itself takes 100 MB."""
+MAX_JSON = 32 << 20
+"""Bytes of a JSON file; an index of 200,000 tensors has half of it."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError naming the file if it is not there or holds something else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_given(path, MAX_JSON).decode())
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; a model folder in Hugging Face form is needed") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply; download it again") from None
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -45,7 +53,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+    placed = read_json(folder / INDEX).get("weight_map", {})
+    if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+        raise ValueError(f"{folder / INDEX}: weight_map must map tensors to file names; download the file again")
+    names = sorted(set(placed.values()))
     for name in names:
         if Path(name).name != name:
             raise ValueError(f"{folder / INDEX} names {name!r}, which is outside the folder")
@@ -56,13 +67,14 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def header(path: Path) -> dict[str, Any]:
-    """Header of a safetensors file: tensor name -> {dtype, shape, data_offsets}."""
-    with path.open("rb") as file:
-        size = file.read(8)
-        length = struct.unpack("<Q", size)[0] if len(size) == 8 else MAX_HEADER + 1
-        text = file.read(length) if length <= MAX_HEADER else b""
+def first_dtype(path: Path) -> str:
+    """Type of the first tensor in a safetensors file, as the format calls it."""
     try:
-        return {name: item for name, item in json.loads(text).items() if name != "__metadata__"}
-    except (ValueError, AttributeError):
+        with open_given(path) as file:
+            size = file.read(8)
+            length = struct.unpack("<Q", size)[0] if len(size) == 8 else MAX_HEADER + 1
+            text = file.read(length) if length <= MAX_HEADER else b""
+        tensors = [item for name, item in json.loads(text).items() if name != "__metadata__"]
+        return str(tensors[0]["dtype"]) if tensors else "F32"
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
         raise ValueError(f"{path} is not a safetensors file, or is cut short; download it again") from None

@@ -55,7 +55,7 @@ class Checkpoint:
         for path in weight_files(folder):
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise ValueError(f"{path} is damaged or cut short ({error}); download it again") from None
             self._where.update(dict.fromkeys(file.keys(), file))
 
@@ -102,6 +102,7 @@ def load_weights(
                 if sources[name] not in shared:
                     rows = _rows(config, name, share)
                     shared[sources[name]] = _fuse(checkpoint, slot, sources[name], dtype, rows)
+                    _check_finite(folder, shared[sources[name]], sources[name])
                 weights[name] = shared[sources[name]]
             if progress is not None:
                 progress(done, len(slots))
@@ -218,6 +219,16 @@ def _fuse(
             fused[here] = part[rows[here] - start].to(dtype)
         start = end
     return fused
+
+
+def _check_finite(folder: Path, tensor: Tensor, sources: tuple[str, ...]) -> None:
+    """Refuses NaN and infinity, which make every answer empty or arbitrary. One pass: a finite sum has neither."""
+    if torch.isfinite(tensor.sum(dtype=torch.float32)) or torch.isfinite(tensor).all():
+        return
+    raise ValueError(
+        f"{folder}: {' or '.join(sources)} holds NaN or infinity as {str(tensor.dtype).removeprefix('torch.')}; "
+        f"download the weights again, or load them in another dtype"
+    )
 
 
 def _rows(config: ModelConfig, name: str, share: Share | None) -> Tensor | None:

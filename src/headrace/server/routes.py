@@ -203,9 +203,10 @@ async def _chat_prompt(state: ServerState, body: ChatBody, params: SamplingParam
     kwargs = body.template_kwargs()
     tokenizer = _tokenizer(state, "messages")
     try:
-        ids = await state.in_tokenizer(lambda: tokenizer.apply_chat(messages, **kwargs))
+        text = await state.in_renderer(lambda: tokenizer.render_chat(messages, **kwargs))
     except TypeError as error:
         raise invalid(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
+    ids = await state.in_tokenizer(tokenizer.encode_chat, text)
     return Prompt(ids, state.engine.check(ids, params))
 
 

@@ -24,6 +24,9 @@ Phase = Literal["loading", "ready", "restarting", "failed"]
 MakeEngine = Callable[[], Awaitable[Engine]]
 T = TypeVar("T")
 
+RENDERING = 2
+"""Threads that wait for chat templates; as many as there are processes that render them."""
+
 
 class ServerState:
     """Life of the engine: loading -> ready [-> restarting -> ready ...] -> failed, or loading -> failed. `on_failure`
@@ -51,6 +54,7 @@ class ServerState:
         self._given = engine
         self._engine: Engine | None = None
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")  # one thread: tokenizers are not all thread-safe
+        self._rendering = ThreadPoolExecutor(RENDERING, "templates")
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -82,10 +86,15 @@ class ServerState:
         await cancel(*self._tasks)
         if self._engine is not None:
             await self._engine.shutdown()
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._tokenizing, self._rendering):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def in_tokenizer(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *args)
+
+    async def in_renderer(self, work: Callable[..., T], *args: object) -> T:
+        """Apart from the tokenizer's thread, which a template that does not end must not hold up."""
+        return await asyncio.get_running_loop().run_in_executor(self._rendering, work, *args)
 
     async def _live(self) -> None:
         try:

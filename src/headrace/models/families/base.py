@@ -95,6 +95,8 @@ def attention(
     heads = config.num_attention_heads
     if kv_heads < 1 or heads % kv_heads:
         raise UnsupportedModel(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+    if head_dim < 1:
+        raise UnsupportedModel(f"num_attention_heads {heads} is more than hidden_size {config.hidden_size}")
     if not alibi and head_dim % 2:
         raise UnsupportedModel(f"head_dim {head_dim} is odd")
     layers = config.num_hidden_layers

@@ -1,0 +1,139 @@
+"""The fields of config.json and generation_config.json that are read, with their types and ranges.
+
+A model folder comes from somewhere else. Whatever stands in it is checked here, before transformers or any arithmetic
+sees it: a number of layers of 10^9, an epsilon of NaN or a list in place of a string ends with the file, the field and
+what is allowed there. Fields that are not named here are not read.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+MAX_LENGTH = 1 << 30
+"""Positions that a model may reach, however its rotation is stretched."""
+
+Count = Annotated[int, Meta(ge=1, le=1 << 16)] | None | UnsetType
+Layers = Annotated[int, Meta(ge=1, le=4096)] | None | UnsetType
+Width = Annotated[int, Meta(ge=1, le=1 << 24)] | None | UnsetType
+Length = Annotated[int, Meta(ge=1, le=MAX_LENGTH)] | None | UnsetType
+Small = Annotated[int, Meta(ge=-1, le=1 << 30)]
+Epsilon = Annotated[float, Meta(gt=0, le=1)] | None | UnsetType
+Theta = Annotated[float, Meta(gt=0, le=1e15)] | None | UnsetType
+Factor = Annotated[float, Meta(gt=0, le=1e6)] | None | UnsetType
+Scale = Annotated[float, Meta(ge=0, le=1e6)] | None | UnsetType
+Flag = bool | None | UnsetType
+Name = Annotated[str, Meta(max_length=200)] | None | UnsetType
+Tokens = Small | Annotated[list[Small], Meta(max_length=1024)] | None | UnsetType
+
+
+class Rope(msgspec.Struct):
+    """rope_parameters, or rope_scaling as it was called."""
+
+    rope_type: Name = UNSET
+    type: Name = UNSET
+    rope_theta: Theta = UNSET
+    factor: Factor = UNSET
+    original_max_position_embeddings: Length = UNSET
+    low_freq_factor: Factor = UNSET
+    high_freq_factor: Factor = UNSET
+    attention_factor: Scale = UNSET
+    beta_fast: Factor = UNSET
+    beta_slow: Factor = UNSET
+    mscale: Scale = UNSET
+    mscale_all_dim: Scale = UNSET
+    partial_rotary_factor: Factor = UNSET
+    truncate: Flag = UNSET
+
+
+class Config(msgspec.Struct):
+    """config.json, of all families together."""
+
+    architectures: Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=16)] | UnsetType | None = UNSET
+    model_type: Name = UNSET
+    dtype: Name = UNSET
+    torch_dtype: Name = UNSET
+    auto_map: dict[str, Any] | UnsetType | None = UNSET
+    is_causal: Flag = UNSET
+    vocab_size: Width = UNSET
+    hidden_size: Width = UNSET
+    n_embed: Width = UNSET
+    intermediate_size: Width = UNSET
+    ffn_hidden_size: Width = UNSET
+    ffn_dim: Width = UNSET
+    word_embed_proj_dim: Width = UNSET
+    num_hidden_layers: Layers = UNSET
+    num_attention_heads: Count = UNSET
+    num_key_value_heads: Count = UNSET
+    num_kv_heads: Count = UNSET
+    head_dim: Count = UNSET
+    max_position_embeddings: Length = UNSET
+    rms_norm_eps: Epsilon = UNSET
+    layer_norm_epsilon: Epsilon = UNSET
+    hidden_act: Name = UNSET
+    activation: Name = UNSET
+    activation_function: Name = UNSET
+    attention_bias: Flag = UNSET
+    mlp_bias: Flag = UNSET
+    bias: Flag = UNSET
+    enable_bias: Flag = UNSET
+    alibi: Flag = UNSET
+    parallel_attn: Flag = UNSET
+    new_decoder_architecture: Flag = UNSET
+    multi_query: Flag = UNSET
+    num_ln_in_parallel_attn: Small | UnsetType | None = UNSET
+    apply_residual_connection_post_layernorm: Flag = UNSET
+    layer_norm_elementwise_affine: Flag = UNSET
+    do_layer_norm_before: Flag = UNSET
+    _remove_final_layer_norm: Flag = UNSET
+    tie_word_embeddings: Flag = UNSET
+    use_sliding_window: Flag = UNSET
+    sliding_window: Small | UnsetType | None = UNSET
+    max_window_layers: Small | UnsetType | None = UNSET
+    layer_types: Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=4096)] | UnsetType | None = UNSET
+    pretraining_tp: Small | UnsetType | None = UNSET
+    rope_theta: Theta = UNSET
+    partial_rotary_factor: Factor = UNSET
+    original_max_position_embeddings: Length = UNSET
+    rope_parameters: Rope | UnsetType | None = UNSET
+    rope_scaling: Rope | UnsetType | None = UNSET
+    bos_token_id: Tokens = UNSET
+    eos_token_id: Tokens = UNSET
+    pad_token_id: Tokens = UNSET
+
+
+class GenerationConfig(msgspec.Struct):
+    """generation_config.json."""
+
+    eos_token_id: Tokens = UNSET
+
+
+def check(raw: dict[str, Any], schema: type[msgspec.Struct], path: Path) -> None:
+    """Raises ValueError naming file and field where a value has another type than is read, or is out of range."""
+    try:
+        checked = msgspec.convert(raw, schema)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {error}; correct the field, or download the file again") from None
+    for name, value in _floats(checked):
+        if not math.isfinite(value):
+            raise ValueError(f"{path}: {name} is {value}, a finite number is needed; download the file again")
+
+
+def _floats(record: msgspec.Struct, prefix: str = "") -> list[tuple[str, float]]:
+    found = []
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        if isinstance(value, msgspec.Struct):
+            found += _floats(value, f"{name}.")
+        elif isinstance(value, float):
+            found.append((prefix + name, value))
+    return found
+
+
+def known(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are read."""
+    return {name: value for name, value in raw.items() if name in Config.__struct_fields__}
