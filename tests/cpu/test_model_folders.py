@@ -144,7 +144,8 @@ def test_generation_config(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize(
-    "content", ["[" * 100_000, '{"a":' * 100_000, "", "[]", "null", '{"a": ' + "9" * 5000 + "}", "\xff"]
+    "content",
+    ["[" * 100_000, '{"a":' * 100_000, "", "[]", "null", '{"a": ' + "9" * 5000 + "}", "\xff", '{"a": "\\ud800"}'],
 )
 def test_what_is_no_object(name: str, content: str, folder: Path) -> None:
     (folder / name).write_bytes(content.encode("latin-1"))

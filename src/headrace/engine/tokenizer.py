@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.engine.templates import Renderer
+from headrace.logs import shown
 from headrace.types import InvalidRequest
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -194,7 +195,7 @@ def _load(folder: str | Path) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # every kind of error over a broken file, and panics of tokenizers' Rust
-        raise ValueError(f"cannot load the tokenizer of {folder}: {error}; check its files") from error
+        raise ValueError(f"cannot load the tokenizer of {folder}: {shown(error)}; check its files") from error
 
 
 # ---- checks of what a request brings ---------------------------------------------------------------------------------

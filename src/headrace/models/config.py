@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from headrace.logs import shown
 from headrace.models import schema
 from headrace.models.families import FAMILIES, Family
 from headrace.models.families.base import refuse_rope
@@ -90,7 +91,7 @@ def _normalised(raw: dict[str, Any], family: Family) -> Any:
     try:
         return CONFIG_MAPPING[family.model_type].from_dict(schema.known(raw))
     except Exception as error:  # transformers raises its own kinds for values that its classes do not accept
-        raise UnsupportedModel(f"transformers does not accept it as {family.model_type}: {error}") from error
+        raise UnsupportedModel(f"transformers does not accept it as {family.model_type}: {shown(error)}") from error
 
 
 def _check_size(config: Any, facts: dict[str, Any]) -> None:

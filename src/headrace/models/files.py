@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.files import open_given, read_given
+from headrace.logs import shown
 from headrace.types import UnsupportedModel
 
 SINGLE = "model.safetensors"
@@ -22,7 +23,10 @@ MAX_JSON = 32 << 20
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError naming the file if it is not there or holds something else."""
     try:
-        value = json.loads(read_given(path, MAX_JSON).decode())
+        data = read_given(path, MAX_JSON)
+        value = json.loads(data.decode())
+        if b"\\ud" in data.lower():  # half a surrogate pair is no text, and half of what reads it here would fail
+            json.dumps(value, ensure_ascii=False).encode()
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; a model folder in Hugging Face form is needed") from None
     except OSError as error:
@@ -59,9 +63,9 @@ def _shards(folder: Path) -> list[Path]:
     names = sorted(set(placed.values()))
     for name in names:
         if Path(name).name != name:
-            raise ValueError(f"{folder / INDEX} names {name!r}, which is outside the folder")
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder / INDEX} names {name}, which is missing; download the folder again")
+            raise ValueError(f"{folder / INDEX} names {shown(repr(name))}, which is outside the folder")
+        if len(name) > 255 or "\0" in name or not (folder / name).is_file():
+            raise ValueError(f"{folder / INDEX} names {shown(name)}, which is missing; download the folder again")
     if not names:
         raise ValueError(f"{folder / INDEX} has an empty weight_map")
     return [folder / name for name in names]

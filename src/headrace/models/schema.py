@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from headrace.logs import shown
+
 MAX_LENGTH = 1 << 30
 """Positions that a model may reach, however its rotation is stretched."""
 
@@ -117,7 +119,7 @@ def check(raw: dict[str, Any], schema: type[msgspec.Struct], path: Path) -> None
     try:
         checked = msgspec.convert(raw, schema)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: {error}; correct the field, or download the file again") from None
+        raise ValueError(f"{path}: {shown(error)}; correct the field, or download the file again") from None
     for name, value in _floats(checked):
         if not math.isfinite(value):
             raise ValueError(f"{path}: {name} is {value}, a finite number is needed; download the file again")

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from headrace.logs import shown
 from headrace.models.config import DTYPES
 from headrace.models.families import FAMILIES
 from headrace.models.families.base import Names
@@ -56,7 +57,7 @@ class Checkpoint:
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path} is damaged or cut short ({error}); download it again") from None
+                raise ValueError(f"{path} is damaged or cut short ({shown(error)}); download it again") from None
             self._where.update(dict.fromkeys(file.keys(), file))
 
     def __enter__(self) -> Checkpoint:
@@ -181,7 +182,7 @@ def _check(folder: Path, checkpoint: Checkpoint, slots: dict[str, Slot], sources
     missing = sorted(wanted - checkpoint.names)
     unexpected = sorted(name for name in checkpoint.names - wanted if not HARMLESS.search(name))
     problems = [
-        f"{label} {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        f"{label} {', '.join(map(shown, names[:5]))}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
         for label, names in (("lacks", missing), ("has unexpected", unexpected))
         if names
     ]
@@ -197,9 +198,9 @@ def _misfits(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...]) -> li
     for source, rows in zip(sources, parts, strict=True):
         shape, kind = checkpoint.shape(source), checkpoint.stored_as(source)
         if shape != slot.shape(rows):
-            found.append(f"has {source} of shape {list(shape)} where {list(slot.shape(rows))} is expected")
+            found.append(f"has {shown(source)} of shape {list(shape)} where {list(slot.shape(rows))} is expected")
         if kind not in DTYPES:
-            found.append(f"stores {source} as {kind}, supported: {', '.join(DTYPES)}")
+            found.append(f"stores {shown(source)} as {kind}, supported: {', '.join(DTYPES)}")
     return found
 
 
