@@ -21,6 +21,9 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiec
 _TEMPLATE_OPTIONS = {"documents", "continue_final_message"}
 """Options of transformers' apply_chat_template that a request may set; its other options are not the user's to set."""
 
+NO_LIMIT = 1 << 62
+"""model_max_length of a tokenizer, which transformers only warns by; the model's own length is what counts."""
+
 PieceRule = Callable[[str], bytes]
 """From a token as the vocabulary spells it to the bytes it stands for inside a text."""
 
@@ -44,7 +47,6 @@ class Tokenizer:
         self._special = {token for token, added in self._hf.added_tokens_decoder.items() if added.special}
         self._bytes: dict[int, bytes] = {}
         self._renderer = Renderer()
-        self._hf("", verbose=False)  # transformers clears stored truncation and padding on first use; not in a thread
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer | None:
@@ -191,11 +193,31 @@ def _load(folder: str | Path) -> Any:
         if not path.is_file() and not path.is_dir():
             raise ValueError(f"{path} is not a regular file, and opening it might wait for ever; take it away")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        made = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        _try_out(made)
+        return made
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # every kind of error over a broken file, and panics of tokenizers' Rust
         raise ValueError(f"cannot load the tokenizer of {folder}: {shown(error)}; check its files") from error
+
+
+def _try_out(made: Any) -> None:
+    """Uses once what is used later, so that wrong values in its files show now. Not in a thread: transformers clears
+    stored truncation and padding on first use."""
+    made.model_max_length = NO_LIMIT
+    tokens = made("the quick brown fox", verbose=False)["input_ids"]
+    made.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    len(made)
+    templates = made.chat_template
+    listed = list(templates.values()) if isinstance(templates, dict) else [templates or ""]
+    if not all(isinstance(template, str) for template in listed):
+        raise ValueError("chat_template must be a text, or texts by name")
+    for name, given in made.special_tokens_map.items():
+        if not all(isinstance(token, str) for token in (given if isinstance(given, list) else [given])):
+            raise ValueError(f"{name} must be a text")
+    if not isinstance(made.eos_token_id, int | None):
+        raise ValueError("eos_token must be one token")
 
 
 # ---- checks of what a request brings ---------------------------------------------------------------------------------
