@@ -190,3 +190,12 @@ def test_chunks_differ_by_all_that_their_bits_depend_on(monkeypatch: pytest.Monk
 
 def test_the_shipped_model(tmp_path: Path) -> None:
     assert model_identity(SHIPPED["tiny"], tmp_path) == model_identity(SHIPPED["tiny"], tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_a_memo_that_is_no_file_holds_up_nothing(make: Callable[[Path], None], model: Path, tmp_path: Path) -> None:
+    """A pipe is not waited for, a link not followed; the content is read."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    make(cache / MEMO)
+    assert model_identity(model, cache) == model_identity(model)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import select
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from headrace.parallel import store as stores
 from headrace.parallel.control import Channel, Hello, Join, Message, Run, StoreAdd, StoreGet, StoreSet, StoreValue
 from headrace.parallel.crew import Crew
-from headrace.parallel.listeners import _as_bytes, stop_accepting
+from headrace.parallel.listeners import LIBC, EpollEvent, _as_bytes, stop_accepting
 from headrace.parallel.store import LinkStore, Values
 from headrace.parallel.transport import RankLost
 from headrace.parallel.worker import DriverLink
@@ -141,3 +143,13 @@ def test_only_sockets_that_were_published_stop_accepting() -> None:
         assert accepted.recv(64) == b"as before"
         polled.unregister(ours)
         assert stop_accepting([]) == 0
+
+
+def test_what_a_poller_reports_with_a_socket_stays() -> None:
+    """gloo keeps a pointer there."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, select.epoll() as poller:
+        event = EpollEvent(select.EPOLLIN, 0x7F00DEADBEE8)
+        assert LIBC.epoll_ctl(poller.fileno(), 1, listening.fileno(), ctypes.byref(event)) == 0
+        assert stop_accepting([_as_bytes(listening.getsockname())]) == 1
+        line = next(x for x in Path(f"/proc/self/fdinfo/{poller.fileno()}").read_text().splitlines() if "tfd" in x)
+        assert line.split()[5] == "7f00deadbee8" and int(line.split()[3], 16) & select.EPOLLIN == 0

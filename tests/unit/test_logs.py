@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.kv.tiers.breaker import Breaker
+from headrace.kv.tiers.health import Health
 from headrace.logs import MOST_IN_LINE, LineFormatter, shown
 
 pytestmark = pytest.mark.unit
@@ -46,3 +48,12 @@ def test_a_traceback_cannot_begin_a_line_of_ours() -> None:
     lines = logged("failed", error=ValueError("a\n12:00:00 INFO forged")).splitlines()
     assert lines[0].endswith("failed") and len(lines) > 1
     assert all(line.startswith("    ") for line in lines[1:])
+
+
+def test_what_a_server_said_is_one_line_wherever_it_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where a program that uses Headrace as a library has a formatter of its own."""
+    forged = "no\n12:00:00 INFO all is well\x1b[2J" + "x" * 10_000
+    Breaker(1.0, "the remote tier").failed(forged)
+    Health("the disk tier", 1, 1.0).tell("read", forged)
+    assert len(caplog.messages) == 2
+    assert all(message.isprintable() and len(message) < 1000 for message in caplog.messages)

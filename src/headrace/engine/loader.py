@@ -20,11 +20,13 @@ from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
 from headrace.engine.streaming import StreamRunner
 from headrace.engine.tokenizer import Tokenizer
+from headrace.files import read_given
 from headrace.kernels import table
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import LAYOUT, KVStorage
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.decoder import Decoder, compute_dtype, load_decoder
+from headrace.models.files import MAX_JSON
 from headrace.models.shards import shard
 from headrace.types import CHUNK, chunks_for
 
@@ -184,7 +186,7 @@ def _eos(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 def _identity(folder: Path, capacity: Capacity) -> bytes:
     """What chunks of this engine are made by: model, layout, types computed in and stored, rounding."""
-    facts = [(folder / "config.json").read_bytes(), LAYOUT.encode(), capacity.backend.encode()]
+    facts = [read_given(folder / "config.json", MAX_JSON), LAYOUT.encode(), capacity.backend.encode()]
     facts += [capacity.dtype.encode(), capacity.kv_cache_dtype.encode(), capacity.quantization.encode()]
     facts.append(str(folder).encode())
     for path in sorted(folder.glob("*.safetensors")):

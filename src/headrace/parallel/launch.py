@@ -18,12 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from headrace.config import EngineConfig
+from headrace.files import open_own
 from headrace.parallel.control import FORM_S, Channel, Hello, Join
 from headrace.parallel.crew import Crew, Process, end_processes
 from headrace.parallel.gate import Gate
@@ -221,9 +223,9 @@ def _write_secret(secret: str, met: ExitStack) -> str:
 
 def _read_secret(path: str) -> str:
     """Raises ValueError for a file that someone else could have written or read."""
-    with open(path) as file:
+    with os.fdopen(open_own(Path(path))) as file:
         facts = os.fstat(file.fileno())
-        if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o077 or not stat.S_ISREG(facts.st_mode):
+        if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o077:
             raise ValueError(f"{path} does not belong to this user alone, so its secret is not trusted")
         return file.read()
 

@@ -7,14 +7,26 @@ waits for: a stranger could take up all file descriptors of a rank.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
-import select
+import platform
 import socket
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 OWN = Path("/proc/self")
+EPOLL_CTL_MOD = 3
+
+
+class EpollEvent(ctypes.Structure):
+    """struct epoll_event, which has no padding on x86-64."""
+
+    _pack_ = 1 if platform.machine() == "x86_64" else 8
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
+
+
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def stop_accepting(published: Sequence[bytes]) -> int:
@@ -32,7 +44,7 @@ def stop_accepting(published: Sequence[bytes]) -> int:
             if any(_as_bytes(listening.getsockname()) in value for value in published):
                 for poller, watched in pollers:
                     if descriptor in watched:
-                        _mute(poller, descriptor)
+                        _mute(poller, descriptor, watched[descriptor])
                 listening.listen(1)
                 found += 1
     return found
@@ -62,16 +74,17 @@ def _listening() -> Iterator[tuple[int, socket.socket]]:
                 one.close()
 
 
-def _pollers() -> Iterator[tuple[int, set[int]]]:
-    """epoll descriptors and what each watches."""
+def _pollers() -> Iterator[tuple[int, dict[int, int]]]:
+    """epoll descriptors; what each watches, and the data that it reports with it (gloo's is a pointer)."""
     for descriptor, kind in _descriptors():
         if "eventpoll" in kind:
             with contextlib.suppress(OSError):
                 lines = (OWN / "fdinfo" / str(descriptor)).read_text().splitlines()
-                yield descriptor, {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
+                watched = [line.split() for line in lines if line.startswith("tfd:")]
+                yield descriptor, {int(words[1]): int(words[5], 16) for words in watched}
 
 
-def _mute(poller: int, descriptor: int) -> None:
-    """What is still reported (EPOLLERR, EPOLLHUP) does not happen to a listening socket."""
-    with select.epoll.fromfd(os.dup(poller)) as watching, contextlib.suppress(FileNotFoundError):
-        watching.modify(descriptor, 0)
+def _mute(poller: int, descriptor: int, data: int) -> None:
+    """What is still reported (EPOLLERR, EPOLLHUP) does not happen to a listening socket. `data` is kept as it was:
+    select's own epoll would put the descriptor there, and whoever takes an event's data for a pointer follows that."""
+    LIBC.epoll_ctl(poller, EPOLL_CTL_MOD, descriptor, ctypes.byref(EpollEvent(0, data)))

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import queue
 import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
 
+from headrace import logs
 from headrace.config import EngineConfig
 from headrace.parallel import messages
 from headrace.parallel.control import (
@@ -41,6 +42,8 @@ from headrace.parallel.control import (
 from headrace.parallel.group import Group, form
 from headrace.parallel.store import LinkStore
 from headrace.parallel.transport import RankLost
+
+log = logging.getLogger(__name__)
 
 SETTLE_S = 1.5
 """So long a worker that was told to stop stays for what others still want of it; less than Crew.close waits."""
@@ -126,7 +129,7 @@ def rank_main(address: str, secret: str, rank: int, interface: str) -> int:
     except Exception as error:
         if link.stopped and isinstance(error, RankLost):
             return 0  # the others end as well, and nobody wants the rest of the step
-        traceback.print_exc()
+        log.exception("rank %d has failed", rank)
         link.tell(Failed(f"{type(error).__name__}: {error}", isinstance(error, RankLost)))
         return 1
 
@@ -166,6 +169,7 @@ def decode_config(body: bytes) -> EngineConfig:
 
 def main(rank: str, address: str, interface: str, descriptor: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-c reaches the driver, which ends the workers
+    logs.to_stderr(logging.WARNING)
     with os.fdopen(int(descriptor)) as pipe:
         secret = pipe.read()
     return rank_main(address, secret, int(rank), interface)

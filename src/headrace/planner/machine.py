@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.files import read_given
+
 STATE_BYTES = 4
 """States travel in fp32: head_dim numbers and two more (maximum, sum) per row and head."""
 
@@ -213,9 +215,13 @@ def shares(cached_on: Sequence[float] | None, ranks: int) -> tuple[float, ...]:
     return tuple(x / sum(cached_on) for x in cached_on)
 
 
+MOST_BYTES = 1 << 20
+"""Of a profile, which has some kilobytes."""
+
+
 def load_machine(path: Path) -> Machine:
     """The profile that `headrace profile` wrote; ValueError where there is none or it cannot be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Machine)
+        return msgspec.json.decode(read_given(path, MOST_BYTES), type=Machine)
     except (OSError, msgspec.MsgspecError) as error:
         raise ValueError(f"no usable machine profile in {path} ({error}); run `headrace profile`") from error

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.files import read_given
 from headrace.planner.heuristic import Heuristic
 from headrace.planner.machine import Machine, Shape
 from headrace.planner.partition import Bounds, Fractions, cut, fractions_of, interpolate
@@ -100,10 +101,14 @@ class Table(msgspec.Struct, kw_only=True):
             raise
 
 
+MOST_BYTES = 16 << 20
+"""Of a table; one of a thousand lengths has some hundred kilobytes."""
+
+
 def load(path: Path) -> Table:
     """A saved table. Raises ValueError, with the remedy, where it is missing, broken or of another form."""
     try:
-        table = msgspec.json.decode(path.read_bytes(), type=Table)
+        table = msgspec.json.decode(read_given(path, MOST_BYTES), type=Table)
     except (OSError, ValueError) as error:
         raise ValueError(f"no usable tuned table in {path} ({error}): run `headrace tune`") from error
     wrong = [tokens for tokens, entry in table.entries.items() if not _sound(entry, table.stamp.ranks)]

@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from headrace.logs import shown
+
 log = logging.getLogger(__name__)
 
 LONGEST_S = 60.0
@@ -78,7 +80,9 @@ class Breaker:
                 self._cooldown_s = min(2 * self._cooldown_s, self._longest_s)
             self._trial, self._reason, self._until = False, reason, now + self._cooldown_s
         if opens:
-            log.warning("%s is left alone for %.1f s, longer if it fails again: %s", self.what, self._first_s, reason)
+            log.warning(
+                "%s is left alone for %.1f s, longer if it fails again: %s", self.what, self._first_s, shown(reason)
+            )
 
     @property
     def degraded(self) -> bool:

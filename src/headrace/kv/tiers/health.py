@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 
+from headrace.logs import shown
 from headrace.types import TierStats
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Health:
             if kind in self._told:
                 return
             self._told.add(kind)
-        log.warning("%s: %s", self._what, message)
+        log.warning("%s: %s", self._what, shown(message))
 
     def stats(self, degraded: bool, used_bytes: int, blobs: int) -> TierStats:
         """A copy; degraded also where there is a pause."""
