@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from headrace.attention.plan import build
-from headrace.cli import bench_engine, bench_limits
+from headrace.cli import bench_connections, bench_engine, bench_limits
 from headrace.cli.bench_attention import QUICK, AttentionBench, predicted
 from headrace.cli.bench_beds import (
     GQA,
@@ -226,3 +226,10 @@ def test_bookkeeping_is_looked_for_where_it_is_done() -> None:
     """The case itself asserts that scheduling, planning and committing were all met."""
     case = bookkeeping_case("tiny", steps=2)
     assert 0 < case["bookkeeping_ms"] < case["step_ms"]
+
+
+def test_connections_are_measured_with_and_without_strangers() -> None:
+    *rounds, ratio = bench_connections.cases(idle=40, clients=2, each=2, repeats=1)
+    assert [case["name"] for case in rounds] == ["idle_0", "idle_40"]
+    assert all(case["requests"] == 4 and case["p99_ttft_ms"] > 0 for case in rounds)
+    assert ratio["p99_ttft_ratio"] > 0

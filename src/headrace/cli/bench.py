@@ -45,6 +45,21 @@ def cache(
 
 
 @app.command()
+def connections(
+    json_file: JsonFile = None,
+    idle: Annotated[int, typer.Option(min=1, help="Silent connections that strangers hold.")] = 1100,
+    clients: Annotated[int, typer.Option(min=1, help="Clients with a key that ask at once.")] = 64,
+    each: Annotated[int, typer.Option(min=1, help="Requests of each in a round.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds without and with the strangers, in turns.")] = 5,
+) -> None:
+    """Time to first token beside silent connections, more of them than the server has file descriptors (1,024)."""
+    from headrace.cli.bench_connections import cases
+
+    with one_line_errors():
+        measure_cases(cases(idle, clients, each, repeats), json_file)
+
+
+@app.command()
 def attention(
     json_file: JsonFile = None,
     thread_count: Annotated[
