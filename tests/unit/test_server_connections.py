@@ -64,6 +64,18 @@ def test_silent_connections_make_room_the_oldest_first(small: Running) -> None:
         assert small.server.connections.open <= MOST + 1
 
 
+def test_those_that_asked_before_stay_while_strangers_come_and_go(small: Running) -> None:
+    with ExitStack() as closing, httpx.Client(base_url=small.url, timeout=20) as client:
+        assert client.get("/health").status_code == 200
+        kept = set(small.server.connections.idle)
+        for _ in range(5 * MOST):
+            silent(small.port, closing)
+        until(lambda: len(small.server.connections.silent) >= MOST - 2)
+        assert set(small.server.connections.idle) == kept != set()
+        assert client.get("/health").status_code == 200
+        assert set(small.server.connections.idle) == kept != set()
+
+
 def test_a_request_under_way_is_not_closed_to_make_room(small: Running) -> None:
     with ExitStack() as closing:
         body = text("word " * 30, max_tokens=100, stream=True)

@@ -1,7 +1,7 @@
 """What silent connections cost those who ask: 64 clients with a key, with and without strangers that hold connections.
 
-The server may have 1,024 file descriptors, the strangers hold more connections than that: whichever the server closes,
-they open again at once. Rounds without and with them take turns.
+The server may have 1,024 file descriptors, the strangers hold more connections than that. Rounds without them, with
+them silent, and with those that open another at once for each that the server closes take turns.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def _wait_ready(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def strangers(port: int, count: int) -> Iterator[None]:
+def strangers(port: int, count: int, again: bool) -> Iterator[None]:
     """A process that holds so many silent connections; it has opened each once when this returns."""
-    command = [sys.executable, "-m", __name__, str(port), str(count)]
+    command = [sys.executable, "-m", __name__, str(port), str(count), str(int(again))]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         if not process.stdout.readline():
@@ -76,8 +76,8 @@ def strangers(port: int, count: int) -> Iterator[None]:
             process.kill()
 
 
-def hold(port: int, count: int) -> None:
-    """Runs as that process: opens connections, and another for each that the server closes."""
+def hold(port: int, count: int, again: bool) -> None:
+    """Runs as that process: opens connections, and `again` another for each that the server closes."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     held = selectors.DefaultSelector()
@@ -97,26 +97,30 @@ def hold(port: int, count: int) -> None:
         for key, _ in held.select():
             held.unregister(key.fileobj)
             key.fileobj.close()  # type: ignore[union-attr]
-            open_one()
+            if again:
+                open_one()
         time.sleep(0.01)
 
 
 def cases(idle: int, clients: int, each: int, repeats: int) -> Iterator[dict[str, Any]]:
     """Rounds in turns, and the ratio of their medians last."""
-    p99: dict[int, list[float]] = {0: [], idle: []}
+    ways = {"none": (0, False), "silent": (idle, False), "again": (idle, True)}
+    p99: dict[str, list[float]] = {way: [] for way in ways}
     with serving() as (port, pid, log):
         asyncio.run(_round(port, clients, 1))  # warm
         for repeat in range(repeats):
-            for count in (0, idle):
-                case = _measured(port, pid, log, count, clients, each)
-                p99[count].append(case["p99_ttft_ms"])
-                yield {"name": f"idle_{count}", "repeat": repeat, "clients": clients} | case
-    without, beside = statistics.median(p99[0]), statistics.median(p99[idle])
-    yield {"name": "ratio", "p99_ttft_ratio": round(beside / without, 3), "without_ms": without, "with_ms": beside}
+            for way, (count, again) in ways.items():
+                case = _measured(port, pid, log, count, again, clients, each)
+                p99[way].append(case["p99_ttft_ms"])
+                yield {"name": way, "repeat": repeat, "idle": count, "clients": clients} | case
+    medians = {way: statistics.median(values) for way, values in p99.items()}
+    for way in ("silent", "again"):
+        ratio = round(medians[way] / medians["none"], 3)
+        yield {"name": f"{way}_ratio", "p99_ttft_ratio": ratio, "without_ms": medians["none"], "with_ms": medians[way]}
 
 
-def _measured(port: int, pid: int, log: Path, count: int, clients: int, each: int) -> dict[str, Any]:
-    with strangers(port, count) if count else contextlib.nullcontext():
+def _measured(port: int, pid: int, log: Path, count: int, again: bool, clients: int, each: int) -> dict[str, Any]:
+    with strangers(port, count, again) if count else contextlib.nullcontext():
         time.sleep(1)
         written, used, began = log.stat().st_size, _cpu_s(pid), time.monotonic()
         health = time.monotonic()
@@ -153,4 +157,4 @@ async def _round(port: int, clients: int, each: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    hold(int(sys.argv[1]), int(sys.argv[2]))
+    hold(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1")

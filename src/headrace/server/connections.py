@@ -1,10 +1,10 @@
 """How many connections the server keeps open, and for how long one may say nothing.
 
 A connection is idle until the head of its first request has come, and between two requests. Idle connections have a
-time limit, and beyond the limit of connections the one that has been idle longest makes room for a new one, so that
-silent strangers lock nobody out. A connection with a request under way is never closed to make room; if all have one,
-the new one is closed. The limit lies below that of file descriptors: a server without any left could accept nobody and
-would spin (asyncio tries again and again).
+time limit, and beyond the limit of connections the one that has been idle longest makes room for a new one, those that
+never asked anything first: silent strangers lock nobody out, however quickly they come again. A connection with a
+request under way is never closed to make room; if all have one, the new one is closed. The limit lies below that of
+file descriptors: a server without any left could accept nobody and would spin (asyncio tries again and again).
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ KEEP_ALIVE_S = 60.0
 """So long may a connection be silent between two requests."""
 WRITE_S = 60.0
 """So long may a client take nothing of what is sent to it."""
-ACCEPTED_AT_ONCE = 64
-"""asyncio accepts so many before it looks at the first of them."""
-RESERVED = 128 + ACCEPTED_AT_ONCE
-"""Descriptors for all else: the engine's socket, model and log files, libraries."""
+ACCEPTED_AT_ONCE = 16
+"""asyncio accepts so many in one turn of its loop."""
+RESERVED = 128 + 6 * ACCEPTED_AT_ONCE
+"""Descriptors for all else: the engine's socket, files, libraries; and connections on their way. From accepting one to
+`connection_made` asyncio takes three turns of its loop, and another to close one that was aborted; in each it accepts
+more. Without any descriptor left it stops accepting for a second."""
 MOST = 10_000
 """Default limit where there are descriptors without end."""
 RAISED_TO = 65_536
@@ -57,11 +59,13 @@ def limit(wanted: int | None) -> int:
 
 
 class Connections:
-    """All connections of a server. Invariant: `idle` has those without a request, in the order they became idle."""
+    """All connections of a server. Invariant: `silent` has those that never had a request, `idle` those between two,
+    each in the order they became so."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.open = 0
+        self.silent: OrderedDict[Connection, None] = OrderedDict()
         self.idle: OrderedDict[Connection, None] = OrderedDict()
         self._closed: Counter[str] = Counter()
         self._told_s = float("-inf")
@@ -71,11 +75,17 @@ class Connections:
         """Whether a new connection may stay."""
         if self.open <= self.most:
             return True
-        if not self.idle:
+        waiting = self.silent or self.idle
+        if not waiting:
             self.note("refused, since all others had a request under way")
             return False
-        next(iter(self.idle)).end("idle, closed to make room for new ones")
+        next(iter(waiting)).end("idle, closed to make room for new ones")
         return True
+
+    def leave(self, one: Connection) -> None:
+        """It is closed, or has a request."""
+        self.silent.pop(one, None)
+        self.idle.pop(one, None)
 
     def note(self, why: str) -> None:
         """Counts a connection that was closed; a line in the log tells how many, at most every LOG_S."""
@@ -113,12 +123,12 @@ class Connection(H11Protocol):
         if not self._all.make_room():
             self.end(None)
             return
-        self._all.idle[self] = None
+        self._all.silent[self] = None
         self._limit(HEAD_S, "without a request's head in time")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.open -= 1
-        self._all.idle.pop(self, None)
+        self._all.leave(self)
         self._stop(self._deadline)
         self._stop(self._stalled)
         super().connection_lost(exc)
@@ -134,7 +144,7 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         super().handle_events()
         if self.busy:
-            self._all.idle.pop(self, None)
+            self._all.leave(self)
             self._stop(self._deadline)
 
     def on_response_complete(self) -> None:
@@ -155,7 +165,7 @@ class Connection(H11Protocol):
         """Closes at once; what has not been sent is thrown away. why: counted for the log, if given."""
         if not self._ended:
             self._ended = True
-            self._all.idle.pop(self, None)
+            self._all.leave(self)
             if why is not None:
                 self._all.note(why)
             self.transport.abort()
