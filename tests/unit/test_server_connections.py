@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ import httpx
 import pytest
 
 from headrace.server import connections
-from headrace.server.connections import RESERVED, Seldom, limit
+from headrace.server.connections import RESERVED, Connections, Seldom, limit
 from tests.unit.fake_server import TEXT, Running, open_request, serving, text, until
 
 pytestmark = pytest.mark.unit
@@ -64,16 +65,24 @@ def test_silent_connections_make_room_the_oldest_first(small: Running) -> None:
         assert small.server.connections.open <= MOST + 1
 
 
-def test_those_that_asked_before_stay_while_strangers_come_and_go(small: Running) -> None:
-    with ExitStack() as closing, httpx.Client(base_url=small.url, timeout=20) as client:
-        assert client.get("/health").status_code == 200
-        kept = set(small.server.connections.idle)
-        for _ in range(5 * MOST):
-            silent(small.port, closing)
-        until(lambda: len(small.server.connections.silent) >= MOST - 2)
-        assert set(small.server.connections.idle) == kept != set()
-        assert client.get("/health").status_code == 200
-        assert set(small.server.connections.idle) == kept != set()
+def test_those_that_never_asked_make_room_first() -> None:
+    class Stub:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def end(self, why: str) -> None:
+            ended.append(self.name)
+            connections.leave(self)  # type: ignore[arg-type]
+
+    ended: list[str] = []
+    connections = Connections(2)
+    connections.idle = OrderedDict.fromkeys([Stub("asked")])  # type: ignore[list-item,assignment]
+    connections.silent = OrderedDict.fromkeys([Stub("older"), Stub("newer")])  # type: ignore[list-item,assignment]
+    connections.open = 2
+    assert connections.make_room() and not ended
+    connections.open = 3
+    assert all(connections.make_room() for _ in range(3))
+    assert ended == ["older", "newer", "asked"]
 
 
 def test_a_request_under_way_is_not_closed_to_make_room(small: Running) -> None:

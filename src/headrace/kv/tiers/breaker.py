@@ -17,6 +17,9 @@ from headrace.logs import shown
 
 log = logging.getLogger(__name__)
 
+MOST_REASON = 400
+"""Characters in the log; whoever gives a reason has shortened what is foreign in it already."""
+
 LONGEST_S = 60.0
 """Bound of the doubling: a tier that comes back is noticed within a minute."""
 
@@ -81,7 +84,10 @@ class Breaker:
             self._trial, self._reason, self._until = False, reason, now + self._cooldown_s
         if opens:
             log.warning(
-                "%s is left alone for %.1f s, longer if it fails again: %s", self.what, self._first_s, shown(reason)
+                "%s is left alone for %.1f s, longer if it fails again: %s",
+                self.what,
+                self._first_s,
+                shown(reason, MOST_REASON),
             )
 
     @property
