@@ -16,8 +16,20 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.parallel import crew as crews
 from headrace.parallel import store as stores
-from headrace.parallel.control import Channel, Hello, Join, Message, Run, StoreAdd, StoreGet, StoreSet, StoreValue
+from headrace.parallel.control import (
+    Channel,
+    Hello,
+    Join,
+    Message,
+    Ready,
+    Run,
+    StoreAdd,
+    StoreGet,
+    StoreSet,
+    StoreValue,
+)
 from headrace.parallel.crew import Crew
 from headrace.parallel.listeners import LIBC, EpollEvent, _as_bytes, stop_accepting
 from headrace.parallel.store import LinkStore, Values
@@ -88,6 +100,33 @@ def served(answer: Callable[[Crew, Channel], None]) -> None:
     crew = Crew({1: (driver, Hello(1, 1, "here"))}, 30.0)
     try:
         answer(crew, worker)
+    finally:
+        crew.close()
+        worker.close()
+
+
+def test_a_worker_is_given_longer_until_it_is_ready() -> None:
+    """Loading may keep its threads from answering; the limit of seconds counts from Ready."""
+    driver, worker = pair()
+    crew = Crew({1: (driver, Hello(1, 1, "here"))}, 0.2)
+    try:
+        assert not crew.failed.wait(0.6)
+        worker.send(Ready(b"there"))
+        assert crew.wait_ready(20) == {1: b"there"}
+        assert crew.failed.wait(20)
+        assert crew.reason == "rank 1 does not answer (rank_timeout_s is 0.2)"
+    finally:
+        crew.close()
+        worker.close()
+
+
+def test_a_worker_that_never_gets_ready_is_lost_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crews, "FORM_S", 0.3)
+    driver, worker = pair()
+    crew = Crew({1: (driver, Hello(1, 1, "here"))}, 0.2)
+    try:
+        with pytest.raises(RankLost, match="rank 1 did not answer for .* s while it loaded"):
+            crew.wait_ready(20)
     finally:
         crew.close()
         worker.close()

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from headrace.logs import shown
 from headrace.parallel.control import (
+    FORM_S,
     Channel,
     Failed,
     Hello,
@@ -179,7 +180,10 @@ class Crew:
         self._fail(f"rank {rank} is gone: {cause}")
 
     def _watch(self) -> None:
-        """Pings all workers; a stop right after an answer is noticed within timeout_s too."""
+        """Pings all workers; a stop right after an answer is noticed within timeout_s too.
+
+        A worker that has not said Ready has FORM_S: while libraries and weights load, its threads may stand still.
+        """
         interval = self.timeout_s / 8
         while True:
             began = time.monotonic()
@@ -188,13 +192,16 @@ class Crew:
             now = time.monotonic()
             if now - began > 2 * interval:  # this process stood still: the silence may be its own
                 self._heard = dict.fromkeys(self._channels, now)
-            self._ping(now, self.timeout_s - interval)
+            self._ping(now)
 
-    def _ping(self, now: float, limit: float) -> None:
+    def _ping(self, now: float) -> None:
         for rank, channel in self._channels.items():
             silent = now - self._heard[rank]
-            if silent > limit:
+            if rank in self._reports and silent > self.timeout_s * 7 / 8:
                 self._fail(f"rank {rank} does not answer (rank_timeout_s is {self.timeout_s:g})")
+                return
+            if silent > max(self.timeout_s, FORM_S):
+                self._fail(f"rank {rank} did not answer for {silent:.0f} s while it loaded")
                 return
             try:
                 channel.send(Ping())
