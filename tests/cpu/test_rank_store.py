@@ -125,7 +125,7 @@ def test_a_worker_that_never_gets_ready_is_lost_in_the_end(monkeypatch: pytest.M
     driver, worker = pair()
     crew = Crew({1: (driver, Hello(1, 1, "here"))}, 0.2)
     try:
-        with pytest.raises(RankLost, match="rank 1 did not answer for .* s while it loaded"):
+        with pytest.raises(RankLost, match=r"rank 1 did not answer for .* s while it loaded"):
             crew.wait_ready(20)
     finally:
         crew.close()
