@@ -134,7 +134,9 @@ class Namespaces:
             )  # fmt: skip
 
     def close(self) -> None:
+        """A pair's outside end goes by name: a namespace's own end goes with it, but some time after `netns del`."""
         for rank in range(1, self.ranks):
+            subprocess.run(["ip", "link", "del", self._outside(rank)], capture_output=True, check=False)
             subprocess.run(["ip", "netns", "del", self._space(rank)], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", self.name], capture_output=True, check=False)
 
@@ -143,7 +145,7 @@ class Namespaces:
         _run("ip", "addr", "add", f"{self._address(0)}/24", "dev", self.name)
         _run("ip", "link", "set", self.name, "up")
         for rank in range(1, self.ranks):
-            space, end, outside = self._space(rank), self._end(rank), f"{self.name}o{rank}"
+            space, end, outside = self._space(rank), self._end(rank), self._outside(rank)
             _run("ip", "netns", "add", space)
             _run("ip", "link", "add", outside, "type", "veth", "peer", "name", end, "netns", space)
             _run("ip", "link", "set", outside, "master", self.name, "up")
@@ -153,6 +155,9 @@ class Namespaces:
 
     def _address(self, rank: int) -> str:
         return f"{self.network}.{rank + 1}"
+
+    def _outside(self, rank: int) -> str:
+        return f"{self.name}o{rank}"
 
     def _space(self, rank: int) -> str:
         return f"{self.name}-{rank}"

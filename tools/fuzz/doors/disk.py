@@ -12,23 +12,11 @@ from random import Random
 
 import msgspec
 
-from headrace.kv import frame
-from headrace.kv.tiers.base import Read, name_of
 from headrace.kv.tiers.disk import DiskTier
 from tools.fuzz import mutate
+from tools.fuzz.stored import blob, named, there
 
-IDENTITY, LAYERS, SECTION = bytes(32), 2, 1000
 BLOBS, BUDGET = 12, 16
-STAMP = frame.Stamp(IDENTITY, LAYERS, SECTION, "k", "raw")
-
-
-def digest(number: int) -> bytes:
-    return number.to_bytes(32, "big")
-
-
-def blob(number: int) -> bytes:
-    sections = [Random(f"{number}/{layer}").randbytes(SECTION) for layer in range(LAYERS)]
-    return frame.make_header(STAMP, digest(number), list(map(frame.checksum, sections))) + b"".join(sections)
 
 
 class Disk:
@@ -63,7 +51,7 @@ class Disk:
     def _store_at_last(self, tier: DiskTier, number: int) -> None:
         """A failure may be found only now, and is mended after the pause."""
         for _ in range(3):
-            stored = tier.put(name_of(digest(number), "k"), b"", [self.blobs[number]])
+            stored = tier.put(named(number), b"", [self.blobs[number]])
             if stored:
                 assert self._read(tier, number), "what was stored a moment ago is not there"
                 return
@@ -81,29 +69,14 @@ class Disk:
         return DiskTier(root, BUDGET * len(self.blobs[0]), timeout_s=0.2, retry_s=0.001)
 
     def _put(self, tier: DiskTier, number: int) -> bool:
-        return tier.put(name_of(digest(number), "k"), b"tenant %d" % (number % 3), [self.blobs[number]])
+        return tier.put(named(number), b"tenant %d" % (number % 3), [self.blobs[number]])
 
     def _read(self, tier: DiskTier, number: int) -> bool:
-        """Whether the blob is there, whole and right. What passes the checks of its frame must be what was stored."""
-        into = bytearray(STAMP.blob_bytes)
-        name = name_of(digest(number), "k")
-        if tier.read([Read(name, 0, memoryview(into))]) != [True]:
-            return False
-        try:
-            header = frame.read_header(into, digest(number), "k", IDENTITY)
-            for layer in range(LAYERS):
-                start = frame.section_at(LAYERS, SECTION, layer)
-                header.check(layer, memoryview(into)[start : start + SECTION])
-        except (frame.Damaged, IndexError):
-            tier.drop([name])
-            return False
-        start = frame.section_at(LAYERS, SECTION, 0)
-        assert into[start:] == self.blobs[number][start:], "wrong bits passed the checks"
-        return True
+        return there(tier, number, self.blobs[number])
 
     def _use(self, tier: DiskTier, rng: Random) -> str:
         """All that an engine asks of a tier. Raises if a promise is broken."""
-        tier.has([name_of(digest(number), "k") for number in range(BLOBS + 2)])
+        tier.has([named(number) for number in range(BLOBS + 2)])
         right = sum(self._read(tier, number) for number in range(BLOBS))
         for number in range(BLOBS, BLOBS + 2):
             self._put(tier, number)

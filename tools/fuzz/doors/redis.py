@@ -11,6 +11,7 @@ from random import Random
 
 import msgspec
 
+from headrace.kv.tiers import accounts
 from tests.unit.redis_servers import ScriptedServer
 from tests.unit.remote_tier import NAMES, blob_of, tier_of, whole
 from tools.fuzz.doors import Door
@@ -31,13 +32,15 @@ class Redis:
 
     def open(self, folder: Path) -> None:
         logging.disable(logging.CRITICAL)
-        self._rng = Random(0)
+        self._rng, self._honest = Random(0), 0.0
         self._server = ScriptedServer(self._answer)
 
     def _answer(self, arguments: list[bytes]) -> Iterable[bytes]:
         rng = self._rng
         if arguments[0].upper() in HANDSHAKE and rng.random() < 0.9:
             return [b"+OK\r\n"]
+        if rng.random() < self._honest:
+            return [_honest(arguments)]
         reply = _reply(rng, len(arguments))
         kind = rng.random()
         if kind < 0.3:
@@ -51,7 +54,7 @@ class Redis:
         return [reply]
 
     def case(self, rng: Random) -> str:
-        self._rng = Random(rng.random())
+        self._rng, self._honest = Random(rng.random()), rng.choice((0.0, 0.5, 0.8, 0.95))
         tier = tier_of(self._server.port, 0.2, budget_bytes=rng.choice((None, 1 << 20)))
         came = 0
         for _ in range(rng.choice((1, 1, 2, 4))):
@@ -77,6 +80,19 @@ class Redis:
 
     def close(self) -> None:
         self._server.close()
+
+
+def _honest(arguments: list[bytes]) -> bytes:
+    """What a server says that has every blob, and stores whatever it is given."""
+    command = arguments[0].upper()
+    if command == b"GETRANGE":
+        index = next((i for i in range(4) if NAMES[i] in arguments[1]), 0)
+        return b"$%d\r\n%b\r\n" % (SIZE, blob_of(index, SIZE))
+    if command != b"EVAL":
+        return b":%d\r\n" % (1 if command in (b"TOUCH", b"SETNX") else len(arguments) - 1)
+    replies = {accounts.TOUCH: (1, 1, 1), accounts.PUT: (1, 1, 0, SIZE, 1), accounts.DROP: (2, SIZE, 1)}
+    numbers = replies[arguments[1].decode()]
+    return b"*%d\r\n" % len(numbers) + b"".join(b":%d\r\n" % number for number in numbers)
 
 
 def _reply(rng: Random, arguments: int) -> bytes:
