@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sqlite3
 from collections import Counter
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.kv.tiers import index_tables
+from headrace.kv.tiers.disk import passing
 from headrace.kv.tiers.index import TOUCHES, Entry, Index, choose
 
 TENANTS = [b"a", b"b", b"c", b"d", b"e"]
@@ -417,9 +419,28 @@ def test_a_check_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: py
     index = Index(str(path), 10**9, 0.25)
     index.adopt([(Entry(b"%d" % number, b"t", 1), number) for number in range(50_000)])
     index.close()
-    monkeypatch.setattr(index_tables, "CHECK_S", -1.0)
-    with pytest.raises(sqlite3.DatabaseError, match="could not be checked"):
+    monkeypatch.setattr(index_tables, "BULK_S", -1.0)
+    with pytest.raises(sqlite3.DatabaseError, match="did not answer within"):
         Index(str(path), 10**9, 0.25)
+
+
+def test_a_question_without_an_end_while_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "index.sqlite"
+    filled(path)
+    index = Index(str(path), 1000, 0.25)
+    add_endless_trigger(path)
+    monkeypatch.setattr(index_tables, "ANSWER_S", 0.05)
+    with pytest.raises(sqlite3.DatabaseError, match="did not answer within") as raised:
+        index.remove([b"name 3"])
+    assert not passing(raised.value), "the index must be set aside"
+    assert index.has([b"name 3"]) == [True], "a change that was not finished is taken back"
+    index.close()
+
+
+def add_endless_trigger(path: Path) -> None:
+    forever = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute(f"CREATE TRIGGER forever AFTER DELETE ON blobs BEGIN SELECT 1 WHERE ({forever}) = 0; END")
 
 
 def test_two_that_make_it_at_once(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -126,7 +127,7 @@ class Disk:
             (("blobs", ("name", "tenant", "bytes", "used", "ready", "id")), ("tenants", ("tenant", "bytes", "blobs")))
         )
         value = rng.choice((mutate.odd(rng, 3), rng.randbytes(5), b"", 2**62))
-        with contextlib.closing(sqlite3.connect(index, timeout=0.05, isolation_level=None)) as db:
+        with self._editing(index) as db:
             where = "" if rng.random() < 0.3 else f"WHERE rowid = {rng.randrange(1, 14)}"
             with contextlib.suppress(OverflowError, UnicodeEncodeError, sqlite3.Error):
                 db.execute(f"UPDATE OR REPLACE {table} SET {rng.choice(columns)} = ? {where}", (value,))
@@ -137,13 +138,25 @@ class Disk:
                 "DROP TRIGGER added", "DROP TABLE tenants", "DROP INDEX blobs_by_use", "PRAGMA user_version = 7",
                 "PRAGMA user_version = 0", "PRAGMA journal_mode = DELETE", "DELETE FROM tenants",
                 "CREATE TRIGGER t AFTER INSERT ON blobs BEGIN DELETE FROM blobs; END",
+                "CREATE TRIGGER t AFTER INSERT ON blobs BEGIN "
+                f"SELECT count(*) FROM {', '.join(f'blobs b{number}' for number in range(12))}; END",
                 "ALTER TABLE blobs RENAME TO b; CREATE VIEW blobs AS SELECT * FROM b",
                 "ALTER TABLE blobs ADD COLUMN x DEFAULT 7", "PRAGMA encoding = 'UTF-16'; VACUUM",
                 "PRAGMA page_size = 65536; PRAGMA journal_mode = DELETE; VACUUM",
             )
         )  # fmt: skip
-        with contextlib.closing(sqlite3.connect(index, timeout=0.05)) as db:
+        with self._editing(index) as db:
             db.executescript(change)
+
+    @contextlib.contextmanager
+    def _editing(self, index: Path) -> Iterator[sqlite3.Connection]:
+        """A connection of somebody else's; its own statements end too. SQLite would wait for ever at a pipe."""
+        if not all(path.is_file() for path in index.parent.glob(index.name + "*")):
+            raise sqlite3.OperationalError("something else than a file lies there")
+        end = time.monotonic() + 0.5
+        with contextlib.closing(sqlite3.connect(index, timeout=0.05, isolation_level=None)) as db:
+            db.set_progress_handler(lambda: time.monotonic() > end, 10_000)
+            yield db
 
 
 def door() -> Disk:

@@ -17,7 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from headrace.kv.tiers.index_tables import Entry, as_damage, check_rows, check_schema, entry_of, only_files, use_of
+from headrace.kv.tiers.index_tables import (
+    Entry,
+    Limit,
+    as_damage,
+    check_rows,
+    check_schema,
+    entry_of,
+    only_files,
+    use_of,
+)
 
 TOUCHES = 4096
 """Uses that are remembered in memory before they are written; they are also written with the next change."""
@@ -73,8 +82,10 @@ class Index:
 
     path: a file, or ":memory:". quota: share of the budget, 0 to 1. Every method may raise sqlite3.Error and
     nothing else: for a file that is damaged (SQLite's types are not binding: any column may hold anything), of another
-    schema, full, or held by another process for longer than timeout_s. A use seen by `has` is written with
-    the next change, so that `has` only reads; until then other processes do not know of it, and kill -9 forgets it.
+    schema, full, held by another process for longer than timeout_s, or without an end to its answer.
+
+    A use seen by `has` is written with the next change, so that `has` only reads; until then other processes do not
+    know of it, and kill -9 forgets it.
     """
 
     def __init__(self, path: str, budget_bytes: int, quota: float, timeout_s: float = 1.0) -> None:
@@ -89,8 +100,9 @@ class Index:
         self._lock = threading.Lock()
         self._touched: dict[int, int] = {}
         self._db = sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+        self._limit = Limit(self._db)
         try:
-            with as_damage():
+            with as_damage(), self._limit(bulk=True):
                 self._prepare()
         except BaseException:
             self._db.close()
@@ -107,22 +119,22 @@ class Index:
         self._clock = self._db.execute("SELECT coalesce(max(used), 0) FROM blobs").fetchone()[0]
 
     @contextmanager
-    def _locked(self) -> Iterator[sqlite3.Connection]:
+    def _locked(self, bulk: bool = False) -> Iterator[sqlite3.Connection]:
         if not self._lock.acquire(timeout=self._timeout):
             error = sqlite3.OperationalError("the index is in use by another thread")
             error.sqlite_errorcode = sqlite3.SQLITE_BUSY
             raise error
         try:
-            with as_damage():
+            with as_damage(), self._limit(bulk):
                 only_files(self._beside)
                 yield self._db
         finally:
             self._lock.release()
 
     @contextmanager
-    def _changing(self) -> Iterator[sqlite3.Connection]:
+    def _changing(self, bulk: bool = False) -> Iterator[sqlite3.Connection]:
         """A transaction, which an exception takes back."""
-        with self._locked() as db:
+        with self._locked(bulk) as db:
             db.execute("BEGIN IMMEDIATE")
             try:
                 self._write_touches()
@@ -169,7 +181,7 @@ class Index:
 
     def entries(self) -> list[Entry]:
         """All that are there."""
-        with self._locked() as db:
+        with self._locked(bulk=True) as db:
             return list(map(entry_of, db.execute("SELECT name, tenant, bytes FROM blobs WHERE ready")))
 
     def reserve(self, name: bytes, tenant: bytes, size: int, *, alone: bool = False) -> Room:
@@ -223,14 +235,15 @@ class Index:
 
     def adopt(self, found: Iterable[tuple[Entry, int]]) -> None:
         """Takes in blobs that lie in the store, each with its last use [ns]; `trim` afterwards."""
-        with self._changing():
+        found = list(found)
+        with self._changing(bulk=True):
             for entry, used in found:
                 self._db.execute("DELETE FROM blobs WHERE name = ?", (entry.name,))
                 self._insert(entry, used, ready=True)
 
     def trim(self) -> list[Entry]:
         """Takes out and returns what is above the budget."""
-        with self._changing() as db:
+        with self._changing(bulk=True) as db:
             victims = self._victims(b"", 0) or []
             remove(db, [entry.name for entry in victims])
             return victims

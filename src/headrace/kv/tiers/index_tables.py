@@ -21,8 +21,10 @@ LATEST_NS = 1 << 62
 """No use is later (in the year 2116): there must be room for later ones."""
 MOST_BYTES = 1 << 62
 """Of all blobs together."""
-CHECK_S = 30.0
-"""So long may the check of a file take that is opened; a sound index of a million blobs takes a second."""
+BULK_S = 30.0
+"""So long may each step of opening take that goes through all rows; a million sound ones take some seconds."""
+ANSWER_S = 5.0
+"""So long may a question take while serving: a trigger that somebody adds meanwhile may have no end."""
 
 TABLES = f"""
 CREATE TABLE IF NOT EXISTS blobs (
@@ -79,22 +81,34 @@ def check_schema(db: sqlite3.Connection) -> None:
 
 
 def check_rows(db: sqlite3.Connection) -> None:
-    """Raises sqlite3.DatabaseError for what is damaged, and where the check takes longer than CHECK_S."""
-    end = time.monotonic() + CHECK_S
-    db.set_progress_handler(lambda: time.monotonic() > end, 100_000)
-    try:
-        found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if found != "ok":
-            raise sqlite3.DatabaseError(f"the index is damaged: {shown(found)}")
-        for what, query in WRONG.items():
-            if db.execute(query).fetchone() is not None:
-                raise sqlite3.DatabaseError(f"the index is damaged: {what}")
-    except sqlite3.OperationalError as error:
-        if time.monotonic() > end:
-            raise sqlite3.DatabaseError(f"the index could not be checked within {CHECK_S:g} s") from error
-        raise
-    finally:
-        db.set_progress_handler(None, 0)
+    """Raises sqlite3.DatabaseError for what is damaged."""
+    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        raise sqlite3.DatabaseError(f"the index is damaged: {shown(found)}")
+    for what, query in WRONG.items():
+        if db.execute(query).fetchone() is not None:
+            raise sqlite3.DatabaseError(f"the index is damaged: {what}")
+
+
+class Limit:
+    """Ends statements of a connection that take too long: `with limit(bulk): ...` raises sqlite3.DatabaseError."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._end = float("inf")
+        db.set_progress_handler(lambda: time.monotonic() > self._end, 100_000)
+
+    @contextmanager
+    def __call__(self, bulk: bool) -> Iterator[None]:
+        seconds = BULK_S if bulk else ANSWER_S
+        self._end = time.monotonic() + seconds
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
+                raise sqlite3.DatabaseError(f"the index did not answer within {seconds:g} s") from error
+            raise
+        finally:
+            self._end = float("inf")
 
 
 @contextmanager
