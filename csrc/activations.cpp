@@ -7,7 +7,7 @@ namespace headrace::HEADRACE_NS {
 
 namespace {
 
-constexpr int64_t PARALLEL = 16384;  // elements below which waking the other threads costs more than it saves
+constexpr int64_t MANY_ELEMENTS = 16384;  // elements below which waking the other threads costs more than it saves
 
 struct Gelu {
   // x * Phi(x). erfc(z) = e^(-z^2) t P(t) with t = 1 / (1 + z / 3), P a Chebyshev fit for 0 <= z <= 10, error 2e-9.
@@ -46,7 +46,7 @@ template <typename T, typename F> void map(const Unary &a) {
   const int64_t total = a.rows * a.width, vectors = (total + W - 1) / W;
   const T *x = static_cast<const T *>(a.x);
   T *out = static_cast<T *>(a.out);
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (total > PARALLEL)
+#pragma omp parallel for schedule(static) num_threads(a.threads) if (total > MANY_ELEMENTS)
   for (int64_t i = 0; i < vectors; ++i) {
     const int64_t at = i * W, n = total - at;
     if (n >= W)
@@ -66,7 +66,7 @@ template <typename T> void add(const Sum &a) {
   const int64_t vectors = (a.elements + W - 1) / W;
   const T *x = static_cast<const T *>(a.x), *y = static_cast<const T *>(a.y);
   T *out = static_cast<T *>(a.out);
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.elements > PARALLEL)
+#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.elements > MANY_ELEMENTS)
   for (int64_t i = 0; i < vectors; ++i) {
     const int64_t at = i * W, n = a.elements - at;
     if (n >= W)
@@ -78,7 +78,7 @@ template <typename T> void add(const Sum &a) {
 
 // x [T, 2 I] = (gate, up) -> silu(gate) * up [T, I]
 template <typename T> void silu_mul(const Unary &a) {
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.width > PARALLEL)
+#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.width > MANY_ELEMENTS)
   for (int64_t t = 0; t < a.rows; ++t) {
     const T *gate = static_cast<const T *>(a.x) + t * 2 * a.width, *up = gate + a.width;
     T *out = static_cast<T *>(a.out) + t * a.width;
@@ -105,7 +105,7 @@ template <typename T> static void rotate(const T *x, T *out, const float *cos_si
 }
 
 template <typename T> void rotary(const Rotary &a) {
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.heads * a.dim > PARALLEL)
+#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.heads * a.dim > MANY_ELEMENTS)
   for (int64_t t = 0; t < a.rows; ++t)
     for (int64_t h = 0; h < a.heads; ++h) {
       const T *x = static_cast<const T *>(a.x) + t * a.x_stride + h * a.dim;

@@ -295,6 +295,7 @@ NB_MODULE(_cpu, m) {
   m.def("probe_multiply", probe_multiply, unlocked);
   m.def("probe_handover", probe_handover, unlocked);
   m.def("available_isas", available_isas);
+  m.def("built_isas", built_isas);
   m.def("isa", isa);
   m.def("use_isa", use_isa);
   m.def("use_l1", use_l1);

@@ -9,9 +9,8 @@
 #ifdef __linux__
 #include <unistd.h>
 #endif
-#if defined(HEADRACE_AMX) && defined(__linux__)
-#include <sys/syscall.h>
-#endif
+
+#include "features.h"
 
 namespace headrace {
 namespace {
@@ -22,44 +21,31 @@ struct Isa {
   bool (*runs)();
 };
 
-bool always() { return true; }
-
-#ifdef HEADRACE_X86
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
-bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
-#endif
-
-#ifdef HEADRACE_AMX
-// Tiles are 8 KB more to save for each thread: Linux gives them to processes that ask (once, for all their threads).
-bool has_amx() {
-#ifdef __linux__
-  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
-  static const bool given = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-                            syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
-  return given && has_avx512bf16();
-#else
-  return false;
-#endif
-}
-#endif
-
+// Those that were built: HEADRACE_ISA_BUILD says which.
 const Isa ISAS[] = {
+#ifdef HEADRACE_HAS_portable
     {"portable", &portable::kernels, always},
-#ifdef HEADRACE_X86
+#endif
+#ifdef HEADRACE_HAS_avx2
     {"avx2", &avx2::kernels, has_avx2},
+#endif
+#ifdef HEADRACE_HAS_avx512
     {"avx512", &avx512::kernels, has_avx512},
+#endif
+#ifdef HEADRACE_HAS_avx512bf16
     {"avx512bf16", &avx512bf16::kernels, has_avx512bf16},
 #endif
-#ifdef HEADRACE_AMX
+#ifdef HEADRACE_HAS_amx
     {"amx", &amx::kernels, has_amx},
 #endif
 };
+
+template <typename F> std::string names_of(F wanted) {
+  std::string all;
+  for (const Isa &isa : ISAS)
+    if (wanted(isa)) all += (all.empty() ? "" : ", ") + std::string(isa.name);
+  return all;
+}
 
 const Isa *find(const char *name) {
   for (const Isa &isa : ISAS)
@@ -72,6 +58,7 @@ const Isa *fastest() {
   const Isa *best = nullptr;
   for (const Isa &isa : ISAS)
     if (isa.runs()) best = &isa;
+  if (!best) throw std::invalid_argument(std::string("the kernels were built for ") + built_isas() + ", which cannot run here");
   return best;
 }
 
@@ -100,15 +87,20 @@ const Isa &choice() {
 
 }  // namespace
 
+#ifdef __x86_64__
+const bool multiplies_bf16 = has_avx512bf16();
+#else
+const bool multiplies_bf16 = false;
+#endif
 bool small_l1 = is_small(l1_kilobytes());
 
 const char *available_isas() {
-  static const std::string names = [] {
-    std::string all;
-    for (const Isa &isa : ISAS)
-      if (isa.runs()) all += (all.empty() ? "" : ", ") + std::string(isa.name);
-    return all;
-  }();
+  static const std::string names = names_of([](const Isa &isa) { return isa.runs(); });
+  return names.c_str();
+}
+
+const char *built_isas() {
+  static const std::string names = names_of([](const Isa &) { return true; });
   return names.c_str();
 }
 

@@ -8,8 +8,11 @@ namespace headrace {
 // Sets built into this extension that this processor can run, from plain to fast, separated by commas.
 const char *available_isas();
 
+// All sets built into this extension, likewise.
+const char *built_isas();
+
 // The kernels in use. The first call reads HEADRACE_ISA; without it the fastest available set is taken.
-// Throws std::invalid_argument, naming what exists, where HEADRACE_ISA names anything else.
+// Throws std::invalid_argument, naming what exists, where HEADRACE_ISA names anything else or nothing that was built can run.
 const Kernels &kernels();
 const char *isa();
 

@@ -7,7 +7,7 @@ namespace headrace::HEADRACE_NS {
 namespace {
 
 constexpr int64_t STRETCH = 1024;    // elements that are looked at together
-constexpr int64_t PARALLEL = 65536;  // elements below which waking the other threads costs more than it saves
+constexpr int64_t MANY_LOGITS = 65536;  // elements below which waking the other threads costs more than it saves
 
 struct Found {
   float value;
@@ -65,7 +65,7 @@ void find_by_tops(const Greatest &a) {
 
 void greatest(const Greatest &a) {
   if (a.tops) return find_by_tops(a);
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows > 1 && a.rows * a.width > PARALLEL)
+#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows > 1 && a.rows * a.width > MANY_LOGITS)
   for (int64_t row = 0; row < a.rows; ++row) {
     const Found found = greatest_of(a.x + row * a.width, a.width);
     a.value[row] = found.value;

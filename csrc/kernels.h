@@ -175,6 +175,9 @@ struct Greatest {
 // that is read next leave no room in it. What is fetched ahead goes to the second one then. (Zen 5 and Sapphire Rapids: 48.)
 extern bool small_l1;
 
+// Whether this processor multiplies bf16, whatever set is in use.
+extern const bool multiplies_bf16;
+
 // One entry per element type: 0 is bf16, 1 is fp32. exp stands here for the test of its accuracy.
 struct Kernels {
   void (*attend[2])(const Attend &);

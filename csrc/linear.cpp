@@ -27,11 +27,9 @@ constexpr int ALL_LINES = 4;           // of a pair: fetched by a single tile, w
 template <int R, int LINES>
 HEADRACE_APART void tile(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t pairs, float *sums, Ahead ahead) {
   __m512 sum[R][4];
-  each<4 * R>([&](auto i) HEADRACE_ALWAYS_INLINE {
-    sum[i / 4][i % 4] = _mm512_load_ps(sums + i / 4 * COLUMNS + i % 4 * 16);
-  });
+  HEADRACE_EACH(r, R, HEADRACE_EACH(c, 4, sum[r][c] = _mm512_load_ps(sums + r * COLUMNS + c * 16)));
   finished_steps<R, 4, LINES, LINES == ALL_LINES>(x, x_stride, w, STEP, pairs, ahead, sum, [&](auto r) HEADRACE_ALWAYS_INLINE {
-    each<4>([&](auto c) HEADRACE_ALWAYS_INLINE { _mm512_store_ps(sums + r * COLUMNS + c * 16, sum[r][c]); });
+    HEADRACE_EACH(c, 4, _mm512_store_ps(sums + r * COLUMNS + c * 16, sum[r][c]));
   });
 }
 

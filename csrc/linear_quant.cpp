@@ -33,7 +33,7 @@ struct Codes8 {
 
   template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int odd, int64_t column, vf (&x)[C]) const {
     const byte *from = codes + (input - odd) * 64 + odd * 16;
-    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
+    HEADRACE_EACH(c, C, {
       const int64_t at = column + c * W;
       x[c] = HEADRACE_NS::load(reinterpret_cast<const int8_t *>(from + at / 16 * 32 + at % 16));
     });
@@ -50,7 +50,7 @@ struct Codes4 {
 
   template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int odd, int64_t column, vf (&x)[C]) const {
     const byte *from = codes + (input - odd) * 32;
-    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
+    HEADRACE_EACH(c, C, {
       const int at = static_cast<int>(column) + c * W;
       vu words;
       memcpy(&words, from + at % 16 * 4, sizeof words);

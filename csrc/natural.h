@@ -9,16 +9,18 @@
 namespace headrace::HEADRACE_NS {
 
 // s[lane][j] = sum over d of q[lane][d] * k[d][j], of R lanes and C W keys; keys are `stride` apart from d to d + 1.
-template <int R, int C, int BYTES, bool NEAR, typename S>
-HEADRACE_APART void score_tile(const float *q, int64_t dim, const S *keys, int64_t stride, Coming next, float *s) {
+template <int R, int C, int BYTES, typename S>
+HEADRACE_APART void score_tile(const float *q, int64_t dim, const S *keys, int64_t stride, Coming next, bool near,
+                               float *s) {
   vf sum[R][C];
   zero(sum);
-  add_products<1, BYTES, NEAR>(
+  add_products<1, BYTES>(
       q, dim, 0, dim,
-      [&](int64_t d, auto, int at, auto &key) HEADRACE_ALWAYS_INLINE { load_columns(keys + d * stride + at, key); }, next, sum);
-  each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
+      [&](int64_t d, auto, int at, auto &key) HEADRACE_ALWAYS_INLINE { load_columns(keys + d * stride + at, key); }, next, near,
+      sum);
+  HEADRACE_EACH(r, R, {
     order_columns<S>(sum[r]);
-    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { store(s + r * CHUNK + c * W, sum[r][c]); });
+    HEADRACE_EACH(c, C, store(s + r * CHUNK + c * W, sum[r][c]));
   });
 }
 
@@ -44,9 +46,9 @@ struct Common {
 // acc[lane] = acc[lane] * keep + take * (sum over visible keys of p[lane][j] * v[j]), of R lanes from `lane` on and C W
 // elements. Keys that a lane does not see are left out, not multiplied by 0: their values may be garbage. APART: lanes may
 // see different keys.
-template <int R, int C, int BYTES, bool NEAR, bool APART, typename S>
+template <int R, int C, int BYTES, bool APART, typename S>
 HEADRACE_APART void value_tile(const float *p, const S *values, int64_t stride, const Seen &seen, int lane, Coming next,
-                               float *acc, int64_t acc_stride, const Weights &w) {
+                               bool near, float *acc, int64_t acc_stride, const Weights &w) {
   vf sum[R][C];
   zero(sum);
   const auto load_values = [&](int64_t j, auto, int at, auto &value) HEADRACE_ALWAYS_INLINE {
@@ -56,20 +58,20 @@ HEADRACE_APART void value_tile(const float *p, const S *values, int64_t stride, 
     for (int j = from; j < to; ++j) {
       vf value[C];
       load_values(j, Constant<0>{}, 0, value);
-      each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
-        if (j < seen.low[lane + r] || j >= seen.high[lane + r]) return;
-        each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { sum[r][c] = madd(splat(p[r * CHUNK + j]), value[c], sum[r][c]); });
+      HEADRACE_EACH(r, R, {
+        if (seen.low[lane + r] <= j && j < seen.high[lane + r])
+          HEADRACE_EACH(c, C, sum[r][c] = madd(splat(p[r * CHUNK + j]), value[c], sum[r][c]));
       });
     }
   };
   const Common keys(seen, lane, R);
   if constexpr (APART) add_visible(keys.first, keys.begin);
-  add_products<1, BYTES, NEAR>(p, CHUNK, keys.begin, keys.end, load_values, next, sum);
+  add_products<1, BYTES>(p, CHUNK, keys.begin, keys.end, load_values, next, near, sum);
   if constexpr (APART) add_visible(keys.end, keys.last);
-  each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
+  HEADRACE_EACH(r, R, {
     order_columns<S>(sum[r]);
     const vf keep = splat(w.keep[lane + r]), take = splat(w.take[lane + r]);
-    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
+    HEADRACE_EACH(c, C, {
       float *at = acc + r * acc_stride + c * W;
       store(at, madd(sum[r][c], take, load(at) * keep));
     });
@@ -125,13 +127,10 @@ template <typename T, typename S = T> struct Natural {
   // f(first lane, lanes) for n lanes, by tiles that fill the registers.
   template <typename F> static void by_tiles(int n, F f) { by_rows<6, 4, 2, 1>(n, f); }
 
-  // f(1) where a tile of R lanes fetches to L1, otherwise f(0): to L2, for L1 is full. Fewer than six lanes with AVX-512 are so
-  // fast that it matters how far away memory is. On Cascade Lake, that is: Zen 4, whose L1 is as small, is faster by way of L2.
-  template <int R, typename F> static void with_near(F f) {
-#ifdef __AVX512BF16__
-    if (small_l1) return f(Constant<0>{});
-#endif
-    f(Constant<(W == 16 && R < 6)>{});
+  // Whether a tile of R lanes fetches to L1, otherwise to L2, for L1 is full. Fewer than six lanes with AVX-512 are so fast
+  // that it matters how far away memory is. On Cascade Lake, that is: Zen 4, whose L1 is as small, is faster by way of L2.
+  template <int R> static bool near() {
+    return W == 16 && R < 6 && !(small_l1 && multiplies_bf16);
   }
 
   // Vectors side by side: few rows need more of them, so that enough chains are under way.
@@ -141,11 +140,9 @@ template <typename T, typename S = T> struct Natural {
   void scores(int n, const float *q, float *s, int64_t before) const {
     by_tiles(n, [&](int r, auto rows) {
       constexpr int C = wide(rows) * W < CHUNK ? wide(rows) : CHUNK / W;
-      with_near<rows>([&](auto near) {
-        for (int j = 0; j < CHUNK; j += C * W)
-          score_tile<rows, C, bytes(C), near>(q + r * dim, dim, k + j, CHUNK,
-                                              share(during_scores(), before + r, rows, j * dim, C), s + r * CHUNK + j);
-      });
+      for (int j = 0; j < CHUNK; j += C * W)
+        score_tile<rows, C, bytes(C)>(q + r * dim, dim, k + j, CHUNK, share(during_scores(), before + r, rows, j * dim, C),
+                                      near<rows>(), s + r * CHUNK + j);
     });
   }
 
@@ -216,10 +213,8 @@ template <typename T, typename S = T> struct Natural {
       for (; d + c * W <= padded; d += c * W) {
         const Coming next = share(during_values(), before + lane, R, CHUNK * d, c);
         const auto tile = [&](auto *from, int64_t stride) {
-          with_near<R>([&](auto near) {
-            value_tile<R, c, bytes(c), near, R == 6>(p + lane * CHUNK, from + d, stride, seen, lane, next,
-                                                     acc + lane * padded + d, padded, w);
-          });
+          value_tile<R, c, bytes(c), R == 6>(p + lane * CHUNK, from + d, stride, seen, lane, next, near<R>(),
+                                             acc + lane * padded + d, padded, w);
         };
         wide_v ? tile(wide_v, padded) : tile(v, dim);
       }

@@ -8,7 +8,7 @@ namespace headrace::HEADRACE_NS {
 
 namespace {
 
-constexpr int64_t PARALLEL = 16384;  // elements below which waking the other threads costs more than it saves
+constexpr int64_t MANY_NUMBERS = 16384;  // elements below which waking the other threads costs more than it saves
 
 // Sum over the row of (x - mean)^2 with SQUARES, else of x.
 template <bool SQUARES, typename T> float row_sum(const T *x, int64_t width, float mean) {
@@ -50,7 +50,7 @@ float reciprocal_root(float x) { return 1.0f / __builtin_sqrtf(x); }
 
 // f(x, out) for each head of each row.
 template <typename T, typename F> void each_head(const Norm &a, F f) {
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.heads * a.width > PARALLEL)
+#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.heads * a.width > MANY_NUMBERS)
   for (int64_t i = 0; i < a.rows * a.heads; ++i) {
     const int64_t at = i / a.heads * a.stride + i % a.heads * a.width;
     f(static_cast<const T *>(a.x) + at, static_cast<T *>(a.out) + at);

@@ -110,8 +110,8 @@ struct Paired {
 
   // Of 16 C keys.
   template <int C> void score_keys(int n, const bf16 *q, Ahead next, float *p) const {
-    with_lines<4>(next.lines, [&](auto lines) {
-      with_tile_rows(n, [&](auto rows) { this->score_tile<rows, C, lines>(q, next, p); });
+    with_tile_rows(n, [&](auto rows) {
+      with_step_lines<rows, 4>(next.lines, [&](auto lines) { this->score_tile<rows, C, lines>(q, next, p); });
     });
   }
 
@@ -123,7 +123,7 @@ struct Paired {
   }
 
   template <int C> static HEADRACE_ALWAYS_INLINE void store_scores(const __m512 (&sum)[C], float *p) {
-    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { _mm512_store_ps(p + c * 16, sum[c]); });
+    HEADRACE_EACH(c, C, _mm512_store_ps(p + c * 16, sum[c]));
   }
 
   // Weights of the fold: 0 for what was EMPTY.
@@ -171,7 +171,8 @@ struct Paired {
     auto columns = [&](auto c) {  // as many 16 C columns as there are
       for (; d + 16 * c <= dim; d += 16 * c) {
         const Ahead next = fetched_by_values(before, tile, d, c);
-        with_lines<c>(next.lines, [&](auto lines) { value_tile<R, c, lines>(p, these, next, d, acc); });
+        if (these != ~0ull) edge_tile<R, c>(p, these, next, d, acc);
+        else with_step_lines<R, c>(next.lines, [&](auto lines) { value_tile<R, c, lines>(p, next, d, acc); });
       }
     };
     if constexpr (R <= 2) columns(Constant<8>{});  // few rows need more columns to keep the multipliers busy
@@ -180,29 +181,34 @@ struct Paired {
     columns(Constant<1>{});
   }
 
-  // Output elements d .. d + 16 C - 1. A key that no lane sees is left out or, in a pair with one that is seen, masked:
+  // Output elements d .. d + 16 C - 1.
+  template <int R, int C, int LINES>
+  HEADRACE_APART void value_tile(const bf16 *p, Ahead next, int64_t d, float *acc) const {
+    __m512 sum[R][C];
+    clear(sum);
+    const auto add = [&](auto r) HEADRACE_ALWAYS_INLINE { add_values(sum[r], acc + r * dim + d); };
+    finished_steps<R, C, LINES, once<R, C, LINES>>(p, CHUNK, v + 2 * d, 2 * dim, CHUNK / 2, next, sum, add);
+  }
+
+  // The same at the edge of what lanes see. A key that no lane sees is left out or, in a pair with one that is seen, masked:
   // its value may be garbage, and 0 times NaN is NaN. Leaving out a probability of 0 changes no bit. What steps that are left
   // out would have fetched is fetched at once.
-  template <int R, int C, int LINES>
-  HEADRACE_APART void value_tile(const bf16 *p, uint64_t these, Ahead next, int64_t d, float *acc) const {
+  template <int R, int C>
+  HEADRACE_APART void edge_tile(const bf16 *p, uint64_t these, Ahead next, int64_t d, float *acc) const {
     __m512 sum[R][C];
     clear(sum);
     const bf16 *from = v + 2 * d;
-    const auto add = [&](auto r) HEADRACE_ALWAYS_INLINE { add_values(sum[r], acc + r * dim + d); };
-    if (these == ~0ull)
-      return finished_steps<R, C, LINES, once<R, C, LINES>>(p, CHUNK, from, 2 * dim, CHUNK / 2, next, sum, add);
     const int whole = __builtin_ctzll(~these) / 2;  // pairs, from the first on
-    pair_steps<R, C, LINES, false>(p, CHUNK, from, 2 * dim, whole, next, sum);
-    for (int pair = whole; pair < CHUNK / 2; ++pair) {
-      fetch_near<LINES>(next.from + pair * next.stride);
-      const int halves = these >> (2 * pair) & 3;
+    for (int pair = 0; pair < CHUNK / 2; ++pair) {
+      fetch_near<SOME>(next.from + pair * next.stride, next.lines);
+      const int halves = pair < whole ? 3 : these >> (2 * pair) & 3;
       if (halves) pair_step<R, C>(p + 2 * pair, CHUNK, from + pair * 2 * dim, half_mask(halves), sum);
     }
-    each<R>(add);
+    HEADRACE_EACH(r, R, add_values(sum[r], acc + r * dim + d));
   }
 
   template <int C> static HEADRACE_ALWAYS_INLINE void add_values(const __m512 (&sum)[C], float *acc) {
-    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
+    HEADRACE_EACH(c, C, {
       _mm512_store_ps(acc + c * 16, _mm512_add_ps(_mm512_load_ps(acc + c * 16), sum[c]));
     });
   }

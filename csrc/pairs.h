@@ -56,15 +56,15 @@ HEADRACE_INLINE __m512bh splat_pair(const bf16 *x) {
 }
 
 template <int R, int C> HEADRACE_INLINE void clear(__m512 (&sum)[R][C]) {
-  each<R * C>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i / C][i % C] = _mm512_setzero_ps(); });
+  HEADRACE_EACH(r, R, HEADRACE_EACH(c, C, sum[r][c] = _mm512_setzero_ps()));
 }
 
 // One pair of each row with 16 C columns of weights.
 template <int R, int C>
 HEADRACE_INLINE void multiply(const bf16 *x, int64_t x_stride, const __m512bh (&weight)[C], __m512 (&sum)[R][C]) {
-  each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
+  HEADRACE_EACH(r, R, {
     const __m512bh input = splat_pair(x + r * x_stride);
-    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[c]); });
+    HEADRACE_EACH(c, C, sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[c]));
   });
 }
 
@@ -72,7 +72,7 @@ HEADRACE_INLINE void multiply(const bf16 *x, int64_t x_stride, const __m512bh (&
 template <int R, int C>
 HEADRACE_INLINE void pair_step(const bf16 *x, int64_t x_stride, const bf16 *w, __m512i keep, __m512 (&sum)[R][C]) {
   __m512bh weight[C];
-  each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
+  HEADRACE_EACH(c, C, {
     weight[c] = (__m512bh)_mm512_and_si512(_mm512_loadu_si512(w + c * 32), keep);
   });
   multiply<R, C>(x, x_stride, weight, sum);
@@ -94,7 +94,20 @@ HEADRACE_INLINE void fetching_steps(const bf16 *x, int64_t x_stride, const bf16 
   for (int64_t i = 0; i < pairs; ++i, x += 2, w += w_stride, ahead.from += ahead.stride) {
     fetch_lines<LINES, WHERE>(ahead.from);
     __m512bh weight[C];
-    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { weight[c] = (__m512bh)_mm512_loadu_si512(w + c * 32); });
+    HEADRACE_EACH(c, C, weight[c] = (__m512bh)_mm512_loadu_si512(w + c * 32));
+    multiply<R, C>(x, x_stride, weight, sum);
+  }
+}
+
+// The same, fetching as many lines as `ahead` says to where there is room.
+template <int R, int C>
+HEADRACE_INLINE void some_fetching_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs,
+                                         Ahead ahead, __m512 (&sum)[R][C]) {
+  const bool to_l2 = small_l1;
+  for (int64_t i = 0; i < pairs; ++i, x += 2, w += w_stride, ahead.from += ahead.stride) {
+    fetch_some(ahead.from, ahead.lines, to_l2);
+    __m512bh weight[C];
+    HEADRACE_EACH(c, C, weight[c] = (__m512bh)_mm512_loadu_si512(w + c * 32));
     multiply<R, C>(x, x_stride, weight, sum);
   }
 }
@@ -103,7 +116,9 @@ HEADRACE_INLINE void fetching_steps(const bf16 *x, int64_t x_stride, const bf16 
 template <int R, int C, int LINES, bool ONCE>
 HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs,
                                 Ahead ahead, __m512 (&sum)[R][C]) {
-  if (LINES > 0 && small_l1)
+  if constexpr (LINES == SOME)
+    some_fetching_steps(x, x_stride, w, w_stride, pairs, ahead, sum);
+  else if (LINES > 0 && small_l1)
     fetching_steps<R, C, LINES, TO_L2>(x, x_stride, w, w_stride, pairs, ahead, sum);
   else
     fetching_steps<R, C, LINES, ONCE ? TO_L1_ALONE : TO_L1>(x, x_stride, w, w_stride, pairs, ahead, sum);
@@ -114,19 +129,28 @@ template <int LAST, int R, int C, int LINES, typename F>
 HEADRACE_INLINE void last_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, Ahead ahead,
                                 __m512 (&sum)[R][C], F finish) {
   __m512bh weight[LAST][C];
-  each<LAST>([&](auto i) HEADRACE_ALWAYS_INLINE {
-    fetch_near<LINES>(ahead.from + i * ahead.stride);
-    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE {
+  HEADRACE_EACH(i, LAST, {
+    fetch_near<LINES>(ahead.from + i * ahead.stride, ahead.lines);
+    HEADRACE_EACH(c, C, {
       weight[i][c] = (__m512bh)_mm512_loadu_si512(w + i * w_stride + c * 32);
     });
   });
-  each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
-    each<LAST>([&](auto i) HEADRACE_ALWAYS_INLINE {
+  HEADRACE_EACH(r, R, {
+    HEADRACE_EACH(i, LAST, {
       const __m512bh input = splat_pair(x + r * x_stride + 2 * i);
-      each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[i][c]); });
+      HEADRACE_EACH(c, C, sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[i][c]));
     });
-    finish(r);
+    finish(Constant<r>{});
   });
+}
+
+// f(Constant<L>): how many lines R rows fetch in each of their steps. Few rows wait for memory, so L is `lines`, rounded up to
+// 0, 1, 2, 4 .. MOST. Tiles for each of these take long to compile, and more rows have the time to ask: SOME.
+template <int R, int MOST, typename F> HEADRACE_INLINE void with_step_lines(int lines, F f) {
+  if constexpr (R > 2)
+    f(Constant<SOME>{});
+  else
+    with_lines<MOST>(lines, f);
 }
 
 // pair_steps, then finish(row) for each row. Sixteen stores in one go would keep the multipliers waiting for some 40 cycles:

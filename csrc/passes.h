@@ -39,18 +39,19 @@ HEADRACE_APART void pass_tile(const float *x, int64_t x_stride, const Block &w, 
                               const bf16 *scales, float *sums, Coming next) {
   if constexpr (C * W == OUTPUTS) column = 0;  // so that compilers know it
   vf sum[R][C];
-  each<R * C>([&](auto i) HEADRACE_ALWAYS_INLINE {
-    sum[i / C][i % C] = scales ? vf{} : load(sums + i / C * OUTPUTS + column + i % C * W);
+  HEADRACE_EACH(r, R, {
+    HEADRACE_EACH(c, C, sum[r][c] = scales ? vf{} : load(sums + r * OUTPUTS + column + c * W));
   });
   const auto weights = [&](int64_t i, auto odd, int at, auto &weight) HEADRACE_ALWAYS_INLINE {
     w.load(i, odd, column + at, weight);
   };
   constexpr int STEPS = R * C + at_once(R, C) + 2 < REGISTERS ? Block::STEPS : 1;  // GCC loads too early if none is left
-  add_products<STEPS, FETCHED * C * W / OUTPUTS, true>(x, x_stride, 0, inputs, weights, next, sum);
-  each<R * C>([&](auto i) HEADRACE_ALWAYS_INLINE {
-    float *to = sums + i / C * OUTPUTS + column + i % C * W;
-    const vf y = sum[i / C][i % C];
-    store(to, scales ? madd(y, load(scales + column + i % C * W), load(to)) : y);
+  add_products<STEPS, FETCHED * C * W / OUTPUTS>(x, x_stride, 0, inputs, weights, next, true, sum);
+  HEADRACE_EACH(r, R, {
+    HEADRACE_EACH(c, C, {
+      float *to = sums + r * OUTPUTS + column + c * W;
+      store(to, scales ? madd(sum[r][c], load(scales + column + c * W), load(to)) : sum[r][c]);
+    });
   });
 }
 

@@ -70,7 +70,7 @@ HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const int8_t *w
   for (int64_t i = 0; i < pairs; ++i, x += 2, w += w_stride) {
     fetch_near<2>(next + i * 128);
     __m512bh weight[C];
-    each<C>([&](auto c) HEADRACE_ALWAYS_INLINE { weight[c] = widened(w + c * 32); });
+    HEADRACE_EACH(c, C, weight[c] = widened(w + c * 32));
     multiply<R, C>(x, x_stride, weight, sum);
   }
 }
@@ -111,7 +111,7 @@ template <> struct Quantised<Paired> : Paired {
     __m512 sum[R][4];
     clear(sum);
     pair_steps<R, 4>(q, dim, chunk.k, 2 * CHUNK, dim / 2, chunk.v, sum);
-    each<R>([&](auto r) HEADRACE_ALWAYS_INLINE { store_scores(sum[r], s + r * CHUNK); });
+    HEADRACE_EACH(r, R, store_scores(sum[r], s + r * CHUNK));
   }
 
   uint32_t probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l, float *keep,
@@ -138,7 +138,7 @@ template <> struct Quantised<Paired> : Paired {
     __m512 sum[R][C];
     clear(sum);
     pair_steps<R, C>(p, CHUNK, chunk.v + 2 * d, 2 * dim, CHUNK / 2, chunk.k + chunk.visit.ahead + d * CHUNK, sum);
-    each<R>([&](auto r) HEADRACE_ALWAYS_INLINE { add_values(sum[r], acc + r * dim + d); });
+    HEADRACE_EACH(r, R, add_values(sum[r], acc + r * dim + d));
   }
 };
 

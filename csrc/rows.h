@@ -18,19 +18,19 @@ template <int C, typename S> HEADRACE_INLINE void load_columns(const S *from, vf
   if constexpr (C == 1)
     x[0] = load(from);
   else
-    each<C / 2>([&](auto c) HEADRACE_ALWAYS_INLINE { load_two(from + 2 * c * W, x[2 * c], x[2 * c + 1]); });
+    HEADRACE_EACH(c, C / 2, load_two(from + 2 * c * W, x[2 * c], x[2 * c + 1]));
 }
 
 // Sums of vectors that load_columns made of numbers of type S, as those lie in memory.
 template <typename S, int C> HEADRACE_INLINE void order_columns(vf (&x)[C]) {
   if constexpr (C > 1)
-    each<C / 2>([&](auto c) HEADRACE_ALWAYS_INLINE {
+    HEADRACE_EACH(c, C / 2, {
       in_order(static_cast<const S *>(nullptr), x[2 * c], x[2 * c + 1]);
     });
 }
 
 template <int R, int C> HEADRACE_INLINE void zero(vf (&sum)[R][C]) {
-  each<R * C>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i / C][i % C] = vf{}; });
+  HEADRACE_EACH(r, R, HEADRACE_EACH(c, C, sum[r][c] = vf{}));
 }
 
 // f(first row, Constant<count>) for `rows` rows, as many at once as there are among the counts, which descend to 1.
@@ -49,12 +49,12 @@ constexpr int at_once(int rows, int columns) {
 template <int R, int C, typename Load, typename Odd>
 HEADRACE_INLINE void add_step(const float *x, int64_t x_stride, int64_t i, Odd odd, Load load, vf (&sum)[R][C]) {
   constexpr int N = at_once(R, C);
-  each<C / N>([&](auto part) HEADRACE_ALWAYS_INLINE {
+  HEADRACE_EACH(part, C / N, {
     vf weight[N];
     load(i, odd, part * N * W, weight);
-    each<R>([&](auto r) HEADRACE_ALWAYS_INLINE {
+    HEADRACE_EACH(r, R, {
       const vf input = splat(x[r * x_stride + i]);
-      each<N>([&](auto c) HEADRACE_ALWAYS_INLINE {
+      HEADRACE_EACH(c, N, {
         sum[r][part * N + c] = madd(input, weight[c], sum[r][part * N + c]);
       });
     });
@@ -62,17 +62,17 @@ HEADRACE_INLINE void add_step(const float *x, int64_t x_stride, int64_t i, Odd o
 }
 
 // Steps begin .. end - 1, STEPS at a time, of which both are multiples: with two, `load` knows i % 2 when it is compiled.
-// BYTES are fetched for each step, to L1 if NEAR, else to L2.
-template <int STEPS, int BYTES, bool NEAR, int R, int C, typename Load>
+// BYTES are fetched for each step, to L1 if `near`, else to L2.
+template <int STEPS, int BYTES, int R, int C, typename Load>
 HEADRACE_INLINE void add_products(const float *x, int64_t x_stride, int64_t begin, int64_t end, Load load, Coming next,
-                                  vf (&sum)[R][C]) {
+                                  bool near, vf (&sum)[R][C]) {
   constexpr int LINES = (STEPS * BYTES + 63) / 64;
   for (int64_t i = begin; i < end; i += STEPS, next.from += STEPS * next.stride) {
-    fetch_lines<LINES, NEAR ? TO_L1 : TO_L2>(next.from);
+    near ? fetch_lines<LINES, TO_L1>(next.from) : fetch_lines<LINES, TO_L2>(next.from);
     if constexpr (STEPS == 1)
       add_step(x, x_stride, i, static_cast<int>(i & 1), load, sum);
     else
-      each<STEPS>([&](auto part) HEADRACE_ALWAYS_INLINE { add_step(x, x_stride, i + part, part, load, sum); });
+      HEADRACE_EACH(part, STEPS, add_step(x, x_stride, i + part, Constant<part>{}, load, sum));
   }
 }
 

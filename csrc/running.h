@@ -105,7 +105,7 @@ struct RunningSoftmax {
 
   template <int N, bool PLAIN> uint32_t some(int first) const {
     const uint32_t rising = steady<N, PLAIN>(first);
-    return rising ? raised<N, PLAIN>(first, rising) : 0;
+    return rising ? raised<N>(first, rising) : 0;
   }
 
   // N lanes that keep their m, if none of them must not: returns which must not, as bits, and if there are any, p is to be done
@@ -119,12 +119,12 @@ struct RunningSoftmax {
 
   // N lanes from `first` on, those in `rising` with a new m if they have a score above the old one; returns which.
   // Lanes first + j + b N/4 go together through the first steps.
-  template <int N, bool PLAIN> HEADRACE_APART uint32_t raised(int first, uint32_t rising) const {
+  template <int N> HEADRACE_APART uint32_t raised(int first, uint32_t rising) const {
     constexpr int QUADS = N < 4 ? 1 : N / 4, LANES_EACH = N < 4 ? 1 : 4;
     __m512 fours[QUADS];
-    each<QUADS>([&](auto j) HEADRACE_ALWAYS_INLINE {
+    HEADRACE_EACH(j, QUADS, {
       __m512 top[LANES_EACH];
-      each<LANES_EACH>([&](auto b) HEADRACE_ALWAYS_INLINE {
+      HEADRACE_EACH(b, LANES_EACH, {
         const float *row = s + (first + j + b * QUADS) * CHUNK;
         top[b] = _mm512_max_ps(_mm512_max_ps(_mm512_load_ps(row), _mm512_load_ps(row + 16)),
                                _mm512_max_ps(_mm512_load_ps(row + 32), _mm512_load_ps(row + 48)));
@@ -140,7 +140,7 @@ struct RunningSoftmax {
     const uint32_t some = _mm512_cmp_ps_mask(now, _mm512_set1_ps(-__builtin_inff()), _CMP_NEQ_UQ);
     store_lanes<N>(m + first, (vf)now);
     if (changed) store_lanes<N>(keep + first, (vf)kept);
-    const vf sum = sums<N, PLAIN>(first, (vf)_mm512_maskz_mov_ps(some, now));  // 0 where no score has been above -inf
+    const vf sum = sums<N, false>(first, (vf)_mm512_maskz_mov_ps(some, now));  // 0 where no score has been above -inf
     store_lanes<N>(l + first, (vf)_mm512_fmadd_ps((__m512)load_lanes<N>(l + first), kept, (__m512)sum));
     return changed;
   }
@@ -156,10 +156,10 @@ struct RunningSoftmax {
     store(shift, splat(ORIGIN) - base);  // infinite where there is no m yet: sums are no numbers below MOST
     if constexpr (N == 16) asm("" : "+m"(shift));  // so that it is read from memory: each lane's permutation would take longer
     __m512 fours[QUADS];
-    each<QUADS>([&](auto j) HEADRACE_ALWAYS_INLINE {
+    HEADRACE_EACH(j, QUADS, {
       ahead.turn(first + j * LANES_EACH, LANES_EACH);
       __m512 sum[LANES_EACH];
-      each<LANES_EACH>([&](auto b) HEADRACE_ALWAYS_INLINE {
+      HEADRACE_EACH(b, LANES_EACH, {
         constexpr int r = j + b * QUADS;
         sum[b] = this->row<PLAIN>(first + r, from + r * CHUNK, unit, _mm512_set1_ps(shift[r]), to + r * CHUNK);
       });
@@ -172,7 +172,7 @@ struct RunningSoftmax {
   template <bool PLAIN>
   HEADRACE_ALWAYS_INLINE __m512 row(int lane, const float *from, __m512 unit, __m512 shift, bf16 *to) const {
     __m512 x[4];
-    each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
+    HEADRACE_EACH(c, 4, {
       x[c] = power(_mm512_fmadd_ps(_mm512_load_ps(from + c * 16), unit, shift));
     });
     if constexpr (!PLAIN) keep_seen(seen.mask(lane), x);
@@ -196,14 +196,14 @@ struct RunningSoftmax {
 
   // x, 0 for the keys that are not in `mask`.
   static HEADRACE_ALWAYS_INLINE void keep_seen(uint64_t mask, __m512 (&x)[4]) {
-    each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
+    HEADRACE_EACH(c, 4, {
       x[c] = _mm512_maskz_mov_ps(static_cast<__mmask16>(mask >> (16 * c)), x[c]);
     });
   }
 
   // x times the weights of the keys in `mask`; the others' may be garbage.
   static void weigh(uint64_t mask, const float *weights, __m512 (&x)[4]) {
-    each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
+    HEADRACE_EACH(c, 4, {
       x[c] = _mm512_maskz_mul_ps(mask >> (16 * c), x[c], _mm512_loadu_ps(weights + c * 16));
     });
   }

@@ -1,5 +1,6 @@
 // The kernels of one instruction set.
 #include "kernels.h"
+#include "lent.h"
 #include "simd.h"
 
 namespace headrace::HEADRACE_NS {
@@ -18,7 +19,9 @@ template <typename T> void relu(const Unary &);
 template <typename T> void add(const Sum &);
 template <typename T> void rotary(const Rotary &);
 template <typename T> void linear_quant(const LinearQuant &);
+#ifndef HEADRACE_NATURAL_OF
 template <typename T> void linear_plain(const Linear &);
+#endif
 void linear_pairs(const Linear &);
 void greatest(const Greatest &);
 void store_chunks(const Stored &);

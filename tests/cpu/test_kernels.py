@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from headrace.kernels import cpu, ops, table
+from headrace.kernels import cpu, extension, ops, table
 
 pytestmark = pytest.mark.cpu
 needs_extension = pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
@@ -55,6 +56,13 @@ def test_environment_forces_an_instruction_set() -> None:
     )
 
 
+def test_built_for_another_processor() -> None:
+    """An environment that was moved says so, and torch takes over."""
+    moved = SimpleNamespace(available_isas=lambda: "", built_isas=lambda: "amx")
+    assert extension.usable(moved)[0] is None
+    assert "built for amx" in str(extension.usable(moved)[1])
+
+
 @needs_extension
 def test_threads_may_call_at_once() -> None:
     """Also for the first time, when the instruction set is chosen; the thread sanitizer looks at this one."""
@@ -81,7 +89,7 @@ def test_works_without_extension() -> None:
         import sys
         sys.modules["headrace.kernels._cpu"] = None
         import torch
-        from headrace.kernels import cpu, ops, table
+        from headrace.kernels import cpu, extension, ops, table
         assert not cpu.available()
         ops.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)
         assert table.choose("auto", torch.bfloat16) == "reference"

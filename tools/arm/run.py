@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from importlib.metadata import requires, version
 from pathlib import Path
 
@@ -107,9 +106,7 @@ def package(root: Path) -> Path:
     command("cmake", "--install", cmake)
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(ROOT / "src", out, ignore=shutil.ignore_patterns("__pycache__", "_cpu*.so", "_unbuilt.txt"))
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    (built,) = (BUILD / "install" / "headrace" / "kernels").glob("_cpu*.so")
-    shutil.copy(built, out / "headrace" / "kernels" / f"_cpu{suffix.replace('x86_64', 'aarch64')}")
+    shutil.copy(BUILD / "install" / "headrace" / "kernels" / "_cpu.abi3.so", out / "headrace" / "kernels")
     return out
 
 

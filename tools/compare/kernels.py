@@ -60,15 +60,14 @@ def module(which: str, name: str) -> Any:
     """The extension module of a revision, of the working tree or of a file, apart from any other in this process.
     name: four letters of its own."""
     path = Path(which) if which.endswith(".so") else _built(which)
-    # nanobind shares the types of modules that name the same internals, and the first one's methods would serve both.
-    code, key = path.read_bytes(), b"nb_internals"
-    if key not in code or len(name) != 4:
-        sys.exit(
-            f"{path} cannot be told from another module: no {key!r} in it to be replaced by a name of four letters"
-        )
+    # nanobind shares the types of modules of one domain, and the first one's methods would serve both.
+    code = path.read_bytes()
+    key = next((key for key in (b"headrace_kernels", b"nb_internals") if key in code), None)
+    if key is None or len(name) != 4:
+        sys.exit(f"{path} cannot be told from another module: no domain in it to be replaced by a name of four letters")
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / path.name
-        own.write_bytes(code.replace(key, b"nb_inter" + name.encode()))
+        own.write_bytes(code.replace(key, key[:-4] + name.encode()))
         loader = ExtensionFileLoader("headrace.kernels._cpu", str(own))
         loaded = module_from_spec(spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
         loader.exec_module(loaded)
@@ -88,7 +87,8 @@ def _built(which: str) -> Path:
                 with tarfile.open(fileobj=io.BytesIO(_git("archive", commit))) as files:
                     files.extractall(source)
             command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-            subprocess.run([*command, "--target", f"{folder}/package", str(source)], check=True)
+            variables = {**os.environ, "HEADRACE_ISA_BUILD": "all"}
+            subprocess.run([*command, "--target", f"{folder}/package", str(source)], check=True, env=variables)
             _module_in(Path(folder) / "package")
             os.replace(f"{folder}/package", package)
     return _module_in(package)
@@ -207,6 +207,8 @@ def compare(both: list[Any], make: Callable[[], Repeated], rounds: int) -> list[
     for each in both:
         extension._ext = each
         results.append(run())
+    if not torch.equal(*results):
+        print("not the same bits; ", end="")
     if not torch.allclose(*results, rtol=0.05, atol=0.05 * results[0].abs().max().item()):
         sys.exit("the two give different results; do they lay keys, values and weights out alike?")
     for _ in range(rounds):

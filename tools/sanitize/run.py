@@ -66,6 +66,7 @@ def build(name: str) -> Path:
     command += ["--target", str(package), f"--config-settings=build-dir={BUILD / name / 'cmake'}"]
     command += ["--config-settings=cmake.build-type=RelWithDebInfo"]  # Release would strip names and lines
     command += [f"--config-settings=cmake.define.HEADRACE_SANITIZE={KINDS[name].sanitizers}"]
+    command += ["--config-settings=cmake.define.HEADRACE_ISA_BUILD=all"]
     if subprocess.run([*command, str(ROOT)]).returncode:
         sys.exit(f"{name}: the build failed")
     return package

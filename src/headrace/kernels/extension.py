@@ -22,7 +22,7 @@ PAIRED = ("avx512bf16", "amx")
 def _load() -> tuple[Any, str | None]:
     """The extension, or why there is none."""
     try:
-        return import_module("headrace.kernels._cpu"), None
+        return usable(import_module("headrace.kernels._cpu"))
     except ModuleNotFoundError as error:
         if error.name != "headrace.kernels._cpu":
             raise
@@ -31,6 +31,14 @@ def _load() -> tuple[Any, str | None]:
         return None, f"extension not built: {why}"
     except ImportError as error:
         return None, f"extension does not load: {error}"
+
+
+def usable(built: Any) -> tuple[Any, str | None]:
+    """The extension, or why it is of no use here: it may have been built for one processor and taken to another."""
+    if built.available_isas():
+        return built, None
+    remedy = "install again here, or with HEADRACE_ISA_BUILD=all"
+    return None, f"extension built for {built.built_isas()}, which this processor cannot run; {remedy}"
 
 
 _ext, _reason = _load()

@@ -1,0 +1,40 @@
+// Which instruction sets this processor, and the system on it, can run. From plain to fast; each needs those before it.
+#pragma once
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace headrace {
+
+inline bool always() { return true; }
+
+#ifdef __x86_64__
+
+inline bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+inline bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+inline bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+#ifdef HEADRACE_KNOWS_AMX
+// Tiles are 8 KB more to save for each thread: Linux gives them to processes that ask (once, for all their threads).
+inline bool has_amx() {
+#ifdef __linux__
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+  static const bool given = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                            syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+  return given && has_avx512bf16();
+#else
+  return false;
+#endif
+}
+#endif
+
+#endif
+
+}  // namespace headrace
