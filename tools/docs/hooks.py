@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
+import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,26 @@ LOADED = re.compile(
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    files.append(File.generated(config, "settings.md", content=settings()))
     return files
+
+
+def settings() -> str:
+    """A page with every field of EngineConfig: flag, environment twin, default and help."""
+    sys.path.insert(0, str(ROOT / "src"))
+    from headrace.config import EngineConfig, env_name
+
+    lines = ["# Every setting", "", "What `headrace serve --help` says. A flag wins over its environment twin.", ""]
+    lines += ["| flag | environment | default | |", "|---|---|---|---|"]
+    for item in fields(EngineConfig):
+        flag = item.name.replace("_", "-")
+        names = ["MODEL"] if flag == "model" else [f"--{flag}", *item.metadata.get("aliases", ())]
+        names += [f"--no-{flag}"] if item.type in (bool, "bool") else []
+        flags = [f"`{name}`" for name in names]
+        default = "" if item.default is None else f"`{item.default}`"
+        text = item.metadata.get("help", "").replace("|", "\\|")
+        lines.append(f"| {', '.join(flags)} | `{env_name(item.name)}` | {default} | {text} |")
+    return "\n".join(lines) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
