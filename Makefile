@@ -10,7 +10,7 @@ AT_ONCE ?= 2# tests that run at the same time
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny clean
+.PHONY: help install demo docs test test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -50,6 +50,17 @@ lint: $(READY) ## ruff (rules and format) and mypy
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+# The site takes the Python interface from src/ as text: its packages alone are enough, beside headrace's own.
+$(READY)-docs: $(READY) pyproject.toml
+	@echo "installing what builds the documentation"
+	@$(PIP) $$($(BIN)/python -c 'import tomllib; \
+	print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
+docs: $(READY)-docs ## the documentation site, into build/docs; links are checked, pages load nothing from elsewhere
+	@NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict
+	@echo "build/docs/index.html"
+
 bench: $(READY) ## benchmarks of this machine (some minutes; nothing else should run)
 	@mkdir -p build/bench
 	@$(BIN)/headrace bench cache --json build/bench/cache.json
@@ -69,6 +80,6 @@ train-tiny: $(READY) ## train the shipped model again
 	@$(BIN)/python tools/train_tiny/train.py
 
 clean: ## remove .venv, the built kernels and caches
-	rm -rf $(VENV) build/arm build/cmake build/sanitize dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build/arm build/cmake build/docs build/sanitize dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f src/headrace/kernels/*.so src/headrace/kernels/_unbuilt.txt
 	find src tests tools bench -name __pycache__ -type d -prune -exec rm -rf {} +

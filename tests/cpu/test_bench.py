@@ -1,4 +1,4 @@
-"""The benchmarks run, and their results have the format that docs/performance.md and others read."""
+"""The benchmarks run, and their results have the format that tools/performance and others read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plots of docs/performance.md."""
+"""The plots of bench/notes/zen5.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables and plots of docs/performance.md from results of `headrace bench`:
+"""Tables and plots of bench/notes/zen5.md from results of `headrace bench` (summary.py writes docs/performance.md):
 
     python tools/performance/report.py RESULT.json...
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import plots
 
-PAGE = Path("docs/performance.md")
+PAGE = Path("bench/notes/zen5.md")
 FOLDER = Path("docs/performance")
 
 LIMITS = {
