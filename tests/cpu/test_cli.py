@@ -79,6 +79,7 @@ def test_commands_without_a_server_have_no_server_settings() -> None:
         text = run(command, "--help").output
         assert "--kv-cache-tokens" in text and "--temperature" in text
         assert not any(f"--{name.replace('_', '-')}" in text for name in options.SERVER_ONLY)
+        assert "--api-key" not in text and "--port" not in text
 
 
 def test_flag_before_environment_before_default(served: list[EngineConfig]) -> None:

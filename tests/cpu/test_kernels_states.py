@@ -292,6 +292,9 @@ def test_refuses_states_that_do_not_fit() -> None:
     for kernels in (cpu, reference):
         with pytest.raises(ValueError, match=r"counts in 0\.5000 natural logarithms"):
             kernels.partial(case.q, case.k, case.v, case.items, case.positions, scale=1.0, state=foreign)  # type: ignore
+    begun = replace(foreign, block_of=torch.zeros_like(foreign.block_of))
+    with pytest.raises(ValueError, match="begins behind the left one's"):
+        state.fold_blocks(begun, begun)
     with pytest.raises(ValueError, match="acc must be"):
         half = replace(foreign.total, acc=foreign.total.acc.half())
         cpu.finish(replace(foreign, total=half), torch.float32)

@@ -1,12 +1,12 @@
 """Small breakages of the code, each with the tests that must fail on it: one TOML file a room, read here.
 
-    [[mutant]]
-    name = "reused-chunk-not-held"                # unique
-    breaks = "A chunk that a second request ..."  # what goes wrong, in one line
-    file = "src/headrace/kv/cache.py"
-    before = "..."                                # occurs exactly once in the file
-    after = "..."
-    tests = ["tests/unit/test_cache.py"]          # the smallest part of `make test` that must fail
+[[mutant]]
+name = "reused-chunk-not-held"                # unique
+breaks = "A chunk that a second request ..."  # what goes wrong, in one line
+file = "src/headrace/kv/cache.py"
+before = "..."                                # occurs exactly once in the file
+after = "..."
+tests = ["tests/unit/test_cache.py"]          # the smallest part of `make test` that must fail
 """
 
 from __future__ import annotations

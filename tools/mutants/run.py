@@ -33,10 +33,10 @@ KERNELS = Path("src/headrace/kernels")
 EXTENSION = "_cpu.abi3.so"
 TEST_S = 60
 """A single test that takes longer has failed: a mutant may wait for what never comes."""
-RUN_S = 300
+RUN_S = 120
 """The same for all tests of a mutant, where not even pytest's own limit ends them."""
 
-Fails = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+Fails = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 
 
 class Verdict(NamedTuple):
@@ -55,7 +55,7 @@ class Copy:
     kernels do not compile. nanobind: the CMake folder of that package where kernels are to be compiled, else None."""
 
     def __init__(self, root: Path, nanobind: str | None) -> None:
-        self.root, self.build = root, root / "build"
+        self.root, self.build, self.unbroken = root, root / "build", root / EXTENSION
         for name in COPIED:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -66,6 +66,7 @@ class Copy:
             self._configure(str(nanobind))
             if reason := self._built():
                 raise RuntimeError(f"the unbroken kernels do not compile:\n{reason}")
+            shutil.copy(self.root / KERNELS / EXTENSION, self.unbroken)
 
     def _configure(self, nanobind: str) -> None:
         command = ["cmake", "-S", self.root, "-B", self.build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
@@ -81,8 +82,11 @@ class Copy:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             return done.stdout[-4000:]
-        shutil.copy(self.build / "csrc" / EXTENSION, self.root / KERNELS / EXTENSION)
+        self._use(self.build / "csrc" / EXTENSION)
         return None
+
+    def _use(self, extension: Path) -> None:
+        shutil.copy(extension, self.root / KERNELS / EXTENSION)
 
     def test(self, tests: list[str], *options: str) -> tuple[int | None, str]:
         """Exit status of pytest on these tests, None where it did not end in time, and its output."""
@@ -117,8 +121,8 @@ class Copy:
             return Verdict("FAULT", str(error))
         finally:
             self._write(path, text)
-            if mutant.native:
-                self._built()
+            if mutant.native:  # the file itself is compiled again together with the next mutant's
+                self._use(self.unbroken)
 
     @staticmethod
     def _write(path: Path, text: str) -> None:
