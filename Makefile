@@ -9,7 +9,7 @@ AT_ONCE ?= 2# tests that run at the same time
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny clean
+.PHONY: help install demo docs test test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -43,6 +43,9 @@ lint: $(DEV) ## ruff (rules and format) and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+wheel: ## sdist and wheel, into dist/; the wheel has to answer where there is no compiler (ARCH=aarch64: cross-compiled)
+	@$(PYTHON) tools/wheel/run.py $(if $(ARCH),--arch $(ARCH))
 
 docs: $(DEV) ## the documentation site, into build/docs; links are checked, pages load nothing from elsewhere
 	@NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / "build" / "install.log"
@@ -32,14 +33,25 @@ class Failed(Exception):
 class Job:
     """Commands one after the other in a thread, and how far they are, in words."""
 
-    def __init__(self, name: str, steps: Sequence[tuple[str, list[str]]], environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        steps: Sequence[tuple[str, list[str]]],
+        environment: dict[str, str],
+        after: threading.Event | None = None,
+        announces: threading.Event | None = None,
+    ) -> None:
+        """after: what the first step waits for. announces: the first step is over."""
         self.name, self.steps, self.environment = name, steps, environment
+        self.after, self.announces = after, announces
         self.state, self.error = "waiting", ""
         self.log = LOG.with_suffix(f".{name}.log")
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
+        if self.after:
+            self.after.wait()
         with self.log.open("w") as log:
             for what, command in self.steps:
                 self.state = what
@@ -48,12 +60,14 @@ class Job:
                     code = self._follow(what, command, log)
                 except OSError as error:
                     code, self.error = 1, str(error)
+                if self.announces:
+                    self.announces.set()
                 if code:
                     self.error = self.error or f"{what}: failed"
                     return
         self.state = "done"
 
-    def _follow(self, what: str, command: list[str], log: object) -> int:
+    def _follow(self, what: str, command: list[str], log: TextIO) -> int:
         """Runs a command, its output into the log; ninja's lines tell how far it is."""
         process = subprocess.Popen(
             command, cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -61,7 +75,7 @@ class Job:
         )  # fmt: skip
         assert process.stdout
         for line in process.stdout:
-            print(line, end="", file=log, flush=True)  # type: ignore[call-overload]
+            print(line, end="", file=log, flush=True)
             self.state = told(what, line) or self.state
         return process.wait()
 
@@ -133,11 +147,18 @@ def install(python: str, extras: list[str], isas: str | None, started: float) ->
     needs += [need for extra in extras for need in optional[extra]]
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off"]
     # torch comes first and alone: a range, or torch together with others, may pull the CUDA build. Modules are compiled
-    # when they are first imported: most of torch's never are.
+    # when they are first imported, as most of torch's never are; torch meanwhile, while the other packages are unpacked.
     packages = [("torch", [*pip, "--no-compile", torch]), ("packages", [*pip, "--no-compile", *needs])]
     kernels = [("building", [*pip, "--verbose", "--no-deps", "--editable", "."])]
-    environment = {**os.environ, **({"HEADRACE_ISA_BUILD": isas} if isas else {})}
-    wait_for([Job("packages", packages, dict(os.environ)), Job("kernels", kernels, environment)], started)
+    environment, unpacked = {**os.environ, **({"HEADRACE_ISA_BUILD": isas} if isas else {})}, threading.Event()
+    wait_for(
+        [
+            Job("packages", packages, dict(os.environ), announces=unpacked),
+            Job("kernels", kernels, environment),
+            Job("torch", [("first import", [python, "-c", "import torch"])], dict(os.environ), unpacked),
+        ],
+        started,
+    )
 
 
 if __name__ == "__main__":
