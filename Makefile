@@ -9,7 +9,7 @@ AT_ONCE ?= 2# tests that run at the same time
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny wheel clean
+.PHONY: help install demo docs test test-matrix test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -27,7 +27,10 @@ install: $(USE) ## .venv with headrace, its dependencies and its kernels (HEADRA
 demo: $(USE) ## answer real requests on the shipped model and show what the cache saved
 	@$(BIN)/python -m headrace.cli.main demo
 
-test: $(DEV) ## all tests
+test: $(DEV) ## all tests, of large matrices a pairwise sample (HEADRACE_TEST_SEED=2 for another)
+	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.scheduling -p tests.sampling
+
+test-matrix: $(DEV) ## all tests with every case of the matrices
 	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.scheduling
 
 test-sanitize: $(DEV) ## kernel tests under the address, undefined-behaviour and thread sanitizers (GCC)

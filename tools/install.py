@@ -146,8 +146,8 @@ def install(python: str, extras: list[str], isas: str | None, started: float) ->
         sys.exit(f"no extra {', '.join(sorted(unknown))}; there are {', '.join(optional)}")
     needs += [need for extra in extras for need in optional[extra]]
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off"]
-    # torch comes first and alone: a range, or torch together with others, may pull the CUDA build. Modules are compiled
-    # when they are first imported, as most of torch's never are; torch meanwhile, while the other packages are unpacked.
+    # torch comes first and alone: a range, or torch together with others, may pull the CUDA build. Modules are
+    # compiled when they are first imported, as most of torch's never are; torch's, while other packages are unpacked.
     packages = [("torch", [*pip, "--no-compile", torch]), ("packages", [*pip, "--no-compile", *needs])]
     kernels = [("building", [*pip, "--verbose", "--no-deps", "--editable", "."])]
     environment, unpacked = {**os.environ, **({"HEADRACE_ISA_BUILD": isas} if isas else {})}, threading.Event()

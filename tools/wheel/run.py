@@ -2,8 +2,8 @@
 
     python tools/wheel/run.py [--arch aarch64] [--no-check]
 
-The wheel fits every Python from 3.11 on (the stable ABI) and glibc 2.28 (manylinux_2_28): auditwheel looks at the symbols.
-Then it is installed in a new environment, with neither a compiler nor these sources in reach, and has to answer.
+The wheel fits every Python from 3.11 on (the stable ABI) and glibc 2.28 (manylinux_2_28): auditwheel looks at the
+symbols. Then it is installed in a new environment, with no compiler and no sources in reach, and has to answer.
 aarch64 is cross-compiled (Debian: g++-aarch64-linux-gnu) and not run here: make test-arm emulates its kernels.
 """
 
@@ -31,7 +31,8 @@ from headrace import LLM, SamplingParams, __file__ as source
 from headrace.kernels import extension
 assert not any(map(shutil.which, ("c++", "g++", "gcc", "clang"))), "a compiler is in reach"
 built = extension.require().built_isas()
-text = LLM("tiny").generate(["The code of Lisbon is 4821. The code of Lisbon is"], SamplingParams(temperature=0, max_tokens=4))
+prompt, params = "The code of Lisbon is 4821. The code of Lisbon is", SamplingParams(temperature=0, max_tokens=4)
+text = LLM("tiny").generate([prompt], params)
 assert "4821" in text[0].text, text[0].text
 print("answers", repr(text[0].text), "with kernels", extension.describe(), "of", built, "from", source)
 """
