@@ -8,6 +8,13 @@
 #include "simd.h"
 #include "states.h"
 
+// The first one of glibc, which every system has; the one of 2.29 sets no errno, and is the same otherwise.
+#if defined(__x86_64__) && defined(__GLIBC__)
+__asm__(".symver log, log@GLIBC_2.2.5");
+#elif defined(__aarch64__) && defined(__GLIBC__)
+__asm__(".symver log, log@GLIBC_2.17");
+#endif
+
 namespace headrace::HEADRACE_NS {
 
 namespace {

@@ -8,11 +8,11 @@ from xdist.scheduler import LoadScopeScheduling
 
 
 class Scheduling(LoadScopeScheduling):
-    """Test by test to whoever is free, but all tests of processes to one worker: each starts several, with time
-    limits of their own, so that no two of them may share the machine."""
+    """Test by test to whoever is free, but a file of tests of processes to one worker: they share what was started for
+    them, and ports, clusters and network namespaces that no two may have at once."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "processes" if nodeid.startswith("tests/processes/") else nodeid
+        return nodeid.split("::")[0] if nodeid.startswith("tests/processes/") else nodeid
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:

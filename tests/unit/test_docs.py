@@ -59,8 +59,8 @@ def tracked() -> list[str]:
 @cache
 def sources() -> str:
     """All text that could name a setting or a flag of a tool."""
-    suffixes = {".py", ".cpp", ".h", ".txt", ".sh"}
-    return "".join(
+    suffixes = {".py", ".cpp", ".h", ".txt", ".sh", ".cmake"}
+    return MAKEFILE + "".join(
         (ROOT / file).read_text() for file in tracked() if Path(file).suffix in suffixes and "tests" not in file
     )
 

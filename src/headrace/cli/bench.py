@@ -12,7 +12,7 @@ import typer
 
 from headrace.cli import bench_kv
 from headrace.cli.bench_result import JsonFile, measure_cases, one_of, usable_cores, write_result
-from headrace.cli.console import err, one_line_errors, out
+from headrace.cli.console import err, one_line_errors, out, working
 from headrace.cli.load import Sample, ask_all, first_error, new_client, quantile
 
 app = typer.Typer(help="Measure; --json FILE writes the result.", no_args_is_help=True, rich_markup_mode=None)
@@ -38,7 +38,7 @@ def cache(
             raise ValueError(f"model must be one of {', '.join(SHAPES)}, tiny; got {model!r}")
         cases = []
         for run in (match_case, lambda: bookkeeping_case(model)):
-            with err.status("measuring"):
+            with working("measuring"):
                 cases.append(run())
             out.print("  ".join(f"{name} {value}" for name, value in cases[-1].items()))
         write_result(json_file, cases)
@@ -77,7 +77,7 @@ def attention(
     with one_line_errors():
         counts = [thread_count] if thread_count else sorted({1, usable_cores()})
         bench = AttentionBench(QUICK if quick else Sizes(), counts)
-        with err.status("measuring the machine"):
+        with working("measuring the machine"):
             limits = bench.machine()
         out.print("  ".join(f"{name} {value}" for name, value in limits.items()), soft_wrap=True)
         measure_cases(bench.cases(cases), json_file, limits)
@@ -104,7 +104,7 @@ def engine(
         work, shapes, names = (text.split(",") for text in (workloads, models, engines))
         found = run_all(work, shapes, names, 1 if quick else repeats, scale=32 if quick else 1)
         cores = sorted({1, usable_cores()})
-        with err.status("measuring the machine"):
+        with working("measuring the machine"):
             limits = (Limits(1 << 20, 128) if quick else Limits()).figures(cores, 1 if quick else 5)
         measure_cases(found, json_file, limits)
 

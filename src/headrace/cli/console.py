@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -46,6 +48,29 @@ def one_line_errors() -> Iterator[None]:
         told = logs.shown(" ".join(str(error).split()) or type(error).__name__, logs.MOST_IN_LINE)
         err.print(f"headrace: {told}", style="red", markup=False)
         raise typer.Exit(BAD_INPUT if isinstance(error, ValueError) else FAILURE) from None
+
+
+@contextmanager
+def working(what: str, every_s: float = 4.0) -> Iterator[None]:
+    """Says that something takes a while: a spinner on a terminal, elsewhere a line now and then."""
+    if err.is_terminal:
+        with err.status(what):
+            yield
+        return
+    began, done = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not done.wait(every_s):
+            err.print(f"{what}: {time.monotonic() - began:.0f} s")
+
+    err.print(what)
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from headrace.assets.facts import fact_document, question
-from headrace.cli.console import err, out
+from headrace.cli.console import err, out, working
 from headrace.cli.load import Sample, ask, ask_all, first_error, new_client, quantile
 from headrace.config import EngineConfig, env_name
 from headrace.types import CHUNK
@@ -115,7 +115,7 @@ def _start(sink: IO[bytes], log: Path) -> Server:
 
 def _wait_ready(server: Server) -> None:
     deadline = time.monotonic() + START_S
-    with err.status("starting the server"):
+    with working("starting the server (usually 5 to 20 s)"):
         while not _healthy(server):
             if server.process.poll() is not None:
                 raise RuntimeError(f"the server ended with {server.process.returncode}: {server.last_words()}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from headrace.cli.console import err, out
+from headrace.cli.console import out, working
 
 FLAGS = (
     "avx2",
@@ -33,7 +33,7 @@ PROBE_BYTES = 512 * 2**20
 
 def run(model: str | None, as_json: bool) -> None:
     """Prints the findings. Raises ValueError where the model cannot be served here."""
-    with err.status("measuring the machine"):
+    with working("measuring the machine"):
         found = findings()
         if model:
             found["model"] = check_model(model)

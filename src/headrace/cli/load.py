@@ -28,7 +28,7 @@ def new_client(base_url: str, api_key: str | None) -> Any:
     try:
         from openai import AsyncOpenAI
     except ImportError:
-        raise RuntimeError("this command needs the openai package: pip install openai") from None
+        raise RuntimeError("this command needs the openai package: pip install 'headrace[demo]'") from None
     return AsyncOpenAI(base_url=base_url, api_key=api_key or "none", max_retries=0, timeout=600)
 
 

@@ -1,0 +1,69 @@
+"""A part of the large matrices, drawn so that every pair of values is met: `pytest -p tests.sampling` (`make test`).
+
+A function with many cases in three parameters or more keeps some of them: each two values of two parameters stand
+together in one at least (pairwise cover). With two parameters each value is met. The draw is seeded:
+HEADRACE_TEST_SEED, or 1. Without this plugin (`make test-matrix`) every case runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from random import Random
+
+import pytest
+
+FEW = 16
+"""Functions with no more cases than this keep them all."""
+
+Case = dict[str, str]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    functions: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            functions.setdefault(item.nodeid.split("[")[0], []).append(item)
+    left_out: set[str] = set()
+    for name, cases in functions.items():
+        drawn = draw([values(case) for case in cases], Random(f"{seed()}/{name}"))
+        left_out |= {case.nodeid for number, case in enumerate(cases) if number not in drawn}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def pytest_report_header() -> str:
+    return f"matrices: a pairwise sample, seed {seed()} (HEADRACE_TEST_SEED); every case: make test-matrix"
+
+
+def seed() -> str:
+    return os.environ.get("HEADRACE_TEST_SEED", "1")
+
+
+def values(item: pytest.Function) -> Case:
+    """What each parameter is, in words that are the same in every process."""
+    spec = item.callspec
+    words = {name: repr(value) for name, value in spec.params.items()}
+    return {name: word if " at 0x" not in word else str(spec.indices[name]) for name, word in words.items()}
+
+
+def draw(cases: Sequence[Case], random: Random) -> set[int]:
+    """Numbers of the cases that are kept, few of them, in which all is met that is met in `cases`."""
+    if len(cases) <= FEW:
+        return set(range(len(cases)))
+    order = list(range(len(cases)))
+    random.shuffle(order)
+    left = {number: set(met(cases[number])) for number in order}
+    missing = set().union(*left.values())
+    kept: set[int] = set()
+    while missing:
+        best = max(left, key=lambda number: len(left[number] & missing))
+        kept.add(best)
+        missing -= left.pop(best)
+    return kept
+
+
+def met(case: Case) -> Iterable[tuple[tuple[str, str], ...]]:
+    """Pairs of values; single values where there are but two parameters."""
+    return combinations(sorted(case.items()), 2 if len(case) > 2 else 1)
