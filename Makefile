@@ -9,7 +9,7 @@ AT_ONCE ?= 2# tests that run at the same time
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test test-matrix test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny wheel clean
+.PHONY: help install demo docs test test-matrix test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny wheel mutants clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ test-arm: $(DEV) ## kernel tests on kernels built for 64-bit ARM, emulated (Debi
 
 fuzz: $(DEV) ## attack every door with seeded nonsense (5 minutes; FUZZ_SECONDS=60 FUZZ_SEED=2 for others)
 	@$(BIN)/python -m tools.fuzz.run --seconds $(or $(FUZZ_SECONDS),300) --seed $(or $(FUZZ_SEED),1)
+
+mutants: $(DEV) ## breaks the code in a hundred small ways, each of which tests must notice (ROOM=kv: those of one room)
+	@$(BIN)/python -m tools.mutants.run --at-once $(AT_ONCE) $(if $(ROOM),--room $(ROOM))
 
 lint: $(DEV) ## ruff (rules and format) and mypy
 	@$(BIN)/ruff check .

@@ -18,11 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -145,19 +143,12 @@ def verdict(status: int | None, output: str) -> Verdict:
 
 
 def nanobind_folder() -> str | None:
-    """Where CMake finds nanobind; None where nothing can be compiled. An installation of headrace uses a nanobind that
-    is gone afterwards, so one is kept in build/mutants."""
+    """Where CMake finds nanobind; None where nothing can be compiled."""
     if None in (shutil.which("cmake"), shutil.which("ninja"), shutil.which(os.environ.get("CXX", "c++"))):
         return None
-    package = ROOT / "build" / "mutants" / "nanobind"
-    if find_spec("nanobind") is None and not package.exists():
-        requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-        wanted = next(each for each in requires if each.startswith("nanobind"))
-        install = ["install", "--quiet", "--target", str(package), wanted]
-        subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *install], check=True)
-    variables = {**os.environ, "PYTHONPATH": str(package)}
-    command = [sys.executable, "-m", "nanobind", "--cmake_dir"]
-    return subprocess.run(command, check=True, env=variables, stdout=subprocess.PIPE, text=True).stdout.strip()
+    import nanobind
+
+    return str(nanobind.cmake_dir())
 
 
 def run(chosen: list[Mutant], at_once: int) -> bool:
