@@ -50,10 +50,12 @@ class Verdict(NamedTuple):
 
 class Copy:
     """A copy of the checkout, in which mutants are applied one after another. Raises RuntimeError if its unbroken
-    kernels do not compile. nanobind: the CMake folder of that package where kernels are to be compiled, else None."""
+    kernels do not compile. nanobind: the CMake folder of that package where kernels are to be compiled, else None.
+
+    Mutants of C++ files run on kernels compiled here for this processor alone; the others on those of the checkout."""
 
     def __init__(self, root: Path, nanobind: str | None) -> None:
-        self.root, self.build, self.unbroken = root, root / "build", root / EXTENSION
+        self.root, self.build = root, root / "build"
         for name in COPIED:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -64,7 +66,6 @@ class Copy:
             self._configure(str(nanobind))
             if reason := self._built():
                 raise RuntimeError(f"the unbroken kernels do not compile:\n{reason}")
-            shutil.copy(self.root / KERNELS / EXTENSION, self.unbroken)
 
     def _configure(self, nanobind: str) -> None:
         command = ["cmake", "-S", self.root, "-B", self.build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
@@ -80,11 +81,14 @@ class Copy:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             return done.stdout[-4000:]
-        self._use(self.build / "csrc" / EXTENSION)
+        shutil.copy(self.build / "csrc" / EXTENSION, self.root / KERNELS / EXTENSION)
         return None
 
-    def _use(self, extension: Path) -> None:
-        shutil.copy(extension, self.root / KERNELS / EXTENSION)
+    def use_own_kernels(self) -> None:
+        """Those of the checkout, if it has any, in place of those compiled here."""
+        own = ROOT / KERNELS / EXTENSION
+        if own.exists():
+            shutil.copy(own, self.root / KERNELS / EXTENSION)
 
     def test(self, tests: list[str], *options: str) -> tuple[int | None, str]:
         """Exit status of pytest on these tests, None where it did not end in time, and its output."""
@@ -119,8 +123,6 @@ class Copy:
             return Verdict("FAULT", str(error))
         finally:
             self._write(path, text)
-            if mutant.native:  # the file itself is compiled again together with the next mutant's
-                self._use(self.unbroken)
 
     @staticmethod
     def _write(path: Path, text: str) -> None:
@@ -151,6 +153,17 @@ def nanobind_folder() -> str | None:
     return str(nanobind.cmake_dir())
 
 
+def unbroken(copy: Copy, group: list[Mutant]) -> bool:
+    """Whether the tests of these mutants pass without any of them."""
+    tests, began = sorted({test for mutant in group for test in mutant.tests}), time.monotonic()
+    status, output = copy.test(tests) if tests else (0, "")
+    if status == 0:
+        print(f"unbroken: {len(tests)} parts of the tests pass, {time.monotonic() - began:.0f} s", flush=True)
+    else:
+        print(f"the tests fail on the unbroken code already (exit status {status}):\n{output[-6000:]}")
+    return status == 0
+
+
 def run(chosen: list[Mutant], at_once: int) -> bool:
     """Whether all mutants were killed, or skipped."""
     began = time.monotonic()
@@ -160,14 +173,9 @@ def run(chosen: list[Mutant], at_once: int) -> bool:
         for place in places:
             place.mkdir()
         copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-        for copy in pool.map(lambda place: Copy(place, nanobind), places):
+        made = list(pool.map(lambda place: Copy(place, nanobind), places))
+        for copy in made:
             copies.put(copy)
-        tests = sorted({test for mutant in chosen if nanobind or not mutant.native for test in mutant.tests})
-        status, output = copy.test(tests) if tests else (0, "")
-        if status != 0:
-            print(f"the tests fail on the unbroken code already (exit status {status}):\n{output[-6000:]}")
-            return False
-        print(f"unbroken: {len(tests)} parts of the tests pass, {time.monotonic() - began:.0f} s", flush=True)
 
         def judged(mutant: Mutant) -> Verdict:
             copy, start = copies.get(), time.monotonic()
@@ -177,7 +185,15 @@ def run(chosen: list[Mutant], at_once: int) -> bool:
                   flush=True)  # fmt: skip
             return found
 
-        verdicts = list(pool.map(judged, sorted(chosen, key=lambda mutant: not mutant.native)))
+        verdicts: list[Verdict] = []
+        for native in (True, False):
+            if not native:
+                for copy in made:
+                    copy.use_own_kernels()
+            group = [mutant for mutant in chosen if mutant.native == native]
+            if (not native or nanobind) and not unbroken(made[0], group):
+                return False
+            verdicts += pool.map(judged, group)
     counts = Counter(found.outcome for found in verdicts)
     told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
     print(f"{len(verdicts)} mutants: {told}; {time.monotonic() - began:.0f} s")
