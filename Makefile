@@ -30,8 +30,8 @@ demo: $(USE) ## answer real requests on the shipped model and show what the cach
 test: $(DEV) ## all tests, of large matrices a pairwise sample (HEADRACE_TEST_SEED=2 for another)
 	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.scheduling -p tests.sampling
 
-test-matrix: $(DEV) ## all tests with every case of the matrices
-	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.scheduling
+test-matrix: $(DEV) ## every case of the matrices from which make test draws
+	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.scheduling -p tests.sampling --matrices whole
 
 test-sanitize: $(DEV) ## kernel tests under the address, undefined-behaviour and thread sanitizers (GCC)
 	@$(BIN)/python tools/sanitize/run.py

@@ -2,7 +2,8 @@
 
 A function with many cases in three parameters or more keeps some of them: each two values of two parameters stand
 together in one at least (pairwise cover). With two parameters each value is met. The draw is seeded:
-HEADRACE_TEST_SEED, or 1. Without this plugin (`make test-matrix`) every case runs.
+HEADRACE_TEST_SEED, or 1. With --matrices whole (`make test-matrix`) those functions alone run, with all their cases.
+Without this plugin everything does.
 """
 
 from __future__ import annotations
@@ -20,20 +21,31 @@ FEW = 16
 Case = dict[str, str]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    told = "sample: part of the cases of large matrices; whole: all of them, and nothing else"
+    parser.addoption("--matrices", choices=("sample", "whole"), default="sample", help=told)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     functions: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             functions.setdefault(item.nodeid.split("[")[0], []).append(item)
-    left_out: set[str] = set()
+    left_out, sampled = set(), set()
     for name, cases in functions.items():
         drawn = draw([values(case) for case in cases], Random(f"{seed()}/{name}"))
-        left_out |= {case.nodeid for number, case in enumerate(cases) if number not in drawn}
+        if len(drawn) < len(cases):
+            sampled |= {case.nodeid for case in cases}
+            left_out |= {case.nodeid for number, case in enumerate(cases) if number not in drawn}
+    if config.getoption("matrices") == "whole":
+        left_out = {item.nodeid for item in items} - sampled
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
 
 
-def pytest_report_header() -> str:
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("matrices") == "whole":
+        return "matrices: all cases of those that make test draws from"
     return f"matrices: a pairwise sample, seed {seed()} (HEADRACE_TEST_SEED); every case: make test-matrix"
 
 
