@@ -1,6 +1,7 @@
 // Elementwise operations: activations, sums and rotary embedding, in fp32, rounded once. An element's bits do not depend on
 // its place: the last elements of a row go through the same vector code, padded.
 #include "kernels.h"
+#include "shares.h"
 #include "simd.h"
 
 namespace headrace::HEADRACE_NS {
@@ -46,14 +47,15 @@ template <typename T, typename F> void map(const Unary &a) {
   const int64_t total = a.rows * a.width, vectors = (total + W - 1) / W;
   const T *x = static_cast<const T *>(a.x);
   T *out = static_cast<T *>(a.out);
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (total > MANY_ELEMENTS)
-  for (int64_t i = 0; i < vectors; ++i) {
-    const int64_t at = i * W, n = total - at;
-    if (n >= W)
-      store(out + at, F::apply(load(x + at)));
-    else
-      store_part(out + at, F::apply(load_part(x + at, n)), n);
-  }
+  share_ranges(vectors, total > MANY_ELEMENTS ? a.threads : 1, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) {
+      const int64_t at = i * W, n = total - at;
+      if (n >= W)
+        store(out + at, F::apply(load(x + at)));
+      else
+        store_part(out + at, F::apply(load_part(x + at, n)), n);
+    }
+  });
 }
 
 }  // namespace
@@ -66,20 +68,20 @@ template <typename T> void add(const Sum &a) {
   const int64_t vectors = (a.elements + W - 1) / W;
   const T *x = static_cast<const T *>(a.x), *y = static_cast<const T *>(a.y);
   T *out = static_cast<T *>(a.out);
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.elements > MANY_ELEMENTS)
-  for (int64_t i = 0; i < vectors; ++i) {
-    const int64_t at = i * W, n = a.elements - at;
-    if (n >= W)
-      store(out + at, load(x + at) + load(y + at));
-    else
-      store_part(out + at, load_part(x + at, n) + load_part(y + at, n), n);
-  }
+  share_ranges(vectors, a.elements > MANY_ELEMENTS ? a.threads : 1, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) {
+      const int64_t at = i * W, n = a.elements - at;
+      if (n >= W)
+        store(out + at, load(x + at) + load(y + at));
+      else
+        store_part(out + at, load_part(x + at, n) + load_part(y + at, n), n);
+    }
+  });
 }
 
 // x [T, 2 I] = (gate, up) -> silu(gate) * up [T, I]
 template <typename T> void silu_mul(const Unary &a) {
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.width > MANY_ELEMENTS)
-  for (int64_t t = 0; t < a.rows; ++t) {
+  share_each(a.rows, a.rows * a.width > MANY_ELEMENTS ? a.threads : 1, [&](int64_t t) {
     const T *gate = static_cast<const T *>(a.x) + t * 2 * a.width, *up = gate + a.width;
     T *out = static_cast<T *>(a.out) + t * a.width;
     for (int64_t i = 0; i < a.width; i += W) {
@@ -88,7 +90,7 @@ template <typename T> void silu_mul(const Unary &a) {
       const vf g = get(gate), y = sigmoid_times(g, g) * get(up);
       n >= W ? store(out + i, y) : store_part(out + i, y, n);
     }
-  }
+  });
 }
 
 // Halves (a, b) of the first `width` elements -> (a cos - b sin, b cos + a sin).
@@ -105,14 +107,14 @@ template <typename T> static void rotate(const T *x, T *out, const float *cos_si
 }
 
 template <typename T> void rotary(const Rotary &a) {
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.heads * a.dim > MANY_ELEMENTS)
-  for (int64_t t = 0; t < a.rows; ++t)
+  share_each(a.rows, a.rows * a.heads * a.dim > MANY_ELEMENTS ? a.threads : 1, [&](int64_t t) {
     for (int64_t h = 0; h < a.heads; ++h) {
       const T *x = static_cast<const T *>(a.x) + t * a.x_stride + h * a.dim;
       T *out = static_cast<T *>(a.out) + t * a.out_stride + h * a.dim;
       rotate(x, out, a.cos_sin + t * a.rotary, a.rotary);
       if (out != x) memcpy(out + a.rotary, x + a.rotary, (a.dim - a.rotary) * sizeof(T));
     }
+  });
 }
 
 void exp_many(const float *x, float *out, int64_t n) {

@@ -3,6 +3,7 @@
 #include "arena.h"
 #include "kernels.h"
 #include "paired.h"
+#include "shares.h"
 #include "simd.h"
 
 namespace headrace::HEADRACE_NS {
@@ -161,8 +162,7 @@ template <typename T> void store_row(const Append &a, const T *k_new, const T *v
 template <typename T> void append(const Append &a) {
   // Split by head: two rows of one chunk share cache lines of K, two heads do not. A row's lines have left the caches by
   // the next step, so that it takes about a microsecond for each head.
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.kv_heads * a.dim > 1024)
-  for (int64_t head = 0; head < a.kv_heads; ++head) {
+  share_out(a.kv_heads, a.rows * a.kv_heads * a.dim > 1024 ? a.threads : 1, [&](int64_t head) {
     for (int64_t row = 0; row < a.rows;) {
       const T *k_new = static_cast<const T *>(a.k_new) + row * a.k_stride + head * a.dim;
       const T *v_new = static_cast<const T *>(a.v_new) + row * a.v_stride + head * a.dim;
@@ -171,7 +171,7 @@ template <typename T> void append(const Append &a) {
       if (!stored) store_row(a, k_new, v_new, index, a.offsets[row]);
       row += stored ? stored : 1;
     }
-  }
+  });
 }
 
 template void append<bf16>(const Append &);

@@ -133,12 +133,12 @@ struct Blocks {
 template <typename Math> void attend_split(const Attend &a, const Cut &size) {
   static thread_local Arena states;
   const Blocks each{a, states.at_least(size.blocks * Blocks::floats(a))};
-#pragma omp parallel for schedule(dynamic, 1) num_threads(a.threads)
-  for (int64_t i = 0; i < size.blocks * size.groups(a); ++i) {
+  const auto attend_block = [&](int64_t i) {
     Attend part = a;
     part.to = each.of(i % size.blocks);
     attend_unit<Math>(part, size, i / size.blocks, i % size.blocks);
-  }
+  };
+  share_out(size.blocks * size.groups(a), a.threads, attend_block, Stretches::common);
   each_lane<Math>(a.rows * a.heads, size.blocks * a.dim, a.threads, [&](int64_t lane) {
     float m, l;
     State mine{{arena(a.dim), &m, &l}};
@@ -155,8 +155,7 @@ template <typename Math> void attend_by(const Attend &a) {
   const Cut size = cut(a);
   if (size.blocks > 1) return attend_split<Math>(a, size);
   const int64_t units = size.ranges * size.groups(a);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(a.threads) if (units > 1)
-  for (int64_t i = 0; i < units; ++i) attend_unit<Math>(a, size, i, -1);
+  share_out(units, a.threads, [&](int64_t i) { attend_unit<Math>(a, size, i, -1); }, Stretches::common);
 }
 
 template <typename Math> void attend_stored(const Attend &a) {

@@ -8,6 +8,7 @@
 #include "checks.h"
 #include "dispatch.h"
 #include "step.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 using namespace headrace;
@@ -234,8 +235,6 @@ void probe_read(Address from, int64_t bytes, int threads) { kernels().probe_read
 
 int64_t probe_multiply(int64_t rounds, int threads) { return kernels().probe_multiply(rounds, threads); }
 
-bool probe_handover(int64_t rounds) { return kernels().probe_handover(rounds); }
-
 void exp_many(Address x, Address out, int64_t n) { kernels().exp(at<float>(x), at<float>(out), n); }
 
 }  // namespace
@@ -293,15 +292,10 @@ NB_MODULE(_cpu, m) {
   m.def("exp", exp_many, unlocked);
   m.def("probe_read", probe_read, unlocked);
   m.def("probe_multiply", probe_multiply, unlocked);
-  m.def("probe_handover", probe_handover, unlocked);
+  m.def("probe_handover", hand_over, unlocked);
   m.def("available_isas", available_isas);
   m.def("built_isas", built_isas);
   m.def("isa", isa);
   m.def("use_isa", use_isa);
   m.def("use_l1", use_l1);
-#ifdef _OPENMP
-  m.attr("openmp") = true;
-#else
-  m.attr("openmp") = false;
-#endif
 }

@@ -72,8 +72,7 @@ void fold(const FoldLanes &f) {
 }
 
 void merge(const Merge &s) {
-#pragma omp parallel for schedule(static) num_threads(s.threads) if (s.lanes * s.dim > WORTH_THREADS)
-  for (int64_t lane = 0; lane < s.lanes; ++lane) merge_lane(s, lane);
+  share_each(s.lanes, s.lanes * s.dim > WORTH_THREADS ? s.threads : 1, [&](int64_t lane) { merge_lane(s, lane); });
 }
 
 template void finish<bf16>(const Finish &);

@@ -1,5 +1,6 @@
 // The greatest element of each row. R: rows, N: elements of a row.
 #include "kernels.h"
+#include "shares.h"
 #include "simd.h"
 
 namespace headrace::HEADRACE_NS {
@@ -65,12 +66,11 @@ void find_by_tops(const Greatest &a) {
 
 void greatest(const Greatest &a) {
   if (a.tops) return find_by_tops(a);
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows > 1 && a.rows * a.width > MANY_LOGITS)
-  for (int64_t row = 0; row < a.rows; ++row) {
+  share_out(a.rows, a.rows * a.width > MANY_LOGITS ? a.threads : 1, [&](int64_t row) {
     const Found found = greatest_of(a.x + row * a.width, a.width);
     a.value[row] = found.value;
     a.index[row] = found.at;
-  }
+  });
 }
 
 }  // namespace headrace::HEADRACE_NS

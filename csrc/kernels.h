@@ -203,7 +203,6 @@ struct Kernels {
   // Limits of the machine, for benchmarks: see probe.cpp.
   uint32_t (*probe_read)(const void *from, int64_t bytes, int threads);
   int64_t (*probe_multiply)(int64_t rounds, int threads);  // operations done
-  bool (*probe_handover)(int64_t rounds);
 };
 
 namespace portable {

@@ -2,6 +2,7 @@
 //
 // Sums run over 64 lanes (element i goes to lane i % 64), which are then added by sum64: one order for every W.
 #include "kernels.h"
+#include "shares.h"
 #include "simd.h"
 
 namespace headrace::HEADRACE_NS {
@@ -50,11 +51,10 @@ float reciprocal_root(float x) { return 1.0f / __builtin_sqrtf(x); }
 
 // f(x, out) for each head of each row.
 template <typename T, typename F> void each_head(const Norm &a, F f) {
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.heads * a.width > MANY_NUMBERS)
-  for (int64_t i = 0; i < a.rows * a.heads; ++i) {
+  share_each(a.rows * a.heads, a.rows * a.heads * a.width > MANY_NUMBERS ? a.threads : 1, [&](int64_t i) {
     const int64_t at = i / a.heads * a.stride + i % a.heads * a.width;
     f(static_cast<const T *>(a.x) + at, static_cast<T *>(a.out) + at);
-  }
+  });
 }
 
 }  // namespace

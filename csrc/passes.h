@@ -81,8 +81,7 @@ template <typename T, typename Any, typename F> void with_rows(const Any &a, F f
   const int64_t stride = (a.inputs + 31) / 16 * 16;  // no power of two: rows would share the same few places in L1
   if (sizeof(T) == sizeof(float) || a.rows <= FEW_ROWS || a.rows * stride > MOST_WIDENED) return f(x, a.x_stride);
   float *wide = memory_for_rows(a.rows * stride);
-#pragma omp parallel for schedule(static) num_threads(a.threads)
-  for (int64_t row = 0; row < a.rows; ++row) widen(x + row * a.x_stride, wide + row * stride, a.inputs);
+  share_each(a.rows, a.threads, [&](int64_t row) { widen(x + row * a.x_stride, wide + row * stride, a.inputs); });
   f(static_cast<const float *>(wide), stride);
 }
 

@@ -1,12 +1,10 @@
 // What the machine can do at best, beside which the kernels are measured: a plain read of memory and multiply-adds on
-// registers, the fastest of this instruction set; and how long a word takes from one core to another.
+// registers, the fastest of this instruction set.
 #include "kernels.h"
+#include "shares.h"
 #include "simd.h"
 #include "tiles.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 namespace headrace::HEADRACE_NS {
 
@@ -89,35 +87,18 @@ constexpr int64_t ROUND = SUMS * W * 2;
 uint32_t probe_read(const void *from, int64_t bytes, int threads) {
   const int64_t part = bytes / threads / 64 * 64;
   uint32_t all = 0;
-#pragma omp parallel for num_threads(threads) reduction(^ : all)
-  for (int i = 0; i < threads; ++i) all ^= read_part(static_cast<const char *>(from) + i * part, part);
+  share_out(threads, threads, [&](int64_t i) {
+    __atomic_fetch_xor(&all, read_part(static_cast<const char *>(from) + i * part, part), __ATOMIC_RELAXED);
+  });
   return all;
 }
 
 int64_t probe_multiply(int64_t rounds, int threads) {
-  float all = 0.0f;
-#pragma omp parallel for num_threads(threads) reduction(+ : all)
-  for (int i = 0; i < threads; ++i) all += multiply_part(rounds);
-  return all > 0.0f ? rounds * ROUND * threads : 0;
-}
-
-// Two threads hand a word to each other, `rounds` times there and back; false if there is but one thread.
-bool probe_handover([[maybe_unused]] int64_t rounds) {
-  bool two = false;
-#ifdef _OPENMP
-  alignas(64) int64_t turn = 0;
-#pragma omp parallel num_threads(2)
-  if (omp_get_num_threads() == 2) {
-    const int me = omp_get_thread_num();
-    if (me == 0) two = true;
-    for (int64_t i = 0; i < rounds; ++i) {
-      while (__atomic_load_n(&turn, __ATOMIC_ACQUIRE) != 2 * i + me) {
-      }
-      __atomic_store_n(&turn, 2 * i + me + 1, __ATOMIC_RELEASE);
-    }
-  }
-#endif
-  return two;
+  int positive = 0;
+  share_out(threads, threads, [&](int64_t) {
+    if (multiply_part(rounds) > 0.0f) __atomic_fetch_add(&positive, 1, __ATOMIC_RELAXED);
+  });
+  return rounds * ROUND * positive;
 }
 
 }  // namespace headrace::HEADRACE_NS

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "lanes.h"
+#include "shares.h"
 
 namespace headrace::HEADRACE_NS {
 
@@ -14,12 +15,10 @@ constexpr int64_t WORTH_THREADS = 16384;  // elements
 
 // f(lane) for all lanes, each of which folds so many elements, in the mode in which attention folds blocks.
 template <typename Math, typename F> void each_lane(int64_t lanes, int64_t elements, int threads, F f) {
-#pragma omp parallel num_threads(threads) if (lanes * elements > WORTH_THREADS)
-  {
+  share_ranges(lanes, lanes * elements > WORTH_THREADS ? threads : 1, [&](int64_t first, int64_t end) {
     [[maybe_unused]] const typename Math::template Tiny<false> kept;
-#pragma omp for schedule(static) nowait
-    for (int64_t lane = 0; lane < lanes; ++lane) f(lane);
-  }
+    for (int64_t lane = first; lane < end; ++lane) f(lane);
+  });
 }
 
 // acc [lanes, stride], m and l [lanes]. EMPTY is (0, -inf, 0).

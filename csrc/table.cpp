@@ -29,7 +29,6 @@ void load_chunks(const Stored &);
 void exp_many(const float *x, float *out, int64_t n);
 uint32_t probe_read(const void *from, int64_t bytes, int threads);
 int64_t probe_multiply(int64_t rounds, int threads);
-bool probe_handover(int64_t rounds);
 
 extern const Kernels kernels;
 constexpr Kernels kernels = {
@@ -59,7 +58,6 @@ constexpr Kernels kernels = {
     exp_many,
     probe_read,
     probe_multiply,
-    probe_handover,
 };
 
 }  // namespace headrace::HEADRACE_NS

@@ -70,7 +70,9 @@ class EngineConfig:
         "auto", "Attention kernels: auto, reference (slow truth), cpu (C++), or triton: everything on a CUDA device."
     )
     seed: int = _flag(0, "Seed of requests that bring none.")
-    threads: int | None = _flag(None, "CPU threads of the engine. Default: all cores.")
+    threads: int | None = _flag(
+        None, "CPU threads of the engine. Default: all cores that it may use (affinity, CPU quota)."
+    )
     context_parallel_size: int = _flag(1, "Ranks that share the tokens of a sequence and its KV cache.", "-cp")
     tensor_parallel_size: int = _flag(1, "Ranks that share the weights, within each context rank.", "-tp")
     distributed_backend: DistributedBackend = _flag(

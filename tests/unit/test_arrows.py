@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.unit
 
 SOURCE = Path(__file__).parents[2] / "src"
-BASE = {"types", "config", "logs", "files"}
+BASE = {"types", "config", "logs", "files", "cores"}
 CORE = BASE | {"memory", "kv", "attention.state", "attention", "kernels"}
 BELOW_ENGINE = CORE | {"models", "parallel", "recompute", "planner", "assets"}
 
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "memory": set(),
     "logs": set(),
     "files": set(),
+    "cores": set(),
     "assets": BASE,
     "kv": BASE | {"memory"},
     "kernels": BASE | {"memory", "attention.state"},

@@ -79,11 +79,11 @@ def built(python: Path, folder: Path, arch: str) -> Path:
 
 
 def tagged(python: Path, wheel: Path, arch: str) -> Path:
-    """The wheel as it is published. OpenMP's library is torch's: one of its own would be a second pool of threads."""
+    """The wheel as it is published."""
     tag = f"{GLIBC}_{arch}"
     if arch == HERE:
         path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-        words = ["repair", "--plat", tag, "--only-plat", "--exclude", "libgomp.so.1", "--wheel-dir", DIST, wheel]
+        words = ["repair", "--plat", tag, "--only-plat", "--wheel-dir", DIST, wheel]
         command(python, "-m", "auditwheel", *words, env={**os.environ, "PATH": path}, **QUIET)
     else:  # auditwheel knows its own machine only
         check_versions(wheel)

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace import cores
 from headrace.cli import bench_kv
-from headrace.cli.bench_result import JsonFile, measure_cases, one_of, usable_cores, write_result
+from headrace.cli.bench_result import JsonFile, measure_cases, one_of, write_result
 from headrace.cli.console import err, one_line_errors, out, working
 from headrace.cli.load import Sample, ask_all, first_error, new_client, quantile
 
@@ -75,7 +76,7 @@ def attention(
     from headrace.cli.bench_attention import QUICK, AttentionBench, Sizes
 
     with one_line_errors():
-        counts = [thread_count] if thread_count else sorted({1, usable_cores()})
+        counts = [thread_count] if thread_count else sorted({1, cores.usable()})
         bench = AttentionBench(QUICK if quick else Sizes(), counts)
         with working("measuring the machine"):
             limits = bench.machine()
@@ -103,9 +104,9 @@ def engine(
     with one_line_errors():
         work, shapes, names = (text.split(",") for text in (workloads, models, engines))
         found = run_all(work, shapes, names, 1 if quick else repeats, scale=32 if quick else 1)
-        cores = sorted({1, usable_cores()})
+        counts = sorted({1, cores.usable()})
         with working("measuring the machine"):
-            limits = (Limits(1 << 20, 128) if quick else Limits()).figures(cores, 1 if quick else 5)
+            limits = (Limits(1 << 20, 128) if quick else Limits()).figures(counts, 1 if quick else 5)
         measure_cases(found, json_file, limits)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import signal
 import sys
@@ -14,22 +13,17 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace import __version__
+from headrace import __version__, cores
 from headrace.cli.console import err, out
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="File that takes the result.")]
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:
     """What a figure depends on: processor, usable cores, memory, versions."""
     from headrace.cli.doctor import memory_total, processor_name
 
-    facts = {"processor": processor_name(), "cores": usable_cores(), "memory_gib": round(memory_total(), 1)}
+    facts = {"processor": processor_name(), "cores": cores.usable(), "memory_gib": round(memory_total(), 1)}
     facts |= {"python": platform.python_version(), "headrace": __version__}
     torch = sys.modules.get("torch")
     if torch is not None:

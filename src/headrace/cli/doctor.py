@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
+from headrace import cores
 from headrace.cli.console import out, working
 
 FLAGS = (
@@ -71,7 +72,8 @@ def processor() -> dict[str, Any]:
     return {
         "name": processor_name(),
         "architecture": platform.machine(),
-        "cores usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores usable": cores.usable(),
+        "CPU quota of the container": "none" if (quota := cores.quota()) is None else quota,
         "torch threads": torch.get_num_threads(),
         "instructions": " ".join(flag for flag in FLAGS if flag in have) or "none of " + " ".join(FLAGS),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from headrace import __version__
 from headrace.cli import bench, console
 from headrace.cli.options import guarded, with_config, with_sampling
 from headrace.config import EngineConfig
-from headrace.engine import process, torchrun
+from headrace.engine import torchrun
 from headrace.types import SamplingParams
 
 log = logging.getLogger("headrace")
@@ -40,8 +39,6 @@ def shared(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
 ) -> None:
     console.set_debug(debug)
-    for name, value in process.SPIN.items():
-        os.environ.setdefault(name, value)
 
 
 def serve(config: EngineConfig) -> None:

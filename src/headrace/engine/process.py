@@ -11,10 +11,6 @@ import time
 END_S = 5.0
 """So long may a process take to end by itself, and again after SIGTERM."""
 
-SPIN = {"GOMP_SPINCOUNT": "20000"}
-"""An idle OpenMP thread spins for about 50 us, not for milliseconds: others may need the core, such as the thread that
-brings chunks back. Of effect where it is set before torch is imported."""
-
 STORE_S = 40.0
 """So long may it take where it has chunks to store before (engine.offload.CLOSE_S, and some)."""
 
@@ -23,8 +19,7 @@ Process = subprocess.Popen[bytes]
 
 def start(command: list[str], descriptor: int) -> Process:
     """Runs `command`, which inherits `descriptor`, as the first process of a new group."""
-    environment = {**SPIN, **os.environ}
-    return subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, env=environment, process_group=0)
+    return subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, process_group=0)
 
 
 def kill(process: Process) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from headrace import cores
 from headrace.config import EngineConfig
 from headrace.engine import torchrun
 from headrace.engine.capacity import model_folder
@@ -52,12 +53,14 @@ def on_this_host(config: EngineConfig) -> int:
 
 
 def set_threads(config: EngineConfig) -> None:
-    """Threads of this rank: as given, else its part of the host's cores."""
+    """Threads of this rank: as given, else its part of the cores that may be used, and no more than OMP_NUM_THREADS."""
     ranks = on_this_host(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     elif ranks > 1:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+        torch.set_num_threads(max(1, cores.usable() // ranks))
+    else:
+        torch.set_num_threads(min(torch.get_num_threads(), cores.usable()))
 
 
 def make(config: EngineConfig, group: Group) -> Rank:

@@ -1,7 +1,6 @@
 """The C++ extension: loaded or why not, its instruction sets, and the checks of tensors that go into it.
 
-torch is imported before the extension, because both then share one OpenMP thread pool. The number of threads is
-torch's; results do not depend on it.
+The kernels run on threads of their own (csrc/threads.cpp), as many as torch has; results do not depend on the number.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def use_l1(kilobytes: int) -> None:
 
 def describe() -> str:
     """The kernels in use, in a few words: 'C++ avx512'."""
-    return f"C++ {isa()}" + ("" if require().openmp else ", one thread (built without GCC's OpenMP)")
+    return f"C++ {isa()}"
 
 
 def supports(dtype: torch.dtype) -> bool:

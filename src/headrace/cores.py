@@ -1,0 +1,70 @@
+"""How many cores this process may use, and what its idle threads do."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+SPINS = "20000"
+"""An idle thread of torch's OpenMP spins for about 50 us, not for milliseconds: others may need the core. The kernels'
+own threads do likewise (csrc/threads.cpp)."""
+
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def let_idle_threads_sleep() -> None:
+    """Of effect before torch is imported. What the environment says already holds."""
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+        os.environ["GOMP_SPINCOUNT"] = SPINS
+
+
+def usable() -> int:
+    """Cores in this process's affinity mask, but no more than the quota of its control groups allows, rounded up.
+    If there were more threads, some would be paused, and all that wait for them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = quota()
+    return cores if limit is None else max(1, min(cores, math.ceil(limit)))
+
+
+def quota() -> float | None:
+    """Cores' worth of time that the control groups of this process allow it (`docker run --cpus`); None: no limit."""
+    return min((limit for limit in _limits() if limit is not None), default=None)
+
+
+def _limits() -> Iterator[float | None]:
+    try:
+        lines = MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            for folder in _up(CGROUPS, path):
+                yield _share(*_words(folder / "cpu.max"))
+        elif "cpu" in controllers.split(","):
+            for folder in _up(CGROUPS / "cpu", path):
+                yield _share(*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us"))
+
+
+def _up(root: Path, path: str) -> Iterator[Path]:
+    """The folders of a group and of those that it is part of. In a container the group may be the root itself."""
+    inside = PurePosixPath(path.lstrip("/"))
+    for part in (inside, *inside.parents):
+        if ".." not in part.parts:
+            yield root / part
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _share(*words: str) -> float | None:
+    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
+        return None  # 'max', -1, or no such file
+    return int(words[0]) / int(words[1])
