@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -38,6 +39,16 @@ def test_rotations_equal_transformers(kind: str, length: int, folder_of: FolderO
     expected = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
     ours = rope_of(folder_of, kind).at(positions, torch.full((length,), length))
     assert torch.allclose(ours, expected, rtol=0, atol=5e-7)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ROPES if kind not in ("llama", "qwen3")])
+@pytest.mark.parametrize("length", [SHORT_LENGTH, 5000])
+def test_stretched_frequencies_have_the_bits_of_transformers(kind: str, length: int, folder_of: FolderOf) -> None:
+    rope, theirs = rope_of(folder_of, kind), AutoConfig.from_pretrained(folder_of(kind))
+    given = torch.tensor(length) if length > theirs.max_position_embeddings else None
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope.spec.kind](theirs, seq_len=given)
+    assert torch.equal(rope._compute_frequencies(length)[0], frequencies)
+    assert rope._compute_frequencies(length)[1] == factor
 
 
 @pytest.mark.parametrize("kind", ROPES)

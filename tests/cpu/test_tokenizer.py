@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from headrace.engine import tokenizer
 from headrace.engine.tokenizer import Tokenizer
 from headrace.types import InvalidRequest
 from tests.cpu.tokenizers_made import (
+    CORPUS,
+    KINDS,
     byte_level,
     save,
 )
@@ -50,6 +55,39 @@ def test_stored_truncation_does_not_shorten_prompts(tmp_path: Path) -> None:
     tokenizer = Tokenizer(save(backend, tmp_path))
     assert tokenizer._hf.backend_tokenizer.truncation is None  # cleared at once: the backend is not changed by threads
     assert tokenizer.decode(tokenizer.encode("hello world " * 9)) == "hello world " * 9
+
+
+CLASSES = [(name, model) for name in sorted(tokenizer._PLAIN) for model in sorted({*tokenizer._PLAIN_MODELS, "qwen2"})]
+
+
+@pytest.mark.parametrize(("name", "model", "kind"), [
+    *((*pair, "byte_level") for pair in CLASSES), *(("TokenizersBackend", "llama", kind) for kind in KINDS),
+])  # fmt: skip
+def test_it_is_the_tokenizer_that_transformers_chooses(name: str, model: str, kind: str, tmp_path: Path) -> None:
+    folder = save(KINDS[kind](), tmp_path)
+    given = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": name}
+    (folder / "tokenizer_config.json").write_text(json.dumps(given))
+    (folder / "config.json").write_text(json.dumps({"model_type": model}))
+    assert tokenizer._is_plain(folder) == (model != "qwen2")
+    ours, theirs = Tokenizer(folder)._hf, AutoTokenizer.from_pretrained(folder)
+    assert type(ours) is type(theirs) and ours.init_kwargs == theirs.init_kwargs
+    assert ours.special_tokens_map == theirs.special_tokens_map and ours.chat_template == theirs.chat_template
+    assert ours.added_tokens_decoder == theirs.added_tokens_decoder and ours.get_vocab() == theirs.get_vocab()
+    for text in (*CORPUS, "</s> <|user|>\n\n  x<tool>｜é｜ ", "\ufffd\u200d🙂"):
+        tokens = theirs(text)["input_ids"]
+        assert ours(text)["input_ids"] == tokens and ours.decode(tokens) == theirs.decode(tokens)
+
+
+@pytest.mark.parametrize(("where", "field"), [
+    ("config.json", {"model_name": "qwen2"}), ("config.json", {"model_type": ["llama"]}),
+    ("tokenizer_config.json", {"auto_map": {}}), ("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"}),
+])  # fmt: skip
+def test_other_choices_are_left_to_transformers(where: str, field: dict[str, Any], tmp_path: Path) -> None:
+    folder = save(byte_level(), tmp_path)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert tokenizer._is_plain(folder)
+    (folder / where).write_text(json.dumps(json.loads((folder / where).read_text()) | field))
+    assert not tokenizer._is_plain(folder)
 
 
 @pytest.mark.parametrize("text", [None, 3, b"x", ["x"], "a\ud83d", "\udc00"])

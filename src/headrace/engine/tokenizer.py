@@ -15,9 +15,14 @@ from typing import Any
 
 from headrace.engine.templates import Renderer
 from headrace.logs import shown
+from headrace.models.files import read_json
 from headrace.types import InvalidRequest
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_PLAIN = {"PreTrainedTokenizerFast", "TokenizersBackend"}
+"""Names, in tokenizer_config.json, of the class that takes tokenizer.json as it is."""
+_PLAIN_MODELS = {"falcon", "llama", "opt", "qwen3"}
+"""Model types for which AutoTokenizer believes these names, whatever else is in the folder."""
 _TEMPLATE_OPTIONS = {"documents", "continue_final_message"}
 """Options of transformers' apply_chat_template that a request may set; its other options are not the user's to set."""
 
@@ -187,19 +192,40 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 
 def _load(folder: str | Path) -> Any:
-    from transformers import AutoTokenizer  # slow to import; a model without text does not need it
-
     for path in Path(folder).iterdir():
         if not path.is_file() and not path.is_dir():
             raise ValueError(f"{path} is not a regular file, and opening it might wait for ever; take it away")
     try:
-        made = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        made = _loader(Path(folder)).from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         _try_out(made)
         return made
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # every kind of error over a broken file, and panics of tokenizers' Rust
         raise ValueError(f"cannot load the tokenizer of {folder}: {shown(error)}; check its files") from error
+
+
+def _loader(folder: Path) -> Any:
+    """What loads the folder's tokenizer: AutoTokenizer, or the class it is known to choose, which is had without the
+    processor time that importing AutoTokenizer takes, and torch with it."""
+    if _is_plain(folder):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _is_plain(folder: Path) -> bool:
+    try:
+        model, given = read_json(folder / "config.json"), read_json(folder / "tokenizer_config.json")
+    except ValueError:
+        return False  # AutoTokenizer says what it thinks of it
+    kinds = (given.get("tokenizer_class"), model.get("model_type"))
+    if not all(isinstance(kind, str) for kind in kinds) or "auto_map" in given or "model_name" in model:
+        return False
+    return kinds[0] in _PLAIN and kinds[1] in _PLAIN_MODELS
 
 
 def _try_out(made: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, cast, get_args
 
 from headrace.logs import shown
@@ -86,10 +87,9 @@ def _refuse_remote_code(value: Any, model_type: str) -> None:
 
 def _normalised(raw: dict[str, Any], family: Family) -> Any:
     """The configuration as transformers reads it: defaults filled in, old rope fields brought to one form."""
-    from transformers import CONFIG_MAPPING
-
+    configuration = resolve_name(family.configuration)
     try:
-        return CONFIG_MAPPING[family.model_type].from_dict(schema.known(raw))
+        return configuration.from_dict(schema.known(raw))
     except Exception as error:  # transformers raises its own kinds for values that its classes do not accept
         raise UnsupportedModel(f"transformers does not accept it as {family.model_type}: {shown(error)}") from error
 

@@ -32,7 +32,7 @@ class Rope:
         self.spec = spec
         self.head_dim = head_dim
         self.dynamic = spec.kind == "dynamic"
-        self._carrier = _carrier(spec, head_dim)
+        self._carrier = None if spec.kind == "default" else _carrier(spec, head_dim)
         self._table = torch.empty(0, head_dim)
         self._frequencies = lru_cache(CACHED_BLOCKS)(self._compute_frequencies)
         self._block = lru_cache(CACHED_BLOCKS)(self._compute_block)
@@ -75,11 +75,11 @@ class Rope:
 
     def _compute_frequencies(self, length: int) -> tuple[Tensor, float]:
         """Angle per position [D/2], and the factor on cos and sin."""
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
         if self.spec.kind == "default":
             theta = dict(self.spec.parameters)["rope_theta"]
             return 1.0 / (theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)), 1.0
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         # transformers passes the length as a tensor once it exceeds the model's own: the arithmetic is then fp32
         given = torch.tensor(length) if length > self.spec.original_length else None
         return ROPE_INIT_FUNCTIONS[self.spec.kind](self._carrier, seq_len=given)
@@ -87,7 +87,7 @@ class Rope:
 
 def _carrier(spec: RopeSpec, head_dim: int) -> Any:
     """A transformers configuration that holds nothing but what its rope functions read."""
-    from transformers import LlamaConfig
+    from headrace.models.families.llama_config import LlamaConfig
 
     return LlamaConfig(
         hidden_size=head_dim,

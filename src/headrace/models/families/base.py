@@ -18,11 +18,13 @@ Names = Mapping[str, tuple[str, ...]]
 class Family:
     """`facts` turns a transformers configuration into ModelConfig fields; see ModelConfig and Names.
 
+    `configuration` names the class of that configuration, "module:class": narrow modules, which import no models.
     `prefixes` are what may stand before a tensor's name. `qkv_rows`, for families that interleave q, k and v in one
     matrix, lists the rows of that matrix in our order: all of q, then k, then v.
     """
 
     model_type: str
+    configuration: str
     facts: Callable[[Any], dict[str, Any]]
     names: Callable[[ModelConfig], Names]
     prefixes: tuple[str, ...]

@@ -87,4 +87,5 @@ def qkv_rows(spec: AttentionSpec) -> list[int]:
     return [head * spec.head_dim + row for head in heads for row in range(spec.head_dim)]
 
 
-FALCON = Family("falcon", _facts, _names, ("transformer.", ""), qkv_rows)
+CONFIGURATION = "transformers.models.falcon.configuration_falcon:FalconConfig"
+FALCON = Family("falcon", CONFIGURATION, _facts, _names, ("transformer.", ""), qkv_rows)

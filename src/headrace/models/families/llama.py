@@ -90,7 +90,9 @@ def _names(config: ModelConfig) -> Names:
 
 
 PREFIXES = ("model.", "")
-LLAMA = Family("llama", _llama, _names, PREFIXES)
-MISTRAL = Family("mistral", _mistral, _names, PREFIXES)
-QWEN2 = Family("qwen2", _qwen2, _names, PREFIXES)
-QWEN3 = Family("qwen3", _qwen3, _names, PREFIXES)
+LLAMA = Family("llama", "headrace.models.families.llama_config:LlamaConfig", _llama, _names, PREFIXES)
+MISTRAL = Family(
+    "mistral", "transformers.models.mistral.configuration_mistral:MistralConfig", _mistral, _names, PREFIXES
+)
+QWEN2 = Family("qwen2", "transformers.models.qwen2.configuration_qwen2:Qwen2Config", _qwen2, _names, PREFIXES)
+QWEN3 = Family("qwen3", "transformers.models.qwen3.configuration_qwen3:Qwen3Config", _qwen3, _names, PREFIXES)

@@ -49,4 +49,6 @@ def _names(config: ModelConfig) -> Names:
     }
 
 
-OPT = Family("opt", _facts, _names, ("model.decoder.", "decoder.", ""))
+OPT = Family(
+    "opt", "transformers.models.opt.configuration_opt:OPTConfig", _facts, _names, ("model.decoder.", "decoder.", "")
+)
