@@ -41,6 +41,7 @@ class LlamaCpp:
         self.context = ll.llama_init_from_model(model, params)
         if not self.context:
             raise RuntimeError("llama.cpp gave no context")
+        self.facts = {"threads": str(params.n_threads), "compiled for": _features()}
         self.memory = ll.llama_get_memory(self.context)
         self.vocabulary = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(model))
         self.batch = ll.llama_batch_init(BATCH, 0, 1)
@@ -109,6 +110,12 @@ class LlamaCpp:
         return int(np.ctypeslib.as_array(address, shape=(self.vocabulary,)).argmax())
 
 
+def _features() -> str:
+    """The instruction sets and libraries that it was compiled with, as it says itself."""
+    entries = ll.llama_print_system_info().decode().replace(":", "|").split("|")
+    return " ".join(entry.split("=")[0].strip() for entry in entries if entry.strip().endswith("= 1"))
+
+
 def _common(a: list[int], b: list[int]) -> int:
     """Length of the common beginning, short of the whole of b."""
     limit = min(len(a), len(b) - 1)
@@ -127,4 +134,4 @@ def converted(checkpoint: Path, weights: str) -> Path:
 
 
 if __name__ == "__main__":
-    serve(LlamaCpp)
+    serve(LlamaCpp, "llama-cpp-python")

@@ -97,7 +97,7 @@ def engine(
     quick: Annotated[bool, typer.Option(help="Tiny lengths, one repetition: shows that it runs.")] = False,
 ) -> None:
     """Whole engines on the same work, each in a process of its own: time to first token, decoding speed, memory."""
-    from headrace.cli.bench_engine import run_all
+    from headrace.cli.bench_engine import lines, run_all
     from headrace.cli.bench_limits import Limits
 
     with one_line_errors():
@@ -106,7 +106,7 @@ def engine(
         cores = sorted({1, usable_cores()})
         with working("measuring the machine"):
             limits = (Limits(1 << 20, 128) if quick else Limits()).figures(cores, 1 if quick else 5)
-        measure_cases(found, json_file, limits)
+        measure_cases(found, json_file, limits, lines())
 
 
 @app.command()

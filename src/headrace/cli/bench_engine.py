@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from headrace.cli.bench_peers import ENGINES, Contender
 from headrace.cli.bench_protocol import figures
+from headrace.cli.bench_result import flat
 from headrace.cli.bench_workloads import Run, Workload, chosen
 from headrace.cli.shapes import SHAPES, write_checkpoint
 
@@ -87,12 +88,27 @@ def _family(
             racer.close()
 
 
+def lines() -> Callable[[Case], str]:
+    """A function that gives the line of a case, how its engine was set up above the first of each."""
+    told: set[tuple[str, str]] = set()
+
+    def line(case: Case) -> str:
+        rest = {name: value for name, value in case.items() if name != "setup"}
+        key = case["engine"], case["setup"]
+        head = "" if key in told else f"{case['engine']}: {case['setup']}\n"
+        told.add(key)
+        return head + flat(rest)
+
+    return line
+
+
 class Racer:
     """One engine's process during a family of workloads, and its figures of the workload under way."""
 
     def __init__(self, engine: Contender, folder: Path) -> None:
         self.engine = engine
         self.error = engine.obstacle()
+        self.found: dict[str, str] = {}
         self.process: Process | None = None
         self.runs: list[dict[str, float | None]] = []
         self.spent = 0.0
@@ -100,6 +116,7 @@ class Racer:
         if self.error is None:
             try:
                 self.process = Process(engine, folder)
+                self.found = self.process.setup
             except Failed as error:
                 self.error = str(error)
 
@@ -128,11 +145,12 @@ class Racer:
     def case(self) -> Case:
         """Medians of what was done, or the reason for nothing."""
         head = {"engine": self.engine.name, "precision": self.engine.precision}
+        tail = {"setup": self.engine.setup(self.found)}
         empty: Case = dict.fromkeys(("ttft_s", "decode_tok_s", "wall_s", "peak_rss_mb"))
         if not self.runs:
-            return {**head, **empty, "error": self.error}
+            return {**head, **empty, "error": self.error, **tail}
         middle = {name: _median([run[name] for run in self.runs]) for name in self.runs[0]}
-        return {**head, **middle, "peak_rss_mb": round(self.peak), "runs": len(self.runs)}
+        return {**head, **middle, "peak_rss_mb": round(self.peak), "runs": len(self.runs), **tail}
 
     def kill(self) -> None:
         if self.process is not None:
@@ -156,6 +174,8 @@ class Process:
     folder: Path
     popen: subprocess.Popen[str] = field(init=False)
     log: IO[bytes] = field(init=False)
+    setup: dict[str, str] = field(init=False)
+    """What the process says of itself: versions, libraries, threads."""
 
     def __post_init__(self) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -165,7 +185,7 @@ class Process:
             env=os.environ | self.engine.environment(),
         )  # fmt: skip
         try:
-            self._answer()
+            self.setup = self._answer().get("setup", {})
         except KeyboardInterrupt:
             self.kill()
             raise
