@@ -95,6 +95,14 @@ def engine(
     ] = "headrace",
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each case, the engines in turn.")] = 5,
     quick: Annotated[bool, typer.Option(help="Tiny lengths, one repetition: shows that it runs.")] = False,
+    busy_neighbour: Annotated[
+        bool,
+        typer.Option(
+            "--busy-neighbour",
+            help="Run with one busy process per core beside the engines, and once without: how much slower each "
+            "becomes.",
+        ),
+    ] = False,
 ) -> None:
     """Whole engines on the same work, each in a process of its own: time to first token, decoding speed, memory."""
     from headrace.cli.bench_engine import lines, run_all
@@ -102,7 +110,7 @@ def engine(
 
     with one_line_errors():
         work, shapes, names = (text.split(",") for text in (workloads, models, engines))
-        found = run_all(work, shapes, names, 1 if quick else repeats, scale=32 if quick else 1)
+        found = run_all(work, shapes, names, 1 if quick else repeats, scale=32 if quick else 1, busy=busy_neighbour)
         cores = sorted({1, usable_cores()})
         with working("measuring the machine"):
             limits = (Limits(1 << 20, 128) if quick else Limits()).figures(cores, 1 if quick else 5)
