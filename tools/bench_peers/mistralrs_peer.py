@@ -5,7 +5,7 @@ tokens: w7 is token 7, and what is sent are exactly the tokens asked for, as the
 chats whose template is their text alone, since only chats are streamed; a thread for each reads its tokens. The
 template and the splitting into words are part of its times.
 
-Options: isq; paged: its PagedAttention, which it turns on by itself on GPUs only. Its prefix cache is on, as always.
+Its option: isq, the form. Its prefix cache is on, as it comes; its PagedAttention needs a GPU.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ class MistralRs:
             Which.Plain(model_id=folder, arch=Architecture.Llama),
             max_seqs=AT_ONCE,
             in_situ_quant=options["isq"],
-            paged_attn=options["paged"],
-            no_paged_attn=not options["paged"],
         )
         self.checked = False
 

@@ -150,6 +150,6 @@ ENGINES = {
         Contender("llama.cpp", "bf16", "llama", {"weights": "bf16", "flash": True, "kv_tokens": KV_TOKENS}),
         Contender("llama.cpp-noflash", "bf16", "llama", {"weights": "bf16", "flash": False, "kv_tokens": KV_TOKENS}),
         Contender("llama.cpp-q8", "Q8_0", "llama", {"weights": "q8_0", "flash": True, "kv_tokens": KV_TOKENS}),
-        Contender("mistral.rs-q8", "Q8_0", "mistralrs", {"isq": "Q8_0", "paged": False}),
+        Contender("mistral.rs-q8", "Q8_0", "mistralrs", {"isq": "Q8_0"}),
     )
 }
