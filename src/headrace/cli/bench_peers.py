@@ -150,6 +150,7 @@ ENGINES = {
         Contender("llama.cpp", "bf16", "llama", {"weights": "bf16", "flash": True, "kv_tokens": KV_TOKENS}),
         Contender("llama.cpp-noflash", "bf16", "llama", {"weights": "bf16", "flash": False, "kv_tokens": KV_TOKENS}),
         Contender("llama.cpp-q8", "Q8_0", "llama", {"weights": "q8_0", "flash": True, "kv_tokens": KV_TOKENS}),
-        Contender("mistral.rs-q8", "Q8_0", "mistralrs", {"isq": "Q8_0"}),
+        Contender("mistral.rs-q8", "Q8_0", "mistralrs", {"isq": "Q8_0", "head": True}),
+        Contender("mistral.rs-q8-layers", "Q8_0, head fp32", "mistralrs", {"isq": "Q8_0", "head": False}),
     )
 }
