@@ -120,6 +120,8 @@ BOUND = {
 
 TCMALLOC = "tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4"
 
+LLAMA_Q8 = {"weights": "q8_0", "flash": True, "kv_tokens": KV_TOKENS}
+
 ZENTORCH = {"TORCHINDUCTOR_FREEZING": "1", "VLLM_USE_AOT_COMPILE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 """As zentorch's documentation says for vLLM."""
 
@@ -149,7 +151,8 @@ ENGINES = {
         _vllm("vllm-zentorch", "bf16", "bfloat16", "vllm-zentorch", **ZENTORCH),
         Contender("llama.cpp", "bf16", "llama", {"weights": "bf16", "flash": True, "kv_tokens": KV_TOKENS}),
         Contender("llama.cpp-noflash", "bf16", "llama", {"weights": "bf16", "flash": False, "kv_tokens": KV_TOKENS}),
-        Contender("llama.cpp-q8", "Q8_0", "llama", {"weights": "q8_0", "flash": True, "kv_tokens": KV_TOKENS}),
+        Contender("llama.cpp-q8", "Q8_0", "llama", LLAMA_Q8),
+        Contender("llama.cpp-q8-norepack", "Q8_0", "llama", LLAMA_Q8 | {"extra": False}),
         Contender("mistral.rs-q8", "Q8_0", "mistralrs", {"isq": "Q8_0", "head": True}),
         Contender("mistral.rs-q8-layers", "Q8_0, head fp32", "mistralrs", {"isq": "Q8_0", "head": False}),
     )

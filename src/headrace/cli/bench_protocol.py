@@ -40,7 +40,8 @@ def serve(load: Callable[[Path, dict[str, Any]], Engine], *packages: str) -> Non
         preloaded = _preloaded()
         engine = load(Path(sys.argv[1]), json.loads(sys.argv[2]))
         engine.run([[5, 6, 7, 8] * 16], [4])
-        found = {"versions": _versions(packages), "preloaded": preloaded, "openmp": _openmp(), "cores": str(cores)}
+        openmp = _openmp() if "torch" in packages else ""
+        found = {"versions": _versions(packages), "preloaded": preloaded, "openmp": openmp, "cores": str(cores)}
     except Exception as error:
         _say(answers, {"error": f"{type(error).__name__}: {error}"})
         return
