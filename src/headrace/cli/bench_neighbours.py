@@ -19,11 +19,10 @@ os.sched_setaffinity(0, {core})
 if os.getppid() != parent:
     sys.exit()
 print(flush=True)
-os.kill(os.getpid(), signal.SIGSTOP)
 while True:
     pass
 """
-"""It ends with whoever started it, however that ends (prctl 1 is PR_SET_PDEATHSIG), and waits until it is woken."""
+"""It ends with whoever started it, however that ends (prctl 1 is PR_SET_PDEATHSIG)."""
 
 
 class Neighbours:
@@ -45,6 +44,7 @@ class Neighbours:
                 assert process.stdout is not None
                 if not process.stdout.readline():
                     raise RuntimeError(f"no busy process could be started on core {core}")
+                process.send_signal(signal.SIGSTOP)  # from here, so that it comes before any SIGCONT
         except BaseException:
             self._end()
             raise
