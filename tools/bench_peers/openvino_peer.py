@@ -1,11 +1,14 @@
 """openvino-genai as an engine under test: ContinuousBatchingPipeline with prefix caching.
 
-The checkpoint is converted once, weights in bf16, beside itself. Options: `precision` of inference, bf16 or f32 (where
-the processor has no bf16); `kv`: that precision or u8.
+The checkpoint is converted once, beside itself. Options: `weights`, bf16 or int4 (as `optimum-cli export openvino
+--weight-format int4` quantises them); `precision` of inference, bf16 or f32 (where the processor has no bf16); `kv`:
+that precision or u8. What is not given is left to OpenVINO.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,13 +24,14 @@ class OpenVino:
     """The pipeline with prompts as token ids, stepped."""
 
     def __init__(self, checkpoint: Path, options: dict[str, Any]) -> None:
-        folder = converted(checkpoint)
+        folder = converted_to_int4(checkpoint) if options.get("weights") == "int4" else converted(checkpoint)
         scheduling = genai.SchedulerConfig()
         scheduling.enable_prefix_caching = True
         scheduling.cache_size = 3
         scheduling.max_num_seqs = 256
         scheduling.max_num_batched_tokens = 2048
-        properties = {"INFERENCE_PRECISION_HINT": options["precision"], "KV_CACHE_PRECISION": options["kv"]}
+        names = {"precision": "INFERENCE_PRECISION_HINT", "kv": "KV_CACHE_PRECISION"}
+        properties = {names[option]: options[option] for option in names if option in options}
         self.pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduling, "CPU", properties)
         self.count = 0
 
@@ -60,5 +64,17 @@ def converted(checkpoint: Path) -> Path:
     return folder
 
 
+def converted_to_int4(checkpoint: Path) -> Path:
+    """The same with the weights that optimum-cli makes of them by default where it is asked for int4."""
+    folder = checkpoint.with_name(checkpoint.name + "-openvino-int4")
+    if not folder.exists():
+        partial = folder.with_suffix(".partial")
+        command = [sys.executable, "-c", "from optimum.commands.optimum_cli import main; main()", "export", "openvino"]
+        options = ["--weight-format", "int4", "--task", "text-generation-with-past", "--model", str(checkpoint)]
+        subprocess.run([*command, *options, str(partial)], check=True)
+        partial.rename(folder)
+    return folder
+
+
 if __name__ == "__main__":
-    serve(OpenVino)
+    serve(OpenVino, "openvino-genai", "openvino", "optimum-intel")

@@ -26,6 +26,7 @@ class Transformers:
         self.model = load(checkpoint, dtype=torch.bfloat16, attn_implementation="sdpa").eval().to(self.device)
         self.known: list[int] = []
         self.cache: DynamicCache | None = None
+        self.facts = {"threads": str(torch.get_num_threads())}
 
     @torch.inference_mode()
     def run(self, prompts: list[list[int]], max_tokens: list[int]) -> Times:
@@ -67,4 +68,4 @@ class Transformers:
 
 
 if __name__ == "__main__":
-    serve(Transformers)
+    serve(Transformers, "transformers", "torch")

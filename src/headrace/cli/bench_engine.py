@@ -9,14 +9,16 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from headrace.cli.bench_neighbours import Neighbours
 from headrace.cli.bench_peers import ENGINES, Contender
 from headrace.cli.bench_protocol import figures
+from headrace.cli.bench_result import flat
 from headrace.cli.bench_workloads import Run, Workload, chosen
 from headrace.cli.shapes import SHAPES, write_checkpoint
 
@@ -47,23 +49,34 @@ def checkpoint(model: str) -> Path:
 
 
 def run_all(
-    workloads: list[str], models: list[str], engines: list[str], repeats: int, scale: int = 1
+    workloads: list[str], models: list[str], engines: list[str], repeats: int, scale: int = 1, busy: bool = False
 ) -> Iterator[Case]:
-    """One case per (model, workload, engine). `all` stands for every engine known. Raises ValueError for bad names."""
+    """One case per (model, workload, engine). `all` stands for every engine known. Raises ValueError for bad names.
+
+    busy: each engine also runs beside a busy process on every core.
+    """
     names = list(ENGINES) if engines == ["all"] else engines
     for name in names:
         if name not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {name!r}")
     work = chosen(workloads)
-    for model in models:
-        folder = checkpoint(model)
-        for family in dict.fromkeys(item.name.split("_")[0] for item in work):
-            members = [item for item in work if item.name.split("_")[0] == family]
-            yield from _family(members, model, folder, [ENGINES[name] for name in names], repeats, scale)
+    contenders = [ENGINES[name] for name in names]
+    with Neighbours() if busy else nullcontext() as neighbours:
+        for model in models:
+            folder = checkpoint(model)
+            for family in dict.fromkeys(item.name.split("_")[0] for item in work):
+                members = [item for item in work if item.name.split("_")[0] == family]
+                yield from _family(members, model, folder, contenders, repeats, scale, neighbours)
 
 
 def _family(
-    members: list[Workload], model: str, folder: Path, engines: list[Contender], repeats: int, scale: int
+    members: list[Workload],
+    model: str,
+    folder: Path,
+    engines: list[Contender],
+    repeats: int,
+    scale: int,
+    neighbours: Neighbours | None = None,
 ) -> Iterator[Case]:
     """Fresh processes for the workloads of a family, all alive while they take turns."""
     racers: list[Racer] = []
@@ -73,11 +86,11 @@ def _family(
         for workload in members:
             for racer in racers:
                 racer.reset()
-            for repetition in range(repeats):
+            for draw, beside in turns(repeats, neighbours):
                 for racer in racers:
-                    racer.take(workload, workload.draw(repetition, scale))
+                    racer.take(workload, workload.draw(draw, scale), beside)
             for racer in racers:
-                yield {"workload": workload.name, "model": model, **racer.case()}
+                yield {"workload": workload.name, "model": model, **racer.case(neighbours)}
     except KeyboardInterrupt:
         for racer in racers:
             racer.kill()
@@ -87,52 +100,87 @@ def _family(
             racer.close()
 
 
+def turns(repeats: int, neighbours: Neighbours | None) -> list[tuple[int, Neighbours | None]]:
+    """(number of the draw, who is beside) of each round: with neighbours each repetition is two, in changing order."""
+    if neighbours is None:
+        return [(repetition, None) for repetition in range(repeats)]
+    states = [None, neighbours, neighbours, None]
+    return [(draw, states[draw % 4]) for draw in range(2 * repeats)]
+
+
+def lines() -> Callable[[Case], str]:
+    """A function that gives the line of a case, how its engine was set up above the first of each."""
+    told: set[tuple[str, str]] = set()
+
+    def line(case: Case) -> str:
+        rest = {name: value for name, value in case.items() if name != "setup"}
+        key = case["engine"], case["setup"]
+        head = "" if key in told else f"{case['engine']}: {case['setup']}\n"
+        told.add(key)
+        return head + flat(rest)
+
+    return line
+
+
 class Racer:
     """One engine's process during a family of workloads, and its figures of the workload under way."""
 
     def __init__(self, engine: Contender, folder: Path) -> None:
         self.engine = engine
         self.error = engine.obstacle()
+        self.found: dict[str, str] = {}
         self.process: Process | None = None
-        self.runs: list[dict[str, float | None]] = []
-        self.spent = 0.0
-        self.peak = 0.0
+        self.reset()
         if self.error is None:
             try:
                 self.process = Process(engine, folder)
+                self.found = self.process.setup
             except Failed as error:
                 self.error = str(error)
 
     def reset(self) -> None:
-        self.runs, self.spent, self.peak = [], 0.0, 0.0
+        """Forgets the figures. runs and spent: by themselves, and beside neighbours."""
+        self.runs: dict[bool, list[dict[str, float | None]]] = {False: [], True: []}
+        self.spent = {False: 0.0, True: 0.0}
+        self.peak = 0.0
         if self.process is not None:
             self.process.forget_peak()
 
-    def take(self, workload: Workload, run: Run) -> None:
-        """Does a run unless the engine has failed or has had its time."""
-        if self.process is None or self.spent > PATIENCE_S:
+    def take(self, workload: Workload, run: Run, neighbours: Neighbours | None = None) -> None:
+        """Does a run, beside these, unless the engine has failed or has had its time."""
+        busy = neighbours is not None
+        if self.process is None or self.spent[busy] > PATIENCE_S:
             return
-        time.sleep(SETTLE_S)
-        began = time.perf_counter()
-        try:
-            prime_s = 0.0
-            if run.prime:
-                prime_s = self.process.ask([run.prime], [1])[0][-1]
-            self.runs.append(figures(self.process.ask(run.prompts, run.max_tokens), prime_s, workload.overall))
-        except Failed as error:
-            self.error, self.process = str(error), None
-            return
-        self.spent += time.perf_counter() - began
+        with nullcontext() if neighbours is None else neighbours.busy():
+            time.sleep(SETTLE_S)
+            began = time.perf_counter()
+            try:
+                self.runs[busy].append(self._do(self.process, workload, run))
+            except Failed as error:
+                self.error, self.process = str(error), None
+                return
+            self.spent[busy] += time.perf_counter() - began
         self.peak = self.process.peak_mb()
 
-    def case(self) -> Case:
-        """Medians of what was done, or the reason for nothing."""
-        head = {"engine": self.engine.name, "precision": self.engine.precision}
-        empty: Case = dict.fromkeys(("ttft_s", "decode_tok_s", "wall_s", "peak_rss_mb"))
-        if not self.runs:
-            return {**head, **empty, "error": self.error}
-        middle = {name: _median([run[name] for run in self.runs]) for name in self.runs[0]}
-        return {**head, **middle, "peak_rss_mb": round(self.peak), "runs": len(self.runs)}
+    def _do(self, process: Process, workload: Workload, run: Run) -> dict[str, float | None]:
+        prime_s = process.ask([run.prime], [1])[0][-1] if run.prime else 0.0
+        return figures(process.ask(run.prompts, run.max_tokens), prime_s, workload.overall)
+
+    def case(self, neighbours: Neighbours | None = None) -> Case:
+        """Medians of what was done, or the reason for nothing. Beside neighbours: names that begin with busy."""
+        case: Case = {"engine": self.engine.name, "precision": self.engine.precision}
+        case |= dict.fromkeys(("ttft_s", "decode_tok_s", "wall_s", "peak_rss_mb"))
+        if self.runs[False]:
+            case |= _medians(self.runs[False]) | {"peak_rss_mb": round(self.peak), "runs": len(self.runs[False])}
+        if neighbours is not None:
+            beside = _medians(self.runs[True])
+            case |= {f"busy_{name}": value for name, value in beside.items()}
+            case |= {"busy_runs": len(self.runs[True]), "neighbours": len(neighbours.cores), "slowdown": None}
+            if case["wall_s"] and beside["wall_s"]:
+                case["slowdown"] = round(beside["wall_s"] / case["wall_s"], 3)
+        if self.error is not None:
+            case["error"] = self.error
+        return case | {"setup": self.engine.setup(self.found)}
 
     def kill(self) -> None:
         if self.process is not None:
@@ -141,6 +189,10 @@ class Racer:
     def close(self) -> None:
         if self.process is not None:
             self.process.close()
+
+
+def _medians(runs: list[dict[str, float | None]]) -> dict[str, float | None]:
+    return {name: _median([run[name] for run in runs]) for name in ("ttft_s", "decode_tok_s", "wall_s")}
 
 
 def _median(values: list[float | None]) -> float | None:
@@ -156,6 +208,8 @@ class Process:
     folder: Path
     popen: subprocess.Popen[str] = field(init=False)
     log: IO[bytes] = field(init=False)
+    setup: dict[str, str] = field(init=False)
+    """What the process says of itself: versions, libraries, threads."""
 
     def __post_init__(self) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -165,7 +219,7 @@ class Process:
             env=os.environ | self.engine.environment(),
         )  # fmt: skip
         try:
-            self._answer()
+            self.setup = self._answer().get("setup", {})
         except KeyboardInterrupt:
             self.kill()
             raise

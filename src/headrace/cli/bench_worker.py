@@ -13,10 +13,14 @@ class Headrace:
     """The engine in this process, driven step by step. Options are those of EngineConfig."""
 
     def __init__(self, checkpoint: Path, options: dict[str, Any]) -> None:
+        import torch
+
         from headrace.engine.llm import LLM
+        from headrace.kernels import cpu
 
         self.engine = LLM(str(checkpoint), **options).engine
         self.count = 0
+        self.facts = {"threads": str(torch.get_num_threads()), "kernels": cpu.isa() if cpu.available() else "none"}
 
     def run(self, prompts: list[list[int]], max_tokens: list[int]) -> Times:
         from headrace.types import Request, SamplingParams
@@ -38,4 +42,4 @@ class Headrace:
 
 
 if __name__ == "__main__":
-    serve(Headrace)
+    serve(Headrace, "headrace", "torch")

