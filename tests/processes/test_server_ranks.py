@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from headrace import LLM, SamplingParams
-from tests.cpu.test_server import PROMPT, TEXT, Process, process, text, until
+from tests.processes.test_server import PROMPT, TEXT, Process, process, text, until
 from tests.processes.groups import runs
 from tests.unit.fake_server import check_refusal
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from tests.cpu.test_server import process, until
+from tests.processes.test_server import process, until
 from tests.processes.groups import runs
 from tests.processes.test_server_ranks import CHAIN, answers, right
 from tests.processes.test_started_elsewhere import cluster
