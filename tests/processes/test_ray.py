@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 
-from tests.processes.test_server import process, until
 from tests.processes.groups import runs
+from tests.processes.test_server import process, until
 from tests.processes.test_server_ranks import CHAIN, answers, right
 from tests.processes.test_started_elsewhere import cluster
 

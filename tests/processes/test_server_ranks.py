@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from headrace import LLM, SamplingParams
-from tests.processes.test_server import PROMPT, TEXT, Process, process, text, until
 from tests.processes.groups import runs
+from tests.processes.test_server import PROMPT, TEXT, Process, process, text, until
 from tests.unit.fake_server import check_refusal
 
 LONG = [(i * 37 + i // 61) % 1900 + 50 for i in range(5000)]
