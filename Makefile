@@ -8,6 +8,10 @@ USE := $(if $(wildcard $(DEV)),$(DEV),$(READY))# what there is, for those whom e
 AT_ONCE ?= 2# tests that run at the same time
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
+# Bytecode is kept, though images and sandboxes like to forbid it: every process would compile anew all that it imports,
+# which takes longer than the rest of its start. Sanitizers and emulators say otherwise again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo docs test test-matrix test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny wheel mutants clean
 
