@@ -8,15 +8,18 @@ from xdist.scheduler import LoadScopeScheduling
 
 LONGEST = (
     "processes/test_server_ranks.py",
-    "processes/test_server.py",
-    "processes/test_async_llm.py",
-    "processes/test_started_elsewhere.py",
     "processes/test_ray.py",
+    "processes/test_server.py",
+    "processes/test_offload_server.py",
+    "processes/test_started_elsewhere.py",
+    "processes/test_async_llm.py",
+    "processes/test_prefill_bench.py",
+    "processes/test_deploy.py",
+    "cpu/test_stream.py",
     "processes/test_ranks.py",
     "processes/test_strangers.py",
-    "processes/test_offload_server.py",
-    "processes/test_prefill_bench.py",
     "cpu/test_triton.py",
+    "cpu/test_templates.py",
 )
 """Files that take longest come first, so that at the end no worker is left alone with one of them."""
 
