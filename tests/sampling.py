@@ -2,8 +2,9 @@
 
 A function with many cases in three parameters or more keeps some of them: each two values of two parameters stand
 together in one at least (pairwise cover). With two parameters each value is met. The draw is seeded:
-HEADRACE_TEST_SEED, or 1. With --matrices whole (`make test-matrix`) those functions alone run, with all their cases.
-Without this plugin everything does.
+HEADRACE_TEST_SEED, or 1. A case marked `matrix`, one that differs from others in little and takes long, is not kept
+either. With --matrices whole (`make test-matrix`) those functions alone run, with all their cases. Without this plugin
+everything does.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     functions: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not marked(item):
             functions.setdefault(item.nodeid.split("[")[0], []).append(item)
-    left_out, sampled = set(), set()
+    left_out = {item.nodeid for item in items if marked(item)}
+    sampled = set(left_out)
     for name, cases in functions.items():
         drawn = draw([values(case) for case in cases], Random(f"{seed()}/{name}"))
         if len(drawn) < len(cases):
@@ -47,6 +49,10 @@ def pytest_report_header(config: pytest.Config) -> str:
     if config.getoption("matrices") == "whole":
         return "matrices: all cases of those that make test draws from"
     return f"matrices: a pairwise sample, seed {seed()} (HEADRACE_TEST_SEED); every case: make test-matrix"
+
+
+def marked(item: pytest.Item) -> bool:
+    return item.get_closest_marker("matrix") is not None
 
 
 def seed() -> str:

@@ -6,15 +6,50 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+LONGEST = (
+    "processes/test_server_ranks.py",
+    "processes/test_ray.py",
+    "processes/test_server.py",
+    "processes/test_offload_server.py",
+    "processes/test_started_elsewhere.py",
+    "processes/test_async_llm.py",
+    "processes/test_prefill_bench.py",
+    "processes/test_deploy.py",
+    "cpu/test_stream.py",
+    "processes/test_ranks.py",
+    "processes/test_strangers.py",
+    "cpu/test_triton.py",
+    "cpu/test_templates.py",
+)
+"""Files that take longest come first, so that at the end no worker is left alone with one of them."""
+
+FOLDERS = ("processes", "cpu", "gpu", "unit")
+"""Of the others, those come last that take least."""
+
 
 class Scheduling(LoadScopeScheduling):
-    """Test by test to whoever is free, but a file of tests of processes to one worker: they share what was started for
-    them, and ports, clusters and network namespaces that no two may have at once."""
+    """A file to one worker, in the order of their collection: its tests share what was started or made for them, and
+    ports, clusters and network namespaces that no two may have at once."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.split("::")[0] if nodeid.startswith("tests/processes/") else nodeid
+        return nodeid.split("::")[0]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: place(item.nodeid))
+
+
+def place(nodeid: str) -> tuple[int, int]:
+    """Where a test stands in the order."""
+    name = nodeid.split("::")[0].removeprefix("tests/")
+    folder = name.split("/")[0]
+    first = LONGEST.index(name) if name in LONGEST else len(LONGEST)
+    return first, FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
     """In place of --dist load."""
-    return Scheduling(config, log) if config.getvalue("dist") == "load" else None
+    if config.getvalue("dist") != "load":
+        return None
+    config.option.loadscopereorder = False  # by the number of their tests
+    return Scheduling(config, log)

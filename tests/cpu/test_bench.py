@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from headrace.cli.bench_workloads import WORKLOADS, chosen
 from headrace.cli.main import app
 from headrace.cli.shapes import SHAPES, Shape
 from headrace.types import CHUNK
+from tests.unit.fake_server import serving
 
 pytestmark = pytest.mark.cpu
 
@@ -145,7 +147,7 @@ def test_engine_writes_the_fixed_format(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_engine_refuses_unknown_names() -> None:
     for arguments in (["--engine", "nobody"], ["--models", "S9"], ["--workloads", "W0"]):
-        answer = CliRunner().invoke(app, ["bench", "engine", *arguments])
+        answer = CliRunner().invoke(app, ["bench", "engine", "--quick", *arguments])
         assert answer.exit_code != 0
 
 
@@ -228,7 +230,20 @@ def test_bookkeeping_is_looked_for_where_it_is_done() -> None:
     assert 0 < case["bookkeeping_ms"] < case["step_ms"]
 
 
-def test_connections_are_measured_with_and_without_strangers() -> None:
+@contextmanager
+def serving_fake(log: Path) -> Iterator[tuple[int, int, Path]]:
+    """In this process, which is then taken for the server's."""
+    log.touch()
+    with serving(api_key=bench_connections.KEY, served_model_name="tiny") as running:
+        yield running.port, os.getpid(), log
+
+
+@pytest.mark.parametrize("fake", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_connections_are_measured_with_and_without_strangers(
+    fake: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fake:
+        monkeypatch.setattr(bench_connections, "serving", lambda: serving_fake(tmp_path / "log"))
     *rounds, silent, again = bench_connections.cases(idle=40, clients=2, each=2, repeats=1)
     assert [case["name"] for case in rounds] == ["none", "silent", "again"]
     assert all(case["requests"] == 4 and case["p99_ttft_ms"] > 0 for case in rounds)

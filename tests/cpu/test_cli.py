@@ -211,8 +211,8 @@ def test_doctor() -> None:
 
 
 def test_demo_ends_well() -> None:
-    ran = headrace("demo", "--requests", "8", "--system-tokens", "600", HEADRACE_API_KEY="of another server")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    ran = run("demo", "--requests", "8", "--system-tokens", "600", HEADRACE_API_KEY="of another server")
+    assert ran.exit_code == 0, ran.output
     assert ran.stdout.count("What is the code of") == 8
     for row in ("first token, cold", "prompt tokens from the cache", "KV memory if nothing were shared"):
         assert row in ran.stdout

@@ -19,8 +19,8 @@ from headrace.engine import template_worker as worker
 from headrace.engine.templates import Renderer
 from headrace.engine.tokenizer import Tokenizer
 from headrace.types import InvalidRequest
-from tests.cpu.test_server import process
 from tests.cpu.tokenizers_made import TEMPLATE, byte_level, save
+from tests.processes.test_server import process
 from tests.unit.fake_server import until
 
 pytestmark = pytest.mark.cpu

@@ -22,13 +22,47 @@ CONFIG = EngineConfig(model="tiny", kv_cache_tokens=20_000, max_batch_tokens=256
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=2000)
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest_asyncio.fixture
-async def llm() -> AsyncIterator[AsyncLLM]:
-    engine = AsyncLLM(CONFIG)
-    await engine.start()
-    yield engine
-    await engine.shutdown()
+
+class Kept:
+    """An engine that tests share, and another one once a test has ended it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config, self.llm = config, AsyncLLM(config)
+
+    async def alive(self) -> AsyncLLM:
+        if self.llm.alive:
+            await settled(self.llm)
+        else:
+            self.llm = AsyncLLM(self.config)
+            await self.llm.start()
+        return self.llm
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def kept() -> AsyncIterator[Kept]:
+    made = Kept(CONFIG)
+    yield made
+    await made.llm.shutdown()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def llm(kept: Kept) -> AsyncLLM:
+    return await kept.alive()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def kept_impatient() -> AsyncIterator[Kept]:
+    made = Kept(replace(CONFIG, engine_timeout_s=2.0))
+    yield made
+    await made.llm.shutdown()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def impatient(kept_impatient: Kept) -> AsyncLLM:
+    """Its engine may be silent for two seconds."""
+    return await kept_impatient.alive()
 
 
 async def collect(stream: AsyncIterator[Delta]) -> list[Delta]:
@@ -112,6 +146,13 @@ async def test_overload_is_refused_and_passes(llm: AsyncLLM) -> None:
     assert len(await collect(llm.generate([7], GREEDY))) == 20
 
 
+async def test_engine_process_ends_with_its_parent(llm: AsyncLLM) -> None:
+    process = llm.process_id
+    assert process is not None and Path(f"/proc/{process}").exists()
+    await llm.shutdown()
+    assert not Path(f"/proc/{process}").exists()
+
+
 async def test_killed_engine_fails_what_is_under_way_and_says_so(llm: AsyncLLM) -> None:
     stream = llm.generate("In the beginning", LONG)
     await anext(stream)
@@ -125,32 +166,43 @@ async def test_killed_engine_fails_what_is_under_way_and_says_so(llm: AsyncLLM) 
         await collect(llm.generate("more", GREEDY))
 
 
-async def test_hung_engine_is_noticed_and_ended() -> None:
-    llm = AsyncLLM(replace(CONFIG, engine_timeout_s=1.0))
-    await llm.start()
-    try:
-        stream = llm.generate("In the beginning", LONG)
-        await anext(stream)
-        process = llm.process_id
-        assert process is not None
-        os.kill(process, signal.SIGSTOP)
-        with pytest.raises(EngineDead, match="hung: no sign of life for 1 s"):
-            await asyncio.wait_for(collect(stream), 20)
-        assert "hung" in await asyncio.wait_for(llm.wait_dead(), 10) and not llm.alive
-    finally:
-        await llm.shutdown()
-    assert "hung" in str(llm.failure) and not Path(f"/proc/{process}").exists()
+async def test_end_with_unread_messages_is_told_as_an_end(llm: AsyncLLM) -> None:
+    """The socket of a process that dies before it has read everything is reset, not closed."""
+    assert llm.process_id is not None
+    os.kill(llm.process_id, signal.SIGSTOP)
+    pending = asyncio.ensure_future(collect(llm.generate("unread", GREEDY)))
+    await asyncio.sleep(0)
+    os.kill(llm.process_id, signal.SIGKILL)
+    with pytest.raises(EngineDead, match="the engine process ended"):
+        await asyncio.wait_for(pending, 10)
 
 
-async def test_engine_that_hangs_when_idle_is_noticed() -> None:
-    llm = AsyncLLM(replace(CONFIG, engine_timeout_s=1.0))
-    await llm.start()
-    try:
-        assert llm.process_id is not None
-        os.kill(llm.process_id, signal.SIGSTOP)
-        assert "hung" in await asyncio.wait_for(llm.wait_dead(), 20)
-    finally:
-        await llm.shutdown()
+async def test_time_in_which_we_stood_still_is_no_silence_of_the_engine(impatient: AsyncLLM) -> None:
+    assert impatient.process_id is not None
+    await asyncio.sleep(0.7)
+    os.kill(impatient.process_id, signal.SIGSTOP)  # the whole machine stands still
+    time.sleep(3)
+    os.kill(impatient.process_id, signal.SIGCONT)
+    assert len(await collect(impatient.generate("In the beginning", GREEDY))) == 20
+
+
+async def test_hung_engine_is_noticed_and_ended(impatient: AsyncLLM) -> None:
+    stream = impatient.generate("In the beginning", LONG)
+    await anext(stream)
+    process = impatient.process_id
+    assert process is not None
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(EngineDead, match="hung: no sign of life for 2 s"):
+        await asyncio.wait_for(collect(stream), 20)
+    assert "hung" in await asyncio.wait_for(impatient.wait_dead(), 10) and not impatient.alive
+    await impatient.shutdown()
+    assert "hung" in str(impatient.failure) and not Path(f"/proc/{process}").exists()
+
+
+async def test_engine_that_hangs_when_idle_is_noticed(impatient: AsyncLLM) -> None:
+    assert impatient.process_id is not None
+    os.kill(impatient.process_id, signal.SIGSTOP)
+    assert "hung" in await asyncio.wait_for(impatient.wait_dead(), 20)
 
 
 async def test_engine_that_hangs_while_loading_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +223,8 @@ async def test_engine_that_never_says_a_word_is_noticed(monkeypatch: pytest.Monk
     monkeypatch.setattr(async_llm, "LOADING_S", 1.0)
     start = process.start
     monkeypatch.setattr(process, "start", lambda command, link: start(["/bin/sleep", "600"], link))
-    llm = AsyncLLM(CONFIG)
-    with pytest.raises(EngineDead, match="hung: no sign of life for 10 s"):
+    llm = AsyncLLM(replace(CONFIG, engine_timeout_s=2.0))
+    with pytest.raises(EngineDead, match="hung: no sign of life for 2 s"):
         await asyncio.wait_for(llm.start(), 100)
 
 
@@ -188,20 +240,6 @@ async def test_loading_may_take_longer_than_a_serving_engine_may_be_silent() -> 
         await llm.shutdown()
 
 
-async def test_time_in_which_we_stood_still_is_no_silence_of_the_engine() -> None:
-    llm = AsyncLLM(replace(CONFIG, engine_timeout_s=2.0))
-    await llm.start()
-    try:
-        assert llm.process_id is not None
-        await asyncio.sleep(0.7)
-        os.kill(llm.process_id, signal.SIGSTOP)  # the whole machine stands still
-        time.sleep(3)
-        os.kill(llm.process_id, signal.SIGCONT)
-        assert len(await collect(llm.generate("In the beginning", GREEDY))) == 20
-    finally:
-        await llm.shutdown()
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [({"model": "/nowhere"}, "no folder with a config.json"), ({"max_model_len": 10**9}, "max_model_len")],
@@ -211,21 +249,3 @@ async def test_settings_that_cannot_work(settings: dict[str, object], reason: st
     with pytest.raises(ValueError, match=reason):
         await llm.start()
     assert not llm.alive
-
-
-async def test_engine_process_ends_with_its_parent(llm: AsyncLLM) -> None:
-    process = llm.process_id
-    assert process is not None and Path(f"/proc/{process}").exists()
-    await llm.shutdown()
-    assert not Path(f"/proc/{process}").exists()
-
-
-async def test_end_with_unread_messages_is_told_as_an_end(llm: AsyncLLM) -> None:
-    """The socket of a process that dies before it has read everything is reset, not closed."""
-    assert llm.process_id is not None
-    os.kill(llm.process_id, signal.SIGSTOP)
-    pending = asyncio.ensure_future(collect(llm.generate("unread", GREEDY)))
-    await asyncio.sleep(0)
-    os.kill(llm.process_id, signal.SIGKILL)
-    with pytest.raises(EngineDead, match="the engine process ended"):
-        await asyncio.wait_for(pending, 10)

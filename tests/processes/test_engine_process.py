@@ -83,7 +83,7 @@ def test_process_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(process, "END_S", 0.2)
     made, ours, child = started("deaf")
     ours.close()
-    process.end(made)
+    process.end(made, 0.2)
     assert made.returncode == -9
     until_gone(child)
 

@@ -13,7 +13,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.types import CHUNK
-from tests.cpu.test_server import TEXT, Process, process, text, until
+from tests.processes.test_server import TEXT, Process, process, text, until
 
 PROMPTS = [[(i * 37 + i // 61 + seed) % 1900 + 50 for i in range(3000)] for seed in range(4)]
 STORED = 2999 // CHUNK * CHUNK

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,31 @@ from headrace.cli.bench_prefill import settings
 from headrace.cli.main import app
 from headrace.cli.prefill_bed import Bed, open_bed
 from headrace.cli.prefill_links import Link, Namespaces
+from headrace.config import EngineConfig
 from headrace.planner.choice import ALLOWED, Layout
 from headrace.planner.table import Table, load
 
 CASE = {
     "strategy", "ranks", "tokens", "cached", "bandwidth_gbps", "ttft_s", "partition", "wait_s", "bytes_sent", "ttfts",
 }  # fmt: skip
+
+
+@contextmanager
+def one_bed(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs of `tune` meanwhile share a bed, whose ranks need not start for each: their settings must be the same."""
+    beds: list[Bed] = []
+    with ExitStack() as stack:
+
+        @contextmanager
+        def open_once(config: EngineConfig, **options: Any) -> Iterator[Bed]:
+            if not beds:
+                beds.append(stack.enter_context(open_bed(config, **options)))
+            assert replace(config, threads=beds[0].config.threads) == beds[0].config
+            yield beds[0]
+
+        patch.setattr("headrace.cli.tune.open_bed", open_once)
+        yield
+        patch.setattr("headrace.cli.tune.open_bed", open_bed)
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
@@ -85,23 +107,32 @@ def test_tune_goes_on_where_it_was_and_its_table_serves_this_machine_only(
 
     monkeypatch.setattr(Bed, "run", watched)
     monkeypatch.setattr("headrace.cli.tune.confirmed", lambda _, found, P: (found.best, found.best_s))
-    told = invoke(*tune)
-    table = load(file)
-    assert not kept & set(searched)
-    assert set(table.entries) == {256, 1024} and not table.measured and table.machine == begun.machine
-    assert set(table.corrections) == set(ALLOWED) and min(table.corrections.values()) > 0
-    assert table.heuristic is not None
-    assert f"wrote {file}" in told and "h(T, P) = " in told
+    foreign = tmp_path / "foreign.json"
+    with one_bed(monkeypatch):
+        told = invoke(*tune)
+        table = load(file)
+        assert not kept & set(searched)
+        assert set(table.entries) == {256, 1024} and not table.measured and table.machine == begun.machine
+        assert set(table.corrections) == set(ALLOWED) and min(table.corrections.values()) > 0
+        assert table.heuristic is not None
+        assert f"wrote {file}" in told and "h(T, P) = " in told
 
-    searched.clear()
-    invoke(*tune)
-    assert not searched
+        searched.clear()
+        invoke(*tune)
+        assert not searched
+
+        stamp = msgspec.structs.replace(table.stamp, machine="another processor, 1 cores, none")
+        Table(stamp=stamp, machine=table.machine, entries=table.entries).save(foreign)
+        before = foreign.read_bytes()
+        told = invoke("tune", "tiny", "--out", foreign, "--tokens", "1024", code=2)
+        assert "does not fit" in told and "another --out" in told
+        assert foreign.read_bytes() == before
     monkeypatch.undo()
-    _serves(file, tmp_path / "foreign.json", table)
+    _serves(file, foreign)
 
 
-def _serves(file: Path, foreign: Path, table: Table) -> None:
-    """The engine takes the table, and refuses it for another machine; so does tune."""
+def _serves(file: Path, foreign: Path) -> None:
+    """The engine takes the table, and refuses that of another machine."""
     prompt = list(range(3, 303))
     llm = LLM(
         "tiny",
@@ -116,14 +147,8 @@ def _serves(file: Path, foreign: Path, table: Table) -> None:
         assert answer.metrics is not None and answer.metrics.strategy == "chain"
     finally:
         llm.close()
-    stamp = msgspec.structs.replace(table.stamp, machine="another processor, 1 cores, none")
-    Table(stamp=stamp, machine=table.machine, entries=table.entries).save(foreign)
     with pytest.raises(ValueError, match=r"the tuned table does not fit .machine: tuned for 'another processor"):
         LLM("tiny", context_parallel_size=2, parallel_table=str(foreign), threads=1, kv_cache_tokens=2048)
-    before = foreign.read_bytes()
-    told = invoke("tune", "tiny", "--out", foreign, "--tokens", "256", code=2)
-    assert "does not fit" in told and "another --out" in told
-    assert foreign.read_bytes() == before
 
 
 def test_choice_tells_what_was_picked_and_where_pass_q_wins(tmp_path: Path) -> None:

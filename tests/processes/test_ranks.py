@@ -37,7 +37,7 @@ def test_two_level_mesh() -> None:
         assert x.item() == 5
 
 
-@pytest.mark.parametrize("action", [None, fake_rank.SLEEP, fake_rank.WAIT_FOR])
+@pytest.mark.parametrize("action", [None, pytest.param(fake_rank.SLEEP, marks=pytest.mark.matrix), fake_rank.WAIT_FOR])
 def test_killed_worker_is_named_and_nobody_stays(action: int | None) -> None:
     """Idle; computing while the driver waits for it; all waiting for each other."""
     with opened(3) as group:

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from headrace import LLM, SamplingParams
-from tests.cpu.test_server import PROMPT, TEXT, Process, process, text, until
 from tests.processes.groups import runs
+from tests.processes.test_server import PROMPT, TEXT, Process, process, text, until
 from tests.unit.fake_server import check_refusal
 
 LONG = [(i * 37 + i // 61) % 1900 + 50 for i in range(5000)]
@@ -90,10 +90,17 @@ def test_answers_are_those_of_one_rank(server: Process, right: list[list[int]]) 
     assert "2 ranks (2 context x 1 tensor) started by mp" in log and "lo (127.0.0.1)" in log and "GFLOP/s a rank" in log
 
 
-KILLED = [(signal.SIGKILL, phase, rank) for phase in ("prefill", "decode", "idle") for rank in "01"]
+KILLED = [("prefill", "1"), ("decode", "0"), ("idle", "1")]
+"""Of these `make test` sees each phase and each rank, `make test-matrix` the others too."""
+OTHERS = [(phase, str(1 - int(rank))) for phase, rank in KILLED]
+LOST = [
+    *((signal.SIGKILL, *each) for each in KILLED),
+    *(pytest.param(signal.SIGKILL, *each, marks=pytest.mark.matrix) for each in OTHERS),
+    (signal.SIGSTOP, "decode", "1"),
+]
 
 
-@pytest.mark.parametrize(("number", "phase", "rank"), [*KILLED, (signal.SIGSTOP, "decode", "1")])
+@pytest.mark.parametrize(("number", "phase", "rank"), LOST)
 def test_lost_rank(server: Process, right: list[list[int]], number: signal.Signals, phase: str, rank: str) -> None:
     until(server.idle)
     restarts, family = server.metric("engine_restarts_total"), server.family()

@@ -1,14 +1,21 @@
-"""What `make test` leaves out of a matrix: never a pair of values."""
+"""What `make test` leaves out of a matrix: never a pair of values. And what runs first."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import combinations, product
+from pathlib import Path
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sampling import FEW, Case, draw, met
+from tests.scheduling import LONGEST, place
+
+ROOT = Path(__file__).parents[2]
 
 
 @settings(deadline=None, max_examples=30)
@@ -38,3 +45,34 @@ def test_one_parameter_keeps_every_value() -> None:
     cases: list[Case] = [{"name": str(number)} for number in range(50)]
     assert draw(cases, Random(1)) == set(range(50))
     assert list(met(cases[0])) == [(("name", "0"),)]
+
+
+CASES = """
+import pytest
+@pytest.mark.parametrize("x", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_marked(x): pass
+@pytest.mark.parametrize("x", range(30))
+@pytest.mark.parametrize("y", range(2))
+def test_drawn(x, y): pass
+def test_plain(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("matrices", "drawn", "others"),
+    [("sample", 30, {"test_marked[1]", "test_plain"}), ("whole", 60, {"test_marked[2]"})],
+)
+def test_every_case_is_in_one_of_both(matrices: str, drawn: int, others: set[str], tmp_path: Path) -> None:
+    (tmp_path / "test_cases.py").write_text(CASES)
+    options = ["--collect-only", "-q", "-p", "tests.sampling", "-p", "no:cacheprovider", "--matrices", matrices]
+    command = [sys.executable, "-m", "pytest", *options, "-c", str(ROOT / "pyproject.toml"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    kept = [line.split("::")[1] for line in done.stdout.splitlines() if "::" in line]
+    assert sum(name.startswith("test_drawn") for name in kept) == drawn, done.stdout + done.stderr
+    assert {name for name in kept if not name.startswith("test_drawn")} == others
+
+
+def test_the_longest_files_are_there_and_come_first() -> None:
+    assert all((ROOT / "tests" / name).exists() for name in LONGEST)
+    names = ["unit/test_cut.py::a", "cpu/test_kernels.py::b[x]", "processes/test_links.py::c", f"{LONGEST[0]}::d"]
+    assert sorted((f"tests/{name}" for name in names), key=place) == [f"tests/{name}" for name in reversed(names)]

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ from typer.testing import CliRunner
 
 from headrace.cli.main import app
 from tests.unit.fake_server import BAD_REQUESTS, check_refusal, metric, open_request, send_bad, until
-
-pytestmark = pytest.mark.cpu
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void;"
@@ -47,7 +45,8 @@ class Process:
         command = [sys.executable, *launcher, "-m", "headrace.cli.main", "serve", model, "--port", str(self.port)]
         with self.log.open("wb") as sink:
             self.process = subprocess.Popen([*command, *options], stdout=sink, stderr=subprocess.STDOUT)
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.key = options[options.index("--api-key") + 1] if "--api-key" in options else "none"
+        self.http = httpx.Client(base_url=self.url, timeout=60, headers={"Authorization": f"Bearer {self.key}"})
 
     def health(self) -> int:
         try:
@@ -73,8 +72,8 @@ class Process:
         workers = [p for p in engine.children() if "headrace.parallel.worker" in p.cmdline()]
         return {"0": engine} | {p.cmdline()[3]: p for p in workers}
 
-    def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=60)
+    def client(self, key: str | None = None) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key=key or self.key, max_retries=0, timeout=60)
 
     def metric(self, name: str, **labels: str) -> float:
         return metric(self.http.get("/metrics").text, name, **labels)
@@ -280,37 +279,94 @@ def test_bench_serve(server: Process, tmp_path: Path) -> None:
 # ---- key, queue, ends ------------------------------------------------------------------------------------------------
 
 
-def test_key_and_full_queue(tmp_path: Path) -> None:
-    options = ("--api-key", "k3y", "--max-num-seqs", "1", "--max-queued-requests", "2")
-    with process(tmp_path, *options) as small:
-        until(lambda: small.health() == 503, 60)  # it listens before the model is loaded
-        small.wait_ready()
-        check_refusal(small.http.get("/metrics"), 401, None)
-        check_refusal(small.http.post(TEXT, json=text()), 401, None)
-        with pytest.raises(openai.AuthenticationError):
-            small.client("other").models.list()
-        assert small.client("k3y").models.list().data[0].id == "tiny"
-        replies: list[httpx.Response] = []
-        headers = {"Authorization": "Bearer k3y"}
+SMALL = ("--api-key", "k3y", "--max-num-seqs", "1", "--max-queued-requests", "2", "--engine-timeout-s", "2")
 
-        def send() -> None:
-            replies.append(httpx.post(small.url + TEXT, json=text(max_tokens=300), headers=headers, timeout=120))
 
-        threads = [threading.Thread(target=send) for _ in range(12)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        refused = [reply for reply in replies if reply.status_code == 429]
-        served = [reply for reply in replies if reply.status_code == 200]
-        assert len(served) >= 2 and len(refused) >= 1 and len(served) + len(refused) == 12
-        for reply in refused:
-            check_refusal(reply, 429, None)
-            assert int(reply.headers["retry-after"]) >= 1
-        engine = small.engine()
-        small.process.kill()
-        small.process.wait()
-        until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 15)
+@pytest.fixture(scope="module")
+def small_ones(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Process]]:
+    """The small server; another one once a test has ended it."""
+    started: list[Process] = []
+    with ExitStack() as stack:
+
+        def alive() -> Process:
+            if not started or started[-1].process.poll() is not None:
+                started.append(stack.enter_context(process(tmp_path_factory.mktemp("small"), *SMALL)))
+                until(lambda: started[-1].health() == 503, 60)  # it listens before the model is loaded
+                started[-1].wait_ready()
+            return started[-1]
+
+        yield alive
+
+
+@pytest.fixture
+def small(small_ones: Callable[[], Process]) -> Process:
+    return small_ones()
+
+
+def test_key(small: Process) -> None:
+    check_refusal(httpx.get(small.url + "/metrics"), 401, None)
+    check_refusal(httpx.post(small.url + TEXT, json=text()), 401, None)
+    with pytest.raises(openai.AuthenticationError):
+        small.client("other").models.list()
+    assert small.client("k3y").models.list().data[0].id == "tiny"
+
+
+def test_full_queue(small: Process) -> None:
+    replies: list[httpx.Response] = []
+    headers = {"Authorization": "Bearer k3y"}
+
+    def send() -> None:
+        replies.append(httpx.post(small.url + TEXT, json=text(max_tokens=300), headers=headers, timeout=120))
+
+    threads = [threading.Thread(target=send) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    refused = [reply for reply in replies if reply.status_code == 429]
+    served = [reply for reply in replies if reply.status_code == 200]
+    assert len(served) >= 2 and len(refused) >= 1 and len(served) + len(refused) == 12
+    for reply in refused:
+        check_refusal(reply, 429, None)
+        assert int(reply.headers["retry-after"]) >= 1
+
+
+def replace_engine(server: Process, number: signal.Signals) -> None:
+    """The engine is lost in the midst of a stream; another one gives the same answer."""
+    right = server.http.post(TEXT, json=text()).json()["choices"][0]["text"]
+    restarts, lost = server.metric("engine_restarts_total"), server.engine()
+    stream = server.client().completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    os.kill(lost.pid, number)
+    with pytest.raises(openai.APIError, match="ended" if number == signal.SIGKILL else "hung"):
+        for _ in stream:
+            pass
+    until(lambda: server.health() == 503)
+    refused = server.http.post(TEXT, json=text())
+    check_refusal(refused, 503, None)
+    assert refused.json()["error"]["code"] == "restarting" and int(refused.headers["retry-after"]) >= 1
+    server.wait_ready()
+    assert server.http.post(TEXT, json=text()).json()["choices"][0]["text"] == right
+    assert server.metric("engine_restarts_total") == restarts + 1
+    assert server.engine().pid != lost.pid and not lost.is_running()
+
+
+def test_killed_engine_is_replaced(server: Process) -> None:
+    """The server then ends as any other does: see its fixture."""
+    replace_engine(server, signal.SIGKILL)
+
+
+def test_hung_engine_is_replaced(small: Process) -> None:
+    replace_engine(small, signal.SIGSTOP)
+
+
+def test_killed_server_takes_its_engine_along(small: Process) -> None:
+    engine = small.engine()
+    small.process.kill()
+    small.process.wait()
+    until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 15)
 
 
 def test_killed_engine_ends_the_server(tmp_path: Path) -> None:
@@ -339,28 +395,3 @@ def test_killed_engine_ends_the_server(tmp_path: Path) -> None:
         assert time.monotonic() - killed < 10
         reader.join(5)
         assert len(errors) == 1 and isinstance(errors[0], openai.APIError), errors
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-def test_lost_engine_is_replaced(tmp_path: Path, number: signal.Signals) -> None:
-    with process(tmp_path, "--engine-timeout-s", "2") as server:
-        server.wait_ready()
-        right = server.http.post(TEXT, json=text()).json()["choices"][0]["text"]
-        lost = server.engine()
-        stream = server.client().completions.create(
-            model="tiny", prompt=PROMPT, max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(iter(stream))
-        os.kill(lost.pid, number)
-        with pytest.raises(openai.APIError, match="ended" if number == signal.SIGKILL else "hung"):
-            for _ in stream:
-                pass
-        until(lambda: server.health() == 503)
-        refused = server.http.post(TEXT, json=text())
-        check_refusal(refused, 503, None)
-        assert refused.json()["error"]["code"] == "restarting" and int(refused.headers["retry-after"]) >= 1
-        server.wait_ready()
-        assert server.http.post(TEXT, json=text()).json()["choices"][0]["text"] == right
-        assert server.metric("engine_restarts_total") == 1
-        assert server.engine().pid != lost.pid and not lost.is_running()
-        assert server.stop() == 0
