@@ -157,17 +157,22 @@ CONVERSATIONS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(CONVERSATIONS)))
-@pytest.mark.parametrize(
-    "template", [TEMPLATE, {"default": TEMPLATE, "tool_use": "T{{ tools | tojson }}{{ messages }}"}]
+@pytest.fixture(
+    scope="module", params=[TEMPLATE, {"default": TEMPLATE, "tool_use": "T{{ tools | tojson }}{{ messages }}"}]
 )
-def test_the_text_is_that_of_transformers(number: int, template: Any, tmp_path: Path) -> None:
-    messages, more = CONVERSATIONS[number]
-    tokenizer = Tokenizer(save(byte_level(), tmp_path, template))
-    expected = tokenizer._hf.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **more})
-    assert tokenizer.render_chat(messages, **more) == expected
-    assert tokenizer.apply_chat(messages, **more) == tokenizer.encode(expected, add_special_tokens=False)
+def spoken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
+    """Its template's process serves all conversations."""
+    tokenizer = Tokenizer(save(byte_level(), tmp_path_factory.mktemp("spoken"), request.param))
+    yield tokenizer
     tokenizer.close()
+
+
+@pytest.mark.parametrize("number", range(len(CONVERSATIONS)))
+def test_the_text_is_that_of_transformers(number: int, spoken: Tokenizer) -> None:
+    messages, more = CONVERSATIONS[number]
+    expected = spoken._hf.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **more})
+    assert spoken.render_chat(messages, **more) == expected
+    assert spoken.apply_chat(messages, **more) == spoken.encode(expected, add_special_tokens=False)
 
 
 def test_the_server_answers_others_and_ends_while_a_template_does_not(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -72,7 +72,8 @@ def test_a_busy_worker_is_not_lost_and_a_failing_one_says_why() -> None:
         group.crew.send(step(1, fake_rank.RAISE, 9))
         group.crew.send(step(2, fake_rank.WAIT_FOR, 1))
         assert not group.crew.failed.wait(3.5)
-        group.crew.send(step(3, fake_rank.RAISE, 1))
+        with suppress(RankLost):  # rank 1 may have failed before rank 2 is told
+            group.crew.send(step(3, fake_rank.RAISE, 1))
         assert group.crew.failed.wait()
         with pytest.raises(RankLost, match="rank 1 failed: ValueError: asked to fail"):
             group.crew.check()

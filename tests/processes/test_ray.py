@@ -85,8 +85,15 @@ def test_ray_without_a_cluster() -> None:
 
 def workers() -> list[psutil.Process]:
     """The actors that serve as ranks, by what Ray calls their processes; this one started the cluster."""
-    below = psutil.Process().children(recursive=True)
-    return [p for p in below if p.is_running() and p.cmdline()[:1] == ["ray::Member.serve"]]
+    return [p for p in psutil.Process().children(recursive=True) if command(p)[:1] == ["ray::Member.serve"]]
+
+
+def command(process: psutil.Process) -> list[str]:
+    """None of a process that has ended, waited for or not."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 def test_answers_and_a_killed_actor(cluster: Any, tmp_path: Path, right: list[list[int]]) -> None:
