@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from dataclasses import fields
 from typing import Any
 
@@ -185,12 +186,14 @@ def test_generate_from_pipe_and_arguments() -> None:
     assert rows[0]["text"].strip() == piped.stdout.strip() and rows[0]["output_tokens"] == 8
 
 
-def test_chat_from_a_pipe() -> None:
+def test_chat_from_a_pipe(tmp_path: Path) -> None:
     turns = "What is the code of Lisbon?\n\n/reset\nWhat is the code of Lisbon?\n/exit\nnever asked\n"
-    ran = run("chat", "tiny", "--system", "The code of Lisbon is 4821.", "--max-tokens", "16", *SMALL, stdin=turns)
+    notes = tmp_path / "notes.txt"
+    notes.write_text("The code of Lisbon is 4821. The code of Paris is 9035.\n")
+    ran = run("chat", "tiny", "--system-file", str(notes), "--max-tokens", "16", *SMALL, stdin=turns)
     assert ran.exit_code == 0, ran.stderr
     first, second = ran.stdout.splitlines()
-    assert first == second != ""
+    assert first == second == "The code of Lisbon is 4821."
     assert ran.stderr.count("tokens/s") == 2
 
 
