@@ -8,8 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
