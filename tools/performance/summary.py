@@ -54,10 +54,11 @@ FIRST_W2 = Row(FIRST[1].title, "W2_2048", "ttft_s")
 Sources = list[tuple[str, list[Row]]]
 S1: dict[str, Sources] = {
     "AMX": [
-        ("2026-11-23-engines-S1-amx-one", FIRST),
-        ("2026-11-23-engines-S1-amx-one-2", ONE),
-        ("2026-11-23-engines-S1-amx-3", SHARED[:1]),
-        ("2026-11-23-engines-S1-amx-2", [SHARED[1], TREE, CHATS]),
+        ("2026-11-23-engines-S1-amx-one", FIRST[:1]),
+        ("2026-11-25-engines-S1-amx", FIRST[1:3]),
+        ("2026-11-23-engines-S1-amx-one", FIRST[3:]),
+        ("2026-11-25-engines-S1-amx", [*ONE, *SHARED, TREE]),
+        ("2026-11-23-engines-S1-amx-2", [CHATS]),
     ],
     "Zen 5": [
         ("2026-11-22-engines-S1-zen-6", FIRST),
