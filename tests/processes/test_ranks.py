@@ -39,7 +39,7 @@ def test_two_level_mesh() -> None:
 
 @pytest.mark.parametrize("action", [None, pytest.param(fake_rank.SLEEP, marks=pytest.mark.matrix), fake_rank.WAIT_FOR])
 def test_killed_worker_is_named_and_nobody_stays(action: int | None) -> None:
-    """Idle; computing while the driver waits for it; all waiting for each other, when rank 2 may end over its loss first."""
+    """Idle; computing while the driver waits for it; all waiting for each other (rank 2 may end over it first)."""
     lost = "rank [12] is gone" if action == fake_rank.WAIT_FOR else "rank 1 is gone"
     with opened(3) as group:
         assert group.crew is not None
