@@ -14,7 +14,6 @@ LONGEST = (
     "processes/test_started_elsewhere.py",
     "processes/test_async_llm.py",
     "processes/test_prefill_bench.py",
-    "processes/test_deploy.py",
     "cpu/test_stream.py",
     "processes/test_ranks.py",
     "processes/test_strangers.py",
