@@ -43,7 +43,7 @@ class Kind:
 
 # Leaks are not looked for: an interpreter that ends leaves much behind. The address sanitizer wants libstdc++, which
 # python does not link, from the start, or it dies of the first exception. The thread sanitizer must not judge torch,
-# whose threads meet through libgomp, on futexes that it does not see.
+# whose threads meet through libgomp, on futexes that it does not see. A forked process may start threads of its own.
 KINDS = {
     "address": Kind(
         "address,undefined",
@@ -54,7 +54,7 @@ KINDS = {
     "thread": Kind(
         "thread",
         ("libtsan.so", "libstdc++.so"),
-        {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1"},
+        {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1:die_after_fork=0"},
         {"ThreadSanitizer: data race": RACE},
     ),
 }
