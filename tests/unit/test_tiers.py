@@ -20,7 +20,7 @@ class TestHost(TierContract):
 
 class TestDisk(TierContract):
     def make(self, tmp_path: Path, budget_bytes: int, quota: float) -> Tier:
-        return DiskTier(tmp_path / "kv", budget_bytes, quota=quota)
+        return DiskTier(tmp_path / "kv", budget_bytes, quota=quota, timeout_s=60.0)  # no failure over a slow disk
 
 
 @pytest.mark.parametrize(
