@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-SPINS = "20000"
-"""An idle thread of torch's OpenMP spins for about 50 us, not for milliseconds: others may need the core. The kernels'
-own threads do likewise (csrc/threads.cpp)."""
+SPINS = "1000"
+"""Rounds of `pause`, 10 to 60 us by processor, for which an idle thread of torch's OpenMP spins. By default it would be
+milliseconds, while others may need the core. The kernels' own threads go by the clock (csrc/threads.cpp)."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
