@@ -1,4 +1,4 @@
-// One layer of chunks of the pools <-> sections of stored bytes, whose layout no kernel decides (kernels.stored).
+// One layer of chunks of the pools <-> sections of stored bytes, whose layout no kernel decides (kernels.chunk_formats).
 //
 // A section: numbers of K as [Hkv, D, 64], numbers of V as [Hkv, 64, D], then scales of K and of V where the numbers are
 // codes. Activations are a V of one head. Formats:
@@ -6,7 +6,7 @@
 //   int8: codes, and fp32 scales [Hkv, 64], one for each token and head: number = code * scale.
 //   int4: groups of 64 numbers that follow one another, codes 0..15 in 32 bytes (number i below number i + 32), and fp16
 //   (low, step) for each: number = low + code * step, which fp32 holds exactly or rounds once.
-// Bits are the same on every instruction set, and those of kernels.stored_torch. One thread: callers are lanes.
+// Bits are the same on every instruction set, and those of kernels.chunk_formats_torch. One thread: callers are lanes.
 #include "arena.h"
 #include "kernels.h"
 #include "simd.h"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import AttentionSpec
-from headrace.kernels.step import Pools, Step, StepOver
+from headrace.kernels.cpu_step import Pools, Step, StepOver
 from headrace.models.spec import ModelConfig
 from headrace.models.weights import expected
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.attention import reference
 from headrace.attention.plan import Span, build
-from headrace.attention.state import AttnState, Partial, empty, empty_fold, empty_partial, fold, merge, normalise
+from headrace.kernels import reference
+from headrace.kernels.state import AttnState, Partial, empty, empty_fold, empty_partial, fold, merge, normalise
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
 HEADS, DIM = 2, 8

@@ -19,9 +19,9 @@ import torch
 from typer.testing import CliRunner
 
 from headrace.attention.plan import build
-from headrace.cli import bench_connections, bench_engine, bench_limits
-from headrace.cli.bench_attention import QUICK, AttentionBench, predicted
-from headrace.cli.bench_beds import (
+from headrace.bench import connections, engine, limits
+from headrace.bench.attention import QUICK, AttentionBench, predicted
+from headrace.bench.attention_testbed import (
     GQA,
     MHA,
     Bed,
@@ -33,13 +33,13 @@ from headrace.cli.bench_beds import (
     slots_of,
     unmerged,
 )  # fmt: skip
-from headrace.cli.bench_cache import bookkeeping_case
-from headrace.cli.bench_peers import ENGINES, Contender
-from headrace.cli.bench_protocol import figures
-from headrace.cli.bench_result import measure_cases
-from headrace.cli.bench_workloads import WORKLOADS, chosen
+from headrace.bench.cache import bookkeeping_case
+from headrace.bench.peers import ENGINES, Contender
+from headrace.bench.protocol import figures
+from headrace.bench.result import measure_cases
+from headrace.bench.shapes import SHAPES, Shape
+from headrace.bench.workloads import WORKLOADS, chosen
 from headrace.cli.main import app
-from headrace.cli.shapes import SHAPES, Shape
 from headrace.types import CHUNK
 from tests.unit.fake_server import serving
 
@@ -52,11 +52,11 @@ TINY = Shape(hidden=64, layers=1, heads=2, kv_heads=1, head_dim=32, mlp=64)
 
 @pytest.mark.parametrize("faster", [torch.bfloat16, torch.float32])
 def test_torch_multiplies_in_its_faster_type(faster: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    def times(runs: dict[str, bench_limits.Timed], repeats: int) -> dict[str, float]:
+    def times(runs: dict[str, limits.Timed], repeats: int) -> dict[str, float]:
         return {name: 1.0 if name == str(faster) else 2.0 for name in runs}
 
-    monkeypatch.setattr(bench_limits, "alternate", times)
-    assert bench_limits.product_type() == faster
+    monkeypatch.setattr(limits, "alternate", times)
+    assert limits.product_type() == faster
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_engine_writes_the_fixed_format(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_engine_refuses_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_limits.Limits, "figures", lambda *_: {})  # the machine need not be measured for that
+    monkeypatch.setattr(limits.Limits, "figures", lambda *_: {})  # the machine need not be measured for that
     for arguments in (["--engine", "nobody"], ["--models", "S9"], ["--workloads", "W0"]):
         answer = CliRunner().invoke(app, ["bench", "engine", "--quick", *arguments])
         assert answer.exit_code != 0 and arguments[1] in answer.output
@@ -154,8 +154,8 @@ def test_engine_refuses_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(bench_engine.Failed):
-        bench_engine.Process(ENGINES["headrace"], tmp_path)
+    with pytest.raises(engine.Failed):
+        engine.Process(ENGINES["headrace"], tmp_path)
 
 
 def test_sigterm_interrupts_and_what_there_is_is_written(tmp_path: Path) -> None:
@@ -184,11 +184,11 @@ def test_interrupted_engines_and_their_children_end(
     while_starting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     pids: list[int] = []
-    ready = bench_engine.Process._answer
+    ready = engine.Process._answer
 
-    def start(process: bench_engine.Process) -> dict[str, Any]:
+    def start(process: engine.Process) -> dict[str, Any]:
         answer = ready(process)
-        pids.extend(bench_engine._tree(process.popen.pid))
+        pids.extend(engine._tree(process.popen.pid))
         if while_starting and len(pids) == 4:
             os.kill(os.getpid(), signal.SIGINT)
         return answer
@@ -196,13 +196,13 @@ def test_interrupted_engines_and_their_children_end(
     def ask(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(bench_engine.Process, "_answer", start)
-    monkeypatch.setattr(bench_engine.Process, "ask", ask)
+    monkeypatch.setattr(engine.Process, "_answer", start)
+    monkeypatch.setattr(engine.Process, "ask", ask)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     engines: list[Contender] = [Silent("one", "bf16"), Silent("other", "bf16")]
     with pytest.raises(KeyboardInterrupt):
-        list(bench_engine._family(chosen(["W1_512"]), "S1", tmp_path, engines, repeats=1, scale=32))
+        list(engine._family(chosen(["W1_512"]), "S1", tmp_path, engines, repeats=1, scale=32))
     assert len(pids) == 4
     while any(alive(pid) for pid in pids):  # the test's own limit ends what does not
         time.sleep(0.01)
@@ -235,7 +235,7 @@ def test_bookkeeping_is_looked_for_where_it_is_done() -> None:
 def serving_fake(log: Path) -> Iterator[tuple[int, int, Path]]:
     """In this process, which is then taken for the server's."""
     log.touch()
-    with serving(api_key=bench_connections.KEY, served_model_name="tiny") as running:
+    with serving(api_key=connections.KEY, served_model_name="tiny") as running:
         yield running.port, os.getpid(), log
 
 
@@ -244,8 +244,8 @@ def test_connections_are_measured_with_and_without_strangers(
     fake: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fake:
-        monkeypatch.setattr(bench_connections, "serving", lambda: serving_fake(tmp_path / "log"))
-    *rounds, silent, again = bench_connections.cases(idle=40, clients=2, each=2, repeats=1)
+        monkeypatch.setattr(connections, "serving", lambda: serving_fake(tmp_path / "log"))
+    *rounds, silent, again = connections.cases(idle=40, clients=2, each=2, repeats=1)
     assert [case["name"] for case in rounds] == ["none", "silent", "again"]
     assert all(case["requests"] == 4 and case["p99_ttft_ms"] > 0 for case in rounds)
     assert silent["p99_ttft_ratio"] > 0 and again["p99_ttft_ratio"] > 0

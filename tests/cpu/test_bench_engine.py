@@ -14,16 +14,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli import bench_engine, bench_peers
-from headrace.cli.bench_neighbours import Neighbours
-from headrace.cli.bench_peers import ENGINES, Contender
-from headrace.cli.bench_workloads import chosen
+from headrace.bench import engine as bench_engine
+from headrace.bench import peers
+from headrace.bench.neighbours import Neighbours
+from headrace.bench.peers import ENGINES, Contender
+from headrace.bench.workloads import chosen
 from headrace.cli.main import app
 
 pytestmark = pytest.mark.cpu
 
 FAKE = """
-from headrace.cli.bench_protocol import serve
+from headrace.bench.protocol import serve
 
 class Fake:
     facts = {"threads": "3"}
@@ -64,8 +65,8 @@ def test_setup_is_printed_once_for_each_engine() -> None:
 
 def test_libraries_are_preloaded_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing library is an obstacle with its reason; the loader only warns of one that does not load."""
-    monkeypatch.setattr(bench_peers, "ENVIRONMENTS", tmp_path)
-    monkeypatch.setattr(bench_peers, "SCRIPTS", tmp_path)
+    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(peers, "SCRIPTS", tmp_path)
     (tmp_path / "fake_peer.py").write_text(FAKE)
     (tmp_path / "fake" / "bin").mkdir(parents=True)
     (tmp_path / "fake" / "bin" / "python").symlink_to(sys.executable)
@@ -95,7 +96,7 @@ def test_vllm_is_set_up_as_its_documentation_says() -> None:
 
 SPINNING = """
 import time
-from headrace.cli.bench_protocol import serve
+from headrace.bench.protocol import serve
 
 class Spinning:
     def __init__(self, folder, options):
@@ -166,7 +167,7 @@ def test_a_neighbour_that_ended_is_not_passed_over() -> None:
 
 HOLDER = """
 import signal, sys, time
-from headrace.cli.bench_neighbours import Neighbours
+from headrace.bench.neighbours import Neighbours
 signal.signal(signal.SIGTERM, signal.default_int_handler)  # as measure_cases does
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with Neighbours() as neighbours, neighbours.busy():

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli import shapes
-from headrace.cli.bench_offload import Bed, OffloadBench, line
+from headrace.bench import shapes
+from headrace.bench.offload import Bed, OffloadBench, line
 from headrace.cli.main import app
 
 TINY = shapes.Shape(hidden=64, layers=3, heads=4, kv_heads=4, head_dim=16, mlp=128, vocab=512)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli import bench_restore, shapes
-from headrace.cli.bench_restore import Case, Plan, around, grid, links_of, measured, plot, table
+from headrace.bench import restore, shapes
+from headrace.bench.restore import Case, Plan, around, grid, links_of, measured, plot, table
+from headrace.bench.restore_testbed import At, RestoreBed, Timed
 from headrace.cli.main import app
-from headrace.cli.restore_bed import At, RestoreBed, Timed
-from headrace.recompute.rates import Line, PrefillRate, Rates
-from headrace.recompute.solver import Run, Split, predict, restore_split
+from headrace.offload.restore.rates import Line, PrefillRate, Rates
+from headrace.offload.restore.solver import Run, Split, predict, restore_split
 
 RUN = Run(first=0, chunks=64, suffix=32, kv_bytes=2 * 64 * 1024 * 2 * 8, x_bytes=64 * 1024 * 2 * 8, layers=8)
 TINY = shapes.Shape(hidden=64, layers=2, heads=4, kv_heads=4, head_dim=32, mlp=128, vocab=2048)
@@ -74,7 +74,7 @@ def test_where_all_is_recomputed() -> None:
     bed = Imagined(known=Rates(8, Line(2e-3), PrefillRate(0, 1e-4, 2e-9)).behind(1e6))
     case = measured(bed, Plan(repeats=1))
     assert (case["tokens"], case["overlap"], case["gain"]) == (64, None, pytest.approx(1.0))
-    assert "overlap -" in bench_restore.line(case | {"link_gbps": 0.001})
+    assert "overlap -" in restore.line(case | {"link_gbps": 0.001})
 
 
 def test_grids() -> None:
@@ -104,7 +104,7 @@ def test_the_link_of_balance() -> None:
         known = Rates(8, Line(2e-6), PrefillRate(5e-3, 1e-4, 2e-9)).behind(None if gbps is None else gbps * 1e9)
         return Imagined(known=known)
 
-    case = measured(opened(bench_restore.balance(opened)), Plan(repeats=1))
+    case = measured(opened(restore.balance(opened)), Plan(repeats=1))
     assert case["balance"] == pytest.approx(1.0, abs=0.1)
     assert case["gain"] > 1.5
 
@@ -112,7 +112,7 @@ def test_the_link_of_balance() -> None:
 def test_table_and_plot(tmp_path: Path) -> None:
     found = made()
     assert len(table(found).splitlines()) == 2 + 6
-    assert "0.1 GB/s" in bench_restore.line(found[0])
+    assert "0.1 GB/s" in restore.line(found[0])
     plot(found, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

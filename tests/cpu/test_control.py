@@ -16,10 +16,10 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.parallel import control
 from headrace.parallel.control import Channel, Hello, Refused, Run, Stop, connect, proof
-from headrace.parallel.crew import Crew
-from headrace.parallel.gate import Gate
 from headrace.parallel.group import interface_name, prove
+from headrace.parallel.handshake import Gate
 from headrace.parallel.launch import TorchRun, _read_secret, open_group
+from headrace.parallel.supervisor import Crew
 from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.parallel.worker import decode_config, encode_config
 

@@ -16,7 +16,7 @@ import torch
 from headrace.engine import identity
 from headrace.engine.capacity import SHIPPED
 from headrace.engine.identity import MEMO, chunk_identity, model_identity
-from headrace.kernels import cpu, table
+from headrace.kernels import cpu, dispatch
 
 WEIGHTS = "model.safetensors"
 FACTS: dict[str, Any] = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "quantization": "none", "backend": "cpu"}
@@ -174,7 +174,7 @@ def test_chunks_differ_by_all_that_their_bits_depend_on(monkeypatch: pytest.Monk
         cpu.use_isa("portable")
         found.append(chunk_identity(model, **FACTS))
         cpu.use_isa(before)
-    with table.force("torch"):
+    with dispatch.force("torch"):
         threads = torch.get_num_threads()
         for count in (threads, threads + 1):
             torch.set_num_threads(count)

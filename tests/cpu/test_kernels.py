@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.kernels import cpu, extension, ops, table
+from headrace.kernels import cpu, dispatch, extension, ops
 
 pytestmark = pytest.mark.cpu
 needs_extension = pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
@@ -107,33 +107,35 @@ def test_works_without_extension() -> None:
 
 @needs_extension
 def test_choose() -> None:
-    assert table.choose("auto", torch.bfloat16) == table.choose("cpu", torch.float32) == "cpu"
-    assert table.choose("reference", torch.bfloat16) == "reference"
-    assert table.choose("auto", torch.float16) == "reference"
+    assert dispatch.choose("auto", torch.bfloat16) == dispatch.choose("cpu", torch.float32) == "cpu"
+    assert dispatch.choose("reference", torch.bfloat16) == "reference"
+    assert dispatch.choose("auto", torch.float16) == "reference"
     with pytest.raises(ValueError, match=r"'triton'.*use 'auto'"):
-        table.choose("triton", torch.bfloat16)
+        dispatch.choose("triton", torch.bfloat16)
     with pytest.raises(ValueError, match=r"'cpu'.*float16.*use 'auto'"):
-        table.choose("cpu", torch.float16)
-    assert set(table.reasons()) == {*table.NATIVE_OPS, "linear", "linear_int8", "linear_int4", "layer"}
-    assert table.reasons()["attend"] == f"cpu: C++ {cpu.isa()}"
-    assert set(table.reasons(gpu=True)) == {*table.NATIVE_OPS, "linear"}
-    assert {name for name, why in table.reasons(gpu=True).items() if why.startswith("triton: ")} == {*table.TRITON_OPS}
+        dispatch.choose("cpu", torch.float16)
+    assert set(dispatch.reasons()) == {*dispatch.NATIVE_OPS, "linear", "linear_int8", "linear_int4", "layer"}
+    assert dispatch.reasons()["attend"] == f"cpu: C++ {cpu.isa()}"
+    assert set(dispatch.reasons(gpu=True)) == {*dispatch.NATIVE_OPS, "linear"}
+    assert {name for name, why in dispatch.reasons(gpu=True).items() if why.startswith("triton: ")} == {
+        *dispatch.TRITON_OPS
+    }
 
 
 @needs_extension
 def test_force_is_undone() -> None:
     x = torch.ones(2, 8)
-    assert table.native(x)
-    with table.force("torch"):
-        assert not table.native(x)
-        with table.force("cpu"):
-            assert table.native(x)
+    assert dispatch.native(x)
+    with dispatch.force("torch"):
+        assert not dispatch.native(x)
+        with dispatch.force("cpu"):
+            assert dispatch.native(x)
             with pytest.raises(ValueError, match="float16"):
                 ops.gelu(x.half())
-        assert not table.native(x)
-    assert table.native(x)
+        assert not dispatch.native(x)
+    assert dispatch.native(x)
     with pytest.raises(ValueError, match="'cuda'"):
-        table.force("cuda")  # type: ignore[arg-type]
+        dispatch.force("cuda")  # type: ignore[arg-type]
 
 
 @needs_extension
@@ -221,13 +223,13 @@ def test_ops_refuse(call: Any, message: str) -> None:
 def test_triton_is_chosen_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(table, "find_spec", lambda name: object())
-    assert table.choose("triton", torch.bfloat16, "cuda", head_dim=256) == "triton"
-    assert table.choose("auto", torch.bfloat16) != "triton"
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: object())
+    assert dispatch.choose("triton", torch.bfloat16, "cuda", head_dim=256) == "triton"
+    assert dispatch.choose("auto", torch.bfloat16) != "triton"
     with pytest.raises(ValueError, match="heads of up to 256, the model's are 257; use 'auto'"):
-        table.choose("triton", torch.bfloat16, "cuda", head_dim=257)
+        dispatch.choose("triton", torch.bfloat16, "cuda", head_dim=257)
     with pytest.raises(ValueError, match="runs on a CUDA device, not on cpu"):
-        table.choose("triton", torch.bfloat16, "cpu")
-    monkeypatch.setattr(table, "find_spec", lambda name: None)
+        dispatch.choose("triton", torch.bfloat16, "cpu")
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="the package triton is missing"):
-        table.choose("triton", torch.bfloat16, "cuda")
+        dispatch.choose("triton", torch.bfloat16, "cuda")

@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.attention import reference
-from headrace.kernels import cpu
+from headrace.kernels import cpu, reference
 from headrace.types import CHUNK
 
 pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from headrace.config import Quantization
-from headrace.kernels import cpu, table
+from headrace.kernels import cpu, dispatch
 from headrace.kernels.block import Blocks
-from headrace.kernels.step import Pools, StepOver
+from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.models.decoder import Decoder, OneByOne
 from tests.cpu.decoders_made import BIASED, PLAIN, Attention, AttentionOver, model, weights_of
 
@@ -42,7 +42,7 @@ def both(variant: str, quantization: Quantization = "none") -> tuple[Decoder, De
     rotary = facts.pop("rotary", facts.get("head_dim", 32))
     config = model(**facts)
     fast = Decoder(config, weights_of(config), quantization)
-    with table.force("ops"):
+    with dispatch.force("ops"):
         return fast, Decoder(config, weights_of(config), quantization), rotary
 
 
@@ -194,8 +194,8 @@ def test_float32_goes_op_by_op() -> None:
 
 
 def test_forced_to_torch_goes_op_by_op() -> None:
-    with table.force("torch"):
-        assert str(table.layer_choice()) == "ops: forced"
+    with dispatch.force("torch"):
+        assert str(dispatch.layer_choice()) == "ops: forced"
         assert isinstance(Decoder(model(), weights_of(model())).layers, OneByOne)
 
 

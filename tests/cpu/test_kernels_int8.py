@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.attention import reference
-from headrace.kernels import cpu
+from headrace.kernels import cpu, reference
 from headrace.types import CHUNK
 from tests.cpu.test_kernels_attend import (  # noqa: F401 (fixtures)
     SHARED_FIXTURE,

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.kernels import cpu, ops, table
+from headrace.kernels import cpu, dispatch, ops
 from headrace.kernels.extension import PAIRED
 
 pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
@@ -176,7 +176,7 @@ def test_what_is_not_packed() -> None:
     _, weight, bias = tensors(5, 64, 48, torch.float32)
     for other in (bias, weight[:0], weight[:, :0], weight.half(), weight.clone().requires_grad_()):
         assert ops.pack(other) is other
-    with table.force("torch"):
+    with dispatch.force("torch"):
         assert ops.pack(weight) is weight
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from headrace.kernels import cpu, ops, table
+from headrace.kernels import cpu, dispatch, ops
 
 pytestmark = pytest.mark.cpu
 needs_extension = pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
@@ -78,7 +78,7 @@ def assert_close(ours: Tensor, exact: Tensor) -> None:
 def test_matches_fp64(isa: str, name: str, width: int, dtype: torch.dtype) -> None:
     x = 3 * random(9, width, dtype=dtype)
     ours, exact = operations(width, dtype)[name]
-    with table.force("cpu"):
+    with dispatch.force("cpu"):
         assert_close(ours(x), exact(x.double()))
 
 
@@ -87,7 +87,7 @@ def test_matches_fp64(isa: str, name: str, width: int, dtype: torch.dtype) -> No
 def test_torch_fallback_matches_fp64(name: str, dtype: torch.dtype) -> None:
     x = 3 * random(9, 90, dtype=dtype)
     ours, exact = operations(90, dtype)[name]
-    with table.force("torch"):
+    with dispatch.force("torch"):
         assert_close(ours(x), exact(x.double()))
 
 
@@ -109,7 +109,7 @@ def test_row_alone_has_the_same_bits(isa: str, threads: int, name: str, width: i
 def test_torch_fallback_row_alone_has_the_same_bits(threads: int, name: str, width: int, dtype: torch.dtype) -> None:
     x = random(70, width, dtype=dtype)
     ours, _ = operations(width, dtype)[name]
-    with table.force("torch"):
+    with dispatch.force("torch"):
         whole = ours(x)
         for begin, end in ((0, 1), (1, 2), (69, 70), (3, 8), (1, 70)):
             assert torch.equal(ours(x[begin:end]), whole[begin:end])
@@ -134,7 +134,7 @@ def test_rotary(isa: str, dtype: torch.dtype, dim: int, width: int) -> None:
     cos, sin = cos_sin.double()[:, None].chunk(2, dim=-1)
     assert_close(ours, torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1))
     assert torch.equal(ours[3:4], ops.rotary(x[3:4], cos_sin[3:4]))
-    with table.force("torch"):
+    with dispatch.force("torch"):
         torch.testing.assert_close(
             ops.rotary(x, cos_sin), ours, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
         )
@@ -228,7 +228,7 @@ def test_greatest(isa: str, data: st.DataObject) -> None:
         x[0] = -math.inf
     expected = [greatest_by_definition(row) for row in x.tolist()]
     for force in ("cpu", "torch"):
-        with table.force(force):  # type: ignore[arg-type]
+        with dispatch.force(force):  # type: ignore[arg-type]
             values, indices = ops.greatest(x)
         assert indices.tolist() == expected
         assert torch.equal(values.nan_to_num(7.5), x[torch.arange(rows), indices].nan_to_num(7.5))

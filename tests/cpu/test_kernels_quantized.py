@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.config import Quantization
-from headrace.kernels import cpu, ops, quantized, table
+from headrace.kernels import cpu, dispatch, ops, quantized
 from headrace.kernels.quantized import GROUP, Quantized, Rounded
 
 pytestmark = pytest.mark.cpu
@@ -169,14 +169,14 @@ def test_ops_pack_and_fall_back(scheme: Quantization, dtype: torch.dtype) -> Non
     packed = ops.pack(weight, scheme)
     assert isinstance(packed, Quantized)
     assert packed.nbytes <= 128 * 128 * {"int8": 1.04, "int4": 0.54}[scheme]
-    with table.force("torch"):
+    with dispatch.force("torch"):
         plain = ops.pack(weight, scheme)
-        assert table.table()[f"linear_{scheme}"].implementation == "torch"
+        assert dispatch.table()[f"linear_{scheme}"].implementation == "torch"
     assert isinstance(plain, Tensor) and plain.dtype == dtype and not torch.equal(plain, weight)
     assert torch.equal(plain, Rounded(weight, scheme).dequantised(dtype))
     torch.testing.assert_close(ops.linear(x, packed, bias), ops.linear(x, plain, bias), rtol=2e-2, atol=1e-1)
     assert ops.linear(x, packed, wide=True).dtype == torch.float32
-    assert table.table()[f"linear_{scheme}"].implementation == "cpu"
+    assert dispatch.table()[f"linear_{scheme}"].implementation == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.attention import reference, state
 from headrace.attention.execute import BACKENDS
-from headrace.attention.state import AttnState, FoldState
-from headrace.kernels import cpu
-from headrace.kernels.chunks import LOG_2
+from headrace.kernels import cpu, reference, state
+from headrace.kernels.cpu_attention import LOG_2
 from headrace.kernels.extension import PAIRED
+from headrace.kernels.state import AttnState, FoldState
 from headrace.types import BLOCK_CHUNKS, CHUNK
 from tests.cpu.test_kernels_attend import (  # noqa: F401 (fixtures)
     SHARED_FIXTURE,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import cpu
-from headrace.kernels.step import Step
+from headrace.kernels.cpu_step import Step
 
 pytestmark = [
     pytest.mark.cpu,

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.kernels import chunks, cpu, stored, table
-from headrace.kernels.stored import Layout
+from headrace.kernels import chunk_formats, cpu, cpu_attention, dispatch
+from headrace.kernels.chunk_formats import Layout
 from headrace.types import CHUNK
 
 pytestmark = pytest.mark.cpu
@@ -32,7 +32,7 @@ DIMS = (16, 20, 64, 80, 96, 128)
 def ways(request: Any) -> Iterator[str]:
     """torch, or C++ with each instruction set."""
     if request.param == "torch":
-        with table.force("torch"):
+        with dispatch.force("torch"):
             yield "torch"
         return
     before = cpu.isa()
@@ -62,7 +62,9 @@ class Pools:
         return Pools(self.natural, torch.zeros_like(self.k), torch.zeros_like(self.v), blank)
 
     def section(self, format: Any) -> Tensor:
-        return torch.full((SLOTS, stored.kv_bytes(*self.k.shape[1:3], self.k.dtype, format)), 0xEE, dtype=torch.uint8)
+        return torch.full(
+            (SLOTS, chunk_formats.kv_bytes(*self.k.shape[1:3], self.k.dtype, format)), 0xEE, dtype=torch.uint8
+        )
 
 
 def paired(x: Tensor) -> Tensor:
@@ -101,8 +103,10 @@ def all_slots() -> Tensor:
 def round_trip(pools: Pools, format: Any) -> tuple[Pools, Tensor]:
     """Fresh pools with what came back, and the sections."""
     sections, back = pools.section(format), pools.empty()
-    assert stored.store_kv_many(sections, pools.k, pools.v, all_slots(), format, **pools.options) == [True] * SLOTS
-    stored.load_kv_many(sections, back.k, back.v, all_slots(), format, **back.options)
+    assert (
+        chunk_formats.store_kv_many(sections, pools.k, pools.v, all_slots(), format, **pools.options) == [True] * SLOTS
+    )
+    chunk_formats.load_kv_many(sections, back.k, back.v, all_slots(), format, **back.options)
     return back, sections
 
 
@@ -151,7 +155,7 @@ def test_the_bits_of_torch(dtype: torch.dtype, format: Any) -> None:
     for dim in (16, 20, 80):
         pools = drawn(dtype, dim)
         back, sections = round_trip(pools, format)
-        with table.force("torch"):
+        with dispatch.force("torch"):
             other, same = round_trip(pools, format)
         assert torch.equal(sections, same), dim
         for x, y in zip(back.parts, other.parts, strict=True):
@@ -182,7 +186,7 @@ def numbers(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 
 
 def int8_bound(x: Tensor, axis: int) -> Tensor:
-    """What kernels.stored promises, for scales along an axis."""
+    """What kernels.chunk_formats promises, for scales along an axis."""
     return x.abs().amax(axis, keepdim=True).double() / 254 * (1 + 5e-5) + 1e-42
 
 
@@ -225,7 +229,7 @@ def test_errors_of_int4(dtype: torch.dtype, kv: tuple[Tensor, Tensor]) -> None:
     low, step = bounds.view(SLOTS, -1, 2).unbind(-1)
     assert (low <= groups.amin(-1)).all() and (step >= 0).all()
     assert ((groups.amax(-1) - low) * (1 - 1e-6) <= 15 * step + 1e-44).all()
-    with table.force("torch"):
+    with dispatch.force("torch"):
         _, same = round_trip(pools, "int4")
     assert torch.equal(sections, same)
 
@@ -245,7 +249,9 @@ def test_int4_of_an_int8_pool() -> None:
     back, _ = round_trip(pools, "int4")
     for i, (axis, name) in enumerate(((-2, "k_scale"), (-1, "v_scale"))):
         numbers = [
-            stored.stored_torch.Plane(p.parts[i], p.options[name], axis == -2, True).get(all_slots().long())[0].float()
+            chunk_formats.stored_torch.Plane(p.parts[i], p.options[name], axis == -2, True)
+            .get(all_slots().long())[0]
+            .float()
             * p.options[name].unsqueeze(axis)
             for p in (pools, back)
         ]
@@ -261,12 +267,14 @@ def test_what_is_not_finite_is_not_rounded(bad: float) -> None:
         for name in ("k", "v"):
             pools = drawn(torch.bfloat16)
             getattr(pools, name)[1, 1, 3, 7] = bad
-            fits = stored.store_kv_many(pools.section(format), pools.k, pools.v, all_slots(), format, **pools.options)
+            fits = chunk_formats.store_kv_many(
+                pools.section(format), pools.k, pools.v, all_slots(), format, **pools.options
+            )
             assert fits == [True, False, True]
         x = torch.ones(CHUNK, 72)
         x[63, 71] = bad
-        section = torch.empty(1, stored.x_bytes(72, x.dtype, format), dtype=torch.uint8)
-        assert stored.store_x_many(section, x[None], all_slots()[:1], format) == [False]
+        section = torch.empty(1, chunk_formats.x_bytes(72, x.dtype, format), dtype=torch.uint8)
+        assert chunk_formats.store_x_many(section, x[None], all_slots()[:1], format) == [False]
 
 
 @SHARED
@@ -275,7 +283,9 @@ def test_what_fp16_does_not_hold_is_not_stored_as_int4(value: float) -> None:
     pools = drawn(torch.bfloat16)
     pools.k[2, 0, 0, 0] = value
     for format, fit in (("raw", True), ("int8", True), ("int4", False)):
-        fits = stored.store_kv_many(pools.section(format), pools.k, pools.v, all_slots(), format, **pools.options)
+        fits = chunk_formats.store_kv_many(
+            pools.section(format), pools.k, pools.v, all_slots(), format, **pools.options
+        )
         assert fits == [True, True, fit]
 
 
@@ -287,24 +297,24 @@ def test_activations(dtype: torch.dtype) -> None:
         x = torch.randn(CHUNK, hidden, generator=g).to(dtype)
         bounds = {"raw": torch.zeros(()), "int8": int8_bound(x, -1), "int4": int4_bound(x, x) + 1e-6}
         for format in ("raw", "int8", "int4"):
-            section = torch.empty(1, stored.x_bytes(hidden, dtype, format), dtype=torch.uint8)
+            section = torch.empty(1, chunk_formats.x_bytes(hidden, dtype, format), dtype=torch.uint8)
             back = torch.full_like(x, torch.nan)
-            assert stored.store_x_many(section, x[None], all_slots()[:1], format) == [True]
-            stored.load_x_many(section, back[None], all_slots()[:1], format)
+            assert chunk_formats.store_x_many(section, x[None], all_slots()[:1], format) == [True]
+            chunk_formats.load_x_many(section, back[None], all_slots()[:1], format)
             within(back, x, bounds[format], dtype if format != "raw" else torch.float32)
 
 
 @SHARED
 def test_sections_of_chosen_slots_that_lie_apart() -> None:
     pools = drawn(torch.bfloat16, 20, "paired", heads=1)
-    back, size = pools.empty(), stored.kv_bytes(1, 20, torch.bfloat16, "int4")
+    back, size = pools.empty(), chunk_formats.kv_bytes(1, 20, torch.bfloat16, "int4")
     assert size % 64 == 0 and size > 2 * 20 * 36
     blob = torch.full((2, size + 128), 0x55, dtype=torch.uint8)
     slots = torch.tensor([2, 0], dtype=torch.int32)
-    stored.store_kv_many(blob[:, 64:-64], pools.k, pools.v, slots, "int4", **pools.options)
+    chunk_formats.store_kv_many(blob[:, 64:-64], pools.k, pools.v, slots, "int4", **pools.options)
     assert (blob[:, :64] == 0x55).all() and (blob[:, -64:] == 0x55).all()
     assert (blob[:, 64 + 2 * 20 * 36 : -64] == 0).all()
-    stored.load_kv_many(blob[:, 64:-64], back.k, back.v, slots, "int4", **back.options)
+    chunk_formats.load_kv_many(blob[:, 64:-64], back.k, back.v, slots, "int4", **back.options)
     whole, _ = round_trip(pools, "int4")
     for i in range(SLOTS):
         want = whole.k[i] if i != 1 else torch.zeros_like(whole.k[1])
@@ -312,10 +322,10 @@ def test_sections_of_chosen_slots_that_lie_apart() -> None:
     one = pools.empty()
     for i in range(SLOTS):
         section, slot = torch.empty(1, size, dtype=torch.uint8), all_slots()[i : i + 1]
-        assert stored.store_kv_many(section, pools.k, pools.v, slot, "int4", **pools.options) == [True]
-        stored.load_kv_many(section, one.k, one.v, slot, "int4", **one.options)
+        assert chunk_formats.store_kv_many(section, pools.k, pools.v, slot, "int4", **pools.options) == [True]
+        chunk_formats.load_kv_many(section, one.k, one.v, slot, "int4", **one.options)
     assert torch.equal(one.k, whole.k) and torch.equal(one.v, whole.v)
-    stored.load_kv_many(blob[:0, 64:-64], back.k, back.v, slots[:0], "int4", **back.options)
+    chunk_formats.load_kv_many(blob[:0, 64:-64], back.k, back.v, slots[:0], "int4", **back.options)
 
 
 @pytest.mark.parametrize(
@@ -325,8 +335,8 @@ def test_sections_of_chosen_slots_that_lie_apart() -> None:
 )  # fmt: skip
 def test_sizes(dtype: str, format: Any, size: float) -> None:
     """Bytes for a key and a value."""
-    assert stored.kv_bytes(8, 128, getattr(torch, dtype), format) == size * 8 * 128 * 64
-    assert dtype == "int8" or stored.x_bytes(512, getattr(torch, dtype), format) <= size * 512 * 64 / 2
+    assert chunk_formats.kv_bytes(8, 128, getattr(torch, dtype), format) == size * 8 * 128 * 64
+    assert dtype == "int8" or chunk_formats.x_bytes(512, getattr(torch, dtype), format) <= size * 512 * 64 / 2
 
 
 @pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
@@ -334,11 +344,11 @@ def test_the_kernels_own_layout_is_the_default() -> None:
     for dim in (20, 64):
         k, v = drawn(torch.bfloat16, dim).natural
         own = cpu.arrange(k, v)
-        lay = chunks.layout(torch.bfloat16, dim)
-        assert stored.layout_of("cpu", torch.bfloat16, dim) == lay
-        assert stored.layout_of("reference", torch.bfloat16, dim) == "natural"
-        sections = torch.empty(SLOTS, stored.kv_bytes(2, dim, torch.bfloat16, "raw"), dtype=torch.uint8)
-        stored.store_kv_many(sections, *own, all_slots(), "raw")
+        lay = cpu_attention.layout(torch.bfloat16, dim)
+        assert chunk_formats.layout_of("cpu", torch.bfloat16, dim) == lay
+        assert chunk_formats.layout_of("reference", torch.bfloat16, dim) == "natural"
+        sections = torch.empty(SLOTS, chunk_formats.kv_bytes(2, dim, torch.bfloat16, "raw"), dtype=torch.uint8)
+        chunk_formats.store_kv_many(sections, *own, all_slots(), "raw")
         assert torch.equal(sections[1], torch.cat([bits(x[1]).flatten() for x in (k, v)]))
 
 
@@ -357,7 +367,7 @@ def test_refusals() -> None:
         (3, all_slots() - 1, r"slots\[0\] is -1|slots must be"),
         (4, "int2", "formats: raw, int8, int4"),
     ):
-        for move in (stored.store_kv_many, stored.load_kv_many):
+        for move in (chunk_formats.store_kv_many, chunk_formats.load_kv_many):
             args: list[Any] = list(good)
             args[place] = bad
             with pytest.raises(ValueError, match=message):
@@ -365,13 +375,13 @@ def test_refusals() -> None:
     int8 = drawn(torch.int8)
     scales = dict(k_scale=int8.options["k_scale"], v_scale=int8.options["v_scale"])
     with pytest.raises(ValueError, match="int8 pools, and no others"):
-        stored.store_kv_many(*good, **scales)
+        chunk_formats.store_kv_many(*good, **scales)
     with pytest.raises(ValueError, match="int8 pools, and no others"):
-        stored.store_kv_many(int8.section("raw"), int8.k, int8.v, all_slots(), "raw", layout="natural")
+        chunk_formats.store_kv_many(int8.section("raw"), int8.k, int8.v, all_slots(), "raw", layout="natural")
     with pytest.raises(ValueError, match="say dtype or layout"):
-        stored.store_kv_many(int8.section("raw"), int8.k, int8.v, all_slots(), "raw", **scales)
+        chunk_formats.store_kv_many(int8.section("raw"), int8.k, int8.v, all_slots(), "raw", **scales)
     with pytest.raises(ValueError, match="activations must be"):
-        stored.store_x_many(section, torch.zeros(3, 64, 2, dtype=torch.int8), all_slots(), "raw")
+        chunk_formats.store_x_many(section, torch.zeros(3, 64, 2, dtype=torch.int8), all_slots(), "raw")
     odd = torch.empty(SLOTS, section.shape[1] + 2, dtype=torch.uint8)[:, 2:]
     with pytest.raises(ValueError, match="multiples of 4"):
-        stored.store_kv_many(odd, *good[1:], layout="natural")
+        chunk_formats.store_kv_many(odd, *good[1:], layout="natural")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.config import Quantization
 from headrace.kernels import cpu
-from headrace.kernels.whole import WholeStep
+from headrace.kernels.model_step import WholeStep
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.models.spec import ModelConfig, RopeSpec
 from tests.cpu.decoders_made import BIASED, PLAIN, SLOTS, Attention, AttentionOver, model, weights_of

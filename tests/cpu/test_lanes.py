@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headrace.recompute import lanes
-from headrace.recompute.lanes import Link, ThreadLane, copy_alone, open_lanes
+from headrace.offload import copy_streams
+from headrace.offload.copy_streams import Link, ThreadLane, copy_alone, open_lanes
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.slept = 100.0, 0.0
-        monkeypatch.setattr(lanes, "time", SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep))
+        monkeypatch.setattr(copy_streams, "time", SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep))
 
     def sleep(self, seconds: float) -> None:
         self.now, self.slept = self.now + seconds, self.slept + seconds
@@ -171,7 +171,7 @@ def test_closing_ends_what_was_submitted() -> None:
 def test_closing_while_others_submit() -> None:
     """What was taken is done; what comes too late is refused: nobody waits for ever."""
     lane = ThreadLane("test")
-    tickets: list[lanes.Ticket] = []
+    tickets: list[copy_streams.Ticket] = []
 
     def submit() -> None:
         try:
@@ -224,4 +224,4 @@ def test_lanes_of_a_cpu() -> None:
 
 def test_a_stream_lane_needs_a_device() -> None:
     with pytest.raises(ValueError, match="ThreadLane"):
-        lanes.StreamLane("test", torch.device("cpu"))
+        copy_streams.StreamLane("test", torch.device("cpu"))

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from headrace.parallel.limited import Limited
+from headrace.parallel.rate_limit import Limited
 from headrace.parallel.transport import LoopbackHub, RankLost, Tag
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace.kernels import table
+from headrace.kernels import dispatch
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.spec import ModelConfig
 from headrace.models.weights import load_weights
@@ -119,7 +119,7 @@ def test_blocks_give_the_bits_of_single_operations(
     kind: str, threads: int, folder_of: FolderOf, ours_of: OursOf
 ) -> None:
     decoder = ours_of(kind, "bfloat16")
-    with table.force("ops"):
+    with dispatch.force("ops"):
         single = load_decoder(folder_of(kind), "bfloat16")
     torch.set_num_threads(threads)
     try:

@@ -13,7 +13,7 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.engine.offload import Choose
-from headrace.recompute.solver import Run, Split
+from headrace.offload.restore.solver import Run, Split
 from headrace.types import CHUNK
 from tests.cpu import test_promise
 from tests.cpu.checkpoints import KINDS

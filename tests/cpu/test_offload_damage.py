@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.kv import frame
-from headrace.kv.tiers.base import TierStats
+from headrace.offload import frame
+from headrace.offload.tiers.base import TierStats
 from headrace.types import CHUNK
 from tests.cpu.test_offload import forced
 from tests.unit.redis_servers import Proxy, fake_server

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace import LLM, SamplingParams
 from headrace.kv.cache import KVCache
-from headrace.kv.tiers.base import Read, Tier
+from headrace.offload.tiers.base import Read, Tier
 from headrace.types import CHUNK
 from tests.cpu.test_offload import forced
 from tests.unit.redis_servers import fake_server

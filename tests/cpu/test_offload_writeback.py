@@ -10,7 +10,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.engine.offload import Offload
-from headrace.engine.writeback import Writeback
+from headrace.offload.writeback import Writeback
 from headrace.types import CHUNK
 from tests.cpu.test_offload import forced
 

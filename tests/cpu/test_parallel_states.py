@@ -17,7 +17,7 @@ from headrace.config import AttentionSpec
 from headrace.kv.storage import KVStorage
 from headrace.parallel import layout
 from headrace.parallel.context import Context, Counters
-from headrace.parallel.folding import Kernels
+from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import Group, Part
 from headrace.parallel.ring_q import RingQ
 from headrace.parallel.transport import LoopbackHub

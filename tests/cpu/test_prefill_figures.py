@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.bench_choice import pass_q_until, summary, tie
-from headrace.cli.bench_prefill import FINALS, confirmed, in_turns, links
-from headrace.cli.prefill_bed import Run, _owners, median
-from headrace.cli.prefill_links import Link, apply
-from headrace.cli.prefill_report import ratios
-from headrace.parallel.limited import Limited
+from headrace.bench.choice import pass_q_until, summary, tie
+from headrace.bench.prefill import FINALS, confirmed, in_turns, links
+from headrace.bench.prefill_links import Link, apply
+from headrace.bench.prefill_report import ratios
+from headrace.bench.prefill_testbed import Run, _owners, median
 from headrace.parallel.messages import decode, encode
+from headrace.parallel.rate_limit import Limited
 from headrace.parallel.transport import LoopbackHub
 from headrace.planner.choice import Layout
 from headrace.planner.machine import Machine

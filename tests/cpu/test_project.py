@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.attention import plan as planning
 from headrace.attention.execute import KeepActivations, PlanAttention
 from headrace.config import Quantization
-from headrace.kernels import cpu, ops, quantized, stored, table
+from headrace.kernels import chunk_formats, cpu, dispatch, ops, quantized
 from headrace.kernels.block import Blocks
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
@@ -88,8 +88,8 @@ def projects(decoder: Decoder) -> None:
 
 WAYS: dict[str, tuple[str, Any]] = {
     "bfloat16": ("bfloat16", nullcontext),
-    "bfloat16 op by op": ("bfloat16", lambda: table.force("ops")),
-    "bfloat16 torch": ("bfloat16", lambda: table.force("torch")),
+    "bfloat16 op by op": ("bfloat16", lambda: dispatch.force("ops")),
+    "bfloat16 torch": ("bfloat16", lambda: dispatch.force("torch")),
     "float32": ("float32", nullcontext),
 }
 
@@ -121,7 +121,7 @@ def test_which_way_is_taken(folder_of: FolderOf) -> None:
     """Queries that fill blocks of 64 outputs are not multiplied."""
     whole = load_decoder(folder_of("llama_gqa"), "bfloat16")
     assert isinstance(whole.layers, Blocks) and whole.layers.without_queries is not None
-    with table.force("ops"):
+    with dispatch.force("ops"):
         assert isinstance(load_decoder(folder_of("llama_gqa"), "bfloat16").layers, OneByOne)
 
 
@@ -242,10 +242,12 @@ def pool_rows(
 ) -> tuple[Tensor, Tensor]:
     """K and V [n, Hkv, D] of these chunks of the pool, by way of stored sections."""
     spec, dtype = decoder.config.attention, storage.dtype
-    sections = torch.empty(len(slots), stored.kv_bytes(spec.kv_heads, spec.head_dim, dtype, "raw"), dtype=torch.uint8)
-    layout = stored.layout_of(backend, dtype, spec.head_dim)
+    sections = torch.empty(
+        len(slots), chunk_formats.kv_bytes(spec.kv_heads, spec.head_dim, dtype, "raw"), dtype=torch.uint8
+    )
+    layout = chunk_formats.layout_of(backend, dtype, spec.head_dim)
     chosen = torch.tensor(slots, dtype=torch.int32)
-    assert all(stored.store_kv_many(sections, storage.k[layer], storage.v[layer], chosen, "raw", layout=layout))
+    assert all(chunk_formats.store_kv_many(sections, storage.k[layer], storage.v[layer], chosen, "raw", layout=layout))
     k, v = sections.view(dtype).split(spec.kv_heads * spec.head_dim * CHUNK, dim=1)
     k = k.reshape(-1, spec.kv_heads, spec.head_dim, CHUNK).permute(0, 3, 1, 2)
     v = v.reshape(-1, spec.kv_heads, CHUNK, spec.head_dim).transpose(1, 2)

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from headrace import LLM, SamplingParams
 from headrace.assets import facts
+from headrace.bench.peers import ENGINES
 from headrace.cli import main
-from headrace.cli.bench_peers import ENGINES
 from headrace.config import EngineConfig, Quantization
-from headrace.kernels import cpu, quantized, table
+from headrace.kernels import cpu, dispatch, quantized
 from headrace.models.decoder import load_decoder
 from tests.cpu.conftest import FolderOf
 from tests.cpu.test_promise import prompts_of, run, same
@@ -88,7 +88,7 @@ def test_codes_stand_for_the_rounded_weights(kind: str, scheme: Quantization, fo
     """The kernels on codes, against torch on the weights multiplied out, every layer and the head."""
     folder, tokens = str(folder_of(kind)), list(range(10, 130))
     ours = engine(scheme, folder, dtype="float32", kv_cache_tokens=256)
-    with table.force("torch"):
+    with dispatch.force("torch"):
         plain = engine(scheme, folder, dtype="float32", kv_cache_tokens=256, attention_backend="reference")
         want = plain.logits(tokens)
     torch.testing.assert_close(ours.logits(tokens), want, rtol=1e-4, atol=1e-3)

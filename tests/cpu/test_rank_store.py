@@ -16,8 +16,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.parallel import crew as crews
 from headrace.parallel import store as stores
+from headrace.parallel import supervisor as crews
 from headrace.parallel.control import (
     Channel,
     Hello,
@@ -30,9 +30,9 @@ from headrace.parallel.control import (
     StoreSet,
     StoreValue,
 )
-from headrace.parallel.crew import Crew
 from headrace.parallel.listeners import LIBC, EpollEvent, _as_bytes, stop_accepting
 from headrace.parallel.store import LinkStore, Values
+from headrace.parallel.supervisor import Crew
 from headrace.parallel.transport import RankLost
 from headrace.parallel.worker import DriverLink
 from tests.cpu.test_control import pair

@@ -8,8 +8,8 @@ import torch
 
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import load_decoder
-from headrace.recompute.profile import measure
-from headrace.recompute.solver import Run, restore_split
+from headrace.offload.restore.profile import measure
+from headrace.offload.restore.solver import Run, restore_split
 from headrace.types import CHUNK
 from tests.cpu.checkpoints import KINDS
 from tests.cpu.conftest import FolderOf

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from headrace.attention.plan import Span, build
 from headrace.config import AttentionSpec
 from headrace.engine.streaming import cuts
-from headrace.recompute.staging import Cut, Staging
-from headrace.recompute.store import FileMemory, OutsideStore, bytes_per_chunk, room
+from headrace.offload.streaming.staging import Cut, Staging
+from headrace.offload.streaming.store import FileMemory, OutsideStore, bytes_per_chunk, room
 
 SPEC = AttentionSpec(layers=2, heads=2, kv_heads=2, head_dim=16, windows=(None, None), scale=0.25)
 

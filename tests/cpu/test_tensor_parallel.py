@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.attention import plan as planning
 from headrace.attention.execute import PlanAttention
 from headrace.config import AttentionSpec, Quantization
-from headrace.kernels import cpu, ops, table
+from headrace.kernels import cpu, dispatch, ops
 from headrace.kv.storage import KVStorage
 from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
@@ -175,7 +175,7 @@ def test_quantised_ranks_give_the_bits_of_one(
 def test_without_the_cpp_kernels_too(
     model: str, quantization: Quantization, dtype: str, folder: Callable[[Model], Path]
 ) -> None:
-    with table.force("torch"):
+    with dispatch.force("torch"):
         check_same_bits(folder(MODELS[model]), 2, dtype, quantization, "reference")
 
 
@@ -189,7 +189,7 @@ def test_an_output_has_the_same_bits_among_fewer(dtype: str, quantization: Quant
     bias = torch.randn(333, generator=g).to(weight.dtype)
     before = cpu.isa() if cpu.available() else None
     try:
-        with table.force("torch" if isa == "torch" else None):
+        with dispatch.force("torch" if isa == "torch" else None):
             if isa != "torch":
                 cpu.use_isa(isa)
             whole = ops.pack(weight, quantization)

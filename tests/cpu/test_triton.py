@@ -19,9 +19,10 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
     pytest.skip("there is a GPU: tests/gpu has the same kernels, compiled", allow_module_level=True)
 
-from headrace.attention import reference
 from headrace.attention.plan import Span, batch_order, build
-from headrace.kernels import gpu, gpu_rows
+from headrace.kernels import reference
+from headrace.kernels.triton import backend
+from headrace.kernels.triton import rows as gpu_rows
 from headrace.types import CHUNK
 from tests.gpu.test_triton_attend import SHAPES, TREES, Bed, ends
 
@@ -33,9 +34,9 @@ BOUND = 1e-5
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Forces one of the two ways, wherever there is more than one span."""
     if request.param == "split":
-        monkeypatch.setattr(gpu, "processors", lambda device: 1 << 30)
+        monkeypatch.setattr(backend, "processors", lambda device: 1 << 30)
     else:
-        monkeypatch.setattr(gpu, "STATE_BYTES", -1)
+        monkeypatch.setattr(backend, "STATE_BYTES", -1)
     return str(request.param)
 
 
@@ -45,14 +46,14 @@ def test_attention(shape: tuple[int, int, int], tree: str, way: str) -> None:
     bed = Bed(TREES[tree], shape, torch.float32, apart=False)
     for count in (1, 3):
         rows = ends(bed, count)
-        for ours, truth in zip(bed.attend(rows, gpu, "cpu"), bed.attend(rows, reference, "cpu"), strict=True):
+        for ours, truth in zip(bed.attend(rows, backend, "cpu"), bed.attend(rows, reference, "cpu"), strict=True):
             assert (ours - truth).abs().max() < BOUND
 
 
 @pytest.mark.parametrize("shape", SHAPES[3:], ids=str)
 def test_other_shapes(shape: tuple[int, int, int]) -> None:
     bed = Bed(TREES["short"], shape, torch.float32, apart=False)
-    for ours, truth in zip(bed.attend(ends(bed), gpu, "cpu"), bed.attend(ends(bed), reference, "cpu"), strict=True):
+    for ours, truth in zip(bed.attend(ends(bed), backend, "cpu"), bed.attend(ends(bed), reference, "cpu"), strict=True):
         assert (ours - truth).abs().max() < BOUND
 
 
@@ -64,7 +65,7 @@ def test_windows_and_bias(window: int, biased: bool, way: str) -> None:
     bias = torch.randn(4, 800, generator=torch.Generator().manual_seed(1)) if biased else None
     rows = [*ends(bed)[:2], *ends(bed, 70)[2:]]
     truths = bed.attend(rows, reference, "cpu", window=window, bias=bias)
-    for ours, truth in zip(bed.attend(rows, gpu, "cpu", window=window, bias=bias), truths, strict=True):
+    for ours, truth in zip(bed.attend(rows, backend, "cpu", window=window, bias=bias), truths, strict=True):
         assert (ours - truth).abs().max() < BOUND
 
 
@@ -72,19 +73,19 @@ def test_both_ways_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans are folded one by one either way. (One sequence: the interpreter's products are numpy's, whose bits may
     depend on a row's place.)"""
     bed = Bed([(0, 1500)], (4, 2, 64), torch.float32, apart=False)
-    monkeypatch.setattr(gpu, "processors", lambda device: 1 << 30)
-    (split,) = bed.attend(ends(bed), gpu, "cpu")
-    monkeypatch.setattr(gpu, "STATE_BYTES", -1)
-    (flash,) = bed.attend(ends(bed), gpu, "cpu")
+    monkeypatch.setattr(backend, "processors", lambda device: 1 << 30)
+    (split,) = bed.attend(ends(bed), backend, "cpu")
+    monkeypatch.setattr(backend, "STATE_BYTES", -1)
+    (flash,) = bed.attend(ends(bed), backend, "cpu")
     assert torch.equal(split, flash)
 
 
 def test_what_is_no_number_stays_in_its_sequence(way: str) -> None:
     """One sequence's values are NaN: no other's answer is, though their rows may go through the same task."""
     bed = Bed(TREES["none"], (4, 2, 64), torch.float32, apart=False)
-    before = bed.attend(ends(bed), gpu, "cpu")
+    before = bed.attend(ends(bed), backend, "cpu")
     bed.v[torch.from_numpy(bed.tables[1]).long()] = float("nan")
-    after = bed.attend(ends(bed), gpu, "cpu")
+    after = bed.attend(ends(bed), backend, "cpu")
     assert after[1].isnan().all()
     for number in (0, 2, 3):
         assert torch.equal(after[number], before[number])
@@ -94,7 +95,7 @@ def test_scores_far_below_zero(way: str) -> None:
     bed = Bed(TREES["shared"], (4, 2, 64), torch.float32, apart=False)
     bed.k *= 100.0
     rows = ends(bed)
-    for ours, truth in zip(bed.attend(rows, gpu, "cpu"), bed.attend(rows, reference, "cpu"), strict=True):
+    for ours, truth in zip(bed.attend(rows, backend, "cpu"), bed.attend(rows, reference, "cpu"), strict=True):
         assert ours.isfinite().all() and (ours - truth).abs().max() < 1e-4
 
 
@@ -112,7 +113,7 @@ def test_a_step_goes_on(way: str) -> None:
         items, *places = (torch.from_numpy(x) for x in (plan.items, plan.positions, plan.row_slots, plan.row_offsets))
         if step is None:
             shape = (23, kv_heads, dim)
-            step = gpu.Step(
+            step = backend.Step(
                 {None: items}, *places, heads=heads, shape=shape, dtype=torch.float32, scale=0.2, device=CPU
             )  # fmt: skip
         else:
@@ -156,14 +157,14 @@ def test_norms(shape: tuple[int, ...]) -> None:
 
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="heads of up to 256"):
-        gpu.check(torch.bfloat16, 512)
+        backend.check(torch.bfloat16, 512)
     with pytest.raises(ValueError, match="bfloat16"):
-        gpu.check(torch.int8, 64)
+        backend.check(torch.int8, 64)
     x = torch.empty(1, 1, 16)
     with pytest.raises(ValueError, match="int8"):
-        gpu.append(x, x, x, x, x, x, k_scale=x)
+        backend.append(x, x, x, x, x, x, k_scale=x)
     with pytest.raises(ValueError, match="int8"):
-        gpu.attend(x, x, x, x, x, scale=1.0, v_scale=x)
+        backend.attend(x, x, x, x, x, scale=1.0, v_scale=x)
     with pytest.raises(ValueError, match="at most 65536"):
         gpu_rows.rms_norm(torch.zeros(1, 70_000), torch.zeros(70_000), 1e-5)
 

@@ -13,16 +13,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels import cut, triton_attend, triton_rows
-from headrace.kernels.gpu_rows import SEGMENT
+from headrace.kernels.triton import attention_kernels, row_kernels, tile_schedule
+from headrace.kernels.triton.rows import SEGMENT
 
 POINTERS = {"items": "*i32", "tasks": "*i32", "positions": "*i32", "slots": "*i32", "offsets": "*i32"}
 FP32 = ("acc_of", "m_of", "z_of", "parts")
 NUMBERS = {"factor": "fp32", "eps": "fp32"}
 SIZES = ("q_stride", "k_stride", "v_stride", "x_stride", "stride", "bias_len", "spans", "window", "rows", "inputs")
 SIZES += ("outputs", "elements", "segments", "width", "heads")
-HEADS = {"HEADS": 8, "D": 128, "P": 128, "SPAN": cut.SPAN, "WINDOW": False}
-WALK = HEADS | {"KV_HEADS": 2, "PART": 4, "PARTS": 1, "LANES": cut.LANES, "PRECISION": "ieee"}
+HEADS = {"HEADS": 8, "D": 128, "P": 128, "SPAN": tile_schedule.SPAN, "WINDOW": False}
+WALK = HEADS | {"KV_HEADS": 2, "PART": 4, "PARTS": 1, "LANES": tile_schedule.LANES, "PRECISION": "ieee"}
 
 
 def kind_of(name: str) -> str:
@@ -35,7 +35,7 @@ def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> str:
     """The kernel's PTX."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else kind_of(name) for name in names}
-    if kernel is triton_attend.walk:
+    if kernel is attention_kernels.walk:
         signature["bias"] = "*fp32"
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=values)
@@ -51,15 +51,17 @@ def main() -> None:
     for split, resume in ((True, False), (True, True), (False, False)):
         for bias in (False, True):
             constants = WALK | {"SPLIT": split, "RESUME": resume, "WINDOW": bias, "BIAS": bias}
-            note(f"walk {split} {resume} {bias}", compiled(triton_attend.walk, constants, num_warps=4, num_stages=3))
-    note("fold_spans", compiled(triton_attend.fold_spans, HEADS | {"TOGETHER": 16}))
-    note("store", compiled(triton_attend.store, {"KV_HEADS": 2, "D": 80, "P": 128}, num_warps=1))
+            note(
+                f"walk {split} {resume} {bias}", compiled(attention_kernels.walk, constants, num_warps=4, num_stages=3)
+            )
+    note("fold_spans", compiled(attention_kernels.fold_spans, HEADS | {"TOGETHER": 16}))
+    note("store", compiled(attention_kernels.store, {"KV_HEADS": 2, "D": 80, "P": 128}, num_warps=1))
     sizes = {"ROWS": 64, "STEP": 64, "SEGMENT": SEGMENT, "PRECISION": "ieee", "BIAS": True}
     for split, columns in ((True, 64), (False, 128)):
         constants = sizes | {"COLUMNS": columns, "SPLIT": split}
-        note(f"product {split}", compiled(triton_rows.product, constants, num_warps=4, num_stages=4))
-    note("add_segments", compiled(triton_rows.add_segments, {"WIDTH": 1024, "BIAS": True}))
-    note("rms_norm", compiled(triton_rows.rms_norm, {"P": 1024}))
+        note(f"product {split}", compiled(row_kernels.product, constants, num_warps=4, num_stages=4))
+    note("add_segments", compiled(row_kernels.add_segments, {"WIDTH": 1024, "BIAS": True}))
+    note("rms_norm", compiled(row_kernels.rms_norm, {"P": 1024}))
     print(json.dumps(found))
 
 

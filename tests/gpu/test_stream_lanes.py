@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from headrace.recompute.lanes import PINNED_BYTES, Lanes, StreamLane, open_lanes
+from headrace.offload.copy_streams import PINNED_BYTES, Lanes, StreamLane, open_lanes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention import plan as planning
-from headrace.attention import reference
+from headrace.kernels import reference
 from headrace.types import CHUNK
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -89,12 +89,12 @@ def ends(bed: Bed, count: int = 1) -> list[tuple[int, int, int]]:
 @pytest.fixture(params=["flash", "split"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Forces one of the two ways, wherever there is more than one span."""
-    from headrace.kernels import gpu
+    from headrace.kernels.triton import backend
 
     if request.param == "flash":
-        monkeypatch.setattr(gpu, "STATE_BYTES", -1)
+        monkeypatch.setattr(backend, "STATE_BYTES", -1)
     else:
-        monkeypatch.setattr(gpu, "processors", lambda device: 1 << 30)
+        monkeypatch.setattr(backend, "processors", lambda device: 1 << 30)
     return str(request.param)
 
 
@@ -102,12 +102,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_reference(shape: tuple[int, int, int], tree: str, dtype: torch.dtype, way: str, cuda: torch.device) -> None:
-    from headrace.kernels import gpu
+    from headrace.kernels.triton import backend
 
     bed = Bed(TREES[tree], shape, dtype, apart=False)
     for count in (1, 3):
         rows = ends(bed, count)
-        for ours, truth in zip(bed.attend(rows, gpu, "cuda"), bed.attend(rows, reference, "cpu"), strict=True):
+        for ours, truth in zip(bed.attend(rows, backend, "cuda"), bed.attend(rows, reference, "cpu"), strict=True):
             bound = 1e-5 if dtype == torch.float32 else 2e-2
             assert (ours.float() - truth.float()).abs().max() < bound
 
@@ -115,12 +115,12 @@ def test_reference(shape: tuple[int, int, int], tree: str, dtype: torch.dtype, w
 @pytest.mark.parametrize("window", [1, 40, 100, 600])
 @pytest.mark.parametrize("biased", [False, True])
 def test_windows_and_bias(window: int, biased: bool, way: str, cuda: torch.device) -> None:
-    from headrace.kernels import gpu
+    from headrace.kernels.triton import backend
 
     bed = Bed(TREES["shared"], (8, 2, 64), torch.float32, apart=False)
     bias = torch.randn(8, 800) if biased else None
     rows = [*ends(bed)[:3], *ends(bed, 70)[3:]]
-    ours = bed.attend(rows, gpu, "cuda", window=window, bias=None if bias is None else bias.cuda())
+    ours = bed.attend(rows, backend, "cuda", window=window, bias=None if bias is None else bias.cuda())
     for one, truth in zip(ours, bed.attend(rows, reference, "cpu", window=window, bias=bias), strict=True):
         assert (one - truth).abs().max() < 1e-5
 
@@ -129,33 +129,36 @@ def test_windows_and_bias(window: int, biased: bool, way: str, cuda: torch.devic
 @pytest.mark.parametrize("tree", TREES)
 def test_every_schedule_the_same_bits(tree: str, shape: tuple[int, int, int], way: str, cuda: torch.device) -> None:
     """Together or alone, shared or not, decoded or prefilled, by either way."""
-    from headrace.kernels import gpu
+    from headrace.kernels.triton import backend
 
     bed, apart = (Bed(TREES[tree], shape, torch.bfloat16, apart=apart) for apart in (False, True))
-    decoded = bed.attend(ends(bed), gpu, "cuda")
-    for other in (apart.attend(ends(bed), gpu, "cuda"), [bed.attend([row], gpu, "cuda")[0] for row in ends(bed)]):
+    decoded = bed.attend(ends(bed), backend, "cuda")
+    for other in (
+        apart.attend(ends(bed), backend, "cuda"),
+        [bed.attend([row], backend, "cuda")[0] for row in ends(bed)],
+    ):
         for one, two in zip(decoded, other, strict=True):
             assert torch.equal(one, two)
     for count in (2, 64, 3):
         if all(len(q) >= count for q, _, _ in bed.tokens):
-            for one, two in zip(decoded, bed.attend(ends(bed, count), gpu, "cuda"), strict=True):
+            for one, two in zip(decoded, bed.attend(ends(bed, count), backend, "cuda"), strict=True):
                 assert torch.equal(one[0], two[-1])
 
 
 def test_both_ways_the_same_bits(monkeypatch: pytest.MonkeyPatch, cuda: torch.device) -> None:
-    from headrace.kernels import gpu
+    from headrace.kernels.triton import backend
 
     bed = Bed(TREES["shared"], (8, 2, 128), torch.bfloat16, apart=False)
     rows = [*ends(bed)[:3], *ends(bed, 70)[3:]]
-    monkeypatch.setattr(gpu, "processors", lambda device: 1 << 30)
-    split = bed.attend(rows, gpu, "cuda")
-    monkeypatch.setattr(gpu, "STATE_BYTES", -1)
-    for one, two in zip(split, bed.attend(rows, gpu, "cuda"), strict=True):
+    monkeypatch.setattr(backend, "processors", lambda device: 1 << 30)
+    split = bed.attend(rows, backend, "cuda")
+    monkeypatch.setattr(backend, "STATE_BYTES", -1)
+    for one, two in zip(split, bed.attend(rows, backend, "cuda"), strict=True):
         assert torch.equal(one, two)
 
 
 def test_append(cuda: torch.device) -> None:
-    from headrace.kernels import gpu
+    from headrace.kernels.triton import backend
 
     k, v = (torch.randn(9, 3, 80, dtype=torch.bfloat16) for _ in range(2))
     slots = torch.tensor([4, 4, 1, 0, 5, 5, 5, 2, 3], dtype=torch.int32)
@@ -163,16 +166,16 @@ def test_append(cuda: torch.device) -> None:
     ours = [torch.zeros(6, 3, *tail, dtype=torch.bfloat16) for tail in ((80, CHUNK), (CHUNK, 80))]
     there = [x.cuda() for x in ours]
     reference.append(ours[0], ours[1], k, v, slots, offsets)
-    gpu.append(there[0], there[1], k.cuda(), v.cuda(), slots, offsets)
+    backend.append(there[0], there[1], k.cuda(), v.cuda(), slots, offsets)
     assert all(torch.equal(one, two.cpu()) for one, two in zip(ours, there, strict=True))
 
 
 def test_what_is_refused(cuda: torch.device) -> None:
-    from headrace.kernels import gpu
+    from headrace.kernels.triton import backend
 
     with pytest.raises(ValueError, match="heads of up to 256"):
-        gpu.check(torch.bfloat16, 512)
+        backend.check(torch.bfloat16, 512)
     with pytest.raises(ValueError, match="bfloat16"):
-        gpu.check(torch.int8, 64)
+        backend.check(torch.int8, 64)
     with pytest.raises(ValueError, match="int8"):
-        gpu.append(*(torch.empty(0),) * 4, torch.empty(0), torch.empty(0), k_scale=torch.empty(0))
+        backend.append(*(torch.empty(0),) * 4, torch.empty(0), torch.empty(0), k_scale=torch.empty(0))

@@ -16,7 +16,7 @@ ROWS = [1, 2, 16, 63, 64, 65, 300, 1000]
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_products(size: tuple[int, int], wide: bool, dtype: torch.dtype) -> None:
-    from headrace.kernels import gpu_rows
+    from headrace.kernels.triton import rows as gpu_rows
 
     inputs, outputs = size
     torch.manual_seed(1)
@@ -34,7 +34,7 @@ def test_products(size: tuple[int, int], wide: bool, dtype: torch.dtype) -> None
 
 
 def test_products_of_rows_that_lie_apart() -> None:
-    from headrace.kernels import gpu_rows
+    from headrace.kernels.triton import rows as gpu_rows
 
     x, w = torch.randn(20, 3, 128, device="cuda"), torch.randn(64, 128, device="cuda")
     assert torch.equal(gpu_rows.linear(x[:, 1], w, None, False), gpu_rows.linear(x[:, 1].contiguous(), w, None, False))
@@ -45,7 +45,7 @@ def test_products_of_rows_that_lie_apart() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(300, 1024), (65, 6, 80), (1, 4096), (0, 64)], ids=str)
 def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from headrace.kernels import gpu_rows
+    from headrace.kernels.triton import rows as gpu_rows
 
     torch.manual_seed(1)
     x, weight = torch.randn(shape, device="cuda").to(dtype), torch.randn(shape[-1], device="cuda").to(dtype)
@@ -62,7 +62,7 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def test_too_wide() -> None:
-    from headrace.kernels import gpu_rows
+    from headrace.kernels.triton import rows as gpu_rows
 
     with pytest.raises(ValueError, match="at most 65536"):
         gpu_rows.rms_norm(torch.zeros(1, 70_000, device="cuda"), torch.zeros(70_000, device="cuda"), 1e-5)

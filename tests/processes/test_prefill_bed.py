@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from headrace.cli.bench_prefill import check_table, settings
-from headrace.cli.prefill_bed import Bed, open_bed
-from headrace.cli.prefill_links import Link
+from headrace.bench.prefill import check_table, settings
+from headrace.bench.prefill_links import Link
+from headrace.bench.prefill_testbed import Bed, open_bed
 from headrace.cli.tune import table_stamp
-from headrace.parallel.limited import Limited
+from headrace.parallel.rate_limit import Limited
 from headrace.planner.choice import ALLOWED, Layout, layout
-from headrace.planner.table import Table
+from headrace.planner.tuned_table import Table
 
 KV_BYTES = 3 * 2 * 4 * 32 * 2
 """K and V of one token of the tiny model, in bf16: layers, two, heads, head size, bytes."""

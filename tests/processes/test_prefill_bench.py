@@ -15,13 +15,13 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace import LLM, SamplingParams
-from headrace.cli.bench_prefill import settings
+from headrace.bench.prefill import settings
+from headrace.bench.prefill_links import Link, Namespaces
+from headrace.bench.prefill_testbed import Bed, open_bed
 from headrace.cli.main import app
-from headrace.cli.prefill_bed import Bed, open_bed
-from headrace.cli.prefill_links import Link, Namespaces
 from headrace.config import EngineConfig
 from headrace.planner.choice import ALLOWED, Layout
-from headrace.planner.table import Table, load
+from headrace.planner.tuned_table import Table, load
 
 CASE = {
     "strategy", "ranks", "tokens", "cached", "bandwidth_gbps", "ttft_s", "partition", "wait_s", "bytes_sent", "ttfts",

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from headrace.config import EngineConfig
-from headrace.parallel.crew import Process
 from headrace.parallel.launch import open_group, spawn
+from headrace.parallel.supervisor import Process
 from headrace.parallel.transport import RankLost, Tag
 from tests.processes import fake_rank
 from tests.processes.fake_rank import step

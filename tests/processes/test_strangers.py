@@ -16,8 +16,8 @@ import pytest
 
 from headrace.config import EngineConfig
 from headrace.parallel import launch
-from headrace.parallel.crew import Process
 from headrace.parallel.group import Group
+from headrace.parallel.supervisor import Process
 from tests.processes.groups import echoes, importable, opened
 
 __all__ = ["importable"]

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import redis
 
-from headrace.kv.tiers.base import Read, name_of
-from headrace.kv.tiers.remote import RemoteTier
+from headrace.offload.tiers.base import Read, name_of
+from headrace.offload.tiers.remote import RemoteTier
 from tests.unit.redis_servers import Address
 
 T = TypeVar("T")

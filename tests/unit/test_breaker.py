@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.kv.tiers.breaker import Breaker
+from headrace.offload.tiers.breaker import Breaker
 
 pytestmark = pytest.mark.unit
 

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 
 from headrace.kv.cache import KVCache
+from headrace.kv.chunk_table import Table
 from headrace.kv.pool import SlotPool
-from headrace.kv.table import Table
 from headrace.kv.tree import Node, PrefixTree
 from headrace.types import CHUNK, chunks_for
 

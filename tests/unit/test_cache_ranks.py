@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.kv.cache import KVCache
+from headrace.kv.chunk_table import Owners, Table
 from headrace.kv.pool import SlotPool
-from headrace.kv.table import Owners, Table
 from headrace.kv.tree import PrefixTree
 from headrace.types import BLOCK_CHUNKS, CHUNK
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headrace.kv.cache import KVCache
+from headrace.kv.chunk_table import Table
 from headrace.kv.pool import SlotPool
-from headrace.kv.table import Table
 from headrace.types import CHUNK, chunks_for
 
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.attention.plan import Plan, Span, batch_order, build
-from headrace.kernels import cut
+from headrace.kernels.triton import tile_schedule
 from headrace.types import CHUNK
 
-SPAN_CHUNKS = cut.SPAN // CHUNK
+SPAN_CHUNKS = tile_schedule.SPAN // CHUNK
 
 
 @st.composite
@@ -41,38 +41,38 @@ def met_by(plan: Plan) -> list[list[int]]:
     return [[slot for _, slot in sorted(row)] for row in rows]
 
 
-def walked(done: cut.Cut, rows: int) -> list[list[int]]:
+def walked(done: tile_schedule.Cut, rows: int) -> list[list[int]]:
     """By row, the slots of the chunks that tasks walk with it, in the order in which they are folded."""
     met: list[list[tuple[int, int, int]]] = [[] for _ in range(rows)]
     for number, each in enumerate(done.rounds):
         for begin, end, first, count in each.tasks.tolist():
             for slot, key, low, high in done.items[first : first + count].tolist():
                 for row in range(max(begin, low), min(end, high)):
-                    met[row].append((key // cut.SPAN if done.split else 0, number, slot))
+                    met[row].append((key // tile_schedule.SPAN if done.split else 0, number, slot))
     return [[slot for _, _, slot in sorted(row, key=lambda one: one[:2])] for row in met]
 
 
 @settings(max_examples=100, deadline=None)
 @given(plans(), st.sampled_from([1, 4, 7, 48, 64]))
 def test_every_row_meets_its_chunks_from_left_to_right(plan: Plan, group: int) -> None:
-    for way in (cut.flash, cut.split):
+    for way in (tile_schedule.flash, tile_schedule.split):
         assert walked(way(plan.items, plan.rows, group), plan.rows) == met_by(plan)
 
 
 @settings(max_examples=100, deadline=None)
 @given(plans(), st.sampled_from([1, 4, 7, 48, 64]))
 def test_tasks_fit_and_none_waits_for_another_of_its_round(plan: Plan, group: int) -> None:
-    for done in (cut.flash(plan.items, plan.rows, group), cut.split(plan.items, plan.rows, group)):
+    for done in (tile_schedule.flash(plan.items, plan.rows, group), tile_schedule.split(plan.items, plan.rows, group)):
         for each in done.rounds:
             taken: set[tuple[int, int]] = set()
             for begin, end, first, count in each.tasks.tolist():
-                assert 0 < end - begin <= cut.rows_together(group)
+                assert 0 < end - begin <= tile_schedule.rows_together(group)
                 keys, low, high = done.items[first : first + count, 1:].T
                 assert (low < end).all() and (high > begin).all(), "a chunk is walked for nobody"
                 assert (np.diff(keys) > 0).all() if done.split else (np.diff(keys) >= 0).all()
                 if done.split:
-                    assert count > 0 and keys[0] // cut.SPAN == keys[-1] // cut.SPAN
-                    span = int(keys[0]) // cut.SPAN
+                    assert count > 0 and keys[0] // tile_schedule.SPAN == keys[-1] // tile_schedule.SPAN
+                    span = int(keys[0]) // tile_schedule.SPAN
                     mine = {(row, span) for row in range(begin, end)}
                     assert not mine & taken, "two tasks of a round leave the same state"
                     taken |= mine
@@ -82,20 +82,20 @@ def test_a_shared_prefix_is_walked_once() -> None:
     """32 sequences on 8,192 shared keys: a task for each span of the prefix and tile of rows, and one for each row."""
     shared = list(range(128))
     plan = build([Span(np.array([*shared, 200 + i], np.int32), 8192, 1) for i in range(32)])
-    done = cut.split(plan.items, 32, 1)
+    done = tile_schedule.split(plan.items, 32, 1)
     assert [len(each.tasks) for each in done.rounds] == [16 + 32]
-    done = cut.split(plan.items, 32, 4)
+    done = tile_schedule.split(plan.items, 32, 4)
     assert [len(each.tasks) for each in done.rounds] == [2 * 16 + 32]
 
 
 def test_sequences_that_part_within_a_span_go_on_from_its_state() -> None:
     plan = build([Span(np.array([0, 1, 2 + i], np.int32), 128, 1) for i in range(3)])
-    done = cut.split(plan.items, 3, 1)
+    done = tile_schedule.split(plan.items, 3, 1)
     assert [each.tasks.tolist() for each in done.rounds] == [[[0, 3, 0, 2]], [[0, 1, 2, 1], [1, 2, 3, 1], [2, 3, 4, 1]]]
     assert done.items[:, 0].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_nothing() -> None:
     empty = build([])
-    assert [len(each.tasks) for each in cut.flash(empty.items, 0, 1).rounds] == [0]
-    assert cut.split(empty.items, 0, 1).rounds == []
+    assert [len(each.tasks) for each in tile_schedule.flash(empty.items, 0, 1).rounds] == [0]
+    assert tile_schedule.split(empty.items, 0, 1).rounds == []

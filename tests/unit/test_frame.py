@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.kv import frame
-from headrace.kv.frame import Damaged, Header, Stamp
+from headrace.offload import frame
+from headrace.offload.frame import Damaged, Header, Stamp
 
 pytestmark = pytest.mark.unit
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from headrace.parallel import control
-from headrace.parallel import gate as gates
+from headrace.parallel import handshake as gates
 from headrace.parallel.control import Channel, Failed, Hello, Refused, connect
-from headrace.parallel.gate import Gate
+from headrace.parallel.handshake import Gate
 
 pytestmark = pytest.mark.unit
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.going import Going
+from headrace.engine.decode_fast_path import Going
 from headrace.engine.sequence import Sequence, Slice
-from headrace.kernels.whole import Greatest
+from headrace.kernels.model_step import Greatest
 from headrace.kv.cache import KVCache
 from headrace.types import Request, SamplingParams
 

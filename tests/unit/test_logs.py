@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.kv.tiers.breaker import Breaker
-from headrace.kv.tiers.health import Health
 from headrace.logs import MOST_IN_LINE, LineFormatter, shown
+from headrace.offload.tiers.breaker import Breaker
+from headrace.offload.tiers.health import Health
 
 pytestmark = pytest.mark.unit
 

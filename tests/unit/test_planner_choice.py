@@ -21,7 +21,7 @@ from headrace.planner.heuristic import (
     guarded,
 )
 from headrace.planner.partition import zigzag_ranks
-from headrace.planner.table import Entry, Stamp, Table
+from headrace.planner.tuned_table import Entry, Stamp, Table
 from tests.unit.planner_oracles import GQA, MACHINE, S2, TABLE_4
 
 pytestmark = pytest.mark.unit

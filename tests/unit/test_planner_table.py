@@ -11,7 +11,7 @@ import pytest
 from headrace.planner.heuristic import PRINTED
 from headrace.planner.partition import Bounds
 from headrace.planner.search import Search
-from headrace.planner.table import Entry, Stamp, Table, load
+from headrace.planner.tuned_table import Entry, Stamp, Table, load
 from tests.unit.planner_oracles import GQA, MACHINE, S2, Toy
 
 pytestmark = pytest.mark.unit

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.recompute.kvpr import DecodeSplit, Step, Stream, crossing, decode_split, kvpr_split, kvpr_time
+from headrace.offload.streaming.kvpr import DecodeSplit, Step, Stream, crossing, decode_split, kvpr_split, kvpr_time
 
 OPT = Step(batch=32, tokens=1024, prompt=1024, hidden=4096, kv_width=4096, compute_s=312e12, link_s=32e9)
 """OPT-6.7B on an A100 behind PCIe 4.0."""

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.offload.restore import rates
+from headrace.offload.restore.rates import Line, PrefillRate, Rates, Smoothed, measure, size_class
+from headrace.offload.restore.solver import Run, load_all, predict, restore_split
 from headrace.planner.machine import Machine, Shape, Times
 from headrace.planner.partition import causal_pairs
-from headrace.recompute import rates
-from headrace.recompute.rates import Line, PrefillRate, Rates, Smoothed, measure, size_class
-from headrace.recompute.solver import Run, load_all, predict, restore_split
 from headrace.types import CHUNK
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.recompute.solver import (
+from headrace.offload.restore.solver import (
     EXACT,
     Floats,
     Run,

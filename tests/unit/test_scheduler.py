@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.engine.going import Going
+from headrace.engine.decode_fast_path import Going
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, Slice
-from headrace.kernels.whole import Greatest
+from headrace.kernels.model_step import Greatest
 from headrace.kv.cache import KVCache
-from headrace.kv.table import Owners
+from headrace.kv.chunk_table import Owners
 from headrace.types import CHUNK, Request, SamplingParams
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.recompute.kvpr import Stream, decode_split
-from headrace.recompute.lanes import Ticket
-from headrace.recompute.pace import LATEST, Operation, Pace, Recent, Work
+from headrace.offload.copy_streams import Ticket
+from headrace.offload.streaming.kvpr import Stream, decode_split
+from headrace.offload.streaming.throughput import LATEST, Operation, Pace, Recent, Work
 
 WORK = Work(rows=4)
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from headrace.recompute.schedule import Form, Load, first_loads, stages
+from headrace.offload.streaming.schedule import Form, Load, first_loads, stages
 
 pytestmark = pytest.mark.unit
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.kv.tiers.base import Read
-from headrace.kv.tiers.disk import DiskTier
-from headrace.kv.tiers.files import OpenFiles
+from headrace.offload.tiers.base import Read
+from headrace.offload.tiers.disk import DiskTier
+from headrace.offload.tiers.files import OpenFiles
 from tests.unit.tier_contract import SIZE, content, get, held, name, put
 from tests.unit.tier_directory import BUDGET, check, descriptors, drafts, files, make
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.kv.tiers.disk import DiskTier
-from headrace.kv.tiers.files import BlobFiles
-from headrace.kv.tiers.index import Entry
+from headrace.offload.tiers.disk import DiskTier
+from headrace.offload.tiers.files import BlobFiles
+from headrace.offload.tiers.index import Entry
 from tests.unit.tier_contract import SIZE, content, get, held, name, put
 from tests.unit.tier_directory import check, files, make, pause_over
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.kv.tiers.index import TOUCHES, Entry, Index, choose
+from headrace.offload.tiers.index import TOUCHES, Entry, Index, choose
 
 TENANTS = [b"a", b"b", b"c", b"d", b"e"]
 NAMES = [bytes([number]) * 33 for number in range(24)]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.kv.tiers import index_tables
-from headrace.kv.tiers.disk import passing
-from headrace.kv.tiers.index import Entry, Index
+from headrace.offload.tiers import index_tables
+from headrace.offload.tiers.disk import passing
+from headrace.offload.tiers.index import Entry, Index
 
 
 @pytest.mark.parametrize("damage", [b"garbage" * 1000, b"SQLite format 3\0" + b"\xff" * 5000])

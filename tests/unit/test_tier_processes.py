@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.kv.tiers.disk import DiskTier
+from headrace.offload.tiers.disk import DiskTier
 from tests.unit.tier_contract import SIZE, content, get, held, name, put
 from tests.unit.tier_directory import check, descriptors
 
@@ -19,7 +19,7 @@ NOBODY = 65534
 
 BEGIN = """
 import os, resource, sys
-from headrace.kv.tiers.disk import DiskTier
+from headrace.offload.tiers.disk import DiskTier
 from tests.unit.tier_contract import SIZE, content, get, held, name, put
 """
 

@@ -17,9 +17,9 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.kv.tiers import remote, wire
-from headrace.kv.tiers.base import Read
-from headrace.kv.tiers.remote import RemoteTier
+from headrace.offload.tiers import redis_connection, remote
+from headrace.offload.tiers.base import Read
+from headrace.offload.tiers.remote import RemoteTier
 from tests.unit.redis_servers import Address, Proxy, fake_server, wait_for
 from tests.unit.remote_tier import BUDGETS, FAR_S, NAMES, blob_of, client, in_time, tier_of, whole
 from tests.unit.tier_contract import TierContract
@@ -206,10 +206,10 @@ def test_malformed_urls(url: str) -> None:
 
 
 def test_urls() -> None:
-    kwargs = wire.settings_of("redis://me:ge%2Fheim@host:7000/3", redis)
+    kwargs = redis_connection.settings_of("redis://me:ge%2Fheim@host:7000/3", redis)
     assert kwargs == {"username": "me", "password": "ge/heim", "host": "host", "port": 7000, "db": 3}
-    assert wire.settings_of("rediss://host", redis)["connection_class"] is redis.SSLConnection
-    assert wire.settings_of("unix:///run/redis.sock?db=2", redis)["path"] == "/run/redis.sock"
+    assert redis_connection.settings_of("rediss://host", redis)["connection_class"] is redis.SSLConnection
+    assert redis_connection.settings_of("unix:///run/redis.sock?db=2", redis)["path"] == "/run/redis.sock"
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_connecting_ends_in_time() -> None:
         return late
 
     with pytest.raises(TimeoutError):
-        in_time(lambda: wire.connect_within(slow, 0.05))
+        in_time(lambda: redis_connection.connect_within(slow, 0.05))
     assert late.fileno() >= 0
     go.set()
     wait_for(lambda: late.fileno() < 0)

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from headrace.kv.tiers.base import Read
-from headrace.kv.tiers.remote import RemoteTier
+from headrace.offload.tiers.base import Read
+from headrace.offload.tiers.remote import RemoteTier
 from tests.unit.redis_servers import REAL, Address, Proxy, fake_server, real_server, wait_for
 from tests.unit.remote_tier import BUDGETS, NAMES, blob_of, client, in_time, tier_of, whole
 

@@ -14,10 +14,20 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.kv.tiers import wire
-from headrace.kv.tiers.base import Read, TierStats
-from headrace.kv.tiers.remote import RemoteTier, without
-from headrace.kv.tiers.resp import LINE_BYTES, LONGEST_LINE, Call, Expected, Integer, Integers, Parser, Status, Value
+from headrace.offload.tiers import redis_connection
+from headrace.offload.tiers.base import Read, TierStats
+from headrace.offload.tiers.remote import RemoteTier, without
+from headrace.offload.tiers.resp_protocol import (
+    LINE_BYTES,
+    LONGEST_LINE,
+    Call,
+    Expected,
+    Integer,
+    Integers,
+    Parser,
+    Status,
+    Value,
+)
 from tests.unit.redis_servers import ScriptedServer, wait_for
 from tests.unit.remote_tier import BUDGETS, NAMES, in_time, tier_of, whole
 
@@ -139,20 +149,20 @@ ENDLESS = {
 def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of what the tiers take from their sockets."""
     sizes: list[int] = []
-    recv, recv_into = wire.Line.recv, wire.Line.recv_into
+    recv, recv_into = redis_connection.Line.recv, redis_connection.Line.recv_into
 
-    def counting(self: wire.Line, size: int, flags: int = 0) -> bytes:
+    def counting(self: redis_connection.Line, size: int, flags: int = 0) -> bytes:
         data = recv(self, size, flags)
         sizes.append(len(data))
         return data
 
-    def counting_into(self: wire.Line, buffer: memoryview, size: int = 0, flags: int = 0) -> int:
+    def counting_into(self: redis_connection.Line, buffer: memoryview, size: int = 0, flags: int = 0) -> int:
         got = recv_into(self, buffer, size, flags)
         sizes.append(got)
         return got
 
-    monkeypatch.setattr(wire.Line, "recv", counting)
-    monkeypatch.setattr(wire.Line, "recv_into", counting_into)
+    monkeypatch.setattr(redis_connection.Line, "recv", counting)
+    monkeypatch.setattr(redis_connection.Line, "recv_into", counting_into)
     return sizes
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.kv.tiers import remote
-from headrace.kv.tiers.base import TierStats, name_of
+from headrace.offload.tiers import remote
+from headrace.offload.tiers.base import TierStats, name_of
 from tests.unit.redis_servers import Address
 from tests.unit.remote_tier import NAMES, blob_of, client, tier_of, whole
 

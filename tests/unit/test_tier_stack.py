@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace.kv.tiers.base import Format, Parts, Read, TierStats
-from headrace.kv.tiers.stack import Tiers
-from headrace.kv.tiers.writer import Write, Writer
+from headrace.offload.tiers.base import Format, Parts, Read, TierStats
+from headrace.offload.tiers.stack import Tiers
+from headrace.offload.tiers.writer import Write, Writer
 from tests.unit.redis_servers import wait_for
 
 pytestmark = pytest.mark.unit

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.kv.tiers.base import Tier
-from headrace.kv.tiers.disk import DiskTier
-from headrace.kv.tiers.host import Buffer, HostTier
+from headrace.offload.tiers.base import Tier
+from headrace.offload.tiers.disk import DiskTier
+from headrace.offload.tiers.host import Buffer, HostTier
 from tests.unit.tier_contract import SIZE, TierContract, content, get, name, put
 
 

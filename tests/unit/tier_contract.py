@@ -1,4 +1,4 @@
-"""What every tier must do (kv.tiers.base). A test module derives from TierContract and gives `make`.
+"""What every tier must do (offload.tiers.base). A test module derives from TierContract and gives `make`.
 
 class TestDisk(TierContract):
     def make(self, tmp_path, budget_bytes, quota): return DiskTier(tmp_path / "kv", budget_bytes, quota=quota)
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.kv.tiers.base import Read, Tier, name_of
+from headrace.offload.tiers.base import Read, Tier, name_of
 
 SIZE = 4096
 

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.kv.tiers.disk import DiskTier
+from headrace.offload.tiers.disk import DiskTier
 from tests.unit.tier_contract import SIZE
 
 BUDGET = 16 * SIZE

@@ -18,7 +18,7 @@ from typing import Any
 import llama_cpp as ll
 import numpy as np
 
-from headrace.cli.bench_protocol import Times, serve
+from headrace.bench.protocol import Times, serve
 
 SEQUENCES = 65
 KEPT = SEQUENCES - 1

@@ -21,7 +21,7 @@ from typing import Any
 
 from mistralrs import Architecture, ChatCompletionRequest, Runner, Which
 
-from headrace.cli.bench_protocol import Times, serve
+from headrace.bench.protocol import Times, serve
 
 AT_ONCE = 64
 """Sequences that may run together: as many as the largest workload has."""

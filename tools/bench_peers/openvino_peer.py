@@ -17,7 +17,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-from headrace.cli.bench_protocol import Times, serve
+from headrace.bench.protocol import Times, serve
 
 
 class OpenVino:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from headrace.cli.bench_protocol import Times, serve
+from headrace.bench.protocol import Times, serve
 
 
 class Transformers:

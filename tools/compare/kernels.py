@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 
 from headrace.attention.plan import Plan, Span, build
-from headrace.cli import bench_beds as beds
-from headrace.cli.bench_beds import Repeated
-from headrace.cli.bench_limits import seconds, threads
+from headrace.bench import attention_testbed as beds
+from headrace.bench.attention_testbed import Repeated
+from headrace.bench.limits import seconds, threads
 from headrace.kernels import extension, ops
 from headrace.memory import copied
 from headrace.types import CHUNK

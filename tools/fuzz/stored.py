@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from headrace.kv import frame
-from headrace.kv.tiers.base import Read, Tier, name_of
+from headrace.offload import frame
+from headrace.offload.tiers.base import Read, Tier, name_of
 
 IDENTITY, LAYERS, SECTION = bytes(32), 2, 1000
 STAMP = frame.Stamp(IDENTITY, LAYERS, SECTION, "k", "raw")

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from headrace.attention.plan import Plan, Span, batch_order, build
-from headrace.cli.bench_result import machine
-from headrace.kernels import gpu
+from headrace.bench.result import machine
+from headrace.kernels.triton import backend
 from headrace.types import CHUNK
 
 CUDA = torch.device("cuda", 0)
@@ -78,7 +78,7 @@ def ours(plan: Plan, slots: int, heads: int, kv_heads: int, dim: int) -> float:
     )
     q = torch.randn(plan.rows, heads, dim, device=CUDA).bfloat16()
     items, positions = torch.from_numpy(plan.items), torch.from_numpy(plan.positions)
-    work = gpu.Work(items, positions, heads, kv_heads, dim, CUDA)
+    work = backend.Work(items, positions, heads, kv_heads, dim, CUDA)
     there = positions.int().to(CUDA)
     return timed(lambda: work.run(q, k, v, there, dim**-0.5, None, None))
 

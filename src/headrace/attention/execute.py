@@ -8,24 +8,23 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from headrace.attention import reference
 from headrace.attention.plan import Plan
 from headrace.config import AttentionSpec
-from headrace.kernels import cpu
-from headrace.kernels.step import Pools, Step, StepOver
+from headrace.kernels import cpu, reference
+from headrace.kernels.cpu_step import Pools, Step, StepOver
 from headrace.kv.storage import KVStorage
 from headrace.types import CHUNK
 
 BACKENDS = {"reference": reference, "cpu": cpu}
 """Each has, with the same parameters: append and attend; empty_fold, partial, finish, states_of, fold_blocks and merge
-for attention in pieces (docs/attention.md). kernels.table chooses among them."""
+for attention in pieces (docs/attention.md). kernels.dispatch chooses among them."""
 
 
 def kernels_of(backend: str) -> Any:
     """One of BACKENDS, or 'triton', which has append and attend alone and is imported where it is used first."""
     if backend != "triton":
         return BACKENDS[backend]
-    from headrace.kernels import gpu
+    from headrace.kernels.triton import backend as gpu
 
     return gpu
 

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from headrace import cores
+from headrace.bench.load import Sample, ask_all, first_error, new_client, quantile
+from headrace.bench.result import JsonFile, measure_cases, one_of, write_result
 from headrace.cli import bench_kv
-from headrace.cli.bench_result import JsonFile, measure_cases, one_of, write_result
-from headrace.cli.console import err, one_line_errors, out, working
-from headrace.cli.load import Sample, ask_all, first_error, new_client, quantile
+from headrace.console import err, one_line_errors, out, working
 
 app = typer.Typer(help="Measure; --json FILE writes the result.", no_args_is_help=True, rich_markup_mode=None)
 for command in (bench_kv.restore, bench_kv.offload, bench_kv.restart):
@@ -32,7 +32,7 @@ def cache(
     json_file: JsonFile = None,
 ) -> None:
     """Cost of the prefix tree and the plan: matching a long prompt, and book-keeping as a share of a decode step."""
-    from headrace.cli.bench_cache import SHAPES, bookkeeping_case, match_case
+    from headrace.bench.cache import SHAPES, bookkeeping_case, match_case
 
     with one_line_errors():
         if model not in (*SHAPES, "tiny"):
@@ -54,7 +54,7 @@ def connections(
     repeats: Annotated[int, typer.Option(min=1, help="Rounds without and with the strangers, in turns.")] = 5,
 ) -> None:
     """Time to first token beside silent connections, more of them than the server has file descriptors (1,024)."""
-    from headrace.cli.bench_connections import cases
+    from headrace.bench.connections import cases
 
     with one_line_errors():
         measure_cases(cases(idle, clients, each, repeats), json_file)
@@ -73,7 +73,7 @@ def attention(
     ] = False,
 ) -> None:
     """Attention and linear kernels beside torch's, beside no sharing, and beside the machine's limits."""
-    from headrace.cli.bench_attention import QUICK, AttentionBench, Sizes
+    from headrace.bench.attention import QUICK, AttentionBench, Sizes
 
     with one_line_errors():
         counts = [thread_count] if thread_count else sorted({1, cores.usable()})
@@ -106,8 +106,8 @@ def engine(
     ] = False,
 ) -> None:
     """Whole engines on the same work, each in a process of its own: time to first token, decoding speed, memory."""
-    from headrace.cli.bench_engine import lines, run_all
-    from headrace.cli.bench_limits import Limits
+    from headrace.bench.engine import lines, run_all
+    from headrace.bench.limits import Limits
 
     with one_line_errors():
         work, shapes, names = (text.split(",") for text in (workloads, models, engines))
@@ -155,20 +155,20 @@ def prefill(
     plot: Annotated[Path | None, typer.Option(help="PNG that takes a plot.")] = None,
 ) -> None:
     """Time to the first token of one prompt on several ranks, by each strategy, beside one rank by itself."""
-    from headrace.cli import bench_prefill, prefill_report
+    from headrace.bench import prefill, prefill_report
 
     with one_line_errors():
         if plot is not None:
             prefill_report.plotter()
-        plan = bench_prefill.Plan(
-            model, bench_prefill.numbers("ranks", ranks), bench_prefill.numbers("tokens", tokens),
-            bench_prefill.numbers("cached", cached), tuple(strategies.split(",")),
-            bench_prefill.links(bandwidth, latency_ms, jitter), repeats, threads, dtype,
-            one_of("link", link, ("limited", "netns")) == "netns", bench_prefill.load_table(table), search, stride,
+        plan = prefill.Plan(
+            model, prefill.numbers("ranks", ranks), prefill.numbers("tokens", tokens),
+            prefill.numbers("cached", cached), tuple(strategies.split(",")),
+            prefill.links(bandwidth, latency_ms, jitter), repeats, threads, dtype,
+            one_of("link", link, ("limited", "netns")) == "netns", prefill.load_table(table), search, stride,
             search_repeats, one_of("placement", placement, ("own", "round", "last")),
         )  # fmt: skip
-        bench = bench_prefill.PrefillBench(plan)
-        done = measure_cases(bench.cases(), json_file, bench.profile, bench_prefill.line)
+        bench = prefill.PrefillBench(plan)
+        done = measure_cases(bench.cases(), json_file, bench.profile, prefill.line)
         out.print(prefill_report.ratios(done), soft_wrap=True)
         if plot is not None:
             prefill_report.plot(done, plot)
@@ -201,17 +201,17 @@ def choice(
     ] = "round",
 ) -> None:
     """What the planner picks beside the best of all strategies, measured, and where pass-Q starts to win."""
-    from headrace.cli import bench_choice, bench_prefill
+    from headrace.bench import choice, prefill
 
     with one_line_errors():
-        plan = bench_prefill.Plan(
-            model, bench_prefill.numbers("ranks", ranks), bench_prefill.numbers("tokens", tokens),
-            bench_prefill.numbers("cached", cached), links=bench_prefill.links(bandwidth, latency_ms, 0.0),
+        plan = prefill.Plan(
+            model, prefill.numbers("ranks", ranks), prefill.numbers("tokens", tokens),
+            prefill.numbers("cached", cached), links=prefill.links(bandwidth, latency_ms, 0.0),
             repeats=repeats, threads=threads, dtype=dtype, netns=one_of("link", link, ("limited", "netns")) == "netns",
-            table=bench_prefill.load_table(table), placement=one_of("placement", placement, ("round", "last")),
+            table=prefill.load_table(table), placement=one_of("placement", placement, ("round", "last")),
         )  # fmt: skip
-        bench = bench_choice.ChoiceBench(plan, one_of("rule", rule, ("cost", "alg1", "alg5", "heuristic")))
-        out.print(bench_choice.summary(measure_cases(bench.cases(), json_file, bench.profile, bench_choice.line)))
+        bench = choice.ChoiceBench(plan, one_of("rule", rule, ("cost", "alg1", "alg5", "heuristic")))
+        out.print(choice.summary(measure_cases(bench.cases(), json_file, bench.profile, choice.line)))
 
 
 @app.command()

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.bench_result import JsonFile, measure_cases, one_of
-from headrace.cli.console import err, one_line_errors, out
+from headrace.bench.result import JsonFile, measure_cases, one_of
+from headrace.console import err, one_line_errors, out
 
 
 def restore(
@@ -26,14 +26,14 @@ def restore(
     plot: Annotated[Path | None, typer.Option(help="PNG that takes a plot.")] = None,
 ) -> None:
     """A stored prompt comes back: the solver's split beside loading all, recomputing all, and every other split."""
-    from headrace.cli import bench_restore, prefill_report
+    from headrace.bench import prefill_report, restore
 
     with one_line_errors():
         if plot is not None:
             prefill_report.plotter()
-        plan = bench_restore.Plan(
+        plan = restore.Plan(
             tuple(models.split(",")),
-            bench_restore.links_of(links),
+            restore.links_of(links),
             tokens,
             suffix,
             latency_ms,
@@ -41,10 +41,10 @@ def restore(
             repeats,
             threads,
         )
-        done = measure_cases(bench_restore.cases(plan), json_file, line=bench_restore.line)
-        out.print(bench_restore.table(done), soft_wrap=True)
+        done = measure_cases(restore.cases(plan), json_file, line=restore.line)
+        out.print(restore.table(done), soft_wrap=True)
         if plot is not None:
-            bench_restore.plot(done, plot)
+            restore.plot(done, plot)
             err.print(f"wrote {plot}", style="dim")
 
 
@@ -65,7 +65,7 @@ def offload(
     latency_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds that each transfer takes longer.")] = 0.0,
 ) -> None:
     """Decode on KV behind an emulated link: what the solver projects beside loading everything, row and column."""
-    from headrace.cli.bench_offload import OffloadBench, line
+    from headrace.bench.offload import OffloadBench, line
 
     with one_line_errors():
         chosen = [one_of("schedules", name, ("row", "column")) for name in schedules.split(",")]
@@ -85,10 +85,10 @@ def restart(
     prefault: Annotated[bool, typer.Option(help="Map the pool's memory at the server's start.")] = True,
 ) -> None:
     """A server ends, by SIGTERM and by kill -9, and starts again: time to first token of the same prompt."""
-    from headrace.cli import bench_restart
-    from headrace.cli.bench_engine import checkpoint
+    from headrace.bench import restart
+    from headrace.bench.engine import checkpoint
 
     with one_line_errors():
         folder = "tiny" if model == "tiny" else str(checkpoint(model))
         options = ["--kv-cache-tokens", str(tokens + 1024), *(["--kv-cache-prefault"] if prefault else [])]
-        measure_cases(bench_restart.cases(folder, tokens, repeats, options, directory), json_file)
+        measure_cases(restart.cases(folder, tokens, repeats, options, directory), json_file)

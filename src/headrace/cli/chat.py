@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.console import err, out
 from headrace.cli.engine import Answer, engine, figures
 from headrace.cli.generate import read_text
 from headrace.config import EngineConfig
+from headrace.console import err, out
 from headrace.types import InvalidRequest, SamplingParams
 
 Message = dict[str, str]

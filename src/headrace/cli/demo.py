@@ -23,9 +23,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from headrace.assets.facts import fact_document, question
-from headrace.cli.console import err, out, working
-from headrace.cli.load import Sample, ask, ask_all, first_error, new_client, quantile
+from headrace.bench.load import Sample, ask, ask_all, first_error, new_client, quantile
 from headrace.config import EngineConfig, env_name
+from headrace.console import err, out, working
 from headrace.types import CHUNK
 
 MODEL = "tiny"

@@ -12,8 +12,9 @@ from typing import Any
 
 from rich.table import Table
 
-from headrace import cores
-from headrace.cli.console import out, working
+from headrace import cores, host
+from headrace.console import out, working
+from headrace.host import GIB
 
 FLAGS = (
     "avx2",
@@ -28,7 +29,6 @@ FLAGS = (
     "amx_bf16",
 )
 PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "openai", "ray", "redis")
-GIB = 2**30
 PROBE_BYTES = 512 * 2**20
 
 
@@ -67,10 +67,10 @@ def findings() -> dict[str, dict[str, Any]]:
 def processor() -> dict[str, Any]:
     import torch
 
-    facts = _fields(Path("/proc/cpuinfo"))
+    facts = host.processor()
     have = facts.get("flags", facts.get("Features", "")).split()
     return {
-        "name": processor_name(),
+        "name": host.processor_name(),
         "architecture": platform.machine(),
         "cores usable": cores.usable(),
         "CPU quota of the container": "none" if (quota := cores.quota()) is None else quota,
@@ -79,24 +79,11 @@ def processor() -> dict[str, Any]:
     }
 
 
-def processor_name() -> str:
-    return _fields(Path("/proc/cpuinfo")).get("model name", platform.processor() or platform.machine())
-
-
-def memory_total() -> float:
-    """Memory of the machine in GiB."""
-    return _memory_bytes("MemTotal") / GIB
-
-
-def _memory_bytes(name: str) -> int:
-    return int(_fields(Path("/proc/meminfo")).get(name, "0 kB").split()[0]) * 1024
-
-
 def memory() -> dict[str, Any]:
     limit = _cgroup_limit()
     return {
-        "total GiB": memory_total(),
-        "free GiB": _memory_bytes("MemAvailable") / GIB,
+        "total GiB": host.memory_total() / GIB,
+        "free GiB": host.memory_available() / GIB,
         "limit of the container GiB": "none" if limit is None else limit / GIB,
         "read bandwidth GB/s": read_bandwidth(),
     }
@@ -132,14 +119,14 @@ def accelerators() -> dict[str, Any]:
 def kernels() -> dict[str, Any]:
     """Operation -> implementation and reason. A kernel package that cannot be imported is a finding, not an error."""
     try:
-        from headrace.kernels import cpu, table
+        from headrace.kernels import cpu, dispatch
     except Exception as error:
         return {"kernels": f"cannot be imported: {error}"}
     why_not = cpu.unavailable_reason()
     native = f"available ({cpu.isa()})" if why_not is None else f"not available: {why_not}"
-    no_triton = table.no_triton()
+    no_triton = dispatch.no_triton()
     triton = "available (attention_backend 'triton')" if no_triton is None else f"not available: {no_triton}"
-    return {"C++ kernels": native, "Triton kernels": triton, **table.reasons()}
+    return {"C++ kernels": native, "Triton kernels": triton, **dispatch.reasons()}
 
 
 def ranks() -> dict[str, Any]:
@@ -174,7 +161,7 @@ def tiers() -> dict[str, Any]:
         config = config_from_env()
     except ValueError as error:
         return {"tiers": f"cannot be used: {error}"}
-    return findings_of(config, _memory_bytes("MemAvailable"))
+    return findings_of(config, host.memory_available())
 
 
 def _backends() -> str:
@@ -198,7 +185,7 @@ def check_model(model: str) -> dict[str, Any]:
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     spec = config.attention
     per_token = spec.kv_bytes_per_token(2)
-    free = _memory_bytes("MemAvailable")
+    free = host.memory_available()
     template = "chat template" if tokenizer and tokenizer.has_chat_template else "no chat template"
     return {
         "folder": folder,
@@ -210,16 +197,6 @@ def check_model(model: str) -> dict[str, Any]:
         "KV bytes per token (bf16)": f"{per_token:,}",
         "KV tokens that fit in the free memory": f"{max(0, free - weights) // per_token:,}",
     }
-
-
-def _fields(path: Path) -> dict[str, str]:
-    """'name: value' lines of a file of /proc, the first of each name; empty where there is no such file."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in reversed(lines) if ":" in line)
-    return {name.strip(): value.strip() for name, value in pairs}
 
 
 def _cgroup_limit() -> int | None:

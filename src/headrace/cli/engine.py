@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.cli.console import loading
 from headrace.config import EngineConfig
+from headrace.console import loading
 from headrace.types import Delta, Metrics
 
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.console import err
 from headrace.cli.engine import Answer, engine, figures
 from headrace.config import EngineConfig
+from headrace.console import err
 from headrace.types import SamplingParams
 
 

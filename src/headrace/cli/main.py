@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from headrace import __version__
-from headrace.cli import bench, console
+from headrace import __version__, console
+from headrace.cli import bench
 from headrace.cli.options import guarded, with_config, with_sampling
 from headrace.config import EngineConfig
 from headrace.engine import torchrun
@@ -137,13 +137,13 @@ def tune(
 
     Interrupted, the same command goes on where it was.
     """
-    from headrace.cli import bench_prefill
+    from headrace.bench import prefill
+    from headrace.bench.prefill_links import Link
     from headrace.cli import tune as tuning
-    from headrace.cli.prefill_links import Link
 
     tuning.run(
         tuning.Tuning(
-            model, path, ranks, bench_prefill.numbers("tokens", tokens), repeats, stride, threads, dtype, heuristic,
+            model, path, ranks, prefill.numbers("tokens", tokens), repeats, stride, threads, dtype, heuristic,
             Link(bandwidth, latency_ms / 1e3),
         )
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`headrace tune`: measures what the planner goes by on this machine, and writes it as a table (planner.table).
+"""`headrace tune`: measures what the planner goes by on this machine, and writes it as a table (planner.tuned_table).
 
 For each token count the chain's blocks are searched by prefills (KVR-S). Then, with those, how far the cost model is
 off is measured for each strategy; with --heuristic also where pass-Q beats pass-KV. The file is written after each
@@ -16,16 +16,16 @@ from pathlib import Path
 import msgspec
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from headrace.cli.bench_prefill import confirmed, in_turns, search, set_link, settings
-from headrace.cli.console import err, loading, out
-from headrace.cli.prefill_bed import Bed, median, open_bed
-from headrace.cli.prefill_links import Link
+from headrace.bench.prefill import confirmed, in_turns, search, set_link, settings
+from headrace.bench.prefill_links import Link
+from headrace.bench.prefill_testbed import Bed, median, open_bed
 from headrace.config import EngineConfig
+from headrace.console import err, loading, out
 from headrace.engine.ranks import stamp
 from headrace.planner.choice import ALLOWED, layout, predict
 from headrace.planner.heuristic import fit_heuristic
 from headrace.planner.optimum import best_chain
-from headrace.planner.table import Stamp, Table, load
+from headrace.planner.tuned_table import Stamp, Table, load
 from headrace.types import CHUNK
 
 SHARES = (64, 32, 16, 8, 4, 2)

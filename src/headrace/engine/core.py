@@ -31,7 +31,7 @@ from headrace.engine.sampler import (
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, Slice
 from headrace.engine.stopping import finish_reason
-from headrace.kv.table import Table
+from headrace.kv.chunk_table import Table
 from headrace.types import CHUNK, Delta, EngineStats, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
 
 log = logging.getLogger(__name__)

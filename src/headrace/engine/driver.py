@@ -24,7 +24,7 @@ from headrace.engine.runner import Computed
 from headrace.engine.sequence import Sequence as Answer
 from headrace.engine.sequence import Slice
 from headrace.kv.cache import KVCache
-from headrace.kv.table import Owners, Table
+from headrace.kv.chunk_table import Owners, Table
 from headrace.parallel import messages
 from headrace.parallel.messages import Group, Part
 from headrace.parallel.rank import Rank

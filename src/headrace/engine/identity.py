@@ -22,7 +22,7 @@ import xxhash
 
 from headrace import __version__
 from headrace.files import open_given, open_own, read_given, read_own
-from headrace.kernels import cpu, table
+from headrace.kernels import cpu, dispatch
 from headrace.kv.storage import LAYOUT
 from headrace.logs import shown
 from headrace.models.files import weight_files
@@ -86,7 +86,7 @@ def chunk_identity(
 
 def arithmetic() -> dict[str, Any]:
     """What computes here: engines on which this agrees get the same bits."""
-    kernels = {name: choice.implementation for name, choice in table.table().items() if name != "layer"}
+    kernels = {name: choice.implementation for name, choice in dispatch.table().items() if name != "layer"}
     return {
         "isa": cpu.isa() if cpu.available() else "none",
         "kernels": kernels,

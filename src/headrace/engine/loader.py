@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from headrace import host
 from headrace.config import EngineConfig, Quantization
 from headrace.engine import ranks, streaming, tiers, torchrun
 from headrace.engine.capacity import Capacity, model_folder
@@ -21,7 +21,7 @@ from headrace.engine.runner import Runner
 from headrace.engine.streaming import StreamRunner
 from headrace.engine.tokenizer import Tokenizer
 from headrace.files import read_given
-from headrace.kernels import table
+from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import LAYOUT, KVStorage
 from headrace.models.config import ModelConfig, read_config
@@ -69,7 +69,7 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     folder = model_folder(config.model)
     model = read_config(folder)
     dtype = compute_dtype(model, config.dtype)
-    backend = table.choose(config.attention_backend, dtype, device_of(config), model.attention.head_dim)
+    backend = dispatch.choose(config.attention_backend, dtype, device_of(config), model.attention.head_dim)
     kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
     share = shard(model, 0, config.tensor_parallel_size)
     bytes_per_token = KVStorage.bytes_per_token(share, kv_dtype)
@@ -133,7 +133,7 @@ def _capacity(
 def _kernels(quantization: Quantization, backend: str) -> dict[str, str]:
     """Operation -> implementation and reason; of the linear layers those in use."""
     linear = "linear" if quantization == "none" else f"linear_{quantization}"
-    choices = table.reasons(gpu=backend == "triton")
+    choices = dispatch.reasons(gpu=backend == "triton")
     return {name: why for name, why in choices.items() if name == linear or not name.startswith("linear")}
 
 
@@ -166,16 +166,7 @@ def _free_memory(config: EngineConfig) -> int:
     device = device_of(config)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
-    return _free_here() // ranks.on_this_host(config) // 4
-
-
-def _free_here() -> int:
-    """Bytes of memory that can be had without swapping."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return host.memory_available() // ranks.on_this_host(config) // 4
 
 
 def _eos(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -19,17 +19,17 @@ from typing import Literal
 
 from headrace.engine.sequence import Sequence as Answer
 from headrace.engine.sequence import Slice
-from headrace.engine.writeback import Writeback
 from headrace.kv.cache import KVCache
-from headrace.kv.table import Table
-from headrace.kv.tiers.base import Kind, TierStats, name_of
-from headrace.kv.tiers.stack import Tiers
+from headrace.kv.chunk_table import Table
 from headrace.kv.tree import Node
-from headrace.recompute.lanes import Lane, Ticket
-from headrace.recompute.rates import Rates
-from headrace.recompute.restore import Restore, Wanted
-from headrace.recompute.shelf import Shelf
-from headrace.recompute.solver import Prediction, Run, Split, predict, restore_split
+from headrace.offload.chunk_codec import Shelf
+from headrace.offload.copy_streams import Lane, Ticket
+from headrace.offload.restore.rates import Rates
+from headrace.offload.restore.solver import Prediction, Run, Split, predict, restore_split
+from headrace.offload.restore.transfer import Restore, Wanted
+from headrace.offload.tiers.base import Kind, TierStats, name_of
+from headrace.offload.tiers.stack import Tiers
+from headrace.offload.writeback import Writeback
 from headrace.types import CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ CLOSE_S = 30.0
 """So long may it take to store what is not stored yet when the engine ends."""
 
 Choose = Callable[[Run, Rates, int], Split]
-"""(run, rates, most tokens of a step) -> Split: see recompute.solver.restore_split."""
+"""(run, rates, most tokens of a step) -> Split: see offload.restore.solver.restore_split."""
 
 
 @dataclass(slots=True)

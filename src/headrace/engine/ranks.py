@@ -18,21 +18,21 @@ from headrace.config import EngineConfig
 from headrace.engine import torchrun
 from headrace.engine.capacity import model_folder
 from headrace.engine.driver import Advise, Driver
-from headrace.kernels import table
+from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.weights import Progress
 from headrace.parallel import launch, measure
-from headrace.parallel.crew import Crew
 from headrace.parallel.group import Group, interface_name
 from headrace.parallel.rank import Rank
+from headrace.parallel.supervisor import Crew
 from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import RankLost
 from headrace.planner.choice import ALLOWED, Choice, choose
 from headrace.planner.machine import Machine, Shape
-from headrace.planner.table import Stamp, Table
-from headrace.planner.table import load as load_table
+from headrace.planner.tuned_table import Stamp, Table
+from headrace.planner.tuned_table import load as load_table
 from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def load_share(config: EngineConfig, group: Group | None, progress: Progress | N
 
 
 def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
-    backend = table.choose(config.attention_backend, decoder.dtype, torch.device("cpu"))
+    backend = dispatch.choose(config.attention_backend, decoder.dtype, torch.device("cpu"))
     kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else decoder.dtype
     assert config.kv_cache_tokens is not None, "the driver sizes the cache"
     storage = KVStorage(decoder.config.attention, config.kv_cache_tokens // CHUNK, kv_dtype)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.execute import BACKENDS, KeepActivations, PlanAttention
-from headrace.engine.going import Going
-from headrace.engine.replay import Replay
+from headrace.engine.cuda_graph import Replay
+from headrace.engine.decode_fast_path import Going
 from headrace.engine.sequence import Slice
-from headrace.kernels.whole import Greatest
+from headrace.kernels.model_step import Greatest
 from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
-from headrace.recompute.restore import Restore, Restoring, positions_of
+from headrace.offload.restore.transfer import Restore, Restoring, positions_of
 from headrace.types import CHUNK
 
 
@@ -32,7 +32,7 @@ class Computed(NamedTuple):
 
     def pick(self, rows: list[int]) -> tuple[Tensor, Greatest | None]:
         """Logits and greatest ones of some of the rows, ascending, none twice."""
-        # To ask a tensor for its length takes 20 us between two steps (see engine.going).
+        # To ask a tensor for its length takes 20 us between two steps (see engine.decode_fast_path).
         count = len(self.greatest.values) if self.greatest else len(self.logits)
         if len(rows) == count:
             return self.logits, self.greatest

@@ -23,7 +23,7 @@ import torch
 
 from headrace.engine.stopping import forbidden_tokens
 from headrace.kernels import ops
-from headrace.kernels.whole import Greatest
+from headrace.kernels.model_step import Greatest
 from headrace.types import Logprob, SamplingParams, TokenLogprobs
 
 __all__ = [

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from headrace.engine.sequence import Sequence, Slice
 from headrace.kv.cache import KVCache
-from headrace.kv.table import Owners, Table
+from headrace.kv.chunk_table import Owners, Table
 
 
 class Below(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.kv.table import Table
+from headrace.kv.chunk_table import Table
 from headrace.types import Request
 
 

@@ -17,13 +17,13 @@ from headrace.engine.runner import Computed, batch_of, prompts_of, slots_of, wan
 from headrace.engine.sequence import Slice
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
-from headrace.recompute.lanes import Link, open_lanes
-from headrace.recompute.layers import layers_of, tensors_of
-from headrace.recompute.schedule import Schedule
-from headrace.recompute.staging import Staging
-from headrace.recompute.store import Allocate, FileMemory, OutsideStore, bytes_per_chunk, room, shapes
-from headrace.recompute.stream import Batch, Options, Streamer
-from headrace.recompute.weights import Resident, Streamed
+from headrace.offload.copy_streams import Link, open_lanes
+from headrace.offload.streaming.schedule import Schedule
+from headrace.offload.streaming.staging import Staging
+from headrace.offload.streaming.store import Allocate, FileMemory, OutsideStore, bytes_per_chunk, room, shapes
+from headrace.offload.streaming.streamer import Batch, Options, Streamer
+from headrace.offload.weights.layers import layers_of, tensors_of
+from headrace.offload.weights.streamed import Resident, Streamed
 from headrace.types import CHUNK, chunks_for
 
 log = logging.getLogger(__name__)

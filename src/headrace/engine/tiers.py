@@ -10,21 +10,21 @@ from headrace.config import EngineConfig
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.identity import chunk_identity, model_identity
 from headrace.engine.offload import Offload
-from headrace.engine.writeback import Writeback
-from headrace.kv import frame
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
-from headrace.kv.tiers.base import Read, Tier, name_of
-from headrace.kv.tiers.disk import DiskTier
-from headrace.kv.tiers.host import HostTier
-from headrace.kv.tiers.remote import RemoteTier
-from headrace.kv.tiers.stack import Tiers
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
-from headrace.recompute.lanes import Link, ThreadLane
-from headrace.recompute.profile import measure
-from headrace.recompute.rates import Rates
-from headrace.recompute.shelf import Shelf
+from headrace.offload import frame
+from headrace.offload.chunk_codec import Shelf
+from headrace.offload.copy_streams import Link, ThreadLane
+from headrace.offload.restore.profile import measure
+from headrace.offload.restore.rates import Rates
+from headrace.offload.tiers.base import Read, Tier, name_of
+from headrace.offload.tiers.disk import DiskTier
+from headrace.offload.tiers.host import HostTier
+from headrace.offload.tiers.remote import RemoteTier
+from headrace.offload.tiers.stack import Tiers
+from headrace.offload.writeback import Writeback
 
 GIB = 1 << 30
 PROBE = name_of(hashlib.sha256(b"headrace probe").digest(), "k")

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from headrace.config import AttentionSpec
-from headrace.kernels import cpu, table
+from headrace.kernels import cpu, dispatch
+from headrace.kernels.cpu_step import StepOver
 from headrace.kernels.extension import check, require
 from headrace.kernels.ops import Weight
 from headrace.kernels.quantized import Quantized
-from headrace.kernels.step import StepOver
 
 MATRICES = ("qkv", "out", "up", "down")
 
@@ -57,7 +57,7 @@ class LayerWeights(Protocol):
 
 def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype) -> str | None:
     """Why Blocks does not take these layers of a model in `dtype`; None where it does."""
-    choice = table.layer_choice()
+    choice = dispatch.layer_choice()
     if choice.implementation != "cpu":
         return choice.reason
     loose = [

@@ -1,4 +1,4 @@
-"""The C++ kernels, checked and called: row-wise operations here, attention in kernels.chunks and kernels.states.
+"""The C++ kernels, checked and called: row-wise operations here, attention in cpu_attention and cpu_states.
 
 T: rows; D: head size; H: width; I: MLP width. bf16 and fp32, CPU tensors only. Every function raises ValueError for
 tensors it cannot take, and for an instruction set in HEADRACE_ISA that this machine does not have.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.chunks import append, arrange, attend, layout, partial
+from headrace.kernels.cpu_attention import append, arrange, attend, layout, partial
+from headrace.kernels.cpu_states import empty_fold, finish, fold_blocks, fold_into, merge, states_of
 from headrace.kernels.extension import (
     PAIRED,
     available,
@@ -25,7 +26,6 @@ from headrace.kernels.extension import check as _check
 from headrace.kernels.extension import heads_of as _heads
 from headrace.kernels.extension import require as _require
 from headrace.kernels.extension import type_of as _type_of
-from headrace.kernels.states import empty_fold, finish, fold_blocks, fold_into, merge, states_of
 from headrace.memory import copied
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.config import Quantization
-from headrace.kernels import cpu, quantized, table
+from headrace.kernels import cpu, dispatch, quantized
 
 SLICE = 32
 """Rows that torch's CPU product always gets: it chooses the order in which it adds up by their number."""
@@ -32,8 +32,8 @@ def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = Fals
     gated = gated and weight.shape[0] % (2 * cpu.COLUMNS) == 0
     if quantization != "none":
         rounded = quantized.Rounded(weight, quantization)
-        return quantized.Quantized(rounded, gated) if table.native(weight) else rounded.dequantised(weight.dtype)
-    return cpu.Packed(weight, gated) if table.native(weight) and cpu.can_pack(weight) else weight
+        return quantized.Quantized(rounded, gated) if dispatch.native(weight) else rounded.dequantised(weight.dtype)
+    return cpu.Packed(weight, gated) if dispatch.native(weight) and cpu.can_pack(weight) else weight
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = False) -> Tensor:
@@ -45,8 +45,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = F
         return cpu.linear(x, weight, bias, wide)
     if isinstance(weight, quantized.Quantized):
         return quantized.linear(x, weight, bias, wide)
-    if table.on_gpu(x):
-        from headrace.kernels import gpu_rows
+    if dispatch.on_gpu(x):
+        from headrace.kernels.triton import rows as gpu_rows
 
         return gpu_rows.linear(x, weight, bias, wide)
     out = _plain_linear(x, weight, bias)
@@ -77,10 +77,10 @@ def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, in fp32: [..., H]."""
-    if table.native(x) and weight.dtype == x.dtype:
+    if dispatch.native(x) and weight.dtype == x.dtype:
         return cpu.rms_norm(x, weight, eps)
-    if table.on_gpu(x):
-        from headrace.kernels import gpu_rows
+    if dispatch.on_gpu(x):
+        from headrace.kernels.triton import rows as gpu_rows
 
         return gpu_rows.rms_norm(x, weight, eps)
     y = x.float()
@@ -90,7 +90,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Norm to mean 0 and variance 1 over the last dimension, then weight and bias if given, in fp32: [..., H]."""
-    if table.native(x) and all(vector is None or vector.dtype == x.dtype for vector in (weight, bias)):
+    if dispatch.native(x) and all(vector is None or vector.dtype == x.dtype for vector in (weight, bias)):
         return cpu.layer_norm(x, weight, bias, eps)
     wide = [None if vector is None else vector.float() for vector in (weight, bias)]
     return F.layer_norm(x.float(), x.shape[-1:], wide[0], wide[1], eps).to(x.dtype)
@@ -98,7 +98,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [T, 2 I] = (gate, up): [T, I]."""
-    if table.native(gate_up):
+    if dispatch.native(gate_up):
         return cpu.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
@@ -106,7 +106,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Gaussian error linear unit, exact or 'tanh', in fp32."""
-    if table.native(x):
+    if dispatch.native(x):
         return cpu.gelu(x, approximate == "tanh")
     # torch computes the elements that do not fill a vector by another tanh: rows are padded to whole vectors.
     width = x.shape[-1]
@@ -116,12 +116,12 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 def relu(x: Tensor) -> Tensor:
     """max(x, 0)."""
-    return cpu.relu(x) if table.native(x) else F.relu(x)
+    return cpu.relu(x) if dispatch.native(x) else F.relu(x)
 
 
 def greatest(x: Tensor) -> tuple[Tensor, Tensor]:
     """The greatest element of each row of x [R, N], [R], and where it is first, int64 [R]. NaN is above all."""
-    if table.native(x) and x.dtype == torch.float32 and x.is_contiguous():
+    if dispatch.native(x) and x.dtype == torch.float32 and x.is_contiguous():
         return cpu.greatest(x)
     values, indices = x.max(dim=1)
     return values, indices
@@ -132,7 +132,7 @@ def rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
 
     cos_sin [T, N] fp32 = (cos, sin), each N/2 wide.
     """
-    if table.native(x):
+    if dispatch.native(x):
         return cpu.rotary(x, cos_sin)
     turned, kept = x.float().split((cos_sin.shape[-1], x.shape[-1] - cos_sin.shape[-1]), dim=-1)
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)

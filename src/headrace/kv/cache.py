@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import hashlib
 
+from headrace.kv.chunk_table import Owners, Table
 from headrace.kv.pool import SlotPool
-from headrace.kv.table import Owners, Table
 from headrace.kv.tree import Node, PrefixTree
 from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
 

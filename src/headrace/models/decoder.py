@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from headrace.config import Quantization
 from headrace.kernels import block, ops
-from headrace.kernels.whole import Ends, WholeStep
+from headrace.kernels.model_step import Ends, WholeStep
 from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
@@ -31,7 +31,7 @@ from headrace.types import CHUNK
 
 if TYPE_CHECKING:
     from headrace.attention.execute import Attend
-    from headrace.kernels.step import StepOver
+    from headrace.kernels.cpu_step import StepOver
 
 log = logging.getLogger(__name__)
 

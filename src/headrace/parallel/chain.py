@@ -8,9 +8,9 @@ anywhere. In the last layer a rank whose hidden states nobody wants sends its ke
 from __future__ import annotations
 
 from headrace.parallel.context import Context
-from headrace.parallel.folding import Arrival
+from headrace.parallel.kv_exchange import Moving
 from headrace.parallel.layout import Piece
-from headrace.parallel.moving import Moving
+from headrace.parallel.merging import Arrival
 from headrace.parallel.workspace import Buffer
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from headrace.kv.storage import KVStorage
-from headrace.parallel.folding import Kernels
+from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import Group
 from headrace.parallel.transport import Tag, Transport, Work
 from headrace.parallel.workspace import Workspace

@@ -9,7 +9,7 @@ network that nobody listens to.
                 driver -> worker  HMAC(secret, "driver" D W); REFUSAL if the worker's does not fit
     frame       length (4 bytes), HMAC(key of the direction, number (8 bytes), body), body
 
-The driver's side is a generator without I/O (`greet`), so that one thread can serve many connections: parallel.gate.
+The driver's side is a generator without I/O (`greet`), so that one thread can serve many connections: see handshake.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from headrace.parallel.context import Context
-from headrace.parallel.folding import Arrival, Rows
+from headrace.parallel.kv_exchange import Moving, bytes_of, view
 from headrace.parallel.layout import Piece
-from headrace.parallel.moving import Moving, bytes_of, view
+from headrace.parallel.merging import Arrival, Rows
 from headrace.parallel.transport import Work
 from headrace.parallel.workspace import Buffer
 from headrace.types import CHUNK

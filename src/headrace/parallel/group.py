@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace.parallel.control import Refused, proof
-from headrace.parallel.crew import Crew
 from headrace.parallel.listeners import stop_accepting
 from headrace.parallel.store import LinkStore
+from headrace.parallel.supervisor import Crew
 from headrace.parallel.torch_transport import TorchTransport
 from headrace.parallel.transport import Tag, Transport
 

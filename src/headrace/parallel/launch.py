@@ -27,10 +27,10 @@ from torch.distributed.rendezvous import rendezvous
 from headrace.config import EngineConfig
 from headrace.files import open_own
 from headrace.parallel.control import FORM_S, Channel, Hello, Join
-from headrace.parallel.crew import Crew, Process, end_processes
-from headrace.parallel.gate import Gate
 from headrace.parallel.group import Group, form, unless_failed
+from headrace.parallel.handshake import Gate
 from headrace.parallel.store import LinkStore
+from headrace.parallel.supervisor import Crew, Process, end_processes
 from headrace.parallel.transport import RankLost
 from headrace.parallel.worker import encode_config, rank_main
 

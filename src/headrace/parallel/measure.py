@@ -18,12 +18,12 @@ from torch import Tensor
 
 import headrace
 from headrace.config import EngineConfig
-from headrace.kernels import ops, table
+from headrace.kernels import dispatch, ops
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import Tag
 from headrace.parallel.workspace import Buffer
 from headrace.planner.machine import Machine, Shape
-from headrace.planner.table import Stamp
+from headrace.planner.tuned_table import Stamp
 from headrace.types import CHUNK
 
 KEYS = 2048
@@ -52,7 +52,7 @@ def take_part(rank: Rank) -> tuple[dict[str, float], list[tuple[int, float]]]:
 
 
 def machine(figures: dict[str, float], attention: list[tuple[int, float]]) -> Machine:
-    isa = str(table.reasons().get("attend", "reference"))
+    isa = str(dispatch.reasons().get("attend", "reference"))
     return Machine(
         name=_cpu(), cores=torch.get_num_threads(), isa=isa.split(" (")[0], date=date.today().isoformat(),
         attention_flops_s=tuple(attention), **figures,

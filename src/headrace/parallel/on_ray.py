@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.config import EngineConfig
-from headrace.parallel.crew import Process
+from headrace.parallel.supervisor import Process
 from headrace.parallel.worker import rank_main
 
 PLACE_S = 60

@@ -14,8 +14,8 @@ from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel import layout, single
 from headrace.parallel.chain import Chain
 from headrace.parallel.context import Context, Counters
-from headrace.parallel.folding import Kernels
 from headrace.parallel.gather import Gather, GatherFull
+from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import Group, Step
 from headrace.parallel.ring_kv import RingKV
 from headrace.parallel.ring_q import RingQ

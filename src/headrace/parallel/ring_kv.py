@@ -8,8 +8,8 @@ receives at once and attends meanwhile to what it has. Nothing is padded: the pl
 from __future__ import annotations
 
 from headrace.parallel.context import Context
-from headrace.parallel.folding import Arrival
-from headrace.parallel.moving import Moving
+from headrace.parallel.kv_exchange import Moving
+from headrace.parallel.merging import Arrival
 from headrace.parallel.workspace import Buffer
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.plan import Int32
-from headrace.attention.state import FoldState, Partial
+from headrace.kernels.state import FoldState, Partial
 from headrace.parallel import layout
 from headrace.parallel.context import Context
-from headrace.parallel.folding import Kernels
+from headrace.parallel.merging import Kernels
 from headrace.parallel.transport import Tag, Work
 from headrace.parallel.workspace import pools
 from headrace.types import BLOCK_CHUNKS, CHUNK

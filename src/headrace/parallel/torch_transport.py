@@ -5,7 +5,7 @@ What gloo (torch 2.13) is like, and what follows from it:
 - whether a transfer is complete is known only to who waits for it, and waiting cannot be interrupted: so a thread waits
   for each, and callers wait for that thread. It also relays what arrived while its receiver computes;
 - a wait that times out closes all links of the group: so there are no timeouts here. That a rank hangs is noticed over
-  the control link (parallel.crew), which then calls `fail`;
+  the control link (parallel.supervisor), which then calls `fail`;
 - tags are below 2**31. Sizes are not compared: a message shorter than its receive leaves the rest of it untouched, a
   longer one ends the receiving process. The loopback of parallel.transport finds such mistakes.
 

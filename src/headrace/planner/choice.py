@@ -15,7 +15,7 @@ from headrace.planner.heuristic import Heuristic, Ring, algorithm1, algorithm5, 
 from headrace.planner.machine import Machine, Shape
 from headrace.planner.optimum import best_chain
 from headrace.planner.partition import Bounds, align, even, zigzag, zigzag_ranks
-from headrace.planner.table import Table
+from headrace.planner.tuned_table import Table
 from headrace.types import CHUNK
 
 Rule = Literal["cost", "alg1", "alg5", "heuristic"]

@@ -13,7 +13,7 @@ from random import Random
 
 import msgspec
 
-from headrace.kv.tiers.disk import DiskTier
+from headrace.offload.tiers.disk import DiskTier
 from tools.fuzz import mutate
 from tools.fuzz.stored import blob, named, there
 

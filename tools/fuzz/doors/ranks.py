@@ -37,8 +37,8 @@ from headrace.parallel.control import (
     StoreValue,
     connect,
 )
-from headrace.parallel.crew import Crew
-from headrace.parallel.gate import Gate
+from headrace.parallel.handshake import Gate
+from headrace.parallel.supervisor import Crew
 from headrace.parallel.transport import RankLost
 from tools.fuzz.doors import Door
 from tools.fuzz.mutate import EDGES, TEXTS, damaged

@@ -11,7 +11,7 @@ from random import Random
 
 import msgspec
 
-from headrace.kv.tiers import accounts
+from headrace.offload.tiers import quotas
 from tests.unit.redis_servers import ScriptedServer
 from tests.unit.remote_tier import NAMES, blob_of, tier_of, whole
 from tools.fuzz.doors import Door
@@ -90,7 +90,7 @@ def _honest(arguments: list[bytes]) -> bytes:
         return b"$%d\r\n%b\r\n" % (SIZE, blob_of(index, SIZE))
     if command != b"EVAL":
         return b":%d\r\n" % (1 if command in (b"TOUCH", b"SETNX") else len(arguments) - 1)
-    replies = {accounts.TOUCH: (1, 1, 1), accounts.PUT: (1, 1, 0, SIZE, 1), accounts.DROP: (2, SIZE, 1)}
+    replies = {quotas.TOUCH: (1, 1, 1), quotas.PUT: (1, 1, 0, SIZE, 1), quotas.DROP: (2, SIZE, 1)}
     numbers = replies[arguments[1].decode()]
     return b"*%d\r\n" % len(numbers) + b"".join(b":%d\r\n" % number for number in numbers)
 

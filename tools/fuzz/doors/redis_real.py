@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import redis
 
-from headrace.kv.tiers.remote import RemoteTier
+from headrace.offload.tiers.remote import RemoteTier
 from tests.unit.redis_servers import REAL, Proxy, fake_server, real_server
 from tests.unit.remote_tier import client, tier_of
 from tools.fuzz.doors import Door

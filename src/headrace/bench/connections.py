@@ -1,0 +1,160 @@
+"""What silent connections cost those who ask: 64 clients with a key, with and without strangers that hold connections.
+
+The server may have 1,024 file descriptors, the strangers hold more connections than that. Rounds without them, with
+them silent, and with those that open another at once for each that the server closes take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import selectors
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from headrace.bench.load import ask_all, first_error, new_client, quantile
+
+DESCRIPTORS = 1024
+KEY = "a key of the bench"
+READY_S = 120.0
+PROMPT = "The code of the harbour is 4821. The code of the mill is 1093. What is the code of the harbour? "
+
+
+@contextmanager
+def serving() -> Iterator[tuple[int, int, Path]]:
+    """A server of the shipped model with few descriptors: its port, process and log."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0})); "
+    code = limit.format(DESCRIPTORS) + "runpy.run_module('headrace.cli.main', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", code, "serve", "tiny", "--port", str(port), "--threads", "1"]
+    with tempfile.NamedTemporaryFile() as log:
+        environment = os.environ | {"HEADRACE_API_KEY": KEY}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            _wait_ready(port, process)
+            yield port, process.pid, Path(log.name)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def _wait_ready(port: int, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + READY_S
+    while time.monotonic() < end and process.poll() is None:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                return
+        time.sleep(0.1)
+    raise RuntimeError("the server did not start")
+
+
+@contextmanager
+def strangers(port: int, count: int, again: bool) -> Iterator[None]:
+    """A process that holds so many silent connections; it has opened each once when this returns."""
+    command = [sys.executable, "-m", __name__, str(port), str(count), str(int(again))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise RuntimeError("the strangers did not start")
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def hold(port: int, count: int, again: bool) -> None:
+    """Runs as that process: opens connections, and `again` another for each that the server closes."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    held = selectors.DefaultSelector()
+
+    def open_one() -> None:
+        link = socket.socket()
+        link.setblocking(False)
+        link.connect_ex(("127.0.0.1", port))
+        held.register(link, selectors.EVENT_READ)
+
+    for number in range(count):
+        open_one()
+        if number % 64 == 63:
+            time.sleep(0.02)
+    print("all open", flush=True)
+    while True:
+        for key, _ in held.select():
+            held.unregister(key.fileobj)
+            key.fileobj.close()  # type: ignore[union-attr]
+            if again:
+                open_one()
+        time.sleep(0.01)
+
+
+def cases(idle: int, clients: int, each: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """Rounds in turns, and the ratio of their medians last."""
+    ways = {"none": (0, False), "silent": (idle, False), "again": (idle, True)}
+    p99: dict[str, list[float]] = {way: [] for way in ways}
+    with serving() as (port, pid, log):
+        asyncio.run(_round(port, clients, 1))  # warm
+        for repeat in range(repeats):
+            for way, (count, again) in ways.items():
+                case = _measured(port, pid, log, count, again, clients, each)
+                p99[way].append(case["p99_ttft_ms"])
+                yield {"name": way, "repeat": repeat, "idle": count, "clients": clients} | case
+    medians = {way: statistics.median(values) for way, values in p99.items()}
+    for way in ("silent", "again"):
+        ratio = round(medians[way] / medians["none"], 3)
+        yield {"name": f"{way}_ratio", "p99_ttft_ratio": ratio, "without_ms": medians["none"], "with_ms": medians[way]}
+
+
+def _measured(port: int, pid: int, log: Path, count: int, again: bool, clients: int, each: int) -> dict[str, Any]:
+    with strangers(port, count, again) if count else contextlib.nullcontext():
+        time.sleep(1)
+        written, used, began = log.stat().st_size, _cpu_s(pid), time.monotonic()
+        health = time.monotonic()
+        httpx.get(f"http://127.0.0.1:{port}/health", timeout=30).raise_for_status()
+        health = time.monotonic() - health
+        times = asyncio.run(_round(port, clients, each))
+        seconds = time.monotonic() - began
+        return {
+            "p99_ttft_ms": round(quantile(times, 0.99) * 1e3, 1),
+            "p50_ttft_ms": round(statistics.median(times) * 1e3, 1),
+            "requests": len(times),
+            "seconds": round(seconds, 2),
+            "server_cpu_share": round((_cpu_s(pid) - used) / seconds, 3),
+            "log_bytes": log.stat().st_size - written,
+            "health_ms": round(health * 1e3, 1),
+        }
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor time of the server's process; the engine, a process of its own, is not in it."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def _round(port: int, clients: int, each: int) -> list[float]:
+    """Seconds to the first token of `clients` that ask at once, `each` times."""
+    conversations = [[{"role": "user", "content": PROMPT * 2 + f"({n})"}] for n in range(clients * each)]
+    async with new_client(f"http://127.0.0.1:{port}/v1", KEY) as client:
+        try:
+            samples = await ask_all(client, "tiny", conversations, clients, max_tokens=8)
+        except BaseExceptionGroup as group:
+            raise RuntimeError(f"a request failed: {first_error(group)!r}") from None
+    return [sample.ttft_s for sample in samples]
+
+
+if __name__ == "__main__":
+    hold(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1")

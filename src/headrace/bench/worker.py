@@ -1,0 +1,45 @@
+"""Headrace as an engine under test: see bench_protocol."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from headrace.bench.protocol import Times, serve
+
+
+class Headrace:
+    """The engine in this process, driven step by step. Options are those of EngineConfig."""
+
+    def __init__(self, checkpoint: Path, options: dict[str, Any]) -> None:
+        import torch
+
+        from headrace.engine.llm import LLM
+        from headrace.kernels import cpu
+
+        self.engine = LLM(str(checkpoint), **options).engine
+        self.count = 0
+        self.facts = {"threads": str(torch.get_num_threads()), "kernels": cpu.isa() if cpu.available() else "none"}
+
+    def run(self, prompts: list[list[int]], max_tokens: list[int]) -> Times:
+        from headrace.types import Request, SamplingParams
+
+        times: dict[str, list[float]] = {}
+        began = time.perf_counter()
+        for prompt, limit in zip(prompts, max_tokens, strict=True):
+            self.count += 1
+            name = str(self.count)
+            times[name] = []
+            params = SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True)
+            self.engine.add(Request(name, prompt, params, arrival_s=time.monotonic()))
+        while self.engine.has_work:
+            deltas = self.engine.step()
+            now = time.perf_counter() - began
+            for delta in deltas:
+                times[delta.request_id] += [now] * len(delta.token_ids)
+        return list(times.values())
+
+
+if __name__ == "__main__":
+    serve(Headrace, "headrace", "torch")

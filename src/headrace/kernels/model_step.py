@@ -1,0 +1,84 @@
+"""A step from its tokens to its logits in one C++ call: what comes before the layers and after them goes with them.
+
+T: rows; H: hidden size; V: vocabulary; N: elements of a head that are rotated. bf16, logits in fp32. The bits are those
+of one call after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import block
+from headrace.kernels.cpu_step import StepOver
+from headrace.kernels.extension import check, require
+from headrace.kernels.ops import Weight
+
+
+class Greatest(NamedTuple):
+    """The greatest logit of each row, and the first token that has it. NaN is above all."""
+
+    values: list[float]
+    tokens: list[int]
+
+    def of(self, rows: Sequence[int]) -> Greatest:
+        """Those of some rows."""
+        return Greatest([self.values[row] for row in rows], [self.tokens[row] for row in rows])
+
+
+class Ends:
+    """What a model has beside its layers: the table of tokens, embed [V, H], the final norm and the head [V, H].
+
+    weights and matrices: by name, `embed.weight`, `final_norm.weight`, `final_norm.bias` and `head.weight` among them.
+    Raises ValueError for those that do not fit layers of `shape`.
+    """
+
+    def __init__(self, shape: block.Shape, weights: Mapping[str, Tensor], matrices: Mapping[str, Weight]) -> None:
+        embed, head = weights["embed.weight"], matrices["head.weight"]
+        check("embed.weight", embed, torch.bfloat16, (len(embed), shape.hidden))
+        norm, matrix = block.norm_of(shape, weights, "final_norm"), (head.shape[0], shape.hidden)
+        self.width = head.shape[0]
+        self.handle = require().Ends(
+            embed.data_ptr(), len(embed), norm, shape.eps, block.matrix_of(weights, matrices, "head", matrix)
+        )
+        # The addresses are theirs.
+        self._keep = (embed, head, *(weights.get(f"final_norm.{kind}") for kind in ("weight", "bias")))
+
+
+class WholeStep:
+    """A step from its tokens to its logits, and the steps behind it in which every row goes on by one position.
+
+    turns [positions, N] fp32: the rotation of each position (see ops.rotary), None for none. Raises ValueError for a
+    step of another model.
+    """
+
+    def __init__(self, ends: Ends, blocks: block.Blocks, over: StepOver, turns: Tensor | None) -> None:
+        spec, (rows, heads, dim) = blocks.shape.attention, over.step.q_shape
+        ours = (len(blocks.blocks), spec.heads, spec.kv_heads, spec.head_dim)
+        theirs = (len(over.kinds), heads, over.step.kv_shape[1], dim)
+        if ours != theirs:
+            raise ValueError(f"the step is of (layers, heads, KV heads, head size) {theirs}, the model of {ours}")
+        count = 0 if turns is None else len(turns)
+        table, width = blocks.turn_of(turns, count)
+        self._step, pools = over.step.handle, over.pools
+        self._whole = require().Whole(
+            ends.handle, blocks.blocks, self._step, over.kinds, pools.k, pools.v, table, count, width
+        )
+        self._keep = (ends, blocks, over, turns)  # what the C++ object refers to
+        self.logits = torch.empty((rows, ends.width))
+        self._scratch = torch.empty(self._whole.scratch(), dtype=torch.bfloat16)
+        self._addresses = (self._scratch.data_ptr(), self.logits.data_ptr())
+
+    def run(self, tokens: list[int]) -> Greatest:
+        """tokens [T] -> the greatest of what is in `logits` [T, V] then, until the next call. Raises ValueError for
+        tokens and positions that are in no table."""
+        return Greatest(*self._whole.run(tokens, *self._addresses, torch.get_num_threads()))
+
+    def run_next(self, tokens: list[int]) -> Greatest:
+        """`run` with every row at its next position, in the chunk in which it is. Raises ValueError too where one is
+        full. After any error begin with a new step: rows may have gone on."""
+        self._step.go_on_by_one(torch.get_num_threads())
+        return self.run(tokens)

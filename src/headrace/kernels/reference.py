@@ -1,0 +1,237 @@
+"""The slow truth: attention over chunks in plain torch, in the canonical fold order of docs/attention.md.
+
+r: rows of an item, Hq: query heads, G: query heads per KV head, Hk: KV heads, D: head size, 64: keys of a chunk.
+Runs on any machine and in any dtype; every kernel is tested against it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.state import (
+    AttnState,
+    FoldState,
+    Partial,
+    choose,
+    empty_partial,
+    fold,
+    fold_blocks,
+    merge,
+    normalise,
+)
+from headrace.kernels.state import empty_fold as state_of_none
+from headrace.types import BLOCK_CHUNKS, CHUNK
+
+__all__ = ["append", "attend", "empty_fold", "finish", "fold_blocks", "fold_into", "merge", "partial", "states_of"]
+"""What a backend has (attention.execute.BACKENDS)."""
+
+ROW_TILE = 16
+"""Rows are padded to a multiple of this: torch adds up fewer rows in another order."""
+
+
+def visible(positions: Tensor, key_start: int, window: int | None) -> Tensor:
+    """Which of 64 keys from key_start on the rows at `positions` [r] see: bool [r, 64]."""
+    keys = torch.arange(key_start, key_start + CHUNK, device=positions.device)
+    seen = keys[None] <= positions[:, None]
+    if window is not None:
+        seen &= keys[None] > positions[:, None] - window
+    return seen
+
+
+def chunk_partial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Partial:
+    """Attention of q [r, Hq, D] over one chunk: k [Hk, D, 64], v [Hk, 64, D], seen [r, 64], bias [Hq, 64] -> Partial.
+
+    Probabilities are rounded to q's dtype relative to the chunk's own maximum, so that a chunk contributes the same
+    whatever came before it (DESIGN, section 3, rule 3). scales [Hk, 64] each: those of int8 keys, which multiply the
+    scores, and of int8 values, which multiply the probabilities before they are rounded.
+    """
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[0]
+    pad = -rows % ROW_TILE
+    tile = torch.nn.functional.pad(q.float(), (0, 0, 0, 0, 0, pad)).reshape(rows + pad, kv_heads, -1, dim)
+    tile = tile.permute(1, 0, 2, 3).reshape(kv_heads, -1, dim)
+    scores = _rows(torch.bmm(tile, k.float()), rows, heads)
+    if scales is not None:
+        scores = scores * scales[0].repeat_interleave(heads // kv_heads, 0)
+    scores = scores * scale
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    m = scores.amax(-1)
+    p = torch.exp(scores - torch.where(m == -torch.inf, 0.0, m)[..., None])
+    total = p.sum(-1)
+    if scales is not None:  # the scale of a key that a row does not see may be anything
+        p = torch.where(seen[:, None], p * scales[1].repeat_interleave(heads // kv_heads, 0), 0.0)
+    p = torch.nn.functional.pad(p.to(q.dtype).float(), (0, 0, 0, 0, 0, pad)).reshape(rows + pad, kv_heads, -1, CHUNK)
+    # What no row sees may be garbage of a slot's former owner, and 0 times NaN is NaN.
+    values = v.float().masked_fill(~seen.any(0)[:, None], 0.0)
+    acc = torch.bmm(p.permute(1, 0, 2, 3).reshape(kv_heads, -1, CHUNK), values)
+    return Partial(_rows(acc, rows, heads), m, total)
+
+
+def _rows(tile: Tensor, rows: int, heads: int) -> Tensor:
+    """[Hk, padded rows * G, X] back to [rows, Hq, X]."""
+    kv_heads, _, width = tile.shape
+    return (
+        tile.reshape(kv_heads, -1, heads // kv_heads, width)[:, :rows].permute(1, 0, 2, 3).reshape(rows, heads, width)
+    )
+
+
+class Folder:
+    """Running states of all rows of a step: chunks are folded into a block, full blocks into the total."""
+
+    def __init__(self, start: FoldState) -> None:
+        """Goes on from `start`, which stays as it is."""
+        self.total, self.block, self.block_of = _copy(start.total), _copy(start.block), start.block_of.clone()
+
+    def add(self, begin: int, end: int, key_start: int, chunk: Partial) -> None:
+        """Folds one chunk's Partial into rows begin .. end-1."""
+        rows = slice(begin, end)
+        block = key_start // (CHUNK * BLOCK_CHUNKS)
+        if bool((self.block_of[rows] != block).any()):
+            self._close(rows, self.block_of[rows] != block)
+            self.block_of[rows] = block
+        _store(self.block, rows, fold(_load(self.block, rows), chunk))
+
+    def _close(self, rows: slice, which: Tensor) -> None:
+        """Folds the finished blocks of the rows in `which` into their totals and begins new ones."""
+        total, block = _load(self.total, rows), _load(self.block, rows)
+        _store(self.total, rows, choose(which, fold(total, block), total))
+        _store(self.block, rows, choose(which, empty_partial(*block.acc.shape), block))
+
+    def state(self) -> FoldState:
+        return FoldState(self.total, self.block, self.block_of)
+
+
+def _copy(partial: Partial) -> Partial:
+    return Partial(partial.acc.clone(), partial.m.clone(), partial.l.clone())
+
+
+def _load(partial: Partial, rows: slice) -> Partial:
+    return Partial(partial.acc[rows], partial.m[rows], partial.l[rows])
+
+
+def _store(partial: Partial, rows: slice, value: Partial) -> None:
+    partial.acc[rows], partial.m[rows], partial.l[rows] = value.acc, value.m, value.l
+
+
+def partial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    items: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    bias: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    state: FoldState | None = None,
+) -> FoldState:
+    """Folds the chunks of `items` for q [R, Hq, D] on from `state` (None: from nothing): a new state.
+
+    k [slots, Hk, D, 64], v [slots, Hk, 64, D]; items int32 [n, 4] and positions int64 [R] as in attention.plan.Plan,
+    each row's chunks in ascending order, from call to call too; bias fp32 [Hq, keys] by absolute position; k_scale and
+    v_scale fp32 [slots, Hk, 64] where k and v are int8. However the items are cut into calls, `finish` gives the bits
+    of one `attend`.
+    """
+    _check_scales(k, k_scale, v_scale)
+    if state is not None:
+        state.expect(tuple(q.shape), 1.0)
+    folder = Folder(state or state_of_none(*q.shape))
+    for slot, key, begin, end in items.tolist():
+        seen = visible(positions[begin:end], key, window)
+        near = None if bias is None else bias[:, key : key + CHUNK]
+        if near is not None and near.shape[-1] < CHUNK:
+            near = torch.nn.functional.pad(near, (0, CHUNK - near.shape[-1]))
+        scales = None if k_scale is None or v_scale is None else (k_scale[slot], v_scale[slot])
+        folder.add(begin, end, key, chunk_partial(q[begin:end], k[slot], v[slot], seen, scale, near, scales))
+    return folder.state()
+
+
+def _check_scales(pool: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    if [k_scale is None, v_scale is None] != [pool.dtype != torch.int8] * 2:
+        raise ValueError(f"int8 pools need both k_scale and v_scale, others neither; the pools are {pool.dtype}")
+
+
+def empty_fold(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> FoldState:
+    """The state of rows that have met no chunk. `dtype` is the one computed in, which only kernels care about."""
+    return state_of_none(rows, heads, head_dim)
+
+
+def fold_into(total: Partial, block: Partial, unit: float) -> None:
+    """total [R, Hq, D] becomes the fold of itself and then `block`, in place; both count in `unit` (FoldState)."""
+    if unit != 1.0:
+        raise ValueError(f"the reference folds in natural logarithms, the state counts in {unit:.4f}")
+    _store(total, slice(None), fold(total, block))
+
+
+def states_of(state: FoldState) -> AttnState:
+    """The attention of what was folded, as a value that merges."""
+    state.expect(state.shape, 1.0)
+    return normalise(fold(state.total, state.block))
+
+
+def finish(state: FoldState, dtype: torch.dtype) -> Tensor:
+    """The attention of what was folded: [R, Hq, D] in `dtype`."""
+    return states_of(state).out.to(dtype)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    items: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    bias: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """The finished attention of a plan's rows over all of its items: [R, Hq, D] in q's dtype. See `partial`."""
+    done = partial(q, k, v, items, positions, scale=scale, window=window, bias=bias, k_scale=k_scale, v_scale=v_scale)
+    return finish(done, q.dtype)
+
+
+def append(
+    pool_k: Tensor,
+    pool_v: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Writes k, v [T, Hk, D] into the pools as key offsets[t] of chunk slots[t], int32 [T] each."""
+    _check_scales(pool_k, k_scale, v_scale)
+    chunk, key = slots.long(), offsets.long()
+    if k_scale is not None and v_scale is not None:
+        k, k_scale[chunk, :, key] = quantise(k)
+        v, v_scale[chunk, :, key] = quantise(v)
+    pool_k[chunk, :, :, key] = k
+    pool_v[chunk, :, key] = v
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, Hk, D] as int8 [T, Hk, D] times scales fp32 [T, Hk]: symmetric, the greatest |x| of a head being 127.
+
+    Where x is no number, neither is its scale.
+    """
+    x = x.float()
+    scale = x.abs().amax(-1) / 127.0
+    steps = (x / scale[..., None]).clamp(-127.0, 127.0).nan_to_num(0.0)
+    return torch.where(scale[..., None] > 0, steps, 0.0).round().to(torch.int8), scale

@@ -1,0 +1,93 @@
+"""Chunks of the pool as blobs of a tier, and back, a layer at a time.
+
+kind "k": keys and values. kind "x": activations, the residual stream as it enters each layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.config import AttentionSpec
+from headrace.kernels import chunk_formats
+from headrace.kv.storage import KVStorage
+from headrace.offload import frame
+from headrace.offload.tiers.base import Format, Kind, Parts
+
+
+class Shelf:
+    """The pool of a model as blobs. identity: 32 bytes that the model, its types and arithmetic went into.
+
+    `encode` may be called by one thread at a time, beside others that load: its result is valid until the next call.
+    """
+
+    def __init__(
+        self, storage: KVStorage, spec: AttentionSpec, identity: bytes, dtype: torch.dtype, backend: str
+    ) -> None:
+        self.storage, self.spec, self.identity, self.dtype = storage, spec, identity, dtype
+        self.layout = chunk_formats.layout_of(backend, dtype, spec.head_dim)
+        self.header_bytes = frame.header_bytes(spec.layers)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def keeps_activations(self) -> bool:
+        return self.storage.keeps_activations
+
+    def section_bytes(self, kind: Kind, form: Format) -> int:
+        """Bytes of one layer's section."""
+        if kind == "k":
+            return chunk_formats.kv_bytes(self.spec.kv_heads, self.spec.head_dim, self.storage.dtype, form)
+        return chunk_formats.x_bytes(self.activations(0).shape[-1], self.dtype, form)
+
+    def blob_bytes(self, kind: Kind, form: Format) -> int:
+        return self.header_bytes + self.spec.layers * self.section_bytes(kind, form)
+
+    @torch.inference_mode()
+    def encode(self, slot: int, digest: bytes, kind: Kind, form: Format) -> Parts:
+        """The blob of the chunk in a slot; as "raw" where its numbers cannot be rounded so."""
+        size, layers = self.section_bytes(kind, form), self.spec.layers
+        if len(self._scratch) < layers * size:
+            self._scratch = torch.empty(layers * size, dtype=torch.uint8)
+        rows = self._scratch[: layers * size].view(layers, size)
+        if not all(self._store(rows[layer], layer, slot, kind, form) for layer in range(layers)):
+            return self.encode(slot, digest, kind, "raw")
+        payload = memoryview(rows.numpy().data).cast("B")
+        sums = [frame.checksum(payload[layer * size : (layer + 1) * size]) for layer in range(layers)]
+        stamp = frame.Stamp(self.identity, layers, size, kind, form)
+        return frame.make_header(stamp, digest, sums), payload
+
+    def _store(self, section: Tensor, layer: int, slot: int, kind: Kind, form: Format) -> bool:
+        where = torch.tensor([slot], dtype=torch.int32)
+        if kind == "x":
+            return chunk_formats.store_x_many(section[None], self.activations(layer), where, form)[0]
+        return chunk_formats.store_kv_many(section[None], *self._pools(layer), where, form, **self._facts(layer))[0]
+
+    def _pools(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.storage.k[layer], self.storage.v[layer]
+
+    def activations(self, layer: int) -> Tensor:
+        """The pool [slots, 64, H] of a layer."""
+        assert self.storage.x is not None, "the pool keeps no activations"
+        return self.storage.x[layer]
+
+    def _facts(self, layer: int) -> dict[str, Any]:
+        scales = {"k_scale": self.storage.k_scale[layer], "v_scale": self.storage.v_scale[layer]}
+        return {**scales, "dtype": self.dtype, "layout": self.layout}
+
+    def header(self, data: memoryview, digest: bytes, kind: Kind) -> frame.Header:
+        """Raises frame.Damaged for a blob that is not this chunk's, or not as this pool needs it."""
+        header = frame.read_header(data, digest, kind, self.identity)
+        if header.layers != self.spec.layers or header.section_bytes != self.section_bytes(kind, header.format):
+            raise frame.Damaged(f"{header.layers} layers of {header.section_bytes} bytes do not fit the pool")
+        return header
+
+    @torch.inference_mode()
+    def load(self, layer: int, kind: Kind, form: Format, sections: Tensor, slots: list[int]) -> None:
+        """Puts checked sections of a layer, uint8 [n, section bytes], into n slots."""
+        where = torch.tensor(slots, dtype=torch.int32)
+        if kind == "x":
+            chunk_formats.load_x_many(sections, self.activations(layer), where, form)
+        else:
+            chunk_formats.load_kv_many(sections, *self._pools(layer), where, form, **self._facts(layer))

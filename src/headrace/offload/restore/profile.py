@@ -1,0 +1,118 @@
+"""First rates of a model on this machine: a few calls of its own kernels, before any request comes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.attention import plan as planning
+from headrace.attention.execute import BACKENDS, PlanAttention
+from headrace.kernels import ops
+from headrace.kv.storage import KVStorage
+from headrace.models.decoder import Decoder, TokenBatch
+from headrace.offload import frame
+from headrace.offload.copy_streams import copy_alone
+from headrace.offload.restore import rates
+from headrace.offload.restore.rates import PrefillRate, Rates
+from headrace.planner.machine import Shape
+from headrace.types import CHUNK
+
+LINEAR_ROWS = 256
+FORWARD = (512, 128)
+"""Tokens of the prefill that is timed: the first that should take less than FORWARD_S; of a large model none."""
+FORWARD_S = 0.25
+FEW = 32
+"""Tokens of the closing step that is timed."""
+PIECE = 1 << 21
+"""Bytes that are copied and checked at a time, as restores do it."""
+
+
+@torch.inference_mode()
+def measure(decoder: Decoder, storage: KVStorage, backend: str) -> Rates:
+    """Rates of projecting, prefilling and moving chunks, in about a second or less. Writes to the first slots of the
+    pool, which must be empty. What was never tried here (disk, remote) begins as offload.restore.rates guesses it."""
+    shape = Shape.of(decoder.config, decoder.dtype.itemsize)
+    project, prefill = _Projection(decoder, storage, backend), _prefill(decoder, shape)
+    found = rates.measure(shape, project, {"host": _Move()}, prefill=prefill)
+    _forward(decoder, storage, backend, found)
+    return found
+
+
+class _Projection:
+    """K and V of some tokens of the first layer, projected and put into the pool, as restores do it."""
+
+    def __init__(self, decoder: Decoder, storage: KVStorage, backend: str) -> None:
+        self.decoder, self.storage, self.backend = decoder, storage, backend
+
+    def __call__(self, tokens: int) -> None:
+        pool, chunks = self.storage, -(-tokens // CHUNK)
+        x = self._activations(chunks)
+        positions = torch.arange(len(x)).clamp(max=self.decoder.config.max_model_len - 1)
+        lengths = positions + 1 if self.decoder.config.rope_depends_on_length else None
+        k, v = self.decoder.project(0, x, positions, lengths)
+        slots = (torch.arange(chunks, dtype=torch.int32) % pool.slots).repeat_interleave(CHUNK)
+        offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(chunks)
+        BACKENDS[self.backend].append(
+            pool.k[0], pool.v[0], k, v, slots, offsets, k_scale=pool.k_scale[0], v_scale=pool.v_scale[0]
+        )
+
+    def _activations(self, chunks: int) -> Tensor:
+        if self.storage.x is None:
+            return torch.ones(chunks * CHUNK, self.decoder.config.hidden_size, dtype=self.decoder.dtype)
+        return self.storage.x[0][[chunk % self.storage.slots for chunk in range(chunks)]].flatten(0, 1)
+
+
+class _Move:
+    """Bytes from one place in memory to another, checked: what a restore from host memory takes on the lane."""
+
+    def __init__(self) -> None:
+        self.source, self.into = (torch.ones(rates.SIZES[-1], dtype=torch.uint8) for _ in range(2))
+
+    def __call__(self, size: int) -> None:
+        for at in range(0, size, PIECE):
+            end = min(size, at + PIECE)
+            copy_alone(self.into[at:end], self.source[at:end])
+            frame.checksum(self.into[at:end].numpy().data)
+
+
+def _prefill(decoder: Decoder, shape: Shape) -> PrefillRate:
+    """By the products of the first layer: at many rows, and of one row, which reads the weights."""
+    matrices = [w for name, w in decoder.matrices.items() if name.startswith("layers.0.")]
+    elements = sum(w.shape[0] * w.shape[1] for w in matrices)
+
+    def products(rows: int) -> float:
+        inputs = [torch.ones(rows, w.shape[1], dtype=decoder.dtype) for w in matrices]
+        return rates.seconds(lambda: [ops.linear(x, w) for x, w in zip(inputs, matrices, strict=True)])
+
+    many, one = products(LINEAR_ROWS), products(1)
+    return rates.prefill_rate(shape, 2 * LINEAR_ROWS * elements / many, elements * decoder.dtype.itemsize / one)
+
+
+def _forward(decoder: Decoder, storage: KVStorage, backend: str, found: Rates) -> None:
+    """Tells `found` what a short prompt takes, and a short step after it, where that is soon done."""
+    most = min(storage.slots * CHUNK, decoder.config.max_model_len)
+    for tokens in FORWARD:
+        if tokens <= most and float(found.prefill(0, tokens)) <= FORWARD_S:
+            break
+    else:
+        return
+    for start, count in ((0, tokens), (tokens - FEW, FEW)):
+        forward = _Forward(decoder, storage, backend, start, count)
+        found.scale_prefill(start, count, rates.seconds(forward, most_s=FORWARD_S / 2))
+
+
+class _Forward:
+    """A step of `count` tokens, all of them number 0, after `start` others in the first slots of the pool."""
+
+    def __init__(self, decoder: Decoder, storage: KVStorage, backend: str, start: int, count: int) -> None:
+        self.decoder, end = decoder, start + count
+        slots = np.arange(-(-end // CHUNK), dtype=np.int32)
+        lengths = torch.full((count,), end) if decoder.config.rope_depends_on_length else None
+        self.batch = TokenBatch(torch.zeros(count, dtype=torch.int64), torch.arange(start, end), lengths)
+        plan = planning.build([planning.Span(slots, start, count)])
+        self.attend = PlanAttention(plan, storage, decoder.config.attention, backend, decoder.key_bias)
+        self.last = torch.tensor([count - 1])
+
+    def __call__(self) -> None:
+        self.decoder.logits(self.decoder.forward(self.batch, self.attend, self.last))

@@ -1,0 +1,152 @@
+"""The tiers in the order of their speed, and the queues of what is being written to them.
+
+The host tier is written by the caller, which is a copy in memory; disk and remote by a thread each, behind a queue
+bounded in bytes. A tier that is left alone after a failure needs no special case: it answers "not there" at once, and
+its trial call after the cooldown is one of those made here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from headrace.offload.tiers.base import Format, Parts, Read, Tier, TierStats
+from headrace.offload.tiers.writer import Write, Writer
+
+log = logging.getLogger(__name__)
+
+PROBED = ("reads", "read_bytes", "writes", "written_bytes", "dropped", "bad")
+"""What Tiers.leave_out leaves out; what went wrong counts."""
+
+
+class Tiers:
+    """Safe to use from several threads. No call waits longer than timeout_s for a queue, besides what a tier takes."""
+
+    def __init__(self, tiers: Sequence[Tier], queue_bytes: int, timeout_s: float) -> None:
+        """tiers: fastest first, of different kinds. queue_bytes: of each tier's queue. Owns the tiers from now on."""
+        kinds = [tier.kind for tier in tiers]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(f"tiers must be of different kinds, got {', '.join(kinds)}")
+        if queue_bytes <= 0 or not 0 < timeout_s < float("inf"):
+            raise ValueError(f"queue_bytes and timeout_s must be above 0, got {queue_bytes} and {timeout_s}")
+        self.tiers, self.timeout_s = tuple(tiers), timeout_s
+        self._writers = [None if tier.kind == "host" else Writer(tier, queue_bytes) for tier in tiers]
+        self._probed = [TierStats() for _ in tiers]
+
+    def format(self, index: int) -> Format:
+        return self.tiers[index].format
+
+    def kind(self, index: int) -> str:
+        return self.tiers[index].kind
+
+    def queues(self, index: int) -> bool:
+        """Whether `offer` keeps the parts for later."""
+        return self._writers[index] is not None
+
+    def find(self, names: Sequence[bytes]) -> list[int | None]:
+        """Index of the first tier that has each blob. A later tier is asked only for names still missing."""
+        found: list[int | None] = [None] * len(names)
+        missing = list(range(len(names)))
+        for index, tier in enumerate(self.tiers):
+            if not missing:
+                break
+            for at, there in zip(missing, tier.has([names[at] for at in missing]), strict=True):
+                if there:
+                    found[at] = index
+            missing = [at for at in missing if found[at] is None]
+        return found
+
+    def lacking_each(self, names: Sequence[bytes]) -> list[list[int]]:
+        """For each name the tiers that neither have it nor are about to be given it. One call per tier."""
+        lacking: list[list[int]] = [[] for _ in names]
+        for index, tier in enumerate(self.tiers):
+            asked = [at for at, name in enumerate(names) if not self.pending(index, name)]
+            for at, there in zip(asked, tier.has([names[at] for at in asked]) if asked else [], strict=True):
+                if not there:
+                    lacking[at].append(index)
+        return lacking
+
+    def lacking(self, name: bytes) -> list[int]:
+        """lacking_each of one name."""
+        return self.lacking_each([name])[0]
+
+    def doubtful(self, name: bytes) -> list[int]:
+        """The tiers that may lack it, asking only those that answer from memory: a put changes nothing where it is."""
+        return [
+            index
+            for index, tier in enumerate(self.tiers)
+            if not (self.pending(index, name) if self.queues(index) else tier.has([name])[0])
+        ]
+
+    def has_stored(self, names: Sequence[bytes]) -> list[bool]:
+        """Whether no tier lacks it: there is nothing to offer."""
+        return [not lacking for lacking in self.lacking_each(names)]
+
+    def pending(self, index: int, name: bytes) -> bool:
+        """Whether it waits to be written to that tier."""
+        writer = self._writers[index]
+        return writer is not None and writer.pending(name)
+
+    def read(self, index: int, reads: Sequence[Read]) -> list[bool]:
+        """Tier.read of that tier."""
+        return self.tiers[index].read(reads)
+
+    def offer(self, index: int, name: bytes, tenant: bytes, parts: Parts, size: int) -> bool:
+        """Gives a blob of `size` bytes to that tier: written now (host) or queued. False: dropped, and counted.
+
+        The parts must not change until the tier has them; the queue keeps them alive. Waits at most timeout_s where
+        the queue is full.
+        """
+        writer = self._writers[index]
+        if writer is None:
+            return self.tiers[index].put(name, tenant, parts)
+        return writer.offer(Write(name, tenant, parts, size), self.timeout_s)
+
+    def drop(self, names: Sequence[bytes]) -> None:
+        """Tier.drop of all tiers. What waits to be written is written: it was not read from anywhere."""
+        for tier in self.tiers:
+            tier.drop(names)
+
+    def leave_out(self) -> None:
+        """What was written, read and dropped so far was to try the tiers, and does not count."""
+        self._probed = [tier.stats() for tier in self.tiers]
+
+    def stats(self) -> dict[str, TierStats]:
+        """By kind; `dropped` includes writes that the queue refused."""
+        all_stats = {}
+        for tier, writer, probed in zip(self.tiers, self._writers, self._probed, strict=True):
+            all_stats[tier.kind] = stats = tier.stats()
+            for name in PROBED:
+                setattr(stats, name, getattr(stats, name) - getattr(probed, name))
+            if writer is not None:
+                stats.queued_bytes = writer.queued_bytes
+                stats.dropped += writer.dropped
+        return all_stats
+
+    @property
+    def queued_blobs(self) -> int:
+        """Blobs that wait to be written, or are being written."""
+        return sum(writer.queued_blobs for writer in self._writers if writer is not None)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until everything offered is written or refused; False if that is not so after timeout_s."""
+        deadline = time.monotonic() + timeout_s
+        return all([writer.flush(deadline) for writer in self._writers if writer is not None])
+
+    def close(self, timeout_s: float) -> None:
+        """Flushes within timeout_s, drops the rest, ends the threads (a write under way may take timeout_s of this
+        object more) and closes the tiers. May be called again."""
+        writers = [writer for writer in self._writers if writer is not None]
+        self.flush(timeout_s)
+        left = sum(writer.queued_bytes for writer in writers)
+        if left:
+            log.warning("%d bytes were not written to their tiers within %.1f s", left, timeout_s)
+        for writer in writers:
+            writer.stop()
+        deadline = time.monotonic() + self.timeout_s
+        for writer in writers:
+            if not writer.join(deadline):
+                log.warning("the %s tier does not end its write; it is left behind", writer.tier.kind)
+        for tier in self.tiers:
+            tier.close()

@@ -1,0 +1,225 @@
+"""Weights that stay outside the fast memory: two buffers of one layer's matrices take turns.
+
+KVPR, section 3.4 ("fine-grained"): the part of a layer's weights that makes keys and values comes first, so that
+projecting may start; then queries, output and MLP. Vectors (norms, biases) are small and stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace import memory
+from headrace.kernels import cpu, ops
+from headrace.models.decoder import Decoder, Layer, OneByOne
+from headrace.offload.copy_streams import Lane, Ticket, copy_alone
+from headrace.offload.streaming.store import Allocate
+from headrace.offload.weights.layers import (
+    OneLayer,
+    bare,
+    layers_of,
+    on_tensors,
+    query_blocks,
+    shape_of,
+    tensors_of,
+)
+
+Part = Literal["kv", "q", "out", "up", "down"]
+PARTS: tuple[Part, ...] = ("kv", "q", "out", "up", "down")
+"""In the order in which a layer needs them."""
+What = Literal["first", "rest", "coarse"]
+Copies = list[tuple[Tensor, Tensor]]
+"""(into, source) of each, flat."""
+
+
+class LayerSource(Protocol):
+    """Where the layers of a step come from."""
+
+    def start(self) -> None:
+        """Before the first layer of a step."""
+
+    def load(self, layer: int, index: int, of: int, what: What) -> None:
+        """Issues slice `index` of `of` of the layer's weights: of these what makes keys and values (first), the rest,
+        or all of them as one transfer, of which nothing is usable before its end (coarse)."""
+
+    def layer(self, layer: int) -> OneLayer:
+        """The layer, whose weights may still be on their way."""
+
+    def wait(self, layer: int, *parts: Part) -> None:
+        """Until these parts of the layer's weights are there."""
+
+    def done(self, layer: int) -> None:
+        """The layer is not needed again in this step."""
+
+
+class Resident:
+    """Layers whose weights are in fast memory."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        shape = shape_of(decoder)
+        self.layers = [OneLayer(layer, shape) for layer in layers_of(decoder)]
+
+    def start(self) -> None:
+        pass
+
+    def load(self, layer: int, index: int, of: int, what: What) -> None:
+        pass
+
+    def layer(self, layer: int) -> OneLayer:
+        return self.layers[layer]
+
+    def wait(self, layer: int, *parts: Part) -> None:
+        pass
+
+    def done(self, layer: int) -> None:
+        pass
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """Fast memory for one layer's matrices: which layer it has, and the transfers that bring its parts."""
+
+    matrices: dict[str, ops.Weight]
+    layer: int | None = None
+    tickets: dict[Part, list[Ticket]] = field(default_factory=dict)
+
+
+class Streamed:
+    """Layers whose matrices lie outside, and come over `lane` when asked for. The decoder's own are given up: its
+    layers read the outside ones from then on. allocate: where those shall lie; None: where they are.
+    """
+
+    def __init__(self, decoder: Decoder, lane: Lane, allocate: Allocate | None = None) -> None:
+        self.lane = lane
+        self.shape = shape_of(decoder)
+        self.outside = layers_of(decoder)
+        if allocate is not None:
+            self.outside = [_moved(layer, allocate) for layer in self.outside]
+            for layer in self.outside:
+                prefix = f"layers.{layer.index}."
+                decoder.matrices.update({prefix + name: weight for name, weight in layer.matrices.items()})
+            decoder.layers = OneByOne(self.outside)
+        self.spec = decoder.config.attention
+        first = self.outside[0]
+        self.buffers = [_Buffer(_room(first)) for _ in range(2)]
+        self._runs: dict[tuple[int, int], OneLayer] = {}
+        self._next = 0
+
+    @property
+    def bytes_per_layer(self) -> int:
+        """Bytes of a layer's matrices."""
+        return sum(tensor.nbytes for each in self.outside[0].matrices.values() for tensor in tensors_of(each).values())
+
+    def start(self) -> None:
+        """Layer 0 is on its way since the last step, but for the first one."""
+        if self._buffer_of(0) is None:
+            self.load(0, 0, 1, "first")
+            self.load(0, 0, 1, "rest")
+
+    def load(self, layer: int, index: int, of: int, what: What) -> None:
+        buffer = self._claim(layer)
+        slices = self._slice(self.outside[layer], buffer, index, of)
+        if what == "coarse":
+            self._submit(buffer, PARTS, [copy for copies in slices.values() for copy in copies])
+            return
+        for part, copies in slices.items():
+            if (part == "kv") == (what == "first"):
+                self._submit(buffer, (part,), copies)
+
+    def _submit(self, buffer: _Buffer, parts: tuple[Part, ...], copies: Copies) -> None:
+        """Sends copies that parts of a layer wait for."""
+        ticket = self.lane.submit(partial(_run, copies), sum(source.nbytes for _, source in copies), "weights")
+        for part in parts:
+            buffer.tickets.setdefault(part, []).append(ticket)
+
+    def _claim(self, layer: int) -> _Buffer:
+        """The buffer that has the layer, or takes it from now on: the one that is not in use."""
+        found = self._buffer_of(layer)
+        if found is None:
+            found = self.buffers[self._next]
+            self._next = 1 - self._next
+            found.layer, found.tickets = layer, {}
+        return found
+
+    def _buffer_of(self, layer: int) -> _Buffer | None:
+        return next((buffer for buffer in self.buffers if buffer.layer == layer), None)
+
+    def layer(self, layer: int) -> OneLayer:
+        buffer = self._claim(layer)
+        key = (layer, self.buffers.index(buffer))
+        if key not in self._runs:
+            self._runs[key] = OneLayer(bare(self.outside[layer], buffer.matrices), self.shape)
+        return self._runs[key]
+
+    def wait(self, layer: int, *parts: Part) -> None:
+        buffer = self._buffer_of(layer)
+        for ticket in [] if buffer is None else [each for part in parts for each in buffer.tickets.get(part, ())]:
+            ticket.wait()
+
+    def done(self, layer: int) -> None:
+        buffer = self._buffer_of(layer)
+        if buffer is not None:
+            buffer.layer = None
+
+    def _slice(self, layer: Layer, buffer: _Buffer, index: int, of: int) -> dict[Part, Copies]:
+        """Slice `index`, an equal share of the layer's bytes in the order in which they are needed, by part."""
+        pairs = {part: self._pairs(layer, buffer, part) for part in PARTS}
+        total = sum(source.nbytes for each in pairs.values() for _, source in each)
+        low, high, at = index * total // of, (index + 1) * total // of, 0
+        found: dict[Part, Copies] = {}
+        for part in PARTS:
+            for into, source in pairs[part]:
+                begin, end = max(low, at) - at, min(high, at + source.nbytes) - at
+                at += source.nbytes
+                if begin < end:
+                    found.setdefault(part, []).append((_flat(into)[begin:end], _flat(source)[begin:end]))
+        return found
+
+    def _pairs(self, layer: Layer, buffer: _Buffer, part: Part) -> Copies:
+        """What a part consists of: (into, source)."""
+        name = f"{'qkv' if part in ('q', 'kv') else part}.weight"
+        weight = layer.matrices[name]
+        sources, into = tensors_of(weight), tensors_of(buffer.matrices[name])
+        pairs = [(into[kind], source) for kind, source in sources.items()]
+        if part not in ("q", "kv"):
+            return pairs
+        return [self._part_of_qkv(pair, weight, part) for pair in pairs]
+
+    def _part_of_qkv(self, pair: tuple[Tensor, Tensor], weight: ops.Weight, part: Part) -> tuple[Tensor, Tensor]:
+        blocks = query_blocks(self.spec)
+        if isinstance(weight, Tensor):
+            cut = self.spec.heads * self.spec.head_dim
+        else:
+            cut = blocks * cpu.COLUMNS if pair[1].dim() == 1 else blocks
+        rows = slice(0, cut) if part == "q" else slice(cut, None)
+        return pair[0][rows], pair[1][rows]
+
+
+def _run(copies: Copies) -> None:
+    for into, source in copies:
+        copy_alone(into, source)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _room(layer: Layer) -> dict[str, ops.Weight]:
+    """Fast memory for the matrices of a layer."""
+    return {
+        name: on_tensors(weight, {kind: memory.zeros(x.shape, x.dtype) for kind, x in tensors_of(weight).items()})
+        for name, weight in layer.matrices.items()
+    }
+
+
+def _moved(layer: Layer, allocate: Allocate) -> Layer:
+    """The layer with its matrices copied to other memory."""
+    matrices = {}
+    for name, weight in layer.matrices.items():
+        there = {kind: allocate(x.shape, x.dtype).copy_(x) for kind, x in tensors_of(weight).items()}
+        matrices[name] = on_tensors(weight, there)
+    return bare(layer, matrices)

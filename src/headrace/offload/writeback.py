@@ -1,0 +1,176 @@
+"""Storing chunks below the pool: those of ended sequences by a thread, the others when they are evicted.
+
+A table whose sequence has ended is parked: it goes on holding its chunks, which therefore stay as they are, until the
+thread has stored them. When the pool runs short, parked tables are closed at once; what was not stored yet is stored
+when it is evicted or when there is nothing else to do, by the engine itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+
+from headrace.kv.cache import KVCache
+from headrace.kv.chunk_table import Table
+from headrace.kv.tree import Node
+from headrace.offload.chunk_codec import Shelf
+from headrace.offload.tiers.base import Kind, Parts, name_of
+from headrace.offload.tiers.stack import Tiers
+
+log = logging.getLogger(__name__)
+
+NICE = 10
+
+IDLE_S = 0.02
+"""So long does an idle engine store chunks before it looks whether there is something to do."""
+
+
+@dataclass(slots=True, eq=False)
+class _Parked:
+    """A parked table and those of its chunks that were not stored when it was parked."""
+
+    table: Table
+    nodes: list[Node]
+    revoked: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Writeback:
+    """shelf is used by the thread, own_shelf by the engine: each has memory of its own to encode in.
+
+    unstored: chunks that wait for the thread. let_go: chunks that nobody holds and that are not stored, as far as is
+    known. All methods are the engine's; the thread touches neither tree nor tables.
+    """
+
+    cache: KVCache
+    tiers: Tiers
+    shelf: Shelf
+    own_shelf: Shelf
+    unstored: int = 0
+    let_go: int = 0
+    _queue: queue.SimpleQueue[_Parked | None] = field(default_factory=queue.SimpleQueue)
+    _ended: queue.SimpleQueue[_Parked] = field(default_factory=queue.SimpleQueue)
+    _parked: dict[Table, _Parked] = field(default_factory=dict)
+    _encoding: threading.Lock = field(default_factory=threading.Lock)
+    _thread: threading.Thread = field(init=False)
+    _closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.cache.tree.leaving = self._leaving
+        self._thread = threading.Thread(target=self._run, name="headrace-writeback", daemon=True)
+        self._thread.start()
+
+    def park(self, table: Table) -> None:
+        """Instead of KVCache.close: what is not stored of the table's complete chunks will be."""
+        self.cache.park(table)
+        nodes = [node for node in table.nodes if not node.stored]
+        if table not in self.cache.parked:
+            return
+        if not nodes:
+            self.cache.close(table)
+            return
+        parked = self._parked[table] = _Parked(table, nodes)
+        self.unstored += len(nodes)
+        self._queue.put(parked)
+
+    def settle(self) -> None:
+        """Closes the tables whose chunks are stored."""
+        while not self._ended.empty():
+            self._close(self._ended.get())
+
+    def _close(self, parked: _Parked) -> None:
+        if self._parked.pop(parked.table, None) is not None:
+            self.unstored -= len(parked.nodes)
+            self.cache.close(parked.table)
+
+    def make_room(self) -> None:
+        """Closes all parked tables, now."""
+        self.settle()
+        for parked in list(self._parked.values()):
+            with self._encoding:
+                parked.revoked = True
+            self.let_go += sum(not node.stored for node in parked.nodes)
+            self._close(parked)
+
+    def store_idle(self) -> bool:
+        """While there is nothing else to do: stores some chunks that were let go before they were; whether there were
+        any. It looks through all that nobody holds."""
+        left, end = [node for node in self.cache.tree.idle.values() if not node.stored], time.monotonic() + IDLE_S
+        for done, node in enumerate(left, 1):
+            self._store(node, self.own_shelf)
+            self.let_go = len(left) - done
+            if time.monotonic() >= end:
+                break
+        return bool(left)
+
+    def _leaving(self, node: Node) -> None:
+        """A chunk is evicted."""
+        if not node.stored and node.digest is not None:
+            self._store(node, self.own_shelf)
+
+    # -- also on the thread
+
+    def _run(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):  # computing comes first, where the system can be told so
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        while (parked := self._queue.get()) is not None:
+            try:
+                for node in reversed(parked.nodes):  # so that a prompt's start is what was used last
+                    if not (node.stored or parked.revoked):
+                        self._store(node, self.shelf, parked)
+            except Exception:
+                log.exception("chunks could not be stored")
+            self._ended.put(parked)
+
+    def _store(self, node: Node, shelf: Shelf, parked: _Parked | None = None) -> None:
+        """Offers the chunk to every tier that lacks it. The engine does not wait for an answer from disk or network."""
+        digest, slot, tenant = node.digest, node.slot, node.tenant
+        assert digest is not None
+        kinds: list[Kind] = ["k", "x"] if shelf.keeps_activations and node.activations else ["k"]
+        for kind in kinds:
+            name = name_of(digest, kind)
+            lacking = self.tiers.lacking(name) if parked is not None else self.tiers.doubtful(name)
+            for form in sorted({self.tiers.format(tier) for tier in lacking}):
+                with self._encoding:
+                    if parked is not None and parked.revoked:
+                        return
+                    parts = shelf.encode(slot, digest, kind, form)
+                self._offer([tier for tier in lacking if self.tiers.format(tier) == form], name, tenant, parts)
+        node.stored = True
+
+    def _offer(self, tiers: list[int], name: bytes, tenant: bytes, parts: Parts) -> None:
+        """What a tier does not take is counted there."""
+        if any(self.tiers.queues(tier) for tier in tiers):
+            parts = (b"".join(parts),)  # the queue keeps it while the next chunk is encoded
+        for tier in tiers:
+            self.tiers.offer(tier, name, tenant, parts, sum(len(part) for part in parts))
+
+    def close(self, timeout_s: float) -> bool:
+        """Stores what waits, within that time; whether all of it was."""
+        if self._closed:
+            return True
+        self._closed, end = True, time.monotonic() + timeout_s
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        done = not self._thread.is_alive()
+        self.settle()
+        while done and self.store_idle():
+            done = time.monotonic() < end
+        if not done:
+            left = self.unstored + self.let_go
+            log.warning("%d chunks were not stored below the pool within %.0f s", left, timeout_s)
+        return done
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until the thread has nothing to do, at most so long; whether that came. For tests and benchmarks."""
+        end = time.monotonic() + timeout_s
+        while self._parked and time.monotonic() < end:
+            self.settle()
+            time.sleep(0.001)
+        self.settle()
+        return not self._parked

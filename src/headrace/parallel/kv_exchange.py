@@ -1,0 +1,156 @@
+"""What gather, chain and ring pass-KV share: the rows stay, keys and values come to them through a workspace.
+
+T: a rank's rows of the group; q [T, Hq, D], k and v [T, Hkv, D]. For each layer: receives are posted (one layer ahead),
+the rank's own keys and values are written and sent, its rows attend to what has arrived (parallel.merging), and what
+the rank owns goes into its pool. The strategies differ in who sends which piece to whom.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.attention.plan import Int32
+from headrace.parallel import layout
+from headrace.parallel.context import Context
+from headrace.parallel.layout import Piece
+from headrace.parallel.merging import Arrival, Rows
+from headrace.parallel.workspace import Buffer, copy_chunks, pools
+
+
+class Moving:
+    """Attend (attention.execute.Attend) of one group on one rank. Subclasses say what is exchanged."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        group, rank = context.group, context.rank
+        self.layout = layout.arrange(group, context.slots_per_rank)
+        runs = layout.runs(group, rank)
+        tables = [self.layout.table(layout.slots_of(group, run)) for run in runs]
+        self.rows = Rows(runs, tables, context.kernels)
+        wanted = layout.runs(group, rank, wanted=True)
+        tables = [self.layout.table(layout.slots_of(group, run)) for run in wanted]
+        self.wanted = Rows(wanted, tables, context.kernels)
+        self.kept_from, self.kept_in = self._kept()
+        context.workspace.reserve(self.layout.chunks)
+        self.arrivals: dict[int, list[Arrival]] = {}
+        self._post(0)
+
+    def _kept(self) -> tuple[Int32, Int32]:
+        """Chunks of the workspace that this rank keeps, and its slots for them: new ones that it owns."""
+        mine, per_rank = self.context.rank, self.context.slots_per_rank
+        new = {index for piece in self.layout.pieces if not piece.cached for index in range(piece.begin, piece.end)}
+        pairs = sorted(
+            (index, slot % per_rank)
+            for slot, index in self.layout.index.items()
+            if slot // per_rank == mine and index in new
+        )
+        return tuple(np.array(pairs, dtype=np.int32).reshape(-1, 2).T.copy())  # type: ignore[return-value]
+
+    # -- what a strategy decides
+
+    def receives(self, layer: int, buffer: Buffer) -> list[Arrival]:
+        """Posts the receives of a layer; what is to be sent on goes on by relay."""
+        raise NotImplementedError
+
+    def send_own(self, layer: int, buffer: Buffer) -> None:
+        """Sends what this rank has just written."""
+        raise NotImplementedError
+
+    def before_writing(self, layer: int, buffer: Buffer) -> None:
+        """Called before the rank's own keys and values are written."""
+
+    def before_attending(self, layer: int, buffer: Buffer) -> None:
+        """Called before the rows attend to what has arrived."""
+
+    def after_attention(self, layer: int, q: Tensor, buffer: Buffer, rows: Rows) -> None:
+        """Called when the rows have attended."""
+
+    # -- one layer
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        buffer = self.context.workspace.at(layer)
+        if layer + 1 < self.context.layers:
+            self._post(layer + 1)
+        self.before_writing(layer, buffer)
+        if len(self.rows):
+            self.context.kernels.append(buffer.tensors, k, v, self.rows.slots, self.rows.offsets)
+        self.send_own(layer, buffer)
+        self.before_attending(layer, buffer)
+        chosen = self.rows if rows is None else self.wanted
+        out = self._attend(layer, q if rows is None else q[rows], buffer, chosen)
+        self.after_attention(layer, q if rows is None else q[rows], buffer, chosen)
+        return out
+
+    def _attend(self, layer: int, q: Tensor, buffer: Buffer, rows: Rows) -> Tensor:
+        """The rows' attention; without rows nothing but what this rank keeps is waited for."""
+        arrivals = self.arrivals.pop(layer)
+        if len(rows):
+            q = rows.attend(layer, q, buffer.tensors, arrivals)
+        elif len(self.kept_from):
+            for each in arrivals:
+                each.wait()
+        self._keep(layer, buffer)
+        return q
+
+    def _keep(self, layer: int, buffer: Buffer) -> None:
+        copy_chunks(buffer.tensors, self.kept_from, pools(self.context.storage, layer), self.kept_in)
+
+    def _post(self, layer: int) -> None:
+        buffer = self.context.workspace.at(layer)
+        buffer.drain()
+        self._load_cached(layer, buffer)
+        self.arrivals[layer] = self.receives(layer, buffer)
+        for arrival in self.arrivals[layer]:
+            buffer.works += arrival.works
+
+    def _load_cached(self, layer: int, buffer: Buffer) -> None:
+        """Cached chunks that this rank owns, from its pool."""
+        for slots, begin in self._cached_here():
+            at = np.arange(begin, begin + len(slots), dtype=np.int32)
+            copy_chunks(pools(self.context.storage, layer), slots, buffer.tensors, at)
+
+    def _cached_here(self) -> list[tuple[Int32, int]]:
+        """(local slots, first chunk in the workspace) of each cached piece that this rank holds."""
+        slot_of = {index: slot for slot, index in self.layout.index.items()}
+        return [
+            (
+                np.array([slot_of[i] % self.context.slots_per_rank for i in range(p.begin, p.end)], dtype=np.int32),
+                p.begin,
+            )
+            for p in self.layout.pieces
+            if p.cached and p.holder == self.context.rank
+        ]
+
+    # -- for strategies
+
+    def receive(self, layer: int, buffer: Buffer, piece: Piece, source: int, relay: int | None, tokens: int) -> Arrival:
+        works = self.context.receive(view(buffer, piece), source, layer, piece.index, relay, tokens)
+        return Arrival(works, piece.begin, piece.end)
+
+    def send(self, layer: int, buffer: Buffer, piece: Piece, to: int, tokens: int) -> None:
+        buffer.works += self.context.send(view(buffer, piece), to, layer, piece.index, tokens)
+
+    def exchange_cached(self, layer: int, buffer: Buffer) -> list[Arrival]:
+        """Every rank sends the cached chunks that it owns to all others that have rows."""
+        mine, arrivals = self.context.rank, []
+        readers = {rank for part in self.context.group.parts for rank in part.ranks}
+        for piece in self.layout.pieces:
+            if not piece.cached:
+                continue
+            if piece.holder != mine and mine in readers:
+                arrivals.append(self.receive(layer, buffer, piece, piece.holder, None, 0))
+            if piece.holder == mine:
+                for other in sorted(readers - {mine}):
+                    self.send(layer, buffer, piece, other, piece.filled[0])
+        return arrivals
+
+
+def view(buffer: Buffer, piece: Piece) -> list[Tensor]:
+    return [x[piece.begin : piece.end] for x in buffer.tensors]
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """The same memory as bytes."""
+    return x.view(torch.uint8)
