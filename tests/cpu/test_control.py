@@ -17,9 +17,9 @@ from headrace.config import EngineConfig
 from headrace.parallel import control
 from headrace.parallel.control import Channel, Hello, Refused, Run, Stop, connect, proof
 from headrace.parallel.group import interface_name, prove
-from headrace.parallel.handshake import Gate
+from headrace.parallel.handshake import Handshake
 from headrace.parallel.launch import TorchRun, _read_secret, open_group
-from headrace.parallel.supervisor import Crew
+from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.parallel.worker import decode_config, encode_config
 
@@ -29,7 +29,7 @@ OTHER = "another secret of theirs"
 
 def pair(meddle: Callable[[bytes], bytes] | None = None) -> tuple[Channel, Channel]:
     """Driver's and worker's channel; `meddle` changes what passes from driver to worker after the handshake."""
-    with Gate("127.0.0.1", SECRET) as gate:
+    with Handshake("127.0.0.1", SECRET) as gate:
         theirs = connect(address(gate), SECRET, "127.0.0.1")
         theirs.send(Hello(1, 42, "here"))
         driver = gate.admit(range(1, 2), 60, nothing)[1][0]
@@ -98,12 +98,12 @@ def test_a_frame_of_one_direction_is_none_of_the_other() -> None:
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    with Gate("127.0.0.1", SECRET) as gate:
+def gate() -> Iterator[Handshake]:
+    with Handshake("127.0.0.1", SECRET) as gate:
         yield gate
 
 
-def address(gate: Gate) -> tuple[str, int]:
+def address(gate: Handshake) -> tuple[str, int]:
     host, port = gate.address.split(":")
     return host, int(port)
 
@@ -111,7 +111,7 @@ def address(gate: Gate) -> tuple[str, int]:
 def nothing() -> None: ...
 
 
-def test_gate_lets_in_who_knows_the_secret_and_nobody_else(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_gate_lets_in_who_knows_the_secret_and_nobody_else(gate: Handshake, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Refused):
         connect(address(gate), OTHER, "127.0.0.1")
     with socket.create_connection(address(gate)) as mute, socket.create_connection(address(gate)) as rude:
@@ -128,19 +128,19 @@ def test_gate_lets_in_who_knows_the_secret_and_nobody_else(gate: Gate, caplog: p
 
 
 def test_a_driver_that_does_not_know_the_secret_learns_nothing() -> None:
-    with Gate("127.0.0.1", OTHER) as false, pytest.raises(Refused):
+    with Handshake("127.0.0.1", OTHER) as false, pytest.raises(Refused):
         connect(address(false), SECRET, "127.0.0.1")
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
-def test_gate_refuses_ranks_that_are_taken_or_none(gate: Gate, rank: int) -> None:
+def test_gate_refuses_ranks_that_are_taken_or_none(gate: Handshake, rank: int) -> None:
     for number in (1, rank):
         connect(address(gate), SECRET, "127.0.0.1").send(Hello(number, 1, "here"))
     with pytest.raises(ValueError, match="says that it is rank"):
         gate.admit(range(1, 3), 60, nothing)
 
 
-def test_gate_names_who_is_missing(gate: Gate) -> None:
+def test_gate_names_who_is_missing(gate: Handshake) -> None:
     connect(address(gate), SECRET, "127.0.0.1").send(Hello(2, 1, "here"))
     with pytest.raises(TimeoutError, match=r"rank 1 did not come within 0\.3 s"):
         gate.admit(range(1, 3), 0.3, nothing)
@@ -148,7 +148,7 @@ def test_gate_names_who_is_missing(gate: Gate) -> None:
 
 def test_crew_keeps_the_first_reason_and_tells_late_listeners() -> None:
     driver, worker = pair()
-    crew = Crew({1: (driver, Hello(1, 1, "here"))}, 10.0)
+    crew = WorkerSupervisor({1: (driver, Hello(1, 1, "here"))}, 10.0)
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     crew.on_failure(told.put)
     worker.send(control.Failed("ValueError: this", False))

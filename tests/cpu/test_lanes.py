@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from headrace.offload import copy_streams
-from headrace.offload.copy_streams import Link, ThreadLane, copy_alone, open_lanes
+from headrace.offload.copy_streams import Link, ThreadStream, copy_alone, open_lanes
 
 
 @pytest.fixture
-def lane() -> Iterator[ThreadLane]:
-    lane = ThreadLane("test")
+def lane() -> Iterator[ThreadStream]:
+    lane = ThreadStream("test")
     yield lane
     lane.close()
 
@@ -94,7 +94,7 @@ def test_link_refuses(given: tuple[float, ...], message: str) -> None:
         Link(*given)
 
 
-def test_in_order(lane: ThreadLane) -> None:
+def test_in_order(lane: ThreadStream) -> None:
     done: list[int] = []
     tickets = [lane.submit(lambda i=i: done.append(i), 1, "kv") for i in range(100)]
     tickets[-1].wait()
@@ -104,7 +104,7 @@ def test_in_order(lane: ThreadLane) -> None:
     assert all(ticket.busy_s >= 0 for ticket in tickets)
 
 
-def test_beside_the_caller(lane: ThreadLane) -> None:
+def test_beside_the_caller(lane: ThreadStream) -> None:
     """The caller goes on while the lane works."""
     go = threading.Event()
     ticket = lane.submit(go.wait, 1, "kv")
@@ -114,7 +114,7 @@ def test_beside_the_caller(lane: ThreadLane) -> None:
     ticket.wait()
 
 
-def test_errors_are_handed_on(lane: ThreadLane) -> None:
+def test_errors_are_handed_on(lane: ThreadStream) -> None:
     def fail() -> None:
         raise OSError("gone")
 
@@ -134,7 +134,7 @@ def test_errors_are_handed_on(lane: ThreadLane) -> None:
     assert lane.stats()["kv"].transfers == 3
 
 
-def test_copies(lane: ThreadLane) -> None:
+def test_copies(lane: ThreadStream) -> None:
     for source in (torch.randn(3, 5, 7).bfloat16(), torch.randn(4, 6).t(), torch.randint(9, (10,)), torch.empty(0)):
         into = torch.empty_like(source)
         ticket = lane.copy(into, source, "x")
@@ -158,7 +158,7 @@ def test_copies_part_of_a_tensor() -> None:
 
 
 def test_closing_ends_what_was_submitted() -> None:
-    lane, done = ThreadLane("test"), []
+    lane, done = ThreadStream("test"), []
     for i in range(20):
         lane.submit(lambda i=i: done.append(i), 1, "kv")
     lane.close()
@@ -170,7 +170,7 @@ def test_closing_ends_what_was_submitted() -> None:
 
 def test_closing_while_others_submit() -> None:
     """What was taken is done; what comes too late is refused: nobody waits for ever."""
-    lane = ThreadLane("test")
+    lane = ThreadStream("test")
     tickets: list[copy_streams.Ticket] = []
 
     def submit() -> None:
@@ -193,12 +193,12 @@ def test_closing_while_others_submit() -> None:
 
 
 def test_closing_from_the_lane_itself() -> None:
-    lane = ThreadLane("test")
+    lane = ThreadStream("test")
     lane.submit(lane.close, 0, "kv").wait()
     lane.close()
 
 
-def test_counters_by_stream(lane: ThreadLane) -> None:
+def test_counters_by_stream(lane: ThreadStream) -> None:
     rng = random.Random(0)
     sizes = {stream: [rng.randrange(100) for _ in range(10)] for stream in ("kv", "x", "weights")}
     for stream, each in sizes.items():
@@ -214,7 +214,7 @@ def test_counters_by_stream(lane: ThreadLane) -> None:
 def test_lanes_of_a_cpu() -> None:
     """Two lines: one direction does not hold up the other."""
     both = open_lanes(torch.device("cpu"), Link(1e9, 1e-3, 0.1))
-    assert isinstance(both.into, ThreadLane) and isinstance(both.out, ThreadLane)
+    assert isinstance(both.into, ThreadStream) and isinstance(both.out, ThreadStream)
     assert both.into.link is not both.out.link
     assert (both.out.link.bytes_s, both.out.link.latency_s, both.out.link.jitter) == (1e9, 1e-3, 0.1)
     both.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from headrace.engine.sequence import Sequence
+from headrace.engine.sequence import SequenceState
 from headrace.kernels import cpu
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -47,7 +47,7 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> 
     traces: list[Trace] = [{} for _ in prompts]
     first = llm._count + 1
 
-    def keep(sequence: Sequence, position: int, logits: torch.Tensor) -> None:
+    def keep(sequence: SequenceState, position: int, logits: torch.Tensor) -> None:
         trace = traces[int(sequence.request.request_id.rsplit("-", 1)[1]) - first]
         end = position + len(logits) - 1
         if end in trace:

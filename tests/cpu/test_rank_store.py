@@ -32,7 +32,7 @@ from headrace.parallel.control import (
 )
 from headrace.parallel.listeners import LIBC, EpollEvent, _as_bytes, stop_accepting
 from headrace.parallel.store import LinkStore, Values
-from headrace.parallel.supervisor import Crew
+from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.transport import RankLost
 from headrace.parallel.worker import DriverLink
 from tests.cpu.test_control import pair
@@ -94,10 +94,10 @@ def test_what_nobody_leaves_is_not_waited_for_without_end(monkeypatch: pytest.Mo
         LinkStore(Values().answer).get("k")
 
 
-def served(answer: Callable[[Crew, Channel], None]) -> None:
+def served(answer: Callable[[WorkerSupervisor, Channel], None]) -> None:
     """A crew with one worker, whose end of the link is given to `answer`."""
     driver, worker = pair()
-    crew = Crew({1: (driver, Hello(1, 1, "here"))}, 30.0)
+    crew = WorkerSupervisor({1: (driver, Hello(1, 1, "here"))}, 30.0)
     try:
         answer(crew, worker)
     finally:
@@ -108,7 +108,7 @@ def served(answer: Callable[[Crew, Channel], None]) -> None:
 def test_a_worker_is_given_longer_until_it_is_ready() -> None:
     """Loading may keep its threads from answering; the limit of seconds counts from Ready."""
     driver, worker = pair()
-    crew = Crew({1: (driver, Hello(1, 1, "here"))}, 0.2)
+    crew = WorkerSupervisor({1: (driver, Hello(1, 1, "here"))}, 0.2)
     try:
         assert not crew.failed.wait(0.6)
         worker.send(Ready(b"there"))
@@ -123,7 +123,7 @@ def test_a_worker_is_given_longer_until_it_is_ready() -> None:
 def test_a_worker_that_never_gets_ready_is_lost_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crews, "FORM_S", 0.3)
     driver, worker = pair()
-    crew = Crew({1: (driver, Hello(1, 1, "here"))}, 0.2)
+    crew = WorkerSupervisor({1: (driver, Hello(1, 1, "here"))}, 0.2)
     try:
         with pytest.raises(RankLost, match=r"rank 1 did not answer for .* s while it loaded"):
             crew.wait_ready(20)
@@ -133,7 +133,7 @@ def test_a_worker_that_never_gets_ready_is_lost_in_the_end(monkeypatch: pytest.M
 
 
 def test_workers_and_driver_share_values_over_the_control_link() -> None:
-    def ask(crew: Crew, worker: Channel) -> None:
+    def ask(crew: WorkerSupervisor, worker: Channel) -> None:
         crew.ask(StoreSet("driver", b"0"))
         worker.send(StoreSet("worker", b"1"))
         worker.send(StoreGet("driver"))
@@ -156,7 +156,7 @@ def test_workers_and_driver_share_values_over_the_control_link() -> None:
 
 @pytest.mark.parametrize("odd", [*ODD, StoreValue(b"x"), Run(b""), Hello(1, 1, ""), Join(2, 2, 1, b"", "os:abort")])
 def test_a_worker_that_sends_what_it_must_not_is_lost_and_nothing_else(odd: Message) -> None:
-    def ask(crew: Crew, worker: Channel) -> None:
+    def ask(crew: WorkerSupervisor, worker: Channel) -> None:
         worker.send(StoreSet("x", b"no number"))
         worker.send(odd)
         assert crew.failed.wait(60)

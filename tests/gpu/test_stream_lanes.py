@@ -7,19 +7,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from headrace.offload.copy_streams import PINNED_BYTES, Lanes, StreamLane, open_lanes
+from headrace.offload.copy_streams import PINNED_BYTES, CopyStreams, StreamLane, open_lanes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture
-def both() -> Iterator[Lanes]:
+def both() -> Iterator[CopyStreams]:
     both = open_lanes(torch.device("cuda", 0))
     yield both
     both.close()
 
 
-def test_streams_of_their_own(both: Lanes) -> None:
+def test_streams_of_their_own(both: CopyStreams) -> None:
     assert isinstance(both.into, StreamLane) and isinstance(both.out, StreamLane)
     assert both.into.stream != both.out.stream
     assert both.into.stream != torch.cuda.current_stream()
@@ -27,7 +27,7 @@ def test_streams_of_their_own(both: Lanes) -> None:
 
 @pytest.mark.parametrize("count", [1, 1000, PINNED_BYTES, 5 * PINNED_BYTES // 2 + 3])
 @pytest.mark.parametrize("pinned", [True, False])
-def test_there_and_back(both: Lanes, count: int, pinned: bool) -> None:
+def test_there_and_back(both: CopyStreams, count: int, pinned: bool) -> None:
     """Bytes of any number, through the pinned buffers or from pinned memory."""
     source = torch.randint(256, (count,), dtype=torch.uint8)
     source = source.pin_memory() if pinned else source
@@ -38,7 +38,7 @@ def test_there_and_back(both: Lanes, count: int, pinned: bool) -> None:
     assert torch.equal(back, source)
 
 
-def test_parts_and_types(both: Lanes) -> None:
+def test_parts_and_types(both: CopyStreams) -> None:
     source = torch.randn(64, 8, 32).bfloat16()
     there = torch.zeros(3, 64, 8, 32, dtype=torch.bfloat16, device="cuda")
     both.into.copy(there[1], source, "kv").wait()
@@ -49,7 +49,7 @@ def test_parts_and_types(both: Lanes) -> None:
     assert torch.equal(turned.cpu(), source)
 
 
-def test_after_what_is_being_computed(both: Lanes) -> None:
+def test_after_what_is_being_computed(both: CopyStreams) -> None:
     """The staging buffer is read by a long kernel: the copy into it comes after, and the result is the old one."""
     stage, fresh = torch.ones(4096, 4096, device="cuda"), torch.full((4096, 4096), 2.0).pin_memory()
     product = stage
@@ -60,14 +60,14 @@ def test_after_what_is_being_computed(both: Lanes) -> None:
     assert torch.equal(stage, torch.full_like(stage, 2.0))
 
 
-def test_what_is_computed_after_the_wait_sees_it(both: Lanes) -> None:
+def test_what_is_computed_after_the_wait_sees_it(both: CopyStreams) -> None:
     stage = torch.zeros(1 << 22, device="cuda")
     for turn in range(1, 20):
         both.into.copy(stage, torch.full((1 << 22,), float(turn)), "kv").wait()
         assert bool((stage == turn).all())
 
 
-def test_errors_and_counters(both: Lanes) -> None:
+def test_errors_and_counters(both: CopyStreams) -> None:
     def fail() -> None:
         raise OSError("gone")
 

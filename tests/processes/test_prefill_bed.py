@@ -15,7 +15,7 @@ from headrace.bench.prefill_testbed import Bed, open_bed
 from headrace.cli.tune import table_stamp
 from headrace.parallel.rate_limit import Limited
 from headrace.planner.choice import ALLOWED, Layout, layout
-from headrace.planner.tuned_table import Table
+from headrace.planner.tuned_table import TunedTable
 
 KV_BYTES = 3 * 2 * 4 * 32 * 2
 """K and V of one token of the tiny model, in bf16: layers, two, heads, head size, bytes."""
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused(bed: Bed) -> None:
 def test_a_table_of_another_link_is_used_on_the_bed_but_not_of_another_machine(bed: Bed) -> None:
     limited = table_stamp(bed, Link(0.1))
     assert limited.link.endswith(", limited to 0.1 GB/s")
-    check_table(Table(stamp=limited, machine=bed.machine), bed)
+    check_table(TunedTable(stamp=limited, machine=bed.machine), bed)
     foreign = msgspec.structs.replace(limited, machine="another processor, 1 cores, none")
     with pytest.raises(ValueError, match="machine: tuned for 'another processor"):
-        check_table(Table(stamp=foreign, machine=bed.machine), bed)
+        check_table(TunedTable(stamp=foreign, machine=bed.machine), bed)

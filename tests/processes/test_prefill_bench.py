@@ -21,7 +21,7 @@ from headrace.bench.prefill_testbed import Bed, open_bed
 from headrace.cli.main import app
 from headrace.config import EngineConfig
 from headrace.planner.choice import ALLOWED, Layout
-from headrace.planner.tuned_table import Table, load
+from headrace.planner.tuned_table import TunedTable, load
 
 CASE = {
     "strategy", "ranks", "tokens", "cached", "bandwidth_gbps", "ttft_s", "partition", "wait_s", "bytes_sent", "ttfts",
@@ -122,7 +122,7 @@ def test_tune_goes_on_where_it_was_and_its_table_serves_this_machine_only(
         assert not searched
 
         stamp = msgspec.structs.replace(table.stamp, machine="another processor, 1 cores, none")
-        Table(stamp=stamp, machine=table.machine, entries=table.entries).save(foreign)
+        TunedTable(stamp=stamp, machine=table.machine, entries=table.entries).save(foreign)
         before = foreign.read_bytes()
         told = invoke("tune", "tiny", "--out", foreign, "--tokens", "1024", code=2)
         assert "does not fit" in told and "another --out" in told

@@ -14,7 +14,7 @@ import torch
 
 from headrace.config import EngineConfig
 from headrace.parallel.launch import open_group, spawn
-from headrace.parallel.supervisor import Process
+from headrace.parallel.supervisor import WorkerProcess
 from headrace.parallel.transport import RankLost, Tag
 from tests.processes import fake_rank
 from tests.processes.fake_rank import step
@@ -93,7 +93,9 @@ def test_maker_that_is_not_there() -> None:
 
 
 def test_worker_with_a_wrong_secret(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def spawn_with_another(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, Process]:
+    def spawn_with_another(
+        config: EngineConfig, address: str, secret: str, met: ExitStack
+    ) -> Mapping[int, WorkerProcess]:
         return spawn(config, address, secret[::-1], met)
 
     monkeypatch.setattr("headrace.parallel.launch.spawn", spawn_with_another)

@@ -17,7 +17,7 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.parallel import launch
 from headrace.parallel.group import Group
-from headrace.parallel.supervisor import Process
+from headrace.parallel.supervisor import WorkerProcess
 from tests.processes.groups import echoes, importable, opened
 
 __all__ = ["importable"]
@@ -33,7 +33,7 @@ class Crowd:
         self.count = count
         self.held: list[socket.socket] = []
 
-    def spawn(self, config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, Process]:
+    def spawn(self, config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, WorkerProcess]:
         host, _, port = address.partition(":")
         self.held += [socket.create_connection((host, int(port)), timeout=60) for _ in range(self.count)]
         return SPAWN(config, address, secret, met)

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from headrace.kv.cache import KVCache
-from headrace.kv.chunk_table import Table
+from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.pool import SlotPool
 from headrace.kv.tree import Node, PrefixTree
 from headrace.types import CHUNK, chunks_for
@@ -41,11 +41,11 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cache = KVCache(POOL)
-        self.live: list[Table] = []
-        self.parked: list[Table] = []
+        self.live: list[ChunkTable] = []
+        self.parked: list[ChunkTable] = []
         self.content: dict[int, list[int]] = {}
 
-    def fresh(self, tokens: list[int], salt: str | None, public: int) -> Table:
+    def fresh(self, tokens: list[int], salt: str | None, public: int) -> ChunkTable:
         table = self.cache.open(tokens, salt=salt, public_tokens=public)
         self.live.append(table)
         return table
@@ -76,7 +76,7 @@ class CacheMachine(RuleBasedStateMachine):
         """n > 1: another sequence with the same prompt."""
         self.fresh(list(self.pick(data).tokens), None, 0)
 
-    def pick(self, data: st.DataObject) -> Table:
+    def pick(self, data: st.DataObject) -> ChunkTable:
         return self.live[data.draw(st.integers(0, len(self.live) - 1))]
 
     @precondition(lambda self: self.live)
@@ -101,7 +101,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.write(table, before)
         self.cache.commit()
 
-    def enlarge(self, table: Table, count: int, owner: int | None = None) -> None:
+    def enlarge(self, table: ChunkTable, count: int, owner: int | None = None) -> None:
         """`room` is a promise, on all ranks together; a chunk is displaced by a rank only that has nothing left."""
         displaced = self.cache.displaced
         block, ranks = self.cache.block_chunks, self.cache.ranks
@@ -113,13 +113,13 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.displaced == displaced or 0 in left, "displaced although its rank had something left"
         assert ranks > 1 or not self.cache.displaced
 
-    def write(self, table: Table, start: int) -> None:
+    def write(self, table: ChunkTable, start: int) -> None:
         for position in range(start, table.length):
             slot = table.slots[position // CHUNK]
             rows = self.content.setdefault(int(slot), [-1] * CHUNK)
             rows[position % CHUNK] = table.tokens[position]
 
-    def writer_of_next(self, table: Table) -> Any:
+    def writer_of_next(self, table: ChunkTable) -> Any:
         node = self.cache.tree.find(table.digest(table.length // CHUNK))
         return node.writer if node else None
 
@@ -265,7 +265,7 @@ def _dropped_refcount(tree: PrefixTree, node: Node) -> None:
         node.refs = 1
 
 
-def _shared_partial_chunk(cache: KVCache, table: Table) -> tuple[int, bool]:
+def _shared_partial_chunk(cache: KVCache, table: ChunkTable) -> tuple[int, bool]:
     """Mutant of KVCache.reuse: attaches a chunk that another sequence is still writing."""
     chunk = table.length // CHUNK
     while not table.length % CHUNK and chunk < (len(table.tokens) - 1) // CHUNK:
@@ -315,7 +315,7 @@ def _rank_not_minded(tree: PrefixTree, rank: int | None = None) -> int | None:
     return slot
 
 
-def _block_not_minded(cache: KVCache, table: Table, end: int, ask: Any, by_block: bool) -> dict[int, int]:
+def _block_not_minded(cache: KVCache, table: ChunkTable, end: int, ask: Any, by_block: bool) -> dict[int, int]:
     """Mutant of KVCache._asked: asks in the midst of a block too."""
     return {chunk: ask(chunk) for chunk in range(len(table.nodes), chunks_for(end))} if ask else {}
 

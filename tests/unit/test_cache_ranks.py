@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.kv.cache import KVCache
-from headrace.kv.chunk_table import Owners, Table
+from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.kv.pool import SlotPool
 from headrace.kv.tree import PrefixTree
 from headrace.types import BLOCK_CHUNKS, CHUNK
@@ -27,7 +27,7 @@ def sentence(chunks: int, seed: int = 0) -> list[int]:
     return [random.Random(seed).randrange(1000) for _ in range(chunks * CHUNK)]
 
 
-def filled(cache: KVCache, tokens: list[int], owners: Owners | None = None, **options: Any) -> Table:
+def filled(cache: KVCache, tokens: list[int], owners: Owners | None = None, **options: Any) -> ChunkTable:
     """A table with all of its tokens cached; the last one is always computed."""
     table = cache.open(tokens, shares=options.pop("shares", True))
     cache.reuse(table)
@@ -37,7 +37,7 @@ def filled(cache: KVCache, tokens: list[int], owners: Owners | None = None, **op
     return table
 
 
-def owners_of(table: Table) -> list[int]:
+def owners_of(table: ChunkTable) -> list[int]:
     return [table.owner(chunk) for chunk in range(len(table.nodes))]
 
 
@@ -235,7 +235,7 @@ def test_one_rank_takes_the_same_slots_as_a_plain_model(seed: int) -> None:
     rng = random.Random(seed)
     caches = [KVCache(16), KVCache(16)]
     caches[1].tree = PlainTree(caches[1].pool)
-    live: list[tuple[Table, Table]] = []
+    live: list[tuple[ChunkTable, ChunkTable]] = []
     for _ in range(300):
         act = rng.random()
         if act < 0.3 or not live:
@@ -252,7 +252,7 @@ def test_one_rank_takes_the_same_slots_as_a_plain_model(seed: int) -> None:
     assert caches[0].tree.evictions, "the cache was full at times"
 
 
-def _advance(caches: list[KVCache], pair: tuple[Table, Table], wish: int, grow: int) -> None:
+def _advance(caches: list[KVCache], pair: tuple[ChunkTable, ChunkTable], wish: int, grow: int) -> None:
     for cache, table in zip(caches, pair, strict=True):
         table.tokens.extend([3] * grow)
         _, blocked = cache.reuse(table)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from headrace.kv.cache import KVCache
-from headrace.kv.chunk_table import Table
+from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.pool import SlotPool
 from headrace.types import CHUNK, chunks_for
 
 
-def filled(cache: KVCache, tokens: list[int], **options: Any) -> Table:
+def filled(cache: KVCache, tokens: list[int], **options: Any) -> ChunkTable:
     """A table with all of its tokens cached."""
     table = cache.open(tokens, **options)
     cache.reuse(table)

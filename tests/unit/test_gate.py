@@ -16,7 +16,7 @@ import pytest
 from headrace.parallel import control
 from headrace.parallel import handshake as gates
 from headrace.parallel.control import Channel, Failed, Hello, Refused, connect
-from headrace.parallel.handshake import Gate
+from headrace.parallel.handshake import Handshake
 
 pytestmark = pytest.mark.unit
 
@@ -26,21 +26,21 @@ LIMIT_S = 60
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    with Gate("127.0.0.1", SECRET) as gate:
+def gate() -> Iterator[Handshake]:
+    with Handshake("127.0.0.1", SECRET) as gate:
         yield gate
 
 
-def address(gate: Gate) -> tuple[str, int]:
+def address(gate: Handshake) -> tuple[str, int]:
     host, port = gate.address.split(":")
     return host, int(port)
 
 
-def stranger(gate: Gate) -> socket.socket:
+def stranger(gate: Handshake) -> socket.socket:
     return socket.create_connection(address(gate), timeout=LIMIT_S)
 
 
-def come(gate: Gate, *ranks: int) -> list[tuple[Channel, Channel]]:
+def come(gate: Handshake, *ranks: int) -> list[tuple[Channel, Channel]]:
     """Workers that come now, and the driver's ends."""
     first = min(ranks)
     workers = []
@@ -100,7 +100,7 @@ def meanwhile(attack: Callable[[], Any]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("count", [70, 400])
-def test_silent_connections_do_not_keep_workers_out(gate: Gate, count: int) -> None:
+def test_silent_connections_do_not_keep_workers_out(gate: Handshake, count: int) -> None:
     threads = threading.active_count()
     with ExitStack() as held:
         for _ in range(count):
@@ -109,7 +109,7 @@ def test_silent_connections_do_not_keep_workers_out(gate: Gate, count: int) -> N
         assert threading.active_count() <= threads + 1
 
 
-def test_a_flood_does_not_keep_workers_out(gate: Gate) -> None:
+def test_a_flood_does_not_keep_workers_out(gate: Handshake) -> None:
     """The places are filled anew all the time."""
     held: list[socket.socket] = []
 
@@ -125,7 +125,7 @@ def test_a_flood_does_not_keep_workers_out(gate: Gate) -> None:
         link.close()
 
 
-def test_connections_that_are_reset_at_once_take_no_place(gate: Gate) -> None:
+def test_connections_that_are_reset_at_once_take_no_place(gate: Handshake) -> None:
     for _ in range(200):
         link = stranger(gate)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -133,7 +133,7 @@ def test_connections_that_are_reset_at_once_take_no_place(gate: Gate) -> None:
     come(gate, 1)
 
 
-def test_a_byte_now_and_then_does_not_hold_a_place(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_byte_now_and_then_does_not_hold_a_place(gate: Handshake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "PROVE_S", 1.0, raising=False)
     with stranger(gate) as slow:
         assert len(slow.recv(32)) == 32
@@ -144,7 +144,7 @@ def test_a_byte_now_and_then_does_not_hold_a_place(gate: Gate, monkeypatch: pyte
     come(gate, 1)
 
 
-def test_the_oldest_stranger_makes_way(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_stranger_makes_way(gate: Handshake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "MOST_STRANGERS", 3)
     monkeypatch.setattr(gates, "PROVE_S", 600.0)
     monkeypatch.setattr(gates, "HELLO_S", 600.0)
@@ -161,7 +161,7 @@ def test_the_oldest_stranger_makes_way(gate: Gate, monkeypatch: pytest.MonkeyPat
 
 
 def test_who_stops_after_the_proof_is_sent_away_and_keeps_nobody_out(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    gate: Handshake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gates, "HELLO_S", 0.5)
     silent = [connect(address(gate), SECRET, "127.0.0.1") for _ in range(80)]
@@ -194,7 +194,7 @@ def test_a_worker_comes_again_if_its_connection_ends_before_the_proof(part: byte
     assert tries > 1 and isinstance(errors[0], ConnectionError)
 
 
-def test_a_worker_that_was_sent_away_gets_in_later(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_was_sent_away_gets_in_later(gate: Handshake, monkeypatch: pytest.MonkeyPatch) -> None:
     hear, sent_away = gates._Visitor.hear, [ConnectionResetError()] * 3
 
     def hear_or_not(visitor: Any) -> Any:
@@ -207,20 +207,20 @@ def test_a_worker_that_was_sent_away_gets_in_later(gate: Gate, monkeypatch: pyte
     assert not sent_away
 
 
-def test_a_worker_gives_up_at_once_where_nobody_listens(gate: Gate) -> None:
+def test_a_worker_gives_up_at_once_where_nobody_listens(gate: Handshake) -> None:
     gate.close()
     with pytest.raises(ConnectionRefusedError):
         connect(address(gate), SECRET, "127.0.0.1")
 
 
-def test_a_wrong_secret_is_not_tried_again(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_secret_is_not_tried_again(gate: Handshake, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Refused, match="does not take ours"):
         connect(address(gate), OTHER, "127.0.0.1")
     gate.close()
     assert caplog.messages == [caplog.messages[0]] and "1 the other side does not know the secret" in caplog.text
 
 
-def test_want_of_file_descriptors_does_not_close_the_port(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_want_of_file_descriptors_does_not_close_the_port(gate: Handshake, monkeypatch: pytest.MonkeyPatch) -> None:
     accept, failures = socket.socket.accept, [errno.EMFILE, errno.ENFILE, errno.ENOMEM]
 
     def accept_or_fail(listening: socket.socket) -> Any:
@@ -233,7 +233,7 @@ def test_want_of_file_descriptors_does_not_close_the_port(gate: Gate, monkeypatc
     assert not failures
 
 
-def test_many_refusals_are_few_lines_of_the_log(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_refusals_are_few_lines_of_the_log(gate: Handshake, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(300):
         with stranger(gate) as rude:
             rude.sendall(bytes(64))
@@ -244,7 +244,7 @@ def test_many_refusals_are_few_lines_of_the_log(gate: Gate, caplog: pytest.LogCa
     assert sum(counts) == 300
 
 
-def test_closing_ends_all_that_has_not_been_admitted(gate: Gate) -> None:
+def test_closing_ends_all_that_has_not_been_admitted(gate: Handshake) -> None:
     worker, mute = connect(address(gate), SECRET, "127.0.0.1"), stranger(gate)
     worker.send(Hello(1, 1, "here"))
     until(lambda: not gate._admitted.empty())
@@ -255,7 +255,7 @@ def test_closing_ends_all_that_has_not_been_admitted(gate: Gate) -> None:
         stranger(gate)
 
 
-def test_frames_of_workers_are_bounded_before_they_are_read(gate: Gate) -> None:
+def test_frames_of_workers_are_bounded_before_they_are_read(gate: Handshake) -> None:
     long = connect(address(gate), SECRET, "127.0.0.1")
     long.send(Hello(1, 1, "x" * control.MOST_HELLO))
     assert ended(long._link)
@@ -265,7 +265,7 @@ def test_frames_of_workers_are_bounded_before_they_are_read(gate: Gate) -> None:
         driver.receive()
 
 
-def test_a_frame_that_holds_no_message_is_refused(gate: Gate) -> None:
+def test_a_frame_that_holds_no_message_is_refused(gate: Handshake) -> None:
     """Sent by a worker that knows the secret."""
     (worker, driver), *_ = come(gate, 1)
     worker.send(Failed("first", False))

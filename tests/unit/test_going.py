@@ -7,50 +7,50 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.decode_fast_path import Going
-from headrace.engine.sequence import Sequence, Slice
+from headrace.engine.decode_fast_path import DecodeFastPath
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels.model_step import Greatest
 from headrace.kv.cache import KVCache
 from headrace.types import Request, SamplingParams
 
 
 class Echo:
-    """A WholeStep that says what it was given."""
+    """A ModelStep that says what it was given."""
 
     def run_next(self, tokens: list[int]) -> Greatest:
         return Greatest([0.0] * len(tokens), tokens)
 
 
-def decoding(cache: KVCache, number: int) -> Sequence:
+def decoding(cache: KVCache, number: int) -> SequenceState:
     """A sequence of 11 tokens, the last one of them not in the cache."""
-    sequence = Sequence(Request(str(number), list(range(number, number + 11)), SamplingParams()), 0, number)
+    sequence = SequenceState(Request(str(number), list(range(number, number + 11)), SamplingParams()), 0, number)
     sequence.table = cache.open(sequence.tokens)
     assert cache.extend(sequence.table, 10, None)
     return sequence
 
 
-def slices(cache: KVCache, sequences: list[Sequence]) -> list[Slice]:
+def slices(cache: KVCache, sequences: list[SequenceState]) -> list[Slice]:
     """A step of one token each."""
     for each in sequences:
         assert each.table is not None and cache.grow(each.table)
     return [Slice(each, each.computed - 1, 1) for each in sequences]
 
 
-def sampled(sequences: list[Sequence]) -> None:
+def sampled(sequences: list[SequenceState]) -> None:
     for each in sequences:
         each.tokens.append(each.order * 1000 + len(each.tokens))
 
 
 @pytest.fixture
-def start() -> tuple[KVCache, list[Sequence], Going]:
+def start() -> tuple[KVCache, list[SequenceState], DecodeFastPath]:
     cache = KVCache(40)
     sequences = [decoding(cache, 100), decoding(cache, 200)]
-    going = Going(Echo(), slices(cache, sequences), [1, 0])  # type: ignore[arg-type]
+    going = DecodeFastPath(Echo(), slices(cache, sequences), [1, 0])  # type: ignore[arg-type]
     sampled(sequences)
     return cache, sequences, going
 
 
-def test_steps_that_go_on(start: tuple[KVCache, list[Sequence], Going]) -> None:
+def test_steps_that_go_on(start: tuple[KVCache, list[SequenceState], DecodeFastPath]) -> None:
     cache, sequences, going = start
     for step in range(5):
         parts = slices(cache, sequences)
@@ -104,13 +104,13 @@ def other_chunk(cache: KVCache, parts: list[Slice]) -> list[Slice]:
     "change", [other_order, one_fewer, two_tokens, not_the_next, not_the_last, another_like_it, other_chunk]
 )
 def test_steps_that_do_not(
-    start: tuple[KVCache, list[Sequence], Going], change: Callable[[KVCache, list[Slice]], Any]
+    start: tuple[KVCache, list[SequenceState], DecodeFastPath], change: Callable[[KVCache, list[Slice]], Any]
 ) -> None:
     cache, sequences, going = start
     assert going.tokens(change(cache, slices(cache, sequences))) is None
 
 
-def test_the_end_of_a_chunk(start: tuple[KVCache, list[Sequence], Going]) -> None:
+def test_the_end_of_a_chunk(start: tuple[KVCache, list[SequenceState], DecodeFastPath]) -> None:
     cache, sequences, going = start
     for _ in range(53):
         parts = slices(cache, sequences)

@@ -21,7 +21,7 @@ from headrace.planner.heuristic import (
     guarded,
 )
 from headrace.planner.partition import zigzag_ranks
-from headrace.planner.tuned_table import Entry, Stamp, Table
+from headrace.planner.tuned_table import Entry, Stamp, TunedTable
 from tests.unit.planner_oracles import GQA, MACHINE, S2, TABLE_4
 
 pytestmark = pytest.mark.unit
@@ -32,11 +32,11 @@ ATTAINED = msgspec.structs.replace(PEAK, flops_s=515e12, bandwidth_bytes_s=26e9)
 SLOW = msgspec.structs.replace(MACHINE, link_bytes_s=0.5e9)
 
 
-def tuned(ranks: int = 2, **more: object) -> Table:
+def tuned(ranks: int = 2, **more: object) -> TunedTable:
     stamp = Stamp(
         machine=MACHINE.fingerprint, model="s2", shape=S2, ranks=ranks, link="lo", version="0.1.0", date="2025-01-01"
     )
-    return Table(stamp=stamp, machine=MACHINE, **more)
+    return TunedTable(stamp=stamp, machine=MACHINE, **more)
 
 
 @pytest.mark.parametrize(("ranks", "tokens"), [(2, 2000), (4, 4000), (8, 8000), (16, 16000)])

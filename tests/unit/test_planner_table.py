@@ -11,7 +11,7 @@ import pytest
 from headrace.planner.heuristic import PRINTED
 from headrace.planner.partition import Bounds
 from headrace.planner.search import Search
-from headrace.planner.tuned_table import Entry, Stamp, Table, load
+from headrace.planner.tuned_table import Entry, Stamp, TunedTable, load
 from tests.unit.planner_oracles import GQA, MACHINE, S2, Toy
 
 pytestmark = pytest.mark.unit
@@ -21,8 +21,8 @@ STAMP = Stamp(
 )
 
 
-def tuned() -> Table:
-    return Table(
+def tuned() -> TunedTable:
+    return TunedTable(
         stamp=STAMP,
         machine=MACHINE,
         entries={8192: Entry((0.6, 0.4), 1.0), 16384: Entry((0.64, 0.36), 3.0)},
@@ -102,7 +102,7 @@ def test_lookup() -> None:
     assert tuned().lookup(12288, start=128, unit=2048) == (128, 8192, 12416)
     assert tuned().lookup(100) == (0, 60, 100)
     with pytest.raises(ValueError, match="headrace tune"):
-        Table(stamp=STAMP, machine=MACHINE).lookup(100)
+        TunedTable(stamp=STAMP, machine=MACHINE).lookup(100)
 
 
 def test_a_search_resumed_from_a_file(tmp_path: Path) -> None:

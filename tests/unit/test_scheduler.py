@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.engine.decode_fast_path import Going
+from headrace.engine.decode_fast_path import DecodeFastPath
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.sequence import Sequence, Slice
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels.model_step import Greatest
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import Owners
@@ -19,7 +19,7 @@ from headrace.types import CHUNK, Request, SamplingParams
 
 
 class NoArithmetic:
-    """A WholeStep for Going, which looks at slices alone."""
+    """A ModelStep for DecodeFastPath, which looks at slices alone."""
 
     def run_next(self, tokens: list[int]) -> Greatest:
         return Greatest([0.0] * len(tokens), tokens)
@@ -41,15 +41,15 @@ class Harness:
             align,
         )
         self.memory: dict[int, list[int]] = {}
-        self.live: dict[Sequence, int] = {}
+        self.live: dict[SequenceState, int] = {}
         self.order = 0
         self.prefilled = 0
-        self.going: Going | None = None
+        self.going: DecodeFastPath | None = None
         self.before: list[tuple[object, ...]] = []
 
-    def add(self, prompt: list[int], answer: int, salt: str | None = None) -> Sequence:
+    def add(self, prompt: list[int], answer: int, salt: str | None = None) -> SequenceState:
         request = Request(str(self.order), prompt, SamplingParams(), cache_salt=salt)
-        sequence = Sequence(request, 0, self.order)
+        sequence = SequenceState(request, 0, self.order)
         self.order += 1
         self.live[sequence] = answer
         self.scheduler.add(sequence)
@@ -71,7 +71,7 @@ class Harness:
         return slices
 
     def go_on(self, slices: list[Slice]) -> None:
-        """Going takes the steps that have the sequences of the one before, with one token each and their old chunks."""
+        """DecodeFastPath takes the steps with the sequences of the one before, one token each, and their old chunks."""
         here = [
             (part.sequence, table, part.start, list(table.slots)) for part in slices if (table := part.sequence.table)
         ]
@@ -88,7 +88,7 @@ class Harness:
             else:
                 self.going = None
         if self.going is None and decodes and slices:
-            self.going = Going(NoArithmetic(), slices, list(range(len(slices)))[::-1])  # type: ignore[arg-type]
+            self.going = DecodeFastPath(NoArithmetic(), slices, list(range(len(slices)))[::-1])  # type: ignore[arg-type]
         self.before = list(here)
 
     def check_ends(self, part: Slice) -> None:
@@ -105,19 +105,19 @@ class Harness:
             rows = self.memory.setdefault(int(table.slots[position // CHUNK]), [-1] * CHUNK)
             rows[position % CHUNK] = part.sequence.tokens[position]
 
-    def seen(self, sequence: Sequence) -> list[int]:
+    def seen(self, sequence: SequenceState) -> list[int]:
         table = sequence.table
         assert table is not None
         rows = [token for slot in table.slots.tolist() for token in self.memory[slot]]
         return rows[: table.length]
 
-    def sample(self, sequence: Sequence) -> None:
+    def sample(self, sequence: SequenceState) -> None:
         sequence.tokens.append(sum(self.seen(sequence)) % 11)
         if len(sequence.tokens) - sequence.prompt_len == self.live[sequence]:
             del self.live[sequence]
             self.scheduler.remove(sequence)
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, sequence: SequenceState) -> None:
         del self.live[sequence]
         self.scheduler.remove(sequence)
 
@@ -358,7 +358,7 @@ def test_owners_are_asked_for_each_slice() -> None:
     harness = Harness(chunks=400, budget=4096, align=CHUNK, ranks=2)
     asked: list[tuple[int, int, int]] = []
 
-    def last(sequence: Sequence, start: int, count: int) -> Owners | None:
+    def last(sequence: SequenceState, start: int, count: int) -> Owners | None:
         asked.append((sequence.order, start, count))
         return (lambda chunk: 1) if sequence.order == 0 else None
 

@@ -33,7 +33,7 @@ from headrace.planner.choice import Layout, layout
 from headrace.planner.machine import Machine
 from headrace.planner.partition import Bounds, align, even
 from headrace.planner.search import Search
-from headrace.planner.tuned_table import Table
+from headrace.planner.tuned_table import TunedTable
 from headrace.types import CHUNK
 
 STRATEGIES = ("single", "gather", "gather-full", "chain-even", "chain", "chain-searched", "ring-kv", "ring-q")
@@ -60,7 +60,7 @@ class Plan:
     threads: int = 1
     dtype: str = "auto"
     netns: bool = False
-    table: Table | None = None
+    table: TunedTable | None = None
     search: bool = True
     stride: int = CHUNK
     search_repeats: int = 2
@@ -269,7 +269,7 @@ def set_link(bed: Bed, link: Link) -> None:
         )
 
 
-def check_table(table: Table | None, bed: Bed) -> None:
+def check_table(table: TunedTable | None, bed: Bed) -> None:
     """Raises ValueError for a table of another machine, model or group; that it is for another link is said only."""
     if table is None:
         return
@@ -279,7 +279,7 @@ def check_table(table: Table | None, bed: Bed) -> None:
         err.print(f"the table was tuned on another link: {table.stamp.link}", style="yellow")
 
 
-def load_table(path: Path | None) -> Table | None:
+def load_table(path: Path | None) -> TunedTable | None:
     """Raises ValueError where there is no table in it."""
     return None if path is None else planner_table.load(path)
 
@@ -291,6 +291,6 @@ def line(case: Case) -> str:
     return f"  {case['strategy']:<14} {case['ttft_s']:8.4f} s  waiting {waits} s  sent {case['bytes_sent']}{cut}"
 
 
-def limited(machine: Machine, table: Table | None, link: Link) -> Machine:
+def limited(machine: Machine, table: TunedTable | None, link: Link) -> Machine:
     """What the planner goes by: the table's profile, else the measured one, behind the link."""
     return link.profile(machine if table is None else table.machine)

@@ -16,7 +16,7 @@ from headrace.config import EngineConfig
 from headrace.parallel import launch
 from headrace.parallel.messages import Group, Part, Step
 from headrace.parallel.rate_limit import Limited
-from headrace.parallel.supervisor import Process
+from headrace.parallel.supervisor import WorkerProcess
 from headrace.parallel.transport import Transport
 from headrace.planner.machine import Machine
 
@@ -82,7 +82,7 @@ def apply(step: Step, transport: Transport) -> Transport:
     return Limited(transport, bandwidth or math.inf, latency / 1e9, jitter / 1e6, seed, own or None)
 
 
-Start = Callable[[EngineConfig, str, str, ExitStack], Mapping[int, Process]]
+Start = Callable[[EngineConfig, str, str, ExitStack], Mapping[int, WorkerProcess]]
 
 
 class Namespaces:
@@ -108,7 +108,7 @@ class Namespaces:
         """The driver's address."""
         return self._address(0)
 
-    def start(self, config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, Process]:
+    def start(self, config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, WorkerProcess]:
         """launch.Starter: each worker in its namespace."""
         return {
             rank: launch.Child(

@@ -32,7 +32,7 @@ from headrace.parallel.messages import Group as StepGroup
 from headrace.parallel.messages import Part, Step, encode
 from headrace.parallel.rank import Hidden, Rank
 from headrace.parallel.rate_limit import Limited
-from headrace.parallel.supervisor import Crew
+from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.torch_transport import TorchTransport
 from headrace.parallel.transport import LAST, LoopbackHub, Tag
 from headrace.planner.choice import Layout
@@ -291,7 +291,7 @@ class Bed:
         return [x.tolist() for x in told]
 
     @property
-    def _crew(self) -> Crew:
+    def _crew(self) -> WorkerSupervisor:
         crew = self.group.crew
         assert crew is not None, "rank 0 has the crew"
         return crew

@@ -25,7 +25,7 @@ from headrace.engine.ranks import stamp
 from headrace.planner.choice import ALLOWED, layout, predict
 from headrace.planner.heuristic import fit_heuristic
 from headrace.planner.optimum import best_chain
-from headrace.planner.tuned_table import Stamp, Table, load
+from headrace.planner.tuned_table import Stamp, TunedTable, load
 from headrace.types import CHUNK
 
 SHARES = (64, 32, 16, 8, 4, 2)
@@ -67,7 +67,7 @@ class Tuning:
         return settings(self.model, self.ranks, max(self.tokens), self.threads, self.dtype)
 
 
-def run(tuning: Tuning) -> Table:
+def run(tuning: Tuning) -> TunedTable:
     """Measures what is missing in the table and saves it. Raises ValueError for a table of something else."""
     config = tuning.config()
     known = load(tuning.path) if tuning.path.exists() else None
@@ -96,10 +96,10 @@ def table_stamp(bed: Bed, link: Link) -> Stamp:
     return here if link == Link() else msgspec.structs.replace(here, link=f"{here.link}, limited to {link}")
 
 
-def _begin(tuning: Tuning, bed: Bed, known: Table | None) -> Table:
+def _begin(tuning: Tuning, bed: Bed, known: TunedTable | None) -> TunedTable:
     here = table_stamp(bed, tuning.link)
     if known is None:
-        return Table(stamp=here, machine=tuning.link.profile(bed.machine))
+        return TunedTable(stamp=here, machine=tuning.link.profile(bed.machine))
     try:
         known.check(here)
     except ValueError as error:
@@ -109,7 +109,7 @@ def _begin(tuning: Tuning, bed: Bed, known: Table | None) -> Table:
     return known
 
 
-def _search(tuning: Tuning, bed: Bed, table: Table, tokens: int, say: Say) -> None:
+def _search(tuning: Tuning, bed: Bed, table: TunedTable, tokens: int, say: Say) -> None:
     """One entry, by KVR-S."""
     seed = best_chain(table.machine, table.stamp.shape, bed.size, tokens)
     measured = table.points(tokens)
@@ -125,7 +125,7 @@ def _search(tuning: Tuning, bed: Bed, table: Table, tokens: int, say: Say) -> No
     table.save(tuning.path)
 
 
-def _corrections(tuning: Tuning, bed: Bed, table: Table, say: Say) -> dict[str, float]:
+def _corrections(tuning: Tuning, bed: Bed, table: TunedTable, say: Say) -> dict[str, float]:
     """By strategy the geometric mean of measured over predicted time, over full and partial prefills."""
     factors: dict[str, list[float]] = {}
     for T, P in _cells(tuning.tokens):
@@ -147,7 +147,7 @@ def _cells(tokens: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def _against_model(
-    tuning: Tuning, bed: Bed, table: Table, names: list[str], T: int, P: int
+    tuning: Tuning, bed: Bed, table: TunedTable, names: list[str], T: int, P: int
 ) -> dict[str, tuple[float, float]]:
     """(measured, predicted) seconds; cached chunks lie on the ranks in turn."""
     held = bed.cached_on("ring-kv", P, "round")
@@ -162,7 +162,7 @@ def _against_model(
     }
 
 
-def _samples(tuning: Tuning, bed: Bed, table: Table, say: Say) -> list[tuple[int, int, float, float]]:
+def _samples(tuning: Tuning, bed: Bed, table: TunedTable, say: Say) -> list[tuple[int, int, float, float]]:
     """(T, P, seconds of pass-KV, seconds of pass-Q)."""
     cells = {
         (new, (total - new) // CHUNK * CHUNK)
@@ -189,7 +189,7 @@ def _progress() -> Iterator[Say]:
         yield lambda text: progress.update(task, description=text)
 
 
-def _tell(table: Table, path: Path) -> None:
+def _tell(table: TunedTable, path: Path) -> None:
     out.print("| tokens | shares of the ranks | time to first token |\n|---|---|---|")
     for tokens, entry in sorted(table.entries.items()):
         out.print(f"| {tokens} | {', '.join(f'{share:.4f}' for share in entry.fractions)} | {entry.ttft_s:.4f} s |")

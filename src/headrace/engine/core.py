@@ -29,9 +29,9 @@ from headrace.engine.sampler import (
     target_logprobs,
 )
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.sequence import Sequence, Slice
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.stopping import finish_reason
-from headrace.kv.chunk_table import Table
+from headrace.kv.chunk_table import ChunkTable
 from headrace.types import CHUNK, Delta, EngineStats, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 TIERS_S = 0.2
 """Between two looks at the tiers' counters."""
 
-Observer = Callable[[Sequence, int, Tensor], None]
+Observer = Callable[[SequenceState, int, Tensor], None]
 """Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
 
 
@@ -49,7 +49,7 @@ class _Active:
 
     request: Request
     seed: int
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[SequenceState] = field(default_factory=list)
     unfinished: int = 0
     scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -61,7 +61,7 @@ class _Active:
 class _Stream:
     """What the engine keeps of a sequence beside the scheduler's record."""
 
-    sequence: Sequence
+    sequence: SequenceState
     active: _Active
     detokenizer: Detokenizer | None
     history: History | None
@@ -87,7 +87,7 @@ class EngineCore:
         self.scheduler.below = loaded.offload
         self.on_logits: Observer | None = None
         self._active: dict[str, _Active] = {}
-        self._streams: dict[Sequence, _Stream] = {}
+        self._streams: dict[SequenceState, _Stream] = {}
         self._order = 0
         self._stats = EngineStats(kv_chunks_total=self.cache.pool.total)
         self._started: list[str] = []
@@ -111,9 +111,9 @@ class EngineCore:
         self._active[request.request_id] = active
         self._stats.prompt_tokens += len(request.prompt_token_ids)
 
-    def _new_sequence(self, active: _Active, index: int, want_logits: bool) -> Sequence:
+    def _new_sequence(self, active: _Active, index: int, want_logits: bool) -> SequenceState:
         request = active.request
-        sequence = Sequence(request, index, self._order)
+        sequence = SequenceState(request, index, self._order)
         sequence.wants_all_logits = want_logits or (request.params.prompt_logprobs is not None and index == 0)
         self._order += 1
         tokenizer, eos = self.loaded.tokenizer, self.loaded.capacity.eos_token_ids
@@ -123,7 +123,7 @@ class EngineCore:
         self.scheduler.add(sequence)
         return sequence
 
-    def _open_table(self, sequence: Sequence) -> Table:
+    def _open_table(self, sequence: SequenceState) -> ChunkTable:
         request, model = sequence.request, self.loaded.decoder.config
         stretched = model.rope_depends_on_length and model.rope and sequence.prompt_len > model.rope.original_length
         return self.cache.open(
@@ -146,7 +146,7 @@ class EngineCore:
         self._stats.finished_abort += 1
         return True
 
-    def _drop(self, sequence: Sequence) -> None:
+    def _drop(self, sequence: SequenceState) -> None:
         del self._streams[sequence]
         self.scheduler.remove(sequence)
 
@@ -317,7 +317,7 @@ class EngineCore:
         if ended is not None:
             delta.finish_reason, delta.stop_reason = ended
 
-    def _finish(self, active: _Active, sequence: Sequence, delta: Delta, now: float) -> None:
+    def _finish(self, active: _Active, sequence: SequenceState, delta: Delta, now: float) -> None:
         self._drop(sequence)
         active.unfinished -= 1
         if active.unfinished:

@@ -13,7 +13,7 @@ from headrace.attention.execute import PlanAttention
 from headrace.models.decoder import Decoder, TokenBatch
 
 
-class Replay:
+class CudaGraphStep:
     """`Decoder.forward` and `logits` for one step after another on a CUDA device."""
 
     def __init__(self, decoder: Decoder) -> None:

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from headrace.engine.sequence import Slice
-from headrace.kernels.model_step import Greatest, WholeStep
+from headrace.kernels.model_step import Greatest, ModelStep
 
 
-class Going:
+class DecodeFastPath:
     """The steps after one in which every sequence decoded one token: for as long as the same sequences, in the same
     order, go on by one token each, within the chunk in which they are.
 
     slices: of that step, in the order of the scheduler; order: their numbers in the order of the rows.
     """
 
-    def __init__(self, whole: WholeStep, slices: Seq[Slice], order: list[int]) -> None:
+    def __init__(self, whole: ModelStep, slices: Seq[Slice], order: list[int]) -> None:
         self.whole = whole
         self._order = order
         self._spans = [range(row, row + 1) for row in range(len(slices))]

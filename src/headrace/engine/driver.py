@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from headrace.engine.runner import Computed
-from headrace.engine.sequence import Sequence as Answer
-from headrace.engine.sequence import Slice
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
-from headrace.kv.chunk_table import Owners, Table
+from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.parallel import messages
 from headrace.parallel.messages import Group, Part
 from headrace.parallel.rank import Rank
@@ -56,7 +55,7 @@ class Driver:
     allowed: tuple[str, ...] = messages.STRATEGIES
     counts: dict[str, int] = field(default_factory=dict)
     steps: int = 0
-    _planned: dict[Answer, Choice] = field(default_factory=dict)
+    _planned: dict[SequenceState, Choice] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -64,7 +63,7 @@ class Driver:
 
     # -- when a slice is scheduled
 
-    def owners(self, sequence: Answer, start: int, count: int) -> Owners | None:
+    def owners(self, sequence: SequenceState, start: int, count: int) -> Owners | None:
         """Chooses how to compute a slice of a prompt, and who shall own its new chunks (Scheduler.owners)."""
         table = sequence.table
         assert table is not None, "a scheduled sequence has a table"
@@ -84,7 +83,7 @@ class Driver:
         first = max(range(self.size), key=self.cache.available_on)
         return lambda chunk: (first + chunk // BLOCK_CHUNKS) % self.size
 
-    def _keeper(self, table: Table, start: int, count: int) -> int | None:
+    def _keeper(self, table: ChunkTable, start: int, count: int) -> int | None:
         """The rank that would keep all new chunks; None if none has room for them."""
         new = chunks_for(start + count) - len(table.nodes)
         if start // CHUNK % BLOCK_CHUNKS:
@@ -93,7 +92,7 @@ class Driver:
             ranks = sorted(range(self.size), key=self.cache.available_on, reverse=True)
         return next((rank for rank in ranks if self.cache.available_on(rank) >= new), None)
 
-    def _cached_on(self, table: Table) -> list[float]:
+    def _cached_on(self, table: ChunkTable) -> list[float]:
         counts = [0.0] * self.size
         for chunk in range(len(table.nodes)):
             counts[table.owner(chunk)] += CHUNK
@@ -151,12 +150,12 @@ class Driver:
         slots = table.slots[: chunks_for(part.end)].tolist()
         return strategy, Part(tokens, part.start, slots, bounds, ranks, _wanted(part), part.sequence.prompt_len)
 
-    def _decode(self, part: Slice, table: Table) -> tuple[str, list[int], list[int]]:
+    def _decode(self, part: Slice, table: ChunkTable) -> tuple[str, list[int], list[int]]:
         home = table.owner(part.start // CHUNK)
         alone = bool((table.slots // self.cache.pool.per_rank == home).all())
         return "single" if alone else "ring-q", [part.start, part.end], [home]
 
-    def _possible(self, choice: Choice, part: Slice, table: Table) -> Choice:
+    def _possible(self, choice: Choice, part: Slice, table: ChunkTable) -> Choice:
         """The choice, or pass-KV where chunks had to be placed on ranks that would not see them."""
         if choice.strategy not in KEEPS_ALL:
             return choice

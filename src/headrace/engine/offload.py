@@ -17,13 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from headrace.engine.sequence import Sequence as Answer
-from headrace.engine.sequence import Slice
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
-from headrace.kv.chunk_table import Table
+from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
-from headrace.offload.chunk_codec import Shelf
-from headrace.offload.copy_streams import Lane, Ticket
+from headrace.offload.chunk_codec import ChunkCodec
+from headrace.offload.copy_streams import CopyStream, Ticket
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.solver import Prediction, Run, Split, predict, restore_split
 from headrace.offload.restore.transfer import Restore, Wanted
@@ -87,21 +86,21 @@ class Offload:
 
     cache: KVCache
     tiers: Tiers
-    shelf: Shelf
-    lane: Lane
-    looking: Lane
+    shelf: ChunkCodec
+    lane: CopyStream
+    looking: CopyStream
     rates: Rates
     writeback: Writeback
     max_batch_tokens: int
     choose: Choose = restore_split
     counters: Counters = field(default_factory=Counters)
-    _backs: dict[Answer, _Back] = field(default_factory=dict)
+    _backs: dict[SequenceState, _Back] = field(default_factory=dict)
     _coming: dict[bytes, _Back] = field(default_factory=dict)
     _leaving: list[tuple[Restore, list[Node]]] = field(default_factory=list)
 
     # -- scheduler.Below
 
-    def until(self, sequence: Answer, alone: bool) -> int:
+    def until(self, sequence: SequenceState, alone: bool) -> int:
         table = sequence.table
         assert table is not None, "a scheduled sequence has a table"
         back = self._backs.get(sequence)
@@ -120,7 +119,7 @@ class Offload:
             self._attach(sequence, table, back)
         return len(sequence.tokens)
 
-    def leave(self, sequence: Answer, table: Table, ended: bool) -> None:
+    def leave(self, sequence: SequenceState, table: ChunkTable, ended: bool) -> None:
         back = self._backs.pop(sequence, None)
         if back is not None and back.state in ("coming", "attached"):
             if back.state == "attached":
@@ -136,7 +135,7 @@ class Offload:
 
     # -- the states
 
-    def _look(self, table: Table) -> _Back:
+    def _look(self, table: ChunkTable) -> _Back:
         first, last = table.length // CHUNK, (len(table.tokens) - 1) // CHUNK
         if not table.shares or first >= last or table.length % CHUNK:
             return _Back()
@@ -155,13 +154,13 @@ class Offload:
         return [_Found(digest, tier, other) for digest, tier, other in zip(digests, kv, x, strict=False)
                 if tier is not None]  # fmt: skip
 
-    def _others(self, table: Table, back: _Back) -> bool:
+    def _others(self, table: ChunkTable, back: _Back) -> bool:
         """Whether another sequence is being brought what this one needs next."""
         skipped = table.length // CHUNK - back.looked
         found = back.found[skipped:]
         return bool(found) and found[0].digest in self._coming
 
-    def _plan(self, sequence: Answer, table: Table, back: _Back) -> None:
+    def _plan(self, sequence: SequenceState, table: ChunkTable, back: _Back) -> None:
         back.state, first = "settled", table.length // CHUNK
         found = back.found[first - back.looked :]
         need = chunks_for(len(table.tokens)) - first
@@ -194,7 +193,9 @@ class Offload:
             tiers=tuple(self.tiers.kind(each.kv) for each in found),
         )
 
-    def _start(self, sequence: Answer, table: Table, back: _Back, found: list[_Found], split: Split) -> None:
+    def _start(
+        self, sequence: SequenceState, table: ChunkTable, back: _Back, found: list[_Found], split: Split
+    ) -> None:
         nodes = self.cache.take_loose(len(found) - split.tokens)
         assert nodes is not None, "available promised them"
         back.first = table.length // CHUNK + split.tokens
@@ -211,7 +212,7 @@ class Offload:
         self.counters.restores += 1
         back.restore.start(self.lane)
 
-    def _attach(self, sequence: Answer, table: Table, back: _Back) -> None:
+    def _attach(self, sequence: SequenceState, table: ChunkTable, back: _Back) -> None:
         restore = back.restore
         assert restore is not None
         if table.length > back.first * CHUNK or restore.good == 0:  # others have computed it meanwhile, or it is lost
@@ -224,7 +225,7 @@ class Offload:
         if restore.done and not restore.projects:
             self._confirm(sequence, table, back)
 
-    def _abandon(self, table: Table, back: _Back) -> None:
+    def _abandon(self, table: ChunkTable, back: _Back) -> None:
         assert back.restore is not None
         back.restore.cancel()
         table.coming = 0
@@ -236,7 +237,7 @@ class Offload:
         for digest in [digest for digest, other in self._coming.items() if other is back]:
             del self._coming[digest]
 
-    def _confirm(self, sequence: Answer, table: Table, back: _Back) -> bool:
+    def _confirm(self, sequence: SequenceState, table: ChunkTable, back: _Back) -> bool:
         """After all of it has come: whether it is as it should be. What is not is given up."""
         restore = back.restore
         assert restore is not None and restore.done
@@ -255,7 +256,7 @@ class Offload:
         self._settled(back)
         return not restore.failed
 
-    def _count(self, sequence: Answer, restore: Restore, split: Split | None) -> None:
+    def _count(self, sequence: SequenceState, restore: Restore, split: Split | None) -> None:
         projected = sum(w.kind == "x" for w in restore.chunks[: restore.good]) * CHUNK
         brought = restore.good * CHUNK
         self.counters.projected_tokens += projected
@@ -281,7 +282,7 @@ class Offload:
             times = [seconds * max(1.0 - taken, 0.05) if busy else seconds for _, seconds, busy in restore.projected]
             self.rates.observe_project(tokens, statistics.median(times))
 
-    def _count_failure(self, sequence: Answer, restore: Restore) -> None:
+    def _count_failure(self, sequence: SequenceState, restore: Restore) -> None:
         if restore.good < len(restore.chunks):
             self.counters.failures += 1
             log.warning("%s: %s; it and what follows is computed again", sequence.request.request_id, restore.reason)
@@ -301,7 +302,7 @@ class Offload:
         backs = [self._backs.get(part.sequence) for part in slices]
         return [back.restore for back in backs if back is not None and back.state == "attached" and back.restore]
 
-    def confirm(self, slices: Sequence[Slice]) -> set[Answer]:
+    def confirm(self, slices: Sequence[Slice]) -> set[SequenceState]:
         """After the step, before KVCache.commit: the sequences whose rows are void, since chunks that they needed did
         not come. They are computed again from there."""
         void = set()

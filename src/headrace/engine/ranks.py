@@ -26,12 +26,12 @@ from headrace.models.weights import Progress
 from headrace.parallel import launch, measure
 from headrace.parallel.group import Group, interface_name
 from headrace.parallel.rank import Rank
-from headrace.parallel.supervisor import Crew
+from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import RankLost
 from headrace.planner.choice import ALLOWED, Choice, choose
 from headrace.planner.machine import Machine, Shape
-from headrace.planner.tuned_table import Stamp, Table
+from headrace.planner.tuned_table import Stamp, TunedTable
 from headrace.planner.tuned_table import load as load_table
 from headrace.types import CHUNK
 
@@ -98,14 +98,14 @@ class Ranks:
     rank: Rank
     machine: Machine
     shape: Shape
-    table: Table | None
+    table: TunedTable | None
     told: str
 
     def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
         return Driver(self.rank, cache, self._crew.send, self._advise(config), allowed(config))
 
     @property
-    def _crew(self) -> Crew:
+    def _crew(self) -> WorkerSupervisor:
         assert self.group.crew is not None, "rank 0 has the crew"
         return self.group.crew
 
@@ -187,7 +187,7 @@ def _profile(config: EngineConfig, machine: Machine) -> str:
     return f"; {measure.describe(machine)}; strategy {how}{tuned}"
 
 
-def _table(config: EngineConfig, shape: Shape, machine: Machine) -> Table | None:
+def _table(config: EngineConfig, shape: Shape, machine: Machine) -> TunedTable | None:
     """The tuned table that the settings name. Raises ValueError where it does not fit this group."""
     if config.parallel_table is None:
         return None

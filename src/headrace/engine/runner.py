@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.execute import BACKENDS, KeepActivations, PlanAttention
-from headrace.engine.cuda_graph import Replay
-from headrace.engine.decode_fast_path import Going
+from headrace.engine.cuda_graph import CudaGraphStep
+from headrace.engine.decode_fast_path import DecodeFastPath
 from headrace.engine.sequence import Slice
 from headrace.kernels.model_step import Greatest
 from headrace.kv.storage import KVStorage
@@ -48,8 +48,8 @@ class Runner:
         self.backend = backend
         self._planner = planning.Planner()
         self._attend: PlanAttention | None = None
-        self._replay = Replay(decoder) if backend == "triton" else None
-        self._going: Going | None = None
+        self._replay = CudaGraphStep(decoder) if backend == "triton" else None
+        self._going: DecodeFastPath | None = None
 
     def run(self, slices: Seq[Slice], restores: Seq[Restore] = ()) -> Computed:
         """Computes the slices in one pass. Logits are those of all of a slice's rows if its sequence wants all, of the
@@ -83,7 +83,7 @@ class Runner:
             return Computed(self.decoder.logits(self.decoder.forward(batch, waiting, some, keep)).cpu(), parts)
         greatest = whole.run(batch.token_ids.tolist())
         if len(parts) == len(slices) == plan.rows:
-            self._going = Going(whole, slices, order)
+            self._going = DecodeFastPath(whole, slices, order)
         return Computed(whole.logits, parts, greatest)
 
     def _attention(self, plan: planning.Plan) -> PlanAttention:

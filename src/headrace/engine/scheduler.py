@@ -19,26 +19,26 @@ from bisect import insort
 from collections.abc import Callable
 from typing import Protocol
 
-from headrace.engine.sequence import Sequence, Slice
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
-from headrace.kv.chunk_table import Owners, Table
+from headrace.kv.chunk_table import ChunkTable, Owners
 
 
 class Below(Protocol):
     """What lies below the pool (engine.offload): it brings stored chunks back, and stores those of ended sequences."""
 
-    def until(self, sequence: Sequence, alone: bool) -> int:
+    def until(self, sequence: SequenceState, alone: bool) -> int:
         """Up to which token a prompt, which has a table, may be computed now; where that is no further than it has
         come, it waits. May attach chunks to the table. alone: no other sequence would wait with it."""
 
-    def leave(self, sequence: Sequence, table: Table, ended: bool) -> None:
+    def leave(self, sequence: SequenceState, table: ChunkTable, ended: bool) -> None:
         """Closes the table of a sequence that has ended, or that is preempted."""
 
     def make_room(self) -> None:
         """Lets go of chunks that are held for no sequence's sake."""
 
 
-def _by_order(sequence: Sequence) -> int:
+def _by_order(sequence: SequenceState) -> int:
     return sequence.order
 
 
@@ -61,7 +61,7 @@ class Scheduler:
     def __init__(
         self,
         cache: KVCache,
-        open_table: Callable[[Sequence], Table],
+        open_table: Callable[[SequenceState], ChunkTable],
         max_batch_tokens: int,
         max_sequences: int,
         align: int = 1,
@@ -76,22 +76,22 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = min(max_sequences, max_batch_tokens - align + 1)
         self.align = align
-        self.owners: Callable[[Sequence, int, int], Owners | None] | None = None
+        self.owners: Callable[[SequenceState, int, int], Owners | None] | None = None
         self.below: Below | None = None
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.waiting: list[SequenceState] = []
+        self.running: list[SequenceState] = []
         self.preemptions = 0
-        self._slices: dict[Sequence, Slice] = {}
+        self._slices: dict[SequenceState, Slice] = {}
         self._budget = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         insort(self.waiting, sequence, key=_by_order)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Takes a sequence out, finished or aborted, at any moment between steps; its own chunks are free at once."""
         if sequence.table is None:
             self.waiting.remove(sequence)
@@ -103,8 +103,8 @@ class Scheduler:
         """The slices of the next step; empty only when there is nothing to do. The cache has room for all of them."""
         self._slices = {}
         self._budget = self.max_batch_tokens
-        decoding: list[Sequence] = []
-        prefilling: list[Sequence] = []
+        decoding: list[SequenceState] = []
+        prefilling: list[SequenceState] = []
         for sequence in self.running:
             (decoding if sequence.remaining == 1 else prefilling).append(sequence)
         for sequence in decoding:
@@ -114,7 +114,7 @@ class Scheduler:
         self._admit()
         return list(self._slices.values())
 
-    def _decode(self, sequence: Sequence) -> None:
+    def _decode(self, sequence: SequenceState) -> None:
         table = sequence.table
         if table is not None and self.cache.grow(table):
             self._slices[sequence] = Slice(sequence, table.length - 1, 1)
@@ -127,7 +127,7 @@ class Scheduler:
         if table is not None:
             self._take(sequence, table, 1)
 
-    def _prefill(self, sequence: Sequence) -> None:
+    def _prefill(self, sequence: SequenceState) -> None:
         table = sequence.table
         if table is None:
             return  # preempted in this very step
@@ -148,12 +148,12 @@ class Scheduler:
             count -= (table.length + count) % self.align
         self._take(sequence, table, count)
 
-    def _until(self, sequence: Sequence) -> int:
+    def _until(self, sequence: SequenceState) -> int:
         if self.below is None or sequence.wants_all_logits:
             return len(sequence.tokens)
         return self.below.until(sequence, alone=len(self.running) == 1)
 
-    def _room(self, table: Table, least: int) -> int:
+    def _room(self, table: ChunkTable, least: int) -> int:
         """Tokens by which the table can be extended, after making room if they are less than `least`."""
         room = self.cache.room(table)
         if room < least and self.below is not None:
@@ -161,7 +161,7 @@ class Scheduler:
             room = self.cache.room(table)
         return room
 
-    def _take(self, sequence: Sequence, table: Table, count: int) -> None:
+    def _take(self, sequence: SequenceState, table: ChunkTable, count: int) -> None:
         start = table.length
         owners = self.owners(sequence, start, count) if self.owners else None
         extended = self.cache.extend(table, count, owners)
@@ -201,14 +201,14 @@ class Scheduler:
                 return True
         return False
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
         self._close(sequence, ended=False)
         sequence.preemptions += 1
         self.preemptions += 1
         self.add(sequence)
 
-    def _close(self, sequence: Sequence, ended: bool) -> None:
+    def _close(self, sequence: SequenceState, ended: bool) -> None:
         table, sequence.table = sequence.table, None
         assert table is not None
         if self.below is None:

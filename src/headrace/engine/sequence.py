@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.kv.chunk_table import Table
+from headrace.kv.chunk_table import ChunkTable
 from headrace.types import Request
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class SequenceState:
     """tokens: prompt and answer so far, the list its table refers to. order: rank of arrival; lower goes first.
 
     |<------ prompt_len ------>|<-- answer -->|
@@ -22,7 +22,7 @@ class Sequence:
     order: int
     tokens: list[int] = field(init=False)
     prompt_len: int = field(init=False)
-    table: Table | None = None
+    table: ChunkTable | None = None
     cached_tokens: int = 0
     preemptions: int = 0
     wants_all_logits: bool = False
@@ -58,7 +58,7 @@ class Sequence:
 class Slice(NamedTuple):
     """Tokens start .. start+length-1 of a sequence, to be computed in a step."""
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int
     length: int
 

@@ -15,8 +15,8 @@ from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
 from headrace.offload import frame
-from headrace.offload.chunk_codec import Shelf
-from headrace.offload.copy_streams import Link, ThreadLane
+from headrace.offload.chunk_codec import ChunkCodec
+from headrace.offload.copy_streams import Link, ThreadStream
 from headrace.offload.restore.profile import measure
 from headrace.offload.restore.rates import Rates
 from headrace.offload.tiers.base import Read, Tier, name_of
@@ -79,14 +79,14 @@ def open_offload(
     """Opens the tiers and measures what the solver needs to know. Raises ValueError as open_tiers does."""
     tiers = open_tiers(config)
     spec = decoder.config.attention
-    shelf, other = (Shelf(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2))
+    shelf, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2))
     link = Link(config.kv_link_gbps * 1e9 if config.kv_link_gbps else None, config.kv_link_latency_ms / 1e3)
     return Offload(
         cache=cache,
         tiers=tiers,
         shelf=shelf,
-        lane=ThreadLane("restore", link),
-        looking=ThreadLane("look"),
+        lane=ThreadStream("restore", link),
+        looking=ThreadStream("look"),
         rates=_probed(measure(decoder, storage, capacity.backend), tiers).behind(link.bytes_s, link.latency_s),
         writeback=Writeback(cache, tiers, shelf, other),
         max_batch_tokens=config.max_batch_tokens,

@@ -48,7 +48,7 @@ class Ends:
         self._keep = (embed, head, *(weights.get(f"final_norm.{kind}") for kind in ("weight", "bias")))
 
 
-class WholeStep:
+class ModelStep:
     """A step from its tokens to its logits, and the steps behind it in which every row goes on by one position.
 
     turns [positions, N] fp32: the rotation of each position (see ops.rotary), None for none. Raises ValueError for a

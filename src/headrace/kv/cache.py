@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 
-from headrace.kv.chunk_table import Owners, Table
+from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.kv.pool import SlotPool
 from headrace.kv.tree import Node, PrefixTree
 from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
@@ -41,11 +41,11 @@ class KVCache:
         self.identity = identity
         self.ranks = ranks
         self.displaced = 0
-        self.tables: set[Table] = set()
-        self.parked: set[Table] = set()
+        self.tables: set[ChunkTable] = set()
+        self.parked: set[ChunkTable] = set()
         self.loose: set[Node] = set()
         self._turn = 0
-        self._filled: list[tuple[Table, int]] = []
+        self._filled: list[tuple[ChunkTable, int]] = []
 
     @property
     def available(self) -> int:
@@ -64,7 +64,7 @@ class KVCache:
         public_tokens: int = 0,
         namespace: str = "",
         shares: bool = True,
-    ) -> Table:
+    ) -> ChunkTable:
         """An empty table for `tokens`.
 
         salt: tenants with different salts share no chunk beyond the whole chunks of the first `public_tokens` tokens.
@@ -73,11 +73,11 @@ class KVCache:
         root = hashlib.blake2b(namespace.encode(), digest_size=32, key=hashlib.sha256(self.identity).digest()).digest()
         mark = b"" if salt is None else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:16]
         salt_chunk = public_tokens // CHUNK if salt is not None else -1
-        table = Table(tokens, root, mark, salt_chunk, shares, self.pool.per_rank)
+        table = ChunkTable(tokens, root, mark, salt_chunk, shares, self.pool.per_rank)
         self.tables.add(table)
         return table
 
-    def reuse(self, table: Table) -> tuple[int, bool]:
+    def reuse(self, table: ChunkTable) -> tuple[int, bool]:
         """Attaches chunks that the tree has: (tokens gained, whether the next chunk is being written elsewhere).
 
         The chunk of the last known token is never attached, so that at least one token is left to compute.
@@ -98,12 +98,12 @@ class KVCache:
         return table.length - before, False
 
     @staticmethod
-    def _last(table: Table, chunk: int | None = None) -> Node | None:
+    def _last(table: ChunkTable, chunk: int | None = None) -> Node | None:
         """The node before `chunk` (default: the table's last). Named chunks are held together with all before them."""
         count = len(table.nodes) if chunk is None else chunk
         return table.nodes[count - 1] if count else None
 
-    def cost(self, table: Table) -> int:
+    def cost(self, table: ChunkTable) -> int:
         """Chunks of `available` that the table's known tokens would still take: those of the tree that others hold
         cost nothing. An upper bound: chunks not yet in the tree are counted for each sequence that needs them."""
         first, total = len(table.nodes), chunks_for(len(table.tokens)) - table.coming
@@ -117,11 +117,11 @@ class KVCache:
             held += node.refs > 0
         return total - first - held
 
-    def room(self, table: Table) -> int:
+    def room(self, table: ChunkTable) -> int:
         """Tokens by which the table can be extended without preempting anybody."""
         return -table.length % CHUNK + self.available * CHUNK
 
-    def extend(self, table: Table, count: int, owners: Owners | None = None, by_block: bool = True) -> bool:
+    def extend(self, table: ChunkTable, count: int, owners: Owners | None = None, by_block: bool = True) -> bool:
         """Makes room for the next `count` known tokens, which the coming step computes. False, with nothing changed,
         when there is not enough on all ranks together.
 
@@ -145,7 +145,7 @@ class KVCache:
                 self._fill(table, chunk)
         return True
 
-    def grow(self, table: Table) -> bool:
+    def grow(self, table: ChunkTable) -> bool:
         """`extend` by one token where the last chunk has a place left, which is the usual step of decoding; False where
         it has none. (A step does this for every sequence: it is kept apart for speed.)"""
         if table.length % CHUNK == 0:
@@ -155,7 +155,7 @@ class KVCache:
             self._fill(table, table.length // CHUNK - 1)
         return True
 
-    def _asked(self, table: Table, end: int, ask: Owners | None, by_block: bool) -> dict[int, int]:
+    def _asked(self, table: ChunkTable, end: int, ask: Owners | None, by_block: bool) -> dict[int, int]:
         """Ranks asked for, by chunk, of the new chunks up to `end` tokens; of all others the cache decides."""
         if ask is None or self.ranks == 1:
             return {}
@@ -166,7 +166,7 @@ class KVCache:
                 raise ValueError(f"chunk {chunk} was placed on rank {rank}; there are ranks 0 to {self.ranks - 1}")
         return asked
 
-    def _choose(self, table: Table, chunk: int) -> int:
+    def _choose(self, table: ChunkTable, chunk: int) -> int:
         """The rank of a new chunk where nobody asks for one. A table stays on its rank as long as that has room for a
         block; then its blocks take the ranks in turn. A new table begins where most can be had, of these where most is
         free, of these in turn."""
@@ -184,7 +184,7 @@ class KVCache:
             return most
         return next((rank for rank in turns if self.available_on(rank) >= block), most)
 
-    def _take_slot(self, table: Table, chunk: int, asked: int | None) -> int:
+    def _take_slot(self, table: ChunkTable, chunk: int, asked: int | None) -> int:
         if self.ranks == 1:
             slot = self.tree.take_slot()
         else:
@@ -194,7 +194,7 @@ class KVCache:
         assert slot is not None, "room() promised a slot"
         return slot
 
-    def _new_node(self, table: Table, chunk: int, asked: int | None) -> Node:
+    def _new_node(self, table: ChunkTable, chunk: int, asked: int | None) -> Node:
         slot = self._take_slot(table, chunk, asked)
         node = Node(slot, None, None, writer=table)
         whole = (chunk + 1) * CHUNK <= len(table.tokens)
@@ -202,14 +202,14 @@ class KVCache:
             self._name(table, chunk, node)
         return node
 
-    def _name(self, table: Table, chunk: int, node: Node) -> None:
+    def _name(self, table: ChunkTable, chunk: int, node: Node) -> None:
         """Puts an own node into the tree, if the chunk before it is there."""
         parent = self._last(table, chunk)
         if parent is None or parent.digest is not None:
             node.tenant = table.tenant(chunk)
             self.tree.insert(node, table.digest(chunk), parent)
 
-    def _fill(self, table: Table, chunk: int) -> None:
+    def _fill(self, table: ChunkTable, chunk: int) -> None:
         """The coming step completes the chunk: named ones can be shared at once, since a step stores keys and values
         before it attends; private ones wait for commit."""
         node = table.nodes[chunk]
@@ -234,18 +234,18 @@ class KVCache:
                 self.tree.release(own)
         self._filled.clear()
 
-    def _cuts(self, table: Table, chunk: int, twin: Node) -> bool:
+    def _cuts(self, table: ChunkTable, chunk: int, twin: Node) -> bool:
         """Whether the twin, on another rank, would part the chunk from its followers in the block. (Only where a step
         began inside a chunk and filled it and more, since a whole chunk that the tree has is attached by `reuse`.)"""
         follows = chunk + 1 < len(table.nodes) and (chunk + 1) % self.block_chunks
         return bool(follows) and self.pool.rank_of(twin.slot) != table.owner(chunk)
 
-    def close(self, table: Table) -> None:
+    def close(self, table: ChunkTable) -> None:
         """Lets go of everything the table holds; complete named chunks stay in the tree until evicted."""
         (self.parked if table in self.parked else self.tables).remove(table)
         self._drop_from(table, 0)
 
-    def park(self, table: Table) -> None:
+    def park(self, table: ChunkTable) -> None:
         """`close`, but holding on to the complete named chunks, until the table is closed for good."""
         kept = next((i for i, node in enumerate(table.nodes) if node.digest is None or not node.complete), None)
         if kept is not None:
@@ -254,11 +254,11 @@ class KVCache:
         if table.nodes:
             self.parked.add(table)
 
-    def _drop_from(self, table: Table, chunk: int) -> None:
+    def _drop_from(self, table: ChunkTable, chunk: int) -> None:
         for node in reversed(table.cut(chunk)):
             self.tree.release(node)
 
-    def truncate(self, table: Table, chunk: int) -> None:
+    def truncate(self, table: ChunkTable, chunk: int) -> None:
         """Before `commit`: gives up the chunks from `chunk` on, which what was to be stored in them never reached. None
         of them may have a name."""
         assert all(node.digest is None for node in table.nodes[chunk:]), "others may have seen the chunk"
@@ -284,7 +284,7 @@ class KVCache:
             self.loose.remove(node)
             self.tree.release(node)
 
-    def attach(self, table: Table, nodes: list[Node]) -> None:
+    def attach(self, table: ChunkTable, nodes: list[Node]) -> None:
         """Loose chunks become the next ones of a table, which ends with a full chunk. They are the table's own until
         `confirm`: `truncate` or `detach` can take them away."""
         assert table.length % CHUNK == 0 and table.shares
@@ -294,7 +294,7 @@ class KVCache:
             table.append(node)
             table.length += CHUNK
 
-    def detach(self, table: Table, chunk: int, count: int) -> list[Node]:
+    def detach(self, table: ChunkTable, chunk: int, count: int) -> list[Node]:
         """Makes `count` attached chunks loose again; what follows them is given up."""
         self.truncate(table, chunk + count)
         nodes = table.cut(chunk)
@@ -303,7 +303,7 @@ class KVCache:
         self.loose.update(nodes)
         return nodes
 
-    def confirm(self, table: Table, chunk: int, count: int) -> None:
+    def confirm(self, table: ChunkTable, chunk: int, count: int) -> None:
         """`count` attached chunks hold what they should: with the next `commit` they get names and can be shared."""
         self._filled[:0] = [(table, each) for each in range(chunk, chunk + count)]  # names go from left to right
 
@@ -320,7 +320,7 @@ class KVCache:
     def check(self) -> None:
         """Raises AssertionError unless pool, tree and tables agree in every count. For tests: costs a full walk."""
         self.tree.check()
-        holders: dict[int, list[tuple[Table, int]]] = {}
+        holders: dict[int, list[tuple[ChunkTable, int]]] = {}
         nodes: dict[int, Node] = {id(node): node for node in self.tree.nodes.values()}
         for table in (*self.tables, *self.parked):
             assert len(table.nodes) == chunks_for(table.length), "a table holds more or fewer chunks than its length"
@@ -337,7 +337,7 @@ class KVCache:
         assert len({node.slot for node in every}) == len(every), "two nodes share a slot"
 
     @staticmethod
-    def _check_node(node: Node, holders: list[tuple[Table, int]]) -> None:
+    def _check_node(node: Node, holders: list[tuple[ChunkTable, int]]) -> None:
         assert node.refs == len(holders), f"{len(holders)} tables hold a node that counts {node.refs}"
         for table, chunk in holders:
             filled = table.length >= (chunk + 1) * CHUNK

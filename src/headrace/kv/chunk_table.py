@@ -14,7 +14,7 @@ Owners = Callable[[int], int]
 """Chunk of a table -> the rank that shall own it."""
 
 
-class Table:
+class ChunkTable:
     """The chunks of one sequence. `tokens` is the sequence's own growing list; `length` counts those cached.
 
     coming: loose chunks (KVCache.take_loose) that are meant for it.

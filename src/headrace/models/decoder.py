@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from headrace.config import Quantization
 from headrace.kernels import block, ops
-from headrace.kernels.model_step import Ends, WholeStep
+from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
@@ -224,7 +224,7 @@ class Decoder:
             return None
         return Ends(self.layers.shape, self.weights, self.matrices)
 
-    def prepare(self, positions: Tensor, attend: Attend) -> WholeStep | None:
+    def prepare(self, positions: Tensor, attend: Attend) -> ModelStep | None:
         """The step of rows at these positions, int64 [T], from tokens to logits in one call, and those behind it up to
         the ends of their chunks: the bits of `forward` and `logits`. None where the model or `attend` needs more.
         """
@@ -232,7 +232,7 @@ class Decoder:
         if over is None or self._ends is None or not isinstance(self.layers, block.Blocks):
             return None
         turns = self.rope.table(positions | (CHUNK - 1)) if self.rope else None
-        return WholeStep(self._ends, self.layers, over, turns)
+        return ModelStep(self._ends, self.layers, over, turns)
 
     def forward(
         self, batch: TokenBatch, attend: Attend, rows: Tensor | None = None, watch: block.Watch | None = None

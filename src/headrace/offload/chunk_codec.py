@@ -17,7 +17,7 @@ from headrace.offload import frame
 from headrace.offload.tiers.base import Format, Kind, Parts
 
 
-class Shelf:
+class ChunkCodec:
     """The pool of a model as blobs. identity: 32 bytes that the model, its types and arithmetic went into.
 
     `encode` may be called by one thread at a time, beside others that load: its result is valid until the next call.

@@ -99,7 +99,7 @@ class Carried:
     cpu_s: float = 0.0
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """Transfers in the order in which they were submitted."""
 
     def submit(self, run: Callable[[], object], size: int, stream: str) -> Ticket:
@@ -116,7 +116,7 @@ class Lane(Protocol):
         """Ends the lane after what was submitted. May be called again."""
 
 
-class ThreadLane:
+class ThreadStream:
     """A lane that is a thread, over a link of its own."""
 
     def __init__(self, name: str, link: Link | None = None) -> None:
@@ -176,7 +176,7 @@ class ThreadLane:
             self._thread.join()
 
 
-class StreamLane(ThreadLane):
+class StreamLane(ThreadStream):
     """A lane of a CUDA device: a thread that drives a stream of its own, so that copies run beside the kernels.
 
     A copy begins after what the submitting thread's current stream was given before it. Its ticket ends when the copy
@@ -257,20 +257,20 @@ def copy_alone(into: Tensor, source: Tensor) -> None:
     np.copyto(there, here)
 
 
-class Lanes(NamedTuple):
+class CopyStreams(NamedTuple):
     """All that comes in shares one lane, and all that goes out another."""
 
-    into: Lane
-    out: Lane
+    into: CopyStream
+    out: CopyStream
 
     def close(self) -> None:
         for lane in self:
             lane.close()
 
 
-def open_lanes(device: torch.device, link: Link | None = None) -> Lanes:
+def open_lanes(device: torch.device, link: Link | None = None) -> CopyStreams:
     """The lanes of a device, over two lines like `link`: streams of a CUDA device, threads of anything else."""
     there = link or Link()
     if device.type == "cuda":
-        return Lanes(StreamLane("in", device, there), StreamLane("out", device, there.twin()))
-    return Lanes(ThreadLane("in", there), ThreadLane("out", there.twin()))
+        return CopyStreams(StreamLane("in", device, there), StreamLane("out", device, there.twin()))
+    return CopyStreams(ThreadStream("in", there), ThreadStream("out", there.twin()))

@@ -16,9 +16,9 @@ import time
 from dataclasses import dataclass, field
 
 from headrace.kv.cache import KVCache
-from headrace.kv.chunk_table import Table
+from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
-from headrace.offload.chunk_codec import Shelf
+from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.tiers.base import Kind, Parts, name_of
 from headrace.offload.tiers.stack import Tiers
 
@@ -34,7 +34,7 @@ IDLE_S = 0.02
 class _Parked:
     """A parked table and those of its chunks that were not stored when it was parked."""
 
-    table: Table
+    table: ChunkTable
     nodes: list[Node]
     revoked: bool = False
 
@@ -49,13 +49,13 @@ class Writeback:
 
     cache: KVCache
     tiers: Tiers
-    shelf: Shelf
-    own_shelf: Shelf
+    shelf: ChunkCodec
+    own_shelf: ChunkCodec
     unstored: int = 0
     let_go: int = 0
     _queue: queue.SimpleQueue[_Parked | None] = field(default_factory=queue.SimpleQueue)
     _ended: queue.SimpleQueue[_Parked] = field(default_factory=queue.SimpleQueue)
-    _parked: dict[Table, _Parked] = field(default_factory=dict)
+    _parked: dict[ChunkTable, _Parked] = field(default_factory=dict)
     _encoding: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread = field(init=False)
     _closed: bool = False
@@ -65,7 +65,7 @@ class Writeback:
         self._thread = threading.Thread(target=self._run, name="headrace-writeback", daemon=True)
         self._thread.start()
 
-    def park(self, table: Table) -> None:
+    def park(self, table: ChunkTable) -> None:
         """Instead of KVCache.close: what is not stored of the table's complete chunks will be."""
         self.cache.park(table)
         nodes = [node for node in table.nodes if not node.stored]
@@ -127,7 +127,7 @@ class Writeback:
                 log.exception("chunks could not be stored")
             self._ended.put(parked)
 
-    def _store(self, node: Node, shelf: Shelf, parked: _Parked | None = None) -> None:
+    def _store(self, node: Node, shelf: ChunkCodec, parked: _Parked | None = None) -> None:
         """Offers the chunk to every tier that lacks it. The engine does not wait for an answer from disk or network."""
         digest, slot, tenant = node.digest, node.slot, node.tenant
         assert digest is not None

@@ -8,13 +8,13 @@ anywhere. In the last layer a rank whose hidden states nobody wants sends its ke
 from __future__ import annotations
 
 from headrace.parallel.context import Context
-from headrace.parallel.kv_exchange import Moving
+from headrace.parallel.kv_exchange import KVExchange
 from headrace.parallel.layout import Piece
 from headrace.parallel.merging import Arrival
 from headrace.parallel.workspace import Buffer
 
 
-class Chain(Moving):
+class Chain(KVExchange):
     """One rank of the chain. All sequences of the group have the same ranks, in the same order."""
 
     def __init__(self, context: Context) -> None:

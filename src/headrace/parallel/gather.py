@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.parallel.context import Context
-from headrace.parallel.kv_exchange import Moving, bytes_of, view
+from headrace.parallel.kv_exchange import KVExchange, bytes_of, view
 from headrace.parallel.layout import Piece
 from headrace.parallel.merging import Arrival, Rows
 from headrace.parallel.transport import Work
@@ -20,7 +20,7 @@ from headrace.parallel.workspace import Buffer
 from headrace.types import CHUNK
 
 
-class Gather(Moving):
+class Gather(KVExchange):
     """One rank. Shards may lie in any order and begin anywhere."""
 
     def __init__(self, context: Context) -> None:

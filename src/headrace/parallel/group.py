@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from headrace.parallel.control import Refused, proof
 from headrace.parallel.listeners import stop_accepting
 from headrace.parallel.store import LinkStore
-from headrace.parallel.supervisor import Crew
+from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.torch_transport import TorchTransport
 from headrace.parallel.transport import Tag, Transport
 
@@ -52,7 +52,7 @@ class Group:
     context: TorchTransport
     tensor: TorchTransport
     store: LinkStore
-    crew: Crew | None = None
+    crew: WorkerSupervisor | None = None
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
@@ -164,7 +164,7 @@ def interface_name(address: str) -> str:
     return known[address]
 
 
-def unless_failed(crew: Crew, call: Callable[[], Any], limit_s: float | None = None) -> Any:
+def unless_failed(crew: WorkerSupervisor, call: Callable[[], Any], limit_s: float | None = None) -> Any:
     """call(), given up with RankLost when the crew fails meanwhile: torch's own waiting cannot be interrupted.
 
     Raises TimeoutError after limit_s.

@@ -39,7 +39,7 @@ PAUSE_S = 0.05
 """After an accept that failed, for want of file descriptors for instance."""
 
 
-class Gate:
+class Handshake:
     """Listens on one interface, on a port the system chooses. Use as a context manager, or `close` it.
 
     address: HOST:PORT.
@@ -61,7 +61,7 @@ class Gate:
         self._thread = threading.Thread(target=self._serve, name="headrace-gate", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Gate:
+    def __enter__(self) -> Handshake:
         return self
 
     def __exit__(self, *_: object) -> None:

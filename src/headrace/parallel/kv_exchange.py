@@ -19,7 +19,7 @@ from headrace.parallel.merging import Arrival, Rows
 from headrace.parallel.workspace import Buffer, copy_chunks, pools
 
 
-class Moving:
+class KVExchange:
     """Attend (attention.execute.Attend) of one group on one rank. Subclasses say what is exchanged."""
 
     def __init__(self, context: Context) -> None:

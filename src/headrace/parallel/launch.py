@@ -28,9 +28,9 @@ from headrace.config import EngineConfig
 from headrace.files import open_own
 from headrace.parallel.control import FORM_S, Channel, Hello, Join
 from headrace.parallel.group import Group, form, unless_failed
-from headrace.parallel.handshake import Gate
+from headrace.parallel.handshake import Handshake
 from headrace.parallel.store import LinkStore
-from headrace.parallel.supervisor import Crew, Process, end_processes
+from headrace.parallel.supervisor import WorkerProcess, WorkerSupervisor, end_processes
 from headrace.parallel.transport import RankLost
 from headrace.parallel.worker import encode_config, rank_main
 
@@ -42,7 +42,7 @@ LOOPBACK = "127."
 
 def open_group(config: EngineConfig, maker: str, start: Starter | None = None) -> Group:
     """Starts the workers and meets them; this process is the driver, rank 0. They go on making their ranks: see
-    Crew.wait_ready.
+    WorkerSupervisor.wait_ready.
 
     maker: 'package.module:function', which every worker calls as function(config, group); what that returns runs the
     steps. start: how workers are started, by default as the settings and the environment say.
@@ -57,7 +57,7 @@ def open_group(config: EngineConfig, maker: str, start: Starter | None = None) -
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
     with ExitStack() as undo:
         processes, links = _meet(config, secret, start or _starter(config), undo)
-        crew = Crew(links, config.rank_timeout_s, processes)
+        crew = WorkerSupervisor(links, config.rank_timeout_s, processes)
         undo.callback(crew.close)
         group = _join(crew, config, maker, secret)
         undo.pop_all()
@@ -66,10 +66,10 @@ def open_group(config: EngineConfig, maker: str, start: Starter | None = None) -
 
 def _meet(
     config: EngineConfig, secret: str, start: Starter, undo: ExitStack
-) -> tuple[Mapping[int, Process], dict[int, tuple[Channel, Hello]]]:
+) -> tuple[Mapping[int, WorkerProcess], dict[int, tuple[Channel, Hello]]]:
     """The workers' processes, whose end is left to `undo`, and their links. The port where they came in is closed."""
     size = config.context_parallel_size * config.tensor_parallel_size
-    with Gate(config.rank_interface, secret) as gate, ExitStack() as met:
+    with Handshake(config.rank_interface, secret) as gate, ExitStack() as met:
         processes = start(config, gate.address, secret, met)
         undo.callback(end_processes, processes)
         return processes, gate.admit(range(1, size), FORM_S, lambda: _all_run(processes))
@@ -86,7 +86,7 @@ def run_if_worker(interface: str) -> int | None:
     return rank_main(address, _read_secret(kept) if kept else os.environ[SECRET], environment.rank, interface)
 
 
-def _join(crew: Crew, config: EngineConfig, maker: str, secret: str) -> Group:
+def _join(crew: WorkerSupervisor, config: EngineConfig, maker: str, secret: str) -> Group:
     context, tensor = config.context_parallel_size, config.tensor_parallel_size
     crew.join(Join(context * tensor, context, tensor, encode_config(config), maker))
     store = LinkStore(crew.ask)
@@ -96,7 +96,7 @@ def _join(crew: Crew, config: EngineConfig, maker: str, secret: str) -> Group:
     return group
 
 
-Starter = Callable[[EngineConfig, str, str, ExitStack], Mapping[int, Process]]
+Starter = Callable[[EngineConfig, str, str, ExitStack], Mapping[int, WorkerProcess]]
 """start(config, address, secret, met) -> the workers' processes; `met` is closed when all have come, or none will."""
 
 
@@ -115,7 +115,7 @@ def _starter(config: EngineConfig) -> Starter:
     return spawn
 
 
-def _all_run(processes: Mapping[int, Process]) -> None:
+def _all_run(processes: Mapping[int, WorkerProcess]) -> None:
     for rank, process in processes.items():
         if (ended := process.ended()) is not None:
             raise RankLost(f"rank {rank} is gone before it came: {ended}")
@@ -142,9 +142,9 @@ class Child:
         self.popen.kill()
 
 
-def spawn(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, Process]:
+def spawn(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, WorkerProcess]:
     """Workers as children of this process. They get the secret through a pipe, which no process list shows."""
-    processes: dict[int, Process] = {}
+    processes: dict[int, WorkerProcess] = {}
     try:
         for rank in range(1, config.context_parallel_size * config.tensor_parallel_size):
             processes[rank] = Child(spawn_one(rank, address, config.rank_interface, secret))
@@ -197,7 +197,7 @@ class TorchRun:
     def store(self) -> Any:
         return next(iter(rendezvous("env://", timeout=timedelta(seconds=FORM_S))))[0]
 
-    def invite(self, config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, Process]:
+    def invite(self, config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, WorkerProcess]:
         """Leaves the driver's address where the other ranks look for it. Their processes are torchrun's to end."""
         wanted = config.context_parallel_size * config.tensor_parallel_size
         if wanted != self.size:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.config import EngineConfig
-from headrace.parallel.supervisor import Process
+from headrace.parallel.supervisor import WorkerProcess
 from headrace.parallel.worker import rank_main
 
 PLACE_S = 60
@@ -32,7 +32,7 @@ except ImportError as error:
     missing = error
 
 
-def start(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, Process]:
+def start(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, WorkerProcess]:
     """Starts the workers on the cluster that RAY_ADDRESS names, or the one that runs on this host.
 
     Raises ValueError without Ray, without a cluster, where it has no room, or where the driver's address is a loopback
@@ -103,7 +103,7 @@ class Place:
 
 
 class Actor:
-    """A Process."""
+    """A WorkerProcess."""
 
     def __init__(self, place: Place, rank: int, cpus: int, where: tuple[str, str, str]) -> None:
         address, secret, interface = where

@@ -8,12 +8,12 @@ receives at once and attends meanwhile to what it has. Nothing is padded: the pl
 from __future__ import annotations
 
 from headrace.parallel.context import Context
-from headrace.parallel.kv_exchange import Moving
+from headrace.parallel.kv_exchange import KVExchange
 from headrace.parallel.merging import Arrival
 from headrace.parallel.workspace import Buffer
 
 
-class RingKV(Moving):
+class RingKV(KVExchange):
     """One rank of the ring 0 -> 1 -> .. -> N-1 -> 0."""
 
     def __init__(self, context: Context) -> None:

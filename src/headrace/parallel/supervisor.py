@@ -39,7 +39,7 @@ MOST_REASON = 2000
 """Characters of what a worker says of its failure."""
 
 
-class Process(Protocol):
+class WorkerProcess(Protocol):
     """A worker's process, as far as whoever started it can reach it."""
 
     def ended(self) -> str | None:
@@ -51,7 +51,7 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-class Crew:
+class WorkerSupervisor:
     """Workers by rank, each with its control link.
 
     failed: set once a worker is gone, hangs or gave up; `reason` then says which and why, and stays.
@@ -62,7 +62,7 @@ class Crew:
         self,
         links: Mapping[int, tuple[Channel, Hello]],
         timeout_s: float,
-        processes: Mapping[int, Process] | None = None,
+        processes: Mapping[int, WorkerProcess] | None = None,
     ) -> None:
         self.failed = threading.Event()
         self.reason: str | None = None
@@ -225,7 +225,7 @@ def _failure(rank: int, message: Failed) -> str:
     return f"rank {rank} failed: {shown(message.reason, MOST_REASON)}"
 
 
-def end_processes(processes: Mapping[int, Process]) -> None:
+def end_processes(processes: Mapping[int, WorkerProcess]) -> None:
     """Ends what still runs: lets it end by itself, terminates it, kills it."""
     _until_ended(processes, GRACE_S)
     for process in processes.values():
@@ -238,7 +238,7 @@ def end_processes(processes: Mapping[int, Process]) -> None:
     _until_ended(processes, STOP_S)
 
 
-def _until_ended(processes: Mapping[int, Process], seconds: float) -> None:
+def _until_ended(processes: Mapping[int, WorkerProcess], seconds: float) -> None:
     end = time.monotonic() + seconds
     while any(process.ended() is None for process in processes.values()) and time.monotonic() < end:
         time.sleep(0.01)

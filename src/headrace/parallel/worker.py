@@ -46,14 +46,14 @@ from headrace.parallel.transport import RankLost
 log = logging.getLogger(__name__)
 
 SETTLE_S = 1.5
-"""So long a worker that was told to stop stays for what others still want of it; less than Crew.close waits."""
+"""So long a worker that was told to stop stays for what others still want; less than WorkerSupervisor.close waits."""
 
 GONE = 3
 """Exit status of a worker whose driver is gone."""
 
 
 class RankLike(Protocol):
-    """What a maker makes. `report` (optional) is sent to the driver with Ready: see Crew.wait_ready."""
+    """What a maker makes. `report` (optional) is sent to the driver with Ready: see WorkerSupervisor.wait_ready."""
 
     def run(self, step: messages.Step) -> object: ...
 

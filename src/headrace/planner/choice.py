@@ -15,7 +15,7 @@ from headrace.planner.heuristic import Heuristic, Ring, algorithm1, algorithm5, 
 from headrace.planner.machine import Machine, Shape
 from headrace.planner.optimum import best_chain
 from headrace.planner.partition import Bounds, align, even, zigzag, zigzag_ranks
-from headrace.planner.tuned_table import Table
+from headrace.planner.tuned_table import TunedTable
 from headrace.types import CHUNK
 
 Rule = Literal["cost", "alg1", "alg5", "heuristic"]
@@ -59,7 +59,7 @@ def layout(
     T: int,
     P: int = 0,
     cached_on: Sequence[float] | None = None,
-    table: Table | None = None,
+    table: TunedTable | None = None,
     unit: int = CHUNK,
 ) -> Layout:
     """The cut that a strategy would use. The chain's comes from the table where nothing is cached, else from the model.
@@ -110,7 +110,7 @@ def choose(
     T: int,
     P: int = 0,
     cached_on: Sequence[float] | None = None,
-    table: Table | None = None,
+    table: TunedTable | None = None,
     heuristic: Heuristic | None = None,
     *,
     rule: Rule = "cost",
@@ -145,7 +145,7 @@ def choose(
     return Choice(name, cut.bounds, cut.ranks, predicted, _reason(name, why, predicted))
 
 
-def _check(ranks: int, T: int, P: int, rule: str, allowed: Collection[str], table: Table | None) -> None:
+def _check(ranks: int, T: int, P: int, rule: str, allowed: Collection[str], table: TunedTable | None) -> None:
     if ranks < 1 or T < 1 or P < 0:
         raise ValueError(f"nothing to choose for {T} new tokens on {P} cached ones and {ranks} ranks")
     if rule not in get_args(Rule):

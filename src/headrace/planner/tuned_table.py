@@ -45,7 +45,7 @@ class Point(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Table(msgspec.Struct, kw_only=True):
+class TunedTable(msgspec.Struct, kw_only=True):
     """entries and measured go by token count. corrections: by strategy, measured over predicted time to first token."""
 
     stamp: Stamp
@@ -105,10 +105,10 @@ MOST_BYTES = 16 << 20
 """Of a table; one of a thousand lengths has some hundred kilobytes."""
 
 
-def load(path: Path) -> Table:
+def load(path: Path) -> TunedTable:
     """A saved table. Raises ValueError, with the remedy, where it is missing, broken or of another form."""
     try:
-        table = msgspec.json.decode(read_given(path, MOST_BYTES), type=Table)
+        table = msgspec.json.decode(read_given(path, MOST_BYTES), type=TunedTable)
     except (OSError, ValueError) as error:
         raise ValueError(f"no usable tuned table in {path} ({error}): run `headrace tune`") from error
     wrong = [tokens for tokens, entry in table.entries.items() if not _sound(entry, table.stamp.ranks)]

@@ -37,8 +37,8 @@ from headrace.parallel.control import (
     StoreValue,
     connect,
 )
-from headrace.parallel.handshake import Gate
-from headrace.parallel.supervisor import Crew
+from headrace.parallel.handshake import Handshake
+from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.transport import RankLost
 from tools.fuzz.doors import Door
 from tools.fuzz.mutate import EDGES, TEXTS, damaged
@@ -82,7 +82,7 @@ class RanksDoor:
 
     def _port(self, rng: Random) -> str:
         """Strangers, and then a true worker."""
-        with Gate(HOST, SECRET) as gate, ExitStack() as held:
+        with Handshake(HOST, SECRET) as gate, ExitStack() as held:
             for _ in range(rng.choice((1, 4, 16, 300))):
                 with suppress(OSError):
                     link = held.enter_context(socket.create_connection(_address(gate), timeout=LIMIT_S))
@@ -150,7 +150,7 @@ class RanksDoor:
     def _worker(self, rng: Random) -> str:
         """A worker that knows the secret and sends whatever comes to its mind."""
         driver, worker = pair()
-        crew = Crew({1: (driver, Hello(1, 1, HOST))}, LIMIT_S)
+        crew = WorkerSupervisor({1: (driver, Hello(1, 1, HOST))}, LIMIT_S)
         worker._link.settimeout(LIMIT_S)
         try:
             with suppress(OSError):
@@ -174,7 +174,7 @@ class RanksDoor:
 
     def _greetings(self, rng: Random) -> str:
         """A worker that knows the secret and says something odd at first."""
-        with Gate(HOST, SECRET) as gate:
+        with Handshake(HOST, SECRET) as gate:
             worker = connect(_address(gate), SECRET, HOST, LIMIT_S)
             with suppress(OSError):
                 worker.send(Hello(_number(rng), _number(rng), rng.choice(TEXTS[:6] + TEXTS[7:])))
@@ -205,13 +205,13 @@ class _Wire:
 
 
 def pair() -> tuple[Channel, Channel]:
-    with Gate(HOST, SECRET) as gate:
+    with Handshake(HOST, SECRET) as gate:
         worker = connect(_address(gate), SECRET, HOST, LIMIT_S)
         worker.send(Hello(1, 1, HOST))
         return gate.admit(range(1, 2), LIMIT_S, lambda: None)[1][0], worker
 
 
-def _address(gate: Gate) -> tuple[str, int]:
+def _address(gate: Handshake) -> tuple[str, int]:
     host, _, port = gate.address.partition(":")
     return host, int(port)
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from headrace.attention.execute import Attend
 from headrace.offload import frame
-from headrace.offload.chunk_codec import Shelf
-from headrace.offload.copy_streams import Lane, Ticket
+from headrace.offload.chunk_codec import ChunkCodec
+from headrace.offload.copy_streams import CopyStream, Ticket
 from headrace.offload.tiers.base import Format, Kind, Read, name_of
 from headrace.offload.tiers.stack import Tiers
 from headrace.types import CHUNK
@@ -69,7 +69,7 @@ class Restore:
     seconds of each layer's projection, and whether the lane was at work beside it.
     """
 
-    shelf: Shelf
+    shelf: ChunkCodec
     tiers: Tiers
     chunks: list[Wanted]
     prompt_len: int
@@ -88,7 +88,7 @@ class Restore:
     def __post_init__(self) -> None:
         self.good = len(self.chunks)
 
-    def start(self, lane: Lane) -> None:
+    def start(self, lane: CopyStream) -> None:
         """Submits everything."""
         self.start_s = time.perf_counter()
         self._submit(lane, self._read_headers, len(self.chunks) * self.shelf.header_bytes, "k", -1)
@@ -99,7 +99,7 @@ class Restore:
                     size = sum(self.shelf.section_bytes(kind, self.tiers.format(w.tier)) for w in some)
                     self._submit(lane, partial(self._carry, layer, kind, some), size, kind, layer)
 
-    def _submit(self, lane: Lane, run: Callable[[], None], size: int, kind: Kind, layer: int) -> None:
+    def _submit(self, lane: CopyStream, run: Callable[[], None], size: int, kind: Kind, layer: int) -> None:
         ticket = lane.submit(partial(self._guarded, run), size, "kv" if kind == "k" else "x")
         self._tickets.append((ticket, kind, layer))
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from headrace.attention.execute import BACKENDS
 from headrace.attention.plan import Plan
 from headrace.models.decoder import Decoder, TokenBatch
-from headrace.offload.copy_streams import Lanes, Ticket, copy_alone
+from headrace.offload.copy_streams import CopyStreams, Ticket, copy_alone
 from headrace.offload.streaming.schedule import Schedule
 from headrace.offload.streaming.staging import Staging
 from headrace.offload.streaming.step import Step
@@ -93,7 +93,7 @@ class Streamer:
     store: OutsideStore
     staging: Staging
     layers: LayerSource
-    lanes: Lanes
+    lanes: CopyStreams
     backend: str
     options: Options
     weight_bytes: int = 0

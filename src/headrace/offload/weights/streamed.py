@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace import memory
 from headrace.kernels import cpu, ops
 from headrace.models.decoder import Decoder, Layer, OneByOne
-from headrace.offload.copy_streams import Lane, Ticket, copy_alone
+from headrace.offload.copy_streams import CopyStream, Ticket, copy_alone
 from headrace.offload.streaming.store import Allocate
 from headrace.offload.weights.layers import (
     OneLayer,
@@ -93,7 +93,7 @@ class Streamed:
     layers read the outside ones from then on. allocate: where those shall lie; None: where they are.
     """
 
-    def __init__(self, decoder: Decoder, lane: Lane, allocate: Allocate | None = None) -> None:
+    def __init__(self, decoder: Decoder, lane: CopyStream, allocate: Allocate | None = None) -> None:
         self.lane = lane
         self.shape = shape_of(decoder)
         self.outside = layers_of(decoder)
