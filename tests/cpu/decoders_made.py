@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import AttentionSpec
+from headrace.kernels.block import Attend
 from headrace.kernels.cpu_step import Pools, Step, StepOver
 from headrace.models.spec import ModelConfig
 from headrace.models.weights import expected
@@ -45,7 +46,7 @@ def weights_of(config: ModelConfig) -> dict[str, Tensor]:
 SLOTS = 6
 
 
-class Attention:
+class Attention(Attend):
     """A Step over pools of its own, as attention.execute has it: three rows at positions 70, 71 and 5."""
 
     def __init__(self, config: ModelConfig, windows: tuple[int | None, ...], slots: int = SLOTS) -> None:
@@ -78,5 +79,5 @@ class Attention:
 
 class AttentionOver(Attention):
     @property
-    def over(self) -> StepOver:
+    def prepared(self) -> StepOver:  # type: ignore[override]
         return self.step.over(Pools(*self.pools), self.windows)

@@ -80,7 +80,7 @@ def over_ranks(size: int, tokens: int = 4096, allowed: tuple[str, ...] = message
         return choose(MACHINE, shape, size, count, start, cached_on, allowed=allow)
 
     driver = Driver(make(0), cache, crew.send, advise, allowed)
-    llm.engine = EngineCore(replace(loaded, cache=cache, runner=driver))
+    llm.engine = EngineCore(replace(loaded, cache=cache, executor=driver))
     llm.crew, llm.hub, llm.driver = crew, hub, driver  # type: ignore[attr-defined]
     return llm
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.config import Quantization
 from headrace.kernels import cpu, dispatch
-from headrace.kernels.block import Blocks
+from headrace.kernels.block import Attend, Blocks
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.models.decoder import Decoder, OneByOne
 from tests.cpu.decoders_made import BIASED, PLAIN, Attention, AttentionOver, model, weights_of
@@ -46,10 +46,15 @@ def both(variant: str, quantization: Quantization = "none") -> tuple[Decoder, De
         return fast, Decoder(config, weights_of(config), quantization), rotary
 
 
-def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+class NoAttention(Attend):
     """Not attention, but every element of q, k and v shows in it."""
-    group = q.shape[1] // k.shape[1]
-    return q - k.repeat_interleave(group, 1) + v.repeat_interleave(group, 1) * (layer + 1)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        return q - k.repeat_interleave(group, 1) + v.repeat_interleave(group, 1) * (layer + 1)
+
+
+attend = NoAttention()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -90,15 +95,18 @@ def test_keys_and_values_from_activations(variant: str, quantization: Quantizati
         into: list[Tensor] = []
         heads: list[tuple[Tensor, Tensor]] = []
 
-        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, heads: Any = heads) -> Tensor:
-            heads.append((k.clone(), v.clone()))
-            return attend(layer, q, k, v)
+        class Keep(NoAttention):
+            def __call__(
+                self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Any = None, heads: Any = heads
+            ) -> Tensor:
+                heads.append((k.clone(), v.clone()))
+                return attend(layer, q, k, v)
 
         def watch(layer: int, x: Tensor, into: Any = into) -> None:
             into.append(x.clone())
 
-        x = torch.randn(rows, fast.config.hidden_size, generator=g).bfloat16()
-        fast.layers(x, cos_sin, keep, None, watch)
+        x, Keep.heads = torch.randn(rows, fast.config.hidden_size, generator=g).bfloat16(), heads
+        fast.layers(x, cos_sin, Keep(), None, watch)
         for layers in (fast.layers, slow.layers):
             for layer, (k, v) in enumerate(heads):
                 got = layers.project(layer, into[layer], cos_sin)
@@ -150,9 +158,9 @@ def test_pools_that_do_not_fit() -> None:
         fast.layers(torch.randn(4, 128).bfloat16(), torch.randn(4, 32), _With(over))
 
 
-class _With:
+class _With(NoAttention):
     def __init__(self, over: StepOver) -> None:
-        self.over = over
+        self.prepared = over
 
 
 def test_no_rows() -> None:
@@ -164,10 +172,11 @@ def test_attended_rows_may_lie_anyhow() -> None:
     fast, slow, _ = both("opt")
     x = torch.randn(5, 128).bfloat16()
 
-    def turned(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(layer, q, k, v).transpose(0, 1).contiguous().transpose(0, 1)
+    class Turned(NoAttention):
+        def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+            return attend(layer, q, k, v).transpose(0, 1).contiguous().transpose(0, 1)
 
-    assert torch.equal(fast.layers(x.clone(), None, turned), slow.layers(x.clone(), None, attend))
+    assert torch.equal(fast.layers(x.clone(), None, Turned()), slow.layers(x.clone(), None, attend))
 
 
 @pytest.mark.parametrize("variant", ["llama", "odd width"])
@@ -199,6 +208,11 @@ def test_forced_to_torch_goes_op_by_op() -> None:
         assert isinstance(Decoder(model(), weights_of(model())).layers, OneByOne)
 
 
+class OneHead(NoAttention):
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        return q[:, :1]
+
+
 def test_refusals() -> None:
     fast, _, _ = both("llama")
     x, cos_sin = torch.randn(2, 128).bfloat16(), torch.randn(2, 32)
@@ -212,7 +226,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="cannot rotate"):
             fast.layers(x, torch.randn(2, width), attend)
     with pytest.raises(ValueError, match="attended must be"):
-        fast.layers(x, cos_sin, lambda layer, q, k, v: q[:, :1])
+        fast.layers(x, cos_sin, OneHead())
 
 
 @pytest.mark.parametrize("name", ["qkv.weight", "down.weight", "attention_norm.weight"])

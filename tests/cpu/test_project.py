@@ -19,7 +19,7 @@ from headrace.attention import plan as planning
 from headrace.attention.execute import KeepActivations, PlanAttention
 from headrace.config import Quantization
 from headrace.kernels import chunk_formats, cpu, dispatch, ops, quantized
-from headrace.kernels.block import Blocks
+from headrace.kernels.block import Attend, Blocks
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
 from headrace.types import CHUNK, chunks_for
@@ -38,7 +38,7 @@ def _one(one_thread: None) -> None: ...
 
 
 @dataclass
-class Seen:
+class Seen(Attend):
     """An Attend and a watch that keep, by layer, what goes into the layer and what comes to attention."""
 
     attend: Any

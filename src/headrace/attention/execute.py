@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from headrace.attention.plan import Plan
+from headrace.attention.plan import Plan, PlannedStep
 from headrace.config import AttentionSpec
 from headrace.kernels import cpu, reference
-from headrace.kernels.cpu_step import Pools, Step, StepOver
+from headrace.kernels.block import Attend
+from headrace.kernels.cpu_step import Pools, Step
 from headrace.kv.storage import KVStorage
 from headrace.types import CHUNK
 
@@ -29,20 +31,7 @@ def kernels_of(backend: str) -> Any:
     return gpu
 
 
-class Attend(Protocol):
-    """Attention of one step, as a model calls it once per layer.
-
-    Stores the new keys and values (already rotated) in the cache, then attends: q [T, Hq, D], k and v [T, Hkv, D]
-    -> [T, Hq, D] in q's dtype. T counts the rows of all sequences of the step. The next layer writes its q, k and v
-    over these: whoever needs them after returning copies them.
-
-    rows, int64 [n], ascending: of these rows alone the result is wanted, [n, Hq, D]; keys and values are stored of all.
-    """
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor: ...
-
-
-class PlanAttention:
+class PlanAttention(Attend):
     """Attend for one step: a plan, the storage it reads and writes, and the backend (see BACKENDS) that runs it.
 
     key_bias: fp32 [Hq, positions] for ALiBi, else None.
@@ -58,21 +47,16 @@ class PlanAttention:
         self.row_offsets = torch.from_numpy(plan.row_offsets)
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in set(spec.windows)}
         self.step: Any = self._step(backend)
-        self.over: StepOver | None = (
-            self.step.over(_pools(storage), spec.windows) if isinstance(self.step, Step) else None
-        )
+        self.prepared = self.step.over(_pools(storage), spec.windows) if isinstance(self.step, Step) else None
 
-    def go_on(self, plan: Plan) -> bool:
-        """Takes the plan of the next step if it is this one's with other positions (planning.Planner), which costs less
-        than a new PlanAttention; False, with nothing changed, if it is not. Items that have left a window since stay:
-        they are masked, as for any row that sees none of them."""
-        if plan.items is not self.plan.items:
-            return False
+    def advance(self, plan: Plan) -> None:
+        """Takes the plan of a later step of the same run (plan.PlannedStep): other positions for the same items.
+
+        Items that have left a window since stay: they are masked, as for any row that sees none of them."""
         positions, offsets = torch.from_numpy(plan.positions), torch.from_numpy(plan.row_offsets)
         if self.step is not None:
             self.step.go_on(positions, offsets)
         self.plan, self.positions, self.row_offsets = plan, positions, offsets
-        return True
 
     def _step(self, backend: str) -> Any:
         """append and attend in one call, prepared once for all layers, where the backend has that."""
@@ -114,6 +98,23 @@ class PlanAttention:
             **scales,
         )
         return out
+
+
+class StepAttention:
+    """The PlanAttention of one step after another, made once for each run of steps (plan.PlannedStep)."""
+
+    def __init__(self, storage: KVStorage, spec: AttentionSpec, backend: str, key_bias: Tensor | None = None) -> None:
+        self._make = partial(PlanAttention, storage=storage, spec=spec, backend=backend, key_bias=key_bias)
+        self._first: Plan | None = None
+        self._attention: PlanAttention | None = None
+
+    def at(self, step: PlannedStep) -> PlanAttention:
+        """Attention of the step; valid until the next call."""
+        if self._attention is None or step.first is not self._first:
+            self._first, self._attention = step.first, self._make(step.plan)
+        else:
+            self._attention.advance(step.plan)
+        return self._attention
 
 
 _known: WeakKeyDictionary[KVStorage, Pools] = WeakKeyDictionary()

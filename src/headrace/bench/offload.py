@@ -133,7 +133,7 @@ class Bed:
             model, dtype="bfloat16", threads=bench.threads, max_model_len=length, max_sequences=form.sequences,
             enable_prefix_caching=False, kv_offloading_size=16.0, offload_staging_mb=2048, **form.settings,
         )  # fmt: skip
-        self.streamer: Any = self.llm.engine.loaded.runner.streamer  # type: ignore[union-attr]
+        self.streamer: Any = self.llm.engine.loaded.executor.streamer  # type: ignore[attr-defined]
         self._prefill(form, rounds + 8)
 
     def _prefill(self, form: Form, tokens: int) -> None:

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from headrace.engine.detokenizer import Detokenizer
-from headrace.engine.driver import Driver
+from headrace.engine.executor import Computed
 from headrace.engine.loader import Loaded
-from headrace.engine.offload import Offload
-from headrace.engine.runner import Computed, Runner
 from headrace.engine.sampler import (
     BadLogits,
     History,
@@ -35,9 +33,6 @@ from headrace.kv.chunk_table import ChunkTable
 from headrace.types import CHUNK, Delta, EngineStats, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
 
 log = logging.getLogger(__name__)
-
-TIERS_S = 0.2
-"""Between two looks at the tiers' counters."""
 
 Observer = Callable[[SequenceState, int, Tensor], None]
 """Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
@@ -80,11 +75,10 @@ class EngineCore:
             loaded.config.max_batch_tokens,
             loaded.config.max_sequences,
             align=1 if self.cache.ranks == 1 else CHUNK,
+            owners=loaded.executor.owners,
+            below=loaded.below,
         )
-        if isinstance(loaded.runner, Driver):
-            self.scheduler.owners = loaded.runner.owners
-        self.offload = loaded.offload
-        self.scheduler.below = loaded.offload
+        self.offload, self.below = loaded.offload, loaded.below
         self.on_logits: Observer | None = None
         self._active: dict[str, _Active] = {}
         self._streams: dict[SequenceState, _Stream] = {}
@@ -92,7 +86,6 @@ class EngineCore:
         self._stats = EngineStats(kv_chunks_total=self.cache.pool.total)
         self._started: list[str] = []
         self._storing = False
-        self._ask_tiers_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -153,12 +146,11 @@ class EngineCore:
     def step(self) -> list[Delta]:
         """Computes one step; what it added to each sequence."""
         began = time.monotonic()
-        if self.offload is not None:
-            self.offload.settle()
+        self.below.settle()
         slices = self.scheduler.schedule()
         if not slices:
-            if self.offload is not None and self.has_work:
-                self.offload.wait()
+            if self.has_work:
+                self.below.wait()
             return []
         self._note_start(slices, began)
         self._stats.prefilled_tokens += sum(part.length for part in slices if not part.decodes)
@@ -172,15 +164,14 @@ class EngineCore:
 
     def _compute(self, slices: list[Slice]) -> Computed:
         """The step's logits; those that a failed restore has spoilt are left out."""
-        if self.offload is None:
-            return self.loaded.runner.run(slices)
-        assert isinstance(self.loaded.runner, Runner), "what lies below the pool lies below that of one rank"
-        restores = self.offload.closing(slices)
+        restores = self.below.closing(slices)
         began = time.perf_counter()
-        computed = self.loaded.runner.run(slices, restores)
+        computed = self.loaded.executor.run(slices, restores)
         if not restores:
-            self.offload.observe(slices, time.perf_counter() - began)
-        void = self.offload.confirm(slices)
+            self.below.observe(slices, time.perf_counter() - began)
+        void = self.below.confirm(slices)
+        if not void:
+            return computed
         return computed._replace(parts=[each for each in computed.parts if each[0].sequence not in void])
 
     def _note_start(self, slices: list[Slice], now: float) -> None:
@@ -192,12 +183,10 @@ class EngineCore:
 
     def settle(self) -> bool:
         """While there is nothing to do: whether chunks are still being stored, or were when this was last asked."""
-        if self.offload is None:
-            return False
-        before, self._storing = self._storing, False
-        self.offload.settle()
-        idle = not self.has_work and self.offload.writeback.store_idle()
-        self._storing = idle or self.offload.pending
+        before = self._storing
+        self.below.settle()
+        idle = not self.has_work and self.below.store_idle()
+        self._storing = idle or self.below.pending
         return before or self._storing
 
     def take_started(self) -> list[str]:
@@ -353,23 +342,9 @@ class EngineCore:
         stats.kv_chunks_used, stats.kv_chunks_unshared = self.cache.used, self.cache.unshared
         stats.kv_chunks_cached = len(self.cache.tree.idle)
         stats.preemptions, stats.evictions = self.scheduler.preemptions, self.cache.tree.evictions
-        if isinstance(self.loaded.runner, Driver):
-            stats.strategies = dict(self.loaded.runner.counts)
-        if self.offload is not None:
-            self._note_offload(stats, self.offload)
+        self.loaded.executor.add_stats(stats)
+        self.below.add_stats(stats)
         return stats
-
-    def _note_offload(self, stats: EngineStats, offload: Offload) -> None:
-        """The tiers are asked now and then only, since they look up what they tell, and when all is stored."""
-        own, now, before = offload.counters, time.monotonic(), stats.writeback_pending
-        stats.restores, stats.restore_failures, stats.restore_s = own.restores, own.failures, own.restore_s
-        stats.restored_tokens, stats.projected_tokens = own.loaded_tokens, own.projected_tokens
-        stats.recomputed_tokens = own.recomputed_tokens
-        stats.restore_link_s, stats.restore_waited_s = own.link_s, own.waited_s
-        waiting = offload.writeback.unstored + offload.writeback.let_go
-        stats.writeback_pending = waiting + offload.tiers.queued_blobs
-        if now >= self._ask_tiers_s or (before and not stats.writeback_pending):
-            stats.tiers, self._ask_tiers_s = offload.stats(), now + TIERS_S
 
 
 def _named(logprob: Logprob, text: str) -> Logprob:

@@ -20,15 +20,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from headrace.engine.runner import Computed
+from headrace.engine.executor import Computed, Executor, table_of, wanted_of
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
+from headrace.offload.restore.transfer import Restore
 from headrace.parallel import messages
 from headrace.parallel.messages import Group, Part
 from headrace.parallel.rank import Rank
 from headrace.planner.choice import Choice
-from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
+from headrace.types import BLOCK_CHUNKS, CHUNK, EngineStats, chunks_for
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +43,10 @@ Advise = Callable[[int, int, Sequence[float], tuple[str, ...]], Choice]
 
 
 @dataclass(slots=True)
-class Driver:
-    """What engine.runner.Runner is to one rank. send(step) hands a step to all other ranks, or raises RankLost.
+class Driver(Executor):
+    """Has steps computed by all ranks. send(step) hands a step to all other ranks, or raises RankLost.
 
-    counts: prefills by strategy.
+    counts: prefills by strategy. end(): ends the other ranks.
     """
 
     rank: Rank
@@ -55,6 +56,7 @@ class Driver:
     allowed: tuple[str, ...] = messages.STRATEGIES
     counts: dict[str, int] = field(default_factory=dict)
     steps: int = 0
+    end: Callable[[], None] = lambda: None
     _planned: dict[SequenceState, Choice] = field(default_factory=dict)
 
     @property
@@ -98,10 +100,16 @@ class Driver:
             counts[table.owner(chunk)] += CHUNK
         return counts
 
+    def add_stats(self, stats: EngineStats) -> None:
+        stats.strategies = dict(self.counts)
+
+    def close(self) -> None:
+        self.end()
+
     # -- when the step is computed
 
-    def run(self, slices: Sequence[Slice]) -> Computed:
-        """Computes the slices on all ranks. Logits are those of Runner.run. Raises RankLost."""
+    def run(self, slices: Sequence[Slice], restores: Sequence[Restore] = ()) -> Computed:
+        """See Executor.run. Raises RankLost."""
         groups, places = self._groups(slices)
         step = messages.Step(self.steps, groups)
         self.steps += 1
@@ -110,7 +118,7 @@ class Driver:
         rows: list[Tensor] = []
         parts: list[tuple[Slice, range]] = []
         for index, part in enumerate(slices):
-            count = _wanted(part)
+            count = wanted_of(part)
             if count:
                 parts.append((part, range(len(rows), len(rows) + count)))
                 rows += [hidden[(*places[index], position)] for position in range(part.end - count, part.end)]
@@ -137,8 +145,7 @@ class Driver:
         return [Group(strategy, parts) for strategy, parts in found], places  # type: ignore[arg-type]
 
     def _part(self, part: Slice) -> tuple[str, Part]:
-        table = part.sequence.table
-        assert table is not None, "a scheduled sequence has a table"
+        table = table_of(part)
         choice = self._planned.pop(part.sequence, None)
         if choice is None:
             strategy, bounds, ranks = self._decode(part, table)
@@ -148,7 +155,7 @@ class Driver:
             self._note(part, choice)
         tokens = part.sequence.tokens[part.start : part.end]
         slots = table.slots[: chunks_for(part.end)].tolist()
-        return strategy, Part(tokens, part.start, slots, bounds, ranks, _wanted(part), part.sequence.prompt_len)
+        return strategy, Part(tokens, part.start, slots, bounds, ranks, wanted_of(part), part.sequence.prompt_len)
 
     def _decode(self, part: Slice, table: ChunkTable) -> tuple[str, list[int], list[int]]:
         home = table.owner(part.start // CHUNK)
@@ -178,10 +185,3 @@ def ending_in(ranks: Sequence[int], keeper: int) -> tuple[int, ...]:
         order[order.index(keeper)] = order[-1]
     order[-1] = keeper
     return tuple(order)
-
-
-def _wanted(part: Slice) -> int:
-    """Last tokens of a slice whose logits are needed."""
-    if part.sequence.wants_all_logits and part.start < part.sequence.prompt_len:
-        return part.length
-    return int(part.samples)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,12 +12,12 @@ import torch
 from headrace import host
 from headrace.config import EngineConfig, Quantization
 from headrace.engine import ranks, streaming, tiers, torchrun
+from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
-from headrace.engine.driver import Driver
+from headrace.engine.executor import Executor
 from headrace.engine.offload import Offload
 from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
-from headrace.engine.streaming import StreamRunner
 from headrace.engine.tokenizer import Tokenizer
 from headrace.files import read_given
 from headrace.kernels import dispatch
@@ -28,6 +27,7 @@ from headrace.models.config import ModelConfig, read_config
 from headrace.models.decoder import Decoder, compute_dtype, load_decoder
 from headrace.models.files import MAX_JSON
 from headrace.models.shards import shard
+from headrace.models.weights import Progress
 from headrace.types import CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
@@ -35,28 +35,56 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Loaded:
-    """All that a running engine consists of."""
+    """All that a running engine consists of. ranks: of several, the group; offload: what is below the pool, if tiers
+    are."""
 
     config: EngineConfig
     capacity: Capacity
     decoder: Decoder
     tokenizer: Tokenizer | None
     cache: KVCache
-    runner: Runner | Driver | StreamRunner
+    executor: Executor
     ranks: Ranks | None = None
     offload: Offload | None = None
 
+    @property
+    def below(self) -> Below:
+        """What lies below the pool."""
+        return NothingBelow(self.cache) if self.offload is None else self.offload
+
     def close(self) -> None:
-        """Ends the other ranks and lanes, if there are any, and stores what is to be stored. May be called again."""
-        if self.ranks is not None:
-            self.ranks.close()
-        if self.offload is not None:
-            self.offload.close()
-        if isinstance(self.runner, StreamRunner):
-            self.runner.close()
+        """Ends ranks and threads, and stores what is to be stored. May be called again."""
+        self.executor.close()
+        self.below.close()
 
 
-def load(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Loaded:
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """What is known before any weight is read. per_rank: tokens of KV cache of each rank; hidden: width of the inputs
+    of the projections, where the pool keeps them."""
+
+    config: EngineConfig
+    model: ModelConfig
+    capacity: Capacity
+    tokenizer: Tokenizer | None
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    per_rank: int
+    hidden: int | None
+
+    def cache(self) -> KVCache:
+        config, capacity = self.config, self.capacity
+        folder = model_folder(config.model)
+        identity = tiers.identity(config, capacity) if config.outlives else _identity(folder, capacity)
+        return KVCache(capacity.kv_cache_tokens // CHUNK, identity, config.context_parallel_size)
+
+    def decoder(self, progress: Progress | None) -> Decoder:
+        config = self.config
+        folder, device = model_folder(config.model), device_of(config)
+        return load_decoder(folder, config.dtype, progress, config.quantization, device=device)
+
+
+def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Loads the model and sizes its cache, and starts the other ranks if there are to be any.
 
     progress(done, total) is called as weights arrive. Raises ValueError or UnsupportedModel, naming what is wrong, and
@@ -66,39 +94,55 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     if ranks.count(config) > 1:
         torchrun.serve_if_worker(config)
     ranks.set_threads(config)
+    sized = _size(config)
+    if ranks.count(config) > 1:
+        return _several_ranks(sized, progress)
+    return _streamed(sized, progress) if config.streams else _one_rank(sized, progress)
+
+
+def _one_rank(sized: Sized, progress: Progress | None) -> Loaded:
+    config, capacity, cache = sized.config, sized.capacity, sized.cache()
+    decoder = sized.decoder(progress)
+    slots, device = sized.per_rank // CHUNK, device_of(config)
+    storage = KVStorage(decoder.config.attention, slots, sized.kv_dtype, sized.hidden, sized.dtype, device)
+    if config.kv_cache_prefault:
+        storage.prefault()
+    offload = tiers.open_offload(config, capacity, cache, decoder, storage) if config.offloads else None
+    runner = Runner(decoder, storage, capacity.backend)
+    return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner, offload=offload)
+
+
+def _streamed(sized: Sized, progress: Progress | None) -> Loaded:
+    config, capacity, cache = sized.config, sized.capacity, sized.cache()
+    decoder = sized.decoder(progress)
+    runner = streaming.open_stream(config, decoder, sized.per_rank // CHUNK, sized.kv_dtype, capacity.backend)
+    return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner)
+
+
+def _several_ranks(sized: Sized, progress: Progress | None) -> Loaded:
+    config, cache = sized.config, sized.cache()
+    group, decoder = ranks.open_ranks(replace(config, kv_cache_tokens=sized.per_rank), progress)
+    capacity = replace(sized.capacity, ranks=group.told)
+    return Loaded(config, capacity, decoder, sized.tokenizer, cache, group.driver(cache, config), group)
+
+
+def _size(config: EngineConfig) -> Sized:
     folder = model_folder(config.model)
     model = read_config(folder)
     dtype = compute_dtype(model, config.dtype)
     backend = dispatch.choose(config.attention_backend, dtype, device_of(config), model.attention.head_dim)
     kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
-    share = shard(model, 0, config.tensor_parallel_size)
-    bytes_per_token = KVStorage.bytes_per_token(share, kv_dtype)
+    bytes_per_token = KVStorage.bytes_per_token(shard(model, 0, config.tensor_parallel_size), kv_dtype)
     hidden = model.hidden_size if tiers.keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
-    pool_bytes = bytes_per_token + model.attention.layers * (hidden or 0) * dtype.itemsize
     if config.streams:
         per_rank, max_len = streaming.sizes(config, model, kv_dtype, dtype)
     else:
+        pool_bytes = bytes_per_token + model.attention.layers * (hidden or 0) * dtype.itemsize
         per_rank, max_len = _sizes(config, model.max_model_len, pool_bytes)
     capacity = _capacity(config, model, backend, dtype, kv_dtype, per_rank, bytes_per_token, max_len)
     tokenizer = Tokenizer.load(folder)
     capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer))
-    identity = tiers.identity(config, capacity) if config.outlives else _identity(folder, capacity)
-    cache = KVCache(capacity.kv_cache_tokens // CHUNK, identity, config.context_parallel_size)
-    if ranks.count(config) == 1:
-        device = device_of(config)
-        decoder = load_decoder(folder, config.dtype, progress, config.quantization, device=device)
-        if config.streams:
-            streamed = streaming.open_stream(config, decoder, per_rank // CHUNK, kv_dtype, capacity.backend)
-            return Loaded(config, capacity, decoder, tokenizer, cache, streamed)
-        storage = KVStorage(share, per_rank // CHUNK, kv_dtype, hidden, dtype, device)
-        if config.kv_cache_prefault:
-            storage.prefault()
-        offload = tiers.open_offload(config, capacity, cache, decoder, storage) if config.offloads else None
-        runner = Runner(decoder, storage, capacity.backend)
-        return Loaded(config, capacity, decoder, tokenizer, cache, runner, offload=offload)
-    group, decoder = ranks.open_ranks(replace(config, kv_cache_tokens=per_rank), progress)
-    capacity = replace(capacity, ranks=group.told)
-    return Loaded(config, capacity, decoder, tokenizer, cache, group.driver(cache, config), group)
+    return Sized(config, model, capacity, tokenizer, dtype, kv_dtype, per_rank, hidden)
 
 
 def _capacity(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from headrace.engine.below import Below
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
@@ -26,12 +27,15 @@ from headrace.offload.copy_streams import CopyStream, Ticket
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.solver import Prediction, Run, Split, predict, restore_split
 from headrace.offload.restore.transfer import Restore, Wanted
-from headrace.offload.tiers.base import Kind, TierStats, name_of
+from headrace.offload.tiers.base import Kind, name_of
 from headrace.offload.tiers.stack import Tiers
 from headrace.offload.writeback import Writeback
-from headrace.types import CHUNK, chunks_for
+from headrace.types import CHUNK, EngineStats, chunks_for
 
 log = logging.getLogger(__name__)
+
+TIERS_S = 0.2
+"""Between two looks at the tiers' counters."""
 
 CLOSE_S = 30.0
 """So long may it take to store what is not stored yet when the engine ends."""
@@ -81,7 +85,7 @@ class _Back:
 
 
 @dataclass(slots=True, eq=False)
-class Offload:
+class Offload(Below):
     """choose: the solver; may be set to force a split, for tests and benchmarks."""
 
     cache: KVCache
@@ -97,6 +101,7 @@ class Offload:
     _backs: dict[SequenceState, _Back] = field(default_factory=dict)
     _coming: dict[bytes, _Back] = field(default_factory=dict)
     _leaving: list[tuple[Restore, list[Node]]] = field(default_factory=list)
+    _ask_tiers_s: float = 0.0
 
     # -- scheduler.Below
 
@@ -328,8 +333,20 @@ class Offload:
         """Whether threads have work that `settle` will have to end."""
         return bool(self._leaving or self.writeback.unstored or self.tiers.queued_blobs)
 
-    def stats(self) -> dict[str, TierStats]:
-        return self.tiers.stats()
+    def store_idle(self) -> bool:
+        return self.writeback.store_idle()
+
+    def add_stats(self, stats: EngineStats) -> None:
+        """Tiers are asked now and then only, since they look up what they tell, and when all is stored."""
+        own, now, before = self.counters, time.monotonic(), stats.writeback_pending
+        stats.restores, stats.restore_failures, stats.restore_s = own.restores, own.failures, own.restore_s
+        stats.restored_tokens, stats.projected_tokens = own.loaded_tokens, own.projected_tokens
+        stats.recomputed_tokens = own.recomputed_tokens
+        stats.restore_link_s, stats.restore_waited_s = own.link_s, own.waited_s
+        waiting = self.writeback.unstored + self.writeback.let_go
+        stats.writeback_pending = waiting + self.tiers.queued_blobs
+        if now >= self._ask_tiers_s or (before and not stats.writeback_pending):
+            stats.tiers, self._ask_tiers_s = self.tiers.stats(), now + TIERS_S
 
     def close(self) -> None:
         """Stores what is not stored yet, for at most CLOSE_S, and ends all threads. May be called again."""

@@ -102,7 +102,7 @@ class Ranks:
     told: str
 
     def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
-        return Driver(self.rank, cache, self._crew.send, self._advise(config), allowed(config))
+        return Driver(self.rank, cache, self._crew.send, self._advise(config), allowed(config), end=self.close)
 
     @property
     def _crew(self) -> WorkerSupervisor:

@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from headrace import memory
 from headrace.attention import plan as planning
 from headrace.config import EngineConfig
-from headrace.engine.runner import Computed, batch_of, prompts_of, slots_of, wanted
+from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
+from headrace.engine.programs import batch_of, prompts_of
 from headrace.engine.sequence import Slice
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
 from headrace.offload.copy_streams import Link, open_lanes
+from headrace.offload.restore.transfer import Restore
 from headrace.offload.streaming.schedule import Schedule
 from headrace.offload.streaming.staging import Staging
 from headrace.offload.streaming.store import Allocate, FileMemory, OutsideStore, bytes_per_chunk, room, shapes
@@ -29,17 +31,17 @@ from headrace.types import CHUNK, chunks_for
 log = logging.getLogger(__name__)
 
 
-class StreamRunner:
-    """As engine.runner.Runner, over a streamer. batches: into how many the column schedule divides a step."""
+class StreamRunner(Executor):
+    """Computes steps over a streamer. batches: into how many the column schedule divides a step."""
 
     def __init__(self, streamer: Streamer, batches: int) -> None:
         self.streamer, self.batches = streamer, batches
         self.decoder = streamer.decoder
 
     @torch.inference_mode()
-    def run(self, slices: Seq[Slice]) -> Computed:
-        """Computes the slices, each in one batch. Logits as of Runner.run."""
-        tables = [slots_of(part) for part in slices]
+    def run(self, slices: Seq[Slice], restores: Seq[Restore] = ()) -> Computed:
+        """See Executor.run: each slice in one batch."""
+        tables = [table_of(part).slots for part in slices]
         order = planning.batch_order(tables)
         spans = [planning.Span(tables[i], slices[i].start, slices[i].length) for i in order]
         ordered = [slices[i] for i in order]
@@ -55,7 +57,7 @@ class StreamRunner:
 
     def _batch(self, slices: list[Slice], spans: list[planning.Span]) -> tuple[Batch, list[tuple[Slice, range]]]:
         plan = planning.build(spans)
-        rows, parts = wanted(slices)
+        rows, parts = wanted_rows(slices)
         prompts = prompts_of(slices) if self.decoder.config.rope_depends_on_length else None
         some = None if len(rows) == plan.rows else torch.tensor(rows, dtype=torch.int64)
         return Batch(batch_of(self.decoder.config, slices, plan.positions), plan, some, prompts), parts

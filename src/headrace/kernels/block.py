@@ -23,8 +23,23 @@ from headrace.kernels.quantized import Quantized
 MATRICES = ("qkv", "out", "up", "down")
 
 
-Attend = Callable[..., Tensor]
-"""See attention.execute.Attend. Where it has an attribute `over`, a StepOver, all layers go in one call."""
+class Attend(Protocol):
+    """Attention of one step, as a model calls it once per layer.
+
+    Stores the new keys and values (already rotated) in the cache, then attends: q [T, Hq, D], k and v [T, Hkv, D]
+    -> [T, Hq, D] in q's dtype. T counts the rows of all sequences of the step. The next layer writes its q, k and v
+    over these: whoever needs them after returning copies them.
+
+    rows, int64 [n], ascending: of these rows alone the result is wanted, [n, Hq, D]; keys and values are stored of all.
+
+    prepared: attention of all layers as C++ can run it without calling this, where that is possible.
+    """
+
+    prepared: StepOver | None = None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor: ...
+
+
 Watch = Callable[[int, Tensor], object]
 """watch(layer, x [T, H]): x is what enters the layer, and is overwritten after the call."""
 
@@ -102,11 +117,10 @@ class Blocks:
         x_at, qkv_at, scratch_at = x.data_ptr(), qkv.data_ptr(), scratch.data_ptr()
         turn_at, turned = self.turn_of(cos_sin, rows)
         last = len(self.blocks) - 1
-        over: StepOver | None = getattr(attend, "over", None)
         begin = 0
-        if over is not None and watch is None:
+        if attend.prepared is not None and watch is None:
             begin = last + (some is None)
-            over.run(self.blocks[:begin], x, (turn_at, turned), qkv, scratch, threads)
+            attend.prepared.run(self.blocks[:begin], x, (turn_at, turned), qkv, scratch, threads)
         for index, block in enumerate(self.blocks[begin:], begin):
             if watch is not None:
                 watch(index, x)

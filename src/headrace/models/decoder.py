@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from headrace.config import Quantization
 from headrace.kernels import block, ops
+from headrace.kernels.block import Attend
 from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
@@ -28,10 +29,6 @@ from headrace.models.rope import Rope
 from headrace.models.shards import Group, Share, Width
 from headrace.models.weights import LEARNED_OFFSET, Progress, load_weights
 from headrace.types import CHUNK
-
-if TYPE_CHECKING:
-    from headrace.attention.execute import Attend
-    from headrace.kernels.cpu_step import StepOver
 
 log = logging.getLogger(__name__)
 
@@ -224,15 +221,20 @@ class Decoder:
             return None
         return Ends(self.layers.shape, self.weights, self.matrices)
 
-    def prepare(self, positions: Tensor, attend: Attend) -> ModelStep | None:
+    @property
+    def runs_whole(self) -> bool:
+        """Whether `prepare` can: all layers and what is beside them are C++."""
+        return self._ends is not None and isinstance(self.layers, block.Blocks)
+
+    def prepare(self, positions: Tensor, attend: Attend) -> ModelStep:
         """The step of rows at these positions, int64 [T], from tokens to logits in one call, and those behind it up to
-        the ends of their chunks: the bits of `forward` and `logits`. None where the model or `attend` needs more.
+        the ends of their chunks: the bits of `forward` and `logits`. Raises ValueError unless `runs_whole` and
+        `attend.prepared`.
         """
-        over: StepOver | None = getattr(attend, "over", None)
-        if over is None or self._ends is None or not isinstance(self.layers, block.Blocks):
-            return None
+        if self._ends is None or attend.prepared is None or not isinstance(self.layers, block.Blocks):
+            raise ValueError("this model, or its attention, is not computed in C++ as a whole")
         turns = self.rope.table(positions | (CHUNK - 1)) if self.rope else None
-        return ModelStep(self._ends, self.layers, over, turns)
+        return ModelStep(self._ends, self.layers, attend.prepared, turns)
 
     def forward(
         self, batch: TokenBatch, attend: Attend, rows: Tensor | None = None, watch: block.Watch | None = None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention.plan import Int32
+from headrace.kernels.block import Attend
 from headrace.parallel import layout
 from headrace.parallel.context import Context
 from headrace.parallel.layout import Piece
@@ -19,8 +20,8 @@ from headrace.parallel.merging import Arrival, Rows
 from headrace.parallel.workspace import Buffer, copy_chunks, pools
 
 
-class KVExchange:
-    """Attend (attention.execute.Attend) of one group on one rank. Subclasses say what is exchanged."""
+class KVExchange(Attend):
+    """Attention of one group on one rank. Subclasses say what is exchanged."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

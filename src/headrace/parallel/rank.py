@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.attention.execute import Attend
+from headrace.kernels.block import Attend
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel import layout, single

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.plan import Int32
+from headrace.kernels.block import Attend
 from headrace.kernels.state import FoldState, Partial
 from headrace.parallel import layout
 from headrace.parallel.context import Context
@@ -98,8 +99,8 @@ def _by_block(items: Int32, positions: planning.Int64) -> Visit:
     )
 
 
-class RingQ:
-    """Attend of one group on one rank."""
+class RingQ(Attend):
+    """Attention of one group on one rank."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

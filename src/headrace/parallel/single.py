@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.attention import plan as planning
-from headrace.attention.execute import Attend, PlanAttention
+from headrace.attention.execute import PlanAttention
+from headrace.kernels.block import Attend
 from headrace.parallel import layout
 from headrace.parallel.chain import Chain
 from headrace.parallel.context import Context

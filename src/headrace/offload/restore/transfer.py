@@ -23,7 +23,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from headrace.attention.execute import Attend
+from headrace.kernels.block import Attend
 from headrace.offload import frame
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream, Ticket
@@ -249,8 +249,8 @@ class Restore:
             self.projected.append((len(chunks) * CHUNK, time.perf_counter() - began, busy))
 
 
-class Restoring:
-    """Attend (attention.execute) of a step for which chunks are still on their way."""
+class Restoring(Attend):
+    """Attention of a step for which chunks are still on their way."""
 
     def __init__(self, attend: Attend, restores: Sequence[Restore], project: Project) -> None:
         self.attend, self.restores, self.project = attend, restores, project

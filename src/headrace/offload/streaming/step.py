@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention.execute import BACKENDS, items_of
+from headrace.kernels.block import Attend
 from headrace.offload.copy_streams import Ticket, copy_alone
 from headrace.offload.streaming.schedule import Form, Load, Stage, first_loads, stages
 from headrace.offload.streaming.staging import Counts, Cut, Piece, gather
@@ -206,8 +207,8 @@ class Step:
         self.waited += time.perf_counter() - began
 
 
-class _Attend:
-    """Attention of one operation over staging: see attention.execute.Attend. x: what entered the layer, to be kept."""
+class _Attend(Attend):
+    """Attention of one operation over staging. x: what entered the layer, to be kept."""
 
     def __init__(self, step: Step, at: int, count: int, x: Tensor | None) -> None:
         self.step, self.at, self.count, self.x = step, at, count, x

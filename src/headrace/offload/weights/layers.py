@@ -10,9 +10,9 @@ from copy import copy
 
 from torch import Tensor
 
-from headrace.attention.execute import Attend
 from headrace.config import AttentionSpec
 from headrace.kernels import block, cpu, ops
+from headrace.kernels.block import Attend
 from headrace.models.decoder import Decoder, Layer, OneByOne
 
 
@@ -28,15 +28,21 @@ class OneLayer:
 
     def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H] (maybe in x's memory), or [n, H] of `rows` alone: as models.decoder.Layer."""
-
-        def renamed(layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-            return attend(self.index, q, k, v, rows)
-
-        return self.run(x, cos_sin, renamed, rows)
+        return self.run(x, cos_sin, _AtLayer(attend, self.index), rows)
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """X [T, H] as it entered the layer -> keys and values [T, Hkv, D]: Decoder.project."""
         return self.run.project(0, x, cos_sin)
+
+
+class _AtLayer(Attend):
+    """Attention of a model whose only layer is this one of another."""
+
+    def __init__(self, attend: Attend, layer: int) -> None:
+        self.attend, self.layer = attend, layer
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        return self.attend(self.layer, q, k, v, rows)
 
 
 def shape_of(decoder: Decoder) -> block.Shape | None:
