@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 CHUNK = 64
-"""Tokens in a chunk: the unit of sharing, of storage and of the canonical fold (DESIGN, section 3)."""
+"""Tokens in a chunk: the unit of sharing, of storage and of the canonical fold (docs/attention.md)."""
 
 BLOCK_CHUNKS = 32
 """Chunks in a block: states are folded chunk by chunk inside a block, then block by block."""

@@ -1,4 +1,4 @@
-"""The promise (DESIGN, section 3): every schedule, the same bits. Logits of every generated position, torch.equal."""
+"""The promise (docs/architecture.md): every schedule, the same bits. Logits of all generated positions, torch.equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN, section 4), read from the sources without running them."""
+"""Who may import whom (docs/architecture.md), read from the sources without running them."""
 
 from __future__ import annotations
 

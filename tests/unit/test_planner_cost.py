@@ -212,7 +212,7 @@ def test_no_strategy_beats_its_work(ranks: int, T: int, P: int, lies: list[float
 
 
 def test_deep_chain_comes_to_its_slowest_stage() -> None:
-    """With many layers the time per layer is that of the slowest rank (FACTS, section 1.1)."""
+    """With many layers the time per layer is that of the slowest rank (KV-Runahead, arXiv 2405.05329)."""
     machine, bounds = fast_links(MACHINE), (0, 3000, 6000, 8192)
     times = Times(machine, S2)
     stages = []

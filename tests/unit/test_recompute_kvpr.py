@@ -1,4 +1,4 @@
-"""The paper's split against its own figures (FACTS, section 2) and against trying every split."""
+"""The paper's split against its own figures (KVPR, arXiv 2411.17089) and against trying every split."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_split_is_the_best(
 
 
 def one(stream: Stream, projected: int, total: int) -> float:
-    """T of FACTS 2.1 for one number, written out again."""
+    """T of KVPR, section 3.2, for one number, written out again."""
     x = 0.0 if stream.x_resident else projected * stream.x_bytes
     moved = stream.weight_bytes / stream.batches + x + (total - projected) * stream.kv_bytes + stream.hidden_bytes
     transfers = [stream.weight_bytes > 0, x > 0, projected < total, stream.hidden_bytes > 0]

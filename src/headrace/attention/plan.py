@@ -88,8 +88,7 @@ class TableRows(NamedTuple):
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
+class PlannedStep(NamedTuple):
     """A step, as the plan `first` of the step that began a run of steps, and how many `steps` later this one is.
 
     In a run every sequence goes on by one token in the chunk in which it was: most steps of decoding are such. 0: the

@@ -51,7 +51,7 @@ def chunk_partial(
     """Attention of q [r, Hq, D] over one chunk: k [Hk, D, 64], v [Hk, 64, D], seen [r, 64], bias [Hq, 64] -> Partial.
 
     Probabilities are rounded to q's dtype relative to the chunk's own maximum, so that a chunk contributes the same
-    whatever came before it (DESIGN, section 3, rule 3). scales [Hk, 64] each: those of int8 keys, which multiply the
+    whatever came before it (docs/architecture.md, rule 3). scales [Hk, 64] each: those of int8 keys, which multiply the
     scores, and of int8 values, which multiply the probabilities before they are rounded.
     """
     rows, heads, dim = q.shape

@@ -2,8 +2,8 @@
 
 T: rows (tokens) of a step, of all sequences together. H: hidden size, E: embedding and head width, V: vocabulary,
 Hq, Hkv: query and KV heads, D: head size.
-Nothing here lets a row's bits depend on other rows (DESIGN, section 3): sums run inside headrace.kernels.ops or within
-one row, and whatever is elementwise is add, multiply or a table look-up.
+No row's bits depend on other rows here (docs/architecture.md, rule 2): sums run inside
+headrace.kernels.ops or within one row, and whatever is elementwise is add, multiply or a table look-up.
 """
 
 from __future__ import annotations

@@ -10,10 +10,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from types import FrameType
 
 import uvicorn
@@ -131,11 +130,15 @@ def make_server(app: FastAPI) -> Server:
 
 def _engine_maker(config: EngineConfig) -> MakeEngine:
     async def make() -> Engine:
-        module = await asyncio.to_thread(import_module, "headrace.engine.async_llm")
-        engine: Engine = module.AsyncLLM(config)
-        return engine
+        return (await asyncio.to_thread(_engine_class))(config)
 
     return make
+
+
+def _engine_class() -> Callable[[EngineConfig], Engine]:
+    from headrace.engine.async_llm import AsyncLLM
+
+    return AsyncLLM
 
 
 def _end_after_failure(server: Server) -> None:

@@ -2,7 +2,7 @@
 
 L: lanes of a task, D: head size, P: D rounded up to a power of two, 64: keys of a chunk. A lane is one (row, query
 head). A lane's bits depend on nothing but its own query and the keys it sees: every task has the same number of lanes,
-whether they are taken or not, probabilities are rounded relative to their own chunk's maximum (DESIGN, section 3), a
+whether they are taken or not, probabilities are rounded relative to their own chunk's maximum (docs/architecture.md), a
 chunk that a lane does not see changes nothing, and every fold is the same three operations, whose rounding is spelled
 out.
 Scores are in units of log 2.

@@ -83,7 +83,7 @@ def kvpr_split(step: Step, grain: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """What one layer of one batch costs while decode streams: the steady state of the column schedule (FACTS 2.1),
+    """What one layer of one batch costs while decode streams: the steady state of the column schedule (section 3.2),
 
         T = max(link in, compute, link out)
 
