@@ -53,7 +53,7 @@ class _Active:
 
 
 @dataclass(slots=True, eq=False)
-class _Stream:
+class _Output:
     """What the engine keeps of a sequence beside the scheduler's record."""
 
     sequence: SequenceState
@@ -81,7 +81,7 @@ class EngineCore:
         self.offload, self.below = loaded.offload, loaded.below
         self.on_logits: Observer | None = None
         self._active: dict[str, _Active] = {}
-        self._streams: dict[SequenceState, _Stream] = {}
+        self._outputs: dict[SequenceState, _Output] = {}
         self._order = 0
         self._stats = EngineStats(kv_chunks_total=self.cache.pool.total)
         self._started: list[str] = []
@@ -112,7 +112,7 @@ class EngineCore:
         tokenizer, eos = self.loaded.tokenizer, self.loaded.capacity.eos_token_ids
         detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params, eos) if tokenizer else None
         history = History(request.prompt_token_ids) if needs_history(request.params) else None
-        self._streams[sequence] = _Stream(sequence, active, detokenizer, history, is_plain(request.params))
+        self._outputs[sequence] = _Output(sequence, active, detokenizer, history, is_plain(request.params))
         self.scheduler.add(sequence)
         return sequence
 
@@ -134,13 +134,13 @@ class EngineCore:
         if active is None:
             return False
         for sequence in active.sequences:
-            if sequence in self._streams:
+            if sequence in self._outputs:
                 self._drop(sequence)
         self._stats.finished_abort += 1
         return True
 
     def _drop(self, sequence: SequenceState) -> None:
-        del self._streams[sequence]
+        del self._outputs[sequence]
         self.scheduler.remove(sequence)
 
     def step(self) -> list[Delta]:
@@ -228,11 +228,11 @@ class EngineCore:
 
     def _advance(self, computed: Computed) -> list[Delta]:
         """Samples the next token of each sequence and sees which are finished."""
-        rows = [(self._streams[part.sequence], span[-1]) for part, span in computed.parts if part.samples]
+        rows = [(self._outputs[part.sequence], span[-1]) for part, span in computed.parts if part.samples]
         broken: list[Delta] = []
         while rows:
             try:
-                inputs = [self._sample_input(stream) for stream, _ in rows]
+                inputs = [self._sample_input(output) for output, _ in rows]
                 logits, greatest = computed.pick([row for _, row in rows])
                 sampled = sample(logits, inputs, greatest=greatest)
             except BadLogits as error:
@@ -248,32 +248,32 @@ class EngineCore:
         """Aborts a request whose logits nothing can be chosen from; all others go on."""
         log.error("request %s aborted: %s", request_id, reason)
         active = self._active[request_id]
-        open_ones = [sequence.index for sequence in active.sequences if sequence in self._streams]
+        open_ones = [sequence.index for sequence in active.sequences if sequence in self._outputs]
         self.abort(request_id)
         deltas = [Delta(request_id, index, finish_reason="abort", stop_reason=reason) for index in open_ones]
         deltas[-1].metrics = self._metrics(active, time.monotonic())
         return deltas
 
-    def _sample_input(self, stream: _Stream) -> SampleInput | None:
+    def _sample_input(self, output: _Output) -> SampleInput | None:
         """None where the greatest logit is the answer."""
-        sequence = stream.sequence
+        sequence = output.sequence
         params = sequence.request.params
         forbidden = forbidden_tokens(params, sequence.n_output, self.loaded.capacity.eos_token_ids)
-        if stream.plain and not forbidden:
+        if output.plain and not forbidden:
             return None
         return SampleInput(
             params=params,
             prompt=sequence.request.prompt_token_ids,
             output=sequence.output,
             index=sequence.index,
-            seed=stream.active.seed,
+            seed=output.active.seed,
             forbidden=forbidden,
-            history=stream.history,
+            history=output.history,
         )
 
-    def _push(self, stream: _Stream, sampled: Sampled, now: float) -> Delta:
+    def _push(self, output: _Output, sampled: Sampled, now: float) -> Delta:
         """Adds a token to a sequence; its delta."""
-        sequence, active = stream.sequence, stream.active
+        sequence, active = output.sequence, output.active
         sequence.tokens.append(sampled.token)
         if active.first_token_s is None:
             active.first_token_s = now
@@ -284,25 +284,25 @@ class EngineCore:
             delta.logprobs = [self._with_text(sampled.logprobs) or {}]
         if sequence.index == 0:
             delta.prompt_logprobs, active.prompt_logprobs = active.prompt_logprobs, None
-        self._text_and_end(stream, delta)
+        self._text_and_end(output, delta)
         if delta.finish_reason is not None:
             self._finish(active, sequence, delta, now)
         return delta
 
-    def _text_and_end(self, stream: _Stream, delta: Delta) -> None:
-        sequence = stream.sequence
+    def _text_and_end(self, output: _Output, delta: Delta) -> None:
+        sequence = output.sequence
         params = sequence.request.params
         room = self.loaded.capacity.max_model_len - sequence.prompt_len
         eos = self.loaded.capacity.eos_token_ids
         ended = finish_reason(params, delta.token_ids[-1], sequence.n_output, eos, room)
-        if stream.detokenizer is not None:
-            piece = stream.detokenizer.push(delta.token_ids[-1])
+        if output.detokenizer is not None:
+            piece = output.detokenizer.push(delta.token_ids[-1])
             delta.text = piece.text
             if isinstance(piece.stop, str):
                 delta.finish_reason, delta.stop_reason = "stop", piece.stop
                 return
             if ended is not None:
-                delta.text += stream.detokenizer.flush()
+                delta.text += output.detokenizer.flush()
         if ended is not None:
             delta.finish_reason, delta.stop_reason = ended
 
