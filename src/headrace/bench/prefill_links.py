@@ -29,7 +29,7 @@ BURST_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class RankLink:
     """bandwidth_gbps: 1e9 bytes a second each way between two ranks, None for as fast as it goes. latency_s, jitter,
     seed: see parallel.rate_limit.Limited. Raises ValueError naming the option."""
 
@@ -117,7 +117,7 @@ class Namespaces:
             for rank in range(1, self.ranks)
         }
 
-    def limit(self, link: Link) -> None:
+    def limit(self, link: RankLink) -> None:
         """From now on. Raises ValueError for latency or jitter, which tbf does not have."""
         if link.latency_s or link.jitter:
             raise ValueError("latency-ms and jitter need --link limited: tbf limits the bandwidth only")

@@ -15,15 +15,40 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from headrace.bench.benchmark import Benchmark, Case, option
+from headrace.bench.shapes import checkpoint
 
 READY_S = 300.0
 STORED_S = 300.0
 ENDS = {"SIGTERM": signal.SIGTERM, "kill -9": signal.SIGKILL}
 
 
-class Server:
+@dataclass
+class RestartBench(Benchmark):
+    """A server ends, by SIGTERM and by kill -9, and starts again: time to first token of the same prompt."""
+
+    name = "restart"
+    model: str = option("Model folder, 'tiny', or a shape: S1, S2, S3.", "S1", argument=True)
+    tokens: int = option("Tokens of the prompt.", 16_384, min=65)
+    repeats: int = option("Repetitions of each way to end.", 3, min=1)
+    directory: Path | None = option("Where to make the directories. Default: /tmp.", None)
+    prefault: bool = option("Map the pool's memory at the server's start.", True)
+
+    def cases(self) -> Iterator[Case]:
+        """One case for each way to end and repetition; the directory is a new one each time."""
+        model = "tiny" if self.model == "tiny" else str(checkpoint(self.model))
+        options = ["--kv-cache-tokens", str(self.tokens + 1024), *(["--kv-cache-prefault"] if self.prefault else [])]
+        for repeat in range(self.repeats):
+            for name, sign in ENDS.items():
+                with tempfile.TemporaryDirectory(dir=self.directory) as directory:
+                    yield {"end": name} | _once(model, self.tokens, sign, options, Path(directory), seed=repeat)
+
+
+class RestartedServer:
     """`headrace serve` as a process of its own, on a free port."""
 
     def __init__(self, model: str, directory: Path, options: list[str]) -> None:
@@ -83,8 +108,8 @@ class Server:
 
 
 @contextmanager
-def serving(model: str, directory: Path, options: list[str]) -> Iterator[Server]:
-    server = Server(model, directory, options)
+def serving(model: str, directory: Path, options: list[str]) -> Iterator[RestartedServer]:
+    server = RestartedServer(model, directory, options)
     try:
         server.wait_ready()
         yield server
@@ -93,17 +118,7 @@ def serving(model: str, directory: Path, options: list[str]) -> Iterator[Server]
             server.end(signal.SIGTERM)
 
 
-def cases(model: str, tokens: int, repeats: int, options: list[str], within: Path | None) -> Iterator[dict[str, Any]]:
-    """One case for each way to end and repetition; the directory is a new one each time, in `within`."""
-    for repeat in range(repeats):
-        for name, sign in ENDS.items():
-            with tempfile.TemporaryDirectory(dir=within) as directory:
-                yield {"end": name} | _once(model, tokens, sign, options, Path(directory), seed=repeat)
-
-
-def _once(
-    model: str, tokens: int, sign: signal.Signals, options: list[str], directory: Path, seed: int
-) -> dict[str, Any]:
+def _once(model: str, tokens: int, sign: signal.Signals, options: list[str], directory: Path, seed: int) -> Case:
     source = random.Random(seed)
     prompt = [source.randrange(10, 2_000) for _ in range(tokens)]
     with serving(model, directory, options) as server:

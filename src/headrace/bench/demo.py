@@ -38,7 +38,7 @@ MIB = 2**20
 
 
 @dataclass(slots=True)
-class Server:
+class DemoServer:
     """A server process of our own."""
 
     process: subprocess.Popen[bytes]
@@ -72,7 +72,7 @@ def run(requests: int, system_tokens: int, seed: int) -> None:
 
 
 @dataclass(slots=True)
-class Measured:
+class DemoFigures:
     """What the demo saw."""
 
     cold: Sample
@@ -85,7 +85,7 @@ class Measured:
 
 
 @contextmanager
-def _server() -> Iterator[Server]:
+def _server() -> Iterator[DemoServer]:
     """Started, ready, and ended with SIGTERM; raises RuntimeError where any of that fails."""
     with tempfile.TemporaryDirectory(prefix="headrace-demo-") as folder:
         log = Path(folder) / "server.log"
@@ -101,7 +101,7 @@ def _server() -> Iterator[Server]:
                 server.process.wait()
 
 
-def _start(sink: IO[bytes], log: Path) -> Server:
+def _start(sink: IO[bytes], log: Path) -> DemoServer:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -110,10 +110,10 @@ def _start(sink: IO[bytes], log: Path) -> Server:
     settings = {env_name(item.name) for item in fields(EngineConfig)}
     env = {name: value for name, value in os.environ.items() if name not in settings}
     process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
-    return Server(process, f"http://127.0.0.1:{port}", log)
+    return DemoServer(process, f"http://127.0.0.1:{port}", log)
 
 
-def _wait_ready(server: Server) -> None:
+def _wait_ready(server: DemoServer) -> None:
     deadline = time.monotonic() + START_S
     with working("starting the server (usually 5 to 20 s)"):
         while not _healthy(server):
@@ -124,7 +124,7 @@ def _wait_ready(server: Server) -> None:
             time.sleep(0.1)
 
 
-def _healthy(server: Server) -> bool:
+def _healthy(server: DemoServer) -> bool:
     try:
         with urlopen(server.url + "/health", timeout=5) as reply:
             return bool(reply.status == 200)
@@ -132,7 +132,7 @@ def _healthy(server: Server) -> bool:
         return False
 
 
-def _stop(server: Server) -> None:
+def _stop(server: DemoServer) -> None:
     server.process.send_signal(signal.SIGTERM)
     try:
         code = server.process.wait(30)
@@ -145,7 +145,7 @@ def _stop(server: Server) -> None:
 # ---- the questions ---------------------------------------------------------------------------------------------------
 
 
-async def _ask_everything(server: Server, document: str, names: list[str]) -> Measured:
+async def _ask_everything(server: DemoServer, document: str, names: list[str]) -> DemoFigures:
     """One cold request, one from the cache, then all at once."""
     talks = [_messages(document, name) for name in names]
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
@@ -162,14 +162,14 @@ async def _ask_everything(server: Server, document: str, names: list[str]) -> Me
                 seconds = time.perf_counter() - began
             except Exception as error:
                 raise RuntimeError(f"a request failed: {first_error(error)}") from None
-    return Measured(cold, warm, samples, seconds)
+    return DemoFigures(cold, warm, samples, seconds)
 
 
 def _messages(document: str, name: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": document}, {"role": "user", "content": question(name)}]
 
 
-def _wait_idle(server: Server) -> None:
+def _wait_idle(server: DemoServer) -> None:
     """The engine tells its counters after each step, so the last ones may come a moment later."""
     deadline = time.monotonic() + 5
     while server.metrics()["num_requests_running"] and time.monotonic() < deadline:
@@ -190,7 +190,7 @@ def _show_answers(names: list[str], facts: dict[str, str], samples: list[Sample]
     return right
 
 
-def _show_table(m: Measured, metrics: dict[str, float]) -> None:
+def _show_table(m: DemoFigures, metrics: dict[str, float]) -> None:
     chunk = metrics["kv_bytes_per_token"] * CHUNK / MIB
     prompt, cached = (sum(getattr(s, name) for s in m.samples) for name in ("prompt_tokens", "cached_tokens"))
     table = Table(title=f"{len(m.samples)} requests over one prompt of {m.cold.prompt_tokens:,} tokens")
@@ -207,11 +207,11 @@ def _show_table(m: Measured, metrics: dict[str, float]) -> None:
     out.print(table)
 
 
-def _median_ttft(m: Measured) -> float:
+def _median_ttft(m: DemoFigures) -> float:
     return quantile([s.ttft_s for s in m.samples], 0.5)
 
 
-def _check(m: Measured, after: dict[str, float], right: int) -> None:
+def _check(m: DemoFigures, after: dict[str, float], right: int) -> None:
     """Raises RuntimeError unless everything that the demo is to show did happen."""
     whole = m.cold.prompt_tokens // CHUNK * CHUNK
     faults = {
