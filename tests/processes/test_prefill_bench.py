@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace import LLM, SamplingParams
-from headrace.bench.prefill_grid import testbed_config
+from headrace.bench.prefill_grid import prefill_config
 from headrace.bench.prefill_links import Namespaces, RankLink
 from headrace.bench.prefill_testbed import PrefillTestbed, open_testbed
 from headrace.cli.main import app
@@ -174,7 +174,7 @@ def test_network_namespaces_limit_the_link_and_are_removed() -> None:
         Namespaces(2).close()
     except ValueError as error:
         pytest.skip(str(error))
-    with open_testbed(testbed_config("tiny", 2, 2048, 1), netns=True) as testbed:
+    with open_testbed(prefill_config("tiny", 2, 2048, 1), netns=True) as testbed:
         testbed.set_link(RankLink(0.01))
         run = testbed.run("chain", Layout((0, 1536, 2048), (0, 1)))
         # A burst passes at once, and another one each time that the link was idle for as long: before each layer.

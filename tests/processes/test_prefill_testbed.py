@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from headrace.bench.prefill_grid import testbed_config
+from headrace.bench.prefill_grid import prefill_config
 from headrace.bench.prefill_links import RankLink
 from headrace.bench.prefill_testbed import PrefillTestbed, open_testbed
 from headrace.bench.tune import table_stamp
@@ -23,7 +23,7 @@ KV_BYTES = 3 * 2 * 4 * 32 * 2
 
 @pytest.fixture(scope="module")
 def testbed() -> Iterator[PrefillTestbed]:
-    with open_testbed(testbed_config("tiny", 3, 4096, 1)) as opened:
+    with open_testbed(prefill_config("tiny", 3, 4096, 1)) as opened:
         yield opened
 
 

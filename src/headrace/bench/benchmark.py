@@ -1,7 +1,7 @@
 """What a benchmark is: a dataclass whose fields are its options and whose `cases` measures.
 
-bench/registry.py lists them; cli/bench.py makes a command of each. Every command of `headrace` reads these classes, so
-their files import what measures (torch, engines) inside `cases`.
+bench/registry.py lists them; cli/bench.py makes a command of each. `headrace bench --help` imports all their files, so
+these import what measures (torch, engines) inside `cases`.
 """
 
 from __future__ import annotations

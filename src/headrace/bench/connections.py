@@ -15,7 +15,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from headrace.bench.benchmark import Benchmark, Case, option
 from headrace.bench.load import ask_all, first_error, new_client, quantile
+from headrace.bench.server_process import ServerProcess
 
 DESCRIPTORS = 1024
 KEY = "a key of the bench"
@@ -61,33 +61,11 @@ class ConnectionsBench(Benchmark):
 @contextmanager
 def serving() -> Iterator[tuple[int, int, Path]]:
     """A server of the shipped model with few descriptors: its port, process and log."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0})); "
     code = limit.format(DESCRIPTORS) + "runpy.run_module('headrace.cli.main', run_name='__main__', alter_sys=True)"
-    command = [sys.executable, "-c", code, "serve", "tiny", "--port", str(port), "--threads", "1"]
-    with tempfile.NamedTemporaryFile() as log:
-        environment = os.environ | {"HEADRACE_API_KEY": KEY}
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        try:
-            _wait_ready(port, process)
-            yield port, process.pid, Path(log.name)
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def _wait_ready(port: int, process: subprocess.Popen[bytes]) -> None:
-    import httpx
-
-    end = time.monotonic() + READY_S
-    while time.monotonic() < end and process.poll() is None:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                return
-        time.sleep(0.1)
-    raise RuntimeError("the server did not start")
+    with ServerProcess(("tiny", "--threads", "1"), os.environ | {"HEADRACE_API_KEY": KEY}, ("-c", code)) as server:
+        server.wait_ready(READY_S)
+        yield server.port, server.process.pid, server.log
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class PrefillGrid(Benchmark):
 
         longest = max(self.tokens) + max(self.cached)
         for ranks in self.ranks:
-            config = testbed_config(self.model, ranks, longest, self.threads, self.dtype)
+            config = prefill_config(self.model, ranks, longest, self.threads, self.dtype)
             with prefill_testbed.open_testbed(config, netns=self.link == "netns") as testbed:
                 figures = msgspec.to_builtins(testbed.machine)
                 self.machine[f"profile_{ranks}_ranks"] = figures
@@ -99,7 +99,7 @@ def link_bandwidths(name: str, text: str) -> tuple[float | None, ...]:
     return tuple(found)
 
 
-def testbed_config(model: str, ranks: int, longest: int, threads: int | None, dtype: str = "auto") -> EngineConfig:
+def prefill_config(model: str, ranks: int, longest: int, threads: int | None, dtype: str = "auto") -> EngineConfig:
     """`model`: a folder, 'tiny', or a random-weight shape. Raises ValueError where prompts are too long."""
     from headrace.engine.capacity import model_folder
     from headrace.models.config import read_config

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -80,9 +80,6 @@ def apply(step: Step, transport: Transport) -> Transport:
     if not bandwidth and not latency:
         return transport
     return Limited(transport, bandwidth or math.inf, latency / 1e9, jitter / 1e6, seed, own or None)
-
-
-Start = Callable[[EngineConfig, str, str, ExitStack], Mapping[int, WorkerProcess]]
 
 
 class Namespaces:

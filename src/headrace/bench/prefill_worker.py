@@ -54,7 +54,7 @@ class MeasuredRank:
         return sum(self.rank.transport.traffic.bytes.values()) - self._before
 
 
-class TestbedRank:
+class PrefillWorker:
     """A worker: sets its link, or computes a step and tells its figures, by links that are not counted."""
 
     def __init__(self, rank: Rank, group: Group) -> None:
@@ -69,11 +69,11 @@ class TestbedRank:
         self.links.isend(figures, 0, FIGURES).wait()
 
 
-def make(config: EngineConfig, group: Group) -> TestbedRank:
+def make(config: EngineConfig, group: Group) -> PrefillWorker:
     """What a worker serves with (parallel.launch)."""
     rank = engine_ranks.make(config, group)
     pin(config, group.rank)
-    return TestbedRank(rank, group)
+    return PrefillWorker(rank, group)
 
 
 def uncounted(group: Group) -> TorchTransport:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.bench.benchmark import MODEL_HELP, integers, option
-from headrace.bench.prefill_grid import testbed_config
 from headrace.config import EngineConfig
 from headrace.types import CHUNK
 
@@ -54,4 +53,6 @@ class Tuning:
             raise ValueError(f"out must be a file, {self.path} is a folder")
 
     def config(self) -> EngineConfig:
-        return testbed_config(self.model, self.ranks, max(self.tokens), self.threads, self.dtype)
+        from headrace.bench.prefill_grid import prefill_config
+
+        return prefill_config(self.model, self.ranks, max(self.tokens), self.threads, self.dtype)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 
 from headrace.bench.benchmark import BenchOption, options_of
-from headrace.bench.registry import BENCHMARKS
-from headrace.bench.result import measure
 from headrace.cli.errors import one_line_errors
 
 JSON = inspect.Parameter(
@@ -25,13 +25,6 @@ JSON_LAST = ("cache", "serve")
 """Their help names --json last, that of the others names it first."""
 
 Options = TypeVar("Options")
-
-app = typer.Typer(help="Measure; --json FILE writes the result.", no_args_is_help=True, rich_markup_mode=None)
-
-
-@app.callback()
-def _group() -> None:
-    """Each benchmark prints its figures; those of a run under other load are worth little."""
 
 
 def command_of(
@@ -66,5 +59,36 @@ def _parameter(field: str, kind: Any, option: BenchOption) -> inspect.Parameter:
     return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[shown, info])
 
 
-for benchmark in BENCHMARKS:
-    app.command()(command_of(benchmark, benchmark.name, measure, JSON))
+@cache
+def commands() -> dict[str, Any]:
+    """Those of `headrace bench` by name. Only now the benchmarks are imported: other commands do not pay for them."""
+    from headrace.bench.registry import BENCHMARKS
+    from headrace.bench.result import measure
+
+    app = typer.Typer(rich_markup_mode=None)
+    for benchmark in BENCHMARKS:
+        app.command()(command_of(benchmark, benchmark.name, measure, JSON))
+    made: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return made
+
+
+class BenchGroup(TyperGroup):
+    """`headrace bench`, with the commands that it then has."""
+
+    @property  # type: ignore[override]
+    def commands(self) -> dict[str, Any]:
+        return commands()
+
+    @commands.setter
+    def commands(self, _: dict[str, Any]) -> None:
+        """What typer knows of: none."""
+
+
+app = typer.Typer(
+    cls=BenchGroup, help="Measure; --json FILE writes the result.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@app.callback()
+def _group() -> None:
+    """Each benchmark prints its figures; those of a run under other load are worth little."""
