@@ -222,5 +222,5 @@ def test_demo_ends_well() -> None:
 
 
 def test_demo_fails_when_the_server_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.cli.demo.MODEL", "/no/such/model")
+    monkeypatch.setattr("headrace.bench.demo.MODEL", "/no/such/model")
     check_error(run("demo"), 1, "the server ended with 2", "/no/such/model")

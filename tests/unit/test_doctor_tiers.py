@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from headrace.cli import doctor_tiers
-from headrace.cli.doctor import tiers
-from headrace.cli.doctor_tiers import GIB, findings_of
 from headrace.config import EngineConfig
+from headrace.doctor import tiers as doctor_tiers
+from headrace.doctor.machine import tiers
+from headrace.doctor.tiers import GIB, findings_of
 
 pytestmark = pytest.mark.unit
 

@@ -86,7 +86,7 @@ class Repeated:
         return self.run()
 
 
-class Bed:
+class AttentionTestbed:
     """`slots` chunks of random keys and values for each of some layers of that shape."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """The engines that `headrace bench engine` knows, how each is set up, and whether it can run here.
 
 Peers live in environments of their own under .venv-peers, made by `make bench-peers`; tools/bench_peers has their
-scripts, which speak bench_protocol. What is set for a process stands here and nowhere else, so that Contender.setup
+scripts, which speak protocol. What is set for a process stands here and nowhere else, so that Contender.setup
 says what is done.
 """
 
@@ -55,7 +55,7 @@ class Contender:
         return {name: text.format(**words) for name, text in self.variables.items()}
 
     def setup(self, found: dict[str, str]) -> str:
-        """How the engine was set up. found: what its process says of itself (see bench_protocol)."""
+        """How the engine was set up. found: what its process says of itself (see protocol)."""
         said = dict(found)
         parts = [said.pop("versions", ""), self.precision]
         if preloaded := said.pop("preloaded", ""):

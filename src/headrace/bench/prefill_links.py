@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ BURST_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class RankLink:
     """bandwidth_gbps: 1e9 bytes a second each way between two ranks, None for as fast as it goes. latency_s, jitter,
     seed: see parallel.rate_limit.Limited. Raises ValueError naming the option."""
 
@@ -82,9 +82,6 @@ def apply(step: Step, transport: Transport) -> Transport:
     return Limited(transport, bandwidth or math.inf, latency / 1e9, jitter / 1e6, seed, own or None)
 
 
-Start = Callable[[EngineConfig, str, str, ExitStack], Mapping[int, WorkerProcess]]
-
-
 class Namespaces:
     """A network namespace for each worker, on one bridge; the driver, rank 0, stays outside. Linux, as root.
 
@@ -117,7 +114,7 @@ class Namespaces:
             for rank in range(1, self.ranks)
         }
 
-    def limit(self, link: Link) -> None:
+    def limit(self, link: RankLink) -> None:
         """From now on. Raises ValueError for latency or jitter, which tbf does not have."""
         if link.latency_s or link.jitter:
             raise ValueError("latency-ms and jitter need --link limited: tbf limits the bandwidth only")

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import typer
 
+from headrace.cli.errors import one_line_errors
 from headrace.config import EngineConfig, config_from_env, env_name
-from headrace.console import one_line_errors
 from headrace.engine import torchrun
 from headrace.types import SamplingParams
 

@@ -5,25 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import IO, Any
-from urllib.error import URLError
-from urllib.request import urlopen
+from typing import Any
 
 from rich.progress import Progress
 from rich.table import Table
 
 from headrace.assets.facts import fact_document, question
 from headrace.bench.load import Sample, ask, ask_all, first_error, new_client, quantile
+from headrace.bench.server_process import ServerProcess
 from headrace.config import EngineConfig, env_name
 from headrace.console import err, out, working
 from headrace.types import CHUNK
@@ -35,25 +28,6 @@ LEAST_RIGHT = 0.75
 """The shipped model is small: so many of its answers must be right, or something is broken."""
 
 MIB = 2**20
-
-
-@dataclass(slots=True)
-class Server:
-    """A server process of our own."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
-
-    def metrics(self) -> dict[str, float]:
-        """Samples of /metrics that have no labels but the model's name."""
-        with urlopen(self.url + "/metrics", timeout=10) as page:
-            lines = page.read().decode().splitlines()
-        pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("headrace:") and "," not in line)
-        return {name.split("{")[0].removeprefix("headrace:"): float(value) for name, value in pairs}
-
-    def last_words(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-8:])
 
 
 def run(requests: int, system_tokens: int, seed: int) -> None:
@@ -72,7 +46,7 @@ def run(requests: int, system_tokens: int, seed: int) -> None:
 
 
 @dataclass(slots=True)
-class Measured:
+class DemoFigures:
     """What the demo saw."""
 
     cold: Sample
@@ -85,67 +59,22 @@ class Measured:
 
 
 @contextmanager
-def _server() -> Iterator[Server]:
+def _server() -> Iterator[ServerProcess]:
     """Started, ready, and ended with SIGTERM; raises RuntimeError where any of that fails."""
-    with tempfile.TemporaryDirectory(prefix="headrace-demo-") as folder:
-        log = Path(folder) / "server.log"
-        with log.open("wb") as sink:
-            server = _start(sink, log)
-        try:
-            _wait_ready(server)
-            yield server
-            _stop(server)
-        finally:
-            if server.process.poll() is None:
-                server.process.kill()
-                server.process.wait()
-
-
-def _start(sink: IO[bytes], log: Path) -> Server:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "headrace.cli.main", "serve", MODEL, "--host", "127.0.0.1", "--port", str(port)]
     # Settings of the user's own servers (a key, a name, a size) are not meant for this one.
     settings = {env_name(item.name) for item in fields(EngineConfig)}
-    env = {name: value for name, value in os.environ.items() if name not in settings}
-    process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
-    return Server(process, f"http://127.0.0.1:{port}", log)
-
-
-def _wait_ready(server: Server) -> None:
-    deadline = time.monotonic() + START_S
-    with working("starting the server (usually 5 to 20 s)"):
-        while not _healthy(server):
-            if server.process.poll() is not None:
-                raise RuntimeError(f"the server ended with {server.process.returncode}: {server.last_words()}")
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the server is not ready after {START_S:.0f} s: {server.last_words()}")
-            time.sleep(0.1)
-
-
-def _healthy(server: Server) -> bool:
-    try:
-        with urlopen(server.url + "/health", timeout=5) as reply:
-            return bool(reply.status == 200)
-    except (URLError, OSError):
-        return False
-
-
-def _stop(server: Server) -> None:
-    server.process.send_signal(signal.SIGTERM)
-    try:
-        code = server.process.wait(30)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError("the server does not end after SIGTERM") from None
-    if code:
-        raise RuntimeError(f"the server ended with {code}: {server.last_words()}")
+    with ServerProcess((MODEL,), {name: value for name, value in os.environ.items() if name not in settings}) as server:
+        with working("starting the server (usually 5 to 20 s)"):
+            server.wait_ready(START_S)
+        yield server
+        if code := server.end():
+            raise RuntimeError(f"the server ended with {code}: {server.last_words()}")
 
 
 # ---- the questions ---------------------------------------------------------------------------------------------------
 
 
-async def _ask_everything(server: Server, document: str, names: list[str]) -> Measured:
+async def _ask_everything(server: ServerProcess, document: str, names: list[str]) -> DemoFigures:
     """One cold request, one from the cache, then all at once."""
     talks = [_messages(document, name) for name in names]
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
@@ -162,14 +91,14 @@ async def _ask_everything(server: Server, document: str, names: list[str]) -> Me
                 seconds = time.perf_counter() - began
             except Exception as error:
                 raise RuntimeError(f"a request failed: {first_error(error)}") from None
-    return Measured(cold, warm, samples, seconds)
+    return DemoFigures(cold, warm, samples, seconds)
 
 
 def _messages(document: str, name: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": document}, {"role": "user", "content": question(name)}]
 
 
-def _wait_idle(server: Server) -> None:
+def _wait_idle(server: ServerProcess) -> None:
     """The engine tells its counters after each step, so the last ones may come a moment later."""
     deadline = time.monotonic() + 5
     while server.metrics()["num_requests_running"] and time.monotonic() < deadline:
@@ -190,7 +119,7 @@ def _show_answers(names: list[str], facts: dict[str, str], samples: list[Sample]
     return right
 
 
-def _show_table(m: Measured, metrics: dict[str, float]) -> None:
+def _show_table(m: DemoFigures, metrics: dict[str, float]) -> None:
     chunk = metrics["kv_bytes_per_token"] * CHUNK / MIB
     prompt, cached = (sum(getattr(s, name) for s in m.samples) for name in ("prompt_tokens", "cached_tokens"))
     table = Table(title=f"{len(m.samples)} requests over one prompt of {m.cold.prompt_tokens:,} tokens")
@@ -207,11 +136,11 @@ def _show_table(m: Measured, metrics: dict[str, float]) -> None:
     out.print(table)
 
 
-def _median_ttft(m: Measured) -> float:
+def _median_ttft(m: DemoFigures) -> float:
     return quantile([s.ttft_s for s in m.samples], 0.5)
 
 
-def _check(m: Measured, after: dict[str, float], right: int) -> None:
+def _check(m: DemoFigures, after: dict[str, float], right: int) -> None:
     """Raises RuntimeError unless everything that the demo is to show did happen."""
     whole = m.cold.prompt_tokens // CHUNK * CHUNK
     faults = {
