@@ -7,7 +7,6 @@ headrace.parallel. An entry names functions instead of importing them, since set
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +16,7 @@ class Strategy:
     """Functions are written 'module:name'.
 
     shards: who computes which new tokens, see planner.shards. cost: the predicted time, see planner.cost. runs: makes
-    the Attend of one rank in one group from a parallel.group_context.GroupContext.
+    the Attend of one rank in one group from a parallel.group_context.GroupContext; None for a rank without part in it.
     keeps_all: the rank of the last shard keeps all new chunks; otherwise blocks go round the ranks.
     fused: several prompts are computed together; otherwise one after the other, so that their ranks overlap.
     offered: --prefill-strategy names it and the planner may choose it; otherwise it is a baseline for measurements.
@@ -105,7 +104,6 @@ def known(name: str) -> Strategy:
     return STRATEGIES[name]
 
 
-@cache
 def load(function: str) -> Any:
     """What an entry names as 'module:name'."""
     module, _, name = function.partition(":")

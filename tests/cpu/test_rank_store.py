@@ -16,22 +16,22 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.parallel import store as stores
+from headrace.parallel import link_store as stores
 from headrace.parallel import supervisor as crews
 from headrace.parallel.control import (
     Channel,
-    Hello,
-    Join,
-    Message,
-    Ready,
-    Run,
+    ControlMessage,
+    JoinGroup,
+    RunStep,
     StoreAdd,
     StoreGet,
     StoreSet,
     StoreValue,
+    WorkerHello,
+    WorkerReady,
 )
+from headrace.parallel.link_store import LinkStore, StoreValues
 from headrace.parallel.listeners import LIBC, EpollEvent, _as_bytes, stop_accepting
-from headrace.parallel.store import LinkStore, Values
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.transport import RankLost
 from headrace.parallel.worker import DriverLink
@@ -56,7 +56,7 @@ def test_bounds_hold_whatever_is_asked(asks: list[StoreSet | StoreGet | StoreAdd
         patch.setattr(stores, "MOST_KEY", 8)
         patch.setattr(stores, "MOST_VALUE", 30)
         patch.setattr(stores, "MOST_TOTAL", 60)
-        values, held = Values(), dict[str, bytes]()
+        values, held = StoreValues(), dict[str, bytes]()
         for ask in asks:
             try:
                 told = values.answer(ask).value
@@ -73,7 +73,7 @@ def test_bounds_hold_whatever_is_asked(asks: list[StoreSet | StoreGet | StoreAdd
 
 
 def test_torch_uses_it_through_prefixes() -> None:
-    values = Values()
+    values = StoreValues()
     first, second = (LinkStore(values.answer) for _ in range(2))
     near, far = dist.PrefixStore("p", first), dist.PrefixStore("p", second)
     got: list[bytes] = []
@@ -91,13 +91,13 @@ def test_torch_uses_it_through_prefixes() -> None:
 def test_what_nobody_leaves_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "FORM_S", 0.1)
     with pytest.raises(TimeoutError, match="no rank left k"):
-        LinkStore(Values().answer).get("k")
+        LinkStore(StoreValues().answer).get("k")
 
 
 def served(answer: Callable[[WorkerSupervisor, Channel], None]) -> None:
     """A crew with one worker, whose end of the link is given to `answer`."""
     driver, worker = pair()
-    crew = WorkerSupervisor({1: (driver, Hello(1, 1, "here"))}, 30.0)
+    crew = WorkerSupervisor({1: (driver, WorkerHello(1, 1, "here"))}, 30.0)
     try:
         answer(crew, worker)
     finally:
@@ -106,12 +106,12 @@ def served(answer: Callable[[WorkerSupervisor, Channel], None]) -> None:
 
 
 def test_a_worker_is_given_longer_until_it_is_ready() -> None:
-    """Loading may keep its threads from answering; the limit of seconds counts from Ready."""
+    """Loading may keep its threads from answering; the limit of seconds counts from WorkerReady."""
     driver, worker = pair()
-    crew = WorkerSupervisor({1: (driver, Hello(1, 1, "here"))}, 0.2)
+    crew = WorkerSupervisor({1: (driver, WorkerHello(1, 1, "here"))}, 0.2)
     try:
         assert not crew.failed.wait(0.6)
-        worker.send(Ready(b"there"))
+        worker.send(WorkerReady(b"there"))
         assert crew.wait_ready(20) == {1: b"there"}
         assert crew.failed.wait(20)
         assert crew.reason == "rank 1 does not answer (rank_timeout_s is 0.2)"
@@ -123,7 +123,7 @@ def test_a_worker_is_given_longer_until_it_is_ready() -> None:
 def test_a_worker_that_never_gets_ready_is_lost_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crews, "FORM_S", 0.3)
     driver, worker = pair()
-    crew = WorkerSupervisor({1: (driver, Hello(1, 1, "here"))}, 0.2)
+    crew = WorkerSupervisor({1: (driver, WorkerHello(1, 1, "here"))}, 0.2)
     try:
         with pytest.raises(RankLost, match=r"rank 1 did not answer for .* s while it loaded"):
             crew.wait_ready(20)
@@ -154,8 +154,11 @@ def test_workers_and_driver_share_values_over_the_control_link() -> None:
     served(ask)
 
 
-@pytest.mark.parametrize("odd", [*ODD, StoreValue(b"x"), Run(b""), Hello(1, 1, ""), Join(2, 2, 1, b"", "os:abort")])
-def test_a_worker_that_sends_what_it_must_not_is_lost_and_nothing_else(odd: Message) -> None:
+FROM_NO_WORKER = [*ODD, StoreValue(b"x"), RunStep(b""), WorkerHello(1, 1, ""), JoinGroup(2, 2, 1, b"", "os:abort")]
+
+
+@pytest.mark.parametrize("odd", FROM_NO_WORKER)
+def test_a_worker_that_sends_what_it_must_not_is_lost_and_nothing_else(odd: ControlMessage) -> None:
     def ask(crew: WorkerSupervisor, worker: Channel) -> None:
         worker.send(StoreSet("x", b"no number"))
         worker.send(odd)

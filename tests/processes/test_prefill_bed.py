@@ -13,9 +13,11 @@ from headrace.bench.prefill import check_table, settings
 from headrace.bench.prefill_links import Link
 from headrace.bench.prefill_testbed import Bed, open_bed
 from headrace.cli.tune import table_stamp
-from headrace.parallel.rate_limit import Limited
-from headrace.planner.choice import ALLOWED, Layout, layout
+from headrace.parallel.rate_limit import RateLimitedTransport
+from headrace.planner.choice import shards_for
+from headrace.planner.schedule import Shards
 from headrace.planner.tuned_table import TunedTable
+from headrace.strategies import OFFERED
 
 KV_BYTES = 3 * 2 * 4 * 32 * 2
 """K and V of one token of the tiny model, in bf16: layers, two, heads, head size, bytes."""
@@ -27,8 +29,8 @@ def bed() -> Iterator[Bed]:
         yield opened
 
 
-def cut(bed: Bed, strategy: str, T: int, P: int = 0) -> Layout:
-    return layout(strategy, bed.machine, bed.shape, bed.size, T, P, None)
+def cut(bed: Bed, strategy: str, T: int, P: int = 0) -> Shards:
+    return shards_for(strategy, bed.machine, bed.shape, bed.size, T, P, None)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_every_prefill_gives_the_token_of_one_rank(bed: Bed, T: int, P: int, pla
     alone = bed.alone(T, P)
     expected = bed.logits
     assert alone.bytes_sent == (0,) and len(alone.wait_s) == 1
-    for strategy in (*ALLOWED, "gather-full"):
+    for strategy in (*OFFERED, "gather-full"):
         bed.run(strategy, cut(bed, strategy, T, P), P, placement)
         assert torch.allclose(bed.logits, expected, atol=0.05, rtol=0.05), strategy
         assert bed.logits.argmax() == expected.argmax()
@@ -47,10 +49,10 @@ def test_every_prefill_gives_the_token_of_one_rank(bed: Bed, T: int, P: int, pla
 
 def test_figures_of_all_ranks_come_back(bed: Bed) -> None:
     hidden = 256 * 2
-    run = bed.run("chain", Layout((0, 192, 512, 768), (0, 1, 2)))
+    run = bed.run("chain", Shards((0, 192, 512, 768), (0, 1, 2)))
     assert run.bytes_sent == (192 * KV_BYTES, 512 * KV_BYTES, hidden)
     assert len(run.wait_s) == 3 and run.wait_s[0] > 0
-    gather = bed.run("gather", Layout((0, 256, 512, 768), (0, 1, 2)))
+    gather = bed.run("gather", Shards((0, 256, 512, 768), (0, 1, 2)))
     assert gather.bytes_sent == (512 * KV_BYTES, 512 * KV_BYTES, 512 * KV_BYTES + hidden)
 
 
@@ -66,14 +68,14 @@ def test_relays_count_for_the_prefill_that_they_belong_to(bed: Bed) -> None:
 def test_a_limited_link_is_a_lower_bound(bed: Bed) -> None:
     rate = 0.004e9
     bed.set_link(Link(rate / 1e9, latency_s=0.02))
-    run = bed.run("chain", Layout((0, 512, 1024, 1024), (0, 1, 2)))
+    run = bed.run("chain", Shards((0, 512, 1024, 1024), (0, 1, 2)))
     carried = run.bytes_sent[0]
     assert carried == 512 * KV_BYTES
     assert run.seconds >= carried / rate - carried / bed.machine.link_bytes_s + 0.02
     assert run.wait_s[1] > 0
     bed.set_link(Link())
-    assert not isinstance(bed._rank.rank.transport, Limited)
-    assert bed.run("chain", Layout((0, 512, 1024, 1024), (0, 1, 2))).bytes_sent[0] == carried
+    assert not isinstance(bed._rank.rank.transport, RateLimitedTransport)
+    assert bed.run("chain", Shards((0, 512, 1024, 1024), (0, 1, 2))).bytes_sent[0] == carried
 
 
 def test_what_does_not_fit_is_refused(bed: Bed) -> None:
@@ -83,7 +85,7 @@ def test_what_does_not_fit_is_refused(bed: Bed) -> None:
         ((64, 64, 64), 64, "tokens must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            bed.run("chain", Layout(bounds, (0, 1)), P)
+            bed.run("chain", Shards(bounds, (0, 1)), P)
 
 
 def test_a_table_of_another_link_is_used_on_the_bed_but_not_of_another_machine(bed: Bed) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from headrace.parallel import control
 from headrace.parallel import handshake as gates
-from headrace.parallel.control import Channel, Failed, Hello, Refused, connect
+from headrace.parallel.control import Channel, Refused, WorkerFailed, WorkerHello, connect
 from headrace.parallel.handshake import Handshake
 
 pytestmark = pytest.mark.unit
@@ -46,7 +46,7 @@ def come(gate: Handshake, *ranks: int) -> list[tuple[Channel, Channel]]:
     workers = []
     for rank in ranks:
         workers.append(connect(address(gate), SECRET, "127.0.0.1"))
-        workers[-1].send(Hello(rank, 1, "here"))
+        workers[-1].send(WorkerHello(rank, 1, "here"))
     links = gate.admit(range(first, first + len(ranks)), LIMIT_S, lambda: None)
     return [(worker, links[rank][0]) for worker, rank in zip(workers, ranks, strict=True)]
 
@@ -156,8 +156,8 @@ def test_the_oldest_stranger_makes_way(gate: Handshake, monkeypatch: pytest.Monk
             assert len(strangers[-1].recv(32)) == 32
         assert ended(strangers[0]) and ended(strangers[1])
         assert all(is_open(link) for link in strangers[2:])
-        proved.send(Hello(1, 1, "here"))
-        assert gate.admit(range(1, 2), LIMIT_S, lambda: None)[1][1] == Hello(1, 1, "here")
+        proved.send(WorkerHello(1, 1, "here"))
+        assert gate.admit(range(1, 2), LIMIT_S, lambda: None)[1][1] == WorkerHello(1, 1, "here")
 
 
 def test_who_stops_after_the_proof_is_sent_away_and_keeps_nobody_out(
@@ -246,7 +246,7 @@ def test_many_refusals_are_few_lines_of_the_log(gate: Handshake, caplog: pytest.
 
 def test_closing_ends_all_that_has_not_been_admitted(gate: Handshake) -> None:
     worker, mute = connect(address(gate), SECRET, "127.0.0.1"), stranger(gate)
-    worker.send(Hello(1, 1, "here"))
+    worker.send(WorkerHello(1, 1, "here"))
     until(lambda: not gate._admitted.empty())
     gate.close()
     gate.close()
@@ -257,7 +257,7 @@ def test_closing_ends_all_that_has_not_been_admitted(gate: Handshake) -> None:
 
 def test_frames_of_workers_are_bounded_before_they_are_read(gate: Handshake) -> None:
     long = connect(address(gate), SECRET, "127.0.0.1")
-    long.send(Hello(1, 1, "x" * control.MOST_HELLO))
+    long.send(WorkerHello(1, 1, "x" * control.MOST_HELLO))
     assert ended(long._link)
     (worker, driver), *_ = come(gate, 1)
     worker._link.sendall(struct.pack("!I", control.MOST_FROM_WORKER + 1) + bytes(32))
@@ -268,8 +268,8 @@ def test_frames_of_workers_are_bounded_before_they_are_read(gate: Handshake) -> 
 def test_a_frame_that_holds_no_message_is_refused(gate: Handshake) -> None:
     """Sent by a worker that knows the secret."""
     (worker, driver), *_ = come(gate, 1)
-    worker.send(Failed("first", False))
-    assert driver.receive() == Failed("first", False)
+    worker.send(WorkerFailed("first", False))
+    assert driver.receive() == WorkerFailed("first", False)
     for body in (b"", b"\x81", b"\x81\xa4type\xa5Hello", bytes(50), b"\x91" * 100_000):
         mac = control._frame_mac(worker._key, worker._sent, body)
         worker._sent += 1

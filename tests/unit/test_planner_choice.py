@@ -10,30 +10,31 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace.planner.choice import STRATEGIES, break_even, choose, crossover, layout, predict
+from headrace.planner.choice import break_even, choose, crossover, predict, shards_for
 from headrace.planner.heuristic import (
     PRINTED,
     Heuristic,
-    Ring,
+    RingRates,
     algorithm1,
     algorithm5,
     fit_heuristic,
     guarded,
 )
 from headrace.planner.partition import zigzag_ranks
-from headrace.planner.tuned_table import Entry, Stamp, TunedTable
+from headrace.planner.tuned_table import TableEntry, TableStamp, TunedTable
+from headrace.strategies import STRATEGIES
 from tests.unit.planner_oracles import GQA, MACHINE, S2, TABLE_4
 
 pytestmark = pytest.mark.unit
 
 TOTAL = 128_000
-PEAK = Ring(ranks=4, heads=128, kv_heads=8, flops_s=800e12, bandwidth_bytes_s=50e9)
+PEAK = RingRates(ranks=4, heads=128, kv_heads=8, flops_s=800e12, bandwidth_bytes_s=50e9)
 ATTAINED = msgspec.structs.replace(PEAK, flops_s=515e12, bandwidth_bytes_s=26e9)
 SLOW = msgspec.structs.replace(MACHINE, link_bytes_s=0.5e9)
 
 
 def tuned(ranks: int = 2, **more: object) -> TunedTable:
-    stamp = Stamp(
+    stamp = TableStamp(
         machine=MACHINE.fingerprint, model="s2", shape=S2, ranks=ranks, link="lo", version="0.1.0", date="2025-01-01"
     )
     return TunedTable(stamp=stamp, machine=MACHINE, **more)
@@ -64,7 +65,7 @@ def test_equations_1_2_3_5() -> None:
         (algorithm5, ATTAINED, (1280, 3200)),
     ],
 )
-def test_rules_on_table_4(rule: Callable[[Ring, int, int], str], ring: Ring, pass_q: tuple[int, ...]) -> None:
+def test_rules_on_table_4(rule: Callable[[RingRates, int, int], str], ring: RingRates, pass_q: tuple[int, ...]) -> None:
     """Never worse than 2%, but for Algorithm 5 with peak rates, whose boundary is exactly T = 3,200."""
     for T, kv_ms, q_ms in TABLE_4:
         chosen = rule(ring, T, TOTAL - T)
@@ -159,7 +160,7 @@ def test_rules_by_name() -> None:
     """T / (T + P) small and T below equation 2: pass-Q by Algorithm 1; the heuristic may say otherwise."""
     slow = msgspec.structs.replace(SLOW, link_bytes_s=0.05e9)
     rings = ("ring-kv", "ring-q")
-    ring = Ring.of(slow, GQA, 2)
+    ring = RingRates.of(slow, GQA, 2)
     assert ring.ratio == 0.5 and ring.hides_kv > 2048
     args = (slow, GQA, 2, 2048, 30720)
     assert choose(*args, rule="alg1", allowed=rings).strategy == "ring-q"
@@ -174,7 +175,7 @@ def test_rules_by_name() -> None:
 
 
 def test_table_gives_bounds_and_corrections() -> None:
-    table = tuned(entries={16384: Entry((0.75, 0.25), 3.0)}, corrections={"chain": 2.0})
+    table = tuned(entries={16384: TableEntry((0.75, 0.25), 3.0)}, corrections={"chain": 2.0})
     alone = choose(MACHINE, S2, 2, 16384, table=table, allowed=("chain",))
     assert alone.bounds == (0, 12288, 16384)
     uncorrected = predict("chain", MACHINE, S2, 2, alone.bounds).ttft_s
@@ -191,12 +192,12 @@ def test_layouts_are_parts(ranks: int, T: int, chunks: int, unit: int) -> None:
     """bounds run from P to P + T in order, inner ones on units, one rank for each shard."""
     P = 64 * chunks
     for strategy in STRATEGIES:
-        cut = layout(strategy, MACHINE, S2, ranks, T, P, unit=unit)
+        cut = shards_for(strategy, MACHINE, S2, ranks, T, P, unit=unit)
         assert list(cut.bounds) == sorted(cut.bounds) and (cut.bounds[0], cut.bounds[-1]) == (P, P + T)
         assert len(cut.ranks) == len(cut.bounds) - 1 and set(cut.ranks) <= set(range(ranks))
         assert all(bound % unit == 0 or bound in (P, P + T) for bound in cut.bounds)
         assert predict(strategy, MACHINE, S2, ranks, cut.bounds, P).ttft_s > 0
-    assert layout("ring-q", MACHINE, S2, ranks, T, P).ranks == zigzag_ranks(ranks)
+    assert shards_for("ring-q", MACHINE, S2, ranks, T, P).ranks == zigzag_ranks(ranks)
 
 
 def test_refusals() -> None:
@@ -209,6 +210,6 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="nothing to choose"):
         choose(MACHINE, S2, 2, 0)
     with pytest.raises(ValueError, match="unknown strategy"):
-        layout("ring", MACHINE, S2, 2, 64)
+        shards_for("ring", MACHINE, S2, 2, 64)
     with pytest.raises(ValueError, match="unknown strategy"):
         predict("ring", MACHINE, S2, 2, (0, 64))

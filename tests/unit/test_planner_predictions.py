@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.planner.choice import STRATEGIES, choose, layout, predict
+from headrace.planner.choice import choose, predict, shards_for
 from headrace.planner.heuristic import Heuristic
+from headrace.strategies import STRATEGIES
 from tests.unit.planner_oracles import GQA, MACHINE, S2
 
 pytestmark = pytest.mark.unit
@@ -43,7 +44,7 @@ def found(model: str, ranks: int, T: int, P: int, on: list[float] | None) -> dic
     args = (*MODELS[model], ranks)
     figures: dict[str, Any] = {}
     for name in STRATEGIES:
-        cut = layout(name, *args, T, P, on)
+        cut = shards_for(name, *args, T, P, on)
         figures[name] = [predict(name, *args, cut.bounds, P, on).ttft_s, *cut.bounds]
     for rule in ("cost", "alg1", "alg5", "heuristic"):
         figures[rule] = choose(*args, T, P, on, heuristic=HEURISTIC, rule=rule).strategy  # type: ignore[arg-type]

@@ -11,8 +11,10 @@ import msgspec
 
 from headrace.bench.prefill import Plan, check_table, in_turns, limited, set_link
 from headrace.bench.prefill_testbed import Bed, open_bed
+from headrace.config import StrategyRule
 from headrace.console import err
-from headrace.planner.choice import ALLOWED, Choice, Rule, choose, layout
+from headrace.planner.choice import StrategyChoice, choose, shards_for
+from headrace.strategies import OFFERED
 
 Case = dict[str, Any]
 
@@ -21,11 +23,11 @@ Case = dict[str, Any]
 class ChoiceBench:
     """The cells of a plan (its strategies, repeats in turn; not its searches), cached chunks placed alike for all.
 
-    rule: of planner.choice. profile: figures of the machine, by ranks, once measured.
+    rule: see planner.choice.choose. profile: figures of the machine, by ranks, once measured.
     """
 
     plan: Plan
-    rule: Rule = "cost"
+    rule: StrategyRule = "cost"
     profile: dict[str, Any] = field(default_factory=dict)
 
     def cases(self) -> Iterator[Case]:
@@ -43,13 +45,13 @@ class ChoiceBench:
         plan, machine = self.plan, limited(bed.machine, self.plan.table, bed.link)
         held = bed.cached_on("ring-kv", P, plan.placement)
         choice = choose(machine, bed.shape, bed.size, T, P, held, plan.table, rule=self.rule)
-        cuts = {name: layout(name, machine, bed.shape, bed.size, T, P, held, plan.table) for name in ALLOWED}
+        cuts = {name: shards_for(name, machine, bed.shape, bed.size, T, P, held, plan.table) for name in OFFERED}
         runs = bed.runs(cuts, P, plan.placement)
         found = {name: [run.seconds for run in each] for name, each in in_turns(runs, plan.repeats).items()}
         return _case(bed, T, P, choice, found)
 
 
-def _case(bed: Bed, T: int, P: int, choice: Choice, found: dict[str, list[float]]) -> Case:
+def _case(bed: Bed, T: int, P: int, choice: StrategyChoice, found: dict[str, list[float]]) -> Case:
     measured = {name: statistics.median(times) for name, times in found.items()}
     best = min(measured, key=measured.__getitem__)
     return {

@@ -29,10 +29,11 @@ from headrace.console import err
 from headrace.engine.capacity import model_folder
 from headrace.engine.ranks import stamp
 from headrace.planner import tuned_table as planner_table
-from headrace.planner.choice import Layout, layout
+from headrace.planner.choice import shards_for
 from headrace.planner.machine import Machine
 from headrace.planner.partition import Bounds, align, even
-from headrace.planner.search import Search
+from headrace.planner.partition_search import PartitionSearch
+from headrace.planner.schedule import Shards
 from headrace.planner.tuned_table import TunedTable
 from headrace.types import CHUNK
 
@@ -164,13 +165,13 @@ class PrefillBench:
         for name, found in in_turns(runs, self.plan.repeats).items():
             yield self._case(bed, name, T, P, cuts[name], found)
 
-    def _timed(self, bed: Bed, name: str, cut: Layout, P: int) -> Callable[[], Run]:
+    def _timed(self, bed: Bed, name: str, cut: Shards, P: int) -> Callable[[], Run]:
         if name == "single":
             return lambda: bed.alone(cut.bounds[-1] - P, P)
         strategy = "chain" if name in CHAINS else name
         return lambda: bed.run(strategy, cut, P, self.plan.placement)
 
-    def _case(self, bed: Bed, name: str, T: int, P: int, cut: Layout, found: list[Run]) -> Case:
+    def _case(self, bed: Bed, name: str, T: int, P: int, cut: Shards, found: list[Run]) -> Case:
         middle = median(found)
         return {
             "strategy": name, "ranks": 1 if name == "single" else bed.size, "tokens": T, "cached": P,
@@ -179,19 +180,19 @@ class PrefillBench:
             "ttfts": [run.seconds for run in found],
         }  # fmt: skip
 
-    def _cut(self, bed: Bed, name: str, T: int, P: int) -> Layout:
+    def _cut(self, bed: Bed, name: str, T: int, P: int) -> Shards:
         plan = self.plan
         if name == "single":
-            return Layout((P, P + T), (0,))
+            return Shards((P, P + T), (0,))
         if name == "chain-even":
-            return Layout(align([P + bound for bound in even(T, bed.size)], CHUNK), tuple(range(bed.size)))
+            return Shards(align([P + bound for bound in even(T, bed.size)], CHUNK), tuple(range(bed.size)))
         held = bed.cached_on("chain" if name in CHAINS else name, P, plan.placement)
         strategy, tuned = "chain" if name in CHAINS else name, plan.table if name == "chain" else None
-        cut = layout(strategy, limited(bed.machine, tuned, bed.link), bed.shape, bed.size, T, P, held, tuned)
+        cut = shards_for(strategy, limited(bed.machine, tuned, bed.link), bed.shape, bed.size, T, P, held, tuned)
         given = name == "chain" and (plan.table is not None or not plan.search)
         if strategy != "chain" or given or bed.size * plan.stride > T:
             return cut
-        return Layout(self._searched(bed, cut.bounds, P), cut.ranks)
+        return Shards(self._searched(bed, cut.bounds, P), cut.ranks)
 
     def _searched(self, bed: Bed, seed: Bounds, P: int) -> Bounds:
         """KVR-S, begun at the cost model's bounds."""
@@ -211,7 +212,7 @@ def search(
     repeats: int,
     placement: Placement = "own",
     measured: dict[Bounds, float] | None = None,
-) -> Search:
+) -> PartitionSearch:
     """A search for the chain's bounds by prefills on the bed; its own bounds begin at 0. Nothing is measured cold."""
     order = tuple(range(bed.size))
 
@@ -219,17 +220,17 @@ def search(
 
     def measure(bounds: Bounds) -> float:
         nonlocal warm
-        cut = Layout(tuple(P + bound for bound in bounds), order)
+        cut = Shards(tuple(P + bound for bound in bounds), order)
         if not warm:
             bed.run("chain", cut, P, placement)
             warm = True
         return median([bed.run("chain", cut, P, placement) for _ in range(repeats)]).seconds
 
     start = [bound - P for bound in seed]
-    return Search(start[-1], bed.size, measure, seed=start, stride=stride, measured=measured)
+    return PartitionSearch(start[-1], bed.size, measure, seed=start, stride=stride, measured=measured)
 
 
-def confirmed(bed: Bed, found: Search, P: int, placement: Placement = "own") -> tuple[Bounds, float]:
+def confirmed(bed: Bed, found: PartitionSearch, P: int, placement: Placement = "own") -> tuple[Bounds, float]:
     """Best bounds of a search and their time: its fastest points are measured again in turns, so none wins by luck.
 
     Takes FINALISTS * (1 + FINALS) prefills.
@@ -237,7 +238,7 @@ def confirmed(bed: Bed, found: Search, P: int, placement: Placement = "own") -> 
     order = tuple(range(bed.size))
     finalists = sorted(found.measured, key=found.measured.__getitem__)[:FINALISTS]
     runs = {
-        bounds: partial(bed.run, "chain", Layout(tuple(P + bound for bound in bounds), order), P, placement)
+        bounds: partial(bed.run, "chain", Shards(tuple(P + bound for bound in bounds), order), P, placement)
         for bounds in finalists
     }
     times = {bounds: median(again).seconds for bounds, again in in_turns(runs, FINALS).items()}

@@ -23,20 +23,20 @@ import torch
 from headrace.bench.prefill_links import LINK, Link, Namespaces, apply
 from headrace.config import EngineConfig
 from headrace.engine import ranks as engine_ranks
-from headrace.engine.driver import KEEPS_ALL, ending_in
+from headrace.engine.driver import ending_in
 from headrace.engine.ranks import Ranks
 from headrace.models.decoder import Decoder
 from headrace.models.weights import Progress
 from headrace.parallel.group import Group
-from headrace.parallel.messages import Group as StepGroup
-from headrace.parallel.messages import Part, Step, encode
+from headrace.parallel.messages import RankStep, StepGroup, StepPart, encode
 from headrace.parallel.rank import Hidden, Rank
-from headrace.parallel.rate_limit import Limited
+from headrace.parallel.rate_limit import RateLimitedTransport
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.torch_transport import TorchTransport
 from headrace.parallel.transport import LAST, LoopbackHub, Tag
-from headrace.planner.choice import Layout
 from headrace.planner.partition import zigzag, zigzag_ranks
+from headrace.planner.schedule import Shards
+from headrace.strategies import KEEPS_ALL
 from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
 
 MAKER = "headrace.bench.prefill_testbed:make"
@@ -72,14 +72,14 @@ class _Measured:
     waited: float = 0.0
     _before: int = 0
 
-    def link(self, step: Step) -> None:
+    def link(self, step: RankStep) -> None:
         transport = self.rank.transport
-        if isinstance(transport, Limited):
+        if isinstance(transport, RateLimitedTransport):
             transport.close()
             transport = transport.transport
         self.rank.transport = apply(step, transport)
 
-    def run(self, step: Step) -> Hidden:
+    def run(self, step: RankStep) -> Hidden:
         traffic = self.rank.transport.traffic
         waited, self._before = traffic.wait_s, sum(traffic.bytes.values())
         hidden = self.rank.run(step)
@@ -99,7 +99,7 @@ class BedRank:
     def __init__(self, rank: Rank, group: Group) -> None:
         self.measured, self.links = _Measured(rank), uncounted(group)
 
-    def run(self, step: Step) -> None:
+    def run(self, step: RankStep) -> None:
         if step.number == LINK:
             self.measured.link(step)
             return
@@ -196,8 +196,8 @@ class Bed:
             self._rank.link(step)
         self.link = link
 
-    def run(self, strategy: str, cut: Layout, P: int = 0, placement: Placement = "own") -> Run:
-        """Prefills cut.bounds[0] .. cut.bounds[-1] by one of parallel.rank.STRATEGIES on P cached tokens, which are
+    def run(self, strategy: str, cut: Shards, P: int = 0, placement: Placement = "own") -> Run:
+        """Prefills cut.bounds[0] .. cut.bounds[-1] by one of headrace.strategies on P cached tokens, which are
         laid first where they are not there. Raises ValueError for what does not fit, RankLost."""
         end = cut.bounds[-1]
         self._check(P, end)
@@ -210,7 +210,7 @@ class Bed:
         finally:
             self._wrote(part, owners)
 
-    def runs(self, cuts: Mapping[str, Layout], P: int, placement: Placement) -> dict[str, Callable[[], Run]]:
+    def runs(self, cuts: Mapping[str, Shards], P: int, placement: Placement) -> dict[str, Callable[[], Run]]:
         """`run` of each strategy, to be called."""
         return {name: partial(self.run, name, cut, P, placement) for name, cut in cuts.items()}
 
@@ -220,7 +220,7 @@ class Bed:
         self._lay([0] * (P // CHUNK))
         owners = [0] * chunks_for(P + T)
         part = self._part(P, (P, P + T), (0,), owners)
-        step = Step(0, [StepGroup("single", [part])])
+        step = RankStep(0, [StepGroup("single", [part])])
         began = time.perf_counter()
         hidden = self._alone.run(step)
         self._logits(hidden, part)
@@ -247,10 +247,10 @@ class Bed:
         if end > self._slots * CHUNK:
             raise ValueError(f"{end} tokens do not fit in the {self._slots * CHUNK} of each rank's cache")
 
-    def _part(self, P: int, bounds: Sequence[int], ranks: Sequence[int], owners: Sequence[int]) -> Part:
+    def _part(self, P: int, bounds: Sequence[int], ranks: Sequence[int], owners: Sequence[int]) -> StepPart:
         end = bounds[-1]
         slots = [owner * self._slots + chunk for chunk, owner in enumerate(owners)]
-        return Part(self.tokens[P:end], P, slots, list(bounds), list(ranks), 1, end)
+        return StepPart(self.tokens[P:end], P, slots, list(bounds), list(ranks), 1, end)
 
     def _lay(self, cached: list[int]) -> None:
         """Fills cached chunks that are not there by one prefill of them all; not timed."""
@@ -261,15 +261,15 @@ class Bed:
         self._timed("ring-kv", part)
         self._wrote(part, cached)
 
-    def _wrote(self, part: Part, owners: Sequence[int]) -> None:
+    def _wrote(self, part: StepPart, owners: Sequence[int]) -> None:
         new = range(part.start // CHUNK, chunks_for(part.end))
         self._laid |= {(owners[chunk], chunk) for chunk in new}
         if part.end % CHUNK:
             self._laid.discard((owners[new[-1]], new[-1]))
 
-    def _timed(self, strategy: str, part: Part) -> Run:
+    def _timed(self, strategy: str, part: StepPart) -> Run:
         self.steps += 1
-        step = Step(self.steps, [StepGroup(strategy, [part])])  # type: ignore[arg-type]
+        step = RankStep(self.steps, [StepGroup(strategy, [part])])
         body = encode(step)
         began = time.perf_counter()
         self._crew.send(body)
@@ -279,7 +279,7 @@ class Bed:
         told = [[self._rank.waited, self._rank.sent()], *self._heard()]
         return Run(seconds, tuple(wait for wait, _ in told), tuple(round(size) for _, size in told))
 
-    def _logits(self, hidden: Hidden, part: Part) -> None:
+    def _logits(self, hidden: Hidden, part: StepPart) -> None:
         with torch.inference_mode():
             self.logits = self._alone.rank.decoder.logits(hidden[0, 0, part.end - 1][None])
 
@@ -296,7 +296,7 @@ class Bed:
         assert crew is not None, "rank 0 has the crew"
         return crew
 
-    def _send(self, step: Step) -> None:
+    def _send(self, step: RankStep) -> None:
         self._crew.send(encode(step))
 
 

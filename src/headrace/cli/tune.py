@@ -22,10 +22,11 @@ from headrace.bench.prefill_testbed import Bed, median, open_bed
 from headrace.config import EngineConfig
 from headrace.console import err, loading, out
 from headrace.engine.ranks import stamp
-from headrace.planner.choice import ALLOWED, layout, predict
+from headrace.planner.chain_partition import best_chain
+from headrace.planner.choice import predict, shards_for
 from headrace.planner.heuristic import fit_heuristic
-from headrace.planner.optimum import best_chain
-from headrace.planner.tuned_table import Stamp, TunedTable, load
+from headrace.planner.tuned_table import TableStamp, TunedTable, load
+from headrace.strategies import OFFERED, STRATEGIES
 from headrace.types import CHUNK
 
 SHARES = (64, 32, 16, 8, 4, 2)
@@ -90,7 +91,7 @@ def run(tuning: Tuning) -> TunedTable:
     return table
 
 
-def table_stamp(bed: Bed, link: Link) -> Stamp:
+def table_stamp(bed: Bed, link: Link) -> TableStamp:
     """What the engine would ask for; a link that was limited here is another one."""
     here = stamp(bed.config, bed.shape, bed.machine)
     return here if link == Link() else msgspec.structs.replace(here, link=f"{here.link}, limited to {link}")
@@ -130,7 +131,7 @@ def _corrections(tuning: Tuning, bed: Bed, table: TunedTable, say: Say) -> dict[
     factors: dict[str, list[float]] = {}
     for T, P in _cells(tuning.tokens):
         say(f"corrections: {T} tokens on {P}")
-        names = [name for name in ALLOWED if P or name != "ring-q"]
+        names = [name for name in OFFERED if P or not STRATEGIES[name].needs_cached]
         for name, (seconds, predicted) in _against_model(tuning, bed, table, names, T, P).items():
             factors.setdefault(name, []).append(seconds / predicted)
     return {name: statistics.geometric_mean(values) for name, values in factors.items()}
@@ -151,7 +152,7 @@ def _against_model(
 ) -> dict[str, tuple[float, float]]:
     """(measured, predicted) seconds; cached chunks lie on the ranks in turn."""
     held = bed.cached_on("ring-kv", P, "round")
-    cuts = {name: layout(name, table.machine, bed.shape, bed.size, T, P, held, table) for name in names}
+    cuts = {name: shards_for(name, table.machine, bed.shape, bed.size, T, P, held, table) for name in names}
     found = in_turns(bed.runs(cuts, P, "round"), tuning.repeats)
     return {
         name: (

@@ -29,10 +29,11 @@ from headrace.parallel.rank import Rank
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import RankLost
-from headrace.planner.choice import ALLOWED, Choice, choose
-from headrace.planner.machine import Machine, Shape
-from headrace.planner.tuned_table import Stamp, TunedTable
+from headrace.planner.choice import StrategyChoice, choose
+from headrace.planner.machine import Machine, ModelShape
+from headrace.planner.tuned_table import TableStamp, TunedTable
 from headrace.planner.tuned_table import load as load_table
+from headrace.strategies import OFFERED
 from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Ranks:
     group: Group
     rank: Rank
     machine: Machine
-    shape: Shape
+    shape: ModelShape
     table: TunedTable | None
     told: str
 
@@ -112,7 +113,7 @@ class Ranks:
     def _advise(self, config: EngineConfig) -> Advise:
         ranks = self.group.context.size
 
-        def advise(tokens: int, cached: int, cached_on: Sequence[float], allow: tuple[str, ...]) -> Choice:
+        def advise(tokens: int, cached: int, cached_on: Sequence[float], allow: tuple[str, ...]) -> StrategyChoice:
             return choose(
                 self.machine, self.shape, ranks, tokens, cached, cached_on, self.table,
                 rule=config.strategy_rule, allowed=allow,
@@ -139,7 +140,7 @@ class Ranks:
 
 def allowed(config: EngineConfig) -> tuple[str, ...]:
     """Strategies that the planner may choose; a forced one falls back to pass-KV where it cannot be."""
-    return ALLOWED if config.prefill_strategy == "auto" else (config.prefill_strategy,)
+    return OFFERED if config.prefill_strategy == "auto" else (config.prefill_strategy,)
 
 
 def open_ranks(
@@ -160,7 +161,7 @@ def open_ranks(
         rank = _make(config, group, decoder)
         measured = launch.unless_failed(group.crew, lambda: measure.take_part(rank))
         group.crew.wait_ready()
-        machine, shape = measure.machine(*measured), Shape.of(decoder.config, decoder.dtype.itemsize)
+        machine, shape = measure.machine(*measured), ModelShape.of(decoder.config, decoder.dtype.itemsize)
         tuned = _table(config, shape, machine)
         told = describe(config) + (_profile(config, machine) if config.context_parallel_size > 1 else "")
         log.info("%s", told)
@@ -187,7 +188,7 @@ def _profile(config: EngineConfig, machine: Machine) -> str:
     return f"; {measure.describe(machine)}; strategy {how}{tuned}"
 
 
-def _table(config: EngineConfig, shape: Shape, machine: Machine) -> TunedTable | None:
+def _table(config: EngineConfig, shape: ModelShape, machine: Machine) -> TunedTable | None:
     """The tuned table that the settings name. Raises ValueError where it does not fit this group."""
     if config.parallel_table is None:
         return None
@@ -196,6 +197,6 @@ def _table(config: EngineConfig, shape: Shape, machine: Machine) -> TunedTable |
     return tuned
 
 
-def stamp(config: EngineConfig, shape: Shape, machine: Machine) -> Stamp:
+def stamp(config: EngineConfig, shape: ModelShape, machine: Machine) -> TableStamp:
     """What a tuned table of this group is made for."""
     return measure.stamp(model_folder(config.model).name, shape, config.context_parallel_size, config, machine)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace.parallel.control import Refused, proof
+from headrace.parallel.link_store import LinkStore
 from headrace.parallel.listeners import stop_accepting
-from headrace.parallel.store import LinkStore
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.torch_transport import TorchTransport
 from headrace.parallel.transport import Tag, Transport

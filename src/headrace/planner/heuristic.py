@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from headrace.planner.machine import Machine, Shape
+from headrace.planner.machine import Machine, ModelShape
 
 
-class Ring(msgspec.Struct, frozen=True, kw_only=True):
+class RingRates(msgspec.Struct, frozen=True, kw_only=True):
     """What the rules know: ranks N, attention's heads, attained operations a second and bytes a second of a link."""
 
     ranks: int
@@ -27,7 +27,7 @@ class Ring(msgspec.Struct, frozen=True, kw_only=True):
     element_bytes: int = 2
 
     @classmethod
-    def of(cls, machine: Machine, shape: Shape, ranks: int) -> Ring:
+    def of(cls, machine: Machine, shape: ModelShape, ranks: int) -> RingRates:
         """From the measured profile: the attention's rate at many rows."""
         return cls(
             ranks=ranks,
@@ -60,12 +60,12 @@ class Ring(msgspec.Struct, frozen=True, kw_only=True):
         return self.ratio - 4 * T * self.bandwidth_bytes_s / (self.ranks * self.flops_s * self.element_bytes)
 
 
-def algorithm1(ring: Ring, T: int, P: int) -> str:
+def algorithm1(ring: RingRates, T: int, P: int) -> str:
     """Pass-KV where its transfer is hidden or K and V are no larger than Q; the way home of states is not counted."""
     return "ring-kv" if ring.hides_kv <= T or ring.ratio <= T / (T + P) else "ring-q"
 
 
-def algorithm5(ring: Ring, T: int, P: int) -> str:
+def algorithm5(ring: RingRates, T: int, P: int) -> str:
     """Algorithm 1 with the all-to-all of the states counted against pass-Q."""
     return "ring-kv" if ring.hides_kv <= T or ring.ratio_with_all_to_all(T) <= T / (T + P) else "ring-q"
 
@@ -93,7 +93,7 @@ RIDGE = 1e-4
 """Of the fit. Where samples separate and few lie on one side, ten times as much misjudges times that are 8% apart."""
 
 
-def guarded(ring: Ring, heuristic: Heuristic, T: int, P: int) -> str:
+def guarded(ring: RingRates, heuristic: Heuristic, T: int, P: int) -> str:
     """h under the guard of Algorithm 1: where that says pass-KV, and in a full prefill, it is; else h decides."""
     if P == 0 or algorithm1(ring, T, P) == "ring-kv" or heuristic.h(T, P) > 0:
         return "ring-kv"

@@ -89,7 +89,7 @@ class _Attention(Protocol):
     def head_dim(self) -> int: ...
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a decoder as one rank computes it (divide heads, mlp and vocab by the tensor-parallel size).
 
     mlp is the inner width; gated: three matrices instead of two. element_bytes: of weights, K, V, Q.
@@ -111,7 +111,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"shape: {name} must be at least 1, got {getattr(self, name)}")
 
     @classmethod
-    def of(cls, model: Any, element_bytes: int = 2, tensor_ranks: int = 1) -> Shape:
+    def of(cls, model: Any, element_bytes: int = 2, tensor_ranks: int = 1) -> ModelShape:
         """Of a headrace.models.spec.ModelConfig (or anything with its fields), for one of `tensor_ranks` ranks."""
         spec: _Attention = model.attention
         return cls(
@@ -163,11 +163,11 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class LayerTimes:
     """Seconds of one layer's pieces on one rank; no rows or no pairs take no time."""
 
     machine: Machine
-    shape: Shape
+    shape: ModelShape
 
     def linear(self, rows: int, weights: int) -> float:
         if not rows:

@@ -1,7 +1,7 @@
 """Who computes and keeps which tokens, and which way messages go: what headrace.parallel does and planner.cost books.
 
-A chain is a list of ranks by place 0, 1, ..; a ring is 0 -> 1 -> .. -> ranks - 1 -> 0. Ranges are half-open, of absolute
-positions.
+A chain is a list of ranks by place 0, 1, ..; a ring is 0 -> 1 -> .. -> ranks - 1 -> 0. Ranges are half-open, of
+absolute positions.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ class Shards:
     ranks: tuple[int, ...]
 
 
+def length(block: Range) -> int:
+    return block[1] - block[0]
+
+
 def ranges_of(bounds: Sequence[int], ranks: Sequence[int], rank: int) -> list[Range]:
     """The shards of one rank, without empty ones."""
     shards = zip(pairwise(bounds), ranks, strict=False)
@@ -39,6 +43,25 @@ def ranges_of(bounds: Sequence[int], ranks: Sequence[int], rank: int) -> list[Ra
 def keeper_of(block: int, ranks: int, first: int = 0) -> int:
     """The rank that keeps a new block where no rank keeps all: blocks go round, block 0 to `first`."""
     return (first + block) % ranks
+
+
+def placed(ranks: int, begin: int, end: int) -> tuple[tuple[Range, ...], ...]:
+    """New tokens begin .. end-1 that each rank keeps where no rank keeps all: blocks go round the ranks.
+
+    From rank 0 on; the engine begins with the rank that has most room.
+    """
+    found: list[list[Range]] = [[] for _ in range(ranks)]
+    for block in range(begin // BLOCK, -(-end // BLOCK)):
+        found[keeper_of(block, ranks)].append((max(begin, block * BLOCK), min(end, (block + 1) * BLOCK)))
+    return tuple(tuple(ranges) for ranges in found)
+
+
+def last_row(blocks: Sequence[Sequence[Range]]) -> tuple[int, tuple[tuple[Range, ...], ...]]:
+    """The rank whose ranges hold the last position of all, and the ranges cut down to that position."""
+    end, rank = max(
+        ((block[1], rank) for rank, mine in enumerate(blocks) for block in mine if length(block)), default=(0, 0)
+    )
+    return rank, tuple(((end - 1, end),) if other == rank else () for other in range(len(blocks)))
 
 
 def chain_next(place: int, ranks: int) -> int | None:
