@@ -146,18 +146,18 @@ def test_gate_names_who_is_missing(gate: Handshake) -> None:
         gate.admit(range(1, 3), 0.3, nothing)
 
 
-def test_crew_keeps_the_first_reason_and_tells_late_listeners() -> None:
+def test_supervisor_keeps_the_first_reason_and_tells_late_listeners() -> None:
     driver, worker = pair()
-    crew = WorkerSupervisor({1: (driver, WorkerHello(1, 1, "here"))}, 10.0)
+    workers = WorkerSupervisor({1: (driver, WorkerHello(1, 1, "here"))}, 10.0)
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    crew.on_failure(told.put)
+    workers.on_failure(told.put)
     worker.send(control.WorkerFailed("ValueError: this", False))
-    assert crew.failed.wait()
+    assert workers.failed.wait()
     worker.close()
-    crew.on_failure(told.put)
+    workers.on_failure(told.put)
     with pytest.raises(RankLost, match="rank 1 failed: ValueError: this"):
-        crew.wait_ready()
-    crew.close()
+        workers.wait_ready()
+    workers.close()
     assert [told.get(), told.get()] == ["rank 1 failed: ValueError: this"] * 2 and told.empty()
 
 

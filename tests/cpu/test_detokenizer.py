@@ -43,6 +43,16 @@ def run(tokenizer: Tokenizer | None, tokens: Sequence[int], prompt: Sequence[int
     return [*pieces, Piece(detokenizer.flush(), None, 0)]
 
 
+def push_all(detokenizer: Detokenizer, tokens: Sequence[int]) -> Piece:
+    """push for several tokens, until the stop."""
+    pieces: list[Piece] = []
+    for token in tokens:
+        pieces.append(detokenizer.push(token))
+        if pieces[-1].stop is not None:
+            break
+    return Piece(text_of(pieces), pieces[-1].stop if pieces else None, sum(piece.tokens for piece in pieces))
+
+
 def text_of(pieces: list[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
@@ -204,7 +214,7 @@ def test_stop_strings_by_definition_and_however_polled(
     at, polled = 0, []
     while at < len(tokens):
         size = cuts[len(polled) % len(cuts)]
-        polled.append(detokenizer.push_all(tokens[at : at + size]))
+        polled.append(push_all(detokenizer, tokens[at : at + size]))
         at += size
     assert text_of(polled) + detokenizer.flush() == text_of(pieces)
     assert sum(p.tokens for p in polled) == len(pieces) - 1
@@ -256,7 +266,7 @@ def test_tokens_that_end_the_sequence(tokenizers: dict[str, Tokenizer]) -> None:
 def test_after_the_stop_nothing_is_taken(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=("b",)), EOS)
-    piece = detokenizer.push_all(ids(tokenizer, "abcd"))
+    piece = push_all(detokenizer, ids(tokenizer, "abcd"))
     assert piece == Piece("a", "b", 2)
     assert detokenizer.push(ids(tokenizer, "x")[0]) == Piece("", "b", 0)
     assert detokenizer.flush() == ""

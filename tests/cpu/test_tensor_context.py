@@ -14,10 +14,10 @@ from torch import Tensor
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import load_decoder
 from headrace.parallel.messages import RankStep, StepGroup
-from headrace.strategies import STRATEGIES
 from headrace.parallel.rank import Hidden, Rank
 from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import LoopbackHub, RankLost
+from headrace.strategies import STRATEGIES
 from headrace.types import CHUNK
 from tests.cpu.checkpoints import VOCAB
 from tests.cpu.conftest import FolderOf, OursOf

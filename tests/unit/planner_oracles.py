@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from headrace.planner.choice import choose
+from headrace.planner.heuristic import Heuristic
 from headrace.planner.machine import Machine, ModelShape
 from headrace.planner.partition import even, sizes_of
+from headrace.types import CHUNK
 
 A, B = 7.67e-5, 1.985e-8
 """Seconds per token, and per row and column of the attention's rectangle."""
@@ -75,6 +78,43 @@ def gather_products(bounds: Sequence[int]) -> tuple[int, ...]:
 def chain_products(bounds: Sequence[int]) -> tuple[int, ...]:
     """Products of each rank in the paper's chain: its rows times all tokens up to its last (figure 5)."""
     return tuple((right - left) * (right - bounds[0]) for left, right in pairwise(bounds))
+
+
+PRINTED = Heuristic(-1.059, 1.145, 12.112)
+"""The paper's coefficients, which contradict its own table 4."""
+
+
+def break_even(
+    machine: Machine, shape: ModelShape, ranks: int, P: int = 0, cached_on: Sequence[float] | None = None
+) -> int | None:
+    """New tokens from which several ranks are worth it, to a chunk; None where they are not below a million."""
+    low, high = 0, CHUNK
+    while choose(machine, shape, ranks, high, P, cached_on).strategy == "single":
+        low, high = high, 2 * high
+        if high > 2**20:
+            return None
+    while high - low > CHUNK:
+        middle = (low + high) // 2 // CHUNK * CHUNK
+        if choose(machine, shape, ranks, middle, P, cached_on).strategy == "single":
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def crossover(
+    machine: Machine, shape: ModelShape, ranks: int, total: int, cached_on: Sequence[float] | None = None
+) -> int | None:
+    """Of `total` = T + P tokens, the most new ones with which pass-Q is predicted to beat pass-KV; None: never.
+
+    Looked up at four token counts per octave, whole chunks each.
+    """
+    counts = sorted({int(total / 2 ** (i / 4)) // CHUNK * CHUNK for i in range(1, 49)} - {0})
+    rings = ("ring-kv", "ring-q")
+    wins = [
+        T for T in counts if choose(machine, shape, ranks, T, total - T, cached_on, allowed=rings).strategy == "ring-q"
+    ]
+    return max(wins, default=None)
 
 
 MACHINE = Machine(

@@ -8,11 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.planner.heuristic import PRINTED
 from headrace.planner.partition import Bounds
 from headrace.planner.partition_search import PartitionSearch
 from headrace.planner.tuned_table import TableEntry, TableStamp, TunedTable, load
-from tests.unit.planner_oracles import GQA, MACHINE, S2, Toy
+from tests.unit.planner_oracles import GQA, MACHINE, PRINTED, S2, Toy
 
 pytestmark = pytest.mark.unit
 

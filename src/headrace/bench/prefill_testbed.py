@@ -170,7 +170,7 @@ class Bed:
         self.config, self.machine, self.shape = config, opened.machine, opened.shape
         self.group, self.size = opened.group, opened.group.context.size
         self.link, self._spaces, self._links = Link(), spaces, uncounted(opened.group)
-        self._crew.on_failure(self._links.fail)
+        self._workers.on_failure(self._links.fail)
         self._rank, self.steps = _Measured(opened.rank), 0
         storage = opened.rank.storage
         alone = Rank(decoder, storage, opened.rank.kernels.backend, LoopbackHub(1).transport(0))
@@ -272,7 +272,7 @@ class Bed:
         step = RankStep(self.steps, [StepGroup(strategy, [part])])
         body = encode(step)
         began = time.perf_counter()
-        self._crew.send(body)
+        self._workers.send(body)
         hidden = self._rank.run(step)
         self._logits(hidden, part)
         seconds = time.perf_counter() - began
@@ -291,13 +291,13 @@ class Bed:
         return [x.tolist() for x in told]
 
     @property
-    def _crew(self) -> WorkerSupervisor:
-        crew = self.group.crew
-        assert crew is not None, "rank 0 has the crew"
-        return crew
+    def _workers(self) -> WorkerSupervisor:
+        workers = self.group.workers
+        assert workers is not None, "rank 0 supervises the workers"
+        return workers
 
     def _send(self, step: RankStep) -> None:
-        self._crew.send(encode(step))
+        self._workers.send(encode(step))
 
 
 def _owners(

@@ -65,17 +65,6 @@ class Detokenizer:
             return Piece(self._release() + text, token)
         return Piece(self._take(self._stream.push(token)), self._stop)
 
-    def push_all(self, tokens: Sequence[int]) -> Piece:
-        """push for several tokens; `tokens` of the piece tells how many were taken before the stop."""
-        texts, taken = [], 0
-        for token in tokens:
-            piece = self.push(token)
-            texts.append(piece.text)
-            taken += piece.tokens
-            if piece.stop is not None:
-                break
-        return Piece("".join(texts), self._stop, taken)
-
     def flush(self) -> str:
         """The text still held back, once no more tokens come; an incomplete character is dropped."""
         return self._release()

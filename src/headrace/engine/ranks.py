@@ -9,10 +9,12 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import torch
 
+import headrace
 from headrace import cores
 from headrace.config import EngineConfig
 from headrace.engine import torchrun
@@ -41,7 +43,7 @@ log = logging.getLogger(__name__)
 MAKER = "headrace.engine.ranks:make"
 
 VERDICT_S = 2.0
-"""So long after a link broke the crew may take to find out why."""
+"""So long after a link broke the supervisor may take to find out why."""
 
 
 def count(config: EngineConfig) -> int:
@@ -103,12 +105,12 @@ class Ranks:
     told: str
 
     def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
-        return Driver(self.rank, cache, self._crew.send, self._advise(config), allowed(config))
+        return Driver(self.rank, cache, self._workers.send, self._advise(config), allowed(config))
 
     @property
-    def _crew(self) -> WorkerSupervisor:
-        assert self.group.crew is not None, "rank 0 has the crew"
-        return self.group.crew
+    def _workers(self) -> WorkerSupervisor:
+        assert self.group.workers is not None, "rank 0 supervises the workers"
+        return self.group.workers
 
     def _advise(self, config: EngineConfig) -> Advise:
         ranks = self.group.context.size
@@ -122,17 +124,17 @@ class Ranks:
         return advise
 
     def on_failure(self, callback: Callable[[str], None]) -> None:
-        """callback(reason) as soon as a worker is gone, hangs or gives up, on a thread of the crew."""
-        self._crew.on_failure(callback)
+        """callback(reason) as soon as a worker is gone, hangs or gives up, on a thread of the supervisor."""
+        self._workers.on_failure(callback)
 
     def why_lost(self, error: RankLost) -> str:
-        """The crew's reason, which says how a process ended; what the link said if the crew knows of nothing."""
-        self._crew.failed.wait(VERDICT_S)
-        return self._crew.reason or str(error)
+        """The supervisor's reason, which says how a process ended; what the link said if it knows of none."""
+        self._workers.failed.wait(VERDICT_S)
+        return self._workers.reason or str(error)
 
     def end_workers(self) -> None:
         """Without closing the links, which a transfer under way may hold up. For a process that ends itself."""
-        self._crew.close()
+        self._workers.close()
 
     def close(self) -> None:
         self.group.close()
@@ -156,11 +158,11 @@ def open_ranks(
     """
     group = launch.open_group(config, maker, start)
     try:
-        assert group.crew is not None
+        assert group.workers is not None
         decoder = load_share(config, group, progress)
         rank = _make(config, group, decoder)
-        measured = launch.unless_failed(group.crew, lambda: measure.take_part(rank))
-        group.crew.wait_ready()
+        measured = launch.unless_failed(group.workers, lambda: measure.take_part(rank))
+        group.workers.wait_ready()
         machine, shape = measure.machine(*measured), ModelShape.of(decoder.config, decoder.dtype.itemsize)
         tuned = _table(config, shape, machine)
         told = describe(config) + (_profile(config, machine) if config.context_parallel_size > 1 else "")
@@ -199,4 +201,8 @@ def _table(config: EngineConfig, shape: ModelShape, machine: Machine) -> TunedTa
 
 def stamp(config: EngineConfig, shape: ModelShape, machine: Machine) -> TableStamp:
     """What a tuned table of this group is made for."""
-    return measure.stamp(model_folder(config.model).name, shape, config.context_parallel_size, config, machine)
+    return TableStamp(
+        machine=machine.fingerprint, model=model_folder(config.model).name, shape=shape,
+        ranks=config.context_parallel_size, link=f"gloo on {config.rank_interface}", version=headrace.__version__,
+        date=date.today().isoformat(),
+    )  # fmt: skip

@@ -58,7 +58,7 @@ class Handshake:
         self._refusals = _Refusals()
         self._admitted: queue.SimpleQueue[tuple[Channel, WorkerHello]] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="headrace-gate", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="headrace-handshake", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Handshake:

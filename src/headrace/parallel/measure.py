@@ -16,14 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import headrace
-from headrace.config import EngineConfig
 from headrace.kernels import dispatch, ops
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import Tag
 from headrace.parallel.workspace import LayerBuffer
-from headrace.planner.machine import Machine, ModelShape
-from headrace.planner.tuned_table import TableStamp
+from headrace.planner.machine import Machine
 from headrace.types import CHUNK
 
 KEYS = 2048
@@ -66,14 +63,6 @@ def describe(machine: Machine) -> str:
         f"linear {machine.linear_flops_s / 1e9:.0f} and attention {best / 1e9:.0f} GFLOP/s a rank, link "
         f"{machine.link_bytes_s / 1e9:.1f} GB/s and {machine.latency_s * 1e3:.2f} ms"
     )
-
-
-def stamp(model: str, shape: ModelShape, ranks: int, config: EngineConfig, profile: Machine) -> TableStamp:
-    """What a tuned table of this group is stamped with."""
-    return TableStamp(
-        machine=profile.fingerprint, model=model, shape=shape, ranks=ranks, link=f"gloo on {config.rank_interface}",
-        version=headrace.__version__, date=date.today().isoformat(),
-    )  # fmt: skip
 
 
 def _cpu() -> str:

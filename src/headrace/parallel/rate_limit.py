@@ -49,7 +49,7 @@ class RateLimitedTransport:
         self.traffic = Traffic()
         self._lock = threading.Lock()
         self._lines: dict[int, _LimitedLink] = {}
-        self._waiters = Waiters("headrace-limited")
+        self._waiters = Waiters("headrace-rate-limit")
 
     @property
     def rank(self) -> int:

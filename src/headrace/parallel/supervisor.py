@@ -55,7 +55,7 @@ class WorkerSupervisor:
     """Workers by rank, each with its control link.
 
     failed: set once a worker is gone, hangs or gave up; `reason` then says which and why, and stays.
-    on_failure: called once with the reason, on a thread of the crew; at once where it has failed already.
+    on_failure: called once with the reason, on a thread of the supervisor; at once where one has failed already.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class WorkerSupervisor:
             callback(reason)
 
     def check(self) -> None:
-        """Raises RankLost, naming rank and cause, if the crew has failed."""
+        """Raises RankLost, naming rank and cause, if a worker has failed."""
         if self.reason is not None:
             raise RankLost(self.reason)
 

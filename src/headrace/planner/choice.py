@@ -162,36 +162,3 @@ def _reason(chosen: str, why: str, predicted: Mapping[str, float]) -> str:
 def _seconds(seconds: float) -> str:
     """Two digits after the point, or two significant ones below a tenth."""
     return f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.2g}"
-
-
-def break_even(
-    machine: Machine, shape: ModelShape, ranks: int, P: int = 0, cached_on: Sequence[float] | None = None
-) -> int | None:
-    """New tokens from which several ranks are worth it, to a chunk; None where they are not below a million."""
-    low, high = 0, CHUNK
-    while choose(machine, shape, ranks, high, P, cached_on).strategy == "single":
-        low, high = high, 2 * high
-        if high > 2**20:
-            return None
-    while high - low > CHUNK:
-        middle = (low + high) // 2 // CHUNK * CHUNK
-        if choose(machine, shape, ranks, middle, P, cached_on).strategy == "single":
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def crossover(
-    machine: Machine, shape: ModelShape, ranks: int, total: int, cached_on: Sequence[float] | None = None
-) -> int | None:
-    """Of `total` = T + P tokens, the most new ones with which pass-Q is predicted to beat pass-KV; None: never.
-
-    Looked up at four token counts per octave, whole chunks each.
-    """
-    counts = sorted({int(total / 2 ** (i / 4)) // CHUNK * CHUNK for i in range(1, 49)} - {0})
-    rings = ("ring-kv", "ring-q")
-    wins = [
-        T for T in counts if choose(machine, shape, ranks, T, total - T, cached_on, allowed=rings).strategy == "ring-q"
-    ]
-    return max(wins, default=None)

@@ -1,6 +1,6 @@
 """Ring pass-KV or ring pass-Q by rule: Algorithms 1 and 5 and the empirical model of context parallelism.
 
-arXiv 2411.01783, equations 1, 2, 3 and 5, Algorithms 1 and 5, appendix D. T new tokens on P cached ones, N ranks.
+arXiv 2411.01783, equations 1, 2 and 5, Algorithms 1 and 5, appendix D. T new tokens on P cached ones, N ranks.
 `flops_s` and `bandwidth_bytes_s` must be of the same scope: both of one device, or both of a whole rank. Rules give
 "ring-kv" or "ring-q".
 """
@@ -50,11 +50,6 @@ class RingRates(msgspec.Struct, frozen=True, kw_only=True):
             self.ranks * self.flops_s * self.kv_heads * self.element_bytes / (2 * self.heads * self.bandwidth_bytes_s)
         )
 
-    @property
-    def hides_q(self) -> float:
-        """Equation 3: tokens T + P from which the attention hides the transfer of Q."""
-        return self.ranks * self.element_bytes * self.flops_s / (4 * self.bandwidth_bytes_s)
-
     def ratio_with_all_to_all(self, T: int) -> float:
         """Equation 5: pass-Q gains only where T / (T + P) is below this; the states' way home is counted."""
         return self.ratio - 4 * T * self.bandwidth_bytes_s / (self.ranks * self.flops_s * self.element_bytes)
@@ -83,10 +78,6 @@ class Heuristic(msgspec.Struct, frozen=True):
 
     def h(self, T: int, P: int) -> float:
         return self.alpha * math.log(T) + self.beta * math.log(T / (T + P)) + self.gamma
-
-
-PRINTED = Heuristic(-1.059, 1.145, 12.112)
-"""The paper's coefficients, for comparison only."""
 
 
 RIDGE = 1e-4
