@@ -26,7 +26,7 @@ from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.weights import Progress
 from headrace.parallel import launch, measure
-from headrace.parallel.group import Group, interface_name
+from headrace.parallel.group import Group, interface_name, unless_failed
 from headrace.parallel.rank import Rank
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.tensor import TensorGroup
@@ -161,7 +161,7 @@ def open_ranks(
         assert group.workers is not None
         decoder = load_share(config, group, progress)
         rank = _make(config, group, decoder)
-        measured = launch.unless_failed(group.workers, lambda: measure.take_part(rank))
+        measured = unless_failed(group.workers, lambda: measure.take_part(rank))
         group.workers.wait_ready()
         machine, shape = measure.machine(*measured), ModelShape.of(decoder.config, decoder.dtype.itemsize)
         tuned = _table(config, shape, machine)

@@ -299,5 +299,5 @@ def _rows(partial: Partial, begin: int, end: int) -> Partial:
 
 
 def _unflatten(flat: Tensor, rows: int, heads: int, dim: int) -> Partial:
-    acc, m, l = flat.split((rows * heads * dim, rows * heads, rows * heads))  # noqa: E741
+    acc, m, l = torch.split(flat, [rows * heads * dim, rows * heads, rows * heads])  # noqa: E741
     return Partial(acc.view(rows, heads, dim), m.view(rows, heads), l.view(rows, heads))

@@ -90,7 +90,7 @@ def best_chain(
 
 def _rounded(tokens: int) -> int:
     """The nearest of STEPS token counts per octave; 0 stays 0."""
-    step = max(1, 2 ** (max(tokens, 1).bit_length() - 1) // STEPS)
+    step = max(1, (1 << max(tokens, 1).bit_length() - 1) // STEPS)
     return (tokens + step // 2) // step * step
 
 
