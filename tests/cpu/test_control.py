@@ -29,10 +29,10 @@ OTHER = "another secret of theirs"
 
 def pair(meddle: Callable[[bytes], bytes] | None = None) -> tuple[Channel, Channel]:
     """Driver's and worker's channel; `meddle` changes what passes from driver to worker after the handshake."""
-    with Handshake("127.0.0.1", SECRET) as gate:
-        theirs = connect(address(gate), SECRET, "127.0.0.1")
+    with Handshake("127.0.0.1", SECRET) as listener:
+        theirs = connect(address(listener), SECRET, "127.0.0.1")
         theirs.send(WorkerHello(1, 42, "here"))
-        driver = gate.admit(range(1, 2), 60, nothing)[1][0]
+        driver = listener.admit(range(1, 2), 60, nothing)[1][0]
     if meddle is not None:
         near, far = socket.socketpair()
         real, theirs._link = theirs._link, far
@@ -98,32 +98,34 @@ def test_a_frame_of_one_direction_is_none_of_the_other() -> None:
 
 
 @pytest.fixture
-def gate() -> Iterator[Handshake]:
-    with Handshake("127.0.0.1", SECRET) as gate:
-        yield gate
+def listener() -> Iterator[Handshake]:
+    with Handshake("127.0.0.1", SECRET) as listener:
+        yield listener
 
 
-def address(gate: Handshake) -> tuple[str, int]:
-    host, port = gate.address.split(":")
+def address(listener: Handshake) -> tuple[str, int]:
+    host, port = listener.address.split(":")
     return host, int(port)
 
 
 def nothing() -> None: ...
 
 
-def test_gate_lets_in_who_knows_the_secret_and_nobody_else(gate: Handshake, caplog: pytest.LogCaptureFixture) -> None:
+def test_handshake_lets_in_who_knows_the_secret_and_nobody_else(
+    listener: Handshake, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(Refused):
-        connect(address(gate), OTHER, "127.0.0.1")
-    with socket.create_connection(address(gate)) as mute, socket.create_connection(address(gate)) as rude:
+        connect(address(listener), OTHER, "127.0.0.1")
+    with socket.create_connection(address(listener)) as mute, socket.create_connection(address(listener)) as rude:
         rude.sendall(bytes(200))
         assert len(rude.recv(32)) == 32
         with suppress(ConnectionResetError):
             assert rude.recv(64) in (b"", control.REFUSAL)
-        connect(address(gate), SECRET, "127.0.0.1").send(WorkerHello(1, 42, "here"))
-        links = gate.admit(range(1, 2), 60, nothing)
+        connect(address(listener), SECRET, "127.0.0.1").send(WorkerHello(1, 42, "here"))
+        links = listener.admit(range(1, 2), 60, nothing)
         assert links[1][1] == WorkerHello(1, 42, "here")
         mute.close()
-    gate.close()
+    listener.close()
     assert " ".join(caplog.messages).count("1 the other side does not know the secret") == 2
 
 
@@ -133,17 +135,17 @@ def test_a_driver_that_does_not_know_the_secret_learns_nothing() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
-def test_gate_refuses_ranks_that_are_taken_or_none(gate: Handshake, rank: int) -> None:
+def test_handshake_refuses_ranks_that_are_taken_or_none(listener: Handshake, rank: int) -> None:
     for number in (1, rank):
-        connect(address(gate), SECRET, "127.0.0.1").send(WorkerHello(number, 1, "here"))
+        connect(address(listener), SECRET, "127.0.0.1").send(WorkerHello(number, 1, "here"))
     with pytest.raises(ValueError, match="says that it is rank"):
-        gate.admit(range(1, 3), 60, nothing)
+        listener.admit(range(1, 3), 60, nothing)
 
 
-def test_gate_names_who_is_missing(gate: Handshake) -> None:
-    connect(address(gate), SECRET, "127.0.0.1").send(WorkerHello(2, 1, "here"))
+def test_handshake_names_who_is_missing(listener: Handshake) -> None:
+    connect(address(listener), SECRET, "127.0.0.1").send(WorkerHello(2, 1, "here"))
     with pytest.raises(TimeoutError, match=r"rank 1 did not come within 0\.3 s"):
-        gate.admit(range(1, 3), 0.3, nothing)
+        listener.admit(range(1, 3), 0.3, nothing)
 
 
 def test_supervisor_keeps_the_first_reason_and_tells_late_listeners() -> None:

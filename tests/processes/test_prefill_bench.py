@@ -21,7 +21,7 @@ from headrace.bench.prefill_testbed import Bed, open_bed
 from headrace.cli.main import app
 from headrace.config import EngineConfig
 from headrace.planner.schedule import Shards
-from headrace.planner.tuned_table import TunedTable, load
+from headrace.planner.tuned_table import TunedTable, load_table
 from headrace.strategies import OFFERED
 
 CASE = {
@@ -95,7 +95,7 @@ def test_tune_goes_on_where_it_was_and_its_table_serves_this_machine_only(
 
     monkeypatch.setattr(Bed, "run", interrupted)
     invoke(*tune, code=130)
-    begun = load(file)
+    begun = load_table(file)
     kept = {point.bounds for point in begun.measured[1024]}
     assert len(kept) == 2 and kept == set(seen) and not begun.entries  # the first one ran twice: once to warm up
 
@@ -111,7 +111,7 @@ def test_tune_goes_on_where_it_was_and_its_table_serves_this_machine_only(
     foreign = tmp_path / "foreign.json"
     with one_bed(monkeypatch):
         told = invoke(*tune)
-        table = load(file)
+        table = load_table(file)
         assert not kept & set(searched)
         assert set(table.entries) == {256, 1024} and not table.measured and table.machine == begun.machine
         assert set(table.corrections) == set(OFFERED) and min(table.corrections.values()) > 0

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.planner.partition import Bounds
 from headrace.planner.partition_search import PartitionSearch
-from headrace.planner.tuned_table import TableEntry, TableStamp, TunedTable, load
+from headrace.planner.tuned_table import TableEntry, TableStamp, TunedTable, load_table
 from tests.unit.planner_oracles import GQA, MACHINE, PRINTED, S2, Toy
 
 pytestmark = pytest.mark.unit
@@ -35,7 +35,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     table = tuned()
     table.keep(4096, {(0, 2048, 4096): 0.5})
     table.save(path)
-    assert load(path) == table
+    assert load_table(path) == table
     assert os.listdir(path.parent) == ["table.json"]
 
 
@@ -51,17 +51,17 @@ def test_an_interrupted_save_leaves_the_old_table(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         changed.save(path)
-    assert load(path) == tuned() and os.listdir(tmp_path) == ["table.json"]
+    assert load_table(path) == tuned() and os.listdir(tmp_path) == ["table.json"]
 
 
 @pytest.mark.parametrize("body", ["", "{}", "[1", '{"stamp": 3}'])
 def test_broken_files(tmp_path: Path, body: str) -> None:
     path = tmp_path / "table.json"
     with pytest.raises(ValueError, match="headrace tune"):
-        load(path)
+        load_table(path)
     path.write_text(body)
     with pytest.raises(ValueError, match="headrace tune"):
-        load(path)
+        load_table(path)
 
 
 @pytest.mark.parametrize("fractions", [(1.0,), (0.6, 0.6), (1.5, -0.5)])
@@ -70,7 +70,7 @@ def test_unsound_entries(tmp_path: Path, fractions: tuple[float, ...]) -> None:
     table.entries[100] = TableEntry(fractions, 1.0)
     table.save(tmp_path / "table.json")
     with pytest.raises(ValueError, match="entry for 100 tokens"):
-        load(tmp_path / "table.json")
+        load_table(tmp_path / "table.json")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_search_resumed_from_a_file(tmp_path: Path) -> None:
         table.save(path)
         if progress.measured == 4:
             break
-    resumed = load(path)
+    resumed = load_table(path)
     search = PartitionSearch(4096, 2, measure, measured=resumed.points(4096))
     resumed.finish(4096, search.run(), search.best_s)
     assert len(set(calls)) == len(calls)

@@ -282,7 +282,7 @@ def check_table(table: TunedTable | None, bed: Bed) -> None:
 
 def load_table(path: Path | None) -> TunedTable | None:
     """Raises ValueError where there is no table in it."""
-    return None if path is None else planner_table.load(path)
+    return None if path is None else planner_table.load_table(path)
 
 
 def line(case: Case) -> str:

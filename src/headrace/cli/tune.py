@@ -25,7 +25,7 @@ from headrace.engine.ranks import stamp
 from headrace.planner.chain_partition import best_chain
 from headrace.planner.choice import predict, shards_for
 from headrace.planner.heuristic import fit_heuristic
-from headrace.planner.tuned_table import TableStamp, TunedTable, load
+from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
 from headrace.strategies import OFFERED, STRATEGIES
 from headrace.types import CHUNK
 
@@ -71,7 +71,7 @@ class Tuning:
 def run(tuning: Tuning) -> TunedTable:
     """Measures what is missing in the table and saves it. Raises ValueError for a table of something else."""
     config = tuning.config()
-    known = load(tuning.path) if tuning.path.exists() else None
+    known = load_table(tuning.path) if tuning.path.exists() else None
     with ExitStack() as opened:
         with loading(tuning.model) as progress:
             bed = opened.enter_context(open_bed(config, progress=progress))

@@ -33,8 +33,7 @@ from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import RankLost
 from headrace.planner.choice import StrategyChoice, choose
 from headrace.planner.machine import Machine, ModelShape
-from headrace.planner.tuned_table import TableStamp, TunedTable
-from headrace.planner.tuned_table import load as load_table
+from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
 from headrace.strategies import OFFERED
 from headrace.types import CHUNK
 

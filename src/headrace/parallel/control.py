@@ -133,7 +133,7 @@ _decoder: Any = msgspec.msgpack.Decoder(ControlMessage)
 _length = struct.Struct("!I")
 
 
-class Incoming:
+class IncomingFrames:
     """Checks the frames of one direction in order. `most`: bytes of a frame's body."""
 
     def __init__(self, key: bytes, most: int) -> None:
@@ -162,7 +162,7 @@ class Incoming:
 class Channel:
     """One end of a control link, after the handshake. `send` may be called by several threads, `receive` by one."""
 
-    def __init__(self, link: socket.socket, send_key: bytes, incoming: Incoming) -> None:
+    def __init__(self, link: socket.socket, send_key: bytes, incoming: IncomingFrames) -> None:
         self._link = link
         self._key, self._sent = send_key, 0
         self._incoming = incoming
@@ -214,7 +214,7 @@ def greet(link: socket.socket, secret: str) -> Greeting:
     both = ours + answer[:NONCE]
     if not hmac.compare_digest(answer[NONCE:], _mac(key, b"worker", both)):
         raise Refused("the other side does not know the secret")
-    incoming = Incoming(_mac(key, b"to driver", both), MOST_HELLO)
+    incoming = IncomingFrames(_mac(key, b"to driver", both), MOST_HELLO)
     header = yield _mac(key, b"driver", both), HEADER
     body = yield b"", incoming.length(header)
     hello = incoming.opened(header, body)
@@ -256,7 +256,7 @@ def _attempt(address: tuple[str, int], key: bytes, interface: str) -> Channel:
         link.sendall(ours + _mac(key, b"worker", both))
         if not hmac.compare_digest(_part(link, MAC), _mac(key, b"driver", both)):
             raise Refused("the driver did not prove that it knows the secret, or does not take ours")
-        incoming = Incoming(_mac(key, b"to worker", both), MOST_BYTES)
+        incoming = IncomingFrames(_mac(key, b"to worker", both), MOST_BYTES)
         return _channel(link, _mac(key, b"to driver", both), incoming)
     except BaseException:
         link.close()
@@ -282,7 +282,7 @@ def proof(secret: str, *parts: bytes) -> bytes:
     return _mac(checked(secret), *(_length.pack(len(part)) + part for part in parts))
 
 
-def _channel(link: socket.socket, send_key: bytes, incoming: Incoming) -> Channel:
+def _channel(link: socket.socket, send_key: bytes, incoming: IncomingFrames) -> Channel:
     """A host that vanishes without a word is noticed after about a minute, also by one that has nothing to send."""
     link.settimeout(None)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

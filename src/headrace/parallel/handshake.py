@@ -53,8 +53,8 @@ class Handshake:
         self.address = f"{host}:{port}"
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
-        self._strangers: dict[socket.socket, _Visitor] = {}  # the oldest first, here and below
-        self._proved: dict[socket.socket, _Visitor] = {}
+        self._strangers: dict[socket.socket, _PendingConnection] = {}  # the oldest first, here and below
+        self._proved: dict[socket.socket, _PendingConnection] = {}
         self._refusals = _Refusals()
         self._admitted: queue.SimpleQueue[tuple[Channel, WorkerHello]] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -130,13 +130,13 @@ class Handshake:
                 self._make_room(len(self._strangers) // 2)
                 self._closed.wait(PAUSE_S)
                 return
-            visitor = _Visitor(link, f"{peer[0]}:{peer[1]}", self._secret)
+            visitor = _PendingConnection(link, f"{peer[0]}:{peer[1]}", self._secret)
             self._strangers[link] = visitor
             self._selector.register(link, selectors.EVENT_READ, visitor)
             self._go_on(visitor)
             self._make_room(MOST_STRANGERS)
 
-    def _go_on(self, visitor: _Visitor) -> None:
+    def _go_on(self, visitor: _PendingConnection) -> None:
         """Goes on with a handshake as far as the bytes that are there allow."""
         try:
             admitted = visitor.hear()
@@ -159,12 +159,12 @@ class Handshake:
             while visitors and (oldest := next(iter(visitors.values()))).end < now:
                 self._refuse(oldest, f"took too long to {missing}")
 
-    def _refuse(self, visitor: _Visitor, why: str, tell: bool = False) -> None:
+    def _refuse(self, visitor: _PendingConnection, why: str, tell: bool = False) -> None:
         self._refusals.add(visitor.peer, why)
         self._forget(visitor)
         visitor.drop(tell)
 
-    def _forget(self, visitor: _Visitor) -> None:
+    def _forget(self, visitor: _PendingConnection) -> None:
         self._selector.unregister(visitor.link)
         self._strangers.pop(visitor.link, None)
         self._proved.pop(visitor.link, None)
@@ -181,7 +181,7 @@ class Handshake:
                 self._admitted.get_nowait()[0].close()
 
 
-class _Visitor:
+class _PendingConnection:
     """A connection from its beginning to the worker's WorkerHello. `end`: when its time is over."""
 
     def __init__(self, link: socket.socket, peer: str, secret: str) -> None:

@@ -24,7 +24,7 @@ RUNS: dict[str, Callable[[GroupContext], Attend | None]] = {name: load(each.runs
 Hidden = dict[tuple[int, int, int], Tensor]
 """(group, part, position) -> hidden state [E]."""
 
-Coming = tuple[int, list[tuple[int, int]], Tensor, Transfer]
+PendingHidden = tuple[int, list[tuple[int, int]], Tensor, Transfer]
 """A receive of hidden states under way: group, (part, position) of each row, the rows, the receive."""
 
 
@@ -48,7 +48,7 @@ class Rank:
         for group in step.groups:
             group_layout.check(group, self.transport.size)
         found: Hidden = {}
-        coming: list[Coming] = []
+        coming: list[PendingHidden] = []
         going: list[Transfer] = []
         first = self.groups
         self.groups += len(step.groups)
@@ -67,7 +67,7 @@ class Rank:
             work.drain()
         return found
 
-    def _expect(self, index: int, group: StepGroup, number: int) -> list[Coming]:
+    def _expect(self, index: int, group: StepGroup, number: int) -> list[PendingHidden]:
         """Receives of the hidden states that other ranks have."""
         width, dtype = self.decoder.config.embed_size, self.decoder.dtype
         found = []

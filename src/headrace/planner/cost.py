@@ -34,7 +34,7 @@ from itertools import pairwise
 from headrace.planner.machine import LayerTimes, Machine, ModelShape, shares
 from headrace.planner.partition import causal_pairs
 from headrace.planner.schedule import Range, chain_next, last_row, length, placed
-from headrace.planner.timeline import Cost, Timeline, check
+from headrace.planner.timeline import Cost, Timeline, check_bounds
 
 
 def single(
@@ -51,7 +51,7 @@ def single(
 
     Where it holds all of them, nothing goes through the workspace.
     """
-    check(bounds, 1, P)
+    check_bounds(bounds, 1, P)
     times, T, end = LayerTimes(machine, shape), bounds[-1] - P, bounds[-1]
     run, rank, lies = Timeline(times, ranks, whole), home(cached_on, ranks), shares(cached_on, ranks)
     copied = P > 0 and lies[rank] < 1
@@ -100,7 +100,7 @@ def gather(
 
     `full`: the paper's form, which computes the masked products too.
     """
-    check(bounds, ranks, P)
+    check_bounds(bounds, ranks, P)
     times, lies, end = LayerTimes(machine, shape), shares(cached_on, ranks), bounds[-1]
     run, blocks = Timeline(times, ranks, whole), list(pairwise(bounds))
     last, tails = last_row([[block] for block in blocks])
@@ -152,7 +152,7 @@ def chain(
     keeps all new ones, whether it has rows or not. Ranks are counted along the chain; that rank 0 of the group,
     wherever it stands, has to be through as well is left out.
     """
-    check(bounds, ranks, P)
+    check_bounds(bounds, ranks, P)
     times, lies, blocks = LayerTimes(machine, shape), shares(cached_on, ranks), list(pairwise(bounds))
     run = Timeline(times, ranks, whole)
     last, tails = last_row([[block] for block in blocks])

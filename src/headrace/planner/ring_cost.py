@@ -19,7 +19,7 @@ from headrace.planner.schedule import (
     ring_next,
     ring_origin,
 )
-from headrace.planner.timeline import Cost, Timeline, check
+from headrace.planner.timeline import Cost, Timeline, check_bounds
 
 Ranges = tuple[tuple[Range, ...], ...]
 
@@ -36,7 +36,7 @@ class _RingShards:
     @classmethod
     def cut(cls, ranks: int, bounds: Sequence[int], P: int, cached_on: Sequence[float] | None) -> _RingShards:
         """Zigzag shards; each rank's keys are those of its rows."""
-        check(bounds, 2 * ranks, P)
+        check_bounds(bounds, 2 * ranks, P)
         mine = tuple(tuple(ranges_of(bounds, zigzag_ranks(ranks), rank)) for rank in range(ranks))
         return cls(P, shares(cached_on, ranks), mine, mine)
 

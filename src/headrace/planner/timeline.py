@@ -106,7 +106,7 @@ class Timeline:
         return Cost(max(ends) + self.times.head() + hops, tuple(self.wait), tuple(self.sent))
 
 
-def check(bounds: Sequence[int], ranks: int, start: int) -> None:
+def check_bounds(bounds: Sequence[int], ranks: int, start: int) -> None:
     """Raises ValueError unless the bounds cut one shard for each rank from `start` on."""
     if len(bounds) != ranks + 1 or bounds[0] != start or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(f"bounds must be {ranks + 1} rising positions from {start} on, got {tuple(bounds)}")

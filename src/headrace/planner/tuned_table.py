@@ -105,7 +105,7 @@ MOST_BYTES = 16 << 20
 """Of a table; one of a thousand lengths has some hundred kilobytes."""
 
 
-def load(path: Path) -> TunedTable:
+def load_table(path: Path) -> TunedTable:
     """A saved table. Raises ValueError, with the remedy, where it is missing, broken or of another form."""
     try:
         table = msgspec.json.decode(read_given(path, MOST_BYTES), type=TunedTable)
