@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
 from urllib.parse import urlsplit
 
+from headrace.strategies import OFFERED, PrefillStrategy
 from headrace.types import CHUNK
 
 DType = Literal["auto", "bfloat16", "float32"]
 KVDType = Literal["auto", "int8"]
 Backend = Literal["auto", "reference", "cpu", "triton"]
 Quantization = Literal["none", "int8", "int4"]
-PrefillStrategy = Literal["auto", "single", "gather", "chain", "ring-kv", "ring-q"]
 StrategyRule = Literal["cost", "alg1", "alg5", "heuristic"]
 OffloadFormat = Literal["raw", "int8", "int4"]
 OffloadSchedule = Literal["off", "row", "column", "auto"]
@@ -80,7 +80,7 @@ class EngineConfig:
     )
     prefill_strategy: PrefillStrategy = _flag(
         "auto",
-        "How several ranks compute a prompt: auto (as the planner says), single, gather, chain, ring-kv, ring-q.",
+        f"How several ranks compute a prompt: auto (as the planner says), {', '.join(OFFERED)}.",
     )
     strategy_rule: StrategyRule = _flag(
         "cost", "How the planner chooses: cost (predicted time), or between the rings alg1, alg5 or heuristic."

@@ -11,7 +11,7 @@ import torch
 
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
-from headrace.parallel.messages import Group, Part, Step
+from headrace.parallel.messages import RankStep, StepGroup, StepPart
 from headrace.parallel.rank import Hidden, Rank
 from headrace.parallel.transport import LoopbackHub
 from headrace.types import CHUNK, chunks_for
@@ -37,8 +37,8 @@ class Crew:
         assert self.free[rank] <= self.slots
         return rank * self.slots + self.free[rank] - 1
 
-    def run(self, groups: list[Group]) -> Hidden:
-        step = Step(self.steps, groups)
+    def run(self, groups: list[StepGroup]) -> Hidden:
+        step = RankStep(self.steps, groups)
         self.steps += 1
         results: list[Any] = [None] * self.size
 
@@ -74,13 +74,13 @@ class Conversation:
     def __init__(self, crew: Crew) -> None:
         self.crew, self.tokens, self.slots = crew, [], []  # type: ignore[var-annotated]
 
-    def part(self, tokens: Sequence[int], bounds: list[int], ranks: list[int], owner: Any, wanted: int = 1) -> Part:
+    def part(self, tokens: Sequence[int], bounds: list[int], ranks: list[int], owner: Any, wanted: int = 1) -> StepPart:
         """New tokens; owner(chunk) says where a new chunk lies."""
         start = len(self.tokens)
         self.tokens += tokens
         for chunk in range(len(self.slots), chunks_for(len(self.tokens))):
             self.slots.append(self.crew.take(owner(chunk)))
-        return Part(list(tokens), start, list(self.slots), bounds, ranks, wanted, len(self.tokens))
+        return StepPart(list(tokens), start, list(self.slots), bounds, ranks, wanted, len(self.tokens))
 
     def rewind(self) -> list[int]:
         """Forgets the tokens of the last chunk if it is not full, and returns them: prefill begins at a chunk."""

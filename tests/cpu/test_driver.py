@@ -20,7 +20,8 @@ from headrace.parallel import messages
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.planner.choice import choose
-from headrace.planner.machine import Machine, Shape
+from headrace.planner.machine import Machine, ModelShape
+from headrace.strategies import STRATEGIES
 from headrace.types import CHUNK
 
 MACHINE = Machine(
@@ -61,7 +62,7 @@ class Threads:
             thread.join()
 
 
-def over_ranks(size: int, tokens: int = 4096, allowed: tuple[str, ...] = messages.STRATEGIES, **settings: Any) -> LLM:
+def over_ranks(size: int, tokens: int = 4096, allowed: tuple[str, ...] = tuple(STRATEGIES), **settings: Any) -> LLM:
     """An offline engine with `size` ranks of `tokens` tokens of KV cache each; close with llm.crew.close()."""
     llm = LLM("tiny", kv_cache_tokens=tokens, max_model_len=min(tokens, 4096), **settings)
     loaded = llm.engine.loaded
@@ -73,7 +74,7 @@ def over_ranks(size: int, tokens: int = 4096, allowed: tuple[str, ...] = message
         return Rank(decoder, storage, loaded.capacity.backend, hub.transport(rank))
 
     crew = Threads([make(rank) for rank in range(1, size)], hub)
-    shape = Shape.of(decoder.config)
+    shape = ModelShape.of(decoder.config)
     cache = KVCache(size * per_rank, loaded.cache.identity, size)
 
     def advise(count: int, start: int, cached_on: Any, allow: tuple[str, ...]) -> Any:
@@ -104,7 +105,7 @@ def prompts_of(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize("budget", [2048, 192])
 def test_the_answers_are_those_of_one_rank(size: int, allowed: Any, budget: int) -> None:
     truth = LLM("tiny", kv_cache_tokens=4096)
-    llm = over_ranks(size, allowed=allowed or messages.STRATEGIES, max_batch_tokens=budget)
+    llm = over_ranks(size, allowed=allowed or tuple(STRATEGIES), max_batch_tokens=budget)
     prompts = prompts_of(llm)
     for _ in range(2):  # the second time from the cache
         ours = llm.generate(prompts, GREEDY)
@@ -147,7 +148,7 @@ def test_capacity_grows_with_ranks_and_full_caches_evict_and_preempt(size: int) 
 def test_the_choice_is_told(size: int) -> None:
     llm = over_ranks(size)
     (answer,) = llm.generate([prompts_of(llm)[4]], GREEDY)
-    assert answer.metrics.strategy in messages.STRATEGIES
+    assert answer.metrics.strategy in STRATEGIES
     assert "predicted" in answer.metrics.strategy_reason
     llm.crew.close()  # type: ignore[attr-defined]
 

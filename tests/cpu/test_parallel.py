@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.models.decoder import Decoder
-from headrace.parallel.messages import Group
+from headrace.parallel.messages import StepGroup
 from headrace.types import BLOCK_CHUNKS, CHUNK
 from tests.cpu.checkpoints import VOCAB
 from tests.cpu.crew import Conversation, Crew, Late, even, shard_of, zigzag
@@ -45,7 +45,7 @@ def prefill(
         start = len(talk.tokens)
         bounds, ranks = cuts(strategy, start, start + len(tokens), crew.size, unit)
         parts.append(talk.part(tokens, bounds, ranks, owner_of(strategy, bounds, ranks), wanted))
-    found = crew.run([Group(strategy, parts)])
+    found = crew.run([StepGroup(strategy, parts)])
     assert len(found) == sum(min(wanted, len(part.tokens)) for part in parts)
     return [row for _, row in sorted(found.items())]
 
@@ -117,7 +117,7 @@ def test_absurd_partitions(dtype: str, strategy: str, cut: list[int], ours_of: A
     tokens = tokens_of(300, 1)
     crew = Crew(decoder, 3)
     part = Conversation(crew).part(tokens, cut, [0, 1, 2], lambda chunk: 2, wanted=300)
-    found = crew.run([Group(strategy, [part])])  # type: ignore[arg-type]
+    found = crew.run([StepGroup(strategy, [part])])  # type: ignore[arg-type]
     same(strategy, [row for _, row in sorted(found.items())], one_rank(decoder, [tokens], 300))
 
 
@@ -132,8 +132,10 @@ def test_whoever_owns_the_chunks(strategy: str, ours_of: Any) -> None:
         talk = Conversation(crew)
         bounds, ranks = cuts(strategy if size > 1 else "single", 0, 300, size, CHUNK)
         part = talk.part(tokens, bounds, ranks, lambda chunk, size=size: (2 * chunk + 1) % size, wanted=300)
-        states = crew.run([Group(strategy if size > 1 else "single", [part])])
-        states |= crew.run([Group("ring-q", [talk.part([7], [300, 301], [0], lambda chunk, size=size: chunk % size)])])
+        states = crew.run([StepGroup(strategy if size > 1 else "single", [part])])
+        states |= crew.run(
+            [StepGroup("ring-q", [talk.part([7], [300, 301], [0], lambda chunk, size=size: chunk % size)])]
+        )
         found.append([row for _, row in sorted(states.items())])
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
@@ -167,7 +169,7 @@ def turns(crew: Crew, strategy: str, unit: int, exact: bool) -> list[Tensor]:
                 home = talk.home()
                 at = len(talk.tokens)
                 parts.append(talk.part([(7 * step + i) % VOCAB], [at, at + 1], [home], lambda chunk, home=home: home))
-            hidden = crew.run([Group("ring-q" if crew.size > 1 else "single", parts)])
+            hidden = crew.run([StepGroup("ring-q" if crew.size > 1 else "single", parts)])
             found += [row for _, row in sorted(hidden.items())]
     return found
 
@@ -212,7 +214,7 @@ def test_a_chain_passes_on_half_of_what_a_gather_does(ours_of: Any) -> None:
     for strategy, bounds in (("gather", [0, 3, 6, 9]), ("chain", [0, 4, 7, 9])):
         crew = Crew(decoder, 3)
         part = Conversation(crew).part(tokens_of(9, 1), bounds, [0, 1, 2], lambda chunk: 2)
-        crew.run([Group(strategy, [part])])  # type: ignore[arg-type]
+        crew.run([StepGroup(strategy, [part])])  # type: ignore[arg-type]
         counted[strategy] = 2 * crew.traffic()
     assert counted == {"gather": 36, "chain": 22}
 
@@ -239,7 +241,7 @@ def test_a_step_of_several_groups(ours_of: Any) -> None:
     groups = []
     for prompt in prompts:
         bounds, ranks = even(0, len(prompt), 3)
-        groups.append(Group("chain", [Conversation(crew).part(prompt, bounds, ranks, lambda chunk: 2)]))
+        groups.append(StepGroup("chain", [Conversation(crew).part(prompt, bounds, ranks, lambda chunk: 2)]))
     found = crew.run(groups)
     same("chain", [row for _, row in sorted(found.items())], truth)
 
@@ -250,4 +252,4 @@ def test_a_step_that_cannot_be_is_refused(ours_of: Any) -> None:
     for wrong in ({"bounds": [0, 2]}, {"ranks": [2]}, {"ranks": [0, 1]}, {"slots": []}):
         broken = msgspec.structs.replace(part, **wrong)
         with pytest.raises(ValueError, match=r"bounds|ranks|chunks"):
-            crew.run([Group("chain", [broken])])
+            crew.run([StepGroup("chain", [broken])])

@@ -15,10 +15,10 @@ from headrace.attention import plan as planning
 from headrace.attention.execute import BACKENDS
 from headrace.config import AttentionSpec
 from headrace.kv.storage import KVStorage
-from headrace.parallel import layout
-from headrace.parallel.context import Context, Counters
+from headrace.parallel import group_layout
+from headrace.parallel.group_context import GroupContext, TokenCounters
 from headrace.parallel.merging import Kernels
-from headrace.parallel.messages import Group, Part
+from headrace.parallel.messages import StepGroup, StepPart
 from headrace.parallel.ring_q import RingQ
 from headrace.parallel.transport import LoopbackHub
 from headrace.parallel.workspace import Workspace
@@ -59,16 +59,16 @@ def by_pass_q(backend: str, size: int, owners: list[int], qkv: list[Tensor]) -> 
     for owner in owners:
         slots.append(owner * SLOTS + used[owner])
         used[owner] += 1
-    group = Group("ring-q", [Part([0] * TOKENS, 0, slots, bounds, ranks, TOKENS)])
+    group = StepGroup("ring-q", [StepPart([0] * TOKENS, 0, slots, bounds, ranks, TOKENS)])
     hub, out = LoopbackHub(size), torch.zeros(qkv[0].shape)
 
     def work(rank: int) -> None:
         storage = KVStorage(SPEC, SLOTS, qkv[0].dtype)
-        context = Context(
+        context = GroupContext(
             group, 0, hub.transport(rank), storage, states_as_result(backend), Workspace(SPEC, storage.dtype), SLOTS,
-            Counters(),
+            TokenCounters(),
         )  # fmt: skip
-        rows = torch.cat([torch.arange(run.start, run.end) for run in layout.runs(group, rank)])
+        rows = torch.cat([torch.arange(run.start, run.end) for run in group_layout.runs(group, rank)])
         out[rows] = RingQ(context)(0, *(x[rows] for x in qkv))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]

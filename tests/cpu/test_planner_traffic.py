@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from headrace.parallel.messages import Group
-from headrace.planner.choice import layout, predict
-from headrace.planner.clocks import BLOCK
-from headrace.planner.machine import Machine, Shape
+from headrace.parallel.messages import StepGroup
+from headrace.planner.choice import predict, shards_for
+from headrace.planner.machine import Machine, ModelShape
+from headrace.planner.schedule import BLOCK
+from headrace.strategies import STRATEGIES
 from headrace.types import CHUNK
 from tests.cpu.checkpoints import VOCAB
 from tests.cpu.crew import Conversation, Crew, zigzag
@@ -30,7 +31,7 @@ def sent_by(crew: Crew) -> list[int]:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("strategy", ["single", "gather", "gather-full", "chain", "ring-kv", "ring-q"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_predicted_bytes_are_sent(strategy: str, cached: bool, size: int, ours_of: Any) -> None:
     """Cached tokens: a block on each rank. New ones belong to the block after, which the first rank keeps."""
     decoder = ours_of("llama_gqa", "float32")
@@ -40,13 +41,13 @@ def test_predicted_bytes_are_sent(strategy: str, cached: bool, size: int, ours_o
     talk = Conversation(crew)
     if P:
         bounds, ranks = zigzag(0, P, size)
-        crew.run([Group("ring-kv", [talk.part(tokens[:P], bounds, ranks, lambda chunk: chunk * CHUNK // BLOCK)])])
+        crew.run([StepGroup("ring-kv", [talk.part(tokens[:P], bounds, ranks, lambda chunk: chunk * CHUNK // BLOCK)])])
     before = sent_by(crew)
 
-    shape = Shape.of(decoder.config, decoder.dtype.itemsize)
-    cut = layout(strategy, MACHINE, shape, size, T, P)
+    shape = ModelShape.of(decoder.config, decoder.dtype.itemsize)
+    cut = shards_for(strategy, MACHINE, shape, size, T, P)
     keeper = cut.ranks[-1] if strategy in ("chain", "single") else 0
-    crew.run([Group(strategy, [talk.part(tokens[P:], list(cut.bounds), list(cut.ranks), lambda chunk: keeper)])])  # type: ignore[arg-type]
+    crew.run([StepGroup(strategy, [talk.part(tokens[P:], list(cut.bounds), list(cut.ranks), lambda chunk: keeper)])])  # type: ignore[arg-type]
     sent = [after - earlier for after, earlier in zip(sent_by(crew), before, strict=True)]
 
     expected = list(predict(strategy, MACHINE, shape, size, cut.bounds, P).bytes_sent)
@@ -58,9 +59,9 @@ def test_predicted_bytes_are_sent(strategy: str, cached: bool, size: int, ours_o
 
 def test_a_chain_hands_on_to_ranks_without_rows(ours_of: Any) -> None:
     decoder = ours_of("llama_gqa", "float32")
-    shape, crew = Shape.of(decoder.config, decoder.dtype.itemsize), Crew(decoder, 3)
+    shape, crew = ModelShape.of(decoder.config, decoder.dtype.itemsize), Crew(decoder, 3)
     tokens = random.Random(5).choices(range(VOCAB), k=2 * CHUNK)
     bounds = [0, CHUNK, 2 * CHUNK, 2 * CHUNK]
-    crew.run([Group("chain", [Conversation(crew).part(tokens, bounds, [1, 0, 2], lambda chunk: 2)])])
+    crew.run([StepGroup("chain", [Conversation(crew).part(tokens, bounds, [1, 0, 2], lambda chunk: 2)])])
     first, second, third = predict("chain", MACHINE, shape, 3, bounds).bytes_sent
     assert sent_by(crew) == [second, first, third] and (first, second, third) == (second / 2, second, 0)

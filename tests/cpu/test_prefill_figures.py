@@ -14,11 +14,11 @@ from headrace.bench.prefill_report import ratios
 from headrace.bench.prefill_search import FINALS, confirmed, in_turns
 from headrace.bench.prefill_testbed import PrefillRun, _owners, median
 from headrace.parallel.messages import decode, encode
-from headrace.parallel.rate_limit import Limited
+from headrace.parallel.rate_limit import RateLimitedTransport
 from headrace.parallel.transport import LoopbackHub
-from headrace.planner.choice import Layout
 from headrace.planner.machine import Machine
-from headrace.planner.search import Search
+from headrace.planner.partition_search import PartitionSearch
+from headrace.planner.schedule import Shards
 
 pytestmark = pytest.mark.cpu
 
@@ -56,7 +56,7 @@ class Noisy:
     def __init__(self) -> None:
         self.calls: dict[int, int] = {}
 
-    def run(self, strategy: str, cut: Layout, P: int, placement: str) -> PrefillRun:
+    def run(self, strategy: str, cut: Shards, P: int, placement: str) -> PrefillRun:
         assert (strategy, P, placement, cut.ranks, cut.bounds[0]) == ("chain", 64, "round", (0, 1), 64)
         bound = cut.bounds[1] - P
         self.calls[bound] = self.calls.get(bound, 0) + 1
@@ -65,7 +65,7 @@ class Noisy:
 
 def test_a_lucky_point_does_not_win_a_search() -> None:
     testbed: Any = Noisy()
-    search = Search(1024, 2, lambda _: 0.0, measured={(0, 64 * i, 1024): 2000.0 + i for i in range(1, 16)})
+    search = PartitionSearch(1024, 2, lambda _: 0.0, measured={(0, 64 * i, 1024): 2000.0 + i for i in range(1, 16)})
     search.measured.update({(0, 128, 1024): 1.0, (0, 640, 1024): 1000.0, (0, 576, 1024): 990.0})
     assert confirmed(testbed, search, 64, "round") == ((0, 640, 1024), 1000)
     assert testbed.calls == dict.fromkeys((128, 576, 640, 64), 1 + FINALS)
@@ -95,19 +95,19 @@ def test_a_link_goes_to_a_rank_and_into_the_profile() -> None:
     assert apply(decode(encode(RankLink().step(2e9))), plain) is plain
     wanted = RankLink(0.25, latency_s=0.003, jitter=0.5, seed=7)
     made = apply(decode(encode(wanted.step(2e9))), plain)
-    assert isinstance(made, Limited)
+    assert isinstance(made, RateLimitedTransport)
     assert (made.bandwidth, made.latency, made.jitter, made.seed) == (0.25e9, 0.003, 0.5, 7)
     assert made.own_s_per_byte == 1 / 2e9
     assert wanted.profile(MACHINE).link_bytes_s == 0.25e9 and wanted.profile(MACHINE).latency_s == 0.004
     assert RankLink(5.0).profile(MACHINE).link_bytes_s == 2e9
     only_late = apply(RankLink(latency_s=0.5).step(2e9), plain)
-    assert isinstance(only_late, Limited) and only_late.bandwidth == float("inf")
+    assert isinstance(only_late, RateLimitedTransport) and only_late.bandwidth == float("inf")
 
 
 def test_a_link_faster_than_the_ranks_own_is_not_deducted_from() -> None:
     assert RankLink(1.0).imitable(2e9) and not RankLink(1.5, jitter=0.5).imitable(2e9)
     made = apply(RankLink(10.0).step(2e9), LoopbackHub(2).transport(0))
-    assert isinstance(made, Limited) and made.own_s_per_byte == 0
+    assert isinstance(made, RateLimitedTransport) and made.own_s_per_byte == 0
 
 
 def test_options_make_links() -> None:

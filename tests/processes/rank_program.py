@@ -15,9 +15,9 @@ def main() -> int:
     if status is not None:
         return status
     group = open_group(config, MAKER)
-    assert group.crew is not None
+    assert group.workers is not None
     try:
-        reports = group.crew.wait_ready()
+        reports = group.workers.wait_ready()
         print("seen", echoes(group, 1), reports[1].decode(), flush=True)
     finally:
         group.close()

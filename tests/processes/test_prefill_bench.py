@@ -20,8 +20,9 @@ from headrace.bench.prefill_links import Namespaces, RankLink
 from headrace.bench.prefill_testbed import PrefillTestbed, open_testbed
 from headrace.cli.main import app
 from headrace.config import EngineConfig
-from headrace.planner.choice import ALLOWED, Layout
-from headrace.planner.tuned_table import TunedTable, load
+from headrace.planner.schedule import Shards
+from headrace.planner.tuned_table import TunedTable, load_table
+from headrace.strategies import OFFERED
 
 CASE = {
     "strategy", "ranks", "tokens", "cached", "bandwidth_gbps", "ttft_s", "partition", "wait_s", "bytes_sent", "ttfts",
@@ -86,7 +87,7 @@ def test_tune_goes_on_where_it_was_and_its_table_serves_this_machine_only(
     tune = ("tune", "tiny", "--out", file, "--tokens", "1024,256", "--repeats", 1, "--heuristic")
     run, seen = PrefillTestbed.run, []
 
-    def interrupted(testbed: PrefillTestbed, strategy: str, cut: Layout, *rest: Any) -> Any:
+    def interrupted(testbed: PrefillTestbed, strategy: str, cut: Shards, *rest: Any) -> Any:
         if len(seen) == 3:
             raise KeyboardInterrupt
         seen.append(cut.bounds)
@@ -94,13 +95,13 @@ def test_tune_goes_on_where_it_was_and_its_table_serves_this_machine_only(
 
     monkeypatch.setattr(PrefillTestbed, "run", interrupted)
     invoke(*tune, code=130)
-    begun = load(file)
+    begun = load_table(file)
     kept = {point.bounds for point in begun.measured[1024]}
     assert len(kept) == 2 and kept == set(seen) and not begun.entries  # the first one ran twice: once to warm up
 
     searched: list[tuple[int, ...]] = []
 
-    def watched(testbed: PrefillTestbed, strategy: str, cut: Layout, P: int = 0, placement: Any = "own") -> Any:
+    def watched(testbed: PrefillTestbed, strategy: str, cut: Shards, P: int = 0, placement: Any = "own") -> Any:
         if placement == "own":
             searched.append(cut.bounds)
         return run(testbed, strategy, cut, P, placement)
@@ -110,10 +111,10 @@ def test_tune_goes_on_where_it_was_and_its_table_serves_this_machine_only(
     foreign = tmp_path / "foreign.json"
     with one_testbed(monkeypatch):
         told = invoke(*tune)
-        table = load(file)
+        table = load_table(file)
         assert not kept & set(searched)
         assert set(table.entries) == {256, 1024} and not table.measured and table.machine == begun.machine
-        assert set(table.corrections) == set(ALLOWED) and min(table.corrections.values()) > 0
+        assert set(table.corrections) == set(OFFERED) and min(table.corrections.values()) > 0
         assert table.heuristic is not None
         assert f"wrote {file}" in told and "h(T, P) = " in told
 
@@ -161,7 +162,7 @@ def test_choice_tells_what_was_picked_and_where_pass_q_wins(tmp_path: Path) -> N
     assert [(case["tokens"], case["cached"]) for case in cases] == [(64, 0), (128, 0), (64, 256), (128, 256)]
     for case in cases:
         measured = case["measured_s"]
-        assert set(measured) == set(ALLOWED) and case["chosen"] in case["predicted_s"]
+        assert set(measured) == set(OFFERED) and case["chosen"] in case["predicted_s"]
         assert case["best"] == min(measured, key=measured.__getitem__)
         assert case["over_best"] == measured[case["chosen"]] / measured[case["best"]] >= 1
         assert case["pass_q_wins"] == (measured["ring-q"] < measured["ring-kv"])
@@ -176,7 +177,7 @@ def test_network_namespaces_limit_the_link_and_are_removed() -> None:
         pytest.skip(str(error))
     with open_testbed(prefill_config("tiny", 2, 2048, 1), netns=True) as testbed:
         testbed.set_link(RankLink(0.01))
-        run = testbed.run("chain", Layout((0, 1536, 2048), (0, 1)))
+        run = testbed.run("chain", Shards((0, 1536, 2048), (0, 1)))
         # A burst passes at once, and another one each time that the link was idle for as long: before each layer.
         assert run.seconds >= (run.bytes_sent[0] - 4 * (128 << 10)) / 0.01e9
         with pytest.raises(ValueError, match="jitter need --link limited"):

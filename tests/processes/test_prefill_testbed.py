@@ -13,9 +13,11 @@ from headrace.bench.prefill_grid import prefill_config
 from headrace.bench.prefill_links import RankLink
 from headrace.bench.prefill_testbed import PrefillTestbed, open_testbed
 from headrace.bench.tune import table_stamp
-from headrace.parallel.rate_limit import Limited
-from headrace.planner.choice import ALLOWED, Layout, layout
+from headrace.parallel.rate_limit import RateLimitedTransport
+from headrace.planner.choice import shards_for
+from headrace.planner.schedule import Shards
 from headrace.planner.tuned_table import TunedTable
+from headrace.strategies import OFFERED
 
 KV_BYTES = 3 * 2 * 4 * 32 * 2
 """K and V of one token of the tiny model, in bf16: layers, two, heads, head size, bytes."""
@@ -27,8 +29,8 @@ def testbed() -> Iterator[PrefillTestbed]:
         yield opened
 
 
-def cut(testbed: PrefillTestbed, strategy: str, T: int, P: int = 0) -> Layout:
-    return layout(strategy, testbed.machine, testbed.shape, testbed.size, T, P, None)
+def cut(testbed: PrefillTestbed, strategy: str, T: int, P: int = 0) -> Shards:
+    return shards_for(strategy, testbed.machine, testbed.shape, testbed.size, T, P, None)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_every_prefill_gives_the_token_of_one_rank(testbed: PrefillTestbed, T: i
     alone = testbed.alone(T, P)
     expected = testbed.logits
     assert alone.bytes_sent == (0,) and len(alone.wait_s) == 1
-    for strategy in (*ALLOWED, "gather-full"):
+    for strategy in (*OFFERED, "gather-full"):
         testbed.run(strategy, cut(testbed, strategy, T, P), P, placement)
         assert torch.allclose(testbed.logits, expected, atol=0.05, rtol=0.05), strategy
         assert testbed.logits.argmax() == expected.argmax()
@@ -47,10 +49,10 @@ def test_every_prefill_gives_the_token_of_one_rank(testbed: PrefillTestbed, T: i
 
 def test_figures_of_all_ranks_come_back(testbed: PrefillTestbed) -> None:
     hidden = 256 * 2
-    run = testbed.run("chain", Layout((0, 192, 512, 768), (0, 1, 2)))
+    run = testbed.run("chain", Shards((0, 192, 512, 768), (0, 1, 2)))
     assert run.bytes_sent == (192 * KV_BYTES, 512 * KV_BYTES, hidden)
     assert len(run.wait_s) == 3 and run.wait_s[0] > 0
-    gather = testbed.run("gather", Layout((0, 256, 512, 768), (0, 1, 2)))
+    gather = testbed.run("gather", Shards((0, 256, 512, 768), (0, 1, 2)))
     assert gather.bytes_sent == (512 * KV_BYTES, 512 * KV_BYTES, 512 * KV_BYTES + hidden)
 
 
@@ -66,14 +68,14 @@ def test_relays_count_for_the_prefill_that_they_belong_to(testbed: PrefillTestbe
 def test_a_limited_link_is_a_lower_bound(testbed: PrefillTestbed) -> None:
     rate = 0.004e9
     testbed.set_link(RankLink(rate / 1e9, latency_s=0.02))
-    run = testbed.run("chain", Layout((0, 512, 1024, 1024), (0, 1, 2)))
+    run = testbed.run("chain", Shards((0, 512, 1024, 1024), (0, 1, 2)))
     carried = run.bytes_sent[0]
     assert carried == 512 * KV_BYTES
     assert run.seconds >= carried / rate - carried / testbed.machine.link_bytes_s + 0.02
     assert run.wait_s[1] > 0
     testbed.set_link(RankLink())
-    assert not isinstance(testbed._rank.rank.transport, Limited)
-    assert testbed.run("chain", Layout((0, 512, 1024, 1024), (0, 1, 2))).bytes_sent[0] == carried
+    assert not isinstance(testbed._rank.rank.transport, RateLimitedTransport)
+    assert testbed.run("chain", Shards((0, 512, 1024, 1024), (0, 1, 2))).bytes_sent[0] == carried
 
 
 def test_what_does_not_fit_is_refused(testbed: PrefillTestbed) -> None:
@@ -83,7 +85,7 @@ def test_what_does_not_fit_is_refused(testbed: PrefillTestbed) -> None:
         ((64, 64, 64), 64, "tokens must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            testbed.run("chain", Layout(bounds, (0, 1)), P)
+            testbed.run("chain", Shards(bounds, (0, 1)), P)
 
 
 def test_a_table_of_another_link_is_used_on_the_bed_but_not_of_another_machine(testbed: PrefillTestbed) -> None:

@@ -16,13 +16,14 @@ import pytest
 pytestmark = pytest.mark.unit
 
 SOURCE = Path(__file__).parents[2] / "src"
-BASE = {"types", "config", "logs", "files", "cores", "host", "memory"}
+BASE = {"types", "strategies", "config", "logs", "files", "cores", "host", "memory"}
 CORE = BASE | {"kernels", "kv", "attention"}
 BELOW_ENGINE = CORE | {"models", "planner", "parallel", "offload", "assets"}
 
 MAY_IMPORT = {
     "types": set(),
-    "config": {"types"},
+    "strategies": set(),
+    "config": {"types", "strategies"},
     "memory": set(),
     "logs": set(),
     "files": set(),
@@ -53,8 +54,8 @@ CIRCLES = {
 """Imports that close a circle of modules, and why each may. No other does, in functions and for types neither."""
 
 TORCH = {"torch", "transformers", "safetensors"}
-TORCH_FREE = ("headrace.types", "headrace.config", "headrace.kv", "headrace.planner", "headrace.attention.plan",
-              "headrace.engine.scheduler")  # fmt: skip
+TORCH_FREE = ("headrace.types", "headrace.strategies", "headrace.config", "headrace.kv", "headrace.planner",
+              "headrace.attention.plan", "headrace.engine.scheduler")  # fmt: skip
 NEEDS_TORCH = ("headrace.kv.storage",)
 
 

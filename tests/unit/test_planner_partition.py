@@ -12,19 +12,16 @@ from headrace.planner.partition import (
     align,
     bounds_of,
     causal_pairs,
-    chain_entries,
-    chain_products,
     cut,
     even,
     fractions_of,
-    gather_entries,
-    gather_products,
     interpolate,
     sizes_of,
     to_sizes,
     zigzag,
     zigzag_ranks,
 )
+from tests.unit.planner_oracles import chain_entries, chain_products, gather_entries, gather_products
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.offload.restore import rates
 from headrace.offload.restore.rates import Line, PrefillRate, Rates, Smoothed, measure, size_class
 from headrace.offload.restore.solver import Run, load_all, predict, restore_split
-from headrace.planner.machine import Machine, Shape, Times
+from headrace.planner.machine import LayerTimes, Machine, ModelShape
 from headrace.planner.partition import causal_pairs
 from headrace.types import CHUNK
 
@@ -90,11 +90,11 @@ MACHINE = Machine(
     name="m", cores=2, isa="x", date="2026-01-01", linear_flops_s=8e11, attention_flops_s=((16, 3e11), (512, 6e11)),
     memory_bytes_s=40e9, link_bytes_s=1e9,
 )  # fmt: skip
-SHAPE = Shape(layers=8, hidden=1024, heads=8, kv_heads=8, head_dim=128, mlp=2816, vocab=32000)
+SHAPE = ModelShape(layers=8, hidden=1024, heads=8, kv_heads=8, head_dim=128, mlp=2816, vocab=32000)
 
 
 def profiled(start: int, count: int) -> float:
-    times, end = Times(MACHINE, SHAPE), start + count
+    times, end = LayerTimes(MACHINE, SHAPE), start + count
     return SHAPE.layers * (
         times.qkv(count) + times.rest(count) + times.attend(count, causal_pairs((start, end), (0, end)), end)
     )
@@ -102,12 +102,12 @@ def profiled(start: int, count: int) -> float:
 
 @pytest.mark.parametrize(("start", "count"), [(0, 512), (0, 2048), (4096, 2048), (8192, 512), (16384, 64)])
 def test_prefill_by_profile(start: int, count: int) -> None:
-    found = PrefillRate.of(Times(MACHINE, SHAPE)).seconds(np.array(start), np.array(count))
+    found = PrefillRate.of(LayerTimes(MACHINE, SHAPE)).seconds(np.array(start), np.array(count))
     assert only(found) == pytest.approx(profiled(start, count), rel=0.2 if count > 64 else 0.6)
 
 
 def test_prefill_of_few_tokens_reads_the_weights() -> None:
-    rate = PrefillRate.of(Times(MACHINE, SHAPE))
+    rate = PrefillRate.of(LayerTimes(MACHINE, SHAPE))
     assert only(rate.seconds(np.array(0), np.array(1))) == pytest.approx(rate.floor_s, rel=0.01)
     assert only(rate.seconds(np.array(0), np.array(0))) == 0
 

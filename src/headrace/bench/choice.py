@@ -15,7 +15,7 @@ from headrace.console import err, out
 
 if TYPE_CHECKING:
     from headrace.bench.prefill_testbed import PrefillTestbed
-    from headrace.planner.choice import Choice
+    from headrace.planner.choice import StrategyChoice
 
 
 @dataclass
@@ -59,18 +59,19 @@ class ChoiceBench(PrefillGrid):
 
     def _cell(self, testbed: PrefillTestbed, T: int, P: int) -> Case:
         from headrace.bench.prefill_search import in_turns
-        from headrace.planner.choice import ALLOWED, choose, layout
+        from headrace.planner.choice import choose, shards_for
+        from headrace.strategies import OFFERED
 
         err.print(f"{testbed.size} ranks, {T} tokens on {P}, link {testbed.link}", style="dim")
         machine, held = testbed.planned_on(self.tuned), testbed.cached_on("ring-kv", P, self.placement)
         where = (machine, testbed.shape, testbed.size, T, P, held, self.tuned)
         choice = choose(*where, rule=self.rule)
-        runs = testbed.runs({name: layout(name, *where) for name in ALLOWED}, P, self.placement)
+        runs = testbed.runs({name: shards_for(name, *where) for name in OFFERED}, P, self.placement)
         found = {name: [run.seconds for run in each] for name, each in in_turns(runs, self.repeats).items()}
         return _case(testbed, T, P, choice, found)
 
 
-def _case(testbed: PrefillTestbed, T: int, P: int, choice: Choice, found: dict[str, list[float]]) -> Case:
+def _case(testbed: PrefillTestbed, T: int, P: int, choice: StrategyChoice, found: dict[str, list[float]]) -> Case:
     measured = {name: statistics.median(times) for name, times in found.items()}
     best = min(measured, key=measured.__getitem__)
     return {

@@ -26,8 +26,8 @@ from headrace.types import CHUNK
 
 if TYPE_CHECKING:
     from headrace.bench.prefill_testbed import PrefillRun, PrefillTestbed
-    from headrace.planner.choice import Layout
     from headrace.planner.partition import Bounds
+    from headrace.planner.schedule import Shards
 
 STRATEGIES = ("single", "gather", "gather-full", "chain-even", "chain", "chain-searched", "ring-kv", "ring-q")
 CHAINS = ("chain-even", "chain", "chain-searched")
@@ -56,7 +56,7 @@ class PrefillBench(PrefillGrid):
     threads: int = option(prefill_grid.THREADS_HELP, 1, min=1)
     dtype: str = option(prefill_grid.DTYPE_HELP, "auto")
     table: Path | None = option("Table of `headrace tune` for the chain's blocks.", None)
-    search: bool = option("Search the chain's blocks; else the cost model's.", True)
+    search: bool = option("PartitionSearch the chain's blocks; else the cost model's.", True)
     stride: int = option("Tokens between two bounds that the search tries.", 64, min=1)
     search_repeats: int = option("Prefills of each searched point.", 2, min=1)
     placement: Literal["own", "round", "last"] = option(
@@ -109,13 +109,13 @@ class PrefillBench(PrefillGrid):
         for name, found in in_turns(runs, self.repeats).items():
             yield self._case(testbed, name, T, P, cuts[name], found)
 
-    def _timed(self, testbed: PrefillTestbed, name: str, cut: Layout, P: int) -> Callable[[], PrefillRun]:
+    def _timed(self, testbed: PrefillTestbed, name: str, cut: Shards, P: int) -> Callable[[], PrefillRun]:
         if name == "single":
             return lambda: testbed.alone(cut.bounds[-1] - P, P)
         strategy = "chain" if name in CHAINS else name
         return lambda: testbed.run(strategy, cut, P, self.placement)
 
-    def _case(self, testbed: PrefillTestbed, name: str, T: int, P: int, cut: Layout, found: list[PrefillRun]) -> Case:
+    def _case(self, testbed: PrefillTestbed, name: str, T: int, P: int, cut: Shards, found: list[PrefillRun]) -> Case:
         from headrace.bench.prefill_testbed import median
 
         middle = median(found)
@@ -126,21 +126,21 @@ class PrefillBench(PrefillGrid):
             "ttfts": [run.seconds for run in found],
         }  # fmt: skip
 
-    def _cut(self, testbed: PrefillTestbed, name: str, T: int, P: int) -> Layout:
-        from headrace.planner.choice import Layout, layout
+    def _cut(self, testbed: PrefillTestbed, name: str, T: int, P: int) -> Shards:
+        from headrace.planner.choice import shards_for
         from headrace.planner.partition import align, even
 
         if name == "single":
-            return Layout((P, P + T), (0,))
+            return Shards((P, P + T), (0,))
         if name == "chain-even":
-            return Layout(align([P + bound for bound in even(T, testbed.size)], CHUNK), tuple(range(testbed.size)))
+            return Shards(align([P + bound for bound in even(T, testbed.size)], CHUNK), tuple(range(testbed.size)))
         strategy, tuned = "chain" if name in CHAINS else name, self.tuned if name == "chain" else None
         held = testbed.cached_on(strategy, P, self.placement)
-        cut = layout(strategy, testbed.planned_on(tuned), testbed.shape, testbed.size, T, P, held, tuned)
+        cut = shards_for(strategy, testbed.planned_on(tuned), testbed.shape, testbed.size, T, P, held, tuned)
         given = name == "chain" and (self.tuned is not None or not self.search)
         if strategy != "chain" or given or testbed.size * self.stride > T:
             return cut
-        return Layout(self._searched(testbed, cut.bounds, P), cut.ranks)
+        return Shards(self._searched(testbed, cut.bounds, P), cut.ranks)
 
     def _searched(self, testbed: PrefillTestbed, seed: Bounds, P: int) -> Bounds:
         """KVR-S, begun at the cost model's bounds."""

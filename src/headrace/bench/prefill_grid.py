@@ -62,9 +62,9 @@ class PrefillGrid(Benchmark):
 
     @cached_property
     def tuned(self) -> TunedTable | None:
-        from headrace.planner.tuned_table import load
+        from headrace.planner.tuned_table import load_table
 
-        return None if self.table is None else load(self.table)
+        return None if self.table is None else load_table(self.table)
 
     def testbeds(self) -> Iterator[PrefillTestbed]:
         """A testbed for each number of ranks, behind each link."""

@@ -7,9 +7,9 @@ from functools import partial
 from typing import TypeVar
 
 from headrace.bench.prefill_testbed import CachedPlacement, PrefillRun, PrefillTestbed, median
-from headrace.planner.choice import Layout
 from headrace.planner.partition import Bounds
-from headrace.planner.search import Search
+from headrace.planner.partition_search import PartitionSearch
+from headrace.planner.schedule import Shards
 
 FINALISTS, FINALS = 4, 3
 """So many points of a search are measured again, so many times each."""
@@ -23,7 +23,7 @@ def search(
     repeats: int,
     placement: CachedPlacement = "own",
     measured: dict[Bounds, float] | None = None,
-) -> Search:
+) -> PartitionSearch:
     """A search for the chain's bounds by prefills; its own bounds begin at 0. Nothing is measured cold."""
     order = tuple(range(testbed.size))
 
@@ -31,18 +31,18 @@ def search(
 
     def measure(bounds: Bounds) -> float:
         nonlocal warm
-        cut = Layout(tuple(P + bound for bound in bounds), order)
+        cut = Shards(tuple(P + bound for bound in bounds), order)
         if not warm:
             testbed.run("chain", cut, P, placement)
             warm = True
         return median([testbed.run("chain", cut, P, placement) for _ in range(repeats)]).seconds
 
     start = [bound - P for bound in seed]
-    return Search(start[-1], testbed.size, measure, seed=start, stride=stride, measured=measured)
+    return PartitionSearch(start[-1], testbed.size, measure, seed=start, stride=stride, measured=measured)
 
 
 def confirmed(
-    testbed: PrefillTestbed, found: Search, P: int, placement: CachedPlacement = "own"
+    testbed: PrefillTestbed, found: PartitionSearch, P: int, placement: CachedPlacement = "own"
 ) -> tuple[Bounds, float]:
     """Best bounds of a search and their time: its fastest points are measured again in turns, so none wins by luck.
 
@@ -51,7 +51,7 @@ def confirmed(
     order = tuple(range(testbed.size))
     finalists = sorted(found.measured, key=found.measured.__getitem__)[:FINALISTS]
     runs = {
-        bounds: partial(testbed.run, "chain", Layout(tuple(P + bound for bound in bounds), order), P, placement)
+        bounds: partial(testbed.run, "chain", Shards(tuple(P + bound for bound in bounds), order), P, placement)
         for bounds in finalists
     }
     times = {bounds: median(again).seconds for bounds, again in in_turns(runs, FINALS).items()}

@@ -26,19 +26,19 @@ from headrace.bench.prefill_worker import FIGURES, MAKER, MeasuredRank, pin, unc
 from headrace.config import EngineConfig
 from headrace.console import err
 from headrace.engine import ranks as engine_ranks
-from headrace.engine.driver import KEEPS_ALL, ending_in
+from headrace.engine.driver import ending_in
 from headrace.engine.ranks import Ranks
 from headrace.models.decoder import Decoder
 from headrace.models.weights import Progress
-from headrace.parallel.messages import Group as StepGroup
-from headrace.parallel.messages import Part, Step, encode
+from headrace.parallel.messages import RankStep, StepGroup, StepPart, encode
 from headrace.parallel.rank import Hidden, Rank
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.transport import LoopbackHub
-from headrace.planner.choice import Layout
 from headrace.planner.machine import Machine
 from headrace.planner.partition import zigzag, zigzag_ranks
+from headrace.planner.schedule import Shards
 from headrace.planner.tuned_table import TunedTable
+from headrace.strategies import KEEPS_ALL
 from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
 
 CachedPlacement = Literal["own", "round", "last"]
@@ -104,7 +104,7 @@ class PrefillTestbed:
         self.config, self.machine, self.shape = config, opened.machine, opened.shape
         self.group, self.size = opened.group, opened.group.context.size
         self.link, self._spaces, self._links = RankLink(), spaces, uncounted(opened.group)
-        self._crew.on_failure(self._links.fail)
+        self._workers.on_failure(self._links.fail)
         self._rank, self.steps = MeasuredRank(opened.rank), 0
         storage = opened.rank.storage
         alone = Rank(decoder, storage, opened.rank.kernels.backend, LoopbackHub(1).transport(0))
@@ -146,8 +146,8 @@ class PrefillTestbed:
         """What the planner goes by: the table's profile, else the measured one, behind the link in force."""
         return self.link.profile(self.machine if table is None else table.machine)
 
-    def run(self, strategy: str, cut: Layout, P: int = 0, placement: CachedPlacement = "own") -> PrefillRun:
-        """Prefills cut.bounds[0] .. cut.bounds[-1] by one of parallel.rank.STRATEGIES on P cached tokens, which are
+    def run(self, strategy: str, cut: Shards, P: int = 0, placement: CachedPlacement = "own") -> PrefillRun:
+        """Prefills cut.bounds[0] .. cut.bounds[-1] by one of headrace.strategies on P cached tokens, which are
         laid first where they are not there. Raises ValueError for what does not fit, RankLost."""
         end = cut.bounds[-1]
         self._check(P, end)
@@ -161,7 +161,7 @@ class PrefillTestbed:
             self._wrote(part, owners)
 
     def runs(
-        self, cuts: Mapping[str, Layout], P: int, placement: CachedPlacement
+        self, cuts: Mapping[str, Shards], P: int, placement: CachedPlacement
     ) -> dict[str, Callable[[], PrefillRun]]:
         """`run` of each strategy, to be called."""
         return {name: partial(self.run, name, cut, P, placement) for name, cut in cuts.items()}
@@ -172,7 +172,7 @@ class PrefillTestbed:
         self._lay([0] * (P // CHUNK))
         owners = [0] * chunks_for(P + T)
         part = self._part(P, (P, P + T), (0,), owners)
-        step = Step(0, [StepGroup("single", [part])])
+        step = RankStep(0, [StepGroup("single", [part])])
         began = time.perf_counter()
         hidden = self._alone.run(step)
         self._logits(hidden, part)
@@ -199,10 +199,10 @@ class PrefillTestbed:
         if end > self._slots * CHUNK:
             raise ValueError(f"{end} tokens do not fit in the {self._slots * CHUNK} of each rank's cache")
 
-    def _part(self, P: int, bounds: Sequence[int], ranks: Sequence[int], owners: Sequence[int]) -> Part:
+    def _part(self, P: int, bounds: Sequence[int], ranks: Sequence[int], owners: Sequence[int]) -> StepPart:
         end = bounds[-1]
         slots = [owner * self._slots + chunk for chunk, owner in enumerate(owners)]
-        return Part(self.tokens[P:end], P, slots, list(bounds), list(ranks), 1, end)
+        return StepPart(self.tokens[P:end], P, slots, list(bounds), list(ranks), 1, end)
 
     def _lay(self, cached: list[int]) -> None:
         """Fills cached chunks that are not there by one prefill of them all; not timed."""
@@ -213,25 +213,25 @@ class PrefillTestbed:
         self._timed("ring-kv", part)
         self._wrote(part, cached)
 
-    def _wrote(self, part: Part, owners: Sequence[int]) -> None:
+    def _wrote(self, part: StepPart, owners: Sequence[int]) -> None:
         new = range(part.start // CHUNK, chunks_for(part.end))
         self._laid |= {(owners[chunk], chunk) for chunk in new}
         if part.end % CHUNK:
             self._laid.discard((owners[new[-1]], new[-1]))
 
-    def _timed(self, strategy: str, part: Part) -> PrefillRun:
+    def _timed(self, strategy: str, part: StepPart) -> PrefillRun:
         self.steps += 1
-        step = Step(self.steps, [StepGroup(strategy, [part])])  # type: ignore[arg-type]
+        step = RankStep(self.steps, [StepGroup(strategy, [part])])
         body = encode(step)
         began = time.perf_counter()
-        self._crew.send(body)
+        self._workers.send(body)
         hidden = self._rank.run(step)
         self._logits(hidden, part)
         seconds = time.perf_counter() - began
         told = [[self._rank.waited, self._rank.sent()], *self._heard()]
         return PrefillRun(seconds, tuple(wait for wait, _ in told), tuple(round(size) for _, size in told))
 
-    def _logits(self, hidden: Hidden, part: Part) -> None:
+    def _logits(self, hidden: Hidden, part: StepPart) -> None:
         with torch.inference_mode():
             self.logits = self._alone.rank.decoder.logits(hidden[0, 0, part.end - 1][None])
 
@@ -243,13 +243,13 @@ class PrefillTestbed:
         return [x.tolist() for x in told]
 
     @property
-    def _crew(self) -> WorkerSupervisor:
-        crew = self.group.crew
-        assert crew is not None, "rank 0 has the crew"
-        return crew
+    def _workers(self) -> WorkerSupervisor:
+        workers = self.group.workers
+        assert workers is not None, "rank 0 supervises the workers"
+        return workers
 
-    def _send(self, step: Step) -> None:
-        self._crew.send(encode(step))
+    def _send(self, step: RankStep) -> None:
+        self._workers.send(encode(step))
 
 
 def _owners(

@@ -14,9 +14,9 @@ from headrace.bench.prefill_links import LINK, apply
 from headrace.config import EngineConfig
 from headrace.engine import ranks as engine_ranks
 from headrace.parallel.group import Group
-from headrace.parallel.messages import Step
+from headrace.parallel.messages import RankStep
 from headrace.parallel.rank import Hidden, Rank
-from headrace.parallel.rate_limit import Limited
+from headrace.parallel.rate_limit import RateLimitedTransport
 from headrace.parallel.torch_transport import TorchTransport
 from headrace.parallel.transport import LAST, Tag
 
@@ -33,14 +33,14 @@ class MeasuredRank:
     waited: float = 0.0
     _before: int = 0
 
-    def link(self, step: Step) -> None:
+    def link(self, step: RankStep) -> None:
         transport = self.rank.transport
-        if isinstance(transport, Limited):
+        if isinstance(transport, RateLimitedTransport):
             transport.close()
             transport = transport.transport
         self.rank.transport = apply(step, transport)
 
-    def run(self, step: Step) -> Hidden:
+    def run(self, step: RankStep) -> Hidden:
         traffic = self.rank.transport.traffic
         waited, self._before = traffic.wait_s, sum(traffic.bytes.values())
         hidden = self.rank.run(step)
@@ -60,7 +60,7 @@ class PrefillWorker:
     def __init__(self, rank: Rank, group: Group) -> None:
         self.measured, self.links = MeasuredRank(rank), uncounted(group)
 
-    def run(self, step: Step) -> None:
+    def run(self, step: RankStep) -> None:
         if step.number == LINK:
             self.measured.link(step)
             return

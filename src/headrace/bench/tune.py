@@ -20,10 +20,11 @@ from headrace.bench.prefill_testbed import PrefillTestbed, median, open_testbed
 from headrace.bench.tuning import Tuning
 from headrace.console import err, loading, out, telling
 from headrace.engine.ranks import stamp
-from headrace.planner.choice import ALLOWED, layout, predict
+from headrace.planner.chain_partition import best_chain
+from headrace.planner.choice import predict, shards_for
 from headrace.planner.heuristic import fit_heuristic
-from headrace.planner.optimum import best_chain
-from headrace.planner.tuned_table import Stamp, TunedTable, load
+from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
+from headrace.strategies import OFFERED, STRATEGIES
 from headrace.types import CHUNK
 
 SHARES = (64, 32, 16, 8, 4, 2)
@@ -38,7 +39,7 @@ Say = Callable[[str], None]
 def run(tuning: Tuning) -> TunedTable:
     """Measures what is missing in the table and saves it. Raises ValueError for a table of something else."""
     config = tuning.config()
-    known = load(tuning.path) if tuning.path.exists() else None
+    known = load_table(tuning.path) if tuning.path.exists() else None
     with ExitStack() as opened:
         with loading(tuning.model) as progress:
             testbed = opened.enter_context(open_testbed(config, progress=progress))
@@ -58,7 +59,7 @@ def run(tuning: Tuning) -> TunedTable:
     return table
 
 
-def table_stamp(testbed: PrefillTestbed, link: RankLink) -> Stamp:
+def table_stamp(testbed: PrefillTestbed, link: RankLink) -> TableStamp:
     """What the engine would ask for; a link that was limited here is another one."""
     here = stamp(testbed.config, testbed.shape, testbed.machine)
     return here if link == RankLink() else msgspec.structs.replace(here, link=f"{here.link}, limited to {link}")
@@ -98,7 +99,7 @@ def _corrections(tuning: Tuning, testbed: PrefillTestbed, table: TunedTable, say
     factors: dict[str, list[float]] = {}
     for T, P in _cells(tuning.tokens):
         say(f"corrections: {T} tokens on {P}")
-        names = [name for name in ALLOWED if P or name != "ring-q"]
+        names = [name for name in OFFERED if P or not STRATEGIES[name].needs_cached]
         for name, (seconds, predicted) in _against_model(tuning, testbed, table, names, T, P).items():
             factors.setdefault(name, []).append(seconds / predicted)
     return {name: statistics.geometric_mean(values) for name, values in factors.items()}
@@ -119,7 +120,7 @@ def _against_model(
 ) -> dict[str, tuple[float, float]]:
     """(measured, predicted) seconds; cached chunks lie on the ranks in turn."""
     held = testbed.cached_on("ring-kv", P, "round")
-    cuts = {name: layout(name, table.machine, testbed.shape, testbed.size, T, P, held, table) for name in names}
+    cuts = {name: shards_for(name, table.machine, testbed.shape, testbed.size, T, P, held, table) for name in names}
     found = in_turns(testbed.runs(cuts, P, "round"), tuning.repeats)
     return {
         name: (

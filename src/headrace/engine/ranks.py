@@ -9,10 +9,12 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import torch
 
+import headrace
 from headrace import cores
 from headrace.config import EngineConfig
 from headrace.engine import torchrun
@@ -24,15 +26,15 @@ from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.weights import Progress
 from headrace.parallel import launch, measure
-from headrace.parallel.group import Group, interface_name
+from headrace.parallel.group import Group, interface_name, unless_failed
 from headrace.parallel.rank import Rank
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import RankLost
-from headrace.planner.choice import ALLOWED, Choice, choose
-from headrace.planner.machine import Machine, Shape
-from headrace.planner.tuned_table import Stamp, TunedTable
-from headrace.planner.tuned_table import load as load_table
+from headrace.planner.choice import StrategyChoice, choose
+from headrace.planner.machine import Machine, ModelShape
+from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
+from headrace.strategies import OFFERED
 from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ log = logging.getLogger(__name__)
 MAKER = "headrace.engine.ranks:make"
 
 VERDICT_S = 2.0
-"""So long after a link broke the crew may take to find out why."""
+"""So long after a link broke the supervisor may take to find out why."""
 
 
 def count(config: EngineConfig) -> int:
@@ -97,22 +99,22 @@ class Ranks:
     group: Group
     rank: Rank
     machine: Machine
-    shape: Shape
+    shape: ModelShape
     table: TunedTable | None
     told: str
 
     def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
-        return Driver(self.rank, cache, self._crew.send, self._advise(config), allowed(config), end=self.close)
+        return Driver(self.rank, cache, self._workers.send, self._advise(config), allowed(config), end=self.close)
 
     @property
-    def _crew(self) -> WorkerSupervisor:
-        assert self.group.crew is not None, "rank 0 has the crew"
-        return self.group.crew
+    def _workers(self) -> WorkerSupervisor:
+        assert self.group.workers is not None, "rank 0 supervises the workers"
+        return self.group.workers
 
     def _advise(self, config: EngineConfig) -> Advise:
         ranks = self.group.context.size
 
-        def advise(tokens: int, cached: int, cached_on: Sequence[float], allow: tuple[str, ...]) -> Choice:
+        def advise(tokens: int, cached: int, cached_on: Sequence[float], allow: tuple[str, ...]) -> StrategyChoice:
             return choose(
                 self.machine, self.shape, ranks, tokens, cached, cached_on, self.table,
                 rule=config.strategy_rule, allowed=allow,
@@ -121,17 +123,17 @@ class Ranks:
         return advise
 
     def on_failure(self, callback: Callable[[str], None]) -> None:
-        """callback(reason) as soon as a worker is gone, hangs or gives up, on a thread of the crew."""
-        self._crew.on_failure(callback)
+        """callback(reason) as soon as a worker is gone, hangs or gives up, on a thread of the supervisor."""
+        self._workers.on_failure(callback)
 
     def why_lost(self, error: RankLost) -> str:
-        """The crew's reason, which says how a process ended; what the link said if the crew knows of nothing."""
-        self._crew.failed.wait(VERDICT_S)
-        return self._crew.reason or str(error)
+        """The supervisor's reason, which says how a process ended; what the link said if it knows of none."""
+        self._workers.failed.wait(VERDICT_S)
+        return self._workers.reason or str(error)
 
     def end_workers(self) -> None:
         """Without closing the links, which a transfer under way may hold up. For a process that ends itself."""
-        self._crew.close()
+        self._workers.close()
 
     def close(self) -> None:
         self.group.close()
@@ -139,7 +141,7 @@ class Ranks:
 
 def allowed(config: EngineConfig) -> tuple[str, ...]:
     """Strategies that the planner may choose; a forced one falls back to pass-KV where it cannot be."""
-    return ALLOWED if config.prefill_strategy == "auto" else (config.prefill_strategy,)
+    return OFFERED if config.prefill_strategy == "auto" else (config.prefill_strategy,)
 
 
 def open_ranks(
@@ -155,12 +157,12 @@ def open_ranks(
     """
     group = launch.open_group(config, maker, start)
     try:
-        assert group.crew is not None
+        assert group.workers is not None
         decoder = load_share(config, group, progress)
         rank = _make(config, group, decoder)
-        measured = launch.unless_failed(group.crew, lambda: measure.take_part(rank))
-        group.crew.wait_ready()
-        machine, shape = measure.machine(*measured), Shape.of(decoder.config, decoder.dtype.itemsize)
+        measured = unless_failed(group.workers, lambda: measure.take_part(rank))
+        group.workers.wait_ready()
+        machine, shape = measure.machine(*measured), ModelShape.of(decoder.config, decoder.dtype.itemsize)
         tuned = _table(config, shape, machine)
         told = describe(config) + (_profile(config, machine) if config.context_parallel_size > 1 else "")
         log.info("%s", told)
@@ -187,7 +189,7 @@ def _profile(config: EngineConfig, machine: Machine) -> str:
     return f"; {measure.describe(machine)}; strategy {how}{tuned}"
 
 
-def _table(config: EngineConfig, shape: Shape, machine: Machine) -> TunedTable | None:
+def _table(config: EngineConfig, shape: ModelShape, machine: Machine) -> TunedTable | None:
     """The tuned table that the settings name. Raises ValueError where it does not fit this group."""
     if config.parallel_table is None:
         return None
@@ -196,6 +198,10 @@ def _table(config: EngineConfig, shape: Shape, machine: Machine) -> TunedTable |
     return tuned
 
 
-def stamp(config: EngineConfig, shape: Shape, machine: Machine) -> Stamp:
+def stamp(config: EngineConfig, shape: ModelShape, machine: Machine) -> TableStamp:
     """What a tuned table of this group is made for."""
-    return measure.stamp(model_folder(config.model).name, shape, config.context_parallel_size, config, machine)
+    return TableStamp(
+        machine=machine.fingerprint, model=model_folder(config.model).name, shape=shape,
+        ranks=config.context_parallel_size, link=f"gloo on {config.rank_interface}", version=headrace.__version__,
+        date=date.today().isoformat(),
+    )  # fmt: skip

@@ -26,10 +26,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from headrace.config import EngineConfig
 from headrace.files import open_own
-from headrace.parallel.control import FORM_S, Channel, Hello, Join
+from headrace.parallel.control import FORM_S, Channel, JoinGroup, WorkerHello
 from headrace.parallel.group import Group, form, unless_failed
 from headrace.parallel.handshake import Handshake
-from headrace.parallel.store import LinkStore
+from headrace.parallel.link_store import LinkStore
 from headrace.parallel.supervisor import WorkerProcess, WorkerSupervisor, end_processes
 from headrace.parallel.transport import RankLost
 from headrace.parallel.worker import encode_config, rank_main
@@ -57,22 +57,22 @@ def open_group(config: EngineConfig, maker: str, start: Starter | None = None) -
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
     with ExitStack() as undo:
         processes, links = _meet(config, secret, start or _starter(config), undo)
-        crew = WorkerSupervisor(links, config.rank_timeout_s, processes)
-        undo.callback(crew.close)
-        group = _join(crew, config, maker, secret)
+        workers = WorkerSupervisor(links, config.rank_timeout_s, processes)
+        undo.callback(workers.close)
+        group = _join(workers, config, maker, secret)
         undo.pop_all()
         return group
 
 
 def _meet(
     config: EngineConfig, secret: str, start: Starter, undo: ExitStack
-) -> tuple[Mapping[int, WorkerProcess], dict[int, tuple[Channel, Hello]]]:
+) -> tuple[Mapping[int, WorkerProcess], dict[int, tuple[Channel, WorkerHello]]]:
     """The workers' processes, whose end is left to `undo`, and their links. The port where they came in is closed."""
     size = config.context_parallel_size * config.tensor_parallel_size
-    with Handshake(config.rank_interface, secret) as gate, ExitStack() as met:
-        processes = start(config, gate.address, secret, met)
+    with Handshake(config.rank_interface, secret) as handshake, ExitStack() as met:
+        processes = start(config, handshake.address, secret, met)
         undo.callback(end_processes, processes)
-        return processes, gate.admit(range(1, size), FORM_S, lambda: _all_run(processes))
+        return processes, handshake.admit(range(1, size), FORM_S, lambda: _all_run(processes))
 
 
 def run_if_worker(interface: str) -> int | None:
@@ -86,13 +86,15 @@ def run_if_worker(interface: str) -> int | None:
     return rank_main(address, _read_secret(kept) if kept else os.environ[SECRET], environment.rank, interface)
 
 
-def _join(crew: WorkerSupervisor, config: EngineConfig, maker: str, secret: str) -> Group:
+def _join(workers: WorkerSupervisor, config: EngineConfig, maker: str, secret: str) -> Group:
     context, tensor = config.context_parallel_size, config.tensor_parallel_size
-    crew.join(Join(context * tensor, context, tensor, encode_config(config), maker))
-    store = LinkStore(crew.ask)
-    group: Group = unless_failed(crew, lambda: form(0, context, tensor, store, config.rank_interface, secret), FORM_S)
-    group.crew = crew
-    crew.on_failure(group.fail)
+    workers.join(JoinGroup(context * tensor, context, tensor, encode_config(config), maker))
+    store = LinkStore(workers.ask)
+    group: Group = unless_failed(
+        workers, lambda: form(0, context, tensor, store, config.rank_interface, secret), FORM_S
+    )
+    group.workers = workers
+    workers.on_failure(group.fail)
     return group
 
 
@@ -122,7 +124,7 @@ def _all_run(processes: Mapping[int, WorkerProcess]) -> None:
 
 
 @dataclass
-class Child:
+class ChildProcess:
     """A worker that this process started."""
 
     popen: subprocess.Popen[bytes]
@@ -147,7 +149,7 @@ def spawn(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Ma
     processes: dict[int, WorkerProcess] = {}
     try:
         for rank in range(1, config.context_parallel_size * config.tensor_parallel_size):
-            processes[rank] = Child(spawn_one(rank, address, config.rank_interface, secret))
+            processes[rank] = ChildProcess(spawn_one(rank, address, config.rank_interface, secret))
     except BaseException:
         end_processes(processes)
         raise

@@ -19,8 +19,8 @@ from headrace.attention.execute import BACKENDS
 from headrace.attention.plan import Int32
 from headrace.config import AttentionSpec
 from headrace.kernels.state import FoldState
-from headrace.parallel.layout import Run
-from headrace.parallel.transport import Work
+from headrace.parallel.group_layout import RowRange
+from headrace.parallel.transport import Transfer
 from headrace.parallel.workspace import scales
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
@@ -63,7 +63,7 @@ class Kernels:
 class Arrival:
     """Chunks that a transfer brings: a receive of each tensor, and the workspace's chunks begin .. end-1."""
 
-    works: list[Work]
+    works: list[Transfer]
     begin: int
     end: int
 
@@ -79,7 +79,7 @@ class Arrival:
 class Rows:
     """A rank's rows in a group, its plan over the workspace, and the tables of its runs."""
 
-    def __init__(self, runs: list[Run], tables: list[Int32], kernels: Kernels) -> None:
+    def __init__(self, runs: list[RowRange], tables: list[Int32], kernels: Kernels) -> None:
         self.runs, self.tables, self.kernels = runs, tables, kernels
         plan = planning.build([planning.Span(t, r.start, r.rows) for r, t in zip(runs, tables, strict=True)])
         self.positions = torch.from_numpy(plan.positions)

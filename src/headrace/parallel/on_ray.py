@@ -52,8 +52,8 @@ def start(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Ma
             "add nodes, or ask for fewer ranks or --threads"
         )
     ranks = range(1, workers + 1)
-    place = Place(group, set(ranks))
-    return {rank: Actor(place, rank, cpus, (address, secret, config.rank_interface)) for rank in ranks}
+    place = RayPlacement(group, set(ranks))
+    return {rank: RayWorker(place, rank, cpus, (address, secret, config.rank_interface)) for rank in ranks}
 
 
 def _attach() -> None:
@@ -80,7 +80,7 @@ def _check_hosts(interface: str) -> None:
         )
 
 
-class Member:
+class RayMember:
     """The actor: its one call is the worker's life."""
 
     def serve(self, address: str, secret: str, rank: int, driver_interface: str) -> int:
@@ -89,7 +89,7 @@ class Member:
 
 
 @dataclass
-class Place:
+class RayPlacement:
     """The placement group and its actors that have not ended; it is given back with the last of them."""
 
     group: Any
@@ -102,13 +102,13 @@ class Place:
                 remove_placement_group(self.group)
 
 
-class Actor:
+class RayWorker:
     """A WorkerProcess."""
 
-    def __init__(self, place: Place, rank: int, cpus: int, where: tuple[str, str, str]) -> None:
+    def __init__(self, place: RayPlacement, rank: int, cpus: int, where: tuple[str, str, str]) -> None:
         address, secret, interface = where
         strategy = PlacementGroupSchedulingStrategy(placement_group=place.group, placement_group_bundle_index=rank - 1)
-        made = ray.remote(Member).options(num_cpus=cpus, max_restarts=0, scheduling_strategy=strategy)
+        made = ray.remote(RayMember).options(num_cpus=cpus, max_restarts=0, scheduling_strategy=strategy)
         self._place, self._rank = place, rank
         self._actor = made.remote()
         self._life = self._actor.serve.remote(address, secret, rank, interface)

@@ -16,7 +16,7 @@ from headrace.attention.plan import Int32
 from headrace.config import AttentionSpec
 from headrace.kv.storage import KVStorage
 from headrace.memory import zeros
-from headrace.parallel.transport import Work
+from headrace.parallel.transport import Transfer
 from headrace.types import CHUNK
 
 DEPTH = 3
@@ -34,7 +34,7 @@ def scales(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(("k_scale", "v_scale"), tensors[2:], strict=False))
 
 
-class Buffer:
+class LayerBuffer:
     """K, V (and scales) of C chunks; `works` are the transfers that use it."""
 
     def __init__(self, spec: AttentionSpec, chunks: int, dtype: torch.dtype) -> None:
@@ -42,7 +42,7 @@ class Buffer:
         self.tensors = [zeros((chunks, *shape), dtype) for shape in shapes]
         if dtype == torch.int8:
             self.tensors += [zeros((chunks, spec.kv_heads, CHUNK), torch.float32) for _ in range(2)]
-        self.works: list[Work] = []
+        self.works: list[Transfer] = []
 
     def drain(self) -> None:
         """Waits until nobody reads or writes the buffer any more."""
@@ -57,16 +57,16 @@ class Workspace:
     def __init__(self, spec: AttentionSpec, dtype: torch.dtype) -> None:
         self.spec, self.dtype = spec, dtype
         self.chunks = 0
-        self.buffers: list[Buffer] = []
+        self.buffers: list[LayerBuffer] = []
 
     def reserve(self, chunks: int) -> None:
         """Makes room for `chunks` chunks a layer; what is under way is finished first if it must move."""
         if chunks > self.chunks:
             self.drain()
             self.chunks = chunks
-            self.buffers = [Buffer(self.spec, chunks, self.dtype) for _ in range(DEPTH)]
+            self.buffers = [LayerBuffer(self.spec, chunks, self.dtype) for _ in range(DEPTH)]
 
-    def at(self, layer: int) -> Buffer:
+    def at(self, layer: int) -> LayerBuffer:
         return self.buffers[layer % DEPTH]
 
     def drain(self) -> None:

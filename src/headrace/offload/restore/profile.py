@@ -15,7 +15,7 @@ from headrace.offload import frame
 from headrace.offload.copy_streams import copy_alone
 from headrace.offload.restore import rates
 from headrace.offload.restore.rates import PrefillRate, Rates
-from headrace.planner.machine import Shape
+from headrace.planner.machine import ModelShape
 from headrace.types import CHUNK
 
 LINEAR_ROWS = 256
@@ -32,7 +32,7 @@ PIECE = 1 << 21
 def measure(decoder: Decoder, storage: KVStorage, backend: str) -> Rates:
     """Rates of projecting, prefilling and moving chunks, in about a second or less. Writes to the first slots of the
     pool, which must be empty. What was never tried here (disk, remote) begins as offload.restore.rates guesses it."""
-    shape = Shape.of(decoder.config, decoder.dtype.itemsize)
+    shape = ModelShape.of(decoder.config, decoder.dtype.itemsize)
     project, prefill = _Projection(decoder, storage, backend), _prefill(decoder, shape)
     found = rates.measure(shape, project, {"host": _Move()}, prefill=prefill)
     _forward(decoder, storage, backend, found)
@@ -76,7 +76,7 @@ class _Move:
             frame.checksum(self.into[at:end].numpy().data)
 
 
-def _prefill(decoder: Decoder, shape: Shape) -> PrefillRate:
+def _prefill(decoder: Decoder, shape: ModelShape) -> PrefillRate:
     """By the products of the first layer: at many rows, and of one row, which reads the weights."""
     matrices = [w for name, w in decoder.matrices.items() if name.startswith("layers.0.")]
     elements = sum(w.shape[0] * w.shape[1] for w in matrices)

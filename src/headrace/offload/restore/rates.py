@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.planner.machine import Machine, Shape, Times
+from headrace.planner.machine import LayerTimes, Machine, ModelShape
 from headrace.planner.partition import causal_pairs
 
 Floats = NDArray[np.float64]
@@ -188,7 +188,7 @@ class PrefillRate:
         self.observed = 0
 
     @classmethod
-    def of(cls, times: Times) -> PrefillRate:
+    def of(cls, times: LayerTimes) -> PrefillRate:
         """By a profile of the machine."""
         layers, rows = times.shape.layers, 512
         linear = times.qkv(rows) + times.rest(rows)
@@ -375,7 +375,7 @@ for a moment then spoils the first rates of nothing, and what it spoiled would l
 
 
 def measure(
-    shape: Shape,
+    shape: ModelShape,
     project: Callable[[int], object],
     reads: Mapping[str, Callable[[int], object]] | None = None,
     machine: Machine | None = None,
@@ -398,13 +398,13 @@ def measure(
     return Rates(shape.layers, line, prefill or _guess(shape, machine, token_s), tiers, cpu if shares_cores else None)
 
 
-def _guess(shape: Shape, machine: Machine | None, token_s: float) -> PrefillRate:
+def _guess(shape: ModelShape, machine: Machine | None, token_s: float) -> PrefillRate:
     if machine is not None:
-        return PrefillRate.of(Times(machine, shape))
+        return PrefillRate.of(LayerTimes(machine, shape))
     return prefill_rate(shape, 4 * shape.hidden * shape.kv_heads * shape.head_dim / token_s)
 
 
-def prefill_rate(shape: Shape, flops_s: float, memory_bytes_s: float = MEMORY_BYTES_S) -> PrefillRate:
+def prefill_rate(shape: ModelShape, flops_s: float, memory_bytes_s: float = MEMORY_BYTES_S) -> PrefillRate:
     """From the rate of the linear layers alone."""
     weights = shape.layers * (shape.qkv_weights + shape.rest_weights) * shape.element_bytes
     pair_s = shape.layers * shape.pair_flops / (ATTENTION * flops_s)

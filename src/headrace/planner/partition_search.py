@@ -22,7 +22,7 @@ FULL_GRID = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SearchProgress:
     """One measured point: how many so far, at which stride; the best of all measured, this one included."""
 
     measured: int
@@ -33,7 +33,7 @@ class Progress:
     best_s: float
 
 
-class Search:
+class PartitionSearch:
     """One search: iterate over it to run it, and read `best` and `best_s` at any time.
 
     tokens: of the prompt, all new. stride: the least distance between two bounds tried, in tokens (a multiple of the
@@ -89,7 +89,7 @@ class Search:
             pass
         return self.best
 
-    def __iter__(self) -> Iterator[Progress]:
+    def __iter__(self) -> Iterator[SearchProgress]:
         yield from self._try([self.seed], self.stride)
         if self.ranks == 2:
             yield from self._ternary()
@@ -107,7 +107,7 @@ class Search:
             inner.append(min(max(bound, low), high))
         return (0, *inner, self.tokens)
 
-    def _try(self, points: Sequence[Bounds], stride: int) -> Iterator[Progress]:
+    def _try(self, points: Sequence[Bounds], stride: int) -> Iterator[SearchProgress]:
         """Visits the points, measures those that are new and keeps the best visited one in `_here`.
 
         What was measured before but not visited does not steer: a resumed search takes the same way again.
@@ -120,13 +120,13 @@ class Search:
             if self._here is None or self.measured[bounds] < self.measured[self._here]:
                 self._here = bounds
             if new:
-                yield Progress(self.count, stride, bounds, self.measured[bounds], self.best, self.best_s)
+                yield SearchProgress(self.count, stride, bounds, self.measured[bounds], self.best, self.best_s)
 
     @property
     def _centre(self) -> Bounds:
         return self.seed if self._here is None else self._here
 
-    def _ternary(self) -> Iterator[Progress]:
+    def _ternary(self) -> Iterator[SearchProgress]:
         """Two ranks: brackets the optimum round the seed, then drops the worse third until nothing is left between."""
         unit, top = self.stride, (self.tokens - 1) // self.stride
         middle = self._centre[1] // unit
@@ -154,7 +154,7 @@ class Search:
     def _at(self, units: int) -> Bounds:
         return (0, units * self.stride, self.tokens)
 
-    def _grid(self) -> Iterator[Progress]:
+    def _grid(self) -> Iterator[SearchProgress]:
         """More ranks: five values per free bound round the best point, the stride halved when it stays the best."""
         stride = self.stride
         while stride * 2 <= self.tokens // (4 * self.ranks):

@@ -25,7 +25,7 @@ MOST_TOTAL = 64 << 20
 Ask = Callable[[StoreAsk], StoreValue]
 
 
-class Values:
+class StoreValues:
     """What the driver holds. May be asked by several threads."""
 
     def __init__(self) -> None:

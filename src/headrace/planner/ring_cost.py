@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
-from headrace.planner.clocks import BLOCK, Cost, Range, Run, check, last_row, length, placed
-from headrace.planner.machine import Machine, Shape, Times, shares
-from headrace.planner.partition import causal_pairs, zigzag, zigzag_ranks
+from headrace.planner.machine import LayerTimes, Machine, ModelShape, shares
+from headrace.planner.partition import causal_pairs, zigzag_ranks
+from headrace.planner.schedule import (
+    BLOCK,
+    Range,
+    last_row,
+    length,
+    placed,
+    ranges_of,
+    ring_hops,
+    ring_next,
+    ring_origin,
+)
+from headrace.planner.timeline import Cost, Timeline, check_bounds
 
 Ranges = tuple[tuple[Range, ...], ...]
 
 
 @dataclass(frozen=True)
-class _Ring:
+class _RingShards:
     """Which new tokens each rank has as rows, which as keys, and how many cached tokens lie on it."""
 
     P: int
@@ -24,13 +34,11 @@ class _Ring:
     keys_on: Ranges
 
     @classmethod
-    def cut(cls, ranks: int, T: int, P: int, cached_on: Sequence[float] | None, bounds: Sequence[int] | None) -> _Ring:
+    def cut(cls, ranks: int, bounds: Sequence[int], P: int, cached_on: Sequence[float] | None) -> _RingShards:
         """Zigzag shards; each rank's keys are those of its rows."""
-        bounds = zigzag(T, ranks, 1, P) if bounds is None else tuple(bounds)
-        check(bounds, 2 * ranks, P)
-        owners, shards = zigzag_ranks(ranks), list(pairwise(bounds))
-        mine = [tuple(shard for shard, owner in zip(shards, owners, strict=True) if owner == r) for r in range(ranks)]
-        return cls(P, shares(cached_on, ranks), tuple(mine), tuple(mine))
+        check_bounds(bounds, 2 * ranks, P)
+        mine = tuple(tuple(ranges_of(bounds, zigzag_ranks(ranks), rank)) for rank in range(ranks))
+        return cls(P, shares(cached_on, ranks), mine, mine)
 
     @property
     def ranks(self) -> int:
@@ -41,7 +49,7 @@ class _Ring:
         """The rank that has the last row."""
         return last_row(self.rows_on)[0]
 
-    def tail(self) -> _Ring:
+    def tail(self) -> _RingShards:
         """The same keys, but no row except the last."""
         return replace(self, rows_on=last_row(self.rows_on)[1])
 
@@ -93,9 +101,8 @@ class _Ring:
 
     def hops(self) -> list[int]:
         """How far round the ring each rank's queries have to go to meet all of their keys."""
-        return [
-            max((b - a) % self.ranks if row[b] else 0 for b in range(self.ranks)) for a, row in enumerate(self.pairs)
-        ]
+        met = [[b for b in range(self.ranks) if row[b]] for row in self.pairs]
+        return [ring_hops(a, visited, self.ranks) for a, visited in enumerate(met)]
 
 
 def _blocks(keys: Range, end: int, fold: int) -> int:
@@ -104,35 +111,34 @@ def _blocks(keys: Range, end: int, fold: int) -> int:
     return (last - 1) // fold - first // fold + 1 if last > first else 0
 
 
-def _pass_on(run: Run, here: Sequence[float], sizes: Sequence[float], step: int) -> list[float]:
+def _pass_on(run: Timeline, here: Sequence[float], sizes: Sequence[float], step: int) -> list[float]:
     """Every rank sends what it has to the next one; returns when each has received. The last step sends nothing."""
     if step == run.ranks - 1:
         return list(here)
     arrived = [0.0] * run.ranks
     for rank in range(run.ranks):
-        to = (rank + 1) % run.ranks
+        to = ring_next(rank, run.ranks)
         arrived[to] = run.send(rank, to, sizes[rank], here[rank])
     return arrived
 
 
 def ring_kv(
     machine: Machine,
-    shape: Shape,
+    shape: ModelShape,
     ranks: int,
-    T: int,
+    bounds: Sequence[int],
     P: int = 0,
     cached_on: Sequence[float] | None = None,
     *,
-    bounds: Sequence[int] | None = None,
     whole: bool = False,
 ) -> Cost:
     """Ring pass-KV: each rank's K and V, cached and new, go round and are sent on when they arrive.
 
     A rank waits for what arrives if it has rows to attend to it or keeps some of the new tokens.
     """
-    times = Times(machine, shape)
-    run, ring = Run(times, ranks, whole), _Ring.cut(ranks, T, P, cached_on, bounds)
-    last, kept = ring.tail(), [sum(map(length, mine)) for mine in placed(ranks, T, P)]
+    times = LayerTimes(machine, shape)
+    run, ring = Timeline(times, ranks, whole), _RingShards.cut(ranks, bounds, P, cached_on)
+    last, kept = ring.tail(), [sum(map(length, mine)) for mine in placed(ranks, P, bounds[-1])]
     run.load(P, ring.lies)
     for more, tail in run.layers():
         for rank in range(ranks):
@@ -141,9 +147,9 @@ def ring_kv(
             run.load(P, ring.lies)
         now, here = last if tail else ring, list(run.clock)
         for step in range(ranks):
-            after = _pass_on(run, here, [ring.keys[(k - step) % ranks] * shape.kv_bytes for k in range(ranks)], step)
-            for rank in range(ranks):
-                shard = (rank - step) % ranks
+            origins = [ring_origin(rank, step, ranks) for rank in range(ranks)]
+            after = _pass_on(run, here, [ring.keys[shard] * shape.kv_bytes for shard in origins], step)
+            for rank, shard in enumerate(origins):
                 if now.rows[rank] or kept[rank]:
                     run.until(rank, here[rank])
                 run.work(rank, times.attend(now.rows[rank], now.pairs[rank][shard], round(ring.keys[shard])))
@@ -155,13 +161,12 @@ def ring_kv(
 
 def ring_q(
     machine: Machine,
-    shape: Shape,
+    shape: ModelShape,
     ranks: int,
-    T: int,
+    bounds: Sequence[int],
     P: int = 0,
     cached_on: Sequence[float] | None = None,
     *,
-    bounds: Sequence[int] | None = None,
     fold: int | None = BLOCK,
     whole: bool = False,
 ) -> Cost:
@@ -170,11 +175,11 @@ def ring_q(
     New keys go first to the ranks that keep them. `fold`: tokens that go into one state; None: one state of a row per
     rank, and keys stay with their rows, as in the paper.
     """
-    times = Times(machine, shape)
-    run, ring = Run(times, ranks, whole), _Ring.cut(ranks, T, P, cached_on, bounds)
+    times = LayerTimes(machine, shape)
+    run, ring = Timeline(times, ranks, whole), _RingShards.cut(ranks, bounds, P, cached_on)
     if fold is not None:
-        ring = replace(ring, keys_on=placed(ranks, T, P))
-    moved, every, last = ring.moved(), _Visits.of(ring, fold), _Visits.of(ring.tail(), fold)
+        ring = replace(ring, keys_on=placed(ranks, P, bounds[-1]))
+    moved, every, last = ring.moved(), _QueryRound.of(ring, fold), _QueryRound.of(ring.tail(), fold)
     for _, tail in run.layers():
         for rank in range(ranks):
             run.work(rank, times.qkv(ring.rows[rank]))
@@ -187,23 +192,23 @@ def ring_q(
 
 
 @dataclass(frozen=True, slots=True)
-class _Visits:
+class _QueryRound:
     """The rows of a ring that go round: how far, and how many states come of it."""
 
-    ring: _Ring
+    ring: _RingShards
     hops: list[int]
     states: list[list[float]]
 
     @classmethod
-    def of(cls, ring: _Ring, fold: int | None) -> _Visits:
+    def of(cls, ring: _RingShards, fold: int | None) -> _QueryRound:
         return cls(ring, ring.hops(), ring.states(fold))
 
-    def book(self, run: Run, ready: list[float], stored: Sequence[float]) -> None:
+    def book(self, run: Timeline, ready: list[float], stored: Sequence[float]) -> None:
         """One layer after its projections: queries leave at `ready`, a rank attends once its keys are `stored`."""
         ring, times, ranks = self.ring, run.times, run.ranks
         here, back = ready, [0.0] * ranks
         for step in range(ranks):
-            homes = [(rank - step) % ranks for rank in range(ranks)]
+            homes = [ring_origin(rank, step, ranks) for rank in range(ranks)]
             sizes = [ring.rows[home] * times.shape.q_bytes if step < self.hops[home] else 0 for home in homes]
             after = _pass_on(run, here, sizes, step)
             for rank, home in enumerate(homes):

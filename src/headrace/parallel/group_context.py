@@ -8,13 +8,13 @@ from torch import Tensor
 
 from headrace.kv.storage import KVStorage
 from headrace.parallel.merging import Kernels
-from headrace.parallel.messages import Group
-from headrace.parallel.transport import Tag, Transport, Work
+from headrace.parallel.messages import StepGroup
+from headrace.parallel.transport import Tag, Transfer, Transport
 from headrace.parallel.workspace import Workspace
 
 
 @dataclass(slots=True)
-class Counters:
+class TokenCounters:
     """Over a rank's life: token entries sent to each rank (K and V of one token in one layer count as one)."""
 
     tokens: dict[int, int] = field(default_factory=dict)
@@ -24,17 +24,17 @@ class Counters:
 
 
 @dataclass(slots=True)
-class Context:
+class GroupContext:
     """A rank, at one group. number counts the groups of all steps alike on every rank."""
 
-    group: Group
+    group: StepGroup
     number: int
     transport: Transport
     storage: KVStorage
     kernels: Kernels
     workspace: Workspace
     slots_per_rank: int
-    counters: Counters
+    counters: TokenCounters
 
     @property
     def rank(self) -> int:
@@ -47,14 +47,14 @@ class Context:
     def tag(self, layer: int, piece: int) -> Tag:
         return Tag(self.number, layer, piece)
 
-    def send(self, tensors: list[Tensor], to: int, layer: int, piece: int, tokens: int) -> list[Work]:
+    def send(self, tensors: list[Tensor], to: int, layer: int, piece: int, tokens: int) -> list[Transfer]:
         """Sends each tensor of a piece (K, V, scales) under its own tag."""
         self.counters.sent(to, tokens)
         return [self.transport.isend(x, to, self.tag(layer, 4 * piece + i)) for i, x in enumerate(tensors)]
 
     def receive(
         self, tensors: list[Tensor], source: int, layer: int, piece: int, relay: int | None = None, tokens: int = 0
-    ) -> list[Work]:
+    ) -> list[Transfer]:
         """Receives them; with `relay`, they are sent on to that rank, which counts as `tokens` sent."""
         if relay is not None:
             self.counters.sent(relay, tokens)

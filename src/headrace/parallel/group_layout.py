@@ -17,11 +17,12 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.attention.plan import Int32, batch_order
-from headrace.parallel.messages import Group, Part
+from headrace.parallel.messages import StepGroup, StepPart
+from headrace.planner.schedule import ranges_of
 from headrace.types import CHUNK, chunks_for
 
 
-class Run(NamedTuple):
+class RowRange(NamedTuple):
     """Rows start .. end-1 (absolute positions) of parts[part], in one shard."""
 
     part: int
@@ -33,36 +34,35 @@ class Run(NamedTuple):
         return self.end - self.start
 
 
-def runs(group: Group, rank: int, *, wanted: bool = False) -> list[Run]:
+def runs(group: StepGroup, rank: int, *, wanted: bool = False) -> list[RowRange]:
     """The rows of a rank in batch order: runs that share chunks stand side by side. wanted: only rows whose hidden
     states the driver wants, in the same order."""
     found = [
-        Run(index, begin, end)
+        RowRange(index, begin, end)
         for index, part in enumerate(group.parts)
-        for begin, end, owner in zip(part.bounds, part.bounds[1:], part.ranks, strict=False)
-        if owner == rank and end > begin
+        for begin, end in ranges_of(part.bounds, part.ranks, rank)
     ]
     order = batch_order([slots_of(group, run) for run in found])
     ordered = [found[i] for i in order]
     return [cut for run in ordered if (cut := _wanted(group, run)).rows] if wanted else ordered
 
 
-def _wanted(group: Group, run: Run) -> Run:
+def _wanted(group: StepGroup, run: RowRange) -> RowRange:
     part = group.parts[run.part]
     return run._replace(start=min(run.end, max(run.start, part.end - part.wanted)))
 
 
-def slots_of(group: Group, run: Run) -> Int32:
+def slots_of(group: StepGroup, run: RowRange) -> Int32:
     """Global slots of the chunks that the rows of a run may see, int32."""
     return np.array(group.parts[run.part].slots[: chunks_for(run.end)], dtype=np.int32)
 
 
-def wanted(group: Group, rank: int) -> list[tuple[int, int]]:
+def wanted(group: StepGroup, rank: int) -> list[tuple[int, int]]:
     """(part, position) of each hidden state that the driver wants of a rank, in the order of the rank's rows."""
     return [(run.part, position) for run in runs(group, rank, wanted=True) for position in range(run.start, run.end)]
 
 
-def check(group: Group, ranks: int) -> None:
+def check(group: StepGroup, ranks: int) -> None:
     """Raises ValueError unless the bounds cover the new tokens in order and the slots hold them."""
     for part in group.parts:
         ordered = part.bounds == sorted(part.bounds)
@@ -75,7 +75,7 @@ def check(group: Group, ranks: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class KVPiece:
     """Chunks begin .. end-1 of the workspace.
 
     holder: the rank that has them first. first, last: the shards that write them, -1 for cached chunks.
@@ -100,10 +100,10 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WorkspaceLayout:
     """Pieces, and where each chunk lies: index[global slot] -> chunk of the workspace."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[KVPiece, ...]
     index: dict[int, int]
 
     @property
@@ -123,14 +123,14 @@ class _Chunk(NamedTuple):
     last: int
 
 
-def arrange(group: Group, slots_per_rank: int) -> Layout:
+def arrange(group: StepGroup, slots_per_rank: int) -> WorkspaceLayout:
     """The workspace of a group. Cached chunks are held by their owners, new ones by those who compute them."""
     chunks = _chunks(group)
     keyed: dict[tuple[int, int, int, int], list[_Chunk]] = {}
     for each in chunks:
         holder = each.slot // slots_per_rank if each.first < 0 else group.parts[each.part].ranks[each.first]
         keyed.setdefault((2 * each.first + (each.last > each.first), each.last, each.first, holder), []).append(each)
-    pieces: list[Piece] = []
+    pieces: list[KVPiece] = []
     index: dict[int, int] = {}
     shards = max(len(part.ranks) for part in group.parts)
     for (_, last, first, holder), members in sorted(keyed.items()):
@@ -138,18 +138,18 @@ def arrange(group: Group, slots_per_rank: int) -> Layout:
         for each in members:
             index[each.slot] = len(index)
         filled = tuple(sum(_filled(group.parts[each.part], each, shard) for each in members) for shard in range(shards))
-        pieces.append(Piece(len(pieces), begin, len(index), holder, first, last, filled))
-    return Layout(tuple(pieces), index)
+        pieces.append(KVPiece(len(pieces), begin, len(index), holder, first, last, filled))
+    return WorkspaceLayout(tuple(pieces), index)
 
 
-def _filled(part: Part, each: _Chunk, shard: int) -> int:
+def _filled(part: StepPart, each: _Chunk, shard: int) -> int:
     """Tokens in a chunk when the shards up to `shard` have written."""
     begin = each.chunk * CHUNK
     end = part.bounds[min(shard + 1, len(part.bounds) - 1)] if each.first >= 0 else begin + CHUNK
     return max(0, min(end, begin + CHUNK) - begin)
 
 
-def _chunks(group: Group) -> list[_Chunk]:
+def _chunks(group: StepGroup) -> list[_Chunk]:
     """Each distinct chunk of a group once; one that any part writes counts as new."""
     found: dict[int, _Chunk] = {}
     for index, part in enumerate(group.parts):
@@ -160,7 +160,7 @@ def _chunks(group: Group) -> list[_Chunk]:
     return list(found.values())
 
 
-def _chunks_of(index: int, part: Part) -> Iterator[_Chunk]:
+def _chunks_of(index: int, part: StepPart) -> Iterator[_Chunk]:
     first_new = part.start // CHUNK
     for chunk, slot in enumerate(part.slots):
         if chunk < first_new:
@@ -171,6 +171,6 @@ def _chunks_of(index: int, part: Part) -> Iterator[_Chunk]:
             yield _Chunk(slot, index, chunk, _shard(part, begin), _shard(part, end - 1))
 
 
-def _shard(part: Part, position: int) -> int:
+def _shard(part: StepPart, position: int) -> int:
     """The shard of a new token; of several shards that begin there, the one that is not empty."""
     return int(np.searchsorted(np.array(part.bounds), position, side="right")) - 1

@@ -8,9 +8,9 @@ from functools import lru_cache
 import msgspec
 
 from headrace.planner import cost
-from headrace.planner.machine import Machine, Shape, Times
+from headrace.planner.machine import LayerTimes, Machine, ModelShape
 from headrace.planner.partition import Fractions, bounds_of, causal_pairs, cut, fractions_of
-from headrace.planner.search import Search
+from headrace.planner.partition_search import PartitionSearch
 from headrace.types import CHUNK
 
 LAYERS = (8, 12)
@@ -21,7 +21,7 @@ STEPS = 16
 """Token counts in an octave for which fractions are computed anew: they change little from one to the next."""
 
 
-def balanced(machine: Machine, shape: Shape, ranks: int, T: int, P: int = 0) -> Fractions:
+def balanced(machine: Machine, shape: ModelShape, ranks: int, T: int, P: int = 0) -> Fractions:
     """Fractions with which the slowest stage of the chain (a rank's layer, or a link's) is as fast as can be.
 
     The steady state of a chain of many layers (KV-Runahead, section 4.1): time per layer is that of its slowest stage,
@@ -30,7 +30,7 @@ def balanced(machine: Machine, shape: Shape, ranks: int, T: int, P: int = 0) -> 
     """
     if ranks > T:
         return (1 / ranks,) * ranks
-    times = Times(machine, shape)
+    times = LayerTimes(machine, shape)
     low, high = 0.0, _stage(times, P, P, P + T, last=True)
     for _ in range(40):
         middle = (low + high) / 2
@@ -41,7 +41,7 @@ def balanced(machine: Machine, shape: Shape, ranks: int, T: int, P: int = 0) -> 
     return fractions_of(bounds_of(_fill(times, ranks, T, P, high)))
 
 
-def _fill(times: Times, ranks: int, T: int, P: int, seconds: float) -> list[int]:
+def _fill(times: LayerTimes, ranks: int, T: int, P: int, seconds: float) -> list[int]:
     """Rows that each rank can take when no stage may last longer than `seconds`; at most T in all."""
     sizes: list[int] = []
     for rank in range(ranks):
@@ -56,7 +56,7 @@ def _fill(times: Times, ranks: int, T: int, P: int, seconds: float) -> list[int]
     return sizes
 
 
-def _stage(times: Times, P: int, begin: int, end: int, *, last: bool) -> float:
+def _stage(times: LayerTimes, P: int, begin: int, end: int, *, last: bool) -> float:
     """One layer of the rows begin .. end-1, a mean of all: to compute it, or to hand over the new K and V up to them.
 
     The last rank also copies all new K and V to where they are kept.
@@ -72,7 +72,7 @@ def _stage(times: Times, P: int, begin: int, end: int, *, last: bool) -> float:
 
 def best_chain(
     machine: Machine,
-    shape: Shape,
+    shape: ModelShape,
     ranks: int,
     T: int,
     P: int = 0,
@@ -90,13 +90,13 @@ def best_chain(
 
 def _rounded(tokens: int) -> int:
     """The nearest of STEPS token counts per octave; 0 stays 0."""
-    step = max(1, 2 ** (max(tokens, 1).bit_length() - 1) // STEPS)
+    step = max(1, (1 << max(tokens, 1).bit_length() - 1) // STEPS)
     return (tokens + step // 2) // step * step
 
 
 @lru_cache(maxsize=1024)
 def _best_fractions(
-    machine: Machine, shape: Shape, ranks: int, T: int, P: int, lies: tuple[float, ...] | None
+    machine: Machine, shape: ModelShape, ranks: int, T: int, P: int, lies: tuple[float, ...] | None
 ) -> Fractions:
     seed = balanced(machine, shape, ranks, T, P)
     stride = max(1, T // (256 if ranks == 2 else 128))
@@ -106,14 +106,17 @@ def _best_fractions(
     def measure(bounds: Sequence[int]) -> float:
         return _seconds(machine, shape, [P + bound for bound in bounds], P, lies)
 
-    return fractions_of(Search(T, ranks, measure, seed=cut(seed, T), stride=stride, full_grid=1).run())
+    return fractions_of(PartitionSearch(T, ranks, measure, seed=cut(seed, T), stride=stride, full_grid=1).run())
 
 
-def _seconds(machine: Machine, shape: Shape, bounds: Sequence[int], P: int, lies: tuple[float, ...] | None) -> float:
+def _seconds(
+    machine: Machine, shape: ModelShape, bounds: Sequence[int], P: int, lies: tuple[float, ...] | None
+) -> float:
     """Time of a chain, that of a deep model extrapolated from two shallow ones: see LAYERS."""
 
     def walk(layers: int) -> float:
-        return cost.chain(machine, msgspec.structs.replace(shape, layers=layers), bounds, P, lies).ttft_s
+        deep = msgspec.structs.replace(shape, layers=layers)
+        return cost.chain(machine, deep, len(bounds) - 1, bounds, P, lies).ttft_s
 
     few, more = LAYERS
     if shape.layers <= more:

@@ -7,14 +7,14 @@ import time
 import pytest
 import torch
 
-from headrace.parallel.rate_limit import Limited
+from headrace.parallel.rate_limit import RateLimitedTransport
 from headrace.parallel.transport import LoopbackHub, RankLost, Tag
 
 
-def ends(count: int, **settings: float) -> tuple[LoopbackHub, list[Limited]]:
+def ends(count: int, **settings: float) -> tuple[LoopbackHub, list[RateLimitedTransport]]:
     hub = LoopbackHub(count)
     options = {"bandwidth_bytes_s": 1e9, **settings}
-    return hub, [Limited(hub.transport(rank), **options) for rank in range(count)]  # type: ignore[arg-type]
+    return hub, [RateLimitedTransport(hub.transport(rank), **options) for rank in range(count)]  # type: ignore[arg-type]
 
 
 def test_what_arrives_is_what_was_sent_also_by_relay() -> None:

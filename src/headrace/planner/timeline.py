@@ -1,25 +1,12 @@
-"""Clocks and ports of the ranks in a predicted prefill, and what all strategies book on them.
-
-Ranges are half-open, of absolute positions. T new tokens follow P cached ones.
-"""
+"""Clocks and ports of the ranks in a predicted prefill, and what all strategies book on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from headrace.planner.machine import Machine, Times
-from headrace.types import BLOCK_CHUNKS, CHUNK
-
-BLOCK = BLOCK_CHUNKS * CHUNK
-"""Tokens that have one owner, and whose states ring-q folds before it sends them: the canonical order goes by block."""
-
-Range = tuple[int, int]
-
-
-def length(block: Range) -> int:
-    return block[1] - block[0]
+from headrace.planner.machine import LayerTimes, Machine, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +18,18 @@ class Cost:
     bytes_sent: tuple[float, ...]
 
 
+CostModel = Callable[[Machine, ModelShape, int, Sequence[int], int, Sequence[float] | None], Cost]
+"""(machine, shape, ranks, bounds of P .. P+T, P, cached_on) -> Cost."""
+
+
 @dataclass(slots=True)
-class Run:
+class Timeline:
     """Clocks of the ranks, and of their ports: a rank sends one message at a time, and receives one at a time.
 
     whole: the last layer is computed for all rows, as in the papers' models, not for the last row alone.
     """
 
-    times: Times
+    times: LayerTimes
     ranks: int
     whole: bool
     clock: list[float] = field(init=False)
@@ -115,26 +106,7 @@ class Run:
         return Cost(max(ends) + self.times.head() + hops, tuple(self.wait), tuple(self.sent))
 
 
-def check(bounds: Sequence[int], ranks: int, start: int) -> None:
+def check_bounds(bounds: Sequence[int], ranks: int, start: int) -> None:
     """Raises ValueError unless the bounds cut one shard for each rank from `start` on."""
     if len(bounds) != ranks + 1 or bounds[0] != start or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(f"bounds must be {ranks + 1} rising positions from {start} on, got {tuple(bounds)}")
-
-
-def placed(ranks: int, T: int, P: int) -> tuple[tuple[Range, ...], ...]:
-    """New tokens that each rank keeps where no rank keeps all: blocks go round the ranks.
-
-    From rank 0 on; the engine begins with the rank that has most room.
-    """
-    found: list[list[Range]] = [[] for _ in range(ranks)]
-    for block in range(P // BLOCK, -(-(P + T) // BLOCK)):
-        found[block % ranks].append((max(P, block * BLOCK), min(P + T, (block + 1) * BLOCK)))
-    return tuple(tuple(ranges) for ranges in found)
-
-
-def last_row(blocks: Sequence[Sequence[Range]]) -> tuple[int, tuple[tuple[Range, ...], ...]]:
-    """The rank whose ranges hold the last position of all, and the ranges cut down to that position."""
-    end, rank = max(
-        ((block[1], rank) for rank, mine in enumerate(blocks) for block in mine if length(block)), default=(0, 0)
-    )
-    return rank, tuple(((end - 1, end),) if other == rank else () for other in range(len(blocks)))
