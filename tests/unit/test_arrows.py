@@ -54,7 +54,7 @@ CIRCLES = {
 
 TORCH = {"torch", "transformers", "safetensors"}
 TORCH_FREE = ("headrace.types", "headrace.config", "headrace.kv", "headrace.planner", "headrace.attention.plan",
-              "headrace.engine.scheduler")  # fmt: skip
+              "headrace.engine.scheduler", "headrace.bench.registry", "headrace.bench.tuning")  # fmt: skip
 NEEDS_TORCH = ("headrace.kv.storage",)
 
 
