@@ -1,8 +1,7 @@
 """A group of ranks on which single prefills are measured: time to the first token, waiting, bytes sent.
 
-Chunk i of the one token sequence that all prefills are pieces of always lies in slot i of a rank's pool, whoever
-computed it. Cached chunks laid once are so right for every later prefill, and a prefill may write over what another
-one wrote.
+All prefills are pieces of one token sequence, whose chunk i always lies in slot i of a rank's pool. Cached chunks laid
+once are therefore right for every later prefill, and a prefill may write over the chunks of another.
 
 T: new tokens, P: cached ones.
 """
@@ -104,7 +103,7 @@ class PrefillTestbed:
         self.config, self.machine, self.shape = config, opened.machine, opened.shape
         self.group, self.size = opened.group, opened.group.context.size
         self.link, self._spaces, self._links = RankLink(), spaces, uncounted(opened.group)
-        self._crew.on_failure(self._links.fail)
+        self._supervisor.on_failure(self._links.fail)
         self._rank, self.steps = MeasuredRank(opened.rank), 0
         storage = opened.rank.storage
         alone = Rank(decoder, storage, opened.rank.kernels.backend, LoopbackHub(1).transport(0))
@@ -121,7 +120,7 @@ class PrefillTestbed:
         self._links.close()
 
     def set_link(self, link: RankLink) -> None:
-        """From now on; says where the ranks' own link is too slow for it. Raises ValueError for what it cannot be."""
+        """Sets the link, and warns if the ranks' own is too slow for it. Raises ValueError for what it cannot be."""
         if self._spaces is not None:
             self._spaces.limit(link)
         else:
@@ -224,7 +223,7 @@ class PrefillTestbed:
         step = Step(self.steps, [StepGroup(strategy, [part])])  # type: ignore[arg-type]
         body = encode(step)
         began = time.perf_counter()
-        self._crew.send(body)
+        self._supervisor.send(body)
         hidden = self._rank.run(step)
         self._logits(hidden, part)
         seconds = time.perf_counter() - began
@@ -243,13 +242,13 @@ class PrefillTestbed:
         return [x.tolist() for x in told]
 
     @property
-    def _crew(self) -> WorkerSupervisor:
-        crew = self.group.crew
-        assert crew is not None, "rank 0 has the crew"
-        return crew
+    def _supervisor(self) -> WorkerSupervisor:
+        found = self.group.crew
+        assert found is not None, "rank 0 supervises the workers"
+        return found
 
     def _send(self, step: Step) -> None:
-        self._crew.send(encode(step))
+        self._supervisor.send(encode(step))
 
 
 def _owners(
