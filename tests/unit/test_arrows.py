@@ -55,7 +55,8 @@ CIRCLES = {
 
 TORCH = {"torch", "transformers", "safetensors"}
 TORCH_FREE = ("headrace.types", "headrace.strategies", "headrace.config", "headrace.kv", "headrace.planner",
-              "headrace.attention.plan", "headrace.engine.scheduler")  # fmt: skip
+              "headrace.attention.plan", "headrace.engine.scheduler", "headrace.bench.registry",
+              "headrace.bench.tuning")  # fmt: skip
 NEEDS_TORCH = ("headrace.kv.storage",)
 
 

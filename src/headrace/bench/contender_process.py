@@ -80,7 +80,7 @@ class ContenderProcess:
             try:
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
             except OSError:
-                continue  # the peak of the whole life is reported then
+                continue  # peak_mb then reports the peak since the start
 
     def kill(self) -> None:
         """Ends the process and its children at once; close() then finds it ended."""

@@ -171,7 +171,7 @@ class Racer:
         return figures(process.ask(run.prompts, run.max_tokens), prime_s, workload.overall)
 
     def case(self, neighbours: Neighbours | None = None) -> Case:
-        """Medians of what was done, or the reason for nothing. Beside neighbours: names that begin with busy."""
+        """Medians of the runs, or why there are none. Names of figures beside neighbours begin with busy."""
         case: Case = {"engine": self.engine.name, "precision": self.engine.precision}
         case |= dict.fromkeys(("ttft_s", "decode_tok_s", "wall_s", "peak_rss_mb"))
         if self.runs[False]:

@@ -173,7 +173,7 @@ class OffloadTestbed:
             engine.step()
 
     def set_link(self, rate: float, latency_s: float) -> None:
-        """GB/s of both lanes from now on; the pace is learnt anew."""
+        """GB/s of both copy streams from now on; the streamer's rates are learnt anew."""
         for lane in self.streamer.lanes:
             lane.link.bytes_s, lane.link.latency_s = rate * 1e9, latency_s
         self.rate = rate
@@ -199,7 +199,7 @@ class OffloadTestbed:
         return DecodeRun(tokens / seconds, layers, predicted, projected / max(1, loaded + projected), busy)
 
     def close(self) -> None:
-        """Ends the requests and the lanes."""
+        """Ends the requests and the copy streams."""
         for request in list(self.llm.engine._active):
             self.llm.engine.abort(request)
         self.llm.close()

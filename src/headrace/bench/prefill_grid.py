@@ -43,7 +43,7 @@ class PrefillGrid(Benchmark):
     table: Path | None
 
     def __post_init__(self) -> None:
-        """Raises ValueError naming the option for what cannot be."""
+        """Raises ValueError naming the option."""
         for name, low in (("ranks", 2), ("tokens", 1), ("cached", 0)):
             given = getattr(self, name)
             if not given or min(given) < low:
@@ -109,11 +109,11 @@ def prefill_config(model: str, ranks: int, longest: int, threads: int | None, dt
     context = read_config(model_folder(model)).max_model_len
     if longest > context:
         raise ValueError(f"tokens and cached make {longest} together, the model's context is {context}: ask for less")
-    whole = -(-longest // CHUNK) * CHUNK
+    rounded = -(-longest // CHUNK) * CHUNK
     return EngineConfig(
         model=model,
         context_parallel_size=ranks,
-        kv_cache_tokens=whole,
+        kv_cache_tokens=rounded,
         threads=threads,
         dtype=dtype,  # type: ignore[arg-type]
     )

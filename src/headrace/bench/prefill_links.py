@@ -1,4 +1,4 @@
-"""What joins the ranks of a bench: the plain link, one limited in the ranks, or network namespaces limited by tc."""
+"""Links between the ranks of a prefill testbed: plain, limited in the ranks, or network namespaces limited by tc."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def in_turns(runs: Mapping[Name, Callable[[], PrefillRun]], repeats: int) -> dict[Name, list[PrefillRun]]:
-    """A B A B ..: what drifts meets all alike. Each runs once before, uncounted."""
+    """Runs A B A B .., so that drift of the machine meets all alike. Each runs once before, uncounted."""
     for run in runs.values():
         run()
     found: dict[Name, list[PrefillRun]] = {name: [] for name in runs}

@@ -1,8 +1,7 @@
 """A group of ranks on which single prefills are measured: time to the first token, waiting, bytes sent.
 
-Chunk i of the one token sequence that all prefills are pieces of always lies in slot i of a rank's pool, whoever
-computed it. Cached chunks laid once are so right for every later prefill, and a prefill may write over what another
-one wrote.
+All prefills are pieces of one token sequence, whose chunk i always lies in slot i of a rank's pool. Cached chunks laid
+once are therefore right for every later prefill, and a prefill may write over the chunks of another.
 
 T: new tokens, P: cached ones.
 """
@@ -121,7 +120,7 @@ class PrefillTestbed:
         self._links.close()
 
     def set_link(self, link: RankLink) -> None:
-        """From now on; says where the ranks' own link is too slow for it. Raises ValueError for what it cannot be."""
+        """Sets the link, and warns if the ranks' own is too slow for it. Raises ValueError for what it cannot be."""
         if self._spaces is not None:
             self._spaces.limit(link)
         else:

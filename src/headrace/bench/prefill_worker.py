@@ -22,7 +22,7 @@ from headrace.parallel.transport import LAST, Tag
 
 MAKER = "headrace.bench.prefill_worker:make"
 FIGURES = Tag(510, LAST, 1)
-"""Under which a worker tells what it measured; hidden states have piece 0."""
+"""Tag of a worker's figures; hidden states have piece 0."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class MeasuredRank:
         return hidden
 
     def sent(self) -> int:
-        """Bytes sent for the last step, once what nobody waited for has gone too (the last layer's keys, relays):
+        """Bytes sent for the last step. Waits for sends that the step left under way (the last layer's keys, relays):
         the links are idle when all ranks have returned."""
         self.rank.workspace.drain()
         return sum(self.rank.transport.traffic.bytes.values()) - self._before
@@ -82,9 +82,9 @@ def uncounted(group: Group) -> TorchTransport:
 
 
 def pin(config: EngineConfig, rank: int) -> None:
-    """This thread, and those that it will start, on cores of the rank's own, where there are as many.
+    """Binds this thread, and those that it will start, to cores of the rank's own if there are enough.
 
-    For when the links are made: their threads run where there is room.
+    Called once the engine's links are made, so that their threads are not bound.
     """
     cores, threads = sorted(os.sched_getaffinity(0)), config.threads or 1
     if len(cores) >= threads * engine_ranks.count(config):

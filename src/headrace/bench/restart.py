@@ -1,4 +1,4 @@
-"""A server that answered a long prompt ends and comes again: what the same prompt costs then."""
+"""`headrace bench restart`: time to first token of a long prompt whose chunks an earlier server process stored."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def around(run: Run, at: SplitPoint, reach: int) -> list[SplitPoint]:
 def in_turns(
     measure: Callable[[SplitPoint], TimedRestore], splits: Sequence[SplitPoint], repeats: int
 ) -> dict[SplitPoint, list[TimedRestore]]:
-    """A B C A B C ..: what drifts meets all alike."""
+    """Measures A B C A B C .., so that drift of the machine meets all alike."""
     found: dict[SplitPoint, list[TimedRestore]] = {at: [] for at in splits}
     for _ in range(repeats):
         for at in found:

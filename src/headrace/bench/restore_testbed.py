@@ -31,7 +31,7 @@ class SplitPoint(NamedTuple):
 
 class TimedRestore(NamedTuple):
     """One restore. seconds: from the solver's call to the first token; ttft_s: from the request to it. link_s: the
-    lane was at work, of which the engine waited waited_s. predicted: by the rates as they were then."""
+    copy stream was at work, of which the engine waited waited_s. predicted: by the rates as they were then."""
 
     seconds: float
     ttft_s: float

@@ -1,4 +1,4 @@
-"""`headrace tune`: measures what the planner goes by on this machine, and writes it as a table (planner.tuned_table).
+"""`headrace tune`: measures partitions and corrections for the planner, and writes a table (planner.tuned_table).
 
 For each token count the chain's blocks are searched by prefills (KVR-S). Then, with those, how far the cost model is
 off is measured for each strategy; with --heuristic also where pass-Q beats pass-KV. The file is written after each

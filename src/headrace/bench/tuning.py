@@ -1,4 +1,4 @@
-"""`headrace tune`: what is asked for. tune.py measures."""
+"""The options of `headrace tune`; tune.py measures."""
 
 from __future__ import annotations
 

@@ -13,17 +13,8 @@ from headrace import cores, host
 from headrace.host import GIB
 
 FLAGS = (
-    "avx2",
-    "f16c",
-    "fma",
-    "avx512f",
-    "avx512bw",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_tile",
-    "amx_bf16",
-)
+    "avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
+)  # fmt: skip
 PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "openai", "ray", "redis")
 PROBE_BYTES = 512 * 2**20
 
