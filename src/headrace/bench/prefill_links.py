@@ -31,7 +31,7 @@ BURST_BYTES = 128 << 10
 @dataclass(frozen=True, slots=True)
 class Link:
     """bandwidth_gbps: 1e9 bytes a second each way between two ranks, None for as fast as it goes. latency_s, jitter,
-    seed: see parallel.rate_limit.Limited. Raises ValueError naming the option."""
+    seed: see parallel.rate_limit.RateLimitedTransport. Raises ValueError naming the option."""
 
     bandwidth_gbps: float | None = None
     latency_s: float = 0.0
