@@ -63,7 +63,7 @@ class Threads:
 
 
 def over_ranks(size: int, tokens: int = 4096, allowed: tuple[str, ...] = tuple(STRATEGIES), **settings: Any) -> LLM:
-    """An offline engine with `size` ranks of `tokens` tokens of KV cache each; close with llm.crew.close()."""
+    """An offline engine with `size` ranks of `tokens` tokens of KV cache each; close with llm.workers.close()."""
     llm = LLM("tiny", kv_cache_tokens=tokens, max_model_len=min(tokens, 4096), **settings)
     loaded = llm.engine.loaded
     per_rank, decoder = tokens // CHUNK, loaded.decoder
@@ -73,16 +73,16 @@ def over_ranks(size: int, tokens: int = 4096, allowed: tuple[str, ...] = tuple(S
         storage = KVStorage(decoder.config.attention, per_rank, decoder.dtype)
         return Rank(decoder, storage, loaded.capacity.backend, hub.transport(rank))
 
-    crew = Threads([make(rank) for rank in range(1, size)], hub)
+    workers = Threads([make(rank) for rank in range(1, size)], hub)
     shape = ModelShape.of(decoder.config)
     cache = KVCache(size * per_rank, loaded.cache.identity, size)
 
     def advise(count: int, start: int, cached_on: Any, allow: tuple[str, ...]) -> Any:
         return choose(MACHINE, shape, size, count, start, cached_on, allowed=allow)
 
-    driver = Driver(make(0), cache, crew.send, advise, allowed)
+    driver = Driver(make(0), cache, workers.send, advise, allowed)
     llm.engine = EngineCore(replace(loaded, cache=cache, executor=driver))
-    llm.crew, llm.hub, llm.driver = crew, hub, driver  # type: ignore[attr-defined]
+    llm.workers, llm.hub, llm.driver = workers, hub, driver  # type: ignore[attr-defined]
     return llm
 
 
@@ -115,7 +115,7 @@ def test_the_answers_are_those_of_one_rank(size: int, allowed: Any, budget: int)
     llm.engine.scheduler.check()
     if allowed is not None:
         assert set(llm.driver.counts) <= set(allowed)  # type: ignore[attr-defined]
-    llm.crew.close()  # type: ignore[attr-defined]
+    llm.workers.close()  # type: ignore[attr-defined]
     assert llm.hub.left_over() == 0  # type: ignore[attr-defined]
 
 
@@ -125,7 +125,7 @@ def test_logits_have_the_same_bits(size: int) -> None:
         llm = over_ranks(size, allowed=(strategy,))
         tokens = prompts_of(llm)[4]
         assert torch.equal(llm.logits(tokens), truth.logits(tokens))
-        llm.crew.close()  # type: ignore[attr-defined]
+        llm.workers.close()  # type: ignore[attr-defined]
 
 
 def test_capacity_grows_with_ranks_and_full_caches_evict_and_preempt(size: int) -> None:
@@ -142,7 +142,7 @@ def test_capacity_grows_with_ranks_and_full_caches_evict_and_preempt(size: int) 
     assert stats.evictions > 0
     assert stats.strategies
     llm.engine.scheduler.check()
-    llm.crew.close()  # type: ignore[attr-defined]
+    llm.workers.close()  # type: ignore[attr-defined]
 
 
 def test_the_choice_is_told(size: int) -> None:
@@ -150,7 +150,7 @@ def test_the_choice_is_told(size: int) -> None:
     (answer,) = llm.generate([prompts_of(llm)[4]], GREEDY)
     assert answer.metrics.strategy in STRATEGIES
     assert "predicted" in answer.metrics.strategy_reason
-    llm.crew.close()  # type: ignore[attr-defined]
+    llm.workers.close()  # type: ignore[attr-defined]
 
 
 def test_a_lost_rank_is_an_error(size: int) -> None:
@@ -158,4 +158,4 @@ def test_a_lost_rank_is_an_error(size: int) -> None:
     llm.hub.fail("rank 1 is gone")  # type: ignore[attr-defined]
     with pytest.raises(RankLost, match="rank 1"):
         llm.generate([prompts_of(llm)[4]], GREEDY)
-    llm.crew.close()  # type: ignore[attr-defined]
+    llm.workers.close()  # type: ignore[attr-defined]

@@ -17,16 +17,16 @@ from headrace.parallel.messages import RankStep, StepGroup
 from headrace.parallel.rank import Hidden, Rank
 from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import LoopbackHub, RankLost
-from headrace.strategies import STRATEGIES
+from headrace.strategies import KEEPS_ALL, STRATEGIES
 from headrace.types import CHUNK
 from tests.cpu.checkpoints import VOCAB
 from tests.cpu.conftest import FolderOf, OursOf
-from tests.cpu.crew import Conversation, Crew, even, shard_of, zigzag
+from tests.cpu.loopback_ranks import Conversation, LoopbackRanks, even, shard_of, zigzag
 
 PROMPTS = (300, 64, 1, 130)
 
 
-class Mesh(Crew):
+class Mesh(LoopbackRanks):
     """`size` context ranks of `tensor` tensor ranks each, every one with its own weights and pool."""
 
     def __init__(self, folder: Path, dtype: Any, size: int, tensor: int) -> None:
@@ -72,19 +72,19 @@ class Mesh(Crew):
         return found[0]
 
 
-def talk_to(crew: Crew, strategy: str) -> list[Tensor]:
+def talk_to(loopback: LoopbackRanks, strategy: str) -> list[Tensor]:
     """Prompts of uneven lengths by `strategy`, then a token of each by ring pass-Q: hidden states."""
     draw = random.Random(1)
-    talks, parts = [Conversation(crew) for _ in PROMPTS], []
+    talks, parts = [Conversation(loopback) for _ in PROMPTS], []
     for talk, count in zip(talks, PROMPTS, strict=True):
-        bounds, ranks = ([0, count], [1]) if strategy == "single" else cuts(strategy, count, crew.size)
+        bounds, ranks = ([0, count], [1]) if strategy == "single" else cuts(strategy, count, loopback.size)
         parts.append(talk.part(draw.choices(range(VOCAB), k=count), bounds, ranks, owner(strategy, bounds, ranks), 70))
-    found = crew.run([StepGroup(strategy, parts)])
+    found = loopback.run([StepGroup(strategy, parts)])
     parts = []
     for talk in talks:
         home = talk.home()
         parts.append(talk.part([7], [len(talk.tokens), len(talk.tokens) + 1], [home], lambda chunk, home=home: home))
-    decoded = crew.run([StepGroup("ring-q", parts)])
+    decoded = loopback.run([StepGroup("ring-q", parts)])
     return [row for states in (found, decoded) for _, row in sorted(states.items())]
 
 
@@ -93,13 +93,13 @@ def cuts(strategy: str, count: int, size: int) -> tuple[list[int], list[int]]:
 
 
 def owner(strategy: str, bounds: list[int], ranks: list[int]) -> Any:
-    if strategy in ("chain", "single"):
+    if strategy in KEEPS_ALL:
         return lambda chunk: ranks[-1]
     return lambda chunk: shard_of(bounds, ranks, chunk * CHUNK)
 
 
-def check(crew: Crew, mesh: Mesh, strategy: str) -> None:
-    truth, ours = talk_to(crew, strategy), talk_to(mesh, strategy)
+def check(loopback: LoopbackRanks, mesh: Mesh, strategy: str) -> None:
+    truth, ours = talk_to(loopback, strategy), talk_to(mesh, strategy)
     assert len(ours) == len(truth) == sum(min(70, count) for count in PROMPTS) + len(PROMPTS)
     assert all(torch.equal(x, y) for x, y in zip(ours, truth, strict=True))
 
@@ -109,10 +109,10 @@ def check(crew: Crew, mesh: Mesh, strategy: str) -> None:
 def test_two_by_two(kind: str, strategy: str, folder_of: FolderOf, ours_of: OursOf) -> None:
     """GQA; MQA, whose KV head both tensor ranks hold; ALiBi, whose slopes are those of a rank's own heads."""
     path = folder_of(kind)
-    check(Crew(ours_of(kind, "bfloat16"), 2), Mesh(path, "bfloat16", 2, 2), strategy)
+    check(LoopbackRanks(ours_of(kind, "bfloat16"), 2), Mesh(path, "bfloat16", 2, 2), strategy)
 
 
 @pytest.mark.parametrize("strategy", ["chain", "ring-kv"])
 def test_more_tensor_ranks_than_kv_heads(strategy: str, folder_of: FolderOf, ours_of: OursOf) -> None:
     path = folder_of("llama_gqa")
-    check(Crew(ours_of("llama_gqa", "float32"), 3), Mesh(path, "float32", 3, 4), strategy)
+    check(LoopbackRanks(ours_of("llama_gqa", "float32"), 3), Mesh(path, "float32", 3, 4), strategy)

@@ -79,7 +79,7 @@ def test_sizes_of_a_shape() -> None:
 def test_single_is_the_sum_of_its_work() -> None:
     """10 causal pairs of 4 rows, of the last layer 4 of one row; the head is one row of 10 outputs."""
     layer, head = 4 * TINY.linear_flops + 10 * 16, 2 * 4 * 10
-    assert single(PLAIN, TINY, 1, 4, whole=True).ttft_s == layer + head
+    assert single(PLAIN, TINY, 1, 4, full_last_layer=True).ttft_s == layer + head
     last = 4 * 64 + 4 * 16 + 224
     assert single(PLAIN, TINY, 3, 4) == Cost(last + head, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
     assert single(PLAIN, layers(3), 1, 4).ttft_s == 2 * layer + last + head
@@ -87,10 +87,10 @@ def test_single_is_the_sum_of_its_work() -> None:
 
 def test_single_fetches_what_lies_elsewhere() -> None:
     """8 cached tokens, 6 at home: 2 x 8 bytes come while the projections (4 rows x 64) run."""
-    quick = single(PLAIN, TINY, 2, 4, 8, (6, 2), whole=True)
+    quick = single(PLAIN, TINY, 2, 4, 8, (6, 2), full_last_layer=True)
     assert quick.ttft_s == 4 * TINY.linear_flops + (10 + 32) * 16 + 80
     assert (quick.bytes_sent, quick.wait_s, cost.home((6, 2), 2), cost.home((2, 6), 2)) == ((0, 16), (0, 0), 0, 1)
-    slow = single(msgspec.structs.replace(PLAIN, link_bytes_s=0.01), TINY, 2, 4, 8, (6, 2), whole=True)
+    slow = single(msgspec.structs.replace(PLAIN, link_bytes_s=0.01), TINY, 2, 4, 8, (6, 2), full_last_layer=True)
     assert slow.wait_s == (1600 - 256, 0) and slow.ttft_s == pytest.approx(quick.ttft_s + 1600 - 256)
 
 
@@ -114,7 +114,7 @@ def test_last_layer_of_a_chain() -> None:
     """Rows 0, 1 | 2, 3: of row 3 alone, 2 local pairs, then the 2 tokens of rank 0, which are there by then."""
     done = chain(PLAIN, TINY, (0, 2, 4))
     assert done.ttft_s == 2 * 64 + 2 * 16 + 2 * 16 + 224 + 80 and done.wait_s == (0, 0)
-    assert chain(PLAIN, TINY, (0, 2, 4), whole=True).ttft_s == 2 * 64 + 3 * 16 + 4 * 16 + 2 * 224 + 80
+    assert chain(PLAIN, TINY, (0, 2, 4), full_last_layer=True).ttft_s == 2 * 64 + 3 * 16 + 4 * 16 + 2 * 224 + 80
     whole = 2 * 64 + 7 * 16 + 2 * 224
     assert chain(PLAIN, layers(2), (0, 2, 4)).ttft_s == whole + done.ttft_s
     idle = chain(PLAIN, TINY, (0, 4, 4))  # rank 1 has no rows, but keeps the keys
@@ -122,8 +122,8 @@ def test_last_layer_of_a_chain() -> None:
 
 
 def test_gather_of_two_by_hand() -> None:
-    full = gather(PLAIN, TINY, 2, 4, full=True, whole=True)
-    causal = gather(PLAIN, TINY, 2, 4, whole=True)
+    full = gather(PLAIN, TINY, 2, 4, full=True, full_last_layer=True)
+    causal = gather(PLAIN, TINY, 2, 4, full_last_layer=True)
     ready = 2 * 64 + 2 * 8
     assert full.ttft_s == ready + 2 * 4 * 16 + 2 * 224 + 80
     assert causal.ttft_s == ready + 7 * 16 + 2 * 224 + 80
@@ -136,10 +136,10 @@ def test_gather_of_two_by_hand() -> None:
 
 def test_rings_of_two_by_hand() -> None:
     """4 tokens, rank 0 has rows 0 and 3, rank 1 rows 1 and 2: 5 pairs each."""
-    kv = ring_kv(PLAIN, TINY, 2, 4, whole=True)
+    kv = ring_kv(PLAIN, TINY, 2, 4, full_last_layer=True)
     assert kv.bytes_sent == (16, 16) and kv.wait_s == (0, 0)  # 16 s under the 3 local pairs' 48
     assert kv.ttft_s == 2 * 64 + 5 * 16 + 2 * 224 + 80
-    q = ring_q(PLAIN, TINY, 2, 4, fold=None, whole=True)
+    q = ring_q(PLAIN, TINY, 2, 4, fold=None, full_last_layer=True)
     assert q.bytes_sent == (16 + 2 * 32, 16 + 2 * 32)
     assert q.ttft_s == 2 * 64 + 5 * 16 + 64 + 2 * 224 + 80
 
@@ -197,10 +197,10 @@ def test_ring_q_sends_a_state_per_block() -> None:
     q_bytes = 64 * S2.q_bytes
     new = 1  # block 8, with all new keys, goes to rank 0
     keys = 64 * S2.kv_bytes
-    spread = ring_q(*args, whole=True).bytes_sent
+    spread = ring_q(*args, full_last_layer=True).bytes_sent
     assert spread == (S2.layers * (q_bytes + (4 + new) * state), S2.layers * (q_bytes + keys + 4 * state))
-    assert ring_q(*args, fold=None, whole=True).bytes_sent[0] == S2.layers * (q_bytes + state)
-    one_sided = ring_q(*args, (1, 0), whole=True).bytes_sent
+    assert ring_q(*args, fold=None, full_last_layer=True).bytes_sent[0] == S2.layers * (q_bytes + state)
+    one_sided = ring_q(*args, (1, 0), full_last_layer=True).bytes_sent
     assert one_sided == (S2.layers * 9 * state, S2.layers * (q_bytes + keys))
     row = (S2.q_bytes, keys + 4 * state / 64)  # of the last layer, whose last row is on rank 0
     assert ring_q(*args).bytes_sent == tuple(x * 7 / 8 + y for x, y in zip(spread, row, strict=True))
@@ -336,7 +336,8 @@ def test_context_parallelism_table_5() -> None:
 
 def test_context_parallelism_table_4() -> None:
     """Pass-KV grows with the miss rate as measured: 11,096 ms from none to all (a fit), and a constant beside it."""
-    predicted = {T: ring_kv(H100, LLAMA_405B_TP8, 4, T, 128_000 - T, whole=True).ttft_s for T, _, _ in TABLE_4}
+    model = (H100, LLAMA_405B_TP8, 4)
+    predicted = {T: ring_kv(*model, T, 128_000 - T, full_last_layer=True).ttft_s for T, _, _ in TABLE_4}
     slope = (predicted[128_000] - predicted[12_800]) / 0.9
     assert slope == pytest.approx(11.096, rel=0.15)
     offsets = [kv / 1e3 - predicted[T] for T, kv, _ in TABLE_4]

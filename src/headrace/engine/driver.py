@@ -36,7 +36,7 @@ from headrace.types import BLOCK_CHUNKS, CHUNK, EngineStats, chunks_for
 log = logging.getLogger(__name__)
 
 Advise = Callable[[int, int, Sequence[float], tuple[str, ...]], StrategyChoice]
-"""(new tokens, cached tokens, of these on each rank, strategies allowed) -> Choice: see planner.choice.choose."""
+"""(new tokens, cached tokens, of these on each rank, strategies allowed) -> StrategyChoice: see planner.choice."""
 
 
 @dataclass(slots=True)

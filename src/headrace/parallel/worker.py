@@ -53,7 +53,7 @@ GONE = 3
 
 
 class RankLike(Protocol):
-    """What a maker makes. `report` (optional) is sent to the driver with Ready: see WorkerSupervisor.wait_ready."""
+    """What a maker makes. Its `report`, if any, goes to the driver: see WorkerSupervisor.wait_ready."""
 
     def run(self, step: messages.RankStep) -> object: ...
 
@@ -62,7 +62,7 @@ Maker = Callable[[EngineConfig, Group], RankLike]
 
 
 class DriverLink:
-    """The worker's end of its control link. `steps` gets what Run carries, and None after StopWorker.
+    """The worker's end of its control link. `steps` gets what RunStep carries, and None after StopWorker.
 
     When the link ends the process does: with status 0 after StopWorker, GONE otherwise.
     """

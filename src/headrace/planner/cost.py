@@ -16,7 +16,7 @@ rank. Bounds cut P .. P+T.
 
 In the last layer the projections of all rows are computed and K, V exchanged, then the last row's attention, output
 projection and MLP alone, on the rank that has it. The others wait there for K, V only if they keep some of it (gather:
-in any case). `whole`: the last layer is as the others, as in the papers.
+in any case). `full_last_layer`: the last layer is as the others, as in the papers.
 
 Beside that: what goes between the pools and the workspace is read and written once (cached tokens by their holders, a
 layer ahead; new tokens by those who keep them: the last rank of a chain all, else blocks in turn), and a link may take
@@ -45,7 +45,7 @@ def single(
     P: int = 0,
     cached_on: Sequence[float] | None = None,
     *,
-    whole: bool = False,
+    full_last_layer: bool = False,
 ) -> Cost:
     """All rows on the rank that holds most of the cached tokens (`home`), which fetches the others' K and V.
 
@@ -53,7 +53,7 @@ def single(
     """
     check_bounds(bounds, 1, P)
     times, T, end = LayerTimes(machine, shape), bounds[-1] - P, bounds[-1]
-    run, rank, lies = Timeline(times, ranks, whole), home(cached_on, ranks), shares(cached_on, ranks)
+    run, rank, lies = Timeline(times, ranks, full_last_layer), home(cached_on, ranks), shares(cached_on, ranks)
     copied = P > 0 and lies[rank] < 1
     fetched = _ahead(run, [rank], P, lies)[rank] if copied else []
     for more, tail in run.layers():
@@ -94,7 +94,7 @@ def gather(
     cached_on: Sequence[float] | None = None,
     *,
     full: bool = False,
-    whole: bool = False,
+    full_last_layer: bool = False,
 ) -> Cost:
     """TSP: everybody's new K and V to everybody after the projections, cached ones a layer ahead.
 
@@ -102,7 +102,7 @@ def gather(
     """
     check_bounds(bounds, ranks, P)
     times, lies, end = LayerTimes(machine, shape), shares(cached_on, ranks), bounds[-1]
-    run, blocks = Timeline(times, ranks, whole), list(pairwise(bounds))
+    run, blocks = Timeline(times, ranks, full_last_layer), list(pairwise(bounds))
     last, tails = last_row([[block] for block in blocks])
     kept = [sum(map(length, mine)) for mine in placed(ranks, P, end)]
     readers = [rank for rank in range(ranks) if length(blocks[rank])]
@@ -144,7 +144,7 @@ def chain(
     P: int = 0,
     cached_on: Sequence[float] | None = None,
     *,
-    whole: bool = False,
+    full_last_layer: bool = False,
 ) -> Cost:
     """KV-Runahead with any contiguous partition of P .. P+T, one shard per rank, some of which may be empty.
 
@@ -154,9 +154,9 @@ def chain(
     """
     check_bounds(bounds, ranks, P)
     times, lies, blocks = LayerTimes(machine, shape), shares(cached_on, ranks), list(pairwise(bounds))
-    run = Timeline(times, ranks, whole)
+    run = Timeline(times, ranks, full_last_layer)
     last, tails = last_row([[block] for block in blocks])
-    after = [chain_next(rank, ranks) for rank in range(ranks)]
+    after, sizes = [chain_next(rank, ranks) for rank in range(ranks)], [length(b) * shape.kv_bytes for b in blocks]
     readers = [rank for rank in range(ranks) if length(blocks[rank])]
     fetched = _ahead(run, readers, P, lies)
     for more, tail in run.layers():
@@ -175,10 +175,7 @@ def chain(
             relayed = sorted([*relayed, (own, rank)])
             to = after[rank]
             if to is not None:
-                relayed = [
-                    (run.send(rank, to, length(blocks[block]) * shape.kv_bytes, ready), block)
-                    for ready, block in relayed
-                ]
+                relayed = [(run.send(rank, to, sizes[block], ready), block) for ready, block in relayed]
         run.until(ranks - 1, _latest(relayed))
         run.work(ranks - 1, times.copy(bounds[-1] - P))
     return run.cost(last)

@@ -39,7 +39,7 @@ class PartitionSearch:
     tokens: of the prompt, all new. stride: the least distance between two bounds tried, in tokens (a multiple of the
     chunk length, 64, where cached chunks matter). seed: bounds to begin at (the cost model's optimum), else even ones.
     measured: points known from before, which are not measured again; new ones are put into it. Interrupted, it is
-    resumed by a new Search with the same `measured`. full_grid: with more free bounds than this, tokens
+    resumed by a new PartitionSearch with the same `measured`. full_grid: with more free bounds than this, tokens
     are moved between two shards at a time instead (five values for each pair), which needs a good seed.
     Raises ValueError for fewer tokens than `ranks` strides, or a seed that does not cut 0 .. tokens.
     """

@@ -130,14 +130,14 @@ def ring_kv(
     P: int = 0,
     cached_on: Sequence[float] | None = None,
     *,
-    whole: bool = False,
+    full_last_layer: bool = False,
 ) -> Cost:
     """Ring pass-KV: each rank's K and V, cached and new, go round and are sent on when they arrive.
 
     A rank waits for what arrives if it has rows to attend to it or keeps some of the new tokens.
     """
     times = LayerTimes(machine, shape)
-    run, ring = Timeline(times, ranks, whole), _RingShards.cut(ranks, bounds, P, cached_on)
+    run, ring = Timeline(times, ranks, full_last_layer), _RingShards.cut(ranks, bounds, P, cached_on)
     last, kept = ring.tail(), [sum(map(length, mine)) for mine in placed(ranks, P, bounds[-1])]
     run.load(P, ring.lies)
     for more, tail in run.layers():
@@ -168,7 +168,7 @@ def ring_q(
     cached_on: Sequence[float] | None = None,
     *,
     fold: int | None = BLOCK,
-    whole: bool = False,
+    full_last_layer: bool = False,
 ) -> Cost:
     """Ring pass-Q: Q goes round; a rank sends the states of others' rows home as soon as it has them.
 
@@ -176,7 +176,7 @@ def ring_q(
     rank, and keys stay with their rows, as in the paper.
     """
     times = LayerTimes(machine, shape)
-    run, ring = Timeline(times, ranks, whole), _RingShards.cut(ranks, bounds, P, cached_on)
+    run, ring = Timeline(times, ranks, full_last_layer), _RingShards.cut(ranks, bounds, P, cached_on)
     if fold is not None:
         ring = replace(ring, keys_on=placed(ranks, P, bounds[-1]))
     moved, every, last = ring.moved(), _QueryRound.of(ring, fold), _QueryRound.of(ring.tail(), fold)

@@ -26,12 +26,12 @@ CostModel = Callable[[Machine, ModelShape, int, Sequence[int], int, Sequence[flo
 class Timeline:
     """Clocks of the ranks, and of their ports: a rank sends one message at a time, and receives one at a time.
 
-    whole: the last layer is computed for all rows, as in the papers' models, not for the last row alone.
+    full_last_layer: the last layer is computed for all rows, as in the papers' models, not for the last row alone.
     """
 
     times: LayerTimes
     ranks: int
-    whole: bool
+    full_last_layer: bool
     clock: list[float] = field(init=False)
     wait: list[float] = field(init=False)
     sent: list[float] = field(init=False)
@@ -49,7 +49,7 @@ class Timeline:
         """For each layer: whether another follows, and whether only the last row is computed after the projections."""
         for layer in range(self.times.shape.layers):
             more = layer + 1 < self.times.shape.layers
-            yield more, not (more or self.whole)
+            yield more, not (more or self.full_last_layer)
 
     def send(self, source: int, to: int, size: float, ready: float) -> float:
         """Books a message of `size` bytes that can leave at `ready`; returns when it has arrived.
@@ -101,9 +101,10 @@ class Timeline:
 
         `alone`: one rank computes all; else the way of the step to the ranks and of the hidden state back is added.
         """
-        ends = [self.clock[last]] if alone else self.clock if self.whole else [self.clock[0], self.clock[last]]
+        waited_for = [last] if alone else range(self.ranks) if self.full_last_layer else [0, last]
         hops = 0.0 if alone or self.ranks == 1 else 2 * self.machine.latency_s
-        return Cost(max(ends) + self.times.head() + hops, tuple(self.wait), tuple(self.sent))
+        end = max(self.clock[rank] for rank in waited_for)
+        return Cost(end + self.times.head() + hops, tuple(self.wait), tuple(self.sent))
 
 
 def check_bounds(bounds: Sequence[int], ranks: int, start: int) -> None:

@@ -73,7 +73,7 @@ class TunedTable(msgspec.Struct, kw_only=True):
         return cut(fractions, tokens, start, unit)
 
     def points(self, tokens: int) -> dict[Bounds, float]:
-        """What was measured at this token count, for Search(measured=...)."""
+        """What was measured at this token count, for PartitionSearch(measured=...)."""
         return {point.bounds: point.seconds for point in self.measured.get(tokens, [])}
 
     def keep(self, tokens: int, points: dict[Bounds, float]) -> None:

@@ -82,14 +82,14 @@ class RanksDoor:
 
     def _port(self, rng: Random) -> str:
         """Strangers, and then a true worker."""
-        with Handshake(HOST, SECRET) as gate, ExitStack() as held:
+        with Handshake(HOST, SECRET) as handshake, ExitStack() as held:
             for _ in range(rng.choice((1, 4, 16, 300))):
                 with suppress(OSError):
-                    link = held.enter_context(socket.create_connection(_address(gate), timeout=LIMIT_S))
+                    link = held.enter_context(socket.create_connection(_address(handshake), timeout=LIMIT_S))
                     self._attack(link, rng)
-            worker = connect(_address(gate), SECRET, HOST, LIMIT_S)
+            worker = connect(_address(handshake), SECRET, HOST, LIMIT_S)
             worker.send(WorkerHello(1, 1, HOST))
-            driver, _ = gate.admit(range(1, 2), LIMIT_S, lambda: None)[1]
+            driver, _ = handshake.admit(range(1, 2), LIMIT_S, lambda: None)[1]
             driver.send(StopWorker())
             assert worker.receive() == StopWorker()
             driver.close()
@@ -150,7 +150,7 @@ class RanksDoor:
     def _worker(self, rng: Random) -> str:
         """A worker that knows the secret and sends whatever comes to its mind."""
         driver, worker = pair()
-        crew = WorkerSupervisor({1: (driver, WorkerHello(1, 1, HOST))}, LIMIT_S)
+        workers = WorkerSupervisor({1: (driver, WorkerHello(1, 1, HOST))}, LIMIT_S)
         worker._link.settimeout(LIMIT_S)
         try:
             with suppress(OSError):
@@ -162,24 +162,24 @@ class RanksDoor:
             with suppress(OSError):
                 worker.send(StoreGet("end"))
                 worker._link.shutdown(socket.SHUT_WR)
-            assert crew.failed.wait(LIMIT_S), "the end of the link is the end of the rank"
+            assert workers.failed.wait(LIMIT_S), "the end of the link is the end of the rank"
             try:
-                crew.send(b"")
+                workers.send(b"")
             except RankLost as lost:
                 return "lost: " + str(lost).split(":")[0][:40]
             raise AssertionError("a lost rank was sent a step")
         finally:
             worker.close()
-            crew.close()
+            workers.close()
 
     def _greetings(self, rng: Random) -> str:
         """A worker that knows the secret and says something odd at first."""
-        with Handshake(HOST, SECRET) as gate:
-            worker = connect(_address(gate), SECRET, HOST, LIMIT_S)
+        with Handshake(HOST, SECRET) as handshake:
+            worker = connect(_address(handshake), SECRET, HOST, LIMIT_S)
             with suppress(OSError):
                 worker.send(WorkerHello(_number(rng), _number(rng), rng.choice(TEXTS[:6] + TEXTS[7:])))
             try:
-                links = gate.admit(range(1, 3), 0.05, lambda: None)
+                links = handshake.admit(range(1, 3), 0.05, lambda: None)
             except (ValueError, TimeoutError) as error:
                 return type(error).__name__
             finally:
@@ -205,14 +205,14 @@ class _Wire:
 
 
 def pair() -> tuple[Channel, Channel]:
-    with Handshake(HOST, SECRET) as gate:
-        worker = connect(_address(gate), SECRET, HOST, LIMIT_S)
+    with Handshake(HOST, SECRET) as handshake:
+        worker = connect(_address(handshake), SECRET, HOST, LIMIT_S)
         worker.send(WorkerHello(1, 1, HOST))
-        return gate.admit(range(1, 2), LIMIT_S, lambda: None)[1][0], worker
+        return handshake.admit(range(1, 2), LIMIT_S, lambda: None)[1][0], worker
 
 
-def _address(gate: Handshake) -> tuple[str, int]:
-    host, _, port = gate.address.partition(":")
+def _address(handshake: Handshake) -> tuple[str, int]:
+    host, _, port = handshake.address.partition(":")
     return host, int(port)
 
 

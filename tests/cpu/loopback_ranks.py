@@ -20,7 +20,7 @@ Cuts = Callable[[int, int], tuple[list[int], list[int]]]
 """(first new token, end) -> (bounds, ranks) of a part."""
 
 
-class Crew:
+class LoopbackRanks:
     """`size` ranks with pools of `slots` chunks each."""
 
     def __init__(self, decoder: Decoder, size: int, *, slots: int = 128, backend: str = "cpu", kv: Any = None) -> None:
@@ -69,17 +69,17 @@ class Crew:
 
 
 class Conversation:
-    """One sequence on a crew: its tokens and slots so far."""
+    """One sequence on such ranks: its tokens and slots so far."""
 
-    def __init__(self, crew: Crew) -> None:
-        self.crew, self.tokens, self.slots = crew, [], []  # type: ignore[var-annotated]
+    def __init__(self, loopback: LoopbackRanks) -> None:
+        self.loopback, self.tokens, self.slots = loopback, [], []  # type: ignore[var-annotated]
 
     def part(self, tokens: Sequence[int], bounds: list[int], ranks: list[int], owner: Any, wanted: int = 1) -> StepPart:
         """New tokens; owner(chunk) says where a new chunk lies."""
         start = len(self.tokens)
         self.tokens += tokens
         for chunk in range(len(self.slots), chunks_for(len(self.tokens))):
-            self.slots.append(self.crew.take(owner(chunk)))
+            self.slots.append(self.loopback.take(owner(chunk)))
         return StepPart(list(tokens), start, list(self.slots), bounds, ranks, wanted, len(self.tokens))
 
     def rewind(self) -> list[int]:
@@ -92,8 +92,8 @@ class Conversation:
     def home(self) -> int:
         """The rank that computes the next token: the owner of its chunk; a new chunk goes round."""
         chunk = len(self.tokens) // CHUNK
-        last = self.slots[-1] // self.crew.slots
-        return last if chunk < len(self.slots) else (last + 1) % self.crew.size
+        last = self.slots[-1] // self.loopback.slots
+        return last if chunk < len(self.slots) else (last + 1) % self.loopback.size
 
 
 def shard_of(bounds: list[int], ranks: list[int], position: int) -> int:
