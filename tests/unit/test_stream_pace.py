@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.offload.copy_streams import Ticket
-from headrace.offload.streaming.kvpr import Stream, decode_split
+from headrace.offload.streaming.decode_split import LayerCosts, chunks_to_project
 from headrace.offload.streaming.throughput import LATEST, Operation, Pace, Recent, Work
 
 WORK = Work(rows=4)
@@ -47,8 +47,8 @@ def test_weights_and_hidden_states_cross_the_same_link() -> None:
 @pytest.mark.parametrize("resident", [False, True])
 def test_the_split_is_the_solver_s(resident: bool) -> None:
     found = pace(project_s=0.003, rest_s=0.004, resident=resident).split(40, 36, WORK)
-    stream = Stream(kv_bytes=2e6, x_bytes=1e6, link_s=1e9, project_s=0.003, compute_s=0.004, x_resident=resident)
-    assert found == decode_split([40], [36], stream).projected[0] > 0
+    costs = LayerCosts(kv_bytes=2e6, x_bytes=1e6, link_s=1e9, project_s=0.003, compute_s=0.004, x_resident=resident)
+    assert found == chunks_to_project(40, 36, costs) > 0
 
 
 def test_a_figure_is_that_of_the_latest_but_for_a_single_burst() -> None:

@@ -1,4 +1,4 @@
-"""How fast link and arithmetic are while decoding streams: what the solver (streaming.kvpr) is told at each step.
+"""How fast link and arithmetic are while decoding streams: what streaming.decode_split is told at each step.
 
 The paper's profiler measures once, at start; here each transfer, projection and operation counts, by the mean of the
 latest: on a machine that others use as well, what now and then takes twice as long takes more time in all.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.offload.copy_streams import Ticket
-from headrace.offload.streaming.kvpr import Stream, decode_split
+from headrace.offload.streaming.decode_split import LayerCosts, chunks_to_project
 
 LATEST = 31
 """Observations that count."""
@@ -81,10 +81,10 @@ class Pace:
     def computed(self, work: Work, seconds: float) -> None:
         self.rest.setdefault(work.rows, Recent()).observe(max(0.0, seconds))
 
-    def stream(self, work: Work) -> Stream:
+    def costs(self, work: Work) -> LayerCosts:
         """What an operation costs, as far as is known."""
         rest = self.rest.get(work.rows)
-        return Stream(
+        return LayerCosts(
             kv_bytes=self.kv_bytes, x_bytes=self.x_bytes, link_s=1.0 / max(self.link.value, 1e-15),
             project_s=self.project.value, compute_s=0.0 if rest is None else rest.value,
             weight_bytes=work.weight_bytes, hidden_bytes=work.hidden_bytes, x_resident=self.x_resident,
@@ -109,4 +109,4 @@ class Pace:
 
     def split(self, stored: int, whole: int, work: Work) -> int:
         """Chunks to project, of `stored` ones of which the first `whole` may be."""
-        return decode_split([stored], [whole], self.stream(work)).projected[0]
+        return chunks_to_project(stored, whole, self.costs(work))
