@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.offload.copy_streams import Ticket
 from headrace.offload.streaming.decode_split import LayerCosts, chunks_to_project
 from headrace.offload.streaming.throughput import LATEST, Operation, Pace, Recent, Work
+from headrace.offload.ticket import Ticket
 
 WORK = Work(rows=4)
 

@@ -138,8 +138,6 @@ def test_pending_counts_as_stored(stack: Stack) -> None:
     assert (
         stack.tiers.lacking(b"a") == [] and stack.tiers.lacking(b"b") == [1] and stack.tiers.lacking(b"c") == [0, 1, 2]
     )
-    assert stack.tiers.has_stored([b"a", b"b", b"c"]) == [True, False, False]
-    assert stack.tiers.lacking_each([b"c", b"a", b"b"]) == [[0, 1, 2], [], [1]]
     asked = [len(tier.asked) for tier in stack.tiers.tiers[1:]]
     assert stack.tiers.doubtful(b"c") == [0, 1, 2] and stack.tiers.doubtful(b"a")[:1] != [0]
     assert [len(tier.asked) for tier in stack.tiers.tiers[1:]] == asked, "a step waited for disk or network"

@@ -22,10 +22,11 @@ from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
 from headrace.offload.chunk_codec import ChunkCodec
-from headrace.offload.copy_streams import CopyStream, Ticket
+from headrace.offload.copy_streams import CopyStream
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.solver import Prediction, Run, Split, predict, restore_split
 from headrace.offload.restore.transfer import Restore, Wanted
+from headrace.offload.ticket import Ticket
 from headrace.offload.tiers.base import Kind, TierStats, name_of
 from headrace.offload.tiers.stack import Tiers
 from headrace.offload.writeback import Writeback

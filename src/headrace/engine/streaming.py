@@ -17,7 +17,8 @@ from headrace.engine.runner import Computed, batch_of, prompts_of, slots_of, wan
 from headrace.engine.sequence import Slice
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
-from headrace.offload.copy_streams import Link, open_lanes
+from headrace.offload.copy_streams import open_copy_streams
+from headrace.offload.emulated_link import EmulatedLink
 from headrace.offload.streaming.schedule import Schedule
 from headrace.offload.streaming.staging import Staging
 from headrace.offload.streaming.store import Allocate, FileMemory, OutsideStore, bytes_per_chunk, room, shapes
@@ -166,7 +167,7 @@ def open_stream(
     if config.kv_cache_prefault:
         store.prefault()
     staging = Staging(model.attention, _capacity(config, store), kv_dtype, dtype, hidden)
-    lanes = open_lanes(torch.device("cpu"), _link(config))
+    lanes = open_copy_streams(torch.device("cpu"), _link(config))
     options = Options(schedule_of(config), config.weight_offload, x_resident=config.offload_x_resident)
     layers: Resident | Streamed = Resident(decoder)
     weight_bytes = 0
@@ -182,9 +183,9 @@ def open_stream(
     return StreamRunner(streamer, config.offload_batches)
 
 
-def _link(config: EngineConfig) -> Link:
+def _link(config: EngineConfig) -> EmulatedLink:
     rate = None if config.kv_link_gbps is None else config.kv_link_gbps * 1e9
-    return Link(rate, config.kv_link_latency_ms / 1e3)
+    return EmulatedLink(rate, config.kv_link_latency_ms / 1e3)
 
 
 def _capacity(config: EngineConfig, store: OutsideStore) -> int:

@@ -16,7 +16,8 @@ from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
 from headrace.offload import frame
 from headrace.offload.chunk_codec import ChunkCodec
-from headrace.offload.copy_streams import Link, ThreadStream
+from headrace.offload.copy_streams import ThreadStream
+from headrace.offload.emulated_link import EmulatedLink
 from headrace.offload.restore.profile import measure
 from headrace.offload.restore.rates import Rates
 from headrace.offload.tiers.base import Read, Tier, name_of
@@ -80,7 +81,7 @@ def open_offload(
     tiers = open_tiers(config)
     spec = decoder.config.attention
     shelf, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2))
-    link = Link(config.kv_link_gbps * 1e9 if config.kv_link_gbps else None, config.kv_link_latency_ms / 1e3)
+    link = EmulatedLink(config.kv_link_gbps * 1e9 if config.kv_link_gbps else None, config.kv_link_latency_ms / 1e3)
     return Offload(
         cache=cache,
         tiers=tiers,

@@ -115,11 +115,6 @@ class Prediction(NamedTuple):
     waited_s: float
     shared_s: float = 0.0
 
-    @property
-    def overlap(self) -> float:
-        """Share of the lane's time that is hidden under the computation; 1 where nothing is loaded."""
-        return 1.0 - self.waited_s / self.link_s if self.link_s else 1.0
-
 
 class Tables:
     """What the pieces of a run cost, by how many chunks they take (arrays over 0 .. chunks)."""
@@ -226,16 +221,6 @@ def predict(run: Run, costs: Costs, tokens: int, x: int, max_batch_tokens: int =
     if min(tokens, x) < 0 or tokens + x > run.chunks or (x and run.x_bytes is None):
         raise ValueError(f"no such split of {run.chunks} chunks (x_bytes {run.x_bytes}): {tokens} tokens, {x} x")
     return _predicted(Tables(run, costs, max_batch_tokens), tokens, x)
-
-
-def load_all(run: Run, costs: Costs, max_batch_tokens: int = 2048) -> Prediction:
-    """Every chunk loaded as K and V."""
-    return predict(run, costs, 0, 0, max_batch_tokens)
-
-
-def recompute_all(run: Run, costs: Costs, max_batch_tokens: int = 2048) -> Prediction:
-    """Every chunk recomputed from tokens, together with the suffix."""
-    return predict(run, costs, run.chunks, 0, max_batch_tokens)
 
 
 def _predicted(tables: Tables, tokens: int, x: int) -> Prediction:

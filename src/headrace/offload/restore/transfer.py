@@ -26,7 +26,8 @@ from torch import Tensor
 from headrace.attention.execute import Attend
 from headrace.offload import frame
 from headrace.offload.chunk_codec import ChunkCodec
-from headrace.offload.copy_streams import CopyStream, Ticket
+from headrace.offload.copy_streams import CopyStream
+from headrace.offload.ticket import Ticket
 from headrace.offload.tiers.base import Format, Kind, Read, name_of
 from headrace.offload.tiers.stack import Tiers
 from headrace.types import CHUNK

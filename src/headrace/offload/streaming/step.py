@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from headrace.attention.execute import BACKENDS, items_of
-from headrace.offload.copy_streams import Ticket, copy_alone
+from headrace.offload.copy_streams import copy_alone
 from headrace.offload.streaming.schedule import Form, Load, Stage, first_loads, stages
 from headrace.offload.streaming.staging import Counts, Cut, Piece, gather
 from headrace.offload.streaming.throughput import Operation, Work
+from headrace.offload.ticket import Ticket
 from headrace.offload.weights.streamed import What
 from headrace.types import CHUNK
 

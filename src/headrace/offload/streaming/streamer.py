@@ -23,12 +23,13 @@ from torch import Tensor
 from headrace.attention.execute import BACKENDS
 from headrace.attention.plan import Plan
 from headrace.models.decoder import Decoder, TokenBatch
-from headrace.offload.copy_streams import CopyStreams, Ticket, copy_alone
+from headrace.offload.copy_streams import CopyStreams, copy_alone
 from headrace.offload.streaming.schedule import Schedule
 from headrace.offload.streaming.staging import Staging
 from headrace.offload.streaming.step import Step
 from headrace.offload.streaming.store import OutsideStore
 from headrace.offload.streaming.throughput import Pace
+from headrace.offload.ticket import Ticket
 from headrace.offload.weights.streamed import LayerSource
 from headrace.types import CHUNK
 

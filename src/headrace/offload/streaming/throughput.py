@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.offload.copy_streams import Ticket
 from headrace.offload.streaming.decode_split import LayerCosts, chunks_to_project
+from headrace.offload.ticket import Ticket
 
 LATEST = 31
 """Observations that count."""

@@ -57,19 +57,11 @@ class Tiers:
             missing = [at for at in missing if found[at] is None]
         return found
 
-    def lacking_each(self, names: Sequence[bytes]) -> list[list[int]]:
-        """For each name the tiers that neither have it nor are about to be given it. One call per tier."""
-        lacking: list[list[int]] = [[] for _ in names]
-        for index, tier in enumerate(self.tiers):
-            asked = [at for at, name in enumerate(names) if not self.pending(index, name)]
-            for at, there in zip(asked, tier.has([names[at] for at in asked]) if asked else [], strict=True):
-                if not there:
-                    lacking[at].append(index)
-        return lacking
-
     def lacking(self, name: bytes) -> list[int]:
-        """lacking_each of one name."""
-        return self.lacking_each([name])[0]
+        """The tiers that neither have a blob nor are about to be given it."""
+        return [
+            index for index, tier in enumerate(self.tiers) if not (self.pending(index, name) or tier.has([name])[0])
+        ]
 
     def doubtful(self, name: bytes) -> list[int]:
         """The tiers that may lack it, asking only those that answer from memory: a put changes nothing where it is."""
@@ -78,10 +70,6 @@ class Tiers:
             for index, tier in enumerate(self.tiers)
             if not (self.pending(index, name) if self.queues(index) else tier.has([name])[0])
         ]
-
-    def has_stored(self, names: Sequence[bytes]) -> list[bool]:
-        """Whether no tier lacks it: there is nothing to offer."""
-        return [not lacking for lacking in self.lacking_each(names)]
 
     def pending(self, index: int, name: bytes) -> bool:
         """Whether it waits to be written to that tier."""
