@@ -13,10 +13,17 @@ from headrace.bench import restore, shapes
 from headrace.bench.restore import Case, Plan, around, grid, links_of, measured, plot, table
 from headrace.bench.restore_testbed import At, RestoreBed, Timed
 from headrace.cli.main import app
-from headrace.offload.restore.rates import Line, PrefillRate, Rates
+from headrace.offload.restore.estimators import LinearRate, PrefillRate
+from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.solver import Run, Split, predict, restore_split
 
-RUN = Run(first=0, chunks=64, suffix=32, kv_bytes=2 * 64 * 1024 * 2 * 8, x_bytes=64 * 1024 * 2 * 8, layers=8)
+
+def known_rates(project_s: float, prefill: PrefillRate) -> Rates:
+    return Rates(8, LinearRate(project_s), prefill, {"host": LinearRate(0.125e-9, 20e-6)})
+
+
+X_BYTES = 64 * 1024 * 2 * 8
+RUN = Run(first=0, chunks=64, suffix=32, kv_bytes=2 * X_BYTES, x_bytes=X_BYTES, layers=8, tiers="host")
 TINY = shapes.Shape(hidden=64, layers=2, heads=4, kv_heads=4, head_dim=32, mlp=128, vocab=2048)
 
 
@@ -28,7 +35,7 @@ class Imagined:
     slow: float = 1.05
     drift: float = 0.0
     asked: list[At] = field(default_factory=list)
-    known: Rates = field(default_factory=lambda: Rates(8, Line(2e-6), PrefillRate(5e-3, 1e-4, 2e-9)).behind(0.5e9))
+    known: Rates = field(default_factory=lambda: known_rates(2e-6, PrefillRate(5e-3, 1e-4, 2e-9)).behind(0.5e9))
 
     def time(self, at: At) -> Timed:
         self.asked.append(at)
@@ -57,21 +64,22 @@ def test_a_case(drift: float) -> None:
     assert case["gain"] > 1
     assert case["measured_to_predicted"] == pytest.approx(1.05 * (1 + drift * len(bed.asked)), rel=0.02)
     assert case["to_load_all"] < 1 and case["to_recompute_all"] < 1
-    assert case["overlap"] == pytest.approx(predict(RUN, bed.known, split.tokens, split.x).overlap)
+    predicted = predict(RUN, bed.known, split.tokens, split.x)
+    assert case["overlap"] == pytest.approx(1.0 - predicted.waited_s / predicted.link_s)
     for at in (At(split.tokens, split.x), At(0, 0), At(64, 0)):
         assert bed.asked.count(at) >= 3
     json.dumps(case)
 
 
 def test_without_activations_none_are_projected() -> None:
-    bed = Imagined(Run(0, 64, 32, RUN.kv_bytes / 4, None, 8))
+    bed = Imagined(Run(0, 64, 32, RUN.kv_bytes / 4, None, 8, "host"))
     assert measured(bed, Plan())["x"] == 0
     assert all(at.x == 0 for at in bed.asked)
 
 
 def test_where_all_is_recomputed() -> None:
     """Nothing is loaded: there is no overlap to tell of."""
-    bed = Imagined(known=Rates(8, Line(2e-3), PrefillRate(0, 1e-4, 2e-9)).behind(1e6))
+    bed = Imagined(known=known_rates(2e-3, PrefillRate(0, 1e-4, 2e-9)).behind(1e6))
     case = measured(bed, Plan(repeats=1))
     assert (case["tokens"], case["overlap"], case["gain"]) == (64, None, pytest.approx(1.0))
     assert "overlap -" in restore.line(case | {"link_gbps": 0.001})
@@ -79,7 +87,7 @@ def test_where_all_is_recomputed() -> None:
 
 def test_grids() -> None:
     assert grid(RUN, 32) == [(0, 0), (0, 32), (0, 64), (32, 0), (32, 32), (64, 0)]
-    odd = grid(Run(0, 5, 1, 1.0, None, 1), 2)
+    odd = grid(Run(0, 5, 1, 1.0, None, 1, "host"), 2)
     assert odd == [(0, 0), (2, 0), (4, 0), (5, 0)]
     assert len(grid(RUN, 1)) == 65 * 66 // 2
     near = around(RUN, At(64, 0), 4)
@@ -91,7 +99,7 @@ def made() -> list[Case]:
     found = []
     for model in ("S2", "S1"):
         for gbps in (0.1, 1.0, 10.0):
-            known = Rates(8, Line(2e-6), PrefillRate(5e-3, 1e-4, 2e-9)).behind(gbps * 1e9)
+            known = known_rates(2e-6, PrefillRate(5e-3, 1e-4, 2e-9)).behind(gbps * 1e9)
             case = measured(Imagined(known=known), Plan(repeats=1))
             found.append({"model": model, "link_gbps": gbps, "latency_ms": 0.0} | case)
     return found
@@ -101,7 +109,7 @@ def test_the_link_of_balance() -> None:
     """Over it, both ends take about as long, and doing some of each gains the more."""
 
     def opened(gbps: float | None) -> Imagined:
-        known = Rates(8, Line(2e-6), PrefillRate(5e-3, 1e-4, 2e-9)).behind(None if gbps is None else gbps * 1e9)
+        known = known_rates(2e-6, PrefillRate(5e-3, 1e-4, 2e-9)).behind(None if gbps is None else gbps * 1e9)
         return Imagined(known=known)
 
     case = measured(opened(restore.balance(opened)), Plan(repeats=1))

@@ -1,4 +1,4 @@
-"""Copy streams that are threads, and emulated links: order, errors, closing, and a link's time by a clock of its own."""
+"""Copy streams that are threads, and emulated links: order, errors, closing, a link's time by a clock of its own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from headrace.offload import copy_streams, emulated_link
 from headrace.offload.copy_streams import ThreadStream, copy_alone, open_copy_streams
 from headrace.offload.emulated_link import EmulatedLink
+from headrace.offload.ticket import Ticket
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.offload.restore.estimators import FloatArray
 from headrace.offload.restore.solver import (
     EXACT,
-    Floats,
     Prediction,
     Run,
     Tables,
@@ -36,17 +36,17 @@ class Fixed:
     def contention(self, loading: bool) -> float:
         return self.lost[loading]
 
-    def transfer(self, tier: str, size: Floats, pieces: Floats) -> Floats:
+    def transfer(self, tier: str, size: FloatArray, pieces: FloatArray) -> FloatArray:
         rate, latency, _ = self.tiers[tier]
         return size / rate + (pieces > 0) * latency
 
     def cpu_s_per_byte(self, tier: str) -> float:
         return self.tiers[tier][2]
 
-    def project(self, tokens: Floats) -> Floats:
+    def project(self, tokens: FloatArray) -> FloatArray:
         return tokens * self.project_s
 
-    def prefill(self, start: Floats, count: Floats) -> Floats:
+    def prefill(self, start: FloatArray, count: FloatArray) -> FloatArray:
         return count * self.prefill_s + count * (start + count / 2) * self.attend_s + (count > 0) * self.step_s
 
 
@@ -166,7 +166,8 @@ def test_split_is_the_best(run: Run, costs: Fixed, most: int) -> None:
 
 
 COSTS = Fixed({"host": (1e9, 50e-6, 0.0)}, project_s=2e-6, prefill_s=100e-6, attend_s=2e-9)
-MHA = Run(first=0, chunks=64, suffix=1, kv_bytes=2 * 64 * 1024 * 2 * 8, x_bytes=64 * 1024 * 2 * 8, layers=8)
+X_BYTES = 64 * 1024 * 2 * 8
+MHA = Run(first=0, chunks=64, suffix=1, kv_bytes=2 * X_BYTES, x_bytes=X_BYTES, layers=8, tiers="host")
 """8 layers, hidden 1,024, 8 KV heads of 128, bf16: 32 KiB a token."""
 GQA = replace(MHA, kv_bytes=2 * 64 * 256 * 2 * 8)
 
@@ -295,7 +296,7 @@ def test_split_refuses() -> None:
 
 def test_contention_counts_where_lane_and_engine_share_the_cores() -> None:
     """Twice or three times the seconds that the smaller of both is at work; nothing where everything is recomputed."""
-    run = Run(first=0, chunks=32, suffix=40, kv_bytes=1e6, x_bytes=None, layers=4)
+    run = Run(first=0, chunks=32, suffix=40, kv_bytes=1e6, x_bytes=None, layers=4, tiers="host")
     calm = Fixed({"host": (1e9, 0.0, 2e-10)}, project_s=0.0, prefill_s=1e-5, attend_s=0.0)
     busy = replace(calm, lost=(2.0, 3.0))
     for tokens, lost in ((0, 3), (8, 2)):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace.offload.tiers.base import Format, Parts, Read, TierStats
+from headrace.offload.tiers.base import Format, Parts, Read, ReadGuess, TierStats
 from headrace.offload.tiers.stack import Tiers
 from headrace.offload.tiers.writer import Write, Writer
 from tests.unit.redis_servers import wait_for
@@ -26,9 +26,10 @@ class FakeTier:
     """Keeps blobs in a dict. Writes wait for `gate`; `accepts` and `raises` say how they end."""
 
     format: Format = "raw"
+    read_guess = ReadGuess(1e-9, 1e-4)
 
     def __init__(self, kind: str) -> None:
-        self.kind = kind
+        self.kind, self.in_memory = kind, kind == "host"
         self.blobs: dict[bytes, bytes] = {}
         self.gate = threading.Event()
         self.gate.set()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
 from pathlib import Path
 
 from headrace.config import EngineConfig
@@ -14,13 +12,11 @@ from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
-from headrace.offload import frame
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import ThreadStream
 from headrace.offload.emulated_link import EmulatedLink
-from headrace.offload.restore.profile import measure
-from headrace.offload.restore.rates import Rates
-from headrace.offload.tiers.base import Read, Tier, name_of
+from headrace.offload.restore.profile import measure, probe
+from headrace.offload.tiers.base import Tier
 from headrace.offload.tiers.disk import DiskTier
 from headrace.offload.tiers.host import HostTier
 from headrace.offload.tiers.remote import RemoteTier
@@ -28,10 +24,6 @@ from headrace.offload.tiers.stack import Tiers
 from headrace.offload.writeback import Writeback
 
 GIB = 1 << 30
-PROBE = name_of(hashlib.sha256(b"headrace probe").digest(), "k")
-PROBE_BYTES = 8 << 20
-PROBES = 3
-"""What is stored and read a few times to see how fast a tier is."""
 
 
 def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: int, kv_element_bytes: int) -> bool:
@@ -82,31 +74,15 @@ def open_offload(
     spec = decoder.config.attention
     shelf, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2))
     link = EmulatedLink(config.kv_link_gbps * 1e9 if config.kv_link_gbps else None, config.kv_link_latency_ms / 1e3)
+    rates = measure(decoder, storage, capacity.backend, tiers.tiers)
+    probe(tiers, rates)
     return Offload(
         cache=cache,
         tiers=tiers,
         shelf=shelf,
         lane=ThreadStream("restore", link),
         looking=ThreadStream("look"),
-        rates=_probed(measure(decoder, storage, capacity.backend), tiers).behind(link.bytes_s, link.latency_s),
+        rates=rates.behind(link.bytes_s, link.latency_s),
         writeback=Writeback(cache, tiers, shelf, other),
         max_batch_tokens=config.max_batch_tokens,
     )
-
-
-def _probed(rates: Rates, tiers: Tiers) -> Rates:
-    """Rates that know how fast disk and remote give back a blob stored for the purpose."""
-    for index, tier in enumerate(tiers.tiers):
-        stats = tier.stats()
-        full = stats.budget_bytes and stats.used_bytes + PROBE_BYTES > stats.budget_bytes
-        if not tiers.queues(index) or full or not tier.put(PROBE, b"", (bytes(PROBE_BYTES),)):
-            continue  # nothing is to be evicted for it
-        into = memoryview(bytearray(PROBE_BYTES))
-        for _ in range(PROBES):
-            began = time.perf_counter()
-            if all(tier.read([Read(PROBE, 0, into)])):
-                frame.checksum(into)
-                rates.observe_load(tier.kind, PROBE_BYTES, 1, time.perf_counter() - began)
-        tier.drop([PROBE])
-    tiers.leave_out()
-    return rates

@@ -27,9 +27,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.offload.restore.estimators import FloatArray
 from headrace.types import CHUNK
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 EXACT = 256
@@ -57,7 +57,7 @@ class Run:
     kv_bytes: float
     x_bytes: float | None
     layers: int
-    tiers: str | tuple[str, ...] = "host"
+    tiers: str | tuple[str, ...]
 
     def __post_init__(self) -> None:
         if min(self.first, self.chunks, self.suffix) < 0 or self.layers < 1 or not self.kv_bytes > 0:
@@ -79,7 +79,7 @@ class Run:
 class Costs(Protocol):
     """Seconds of the pieces, elementwise over arrays; see offload.restore.rates."""
 
-    def transfer(self, tier: str, size: Floats, pieces: Floats) -> Floats:
+    def transfer(self, tier: str, size: FloatArray, pieces: FloatArray) -> FloatArray:
         """`size` bytes in `pieces` pieces (chunks) from a tier, in one go; 0 for none."""
 
     def contention(self, loading: bool) -> float:
@@ -89,10 +89,10 @@ class Costs(Protocol):
     def cpu_s_per_byte(self, tier: str) -> float:
         """Seconds that a byte from the tier takes from the computing cores."""
 
-    def project(self, tokens: Floats) -> Floats:
+    def project(self, tokens: FloatArray) -> FloatArray:
         """K and V of so many tokens from X, in one layer; 0 for none."""
 
-    def prefill(self, start: Floats, count: Floats) -> Floats:
+    def prefill(self, start: FloatArray, count: FloatArray) -> FloatArray:
         """One step of `count` tokens after `start` others, all layers; 0 for none."""
 
 
@@ -137,7 +137,7 @@ class Tables:
         tokens = np.array([float(run.chunks * CHUNK + run.suffix)])
         self.all_s = float(prefill(costs, run.first * CHUNK, tokens, max_batch_tokens)[0])
 
-    def _transfers(self, tier: str, size: float, counts: Floats) -> Floats:
+    def _transfers(self, tier: str, size: float, counts: FloatArray) -> FloatArray:
         return self.costs.transfer(tier, counts * size / self.run.layers, counts) if size else np.zeros(len(counts))
 
     @property
@@ -148,7 +148,7 @@ class Tables:
         taken = sum(count * self.run.kv_bytes * self.costs.cpu_s_per_byte(tier) for tier, count in counts.items())
         return min(1.0, taken / lane) if lane else 0.0
 
-    def predict(self, tokens: Ints, x: Ints) -> tuple[Floats, Floats, Floats, Floats]:
+    def predict(self, tokens: Ints, x: Ints) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """The figures of Prediction for the splits (tokens, x), elementwise."""
         layers, run = self.run.layers, self.run
         kv, x_link, taken = np.zeros(tokens.shape), np.zeros(tokens.shape), np.zeros(tokens.shape)
@@ -178,7 +178,7 @@ class Tables:
         return np.where(all_tokens, self.all_s, seconds), lane, np.where(all_tokens, 0.0, idle), shared
 
 
-def prefill(costs: Costs, start: float, counts: Floats, max_batch_tokens: int) -> Floats:
+def prefill(costs: Costs, start: float, counts: FloatArray, max_batch_tokens: int) -> FloatArray:
     """Seconds of prefilling so many tokens after `start` others in steps of max_batch_tokens, elementwise."""
     steps = counts // max_batch_tokens
     whole = np.arange(int(steps.max(initial=0)), dtype=np.float64)

@@ -1,6 +1,6 @@
 """How many chunks of a streamed batch to project from X instead of loading K and V: one layer, steady state.
 
-After KVPR (arXiv 2411.17089, section 3.1), for double-buffered layers: T = max(link in, compute). Units: seconds, bytes.
+After KVPR (arXiv 2411.17089, section 3.1), for double-buffered layers: T = max(link in, compute). Seconds and bytes.
 """
 
 from __future__ import annotations

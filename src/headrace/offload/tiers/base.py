@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from headrace.types import TierStats
 
-__all__ = ["Format", "Kind", "Parts", "Read", "Tier", "TierStats", "flat", "name_of"]
+__all__ = ["Format", "Kind", "Parts", "Read", "ReadGuess", "Tier", "TierStats", "flat", "name_of"]
 
 Kind = Literal["k", "x"]
 Format = Literal["raw", "int8", "int4"]
@@ -39,6 +39,13 @@ class Read(NamedTuple):
     into: memoryview
 
 
+class ReadGuess(NamedTuple):
+    """Seconds of a byte and of a call, before a tier was ever read from."""
+
+    byte_s: float
+    call_s: float
+
+
 class Tier(Protocol):
     """Safe to call from several threads. No method raises for what the world does to the store (full, gone, slow,
     damaged, changed by another process): it is logged once per kind, counted, and the answer is "not there". No call
@@ -47,10 +54,17 @@ class Tier(Protocol):
 
     @property
     def kind(self) -> str:
-        """host, disk or remote."""
+        """What metrics and logs call it; of the tiers of an engine no two are alike."""
 
     @property
     def format(self) -> Format: ...
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether its calls are copies in this process: no queue is needed before `put`, and no probe."""
+
+    @property
+    def read_guess(self) -> ReadGuess: ...
 
     def has(self, names: Sequence[bytes]) -> list[bool]:
         """Whether each blob is there, as far as is known. Those that are count as used now, the first of them last:

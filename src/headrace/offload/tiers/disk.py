@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.offload.tiers.base import Format, Parts, Read, TierStats, flat
+from headrace.offload.tiers.base import Format, Parts, Read, ReadGuess, TierStats, flat
 from headrace.offload.tiers.files import BlobFiles, Damaged, Draft, OpenFile, OpenFiles, tenant_mark
 from headrace.offload.tiers.health import Health
 from headrace.offload.tiers.index import Entry, Index
@@ -41,6 +41,8 @@ class DiskTier:
     """
 
     kind = "disk"
+    in_memory = False
+    read_guess = ReadGuess(1e-9, 200e-6)
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.offload.tiers.base import Format, Parts, Read, TierStats, flat
+from headrace.offload.tiers.base import Format, Parts, Read, ReadGuess, TierStats, flat
 from headrace.offload.tiers.index import Entry, Index
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ class HostTier:
     """
 
     kind = "host"
+    in_memory = True
+    read_guess = ReadGuess(0.125e-9, 20e-6)
 
     def __init__(
         self,

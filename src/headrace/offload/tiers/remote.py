@@ -18,7 +18,7 @@ from typing import Any
 
 from headrace.logs import shown
 from headrace.offload.tiers import quotas, redis_connection
-from headrace.offload.tiers.base import Format, Parts, Read, TierStats, flat
+from headrace.offload.tiers.base import Format, Parts, Read, ReadGuess, TierStats, flat
 from headrace.offload.tiers.breaker import Breaker
 from headrace.offload.tiers.resp_protocol import MOST, Call, Expected, Integer, Integers, Status, Value
 
@@ -45,6 +45,8 @@ class RemoteTier:
     """
 
     kind = "remote"
+    in_memory = False
+    read_guess = ReadGuess(2e-9, 1e-3)
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The tiers in the order of their speed, and the queues of what is being written to them.
 
-The host tier is written by the caller, which is a copy in memory; disk and remote by a thread each, behind a queue
-bounded in bytes. A tier that is left alone after a failure needs no special case: it answers "not there" at once, and
+A tier in memory is written by the caller, which is a copy; each other one by a thread, behind a queue bounded in
+bytes. A tier that is left alone after a failure needs no special case: it answers "not there" at once, and
 its trial call after the cooldown is one of those made here.
 """
 
@@ -31,7 +31,7 @@ class Tiers:
         if queue_bytes <= 0 or not 0 < timeout_s < float("inf"):
             raise ValueError(f"queue_bytes and timeout_s must be above 0, got {queue_bytes} and {timeout_s}")
         self.tiers, self.timeout_s = tuple(tiers), timeout_s
-        self._writers = [None if tier.kind == "host" else Writer(tier, queue_bytes) for tier in tiers]
+        self._writers = [None if tier.in_memory else Writer(tier, queue_bytes) for tier in tiers]
         self._probed = [TierStats() for _ in tiers]
 
     def format(self, index: int) -> Format:
@@ -81,7 +81,7 @@ class Tiers:
         return self.tiers[index].read(reads)
 
     def offer(self, index: int, name: bytes, tenant: bytes, parts: Parts, size: int) -> bool:
-        """Gives a blob of `size` bytes to that tier: written now (host) or queued. False: dropped, and counted.
+        """Gives a blob of `size` bytes to that tier: written now (in memory) or queued. False: dropped, and counted.
 
         The parts must not change until the tier has them; the queue keeps them alive. Waits at most timeout_s where
         the queue is full.
