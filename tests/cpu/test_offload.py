@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from headrace.engine.offload import Choose
+from headrace.engine.stored_prefixes import Choose
 from headrace.offload.restore.solver import Run, Split
 from headrace.types import CHUNK
 from tests.cpu import test_promise

@@ -44,7 +44,7 @@ MAY_IMPORT = {
 
 TORCH = {"torch", "transformers", "safetensors"}
 TORCH_FREE = ("headrace.types", "headrace.config", "headrace.kv", "headrace.planner", "headrace.attention.plan",
-              "headrace.engine.scheduler")  # fmt: skip
+              "headrace.engine.scheduler", "headrace.engine.stored_prefixes")  # fmt: skip
 NEEDS_TORCH = ("headrace.kv.storage",)
 
 

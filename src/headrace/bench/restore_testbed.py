@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from headrace.bench.shapes import Shape, write_checkpoint
 from headrace.engine.llm import LLM
-from headrace.engine.offload import Offload
+from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.solver import Prediction, Run, Split, predict, restore_split
 from headrace.types import CHUNK, Request, SamplingParams
@@ -75,7 +75,7 @@ class RestoreBed:
         self.ask()
 
     @property
-    def offload(self) -> Offload:
+    def offload(self) -> StoredPrefixes:
         assert self._llm.engine.offload is not None, "the engine was opened with a tier"
         return self._llm.engine.offload
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.driver import Driver
 from headrace.engine.loader import Loaded
-from headrace.engine.offload import Offload
 from headrace.engine.runner import Computed, Runner
 from headrace.engine.sampler import (
     BadLogits,
@@ -31,6 +30,7 @@ from headrace.engine.sampler import (
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.stopping import finish_reason
+from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kv.chunk_table import ChunkTable
 from headrace.types import CHUNK, Delta, EngineStats, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
 
@@ -359,7 +359,7 @@ class EngineCore:
             self._note_offload(stats, self.offload)
         return stats
 
-    def _note_offload(self, stats: EngineStats, offload: Offload) -> None:
+    def _note_offload(self, stats: EngineStats, offload: StoredPrefixes) -> None:
         """The tiers are asked now and then only, since they look up what they tell, and when all is stored."""
         own, now, before = offload.counters, time.monotonic(), stats.writeback_pending
         stats.restores, stats.restore_failures, stats.restore_s = own.restores, own.failures, own.restore_s

@@ -15,9 +15,9 @@ from headrace.config import EngineConfig, Quantization
 from headrace.engine import ranks, streaming, tiers, torchrun
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Driver
-from headrace.engine.offload import Offload
 from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
+from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.engine.streaming import StreamRunner
 from headrace.engine.tokenizer import Tokenizer
 from headrace.files import read_given
@@ -44,7 +44,7 @@ class Loaded:
     cache: KVCache
     runner: Runner | Driver | StreamRunner
     ranks: Ranks | None = None
-    offload: Offload | None = None
+    offload: StoredPrefixes | None = None
 
     def close(self) -> None:
         """Ends the other ranks and lanes, if there are any, and stores what is to be stored. May be called again."""

@@ -18,7 +18,7 @@ from headrace.kernels.model_step import Greatest
 from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
-from headrace.offload.restore.transfer import Restore, Restoring, positions_of
+from headrace.offload.restore.transfer import RestoreTransfer, RestoringAttend, positions_of
 from headrace.types import CHUNK
 
 
@@ -51,7 +51,7 @@ class Runner:
         self._replay = CudaGraphStep(decoder) if backend == "triton" else None
         self._going: DecodeFastPath | None = None
 
-    def run(self, slices: Seq[Slice], restores: Seq[Restore] = ()) -> Computed:
+    def run(self, slices: Seq[Slice], restores: Seq[RestoreTransfer] = ()) -> Computed:
         """Computes the slices in one pass. Logits are those of all of a slice's rows if its sequence wants all, of the
         last row if it samples. Each layer's attention waits for that layer of the restores."""
         going, self._going = self._going, None
@@ -64,14 +64,14 @@ class Runner:
         return Computed(going.whole.logits, parts, greatest)
 
     @torch.inference_mode()
-    def _run_planned(self, slices: Seq[Slice], restores: Seq[Restore]) -> Computed:
+    def _run_planned(self, slices: Seq[Slice], restores: Seq[RestoreTransfer]) -> Computed:
         order, plan = self._planner.plan([planning.Span(slots_of(each), each.start, each.length) for each in slices])
         ordered = [slices[i] for i in order]
         attend = self._attention(plan)
         keep = KeepActivations(plan, self.storage) if self.storage.keeps_activations else None
         rows, parts = wanted(ordered)
         some = None if len(rows) == plan.rows else torch.tensor(rows, dtype=torch.int64)
-        waiting = Restoring(attend, restores, self._project) if restores else attend
+        waiting = RestoringAttend(attend, restores, self._project) if restores else attend
         batch = batch_of(self.decoder.config, ordered, plan.positions)
         if not rows:
             return Computed(self.decoder.forward(batch, waiting, some, keep), parts)
@@ -94,7 +94,7 @@ class Runner:
         return self._attend
 
     def _project(self, layer: int, x: Tensor, chunks: Seq[int], slots: Seq[int], prompt_len: int) -> None:
-        """recompute.restore.Project."""
+        """offload.restore.transfer.Project."""
         positions = positions_of(chunks)
         lengths = (positions + 1).clamp(min=prompt_len) if self.decoder.config.rope_depends_on_length else None
         k, v = self.decoder.project(layer, x.flatten(0, 1), positions, lengths)

@@ -25,7 +25,7 @@ from headrace.kv.chunk_table import ChunkTable, Owners
 
 
 class Below(Protocol):
-    """What lies below the pool (engine.offload): it brings stored chunks back, and stores those of ended sequences."""
+    """What lies below the pool (engine.stored_prefixes): brings stored chunks back, stores those of ended sequences."""
 
     def until(self, sequence: SequenceState, alone: bool) -> int:
         """Up to which token a prompt, which has a table, may be computed now; where that is no further than it has

@@ -7,7 +7,7 @@ from pathlib import Path
 from headrace.config import EngineConfig
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.identity import chunk_identity, model_identity
-from headrace.engine.offload import Offload
+from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
@@ -16,6 +16,7 @@ from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import ThreadStream
 from headrace.offload.emulated_link import EmulatedLink
 from headrace.offload.restore.profile import measure, probe
+from headrace.offload.restore.source import StoredChunks
 from headrace.offload.tiers.base import Tier
 from headrace.offload.tiers.disk import DiskTier
 from headrace.offload.tiers.host import HostTier
@@ -68,21 +69,18 @@ def open_tiers(config: EngineConfig) -> Tiers:
 
 def open_offload(
     config: EngineConfig, capacity: Capacity, cache: KVCache, decoder: Decoder, storage: KVStorage
-) -> Offload:
+) -> StoredPrefixes:
     """Opens the tiers and measures what the solver needs to know. Raises ValueError as open_tiers does."""
     tiers = open_tiers(config)
     spec = decoder.config.attention
-    shelf, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2))
+    codec, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2))
     link = EmulatedLink(config.kv_link_gbps * 1e9 if config.kv_link_gbps else None, config.kv_link_latency_ms / 1e3)
     rates = measure(decoder, storage, capacity.backend, tiers.tiers)
     probe(tiers, rates)
-    return Offload(
+    return StoredPrefixes(
         cache=cache,
-        tiers=tiers,
-        shelf=shelf,
-        lane=ThreadStream("restore", link),
-        looking=ThreadStream("look"),
+        source=StoredChunks(tiers, codec, ThreadStream("restore", link), ThreadStream("look")),
         rates=rates.behind(link.bytes_s, link.latency_s),
-        writeback=Writeback(cache, tiers, shelf, other),
+        writeback=Writeback(cache, tiers, codec, other),
         max_batch_tokens=config.max_batch_tokens,
     )
