@@ -15,7 +15,7 @@ from headrace.bench.restore_testbed import At, RestoreBed, Timed
 from headrace.cli.main import app
 from headrace.offload.restore.estimators import LinearRate, PrefillRate
 from headrace.offload.restore.rates import Rates
-from headrace.offload.restore.solver import Run, Split, predict, restore_split
+from headrace.offload.restore.solver import Split, StoredRun, predict, restore_split
 
 
 def known_rates(project_s: float, prefill: PrefillRate) -> Rates:
@@ -23,7 +23,7 @@ def known_rates(project_s: float, prefill: PrefillRate) -> Rates:
 
 
 X_BYTES = 64 * 1024 * 2 * 8
-RUN = Run(first=0, chunks=64, suffix=32, kv_bytes=2 * X_BYTES, x_bytes=X_BYTES, layers=8, tiers="host")
+RUN = StoredRun(first=0, chunks=64, suffix=32, kv_bytes=2 * X_BYTES, x_bytes=X_BYTES, layers=8, tiers="host")
 TINY = shapes.Shape(hidden=64, layers=2, heads=4, kv_heads=4, head_dim=32, mlp=128, vocab=2048)
 
 
@@ -31,7 +31,7 @@ TINY = shapes.Shape(hidden=64, layers=2, heads=4, kv_heads=4, head_dim=32, mlp=1
 class Imagined:
     """A bed that takes `slow` times what the solver predicts; `drift` more with every restore."""
 
-    run: Run = RUN
+    run: StoredRun = RUN
     slow: float = 1.05
     drift: float = 0.0
     asked: list[At] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Imagined:
         seconds = found.seconds * self.slow * (1 + self.drift * len(self.asked))
         return Timed(seconds, seconds + 1e-3, found.link_s, found.waited_s, found)
 
-    def choice(self) -> tuple[Run, Split]:
+    def choice(self) -> tuple[StoredRun, Split]:
         return self.run, restore_split(self.run, self.known)
 
     def rates(self) -> dict[str, float]:
@@ -72,7 +72,7 @@ def test_a_case(drift: float) -> None:
 
 
 def test_without_activations_none_are_projected() -> None:
-    bed = Imagined(Run(0, 64, 32, RUN.kv_bytes / 4, None, 8, "host"))
+    bed = Imagined(StoredRun(0, 64, 32, RUN.kv_bytes / 4, None, 8, "host"))
     assert measured(bed, Plan())["x"] == 0
     assert all(at.x == 0 for at in bed.asked)
 
@@ -87,7 +87,7 @@ def test_where_all_is_recomputed() -> None:
 
 def test_grids() -> None:
     assert grid(RUN, 32) == [(0, 0), (0, 32), (0, 64), (32, 0), (32, 32), (64, 0)]
-    odd = grid(Run(0, 5, 1, 1.0, None, 1, "host"), 2)
+    odd = grid(StoredRun(0, 5, 1, 1.0, None, 1, "host"), 2)
     assert odd == [(0, 0), (2, 0), (4, 0), (5, 0)]
     assert len(grid(RUN, 1)) == 65 * 66 // 2
     near = around(RUN, At(64, 0), 4)

@@ -11,7 +11,7 @@ import torch
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import load_decoder
 from headrace.offload.restore.profile import measure
-from headrace.offload.restore.solver import Run, restore_split
+from headrace.offload.restore.solver import StoredRun, restore_split
 from headrace.offload.tiers.disk import DiskTier
 from headrace.offload.tiers.host import HostTier
 from headrace.types import CHUNK
@@ -33,7 +33,7 @@ def test_first_rates(kind: str, folder_of: FolderOf, tmp_path: Path) -> None:
         assert times[-1] > times[0]
     assert found.as_dict()["prefill_observed"] == 0, "what was seen at the start is a guess: it decides nothing later"
     assert 0 < found.cpu_s_per_byte("host") < 1e-6
-    run = Run(first=0, chunks=20, suffix=5, kv_bytes=1e5, x_bytes=1e5, layers=decoder.config.layers, tiers="disk")
+    run = StoredRun(first=0, chunks=20, suffix=5, kv_bytes=1e5, x_bytes=1e5, layers=decoder.config.layers, tiers="disk")
     assert sum(restore_split(run, found)[:3]) == 20
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.offload.restore import timing
 from headrace.offload.restore.estimators import FloatArray, LinearRate, PrefillRate, Smoothed, size_class
 from headrace.offload.restore.rates import Rates
-from headrace.offload.restore.solver import Run, predict, restore_split
+from headrace.offload.restore.solver import StoredRun, predict, restore_split
 from headrace.planner.machine import Shape
 from headrace.types import CHUNK
 
@@ -162,7 +162,7 @@ def made(link_s: float) -> Rates:
 
 
 X_BYTES = 64 * 1024 * 2 * 8
-RUN = Run(first=0, chunks=64, suffix=1, kv_bytes=2 * X_BYTES, x_bytes=X_BYTES, layers=8, tiers="host")
+RUN = StoredRun(first=0, chunks=64, suffix=1, kv_bytes=2 * X_BYTES, x_bytes=X_BYTES, layers=8, tiers="host")
 
 
 @pytest.mark.parametrize(("before", "after"), [(2e9, 0.2e9), (0.2e9, 2e9)])

@@ -16,7 +16,7 @@ from headrace.kv.chunk_table import ChunkTable
 from headrace.offload.restore.estimators import LinearRate, PrefillRate
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.report import LayerTransfer, RestoreReport
-from headrace.offload.restore.solver import Run, Split
+from headrace.offload.restore.solver import Split, StoredRun
 from headrace.offload.ticket import Ticket
 from headrace.types import CHUNK, Request, SamplingParams
 
@@ -56,8 +56,8 @@ class FakeSource:
         self.lookups.append(SimpleNamespace(done=False, found=found))
         return self.lookups[-1]
 
-    def as_run(self, found: list[Any], first: int, suffix: int) -> Run:
-        return Run(first, len(found), suffix, kv_bytes=1e3, x_bytes=1e3, layers=1, tiers="host")
+    def as_run(self, found: list[Any], first: int, suffix: int) -> StoredRun:
+        return StoredRun(first, len(found), suffix, kv_bytes=1e3, x_bytes=1e3, layers=1, tiers="host")
 
     def bring(self, found: list[Any], first: int, slots: Sequence[int], projected: int, prompt_len: int) -> FakeRestore:
         self.restores.append(FakeRestore(len(found), projected, slots))

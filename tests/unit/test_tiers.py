@@ -9,7 +9,7 @@ import pytest
 
 from headrace.offload.tiers.base import Tier
 from headrace.offload.tiers.disk import DiskTier
-from headrace.offload.tiers.host import Buffer, HostTier
+from headrace.offload.tiers.host import HostBuffer, HostTier
 from tests.unit.tier_contract import SIZE, TierContract, content, get, name, put
 
 
@@ -37,7 +37,7 @@ class Allocator:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def __call__(self, size: int) -> Buffer:
+    def __call__(self, size: int) -> HostBuffer:
         self.sizes.append(size)
         return np.empty(size, dtype=np.uint8)
 
@@ -66,7 +66,7 @@ def test_free_buffers_count_against_the_budget() -> None:
 
 
 def test_no_memory(caplog: pytest.LogCaptureFixture) -> None:
-    def allocate(size: int) -> Buffer:
+    def allocate(size: int) -> HostBuffer:
         raise MemoryError("none left")
 
     tier = HostTier(4 * SIZE, allocate=allocate)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from headrace.bench.restore_testbed import At, RestoreBed, Timed
 from headrace.bench.shapes import SHAPES
 from headrace.console import err
-from headrace.offload.restore.solver import Run, Split
+from headrace.offload.restore.solver import Split, StoredRun
 from headrace.types import CHUNK
 
 FINALISTS = 4
@@ -32,7 +32,7 @@ class Bed(Protocol):
     """What the benchmark drives: restore_bed.RestoreBed, or in tests something that costs nothing."""
 
     def time(self, at: At) -> Timed: ...
-    def choice(self) -> tuple[Run, Split]: ...
+    def choice(self) -> tuple[StoredRun, Split]: ...
     def rates(self) -> dict[str, float]: ...
     def close(self) -> None: ...
 
@@ -122,7 +122,7 @@ def measured(bed: Bed, plan: Plan) -> Case:
     }  # fmt: skip
 
 
-def _warmed(bed: Bed) -> tuple[Run, Split]:
+def _warmed(bed: Bed) -> tuple[StoredRun, Split]:
     """The run, and the solver's split once the rates have seen this link and this machine."""
     run, _ = bed.choice()
     half = At(run.chunks // 2, 0)
@@ -135,7 +135,7 @@ def _warmed(bed: Bed) -> tuple[Run, Split]:
     return bed.choice()
 
 
-def grid(run: Run, stride: int) -> list[At]:
+def grid(run: StoredRun, stride: int) -> list[At]:
     """Splits `stride` chunks apart, ends included."""
     steps = sorted({*range(0, run.chunks + 1, stride), run.chunks})
     other = steps if run.x_bytes is not None else [0]
@@ -143,7 +143,7 @@ def grid(run: Run, stride: int) -> list[At]:
     return sorted(pairs)
 
 
-def around(run: Run, at: At, reach: int) -> list[At]:
+def around(run: StoredRun, at: At, reach: int) -> list[At]:
     """Neighbours of a split."""
     some = [At(at.tokens + dt, at.x + dx) for dt in (-reach, 0, reach) for dx in (-reach, 0, reach)]
     return [
@@ -162,7 +162,7 @@ def in_turns(measure: Callable[[At], Timed], splits: Sequence[At], repeats: int)
 
 
 def report(
-    run: Run, split: Split, chosen: Sequence[Timed], load_s: float, recompute_s: float, best: At, best_s: float
+    run: StoredRun, split: Split, chosen: Sequence[Timed], load_s: float, recompute_s: float, best: At, best_s: float
 ) -> Case:
     """Flat: seconds are medians. to_best: chosen over best of all; gain: the better end over chosen."""
     seconds, predicted, link, waited, ttft = (

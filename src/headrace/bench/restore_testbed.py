@@ -14,7 +14,7 @@ from headrace.bench.shapes import Shape, write_checkpoint
 from headrace.engine.llm import LLM
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.offload.restore.rates import Rates
-from headrace.offload.restore.solver import Prediction, Run, Split, predict, restore_split
+from headrace.offload.restore.solver import Prediction, Split, StoredRun, predict, restore_split
 from headrace.types import CHUNK, Request, SamplingParams
 
 ELEMENT_BYTES = 2
@@ -31,7 +31,7 @@ class At(NamedTuple):
 
 class Timed(NamedTuple):
     """One restore. seconds: from the solver's call to the first token; ttft_s: from the request to it. link_s: the
-    lane was at work, of which the engine waited waited_s. predicted: by the rates as they were then."""
+    copy stream was at work, of which the engine waited waited_s. predicted: by the rates as they were then."""
 
     seconds: float
     ttft_s: float
@@ -108,11 +108,11 @@ class RestoreBed:
         asked, predicted = self._asked
         return Timed(ttft - (asked - began), ttft, counters.link_s - link, counters.waited_s - waited, predicted)
 
-    def choice(self) -> tuple[Run, Split]:
+    def choice(self) -> tuple[StoredRun, Split]:
         """What the solver takes by the rates as they are now."""
-        found: list[tuple[Run, Split]] = []
+        found: list[tuple[StoredRun, Split]] = []
 
-        def choose(run: Run, rates: Rates) -> At:
+        def choose(run: StoredRun, rates: Rates) -> At:
             found.append((run, restore_split(run, rates, self.max_batch_tokens)))
             return At(found[0][1].tokens, found[0][1].x)
 
@@ -122,8 +122,8 @@ class RestoreBed:
             raise ValueError("no stored chunk was found; see the log")
         return found[0]
 
-    def _choosing(self, pick: Callable[[Run, Rates], At]) -> Callable[[Run, Rates, int], Split]:
-        def choose(run: Run, rates: Rates, most: int) -> Split:
+    def _choosing(self, pick: Callable[[StoredRun, Rates], At]) -> Callable[[StoredRun, Rates, int], Split]:
+        def choose(run: StoredRun, rates: Rates, most: int) -> Split:
             at = pick(run, rates)
             predicted = predict(run, rates, at.tokens, at.x, most)
             self._asked = time.perf_counter(), predicted

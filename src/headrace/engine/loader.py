@@ -12,7 +12,7 @@ import torch
 
 from headrace import host
 from headrace.config import EngineConfig, Quantization
-from headrace.engine import ranks, streaming, tiers, torchrun
+from headrace.engine import ranks, tiers, torchrun
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Driver
 from headrace.engine.ranks import Ranks
@@ -28,6 +28,7 @@ from headrace.models.config import ModelConfig, read_config
 from headrace.models.decoder import Decoder, compute_dtype, load_decoder
 from headrace.models.files import MAX_JSON
 from headrace.models.shards import shard
+from headrace.offload.streaming import open as streaming
 from headrace.types import CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Loaded:
     offload: StoredPrefixes | None = None
 
     def close(self) -> None:
-        """Ends the other ranks and lanes, if there are any, and stores what is to be stored. May be called again."""
+        """Ends the other ranks and copy streams, if any, and stores what is to be stored. May be called again."""
         if self.ranks is not None:
             self.ranks.close()
         if self.offload is not None:
@@ -88,7 +89,8 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
         device = device_of(config)
         decoder = load_decoder(folder, config.dtype, progress, config.quantization, device=device)
         if config.streams:
-            streamed = streaming.open_stream(config, decoder, per_rank // CHUNK, kv_dtype, capacity.backend)
+            streamer = streaming.open_streamer(config, decoder, per_rank // CHUNK, kv_dtype, capacity.backend)
+            streamed = StreamRunner(streamer, config.offload_batches)
             return Loaded(config, capacity, decoder, tokenizer, cache, streamed)
         storage = KVStorage(share, per_rank // CHUNK, kv_dtype, hidden, dtype, device)
         if config.kv_cache_prefault:

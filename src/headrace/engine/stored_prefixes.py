@@ -27,7 +27,7 @@ from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.report import RestoreCounters, RestoreReport
-from headrace.offload.restore.solver import Prediction, Run, Split, predict, restore_split
+from headrace.offload.restore.solver import Prediction, Split, StoredRun, predict, restore_split
 from headrace.offload.tiers.base import TierStats
 from headrace.offload.tiers.stack import Tiers
 from headrace.types import CHUNK, chunks_for
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 CLOSE_S = 30.0
 """So long may it take to store what is not stored yet when the engine ends."""
 
-Choose = Callable[[Run, Rates, int], Split]
+Choose = Callable[[StoredRun, Rates, int], Split]
 """(run, rates, most tokens of a step) -> Split: see offload.restore.solver.restore_split."""
 
 

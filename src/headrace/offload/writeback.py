@@ -19,7 +19,7 @@ from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
 from headrace.offload.chunk_codec import ChunkCodec
-from headrace.offload.tiers.base import Kind, Parts, name_of
+from headrace.offload.tiers.base import BlobKind, BlobParts, name_of
 from headrace.offload.tiers.stack import Tiers
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Writeback:
         """Offers the chunk to every tier that lacks it. The engine does not wait for an answer from disk or network."""
         digest, slot, tenant = node.digest, node.slot, node.tenant
         assert digest is not None
-        kinds: list[Kind] = ["k", "x"] if codec.keeps_activations and node.activations else ["k"]
+        kinds: list[BlobKind] = ["k", "x"] if codec.keeps_activations and node.activations else ["k"]
         for kind in kinds:
             name = name_of(digest, kind)
             lacking = self.tiers.lacking(name) if parked is not None else self.tiers.doubtful(name)
@@ -143,7 +143,7 @@ class Writeback:
                 self._offer([tier for tier in lacking if self.tiers.format(tier) == form], name, tenant, parts)
         node.stored = True
 
-    def _offer(self, tiers: list[int], name: bytes, tenant: bytes, parts: Parts) -> None:
+    def _offer(self, tiers: list[int], name: bytes, tenant: bytes, parts: BlobParts) -> None:
         """What a tier does not take is counted there."""
         if any(self.tiers.queues(tier) for tier in tiers):
             parts = (b"".join(parts),)  # the queue keeps it while the next chunk is encoded

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from headrace.offload.restore.rates import Rates
 from headrace.offload.ticket import Ticket
-from headrace.offload.tiers.base import Kind
+from headrace.offload.tiers.base import BlobKind
 from headrace.types import CHUNK
 
 
@@ -18,7 +18,7 @@ class LayerTransfer(NamedTuple):
     """One layer's activations ("x") or keys and values ("k") on their way; layer -1: the headers of all blobs."""
 
     ticket: Ticket
-    kind: Kind
+    kind: BlobKind
     layer: int
 
 
@@ -39,7 +39,7 @@ class RestoreReport:
     stream took from the cores. waited_s: how long the engine waited for the copy stream.
     """
 
-    kinds: Sequence[Kind]
+    kinds: Sequence[BlobKind]
     tier: str
     good: int = field(init=False)
     cancelled: bool = False

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
-from headrace.offload.restore.solver import Run
+from headrace.offload.restore.solver import StoredRun
 from headrace.offload.restore.transfer import RestoreTransfer, WantedChunk
 from headrace.offload.ticket import Ticket
-from headrace.offload.tiers.base import Kind, name_of
+from headrace.offload.tiers.base import BlobKind, name_of
 from headrace.offload.tiers.stack import Tiers
 
 
@@ -56,11 +56,11 @@ class StoredChunks:
         return [FoundChunk(digest, tier, other) for digest, tier, other in zip(digests, kv, x, strict=False)
                 if tier is not None]  # fmt: skip
 
-    def as_run(self, found: Sequence[FoundChunk], first: int, suffix: int) -> Run:
+    def as_run(self, found: Sequence[FoundChunk], first: int, suffix: int) -> StoredRun:
         """What the solver is asked: the found chunks behind `first` resident ones, and `suffix` new tokens."""
         form = self.tiers.format(found[0].kv)
         has_x = all(each.x is not None for each in found)
-        return Run(
+        return StoredRun(
             first=first,
             chunks=len(found),
             suffix=suffix,
@@ -76,7 +76,7 @@ class StoredChunks:
         """Starts a restore of chunks first, first + 1, ... into these slots, the first `projected` of them as X."""
         wanted = []
         for i, (each, slot) in enumerate(zip(found, slots, strict=True)):
-            kind: Kind = "x" if i < projected else "k"
+            kind: BlobKind = "x" if i < projected else "k"
             tier = each.x if kind == "x" and each.x is not None else each.kv
             wanted.append(WantedChunk(first + i, each.digest, slot, kind, tier))
         transfer = RestoreTransfer(self.codec, self.tiers, wanted, prompt_len)

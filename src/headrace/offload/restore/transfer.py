@@ -27,7 +27,7 @@ from headrace.offload import frame
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
 from headrace.offload.restore.report import LayerProjection, LayerTransfer, RestoreReport
-from headrace.offload.tiers.base import Format, Kind, Read, name_of
+from headrace.offload.tiers.base import BlobFormat, BlobKind, Read, name_of
 from headrace.offload.tiers.stack import Tiers
 from headrace.types import CHUNK
 
@@ -50,9 +50,9 @@ class WantedChunk:
     chunk: int
     digest: bytes
     slot: int
-    kind: Kind
+    kind: BlobKind
     tier: int
-    header: frame.Header | None = None
+    header: frame.BlobHeader | None = None
 
     @property
     def name(self) -> bytes:
@@ -82,14 +82,14 @@ class RestoreTransfer:
     def start(self, stream: CopyStream) -> None:
         """Submits everything."""
         self._submit(stream, self._read_headers, len(self.chunks) * self.codec.header_bytes, "k", -1)
-        kinds: tuple[Kind, ...] = ("x", "k")
+        kinds: tuple[BlobKind, ...] = ("x", "k")
         for layer in range(self.codec.spec.layers):
             for kind in kinds:
                 if some := [w for w in self.chunks if w.kind == kind]:
                     size = sum(self.codec.section_bytes(kind, self.tiers.format(w.tier)) for w in some)
                     self._submit(stream, partial(self._carry, layer, kind, some), size, kind, layer)
 
-    def _submit(self, stream: CopyStream, run: Callable[[], None], size: int, kind: Kind, layer: int) -> None:
+    def _submit(self, stream: CopyStream, run: Callable[[], None], size: int, kind: BlobKind, layer: int) -> None:
         ticket = stream.submit(partial(self._guarded, run), size, "kv" if kind == "k" else "x")
         self.report.transfers.append(LayerTransfer(ticket, kind, layer))
 
@@ -112,13 +112,13 @@ class RestoreTransfer:
         for wanted, view, there in zip(self.chunks, views, self._read(self.chunks, 0, views), strict=True):
             try:
                 if not there:
-                    raise frame.Damaged("is gone")
+                    raise frame.DamagedBlob("is gone")
                 wanted.header = self.codec.header(view, wanted.digest, wanted.kind)
-            except frame.Damaged as error:
+            except frame.DamagedBlob as error:
                 self._lost(wanted, str(error))
                 return
 
-    def _carry(self, layer: int, kind: Kind, chunks: list[WantedChunk]) -> None:
+    def _carry(self, layer: int, kind: BlobKind, chunks: list[WantedChunk]) -> None:
         """Brings one layer of some chunks."""
         known = [(w, w.header) for w in chunks if w.header is not None]
         for form, alike in groupby(known, lambda pair: pair[1].format):
@@ -129,7 +129,7 @@ class RestoreTransfer:
                 if self.report.cancelled or not self._piece(layer, kind, form, size, left[first : first + most]):
                     return
 
-    def _piece(self, layer: int, kind: Kind, form: Format, size: int, piece: list[WantedChunk]) -> bool:
+    def _piece(self, layer: int, kind: BlobKind, form: BlobFormat, size: int, piece: list[WantedChunk]) -> bool:
         """Whether all of it came."""
         piece = [w for w in piece if w.chunk < self._end]
         if len(self._staging) < len(piece) * size:
@@ -141,10 +141,10 @@ class RestoreTransfer:
         for wanted, view, there in zip(piece, views, self._read(piece, offset, views), strict=True):
             try:
                 if not there:
-                    raise frame.Damaged("is gone")
+                    raise frame.DamagedBlob("is gone")
                 assert wanted.header is not None
                 wanted.header.check(layer, view)
-            except frame.Damaged as error:
+            except frame.DamagedBlob as error:
                 self._lost(wanted, str(error))
                 break
             whole += 1

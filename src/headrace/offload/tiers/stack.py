@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from headrace.offload.tiers.base import Format, Parts, Read, Tier, TierStats
+from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, Tier, TierStats
 from headrace.offload.tiers.writer import Write, Writer
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Tiers:
         self._writers = [None if tier.in_memory else Writer(tier, queue_bytes) for tier in tiers]
         self._probed = [TierStats() for _ in tiers]
 
-    def format(self, index: int) -> Format:
+    def format(self, index: int) -> BlobFormat:
         return self.tiers[index].format
 
     def kind(self, index: int) -> str:
@@ -80,7 +80,7 @@ class Tiers:
         """Tier.read of that tier."""
         return self.tiers[index].read(reads)
 
-    def offer(self, index: int, name: bytes, tenant: bytes, parts: Parts, size: int) -> bool:
+    def offer(self, index: int, name: bytes, tenant: bytes, parts: BlobParts, size: int) -> bool:
         """Gives a blob of `size` bytes to that tier: written now (in memory) or queued. False: dropped, and counted.
 
         The parts must not change until the tier has them; the queue keeps them alive. Waits at most timeout_s where
