@@ -71,7 +71,7 @@ def steps(costs: Fixed, start: int, count: int, most: int) -> float:
 
 
 def simulate(run: StoredRun, costs: Fixed, tokens: int, x: int, most: int) -> tuple[float, float, float]:
-    """Seconds, the copy stream's and the waited ones, event by event: first the copy stream by itself, then the engine."""
+    """Seconds, the copy stream's and the waited ones, event by event: the copy stream by itself, then the engine."""
     if tokens == run.chunks:
         return steps(costs, run.first * CHUNK, run.chunks * CHUNK + run.suffix, most), 0.0, 0.0
     of = [run.tiers] * run.chunks if isinstance(run.tiers, str) else list(run.tiers)

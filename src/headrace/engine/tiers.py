@@ -6,7 +6,6 @@ from pathlib import Path
 
 from headrace.config import EngineConfig
 from headrace.engine.capacity import Capacity, model_folder
-from headrace.engine.identity import chunk_identity, model_identity
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
@@ -15,16 +14,11 @@ from headrace.models.spec import ModelConfig
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import ThreadStream
 from headrace.offload.emulated_link import EmulatedLink
+from headrace.offload.identity import chunk_identity, model_identity
 from headrace.offload.restore.profile import measure, probe
 from headrace.offload.restore.source import StoredChunks
-from headrace.offload.tiers.base import Tier
-from headrace.offload.tiers.disk import DiskTier
-from headrace.offload.tiers.host import HostTier
-from headrace.offload.tiers.remote import RemoteTier
-from headrace.offload.tiers.stack import Tiers
+from headrace.offload.tiers.open import open_tiers
 from headrace.offload.writeback import Writeback
-
-GIB = 1 << 30
 
 
 def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: int, kv_element_bytes: int) -> bool:
@@ -50,21 +44,6 @@ def identity(config: EngineConfig, capacity: Capacity) -> bytes:
         backend=capacity.backend,
         formats=(config.kv_host_format, config.kv_disk_format, config.kv_remote_format),
     )
-
-
-def open_tiers(config: EngineConfig) -> Tiers:
-    """The tiers asked for, fastest first. Raises ValueError for a path or URL that cannot work."""
-    timeout, quota = config.kv_offload_timeout_s, config.kv_tenant_quota
-    tiers: list[Tier] = []
-    if config.kv_offloading_size:
-        tiers.append(HostTier(int(config.kv_offloading_size * GIB), config.kv_host_format, quota))
-    if config.kv_offload_path is not None:
-        size = int(config.kv_offload_disk_size * GIB)
-        tiers.append(DiskTier(Path(config.kv_offload_path), size, config.kv_disk_format, quota, timeout))
-    if config.redis_url is not None:
-        budget = int(config.kv_remote_size * GIB) or None
-        tiers.append(RemoteTier(config.redis_url, config.kv_remote_format, timeout, budget, quota))
-    return Tiers(tiers, queue_bytes=config.kv_offload_queue_mb << 20, timeout_s=timeout)
 
 
 def open_offload(

@@ -15,8 +15,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from headrace.config import EngineConfig
+from headrace.offload.tiers import disk_check
 from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, ReadGuess, TierStats, flat
 from headrace.offload.tiers.files import BlobFiles, DamagedFile, Draft, OpenFile, OpenFiles, tenant_mark
 from headrace.offload.tiers.health import Health
@@ -322,6 +324,21 @@ class DiskTier:
                 new.append((entry, used))
         index.adopt(new)
         self._delete(index.trim())
+
+
+def open_tier(config: EngineConfig) -> DiskTier | None:
+    """Raises ValueError for a path that cannot be a directory."""
+    if config.kv_offload_path is None:
+        return None
+    budget = int(config.kv_offload_disk_size * disk_check.GIB)
+    quota, timeout_s = config.kv_tenant_quota, config.kv_offload_timeout_s
+    return DiskTier(config.kv_offload_path, budget, config.kv_disk_format, quota, timeout_s)
+
+
+def findings(config: EngineConfig, free_memory: int) -> dict[str, Any]:
+    if config.kv_offload_path is None:
+        return {}
+    return disk_check.check(Path(config.kv_offload_path), config.kv_offload_disk_size)
 
 
 def descriptors() -> int:

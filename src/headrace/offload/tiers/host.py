@@ -11,15 +11,18 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.config import EngineConfig
 from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, ReadGuess, TierStats, flat
 from headrace.offload.tiers.index import BlobEntry, Index
 
 log = logging.getLogger(__name__)
 
+GIB = 1 << 30
 HostBuffer = NDArray[np.uint8]
 
 
@@ -164,6 +167,20 @@ class HostTier:
                 self._buffers.clear()
                 self._free.clear()
                 self._free_bytes = 0
+
+
+def open_tier(config: EngineConfig) -> HostTier | None:
+    if not config.kv_offloading_size:
+        return None
+    return HostTier(int(config.kv_offloading_size * GIB), config.kv_host_format, config.kv_tenant_quota)
+
+
+def findings(config: EngineConfig, free_memory: int) -> dict[str, Any]:
+    """Whether the memory is there."""
+    if not config.kv_offloading_size:
+        return {}
+    room = "" if config.kv_offloading_size * GIB < free_memory else ": MORE THAN IS FREE"
+    return {"host memory": f"{config.kv_offloading_size:g} of {free_memory / GIB:,.1f} GiB free{room}"}
 
 
 def fill(buffer: HostBuffer, parts: Iterable[memoryview]) -> None:

@@ -10,12 +10,14 @@ budget and the policy noeviction. One server, not a Redis Cluster.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from headrace.config import EngineConfig
 from headrace.logs import shown
 from headrace.offload.tiers import quotas, redis_connection
 from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, ReadGuess, TierStats, flat
@@ -34,6 +36,8 @@ PREFIX = b"headrace:1:"
 ROUND_BYTES = 32 << 20
 """Asked for at once; what a server may have to hold ready for one connection."""
 ROUND_NAMES = 1024
+ROUND_TRIPS = 5
+GIB = 1 << 30
 LARGEST_BLOB = 512 << 20
 """proto-max-bulk-len, a server's default bound of one value."""
 
@@ -280,6 +284,42 @@ class RemoteTier:
             return connection.read_response()
         except self._redis.ResponseError as error:
             return error
+
+
+def open_tier(config: EngineConfig) -> RemoteTier | None:
+    """Raises ValueError as RemoteTier does."""
+    if config.redis_url is None:
+        return None
+    budget, timeout_s = int(config.kv_remote_size * GIB) or None, config.kv_offload_timeout_s
+    return RemoteTier(config.redis_url, config.kv_remote_format, timeout_s, budget, config.kv_tenant_quota)
+
+
+def findings(config: EngineConfig, free_memory: int) -> dict[str, Any]:
+    """Whether the server answers, which it is, and how long a round trip takes."""
+    if config.kv_remote_url is None:
+        return {}
+    shown_url = redis_connection.without_password(config.kv_remote_url)
+    try:
+        import redis
+    except ImportError:
+        return {"remote": f"{shown_url} CANNOT BE USED: pip install 'headrace[remote]'"}
+    timeout_s = config.kv_offload_timeout_s
+    client = redis.Redis.from_url(config.redis_url or "", socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+    try:
+        facts: Any = client.info("server")
+        times = [_round_trip(client) for _ in range(ROUND_TRIPS)]
+    except (redis.RedisError, OSError) as error:
+        return {"remote": f"{shown_url} CANNOT BE REACHED: {error}"}
+    finally:
+        client.close()
+    version = facts.get("valkey_version") or facts.get("redis_version", "of unknown version")
+    return {"remote": f"{shown_url} answers ({version}), round trip {min(times) * 1e3:.2f} ms"}
+
+
+def _round_trip(client: Any) -> float:
+    began = time.perf_counter()
+    client.ping()
+    return time.perf_counter() - began
 
 
 def rounds(reads: Sequence[Read]) -> Iterator[list[int]]:
