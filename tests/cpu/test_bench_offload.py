@@ -48,15 +48,15 @@ def test_the_ways_differ_in_what_crosses_the_link(schedule: str, tmp_path: Path)
     testbed.run({}, 1)  # begins a fifth chunk
 
     def bytes_in(**options: Any) -> int:
-        before = testbed.streamer.totals.bytes_in
+        before = testbed.streamer.transfers.totals.bytes_in
         run = testbed.run(options, 1)
         assert run.share == pytest.approx(options.get("share", 0.0), abs=0.2)
-        return int(testbed.streamer.totals.bytes_in - before)
+        return int(testbed.streamer.transfers.totals.bytes_in - before)
 
     everything, projected = bytes_in(share=0.0), bytes_in(share=1.0)
-    x_bytes = 0 if schedule == "row" else testbed.streamer.store.x_bytes
+    x_bytes = 0 if schedule == "row" else testbed.streamer.transfers.store.x_bytes
     # Three layers, two sequences, of each four whole chunks, and one that is loaded either way.
-    assert everything - projected == 3 * 2 * 4 * (testbed.streamer.store.chunk_bytes - x_bytes)
+    assert everything - projected == 3 * 2 * 4 * (testbed.streamer.transfers.store.chunk_bytes - x_bytes)
     if schedule == "column":
         assert bytes_in(share=0.0, fine=False) == everything
     testbed.close()

@@ -16,10 +16,17 @@ from headrace.bench.restore_report import plot, table
 from headrace.bench.restore_splits import around, balance, grid, measured
 from headrace.bench.restore_testbed import RestoreTestbed, SplitPoint, TimedRestore
 from headrace.cli.main import app
-from headrace.offload.restore.rates import Line, PrefillRate, Rates
-from headrace.offload.restore.solver import Run, Split, predict, restore_split
+from headrace.offload.restore.estimators import LinearRate, PrefillRate
+from headrace.offload.restore.rates import Rates
+from headrace.offload.restore.solver import Split, StoredRun, predict, restore_split
 
-RUN = Run(first=0, chunks=64, suffix=32, kv_bytes=2 * 64 * 1024 * 2 * 8, x_bytes=64 * 1024 * 2 * 8, layers=8)
+
+def known_rates(project_s: float, prefill: PrefillRate) -> Rates:
+    return Rates(8, LinearRate(project_s), prefill, {"host": LinearRate(0.125e-9, 20e-6)})
+
+
+X_BYTES = 64 * 1024 * 2 * 8
+RUN = StoredRun(first=0, chunks=64, suffix=32, kv_bytes=2 * X_BYTES, x_bytes=X_BYTES, layers=8, tiers="host")
 TINY = shapes.CheckpointShape(hidden=64, layers=2, heads=4, kv_heads=4, head_dim=32, mlp=128, vocab=2048)
 
 
@@ -27,11 +34,11 @@ TINY = shapes.CheckpointShape(hidden=64, layers=2, heads=4, kv_heads=4, head_dim
 class Imagined:
     """A testbed that takes `slow` times what the solver predicts; `drift` more with every restore."""
 
-    run: Run = RUN
+    run: StoredRun = RUN
     slow: float = 1.05
     drift: float = 0.0
     asked: list[SplitPoint] = field(default_factory=list)
-    known: Rates = field(default_factory=lambda: Rates(8, Line(2e-6), PrefillRate(5e-3, 1e-4, 2e-9)).behind(0.5e9))
+    known: Rates = field(default_factory=lambda: known_rates(2e-6, PrefillRate(5e-3, 1e-4, 2e-9)).behind(0.5e9))
 
     def time(self, at: SplitPoint) -> TimedRestore:
         self.asked.append(at)
@@ -39,7 +46,7 @@ class Imagined:
         seconds = found.seconds * self.slow * (1 + self.drift * len(self.asked))
         return TimedRestore(seconds, seconds + 1e-3, found.link_s, found.waited_s, found)
 
-    def choice(self) -> tuple[Run, Split]:
+    def choice(self) -> tuple[StoredRun, Split]:
         return self.run, restore_split(self.run, self.known)
 
     def rates(self) -> dict[str, float]:
@@ -60,21 +67,22 @@ def test_a_case(drift: float) -> None:
     assert case["gain"] > 1
     assert case["measured_to_predicted"] == pytest.approx(1.05 * (1 + drift * len(testbed.asked)), rel=0.02)
     assert case["to_load_all"] < 1 and case["to_recompute_all"] < 1
-    assert case["overlap"] == pytest.approx(predict(RUN, testbed.known, split.tokens, split.x).overlap)
+    predicted = predict(RUN, testbed.known, split.tokens, split.x)
+    assert case["overlap"] == pytest.approx(1.0 - predicted.waited_s / predicted.link_s)
     for at in (SplitPoint(split.tokens, split.x), SplitPoint(0, 0), SplitPoint(64, 0)):
         assert testbed.asked.count(at) >= 3
     json.dumps(case)
 
 
 def test_without_activations_none_are_projected() -> None:
-    testbed = Imagined(Run(0, 64, 32, RUN.kv_bytes / 4, None, 8))
+    testbed = Imagined(StoredRun(0, 64, 32, RUN.kv_bytes / 4, None, 8, "host"))
     assert measured(testbed, 8, 5)["x"] == 0
     assert all(at.x == 0 for at in testbed.asked)
 
 
 def test_where_all_is_recomputed() -> None:
     """Nothing is loaded: there is no overlap to tell of."""
-    testbed = Imagined(known=Rates(8, Line(2e-3), PrefillRate(0, 1e-4, 2e-9)).behind(1e6))
+    testbed = Imagined(known=known_rates(2e-3, PrefillRate(0, 1e-4, 2e-9)).behind(1e6))
     case = measured(testbed, stride=8, repeats=1)
     assert (case["tokens"], case["overlap"], case["gain"]) == (64, None, pytest.approx(1.0))
     assert "overlap -" in RestoreBench().line(case | {"link_gbps": 0.001})
@@ -82,7 +90,7 @@ def test_where_all_is_recomputed() -> None:
 
 def test_grids() -> None:
     assert grid(RUN, 32) == [(0, 0), (0, 32), (0, 64), (32, 0), (32, 32), (64, 0)]
-    odd = grid(Run(0, 5, 1, 1.0, None, 1), 2)
+    odd = grid(StoredRun(0, 5, 1, 1.0, None, 1, "host"), 2)
     assert odd == [(0, 0), (2, 0), (4, 0), (5, 0)]
     assert len(grid(RUN, 1)) == 65 * 66 // 2
     near = around(RUN, SplitPoint(64, 0), 4)
@@ -94,7 +102,7 @@ def made() -> list[Case]:
     found = []
     for model in ("S2", "S1"):
         for gbps in (0.1, 1.0, 10.0):
-            known = Rates(8, Line(2e-6), PrefillRate(5e-3, 1e-4, 2e-9)).behind(gbps * 1e9)
+            known = known_rates(2e-6, PrefillRate(5e-3, 1e-4, 2e-9)).behind(gbps * 1e9)
             case = measured(Imagined(known=known), stride=8, repeats=1)
             found.append({"model": model, "link_gbps": gbps, "latency_ms": 0.0} | case)
     return found
@@ -104,7 +112,7 @@ def test_the_link_of_balance() -> None:
     """Over it, both ends take about as long, and doing some of each gains the more."""
 
     def opened(gbps: float | None) -> Imagined:
-        known = Rates(8, Line(2e-6), PrefillRate(5e-3, 1e-4, 2e-9)).behind(None if gbps is None else gbps * 1e9)
+        known = known_rates(2e-6, PrefillRate(5e-3, 1e-4, 2e-9)).behind(None if gbps is None else gbps * 1e9)
         return Imagined(known=known)
 
     case = measured(opened(balance(opened)), stride=8, repeats=1)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.engine import identity
 from headrace.engine.capacity import SHIPPED
-from headrace.engine.identity import MEMO, chunk_identity, model_identity
 from headrace.kernels import cpu, dispatch
+from headrace.offload import identity
+from headrace.offload.identity import MEMO, chunk_identity, model_identity
 
 WEIGHTS = "model.safetensors"
 FACTS: dict[str, Any] = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "quantization": "none", "backend": "cpu"}

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from headrace.engine.offload import Choose
-from headrace.offload.restore.solver import Run, Split
+from headrace.engine.stored_prefixes import Choose
+from headrace.offload.restore.solver import Split, StoredRun
 from headrace.types import CHUNK
 from tests.cpu import test_promise
 from tests.cpu.checkpoints import KINDS
@@ -28,7 +28,7 @@ MIXES = {"load": (0.0, 0.0), "project": (0.0, 1.0), "recompute": (1.0, 0.0), "al
 def forced(tokens: float, x: float) -> Choose:
     """A solver that always takes these shares of a run, each at least one chunk if it is not zero."""
 
-    def choose(run: Run, costs: object, most: int) -> Split:
+    def choose(run: StoredRun, costs: object, most: int) -> Split:
         recomputed = min(run.chunks, max(round(tokens * run.chunks), int(tokens > 0)))
         projected = min(run.chunks - recomputed, max(round(x * run.chunks), int(x > 0)))
         assert run.x_bytes is not None or not projected, "no activations are stored"
@@ -128,7 +128,7 @@ def test_backends_and_int8_pools(backend: str, kv: str, folder_of: FolderOf) -> 
 
 @pytest.mark.parametrize("mix", [(0.0, 0.0), (0.0, 1.0), (0.5, 0.0), (0.35, 0.35)])
 def test_rates_are_told_whether_all_was_loaded(mix: tuple[float, float], folder_of: FolderOf) -> None:
-    """What lane and engine lose to each other is learned apart for these restores."""
+    """What copy stream and engine lose to each other is learned apart for these restores."""
     llm = offloading(folder_of("llama"))
     prompt = prompts_of(llm)[:1]
     answer(llm, prompt)
@@ -179,7 +179,7 @@ def test_two_that_begin_alike_are_brought_once(folder_of: FolderOf) -> None:
 
 
 def test_aborted_while_it_comes(folder_of: FolderOf) -> None:
-    """Slow link: the request leaves while the lane still writes to its chunks, which nobody else gets until then."""
+    """Slow link: the request leaves while its chunks are still written to. Nobody else gets them until then."""
     llm = offloading(folder_of("llama"), kv_link_gbps=0.001)
     (prompt, *_) = prompts = prompts_of(llm)
     truth = answer(llm, prompts)

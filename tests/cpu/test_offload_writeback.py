@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.engine.offload import Offload
+from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.offload.writeback import Writeback
 from headrace.types import CHUNK
 from tests.cpu.test_offload import forced
@@ -24,7 +24,7 @@ def kv(tmp_path: Path) -> dict[str, Any]:
     return {"kv_cache_tokens": 22 * CHUNK, "kv_offload_path": str(tmp_path / "kv")}
 
 
-def let_go(kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Offload]:
+def let_go(kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, StoredPrefixes]:
     """An engine that has had to let a prompt's chunks go before the thread came to them."""
     llm = LLM("tiny", **kv)
     offload = llm.engine.offload

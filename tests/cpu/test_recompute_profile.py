@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,18 +11,21 @@ import torch
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import load_decoder
 from headrace.offload.restore.profile import measure
-from headrace.offload.restore.solver import Run, restore_split
+from headrace.offload.restore.solver import StoredRun, restore_split
+from headrace.offload.tiers.disk import DiskTier
+from headrace.offload.tiers.host import HostTier
 from headrace.types import CHUNK
 from tests.cpu.checkpoints import KINDS
 from tests.cpu.conftest import FolderOf
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_first_rates(kind: str, folder_of: FolderOf) -> None:
+def test_first_rates(kind: str, folder_of: FolderOf, tmp_path: Path) -> None:
     """They are there, they are positive, they rise with the work, and a split comes of them."""
     decoder = load_decoder(folder_of(kind), "bfloat16")
     storage = KVStorage(decoder.config.attention, 3, torch.bfloat16, decoder.config.hidden_size, decoder.dtype)
-    found = measure(decoder, storage, "cpu")
+    tiers = [HostTier(1 << 20), DiskTier(tmp_path, 1 << 20)]
+    found = measure(decoder, storage, "cpu", tiers)
     tokens = np.array([64.0, 2048.0, 65536.0])
     for times in (found.project(tokens), found.prefill(0.0, tokens), found.transfer("host", tokens * 1e3)):
         assert np.isfinite(times).all()
@@ -28,7 +33,7 @@ def test_first_rates(kind: str, folder_of: FolderOf) -> None:
         assert times[-1] > times[0]
     assert found.as_dict()["prefill_observed"] == 0, "what was seen at the start is a guess: it decides nothing later"
     assert 0 < found.cpu_s_per_byte("host") < 1e-6
-    run = Run(first=0, chunks=20, suffix=5, kv_bytes=1e5, x_bytes=1e5, layers=decoder.config.layers, tiers="disk")
+    run = StoredRun(first=0, chunks=20, suffix=5, kv_bytes=1e5, x_bytes=1e5, layers=decoder.config.layers, tiers="disk")
     assert sum(restore_split(run, found)[:3]) == 20
 
 
@@ -36,4 +41,4 @@ def test_first_rates(kind: str, folder_of: FolderOf) -> None:
 def test_types_and_backends(kv: str, backend: str, folder_of: FolderOf) -> None:
     decoder = load_decoder(folder_of("llama"), "float32")
     storage = KVStorage(decoder.config.attention, 2, getattr(torch, kv))
-    assert float(measure(decoder, storage, backend).prefill(0, CHUNK)) > 0
+    assert float(measure(decoder, storage, backend, []).prefill(0, CHUNK)) > 0

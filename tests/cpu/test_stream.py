@@ -32,12 +32,12 @@ def streamed(model: str | Path = "tiny", share: float | None = None, pieces: int
     streamer = llm.engine.loaded.executor.streamer  # type: ignore[attr-defined]
     streamer.options.share = share
     if pieces is not None:
-        streamer.staging.capacity = pieces
+        streamer.transfers.staging.capacity = pieces
     return llm
 
 
 def totals(llm: LLM) -> Any:
-    return llm.engine.loaded.executor.streamer.totals  # type: ignore[attr-defined]
+    return llm.engine.loaded.executor.streamer.transfers.totals  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -182,15 +182,15 @@ def test_a_failing_link_ends_the_step(form: str, llm: LLM) -> None:
     prompt = words(llm, 200, seed=1)
     expected = run(llm, [prompt])
     same(run(other, [prompt]), expected)
-    whole = streamer.staging.load_kv
+    whole = streamer.transfers.staging.load_kv
 
     def broken(*_: Any) -> None:
         raise OSError("the disk is gone")
 
-    streamer.staging.load_kv = broken  # type: ignore[method-assign]
+    streamer.transfers.staging.load_kv = broken  # type: ignore[method-assign]
     with pytest.raises(OSError, match="the disk is gone"):
         other.generate([[*prompt, 7]], GREEDY)
-    streamer.staging.load_kv = whole  # type: ignore[method-assign]
+    streamer.transfers.staging.load_kv = whole  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match=r"an earlier step failed \(the disk is gone\); load the model again"):
         other.generate([prompt], GREEDY)
     other.close()
@@ -210,7 +210,7 @@ def test_x_is_kept_where_it_is_smaller_or_at_hand(folder_of: FolderOf) -> None:
     def width(kind: str, **settings: Any) -> int:
         other = streamed(folder_of(kind), kv_offload_activations="auto", offload_schedule="row", **settings)
         other.close()
-        return int(other.engine.loaded.executor.streamer.store.hidden)  # type: ignore[attr-defined]
+        return int(other.engine.loaded.executor.streamer.transfers.store.hidden)  # type: ignore[attr-defined]
 
     assert width("llama") == 128 and width("llama_gqa") == 0
     assert width("llama_gqa", offload_x_resident=True) == 128
@@ -239,7 +239,7 @@ def test_weights_outside_leave_no_second_copy(tmp_path: Path) -> None:
     """With a file for them, the decoder's own matrices are those in the file."""
     other = streamed(kv_offload_path=str(tmp_path), **FORMS["column, weights outside"])
     loaded = other.engine.loaded
-    streamed_layers = loaded.executor.streamer.layers  # type: ignore[attr-defined]
+    streamed_layers = loaded.executor.streamer.transfers.layers  # type: ignore[attr-defined]
     assert all(layer.matrices[name] is loaded.decoder.matrices[f"layers.{layer.index}.{name}"]
                for layer in streamed_layers.outside for name in layer.matrices)  # fmt: skip
     other.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.attention.plan import Span, build
 from headrace.config import AttentionSpec
 from headrace.engine.streaming import cuts
-from headrace.offload.streaming.staging import Cut, Staging
+from headrace.offload.streaming.staging import Staging, StagingPlan
 from headrace.offload.streaming.store import FileMemory, OutsideStore, bytes_per_chunk, room
 
 SPEC = AttentionSpec(layers=2, heads=2, kv_heads=2, head_dim=16, windows=(None, None), scale=0.25)
@@ -59,7 +59,7 @@ def test_pieces_hold_every_item_once_in_order(
     spans = [Span(s.slots, max(s.start - rows + 1, shared * 64), 0) for s in decoding(count, own, shared)]
     spans = [Span(s.slots, s.start, len(s.slots) * 64 - s.start) for s in spans]
     plan = build(spans)
-    cut = Cut(plan, plan.items, capacity)
+    cut = StagingPlan(plan, plan.items, capacity)
     pieces = cut.pieces(projected)
     seen, last = [], np.full(plan.rows, -1)
     for piece in pieces:
@@ -90,7 +90,7 @@ def test_staging_takes_what_the_store_has() -> None:
     for number, tensor in enumerate([*store.x, *(t for layer in store.fields for t in layer.values())]):
         tensor.copy_((torch.arange(8) + number).view(8, *[1] * (tensor.dim() - 1)))
     plan = build(decoding(1, 6))
-    (piece,) = Cut(plan, plan.items, 8).pieces(2)
+    (piece,) = StagingPlan(plan, plan.items, 8).pieces(2)
     assert (piece.projected, piece.loaded) == (2, 4)
     staging = Staging(SPEC, 8, torch.int8, torch.bfloat16, 32)
     staging.load_x(1, store, 0, piece)

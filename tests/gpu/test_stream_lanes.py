@@ -1,4 +1,4 @@
-"""Lanes that are CUDA streams. `make gpu-check` runs these; without a device they are skipped."""
+"""Copy streams of a GPU. `make gpu-check` runs these; without a device they are skipped."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from headrace.offload.copy_streams import PINNED_BYTES, CopyStreams, StreamLane, open_lanes
+from headrace.offload.copy_streams import PINNED_BYTES, CopyStreams, CudaStream, open_copy_streams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture
 def both() -> Iterator[CopyStreams]:
-    both = open_lanes(torch.device("cuda", 0))
+    both = open_copy_streams(torch.device("cuda", 0))
     yield both
     both.close()
 
 
 def test_streams_of_their_own(both: CopyStreams) -> None:
-    assert isinstance(both.into, StreamLane) and isinstance(both.out, StreamLane)
+    assert isinstance(both.into, CudaStream) and isinstance(both.out, CudaStream)
     assert both.into.stream != both.out.stream
     assert both.into.stream != torch.cuda.current_stream()
 
@@ -67,7 +67,7 @@ def test_what_is_computed_after_the_wait_sees_it(both: CopyStreams) -> None:
         assert bool((stage == turn).all())
 
 
-def test_errors_and_counters(both: CopyStreams) -> None:
+def test_errors_are_handed_on(both: CopyStreams) -> None:
     def fail() -> None:
         raise OSError("gone")
 
@@ -75,4 +75,3 @@ def test_errors_and_counters(both: CopyStreams) -> None:
     with pytest.raises(OSError, match="gone"):
         bad.wait()
     both.into.submit(lambda: None, 5, "kv").wait()
-    assert both.into.stats()["kv"].bytes == 5

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from headrace.config import EngineConfig
-from headrace.doctor import tiers as doctor_tiers
 from headrace.doctor.machine import tiers
-from headrace.doctor.tiers import GIB, findings_of
+from headrace.doctor.tiers import findings_of
+from headrace.offload.tiers import disk_check
+from headrace.offload.tiers.disk_check import GIB
 
 pytestmark = pytest.mark.unit
 
@@ -24,7 +25,7 @@ INFO = b"# Server\r\nredis_version:7.4.0\r\nvalkey_version:8.1.0\r\n"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_tiers, "PROBE_BYTES", 2 << 20)
+    monkeypatch.setattr(disk_check, "PROBE_BYTES", 2 << 20)
 
 
 def found(**given: Any) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def test_disk(tmp_path: Path) -> None:
 def test_disk_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     assert "CANNOT BE USED" in found(kv_offload_path=str(tmp_path / "file" / "kv"))["disk"]
-    monkeypatch.setattr(doctor_tiers, "PROBE_BYTES", 1 << 60)
+    monkeypatch.setattr(disk_check, "PROBE_BYTES", 1 << 60)
     assert found(kv_offload_path=str(tmp_path))["disk rates"] == "not measured: the disk is full"
 
 

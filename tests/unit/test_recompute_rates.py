@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.offload.restore import rates
-from headrace.offload.restore.rates import Line, PrefillRate, Rates, Smoothed, measure, size_class
-from headrace.offload.restore.solver import Run, load_all, predict, restore_split
-from headrace.planner.machine import LayerTimes, Machine, ModelShape
-from headrace.planner.partition import causal_pairs
+from headrace.offload.restore import timing
+from headrace.offload.restore.estimators import FloatArray, LinearRate, PrefillRate, Smoothed, size_class
+from headrace.offload.restore.rates import Rates
+from headrace.offload.restore.solver import StoredRun, predict, restore_split
+from headrace.planner.machine import ModelShape
 from headrace.types import CHUNK
 
 
-def only(found: rates.Floats) -> float:
+def only(found: FloatArray) -> float:
     return float(found)
 
 
@@ -45,7 +45,7 @@ def test_size_classes() -> None:
 
 
 def test_line_of_nothing() -> None:
-    line = Line(1e-9, 1e-3, 1e-6)
+    line = LinearRate(1e-9, 1e-3, 1e-6)
     assert line.seconds(np.array([0.0, 1e6]), np.array([0.0, 10.0])).tolist() == [
         0.0,
         pytest.approx(1e-3 + 1e-5 + 1e-3),
@@ -57,7 +57,7 @@ def test_line_of_nothing() -> None:
 
 def test_line_learns_both_of_its_figures() -> None:
     """Latency 2 ms and 0.5 GB/s, guessed 0.1 ms and 5 GB/s; sizes as they come, 5% noise, an outlier now and then."""
-    rng, line = random.Random(0), Line(0.2e-9, 1e-4)
+    rng, line = random.Random(0), LinearRate(0.2e-9, 1e-4)
     for step in range(80):
         size = 4 ** rng.uniform(8, 13)
         noise = 20.0 if step % 9 == 8 else rng.uniform(0.95, 1.05)
@@ -68,7 +68,7 @@ def test_line_learns_both_of_its_figures() -> None:
 
 def test_line_keeps_what_a_size_has_of_its_own() -> None:
     """Small reads at half the rate of large ones; then the whole link gets ten times slower."""
-    line = Line(1e-9)
+    line = LinearRate(1e-9)
     for _ in range(60):
         line.observe(1e5, 2e-4)
         line.observe(1e7, 1e-2)
@@ -83,33 +83,17 @@ def test_line_keeps_what_a_size_has_of_its_own() -> None:
 @pytest.mark.parametrize("wrong", [(0.0, 0.0, 0.0), (1.0, -1.0, 0.0), (1.0, 0.0, float("nan"))])
 def test_line_refuses(wrong: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="unit_s"):
-        Line(*wrong)
+        LinearRate(*wrong)
 
 
-MACHINE = Machine(
-    name="m", cores=2, isa="x", date="2026-01-01", linear_flops_s=8e11, attention_flops_s=((16, 3e11), (512, 6e11)),
-    memory_bytes_s=40e9, link_bytes_s=1e9,
-)  # fmt: skip
 SHAPE = ModelShape(layers=8, hidden=1024, heads=8, kv_heads=8, head_dim=128, mlp=2816, vocab=32000)
 
 
-def profiled(start: int, count: int) -> float:
-    times, end = LayerTimes(MACHINE, SHAPE), start + count
-    return SHAPE.layers * (
-        times.qkv(count) + times.rest(count) + times.attend(count, causal_pairs((start, end), (0, end)), end)
-    )
-
-
-@pytest.mark.parametrize(("start", "count"), [(0, 512), (0, 2048), (4096, 2048), (8192, 512), (16384, 64)])
-def test_prefill_by_profile(start: int, count: int) -> None:
-    found = PrefillRate.of(LayerTimes(MACHINE, SHAPE)).seconds(np.array(start), np.array(count))
-    assert only(found) == pytest.approx(profiled(start, count), rel=0.2 if count > 64 else 0.6)
-
-
 def test_prefill_of_few_tokens_reads_the_weights() -> None:
-    rate = PrefillRate.of(LayerTimes(MACHINE, SHAPE))
+    rate = timing.prefill_rate(SHAPE, 8e11, 40e9)
     assert only(rate.seconds(np.array(0), np.array(1))) == pytest.approx(rate.floor_s, rel=0.01)
     assert only(rate.seconds(np.array(0), np.array(0))) == 0
+    assert only(rate.seconds(np.array(0), np.array(512))) == pytest.approx(512 * SHAPE.linear_flops / 8e11, rel=0.1)
 
 
 def truth(start: float, count: float, slow: float = 1.0) -> float:
@@ -172,10 +156,13 @@ def test_a_scaled_guess_gives_way() -> None:
 
 
 def made(link_s: float) -> Rates:
-    return Rates(8, Line(2e-6, typical=256), PrefillRate(5e-3, 100e-6, 2e-9), {"host": Line(1 / link_s, 50e-6)})
+    return Rates(
+        8, LinearRate(2e-6, typical=256), PrefillRate(5e-3, 100e-6, 2e-9), {"host": LinearRate(1 / link_s, 50e-6)}
+    )
 
 
-RUN = Run(first=0, chunks=64, suffix=1, kv_bytes=2 * 64 * 1024 * 2 * 8, x_bytes=64 * 1024 * 2 * 8, layers=8)
+X_BYTES = 64 * 1024 * 2 * 8
+RUN = StoredRun(first=0, chunks=64, suffix=1, kv_bytes=2 * X_BYTES, x_bytes=X_BYTES, layers=8, tiers="host")
 
 
 @pytest.mark.parametrize(("before", "after"), [(2e9, 0.2e9), (0.2e9, 2e9)])
@@ -206,19 +193,13 @@ def test_split_follows_the_cores() -> None:
 
 def test_split_follows_the_cores_that_loading_takes() -> None:
     learnt = made(0.5e9)
-    before = load_all(RUN, learnt).seconds
+    before = predict(RUN, learnt, 0, 0).seconds
     assert learnt.cpu_s_per_byte("host") == 0
     for _ in range(4):
         learnt.observe_load("host", 2e6, 8, 2e6 / 0.5e9, cpu_s=2e6 * 1e-9)
     assert learnt.cpu_s_per_byte("host") == pytest.approx(1e-9)
     assert predict(RUN, learnt, 32, 0).seconds > predict(RUN, made(0.5e9), 32, 0).seconds
-    assert load_all(RUN, learnt).seconds >= 0.98 * before
-
-
-def test_all_layers_and_one() -> None:
-    found = made(1e9)
-    assert only(found.project_all(64)) == pytest.approx(8 * only(found.project(64)))
-    assert only(found.suffix(64, 128)) == pytest.approx(only(found.prefill(64, 128)) / 8)
+    assert predict(RUN, learnt, 0, 0).seconds >= 0.98 * before
 
 
 def test_behind_a_link() -> None:
@@ -241,7 +222,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.cpu = 0.0
         here = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.cpu)
-        monkeypatch.setattr(rates, "time", here)
+        monkeypatch.setattr(timing, "time", here)
 
     def takes(self, seconds: Callable[[int], float], cpu: float = 0.0) -> Callable[[int], None]:
         def work(count: int) -> None:
@@ -253,21 +234,16 @@ class Clock:
 
 def test_measured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    flops_s = 5e11
-    product = 4 * SHAPE.hidden * SHAPE.hidden / flops_s
-    project = clock.takes(lambda tokens: 20e-6 + tokens * product)
-    reads = {"disk": clock.takes(lambda size: 1e-3 + size / 2e9, cpu=0.25)}
-    found = measure(SHAPE, project, reads)
-    assert only(found.project(500)) == pytest.approx(20e-6 + 500 * product)
-    assert only(found.transfer("disk", 4e6)) == pytest.approx(1e-3 + 4e6 / 2e9)
-    assert found.cpu_s_per_byte("disk") == pytest.approx(0.25 * (1e-3 / (1 << 23) + 1 / 2e9))
-    assert found.cpu_s_per_byte("host") == found.cpu_s_per_byte("disk")
-    assert only(found.prefill(0, 512)) == pytest.approx(512 * SHAPE.linear_flops / flops_s, rel=0.1)
+    product = 4 * SHAPE.hidden * SHAPE.hidden / 5e11
+    project = timing.projection_rate(clock.takes(lambda tokens: 20e-6 + tokens * product))
+    assert only(project.seconds(np.array(500.0))) == pytest.approx(20e-6 + 500 * product)
+    read, cpu_s = timing.read_rate(clock.takes(lambda size: 1e-3 + size / 2e9, cpu=0.25))
+    assert only(read.seconds(np.array(4e6))) == pytest.approx(1e-3 + 4e6 / 2e9)
+    assert cpu_s == pytest.approx(0.25 * (1e-3 / (1 << 23) + 1 / 2e9))
     assert clock.now < 1
+    found = Rates(8, project, PrefillRate(5e-3, 100e-6, 2e-9), {"disk": read}, {"disk": cpu_s})
+    assert found.cpu_s_per_byte("host") == found.cpu_s_per_byte("disk") == cpu_s
     assert found.as_dict()["disk_bytes_s"] == pytest.approx(2e9)
-    profile = measure(SHAPE, project, machine=MACHINE, shares_cores=False)
-    assert only(profile.prefill(0, 2048)) == pytest.approx(profiled(0, 2048), rel=0.2)
-    assert profile.cpu_s_per_byte("disk") == 0
 
 
 def test_slow_calls_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +253,7 @@ def test_slow_calls_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(size)
         clock.now += size / 1e7
 
-    measure(SHAPE, clock.takes(lambda tokens: tokens * 1e-3), {"remote": read})
+    timing.read_rate(read)
     assert len(calls) <= 6
 
 
@@ -312,7 +288,7 @@ def test_rates_stay_usable(observations: list[tuple[float, float]]) -> None:
 def test_contention_follows_what_was_mispredicted(loading: bool) -> None:
     """An engine whose restores take half a second longer per second of sharing; then one outlier; then none longer.
     Loading everything is not blamed for what splits lose; a split is never thought to lose less than loading all."""
-    rates = Rates(2, Line(1e-6, 0.0), PrefillRate(0.0, 1e-5, 0.0))
+    rates = Rates(2, LinearRate(1e-6, 0.0), PrefillRate(0.0, 1e-5, 0.0), {})
 
     def observe(seconds: float) -> None:
         rates.observe_restore(seconds, 1.0 + rates.contention(loading) * 0.2, 0.2, loading)

@@ -12,8 +12,9 @@ import pytest
 from headrace.cli.engine import figures
 from headrace.config import EngineConfig
 from headrace.engine import messages as m
+from headrace.offload.tiers.redis_connection import without_password
 from headrace.server import metrics as told_metrics
-from headrace.server.status import StatusLines, status_line, tier_lines, without_password
+from headrace.server.status import StatusLines, status_line, tier_lines
 from headrace.types import STATS_TABLES, TIER_GAUGES, EngineStats, Metrics, TierStats
 from tests.unit.fake_engine import FakeCapacity, FakeEngine
 from tests.unit.fake_server import TEXT, serving, text, until

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from headrace.offload.streaming.schedule import Form, Load, first_loads, stages
+from headrace.offload.streaming.schedule import Prefetch, StepShape, first_loads, stages
 
 pytestmark = pytest.mark.unit
 
@@ -45,7 +45,7 @@ def test_column_is_algorithm_1(layers: int, batches: int) -> None:
         "kv": "load_cache",
         "hidden": "load_activation",
     }
-    form = Form(layers, batches, "column", weights=True, fine=False)
+    form = StepShape(layers, batches, "column", weights=True, fine=False)
     ours = stages(form)
     theirs = algorithm_1(layers, batches, step=5, last_step=6)
     assert len(ours) == len(theirs) == layers * batches
@@ -68,7 +68,7 @@ def test_column_is_algorithm_1(layers: int, batches: int) -> None:
 @pytest.mark.parametrize(("layers", "batches"), SIZES)
 def test_everything_is_loaded_once_and_before_it_is_needed(layers: int, batches: int, schedule: str) -> None:
     """With pieces of every number; and never into a buffer that is in use: there are two."""
-    form = Form(layers, batches, schedule, weights=True)  # type: ignore[arg-type]
+    form = StepShape(layers, batches, schedule, weights=True)  # type: ignore[arg-type]
 
     def pieces(layer: int, batch: int) -> int:
         return 1 + (layer + batch) % 3
@@ -76,24 +76,24 @@ def test_everything_is_loaded_once_and_before_it_is_needed(layers: int, batches:
     found = stages(form, pieces)
     index = {(s.layer, s.batch, s.piece): at for at, s in enumerate(found)}
     assert len(index) == len(found) == sum(pieces(j, k) for j, k in form.order())
-    issued: dict[Load, int] = dict.fromkeys(first_loads(form), -1)
+    issued: dict[Prefetch, int] = dict.fromkeys(first_loads(form), -1)
     for at, stage in enumerate(found):
         for load in stage.prefetch:
             assert load not in issued or load.kind in ("weights", "rest"), f"{load} is loaded twice"
             issued[load] = at
     for key, at in index.items():
-        kv, x = issued.pop(Load("kv", *key)), issued.pop(Load("x", *key))
+        kv, x = issued.pop(Prefetch("kv", *key)), issued.pop(Prefetch("x", *key))
         assert kv == x == at - 1
     if schedule == "column" and batches > 1:
         for layer, batch in product(range(1, layers), range(batches)):
-            assert issued.pop(Load("hidden", layer, batch)) < index[layer, batch, 0]
+            assert issued.pop(Prefetch("hidden", layer, batch)) < index[layer, batch, 0]
     assert {load.kind for load in issued} <= {"weights", "rest"}
 
 
 @pytest.mark.parametrize(("layers", "batches"), SIZES)
 @pytest.mark.parametrize("schedule", ["row", "column"])
 def test_weights_of_the_next_layer_come_while_one_computes(layers: int, batches: int, schedule: str) -> None:
-    form = Form(layers, batches, schedule, weights=True)  # type: ignore[arg-type]
+    form = StepShape(layers, batches, schedule, weights=True)  # type: ignore[arg-type]
     weights = [(s, x) for s in stages(form) for x in s.prefetch if x.kind in ("weights", "rest")]
     if layers == 1:
         assert not weights
@@ -110,12 +110,12 @@ def test_weights_of_the_next_layer_come_while_one_computes(layers: int, batches:
 
 
 def test_row_goes_batch_by_batch() -> None:
-    assert Form(2, 2, "row").order() == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert Form(2, 2, "column").order() == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert not any(load.kind == "hidden" for stage in stages(Form(4, 3, "row")) for load in stage.prefetch)
+    assert StepShape(2, 2, "row").order() == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert StepShape(2, 2, "column").order() == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert not any(load.kind == "hidden" for stage in stages(StepShape(4, 3, "row")) for load in stage.prefetch)
 
 
 @pytest.mark.parametrize("bad", [{"layers": 0}, {"batches": 0}])
 def test_refuses(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="no schedule"):
-        Form(**{"layers": 2, "batches": 1, "schedule": "row", **bad})  # type: ignore[arg-type]
+        StepShape(**{"layers": 2, "batches": 1, "schedule": "row", **bad})  # type: ignore[arg-type]

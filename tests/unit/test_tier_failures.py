@@ -13,7 +13,7 @@ import pytest
 
 from headrace.offload.tiers.disk import DiskTier
 from headrace.offload.tiers.files import BlobFiles
-from headrace.offload.tiers.index import Entry
+from headrace.offload.tiers.index import BlobEntry
 from tests.unit.tier_contract import SIZE, content, get, held, name, put
 from tests.unit.tier_directory import check, files, make, pause_over
 
@@ -114,7 +114,7 @@ def test_index_fails_once_the_file_is_there(
 ) -> None:
     """Between the file and its entry: the blob is found when the directory is looked through again."""
 
-    def commit(entry: Entry) -> None:
+    def commit(entry: BlobEntry) -> None:
         error = sqlite3.OperationalError("not now")
         error.sqlite_errorcode = code
         raise error

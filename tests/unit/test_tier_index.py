@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.offload.tiers.index import TOUCHES, Entry, Index, choose
+from headrace.offload.tiers.index import TOUCHES, BlobEntry, Index, choose
 
 TENANTS = [b"a", b"b", b"c", b"d", b"e"]
 NAMES = [bytes([number]) * 33 for number in range(24)]
@@ -28,8 +28,8 @@ class Model(RuleBasedStateMachine):
     def start(self, quota: float) -> None:
         self.index = Index(":memory:", BUDGET, quota)
         self.quota = int(quota * BUDGET)
-        self.ready: list[Entry] = []
-        self.reserved: dict[bytes, Entry] = {}
+        self.ready: list[BlobEntry] = []
+        self.reserved: dict[bytes, BlobEntry] = {}
 
     def use(self) -> Counter[bytes]:
         use: Counter[bytes] = Counter()
@@ -54,12 +54,12 @@ class Model(RuleBasedStateMachine):
         elif name in self.reserved:
             assert room == (False, False, ())
         elif room.granted:
-            self.take(room.victims, Entry(name, tenant, size))
-            self.reserved[name] = Entry(name, tenant, size)
+            self.take(room.victims, BlobEntry(name, tenant, size))
+            self.reserved[name] = BlobEntry(name, tenant, size)
         else:
             self.check_refused(tenant, size)
 
-    def take(self, victims: Any, new: Entry) -> None:
+    def take(self, victims: Any, new: BlobEntry) -> None:
         """Each victim was its tenant's oldest, was needed, and went by the rule."""
         for victim in victims:
             use = self.use() + Counter({new.tenant: new.size})
@@ -146,11 +146,11 @@ def test_a_quota_is_safe(puts: list[tuple[bytes, int]], mine: list[int]) -> None
     kept = []
     for number, size in enumerate(mine):
         if sum(entry.size for entry in kept) + size <= 25:
-            kept.append(Entry(b"mine %d" % number, b"a", size))
+            kept.append(BlobEntry(b"mine %d" % number, b"a", size))
             assert index.reserve(*kept[-1]).granted
             index.commit(kept[-1])
     for number, (tenant, size) in enumerate(puts):
-        entry = Entry(b"%d" % number, tenant, size)
+        entry = BlobEntry(b"%d" % number, tenant, size)
         assert index.reserve(*entry).granted
         index.commit(entry)
         assert all(index.find([entry.name]) for entry in kept)
@@ -158,7 +158,7 @@ def test_a_quota_is_safe(puts: list[tuple[bytes, int]], mine: list[int]) -> None
 
 
 def oldest(blobs: dict[bytes, list[int]]) -> Any:
-    return lambda tenant: iter([Entry(b"%d" % n, tenant, size) for n, size in enumerate(blobs.get(tenant, []))])
+    return lambda tenant: iter([BlobEntry(b"%d" % n, tenant, size) for n, size in enumerate(blobs.get(tenant, []))])
 
 
 @pytest.mark.parametrize(
@@ -199,14 +199,14 @@ def test_left_by_a_process_that_ended() -> None:
 
 def test_what_is_there_is_not_cancelled() -> None:
     index = Index(":memory:", 10, 0.25)
-    index.adopt([(Entry(b"x", b"", 1), 1)])
+    index.adopt([(BlobEntry(b"x", b"", 1), 1)])
     index.cancel([b"x"])
     assert index.has([b"x"]) == [True]
 
 
 def test_all_of_a_change_or_nothing() -> None:
-    def found() -> Iterator[tuple[Entry, int]]:
-        yield Entry(b"x", b"", 1), 1
+    def found() -> Iterator[tuple[BlobEntry, int]]:
+        yield BlobEntry(b"x", b"", 1), 1
         raise OSError("the directory went away")
 
     index = Index(":memory:", 10, 0.25)
@@ -219,7 +219,7 @@ def test_all_of_a_change_or_nothing() -> None:
 def test_many_names() -> None:
     """More than one statement takes, and more uses than are remembered."""
     index = Index(":memory:", 10**6, 0.25)
-    entries = [Entry(b"%d" % number, b"", 1) for number in range(TOUCHES + 10)]
+    entries = [BlobEntry(b"%d" % number, b"", 1) for number in range(TOUCHES + 10)]
     index.adopt((entry, number) for number, entry in enumerate(entries))
     names = [entry.name for entry in entries]
     assert all(index.has(names)) and not index._touched
@@ -233,7 +233,7 @@ def test_survives(tmp_path: Path) -> None:
     first = Index(path, 100, 0.25)
     for number in range(10):
         first.reserve(b"%d" % number, b"a", 10)
-        first.commit(Entry(b"%d" % number, b"a", 10))
+        first.commit(BlobEntry(b"%d" % number, b"a", 10))
     first.has([b"0"])
     first.close()
     second = Index(path, 50, 0.25)
@@ -246,12 +246,12 @@ def test_use_goes_on_where_the_clock_is_behind(tmp_path: Path) -> None:
     """Uses of another day, which the clock has not reached again."""
     path = str(tmp_path / "index.sqlite")
     first = Index(path, 20, 0.25)
-    first.adopt([(Entry(b"future", b"", 10), 2**62)])
+    first.adopt([(BlobEntry(b"future", b"", 10), 2**62)])
     first.close()
     second = Index(path, 20, 0.25)
     for name in (b"x", b"y"):
         second.reserve(name, b"", 10)
-        second.commit(Entry(name, b"", 10))
+        second.commit(BlobEntry(name, b"", 10))
     assert second.has([b"future", b"x", b"y"]) == [False, True, True]
 
 
@@ -260,7 +260,7 @@ def test_held_by_another(tmp_path: Path) -> None:
     path = str(tmp_path / "index.sqlite")
     index = Index(path, 10, 0.25, timeout_s=0.05)
     index.reserve(b"x", b"", 1)
-    index.commit(Entry(b"x", b"", 1))
+    index.commit(BlobEntry(b"x", b"", 1))
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     assert index.has([b"x"]) == [True]
@@ -275,7 +275,7 @@ def test_threads() -> None:
 
     def work(tenant: bytes) -> None:
         for number in range(100):
-            entry = Entry(b"%s%d" % (tenant, number), tenant, 1 + number % 7)
+            entry = BlobEntry(b"%s%d" % (tenant, number), tenant, 1 + number % 7)
             if index.reserve(*entry).granted:
                 index.commit(entry)
 

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.offload.tiers import index_tables
 from headrace.offload.tiers.disk import passing
-from headrace.offload.tiers.index import Entry, Index
+from headrace.offload.tiers.index import BlobEntry, Index
 
 
 @pytest.mark.parametrize("damage", [b"garbage" * 1000, b"SQLite format 3\0" + b"\xff" * 5000])
@@ -36,7 +36,7 @@ def filled(path: Path) -> None:
     index = Index(str(path), 1000, 0.25)
     for number in range(20):
         index.reserve(b"name %d" % number, b"tenant %d" % (number % 3), 10 + number)
-        index.commit(Entry(b"name %d" % number, b"tenant %d" % (number % 3), 10 + number))
+        index.commit(BlobEntry(b"name %d" % number, b"tenant %d" % (number % 3), 10 + number))
     index.close()
 
 
@@ -50,7 +50,7 @@ def use(path: Path) -> None:
         index.entries()
         index.cancel(index.reserved())
         if index.reserve(b"new", b"tenant 1", 100).granted:
-            index.commit(Entry(b"new", b"tenant 1", 100))
+            index.commit(BlobEntry(b"new", b"tenant 1", 100))
         index.remove(names[:5])
         index.trim()
         assert all(size >= 0 and blobs >= 0 for size, blobs in index.usage().values())
@@ -143,7 +143,7 @@ def test_a_value_edited_while_it_is_open(tmp_path: Path) -> None:
 def test_a_check_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "index.sqlite"
     index = Index(str(path), 10**9, 0.25)
-    index.adopt([(Entry(b"%d" % number, b"t", 1), number) for number in range(50_000)])
+    index.adopt([(BlobEntry(b"%d" % number, b"t", 1), number) for number in range(50_000)])
     index.close()
     monkeypatch.setattr(index_tables, "BULK_S", -1.0)
     with pytest.raises(sqlite3.DatabaseError, match="did not answer within"):

@@ -20,13 +20,13 @@ from headrace.offload.tiers.remote import RemoteTier, without
 from headrace.offload.tiers.resp_protocol import (
     LINE_BYTES,
     LONGEST_LINE,
-    Call,
+    DeadlineCall,
     Expected,
-    Integer,
-    Integers,
-    Parser,
-    Status,
-    Value,
+    IntegerReply,
+    IntegersReply,
+    ReplyParser,
+    StatusReply,
+    ValueReply,
 )
 from tests.unit.redis_servers import ScriptedServer, wait_for
 from tests.unit.remote_tier import BUDGETS, NAMES, in_time, tier_of, whole
@@ -149,20 +149,20 @@ ENDLESS = {
 def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of what the tiers take from their sockets."""
     sizes: list[int] = []
-    recv, recv_into = redis_connection.Line.recv, redis_connection.Line.recv_into
+    recv, recv_into = redis_connection.DeadlineSocket.recv, redis_connection.DeadlineSocket.recv_into
 
-    def counting(self: redis_connection.Line, size: int, flags: int = 0) -> bytes:
+    def counting(self: redis_connection.DeadlineSocket, size: int, flags: int = 0) -> bytes:
         data = recv(self, size, flags)
         sizes.append(len(data))
         return data
 
-    def counting_into(self: redis_connection.Line, buffer: memoryview, size: int = 0, flags: int = 0) -> int:
+    def counting_into(self: redis_connection.DeadlineSocket, buffer: memoryview, size: int = 0, flags: int = 0) -> int:
         got = recv_into(self, buffer, size, flags)
         sizes.append(got)
         return got
 
-    monkeypatch.setattr(redis_connection.Line, "recv", counting)
-    monkeypatch.setattr(redis_connection.Line, "recv_into", counting_into)
+    monkeypatch.setattr(redis_connection.DeadlineSocket, "recv", counting)
+    monkeypatch.setattr(redis_connection.DeadlineSocket, "recv_into", counting_into)
     return sizes
 
 
@@ -221,9 +221,9 @@ class Socket:
 
 def parsed(data: bytes, expected: Expected, step: int = 4096) -> Any:
     """The reply; raises what the parser raises."""
-    call = Call()
+    call = DeadlineCall()
     call.expected = expected
-    parser = Parser(call, redis)
+    parser = ReplyParser(call, redis)
     parser._sock = Socket(data, step)
     return parser.read_response()
 
@@ -246,7 +246,9 @@ PIECES = [
     b"*1\r\n",
     b":1\r\n",
 ]
-EXPECTED = st.sampled_from([Status(), Integer(0), Integer(1), Integer(MOST), Integers((1, MOST)), Integers(())])
+EXPECTED = st.sampled_from(
+    [StatusReply(), IntegerReply(0), IntegerReply(1), IntegerReply(MOST), IntegersReply((1, MOST)), IntegersReply(())]
+)
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map(b"".join), EXPECTED, st.sampled_from([1, 3, 4096]))
@@ -258,9 +260,9 @@ def test_any_bytes(data: bytes, expected: Expected, step: int) -> None:
         return
     if isinstance(reply, redis.ResponseError):
         assert data.startswith(b"-")
-    elif isinstance(expected, Status):
+    elif isinstance(expected, StatusReply):
         assert data.startswith(b"+%b\r\n" % reply)
-    elif isinstance(expected, Integer):
+    elif isinstance(expected, IntegerReply):
         assert 0 <= reply <= expected.most and data.startswith(b":%d\r\n" % reply)
     else:
         wire_form = b"*%d\r\n" % len(reply) + b"".join(b":%d\r\n" % number for number in reply)
@@ -275,11 +277,11 @@ def test_values(value: bytes, wanted: int, step: int) -> None:
     reply = b"$%d\r\n%b\r\n" % (len(value), value)
     if len(value) > wanted:
         with pytest.raises(redis.InvalidResponse, match="at most"):
-            parsed(reply, Value(memoryview(into)), step)
+            parsed(reply, ValueReply(memoryview(into)), step)
     else:
-        assert parsed(reply, Value(memoryview(into)), step) is (len(value) == wanted)
+        assert parsed(reply, ValueReply(memoryview(into)), step) is (len(value) == wanted)
         assert into[: len(value)] == value
-    assert parsed(b"$-1\r\n", Value(memoryview(into)), step) is False
+    assert parsed(b"$-1\r\n", ValueReply(memoryview(into)), step) is False
 
 
 # Text from the server

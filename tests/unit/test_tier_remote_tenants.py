@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unit
 
 
 class Account:
-    """What accounts.py promises, in Python: blobs in the order of their use."""
+    """What quotas.py promises, in Python: blobs in the order of their use."""
 
     def __init__(self, budget: int, quota: int) -> None:
         self.budget, self.quota = budget, quota

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from headrace.config import EngineConfig
+from headrace.offload.tiers import open as opening
 from headrace.offload.tiers.base import Tier
 from headrace.offload.tiers.disk import DiskTier
-from headrace.offload.tiers.host import Buffer, HostTier
+from headrace.offload.tiers.host import HostBuffer, HostTier
 from tests.unit.tier_contract import SIZE, TierContract, content, get, name, put
 
 
@@ -37,7 +41,7 @@ class Allocator:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def __call__(self, size: int) -> Buffer:
+    def __call__(self, size: int) -> HostBuffer:
         self.sizes.append(size)
         return np.empty(size, dtype=np.uint8)
 
@@ -66,7 +70,7 @@ def test_free_buffers_count_against_the_budget() -> None:
 
 
 def test_no_memory(caplog: pytest.LogCaptureFixture) -> None:
-    def allocate(size: int) -> Buffer:
+    def allocate(size: int) -> HostBuffer:
         raise MemoryError("none left")
 
     tier = HostTier(4 * SIZE, allocate=allocate)
@@ -86,3 +90,23 @@ def test_a_blob_that_is_being_read_is_not_overwritten() -> None:
     put(tier, 2), put(tier, 3), put(tier, 4)
     assert bytes(seen) == content(1)
     assert all(buffer is not seen for buffer in tier._buffers.values())
+
+
+def test_a_new_tier_is_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those asked for are opened, in the order of the list; what is said of each, it says itself."""
+
+    def open_tape(config: EngineConfig) -> HostTier:
+        tape = HostTier(10)
+        tape.kind = "tape"  # type: ignore[misc]
+        return tape
+
+    tape = SimpleNamespace(open_tier=open_tape, findings=lambda config, free_memory: {"tape": "rewound"})
+    monkeypatch.setitem(sys.modules, "tape", tape)
+    monkeypatch.setattr(opening, "MODULES", ("tape", *opening.MODULES))
+    config = EngineConfig(kv_offload_path=str(tmp_path), kv_disk_format="int8", kv_offload_disk_size=0.5)
+    tiers = opening.open_tiers(config)
+    assert [(tier.kind, tier.format) for tier in tiers.tiers] == [("tape", "raw"), ("disk", "int8")]
+    assert tiers.tiers[1].stats().budget_bytes == 1 << 29
+    tiers.close(1.0)
+    monkeypatch.setattr("headrace.offload.tiers.disk_check.PROBE_BYTES", 1 << 60)
+    assert list(opening.findings(config, 0)) == ["tape", "disk", "disk free GiB", "disk rates"]

@@ -8,7 +8,7 @@ from headrace.offload import frame
 from headrace.offload.tiers.base import Read, Tier, name_of
 
 IDENTITY, LAYERS, SECTION = bytes(32), 2, 1000
-STAMP = frame.Stamp(IDENTITY, LAYERS, SECTION, "k", "raw")
+STAMP = frame.BlobLayout(IDENTITY, LAYERS, SECTION, "k", "raw")
 
 
 def digest(number: int) -> bytes:
@@ -36,7 +36,7 @@ def there(tier: Tier, number: int, sound: bytes) -> bool:
         for layer in range(LAYERS):
             start = frame.section_at(LAYERS, SECTION, layer)
             header.check(layer, memoryview(into)[start : start + SECTION])
-    except (frame.Damaged, IndexError):
+    except (frame.DamagedBlob, IndexError):
         tier.drop([named(number)])
         return False
     start = frame.section_at(LAYERS, SECTION, 0)

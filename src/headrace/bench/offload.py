@@ -173,26 +173,26 @@ class OffloadTestbed:
             engine.step()
 
     def set_link(self, rate: float, latency_s: float) -> None:
-        """GB/s of both copy streams from now on; the streamer's rates are learnt anew."""
-        for lane in self.streamer.lanes:
-            lane.link.bytes_s, lane.link.latency_s = rate * 1e9, latency_s
+        """GB/s of both copy streams from now on; the throughput is learnt anew."""
+        for stream in self.streamer.transfers.streams:
+            stream.link.bytes_s, stream.link.latency_s = rate * 1e9, latency_s
         self.rate = rate
-        self.streamer.pace.link.forget()
-        self.streamer.pace.link.observe(1 / (rate * 1e9))
+        self.streamer.transfers.throughput.link.forget()
+        self.streamer.transfers.throughput.link.observe(1 / (rate * 1e9))
 
     def run(self, options: dict[str, Any], steps: int) -> DecodeRun:
         """Decode steps under these options of the streamer."""
         engine, streamer = self.llm.engine, self.streamer
         before = streamer.options
         streamer.options = before.with_changes(**options)
-        totals = streamer.totals.copy()
+        totals = streamer.transfers.totals.copy()
         tokens = 0
         began = time.perf_counter()
         for _ in range(steps):
             tokens += len(engine.step())
-        streamer.settle()
+        streamer.transfers.settle()
         seconds = time.perf_counter() - began
-        streamer.options, after = before, streamer.totals
+        streamer.options, after = before, streamer.transfers.totals
         loaded, projected = after.loaded - totals.loaded, after.projected - totals.projected
         busy = (after.bytes_in - totals.bytes_in) / (self.rate * 1e9) / seconds
         layers, predicted = after.seconds - totals.seconds, after.predicted_s - totals.predicted_s

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from headrace.bench.benchmark import Case
 from headrace.bench.restore_testbed import SplitPoint, TimedRestore
-from headrace.offload.restore.solver import Run, Split
+from headrace.offload.restore.solver import Split, StoredRun
 
 FINALISTS = 4
 """So many splits of the grid are measured again."""
@@ -25,7 +25,7 @@ class SplitTestbed(Protocol):
     """What the benchmark drives: RestoreTestbed, or in tests something that costs nothing."""
 
     def time(self, at: SplitPoint) -> TimedRestore: ...
-    def choice(self) -> tuple[Run, Split]: ...
+    def choice(self) -> tuple[StoredRun, Split]: ...
     def rates(self) -> dict[str, float]: ...
     def close(self) -> None: ...
 
@@ -59,7 +59,7 @@ def measured(testbed: SplitTestbed, stride: int, repeats: int) -> Case:
     }  # fmt: skip
 
 
-def _warmed(testbed: SplitTestbed) -> tuple[Run, Split]:
+def _warmed(testbed: SplitTestbed) -> tuple[StoredRun, Split]:
     """The run, and the solver's split once the rates have seen this link and this machine."""
     run, _ = testbed.choice()
     half = SplitPoint(run.chunks // 2, 0)
@@ -72,7 +72,7 @@ def _warmed(testbed: SplitTestbed) -> tuple[Run, Split]:
     return testbed.choice()
 
 
-def grid(run: Run, stride: int) -> list[SplitPoint]:
+def grid(run: StoredRun, stride: int) -> list[SplitPoint]:
     """Splits `stride` chunks apart, ends included."""
     steps = sorted({*range(0, run.chunks + 1, stride), run.chunks})
     other = steps if run.x_bytes is not None else [0]
@@ -80,7 +80,7 @@ def grid(run: Run, stride: int) -> list[SplitPoint]:
     return sorted(pairs)
 
 
-def around(run: Run, at: SplitPoint, reach: int) -> list[SplitPoint]:
+def around(run: StoredRun, at: SplitPoint, reach: int) -> list[SplitPoint]:
     """Neighbours of a split."""
     some = [SplitPoint(at.tokens + dt, at.x + dx) for dt in (-reach, 0, reach) for dx in (-reach, 0, reach)]
     return [
@@ -101,7 +101,7 @@ def in_turns(
 
 
 def summed(
-    run: Run,
+    run: StoredRun,
     split: Split,
     chosen: Sequence[TimedRestore],
     load_s: float,

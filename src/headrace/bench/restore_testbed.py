@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
 from headrace.engine.llm import LLM
-from headrace.engine.offload import Offload
+from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.offload.restore.rates import Rates
-from headrace.offload.restore.solver import Prediction, Run, Split, predict, restore_split
+from headrace.offload.restore.solver import Prediction, Split, StoredRun, predict, restore_split
 from headrace.types import CHUNK, Request, SamplingParams
 
 ELEMENT_BYTES = 2
@@ -75,7 +75,7 @@ class RestoreTestbed:
         self.ask()
 
     @property
-    def offload(self) -> Offload:
+    def offload(self) -> StoredPrefixes:
         assert self._llm.engine.offload is not None, "the engine was opened with a tier"
         return self._llm.engine.offload
 
@@ -108,11 +108,11 @@ class RestoreTestbed:
         asked, predicted = self._asked
         return TimedRestore(ttft - (asked - began), ttft, counters.link_s - link, counters.waited_s - waited, predicted)
 
-    def choice(self) -> tuple[Run, Split]:
+    def choice(self) -> tuple[StoredRun, Split]:
         """What the solver takes by the rates as they are now."""
-        found: list[tuple[Run, Split]] = []
+        found: list[tuple[StoredRun, Split]] = []
 
-        def choose(run: Run, rates: Rates) -> SplitPoint:
+        def choose(run: StoredRun, rates: Rates) -> SplitPoint:
             found.append((run, restore_split(run, rates, self.max_batch_tokens)))
             return SplitPoint(found[0][1].tokens, found[0][1].x)
 
@@ -122,8 +122,8 @@ class RestoreTestbed:
             raise ValueError("no stored chunk was found; see the log")
         return found[0]
 
-    def _choosing(self, pick: Callable[[Run, Rates], SplitPoint]) -> Callable[[Run, Rates, int], Split]:
-        def choose(run: Run, rates: Rates, most: int) -> Split:
+    def _choosing(self, pick: Callable[[StoredRun, Rates], SplitPoint]) -> Callable[[StoredRun, Rates, int], Split]:
+        def choose(run: StoredRun, rates: Rates, most: int) -> Split:
             at = pick(run, rates)
             predicted = predict(run, rates, at.tokens, at.x, most)
             self._asked = time.perf_counter(), predicted

@@ -2,98 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
 from headrace.config import EngineConfig
-from headrace.server.status import without_password
-
-GIB = 2**30
-PROBE_BYTES = 64 << 20
-"""Written to the directory and read again, to see how fast its disk is."""
-
-ROUND_TRIPS = 5
+from headrace.offload.tiers.open import findings
 
 
 def findings_of(config: EngineConfig, free_memory: int) -> dict[str, Any]:
     """Tier -> how it does. What does not work is a finding, not an error."""
-    found: dict[str, Any] = {}
-    if config.kv_offloading_size:
-        room = "" if config.kv_offloading_size * GIB < free_memory else ": MORE THAN IS FREE"
-        found["host memory"] = f"{config.kv_offloading_size:g} of {free_memory / GIB:,.1f} GiB free{room}"
-    if config.kv_offload_path is not None:
-        found |= disk(Path(config.kv_offload_path), config.kv_offload_disk_size)
-    if config.kv_remote_url is not None:
-        found["remote"] = remote(config)
+    found = findings(config, free_memory)
     if config.kv_link_gbps is not None:
         found["emulated link"] = f"{config.kv_link_gbps:g} GB/s, {config.kv_link_latency_ms:g} ms"
     return found or {"tiers": "none: set kv_offloading_size, kv_offload_path or kv_remote_url (docs/offload.md)"}
-
-
-def disk(folder: Path, gib: float) -> dict[str, Any]:
-    """Room in the directory (or where it would be made) and the rates of its disk, by a file that is removed again."""
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    try:
-        free = shutil.disk_usage(there).free
-        room = "" if folder.exists() or free > gib * GIB else ": LESS THAN MAY BE USED"
-        found = {"disk": f"{folder}, {'there' if folder.exists() else 'not there yet'}, may use {gib:g} GiB",
-                 "disk free GiB": f"{free / GIB:,.1f}{room}"}  # fmt: skip
-        if free < 2 * PROBE_BYTES:
-            return {**found, "disk rates": "not measured: the disk is full"}
-        write, read = rates(there)
-    except OSError as error:
-        return {"disk": f"{folder} CANNOT BE USED: {error.strerror or error}"}
-    return {**found, "disk write, read GB/s": f"{write / 1e9:.2f}, {read / 1e9:.2f}"}
-
-
-def rates(folder: Path) -> tuple[float, float]:
-    """Bytes a second of writing until the disk has it, and of reading what the system has let go of. Raises OSError."""
-    block = os.urandom(1 << 20)
-    descriptor, name = tempfile.mkstemp(prefix=".headrace-doctor-", dir=folder)
-    try:
-        began = time.perf_counter()
-        for _ in range(PROBE_BYTES // len(block)):
-            os.write(descriptor, block)
-        os.fsync(descriptor)
-        written = time.perf_counter() - began
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        began = time.perf_counter()
-        while os.read(descriptor, len(block)):
-            pass
-        return PROBE_BYTES / written, PROBE_BYTES / (time.perf_counter() - began)
-    finally:
-        os.close(descriptor)
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-
-
-def remote(config: EngineConfig) -> str:
-    """Whether the server answers, which it is, and how long a round trip takes."""
-    shown, timeout_s = without_password(config.kv_remote_url), config.kv_offload_timeout_s
-    try:
-        import redis
-    except ImportError:
-        return f"{shown} CANNOT BE USED: pip install 'headrace[remote]'"
-    client = redis.Redis.from_url(config.redis_url or "", socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
-    try:
-        facts: Any = client.info("server")
-        times = [_round_trip(client) for _ in range(ROUND_TRIPS)]
-    except (redis.RedisError, OSError) as error:
-        return f"{shown} CANNOT BE REACHED: {error}"
-    finally:
-        client.close()
-    version = facts.get("valkey_version") or facts.get("redis_version", "of unknown version")
-    return f"{shown} answers ({version}), round trip {min(times) * 1e3:.2f} ms"
-
-
-def _round_trip(client: Any) -> float:
-    began = time.perf_counter()
-    client.ping()
-    return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""What lies below the pool, as the scheduler and the engine see it. engine.offload has tiers there."""
+"""What lies below the pool, as the scheduler and the engine see it. engine.stored_prefixes has tiers there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.kv.chunk_table import ChunkTable
 from headrace.types import EngineStats
 
 if TYPE_CHECKING:  # the scheduler imports no torch
-    from headrace.offload.restore.transfer import Restore
+    from headrace.offload.restore.transfer import RestoreTransfer
 
 
 class Below(Protocol):
@@ -33,7 +33,7 @@ class Below(Protocol):
     def wait(self) -> None:
         """Where nothing can be computed: waits a moment for something to come."""
 
-    def closing(self, slices: Sequence[Slice]) -> list[Restore]:
+    def closing(self, slices: Sequence[Slice]) -> list[RestoreTransfer]:
         """Restores that the step of these slices has to wait for, layer by layer."""
 
     def confirm(self, slices: Sequence[Slice]) -> set[SequenceState]:
@@ -78,7 +78,7 @@ class NothingBelow(Below):
     def wait(self) -> None:
         pass
 
-    def closing(self, slices: Sequence[Slice]) -> list[Restore]:
+    def closing(self, slices: Sequence[Slice]) -> list[RestoreTransfer]:
         return []
 
     def confirm(self, slices: Sequence[Slice]) -> set[SequenceState]:

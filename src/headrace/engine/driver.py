@@ -24,7 +24,7 @@ from headrace.engine.executor import Computed, Executor, table_of, wanted_of
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
-from headrace.offload.restore.transfer import Restore
+from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.parallel import messages
 from headrace.parallel.messages import StepGroup, StepPart
 from headrace.parallel.rank import Rank
@@ -107,7 +107,7 @@ class Driver(Executor):
 
     # -- when the step is computed
 
-    def run(self, slices: Sequence[Slice], restores: Sequence[Restore] = ()) -> Computed:
+    def run(self, slices: Sequence[Slice], restores: Sequence[RestoreTransfer] = ()) -> Computed:
         """See Executor.run. Raises RankLost."""
         groups, places = self._groups(slices)
         step = messages.RankStep(self.steps, groups)

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels.model_step import Greatest
 from headrace.kv.chunk_table import ChunkTable, Owners
-from headrace.offload.restore.transfer import Restore
+from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.types import EngineStats
 
 
@@ -35,7 +35,7 @@ class Computed(NamedTuple):
 class Executor(Protocol):
     """Computes steps. Subclasses override what they have a say in."""
 
-    def run(self, slices: Seq[Slice], restores: Seq[Restore] = ()) -> Computed:
+    def run(self, slices: Seq[Slice], restores: Seq[RestoreTransfer] = ()) -> Computed:
         """Computes the slices. Logits are those of all of a slice's rows if its sequence wants all, of the last row if
         it samples. restores: whose layers the step waits for; one rank alone has any."""
 

@@ -11,13 +11,14 @@ import torch
 
 from headrace import host
 from headrace.config import EngineConfig, Quantization
-from headrace.engine import ranks, streaming, tiers, torchrun
+from headrace.engine import ranks, tiers, torchrun
 from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.executor import Executor
-from headrace.engine.offload import Offload
 from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
+from headrace.engine.stored_prefixes import StoredPrefixes
+from headrace.engine.streaming import StreamRunner
 from headrace.engine.tokenizer import Tokenizer
 from headrace.files import read_given
 from headrace.kernels import dispatch
@@ -28,6 +29,7 @@ from headrace.models.decoder import Decoder, compute_dtype, load_decoder
 from headrace.models.files import MAX_JSON
 from headrace.models.shards import shard
 from headrace.models.weights import Progress
+from headrace.offload.streaming import open as streaming
 from headrace.types import CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ class Loaded:
     cache: KVCache
     executor: Executor
     ranks: Ranks | None = None
-    offload: Offload | None = None
+    offload: StoredPrefixes | None = None
 
     @property
     def below(self) -> Below:
@@ -115,7 +117,8 @@ def _one_rank(sized: Sized, progress: Progress | None) -> Loaded:
 def _streamed(sized: Sized, progress: Progress | None) -> Loaded:
     config, capacity, cache = sized.config, sized.capacity, sized.cache()
     decoder = sized.decoder(progress)
-    runner = streaming.open_stream(config, decoder, sized.per_rank // CHUNK, sized.kv_dtype, capacity.backend)
+    streamer = streaming.open_streamer(config, decoder, sized.per_rank // CHUNK, sized.kv_dtype, capacity.backend)
+    runner = StreamRunner(streamer, config.offload_batches)
     return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner)
 
 

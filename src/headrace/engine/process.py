@@ -12,7 +12,7 @@ END_S = 5.0
 """So long may a process take to end by itself, and again after SIGTERM."""
 
 STORE_S = 40.0
-"""So long may it take where it has chunks to store before (engine.offload.CLOSE_S, and some)."""
+"""So long may it take where it has chunks to store before (engine.stored_prefixes.CLOSE_S, and some)."""
 
 Process = subprocess.Popen[bytes]
 

@@ -22,7 +22,7 @@ from headrace.kernels.model_step import Greatest, ModelStep
 from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
-from headrace.offload.restore.transfer import Project, Restore, Restoring
+from headrace.offload.restore.transfer import Project, RestoreTransfer, RestoringAttend
 
 
 class Logits(NamedTuple):
@@ -40,7 +40,7 @@ class StepRows:
     planned: PlannedStep
     slices: list[Slice]
     wanted: list[int] | None
-    restores: Seq[Restore] = ()
+    restores: Seq[RestoreTransfer] = ()
 
     def tokens(self) -> list[int]:
         """Tokens of the rows."""
@@ -64,7 +64,7 @@ class Eager:
     @torch.inference_mode()
     def run(self, step: StepRows) -> Logits:
         attention, plan = self.attention.at(step.planned), step.planned.plan
-        attend = Restoring(attention, step.restores, self.project) if step.restores else attention
+        attend = RestoringAttend(attention, step.restores, self.project) if step.restores else attention
         keep = KeepActivations(plan, self.storage) if self.storage.keeps_activations else None
         rows = None if step.wanted is None else torch.tensor(step.wanted, dtype=torch.int64)
         batch = batch_of(self.decoder.config, step.slices, plan.positions)

@@ -14,7 +14,7 @@ from headrace.engine.programs import CudaGraph, Eager, InCpp, Program, StepRows
 from headrace.engine.sequence import Slice
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
-from headrace.offload.restore.transfer import Restore, positions_of
+from headrace.offload.restore.transfer import RestoreTransfer, positions_of
 from headrace.types import CHUNK
 
 
@@ -39,7 +39,7 @@ class Runner(Executor):
         in_cpp = self.decoder.runs_whole and self.backend == "cpu" and self.storage.dtype != torch.int8
         return InCpp(self.decoder, attention) if in_cpp else self.eager
 
-    def run(self, slices: Seq[Slice], restores: Seq[Restore] = ()) -> Computed:
+    def run(self, slices: Seq[Slice], restores: Seq[RestoreTransfer] = ()) -> Computed:
         """See Executor.run: one pass. Each layer's attention waits for that layer of the restores."""
         rows = [planning.TableRows(table_of(part), part.start, part.length) for part in slices]
         planned = self._planner.plan(rows)
@@ -52,7 +52,7 @@ class Runner(Executor):
         return Computed(logits.values, parts, logits.greatest)
 
     def _project(self, layer: int, x: Tensor, chunks: Seq[int], slots: Seq[int], prompt_len: int) -> None:
-        """recompute.restore.Project."""
+        """offload.restore.transfer.Project."""
         positions = positions_of(chunks)
         lengths = (positions + 1).clamp(min=prompt_len) if self.decoder.config.rope_depends_on_length else None
         k, v = self.decoder.project(layer, x.flatten(0, 1), positions, lengths)

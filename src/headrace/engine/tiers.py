@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
 from pathlib import Path
 
 from headrace.config import EngineConfig
 from headrace.engine.capacity import Capacity, model_folder
-from headrace.engine.identity import chunk_identity, model_identity
-from headrace.engine.offload import Offload
+from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
-from headrace.offload import frame
 from headrace.offload.chunk_codec import ChunkCodec
-from headrace.offload.copy_streams import Link, ThreadStream
-from headrace.offload.restore.profile import measure
-from headrace.offload.restore.rates import Rates
-from headrace.offload.tiers.base import Read, Tier, name_of
-from headrace.offload.tiers.disk import DiskTier
-from headrace.offload.tiers.host import HostTier
-from headrace.offload.tiers.remote import RemoteTier
-from headrace.offload.tiers.stack import Tiers
+from headrace.offload.copy_streams import ThreadStream
+from headrace.offload.emulated_link import EmulatedLink
+from headrace.offload.identity import chunk_identity, model_identity
+from headrace.offload.restore.profile import measure, probe
+from headrace.offload.restore.source import StoredChunks
+from headrace.offload.tiers.open import open_tiers
 from headrace.offload.writeback import Writeback
-
-GIB = 1 << 30
-PROBE = name_of(hashlib.sha256(b"headrace probe").digest(), "k")
-PROBE_BYTES = 8 << 20
-PROBES = 3
-"""What is stored and read a few times to see how fast a tier is."""
 
 
 def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: int, kv_element_bytes: int) -> bool:
@@ -58,54 +46,20 @@ def identity(config: EngineConfig, capacity: Capacity) -> bytes:
     )
 
 
-def open_tiers(config: EngineConfig) -> Tiers:
-    """The tiers asked for, fastest first. Raises ValueError for a path or URL that cannot work."""
-    timeout, quota = config.kv_offload_timeout_s, config.kv_tenant_quota
-    tiers: list[Tier] = []
-    if config.kv_offloading_size:
-        tiers.append(HostTier(int(config.kv_offloading_size * GIB), config.kv_host_format, quota))
-    if config.kv_offload_path is not None:
-        size = int(config.kv_offload_disk_size * GIB)
-        tiers.append(DiskTier(Path(config.kv_offload_path), size, config.kv_disk_format, quota, timeout))
-    if config.redis_url is not None:
-        budget = int(config.kv_remote_size * GIB) or None
-        tiers.append(RemoteTier(config.redis_url, config.kv_remote_format, timeout, budget, quota))
-    return Tiers(tiers, queue_bytes=config.kv_offload_queue_mb << 20, timeout_s=timeout)
-
-
 def open_offload(
     config: EngineConfig, capacity: Capacity, cache: KVCache, decoder: Decoder, storage: KVStorage
-) -> Offload:
+) -> StoredPrefixes:
     """Opens the tiers and measures what the solver needs to know. Raises ValueError as open_tiers does."""
     tiers = open_tiers(config)
     spec = decoder.config.attention
-    shelf, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2))
-    link = Link(config.kv_link_gbps * 1e9 if config.kv_link_gbps else None, config.kv_link_latency_ms / 1e3)
-    return Offload(
+    codec, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2))
+    link = EmulatedLink(config.kv_link_gbps * 1e9 if config.kv_link_gbps else None, config.kv_link_latency_ms / 1e3)
+    rates = measure(decoder, storage, capacity.backend, tiers.tiers)
+    probe(tiers, rates)
+    return StoredPrefixes(
         cache=cache,
-        tiers=tiers,
-        shelf=shelf,
-        lane=ThreadStream("restore", link),
-        looking=ThreadStream("look"),
-        rates=_probed(measure(decoder, storage, capacity.backend), tiers).behind(link.bytes_s, link.latency_s),
-        writeback=Writeback(cache, tiers, shelf, other),
+        source=StoredChunks(tiers, codec, ThreadStream("restore", link), ThreadStream("look")),
+        rates=rates.behind(link.bytes_s, link.latency_s),
+        writeback=Writeback(cache, tiers, codec, other),
         max_batch_tokens=config.max_batch_tokens,
     )
-
-
-def _probed(rates: Rates, tiers: Tiers) -> Rates:
-    """Rates that know how fast disk and remote give back a blob stored for the purpose."""
-    for index, tier in enumerate(tiers.tiers):
-        stats = tier.stats()
-        full = stats.budget_bytes and stats.used_bytes + PROBE_BYTES > stats.budget_bytes
-        if not tiers.queues(index) or full or not tier.put(PROBE, b"", (bytes(PROBE_BYTES),)):
-            continue  # nothing is to be evicted for it
-        into = memoryview(bytearray(PROBE_BYTES))
-        for _ in range(PROBES):
-            began = time.perf_counter()
-            if all(tier.read([Read(PROBE, 0, into)])):
-                frame.checksum(into)
-                rates.observe_load(tier.kind, PROBE_BYTES, 1, time.perf_counter() - began)
-        tier.drop([PROBE])
-    tiers.leave_out()
-    return rates

@@ -14,7 +14,7 @@ from headrace.config import AttentionSpec
 from headrace.kernels import chunk_formats
 from headrace.kv.storage import KVStorage
 from headrace.offload import frame
-from headrace.offload.tiers.base import Format, Kind, Parts
+from headrace.offload.tiers.base import BlobFormat, BlobKind, BlobParts
 
 
 class ChunkCodec:
@@ -35,17 +35,17 @@ class ChunkCodec:
     def keeps_activations(self) -> bool:
         return self.storage.keeps_activations
 
-    def section_bytes(self, kind: Kind, form: Format) -> int:
+    def section_bytes(self, kind: BlobKind, form: BlobFormat) -> int:
         """Bytes of one layer's section."""
         if kind == "k":
             return chunk_formats.kv_bytes(self.spec.kv_heads, self.spec.head_dim, self.storage.dtype, form)
         return chunk_formats.x_bytes(self.activations(0).shape[-1], self.dtype, form)
 
-    def blob_bytes(self, kind: Kind, form: Format) -> int:
+    def blob_bytes(self, kind: BlobKind, form: BlobFormat) -> int:
         return self.header_bytes + self.spec.layers * self.section_bytes(kind, form)
 
     @torch.inference_mode()
-    def encode(self, slot: int, digest: bytes, kind: Kind, form: Format) -> Parts:
+    def encode(self, slot: int, digest: bytes, kind: BlobKind, form: BlobFormat) -> BlobParts:
         """The blob of the chunk in a slot; as "raw" where its numbers cannot be rounded so."""
         size, layers = self.section_bytes(kind, form), self.spec.layers
         if len(self._scratch) < layers * size:
@@ -55,10 +55,10 @@ class ChunkCodec:
             return self.encode(slot, digest, kind, "raw")
         payload = memoryview(rows.numpy().data).cast("B")
         sums = [frame.checksum(payload[layer * size : (layer + 1) * size]) for layer in range(layers)]
-        stamp = frame.Stamp(self.identity, layers, size, kind, form)
-        return frame.make_header(stamp, digest, sums), payload
+        layout = frame.BlobLayout(self.identity, layers, size, kind, form)
+        return frame.make_header(layout, digest, sums), payload
 
-    def _store(self, section: Tensor, layer: int, slot: int, kind: Kind, form: Format) -> bool:
+    def _store(self, section: Tensor, layer: int, slot: int, kind: BlobKind, form: BlobFormat) -> bool:
         where = torch.tensor([slot], dtype=torch.int32)
         if kind == "x":
             return chunk_formats.store_x_many(section[None], self.activations(layer), where, form)[0]
@@ -76,15 +76,15 @@ class ChunkCodec:
         scales = {"k_scale": self.storage.k_scale[layer], "v_scale": self.storage.v_scale[layer]}
         return {**scales, "dtype": self.dtype, "layout": self.layout}
 
-    def header(self, data: memoryview, digest: bytes, kind: Kind) -> frame.Header:
+    def header(self, data: memoryview, digest: bytes, kind: BlobKind) -> frame.BlobHeader:
         """Raises frame.Damaged for a blob that is not this chunk's, or not as this pool needs it."""
         header = frame.read_header(data, digest, kind, self.identity)
         if header.layers != self.spec.layers or header.section_bytes != self.section_bytes(kind, header.format):
-            raise frame.Damaged(f"{header.layers} layers of {header.section_bytes} bytes do not fit the pool")
+            raise frame.DamagedBlob(f"{header.layers} layers of {header.section_bytes} bytes do not fit the pool")
         return header
 
     @torch.inference_mode()
-    def load(self, layer: int, kind: Kind, form: Format, sections: Tensor, slots: list[int]) -> None:
+    def load(self, layer: int, kind: BlobKind, form: BlobFormat, sections: Tensor, slots: list[int]) -> None:
         """Puts checked sections of a layer, uint8 [n, section bytes], into n slots."""
         where = torch.tensor(slots, dtype=torch.int32)
         if kind == "x":

@@ -1,102 +1,27 @@
-"""Lanes: transfers that run beside the computation, and a link as slow as one likes to run them over.
+"""Copy streams: transfers that run beside the computation, in the order in which they are submitted.
 
-The paper's streams (KVPR, section 3.3 and Algorithm 1): weights, KV, activations and hidden states in, KV and hidden
-states out. All that goes in shares one link, and what is submitted first arrives first; so does all that goes out.
-On a CPU a lane is a thread. On a GPU it is a thread too, which drives a stream of its own.
+KVPR's streams (section 3.3, Algorithm 1): weights, KV, activations and hidden states in, KV and hidden states out. All
+that goes in shares one link, and so does all that goes out. On a CPU a copy stream is a thread; on a GPU it is a thread
+that drives a CUDA stream of its own.
 """
 
 from __future__ import annotations
 
 import queue
-import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.offload.emulated_link import EmulatedLink
+from headrace.offload.ticket import Ticket
+
 PINNED_BYTES = 8 << 20
 """Of each of the two buffers that pageable memory goes through on its way to or from a GPU."""
-
-
-class Link:
-    """A line between two memories: a transfer of n bytes takes at least latency_s + n / bytes_s, one after the other.
-
-    bytes_s None: as fast as the machine is. jitter: each transfer takes up to this share longer or shorter, the same
-    ones for the same seed. Waits by sleeping, so that nothing is taken from the computation.
-    """
-
-    def __init__(
-        self, bytes_s: float | None = None, latency_s: float = 0.0, jitter: float = 0.0, seed: int = 0
-    ) -> None:
-        if (bytes_s is not None and not bytes_s > 0) or not latency_s >= 0:
-            raise ValueError(f"a link needs bytes_s above 0 and latency_s of at least 0, got {bytes_s}, {latency_s}")
-        if not 0 <= jitter < 1:
-            raise ValueError(f"a link's jitter must be at least 0 and below 1, got {jitter}")
-        self.bytes_s, self.latency_s, self.jitter, self.seed = bytes_s, latency_s, jitter, seed
-        self._random = random.Random(seed)
-        self._free = 0.0
-
-    def twin(self) -> Link:
-        """Another line like this one, with nothing on it: the way back."""
-        return Link(self.bytes_s, self.latency_s, self.jitter, self.seed + 1)
-
-    def carried(self, size: int, began: float) -> None:
-        """Returns when a transfer of `size` bytes that began at `began` (time.perf_counter) has arrived."""
-        line = self.latency_s + (0.0 if self.bytes_s is None else size / self.bytes_s)
-        if self.jitter:
-            line *= 1.0 + self._random.uniform(-self.jitter, self.jitter)
-        self._free = max(self._free, began) + line
-        wait = self._free - time.perf_counter()
-        if wait > 0:
-            time.sleep(wait)
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A transfer under way. began_s, ended_s: time.perf_counter. cpu_s: what it took of a core, waiting not counted.
-    error: what it raised, None if it went well."""
-
-    size: int
-    stream: str
-    began_s: float = 0.0
-    ended_s: float = 0.0
-    cpu_s: float = 0.0
-    error: BaseException | None = None
-    _ended: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def done(self) -> bool:
-        return self._ended.is_set()
-
-    @property
-    def busy_s(self) -> float:
-        """How long the lane was at it; 0 before its end."""
-        return self.ended_s - self.began_s if self.done else 0.0
-
-    def end(self, error: BaseException | None) -> None:
-        self.ended_s, self.error = time.perf_counter(), error
-        self._ended.set()
-
-    def wait(self) -> None:
-        """Until it has ended; raises what the transfer raised."""
-        self._ended.wait()
-        if self.error is not None:
-            raise self.error
-
-
-@dataclass(slots=True)
-class Carried:
-    """What went over a lane on one stream."""
-
-    transfers: int = 0
-    bytes: int = 0
-    busy_s: float = 0.0
-    cpu_s: float = 0.0
 
 
 class CopyStream(Protocol):
@@ -109,20 +34,16 @@ class CopyStream(Protocol):
         """Copies a tensor into another of its shape; both are left alone until the ticket's end. ValueError as above,
         and for shapes that differ."""
 
-    def stats(self) -> dict[str, Carried]:
-        """By stream, what has ended so far."""
-
     def close(self) -> None:
-        """Ends the lane after what was submitted. May be called again."""
+        """Ends the stream after what was submitted. May be called again."""
 
 
 class ThreadStream:
-    """A lane that is a thread, over a link of its own."""
+    """A copy stream that is a thread, over a link of its own."""
 
-    def __init__(self, name: str, link: Link | None = None) -> None:
-        self.link = link or Link()
+    def __init__(self, name: str, link: EmulatedLink | None = None) -> None:
+        self.link = link or EmulatedLink()
         self._work: queue.SimpleQueue[tuple[Ticket, Callable[[], object]] | None] = queue.SimpleQueue()
-        self._stats: dict[str, Carried] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"headrace-{name}", daemon=True)
@@ -132,7 +53,7 @@ class ThreadStream:
         ticket = Ticket(size, stream)
         with self._lock:
             if self._closed:
-                raise ValueError("the lane is closed; open another one")
+                raise ValueError("the copy stream is closed; open another one")
             self._work.put((ticket, run))
         return ticket
 
@@ -140,32 +61,17 @@ class ThreadStream:
         check_alike(into, source)
         return self.submit(lambda: copy_alone(into, source), into.nbytes, stream)
 
-    def stats(self) -> dict[str, Carried]:
-        with self._lock:
-            return {stream: replace(carried) for stream, carried in self._stats.items()}
-
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
             ticket, run = item
-            ticket.began_s, error, taken = time.perf_counter(), None, time.thread_time()
+            ticket.began_s, error = time.perf_counter(), None
             try:
                 run()
-                ticket.cpu_s = time.thread_time() - taken
                 self.link.carried(ticket.size, ticket.began_s)
             except BaseException as raised:  # whatever it is, it belongs to who waits for the ticket
                 error = raised
-            self._end(ticket, error)
+            ticket.end(error)
             del item, run, ticket, error
-
-    def _end(self, ticket: Ticket, error: BaseException | None) -> None:
-        ticket.ended_s = time.perf_counter()
-        with self._lock:
-            carried = self._stats.setdefault(ticket.stream, Carried())
-            carried.transfers += 1
-            carried.bytes += ticket.size if error is None else 0
-            carried.busy_s += ticket.ended_s - ticket.began_s
-            carried.cpu_s += ticket.cpu_s
-        ticket.end(error)
 
     def close(self) -> None:
         with self._lock:
@@ -176,18 +82,18 @@ class ThreadStream:
             self._thread.join()
 
 
-class StreamLane(ThreadStream):
-    """A lane of a CUDA device: a thread that drives a stream of its own, so that copies run beside the kernels.
+class CudaStream(ThreadStream):
+    """A copy stream of a CUDA device: a thread that drives a CUDA stream, so that copies run beside the kernels.
 
     A copy begins after what the submitting thread's current stream was given before it. Its ticket ends when the copy
     has: what is computed after `Ticket.wait` sees it, on any stream. Memory that is not pinned goes through two pinned
-    buffers in turn, since copies from pageable memory do not run beside kernels. Work given to `submit` runs with the
-    lane's stream as the current one.
+    buffers in turn, since copies from pageable memory do not run beside kernels. Work given to `submit` runs with that
+    stream as the current one.
     """
 
-    def __init__(self, name: str, device: torch.device, link: Link | None = None) -> None:
+    def __init__(self, name: str, device: torch.device, link: EmulatedLink | None = None) -> None:
         if device.type != "cuda":
-            raise ValueError(f"a stream lane needs a CUDA device, got {device}; use a ThreadLane")
+            raise ValueError(f"a CUDA copy stream needs a CUDA device, got {device}; use a ThreadStream")
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self._pinned = [torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -211,7 +117,7 @@ class StreamLane(ThreadStream):
         return self.submit(lambda: self._copy(into, source), into.nbytes, stream)
 
     def _copy(self, into: Tensor, source: Tensor) -> None:
-        """On the lane's thread and stream."""
+        """On the thread and its stream."""
         host = source if into.is_cuda else into
         flat = into.is_contiguous() and source.is_contiguous() and into.dtype == source.dtype
         if host.is_cuda or host.is_pinned() or not flat:
@@ -239,9 +145,7 @@ class StreamLane(ThreadStream):
 def check_alike(into: Tensor, source: Tensor) -> None:
     """Raises ValueError for tensors that cannot be copied one into the other as they are."""
     if into.shape != source.shape:
-        raise ValueError(
-            f"a lane copies into a tensor of the same shape, got {tuple(into.shape)}, {tuple(source.shape)}"
-        )
+        raise ValueError(f"a copy goes into a tensor of the same shape, got {tuple(into.shape)}, {tuple(source.shape)}")
 
 
 def copy_alone(into: Tensor, source: Tensor) -> None:
@@ -258,19 +162,19 @@ def copy_alone(into: Tensor, source: Tensor) -> None:
 
 
 class CopyStreams(NamedTuple):
-    """All that comes in shares one lane, and all that goes out another."""
+    """All that comes in shares one stream, and all that goes out another."""
 
     into: CopyStream
     out: CopyStream
 
     def close(self) -> None:
-        for lane in self:
-            lane.close()
+        for stream in self:
+            stream.close()
 
 
-def open_lanes(device: torch.device, link: Link | None = None) -> CopyStreams:
-    """The lanes of a device, over two lines like `link`: streams of a CUDA device, threads of anything else."""
-    there = link or Link()
+def open_copy_streams(device: torch.device, link: EmulatedLink | None = None) -> CopyStreams:
+    """The copy streams of a device, over two links like `link`: CUDA streams of a GPU, threads of anything else."""
+    there = link or EmulatedLink()
     if device.type == "cuda":
-        return CopyStreams(StreamLane("in", device, there), StreamLane("out", device, there.twin()))
+        return CopyStreams(CudaStream("in", device, there), CudaStream("out", device, there.twin()))
     return CopyStreams(ThreadStream("in", there), ThreadStream("out", there.twin()))

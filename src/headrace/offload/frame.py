@@ -18,14 +18,14 @@ from typing import NamedTuple, get_args
 
 import xxhash
 
-from headrace.offload.tiers.base import Format, Kind
+from headrace.offload.tiers.base import BlobFormat, BlobKind
 
 MAGIC = b"HEADRACE"
 VERSION = 1
 """Of the header and of what the sections hold: a blob of another version is a stranger."""
 ALIGN = 64
-FORMATS: tuple[Format, ...] = get_args(Format)
-KINDS: tuple[Kind, ...] = get_args(Kind)
+FORMATS: tuple[BlobFormat, ...] = get_args(BlobFormat)
+KINDS: tuple[BlobKind, ...] = get_args(BlobKind)
 
 Bytes = bytes | bytearray | memoryview
 
@@ -33,20 +33,20 @@ _FIXED = struct.Struct("<8sHcBIQ32s32s")
 _SUM = struct.Struct("<Q")
 
 
-class Damaged(ValueError):
+class DamagedBlob(ValueError):
     """These bytes are not the blob that was asked for; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class BlobLayout:
     """What the blobs of one model, type, kind and format have in common. identity: 32 bytes that the model, its types
     and the layout of sections went into. Raises ValueError for what a header cannot hold."""
 
     identity: bytes
     layers: int
     section_bytes: int
-    kind: Kind
-    format: Format
+    kind: BlobKind
+    format: BlobFormat
 
     def __post_init__(self) -> None:
         if len(self.identity) != 32:
@@ -62,10 +62,10 @@ class Stamp:
         return section_at(self.layers, self.section_bytes, self.layers)
 
 
-class Header(NamedTuple):
+class BlobHeader(NamedTuple):
     """What a sound header says. sums: a checksum for each section."""
 
-    format: Format
+    format: BlobFormat
     layers: int
     section_bytes: int
     sums: tuple[int, ...]
@@ -74,9 +74,9 @@ class Header(NamedTuple):
         """Raises Damaged unless these are the bytes of that layer's section."""
         size = memoryview(section).nbytes
         if size != self.section_bytes:
-            raise Damaged(f"section {layer} has {size} bytes instead of {self.section_bytes}")
+            raise DamagedBlob(f"section {layer} has {size} bytes instead of {self.section_bytes}")
         if checksum(section) != self.sums[layer]:
-            raise Damaged(f"section {layer} does not have its checksum")
+            raise DamagedBlob(f"section {layer} does not have its checksum")
 
 
 def checksum(data: Bytes) -> int:
@@ -94,18 +94,18 @@ def section_at(layers: int, section_bytes: int, layer: int) -> int:
     return header_bytes(layers) + layer * section_bytes
 
 
-def make_header(stamp: Stamp, digest: bytes, sums: Sequence[int]) -> bytes:
+def make_header(layout: BlobLayout, digest: bytes, sums: Sequence[int]) -> bytes:
     """The header of chunk `digest` (32 bytes) whose sections have these checksums, in layer order."""
-    if len(digest) != 32 or len(sums) != stamp.layers:
-        raise ValueError(f"need a digest of 32 bytes and {stamp.layers} sums, got {len(digest)} and {len(sums)}")
-    kind, form = stamp.kind.encode(), FORMATS.index(stamp.format)
-    fixed = _FIXED.pack(MAGIC, VERSION, kind, form, stamp.layers, stamp.section_bytes, stamp.identity, digest)
-    body = fixed + struct.pack(f"<{stamp.layers}Q", *sums)
-    body += bytes(header_bytes(stamp.layers) - _SUM.size - len(body))
+    if len(digest) != 32 or len(sums) != layout.layers:
+        raise ValueError(f"need a digest of 32 bytes and {layout.layers} sums, got {len(digest)} and {len(sums)}")
+    kind, form = layout.kind.encode(), FORMATS.index(layout.format)
+    fixed = _FIXED.pack(MAGIC, VERSION, kind, form, layout.layers, layout.section_bytes, layout.identity, digest)
+    body = fixed + struct.pack(f"<{layout.layers}Q", *sums)
+    body += bytes(header_bytes(layout.layers) - _SUM.size - len(body))
     return body + _SUM.pack(checksum(body))
 
 
-def read_header(data: Bytes, digest: bytes, kind: Kind, identity: bytes) -> Header:
+def read_header(data: Bytes, digest: bytes, kind: BlobKind, identity: bytes) -> BlobHeader:
     """What the header at the start of `data` says; more bytes may follow it.
 
     Raises Damaged where it is none, is cut off, of another version, harmed, or sound but of another model (identity),
@@ -113,25 +113,25 @@ def read_header(data: Bytes, digest: bytes, kind: Kind, identity: bytes) -> Head
     """
     view = memoryview(data).cast("B")
     if len(view) < _FIXED.size:
-        raise Damaged(f"{len(view)} bytes are no header")
+        raise DamagedBlob(f"{len(view)} bytes are no header")
     magic, version, its_kind, form, layers, section_bytes, its_identity, its_digest = _FIXED.unpack_from(view)
     if magic != MAGIC:
-        raise Damaged(f"starts with {magic!r}, not with {MAGIC!r}")
+        raise DamagedBlob(f"starts with {magic!r}, not with {MAGIC!r}")
     if version != VERSION:
-        raise Damaged(f"is of version {version}; this is version {VERSION}")
+        raise DamagedBlob(f"is of version {version}; this is version {VERSION}")
     size = header_bytes(layers)
     if len(view) < size:
-        raise Damaged(f"header for {layers} layers cut off: {len(view)} of {size} bytes")
+        raise DamagedBlob(f"header for {layers} layers cut off: {len(view)} of {size} bytes")
     _expect("checksum of the header", _SUM.unpack_from(view, size - _SUM.size)[0], checksum(view[: size - _SUM.size]))
     _expect("identity", its_identity, identity)
     _expect("digest", its_digest, digest)
     _expect("kind", its_kind, kind.encode())
     if form >= len(FORMATS):
-        raise Damaged(f"unknown format {form}")
-    return Header(FORMATS[form], layers, section_bytes, struct.unpack_from(f"<{layers}Q", view, _FIXED.size))
+        raise DamagedBlob(f"unknown format {form}")
+    return BlobHeader(FORMATS[form], layers, section_bytes, struct.unpack_from(f"<{layers}Q", view, _FIXED.size))
 
 
 def _expect(what: str, found: bytes | int, wanted: bytes | int) -> None:
     if found != wanted:
         texts = (x.hex() if isinstance(x, bytes) else f"{x:016x}" for x in (found, wanted))
-        raise Damaged("{} is {} instead of {}".format(what, *texts))
+        raise DamagedBlob("{} is {} instead of {}".format(what, *texts))

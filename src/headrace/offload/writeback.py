@@ -19,7 +19,7 @@ from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
 from headrace.offload.chunk_codec import ChunkCodec
-from headrace.offload.tiers.base import Kind, Parts, name_of
+from headrace.offload.tiers.base import BlobKind, BlobParts, name_of
 from headrace.offload.tiers.stack import Tiers
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class _Parked:
 
 @dataclass(slots=True, eq=False)
 class Writeback:
-    """shelf is used by the thread, own_shelf by the engine: each has memory of its own to encode in.
+    """codec is used by the thread, engine_codec by the engine: each has memory of its own to encode in.
 
     unstored: chunks that wait for the thread. let_go: chunks that nobody holds and that are not stored, as far as is
     known. All methods are the engine's; the thread touches neither tree nor tables.
@@ -49,8 +49,8 @@ class Writeback:
 
     cache: KVCache
     tiers: Tiers
-    shelf: ChunkCodec
-    own_shelf: ChunkCodec
+    codec: ChunkCodec
+    engine_codec: ChunkCodec
     unstored: int = 0
     let_go: int = 0
     _queue: queue.SimpleQueue[_Parked | None] = field(default_factory=queue.SimpleQueue)
@@ -102,7 +102,7 @@ class Writeback:
         any. It looks through all that nobody holds."""
         left, end = [node for node in self.cache.tree.idle.values() if not node.stored], time.monotonic() + IDLE_S
         for done, node in enumerate(left, 1):
-            self._store(node, self.own_shelf)
+            self._store(node, self.engine_codec)
             self.let_go = len(left) - done
             if time.monotonic() >= end:
                 break
@@ -111,7 +111,7 @@ class Writeback:
     def _leaving(self, node: Node) -> None:
         """A chunk is evicted."""
         if not node.stored and node.digest is not None:
-            self._store(node, self.own_shelf)
+            self._store(node, self.engine_codec)
 
     # -- also on the thread
 
@@ -122,16 +122,16 @@ class Writeback:
             try:
                 for node in reversed(parked.nodes):  # so that a prompt's start is what was used last
                     if not (node.stored or parked.revoked):
-                        self._store(node, self.shelf, parked)
+                        self._store(node, self.codec, parked)
             except Exception:
                 log.exception("chunks could not be stored")
             self._ended.put(parked)
 
-    def _store(self, node: Node, shelf: ChunkCodec, parked: _Parked | None = None) -> None:
+    def _store(self, node: Node, codec: ChunkCodec, parked: _Parked | None = None) -> None:
         """Offers the chunk to every tier that lacks it. The engine does not wait for an answer from disk or network."""
         digest, slot, tenant = node.digest, node.slot, node.tenant
         assert digest is not None
-        kinds: list[Kind] = ["k", "x"] if shelf.keeps_activations and node.activations else ["k"]
+        kinds: list[BlobKind] = ["k", "x"] if codec.keeps_activations and node.activations else ["k"]
         for kind in kinds:
             name = name_of(digest, kind)
             lacking = self.tiers.lacking(name) if parked is not None else self.tiers.doubtful(name)
@@ -139,11 +139,11 @@ class Writeback:
                 with self._encoding:
                     if parked is not None and parked.revoked:
                         return
-                    parts = shelf.encode(slot, digest, kind, form)
+                    parts = codec.encode(slot, digest, kind, form)
                 self._offer([tier for tier in lacking if self.tiers.format(tier) == form], name, tenant, parts)
         node.stored = True
 
-    def _offer(self, tiers: list[int], name: bytes, tenant: bytes, parts: Parts) -> None:
+    def _offer(self, tiers: list[int], name: bytes, tenant: bytes, parts: BlobParts) -> None:
         """What a tier does not take is counted there."""
         if any(self.tiers.queues(tier) for tier in tiers):
             parts = (b"".join(parts),)  # the queue keeps it while the next chunk is encoded

@@ -7,9 +7,9 @@ import logging
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 from headrace.config import EngineConfig
+from headrace.offload.tiers.redis_connection import without_password
 from headrace.server.job import Job
 from headrace.server.replies import figures
 from headrace.types import STATS_TABLES, EngineStats
@@ -68,14 +68,6 @@ def _streamed_line(config: EngineConfig) -> str:
     gib = config.kv_offloading_size or config.kv_offload_disk_size
     weights = "; the weights too" if config.weight_offload else ""
     return f"KV lies in {where}, {gib:g} GiB, and is streamed at each step, schedule {config.offload_schedule}{weights}"
-
-
-def without_password(url: str | None) -> str | None:
-    """The URL of a server without user, password and options."""
-    if url is None:
-        return None
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def job_line(job: Job, outcome: str) -> str:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from headrace.engine import identity
+from headrace.offload import identity
 from tools.fuzz.doors import Door
 from tools.fuzz.mutate import damaged, dumped, edited, nested, odd
 

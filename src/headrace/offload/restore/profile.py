@@ -1,6 +1,10 @@
-"""First rates of a model on this machine: a few calls of its own kernels, before any request comes."""
+"""First rates of a model and its tiers on this machine: a few calls of their own, before any request comes."""
 
 from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,8 +17,11 @@ from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.offload import frame
 from headrace.offload.copy_streams import copy_alone
-from headrace.offload.restore import rates
-from headrace.offload.restore.rates import PrefillRate, Rates
+from headrace.offload.restore import timing
+from headrace.offload.restore.estimators import LinearRate, PrefillRate
+from headrace.offload.restore.rates import Rates
+from headrace.offload.tiers.base import Read, Tier, name_of
+from headrace.offload.tiers.stack import Tiers
 from headrace.planner.machine import ModelShape
 from headrace.types import CHUNK
 
@@ -26,17 +33,45 @@ FEW = 32
 """Tokens of the closing step that is timed."""
 PIECE = 1 << 21
 """Bytes that are copied and checked at a time, as restores do it."""
+PROBE = name_of(hashlib.sha256(b"headrace probe").digest(), "k")
+PROBE_BYTES = 8 << 20
+PROBES = 3
+"""What is stored and read a few times to see how fast a tier is."""
 
 
 @torch.inference_mode()
-def measure(decoder: Decoder, storage: KVStorage, backend: str) -> Rates:
+def measure(decoder: Decoder, storage: KVStorage, backend: str, tiers: Sequence[Tier]) -> Rates:
     """Rates of projecting, prefilling and moving chunks, in about a second or less. Writes to the first slots of the
-    pool, which must be empty. What was never tried here (disk, remote) begins as offload.restore.rates guesses it."""
+    pool, which must be empty. A tier that is not in memory begins as it guesses itself; see `probe`."""
     shape = ModelShape.of(decoder.config, decoder.dtype.itemsize)
-    project, prefill = _Projection(decoder, storage, backend), _prefill(decoder, shape)
-    found = rates.measure(shape, project, {"host": _Move()}, prefill=prefill)
+    prefill, project = _prefill(decoder, shape), timing.projection_rate(_Projection(decoder, storage, backend))
+    move = _Move()
+    moves = {tier.kind: timing.read_rate(move) for tier in tiers if tier.in_memory} or {
+        "memory": timing.read_rate(move)
+    }
+    known = {tier.kind: LinearRate(*tier.read_guess) for tier in tiers} | {
+        kind: rate for kind, (rate, _) in moves.items()
+    }
+    found = Rates(shape.layers, project, prefill, known, {kind: cpu_s for kind, (_, cpu_s) in moves.items()})
     _forward(decoder, storage, backend, found)
     return found
+
+
+def probe(tiers: Tiers, rates: Rates) -> None:
+    """Tells `rates` how fast the tiers beyond memory give back a blob, which is stored for the purpose and dropped."""
+    for tier in tiers.tiers:
+        stats = tier.stats()
+        full = stats.budget_bytes and stats.used_bytes + PROBE_BYTES > stats.budget_bytes
+        if tier.in_memory or full or not tier.put(PROBE, b"", (bytes(PROBE_BYTES),)):
+            continue  # nothing is to be evicted for it
+        into = memoryview(bytearray(PROBE_BYTES))
+        for _ in range(PROBES):
+            began = time.perf_counter()
+            if all(tier.read([Read(PROBE, 0, into)])):
+                frame.checksum(into)
+                rates.observe_load(tier.kind, PROBE_BYTES, 1, time.perf_counter() - began)
+        tier.drop([PROBE])
+    tiers.leave_out()
 
 
 class _Projection:
@@ -64,10 +99,10 @@ class _Projection:
 
 
 class _Move:
-    """Bytes from one place in memory to another, checked: what a restore from host memory takes on the lane."""
+    """Bytes from one place in memory to another, checked: what a restore from host memory takes on the copy stream."""
 
     def __init__(self) -> None:
-        self.source, self.into = (torch.ones(rates.SIZES[-1], dtype=torch.uint8) for _ in range(2))
+        self.source, self.into = (torch.ones(timing.SIZES[-1], dtype=torch.uint8) for _ in range(2))
 
     def __call__(self, size: int) -> None:
         for at in range(0, size, PIECE):
@@ -83,10 +118,10 @@ def _prefill(decoder: Decoder, shape: ModelShape) -> PrefillRate:
 
     def products(rows: int) -> float:
         inputs = [torch.ones(rows, w.shape[1], dtype=decoder.dtype) for w in matrices]
-        return rates.seconds(lambda: [ops.linear(x, w) for x, w in zip(inputs, matrices, strict=True)])
+        return timing.call_seconds(lambda: [ops.linear(x, w) for x, w in zip(inputs, matrices, strict=True)])
 
     many, one = products(LINEAR_ROWS), products(1)
-    return rates.prefill_rate(shape, 2 * LINEAR_ROWS * elements / many, elements * decoder.dtype.itemsize / one)
+    return timing.prefill_rate(shape, 2 * LINEAR_ROWS * elements / many, elements * decoder.dtype.itemsize / one)
 
 
 def _forward(decoder: Decoder, storage: KVStorage, backend: str, found: Rates) -> None:
@@ -99,7 +134,7 @@ def _forward(decoder: Decoder, storage: KVStorage, backend: str, found: Rates) -
         return
     for start, count in ((0, tokens), (tokens - FEW, FEW)):
         forward = _Forward(decoder, storage, backend, start, count)
-        found.scale_prefill(start, count, rates.seconds(forward, most_s=FORWARD_S / 2))
+        found.scale_prefill(start, count, timing.call_seconds(forward, most_s=FORWARD_S / 2))
 
 
 class _Forward:

@@ -4,9 +4,9 @@
             | recomputed | projected   | loaded as K and V     |  then the suffix: new tokens
             | from tokens| from stored X                       |
 
-The lane carries, layer after layer, X of the layer and then K and V of the layer, from the beginning on and without a
+The copy stream carries, layer after layer, X of the layer and then its K and V, from the beginning on and without a
 pause. The engine first prefills the recomputed part (all layers), then takes the layers in turn: waits for X, projects,
-waits for K and V, computes the suffix rows. With X and KV the lane's seconds of one layer, P the projection, S the
+waits for K and V, computes the suffix rows. With X and KV its seconds of one layer, P the projection, S the
 suffix rows of one layer and C the prefill, layer j = 0 .. L-1 cannot project before j (X + KV) + X, nor take its
 suffix rows before (j + 1) (X + KV). What ends last is the longest of the paths that start with C or with one of these;
 the starts of the layers are evenly spaced, so only the first and the last layer's can be the longest:
@@ -14,9 +14,10 @@ the starts of the layers are evenly spaced, so only the first and the last layer
     end = max(C + L (P + S),  X + L (P + S),  X + KV + (L - 1) (P + S) + S,        first layer
               (L - 1) (X + KV) + X + P + S,  L (X + KV) + S)                       last layer
 
-Moving bytes takes a share f of the computing cores while the lane is busy. Computing then advances by 1 - f a second
-until the lane's end and by 1 a second after it; measured in work that could have been done, the formula stays as it is.
-What threads that meet after every product lose beyond that, and the lane to them, is observed: Costs.contention.
+Moving bytes takes a share f of the computing cores while the copy stream is busy. Computing then advances by 1 - f a
+second until that ends and by 1 a second after it; measured in work that could have been done, the formula stays as it
+is. What threads that meet after every product lose beyond that, and the copy stream to them, is observed:
+Costs.contention.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.offload.restore.estimators import FloatArray
 from headrace.types import CHUNK
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 EXACT = 256
@@ -38,14 +39,14 @@ LEAST_GAIN = 0.02
 """A restore that saves less than this share of recomputing everything is not worth its reads, and a split that saves
 less than it of loading everything not worth the cores."""
 CAUTION = 0.2
-"""Where the lane takes part of the cores even to load everything, computing beside it must promise to save this share
-of that part: what each loses to the other is the least certain of all figures."""
+"""Where the copy stream takes part of the cores even to load everything, computing beside it must promise to save this
+share of that part: what each loses to the other is the least certain of all figures."""
 MOST_TAKEN = 0.95
-"""Share of the computing cores that a lane can take at most."""
+"""Share of the computing cores that a copy stream can take at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StoredRun:
     """A run of stored chunks: the first `first` chunks of the prompt are resident, `chunks` are stored, and `suffix`
     new tokens follow. kv_bytes, x_bytes: a chunk's stored bytes over all `layers` (x_bytes None: no activations are
     stored). tiers: where it is stored; of several, one per chunk. Raises ValueError.
@@ -57,7 +58,7 @@ class Run:
     kv_bytes: float
     x_bytes: float | None
     layers: int
-    tiers: str | tuple[str, ...] = "host"
+    tiers: str | tuple[str, ...]
 
     def __post_init__(self) -> None:
         if min(self.first, self.chunks, self.suffix) < 0 or self.layers < 1 or not self.kv_bytes > 0:
@@ -79,20 +80,20 @@ class Run:
 class Costs(Protocol):
     """Seconds of the pieces, elementwise over arrays; see offload.restore.rates."""
 
-    def transfer(self, tier: str, size: Floats, pieces: Floats) -> Floats:
+    def transfer(self, tier: str, size: FloatArray, pieces: FloatArray) -> FloatArray:
         """`size` bytes in `pieces` pieces (chunks) from a tier, in one go; 0 for none."""
 
     def contention(self, loading: bool) -> float:
-        """Seconds lost for each second that lane and engine compete for the cores, beyond those that the lane takes:
+        """Seconds lost for each second that copy stream and engine compete for the cores, beyond those it takes:
         where nothing but the new tokens is computed beside `loading`, and where more is."""
 
     def cpu_s_per_byte(self, tier: str) -> float:
         """Seconds that a byte from the tier takes from the computing cores."""
 
-    def project(self, tokens: Floats) -> Floats:
+    def project(self, tokens: FloatArray) -> FloatArray:
         """K and V of so many tokens from X, in one layer; 0 for none."""
 
-    def prefill(self, start: Floats, count: Floats) -> Floats:
+    def prefill(self, start: FloatArray, count: FloatArray) -> FloatArray:
         """One step of `count` tokens after `start` others, all layers; 0 for none."""
 
 
@@ -107,24 +108,19 @@ class Split(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """seconds: until the suffix is computed; link_s: the lane is at work; waited_s: of these the engine waits;
-    shared_s: lane and engine compete for the cores."""
+    """seconds: until the suffix is computed; link_s: the copy stream is at work; waited_s: of these the engine waits;
+    shared_s: copy stream and engine compete for the cores."""
 
     seconds: float
     link_s: float
     waited_s: float
     shared_s: float = 0.0
 
-    @property
-    def overlap(self) -> float:
-        """Share of the lane's time that is hidden under the computation; 1 where nothing is loaded."""
-        return 1.0 - self.waited_s / self.link_s if self.link_s else 1.0
 
-
-class Tables:
+class CostTables:
     """What the pieces of a run cost, by how many chunks they take (arrays over 0 .. chunks)."""
 
-    def __init__(self, run: Run, costs: Costs, max_batch_tokens: int) -> None:
+    def __init__(self, run: StoredRun, costs: Costs, max_batch_tokens: int) -> None:
         if max_batch_tokens < 1:
             raise ValueError(f"max_batch_tokens must be at least 1, got {max_batch_tokens}")
         self.run, self.costs = run, costs
@@ -142,18 +138,18 @@ class Tables:
         tokens = np.array([float(run.chunks * CHUNK + run.suffix)])
         self.all_s = float(prefill(costs, run.first * CHUNK, tokens, max_batch_tokens)[0])
 
-    def _transfers(self, tier: str, size: float, counts: Floats) -> Floats:
+    def _transfers(self, tier: str, size: float, counts: FloatArray) -> FloatArray:
         return self.costs.transfer(tier, counts * size / self.run.layers, counts) if size else np.zeros(len(counts))
 
     @property
     def taken_share(self) -> float:
-        """Share of its time in which the lane takes the cores, where it loads everything."""
+        """Share of its time in which the copy stream takes the cores, where it loads everything."""
         counts = {tier: int(before[-1]) for tier, before in self.tiers.items()}
-        lane = self.run.layers * sum(float(self.kv_s[tier][count]) for tier, count in counts.items())
+        busy_s = self.run.layers * sum(float(self.kv_s[tier][count]) for tier, count in counts.items())
         taken = sum(count * self.run.kv_bytes * self.costs.cpu_s_per_byte(tier) for tier, count in counts.items())
-        return min(1.0, taken / lane) if lane else 0.0
+        return min(1.0, taken / busy_s) if busy_s else 0.0
 
-    def predict(self, tokens: Ints, x: Ints) -> tuple[Floats, Floats, Floats, Floats]:
+    def predict(self, tokens: Ints, x: Ints) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """The figures of Prediction for the splits (tokens, x), elementwise."""
         layers, run = self.run.layers, self.run
         kv, x_link, taken = np.zeros(tokens.shape), np.zeros(tokens.shape), np.zeros(tokens.shape)
@@ -163,27 +159,27 @@ class Tables:
             x_link, kv = x_link + self.x_s[tier][projected], kv + self.kv_s[tier][loaded]
             size = projected * (run.x_bytes or 0.0) + loaded * run.kv_bytes
             taken = taken + size * self.costs.cpu_s_per_byte(tier)
-        line = x_link + kv
-        lane = layers * line
-        free = 1.0 - np.minimum(taken / np.maximum(lane, 1e-12), MOST_TAKEN)
+        layer_s = x_link + kv
+        busy_s = layers * layer_s
+        free = 1.0 - np.minimum(taken / np.maximum(busy_s, 1e-12), MOST_TAKEN)
         project = self.project_s[x]
         work = project + self.suffix_s
         prefix = self.prefill_s[tokens]
-        # In work that could have been done: a moment m of the lane is m * free.
+        # In work that could have been done: a moment m of the copy stream is m * free.
         end = np.maximum(prefix, x_link * free) + layers * work
-        end = np.maximum(end, line * free + layers * work - project)
-        end = np.maximum(end, ((layers - 1) * line + x_link) * free + work)
-        end = np.maximum(end, lane * free + self.suffix_s)
-        idle = np.clip((end - prefix - layers * work) / free, 0.0, lane)
+        end = np.maximum(end, layer_s * free + layers * work - project)
+        end = np.maximum(end, ((layers - 1) * layer_s + x_link) * free + work)
+        end = np.maximum(end, busy_s * free + self.suffix_s)
+        idle = np.clip((end - prefix - layers * work) / free, 0.0, busy_s)
         shared = np.minimum(taken, prefix + layers * work)
-        seconds = np.where(end <= lane * free, end / free, end + lane * (1.0 - free)) + self.after_s
+        seconds = np.where(end <= busy_s * free, end / free, end + busy_s * (1.0 - free)) + self.after_s
         lost = np.where(tokens + x == 0, self.costs.contention(loading=True), self.costs.contention(loading=False))
         seconds = seconds + lost * shared
         all_tokens = tokens == run.chunks
-        return np.where(all_tokens, self.all_s, seconds), lane, np.where(all_tokens, 0.0, idle), shared
+        return np.where(all_tokens, self.all_s, seconds), busy_s, np.where(all_tokens, 0.0, idle), shared
 
 
-def prefill(costs: Costs, start: float, counts: Floats, max_batch_tokens: int) -> Floats:
+def prefill(costs: Costs, start: float, counts: FloatArray, max_batch_tokens: int) -> FloatArray:
     """Seconds of prefilling so many tokens after `start` others in steps of max_batch_tokens, elementwise."""
     steps = counts // max_batch_tokens
     whole = np.arange(int(steps.max(initial=0)), dtype=np.float64)
@@ -193,7 +189,7 @@ def prefill(costs: Costs, start: float, counts: Floats, max_batch_tokens: int) -
 
 
 def restore_split(
-    run: Run,
+    run: StoredRun,
     costs: Costs,
     max_batch_tokens: int = 2048,
     least_gain: float = LEAST_GAIN,
@@ -205,7 +201,7 @@ def restore_split(
     best saves less than `least_gain` of recomputing everything, everything is recomputed; where it saves less than that
     of loading everything, or less than `caution` asks for, everything is loaded. Raises ValueError.
     """
-    tables = Tables(run, costs, max_batch_tokens)
+    tables = CostTables(run, costs, max_batch_tokens)
     tokens, x, seconds = _best(tables)
     all_loaded = _predicted(tables, 0, 0).seconds
     if all_loaded - seconds < max(least_gain, caution * tables.taken_share) * all_loaded:
@@ -221,28 +217,18 @@ def restore_split(
     return Split(tokens, x, load, seconds, reason)
 
 
-def predict(run: Run, costs: Costs, tokens: int, x: int, max_batch_tokens: int = 2048) -> Prediction:
+def predict(run: StoredRun, costs: Costs, tokens: int, x: int, max_batch_tokens: int = 2048) -> Prediction:
     """What a split of the run takes. Raises ValueError where the run has no such split."""
     if min(tokens, x) < 0 or tokens + x > run.chunks or (x and run.x_bytes is None):
         raise ValueError(f"no such split of {run.chunks} chunks (x_bytes {run.x_bytes}): {tokens} tokens, {x} x")
-    return _predicted(Tables(run, costs, max_batch_tokens), tokens, x)
+    return _predicted(CostTables(run, costs, max_batch_tokens), tokens, x)
 
 
-def load_all(run: Run, costs: Costs, max_batch_tokens: int = 2048) -> Prediction:
-    """Every chunk loaded as K and V."""
-    return predict(run, costs, 0, 0, max_batch_tokens)
-
-
-def recompute_all(run: Run, costs: Costs, max_batch_tokens: int = 2048) -> Prediction:
-    """Every chunk recomputed from tokens, together with the suffix."""
-    return predict(run, costs, run.chunks, 0, max_batch_tokens)
-
-
-def _predicted(tables: Tables, tokens: int, x: int) -> Prediction:
+def _predicted(tables: CostTables, tokens: int, x: int) -> Prediction:
     return Prediction(*(float(each[0]) for each in tables.predict(np.array([tokens]), np.array([x]))))
 
 
-def _best(tables: Tables) -> tuple[int, int, float]:
+def _best(tables: CostTables) -> tuple[int, int, float]:
     """Tokens, x and seconds."""
     run = tables.run
     grain = 1 if run.x_bytes is None else max(1, -(-run.chunks // EXACT)) ** 2
@@ -256,7 +242,7 @@ def _best(tables: Tables) -> tuple[int, int, float]:
     return best
 
 
-def _grid(run: Run, tokens: tuple[int, int], x: tuple[int, int], grain: int) -> tuple[Ints, Ints]:
+def _grid(run: StoredRun, tokens: tuple[int, int], x: tuple[int, int], grain: int) -> tuple[Ints, Ints]:
     """Splits whose tokens and x lie in these ranges, ends included, `grain` apart, and for each of these tokens the one
     that loads no K and V; tokens rising, then x."""
     some = np.unique(np.append(np.arange(tokens[0], tokens[1] + 1, grain), tokens[1]))
@@ -268,7 +254,7 @@ def _grid(run: Run, tokens: tuple[int, int], x: tuple[int, int], grain: int) -> 
     return t.ravel(), p.ravel()
 
 
-def _least(tables: Tables, tokens: Ints, x: Ints) -> tuple[int, int, float]:
+def _least(tables: CostTables, tokens: Ints, x: Ints) -> tuple[int, int, float]:
     seconds = tables.predict(tokens, x)[0]
     at = int(np.argmin(seconds))
     return int(tokens[at]), int(x[at]), float(seconds[at])

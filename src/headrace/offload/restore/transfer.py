@@ -2,18 +2,17 @@
 
     chunks of the run:  | recomputed from tokens | projected from X |   loaded as K and V   |  then the new tokens
                         0                        t                  t + x                   n
-                          prefill, on the engine    X over the lane,   over the lane
+                          prefill, on the engine    X over the link,   over the link
                                                     then the engine
 
-The lane carries the X of a layer before its K and V, and one layer after the other (KVPR, section 3.2), so that the
-engine may compute a layer of the new tokens while later ones are still on their way. What a tier gives is checked
-before it is used; from the first chunk that is not right on, the run is not restored (`good` tells).
+The copy stream carries the X of a layer before its K and V, and one layer after the other (KVPR, section 3.2), so that
+the engine may compute a layer of the new tokens while later ones are still on their way. What a tier gives is checked
+before it is used; from the first chunk that is not right on, the run is not restored (RestoreReport.good).
 """
 
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +25,9 @@ from torch import Tensor
 from headrace.kernels.block import Attend
 from headrace.offload import frame
 from headrace.offload.chunk_codec import ChunkCodec
-from headrace.offload.copy_streams import CopyStream, Ticket
-from headrace.offload.tiers.base import Format, Kind, Read, name_of
+from headrace.offload.copy_streams import CopyStream
+from headrace.offload.restore.report import LayerProjection, LayerTransfer, RestoreReport
+from headrace.offload.tiers.base import BlobFormat, BlobKind, Read, name_of
 from headrace.offload.tiers.stack import Tiers
 from headrace.types import CHUNK
 
@@ -41,7 +41,7 @@ Project = Callable[[int, Tensor, Sequence[int], Sequence[int], int], None]
 
 
 @dataclass(slots=True)
-class Wanted:
+class WantedChunk:
     """A chunk of the run: its number in the sequence, its name, its slot, and the tier that has what is to come.
 
     header: what its blob's header says, once that was read.
@@ -50,9 +50,9 @@ class Wanted:
     chunk: int
     digest: bytes
     slot: int
-    kind: Kind
+    kind: BlobKind
     tier: int
-    header: frame.Header | None = None
+    header: frame.BlobHeader | None = None
 
     @property
     def name(self) -> bytes:
@@ -60,50 +60,40 @@ class Wanted:
 
 
 @dataclass(slots=True, eq=False)
-class Restore:
-    """One run. `chunks`: those to be projected (kind "x"), then those to be loaded, in order.
+class RestoreTransfer:
+    """What the copy stream does for one restore, and where the engine waits for it; `report` tells what came of it.
 
-    prompt_len: tokens of the sequence's prompt, which length-dependent rotary scaling needs.
-    good: chunks up to the first one that was lost. start_s: when it began. loaded_bytes, pieces: what came, in how many
-    reads. cpu_s: what the lane took from the cores. waited_s: how long the engine waited for it. projected: tokens and
-    seconds of each layer's projection, and whether the lane was at work beside it.
+    chunks: those to be projected (kind "x"), then those to be loaded, in order. prompt_len: tokens of the sequence's
+    prompt, which length-dependent rotary scaling needs.
     """
 
-    shelf: ChunkCodec
+    codec: ChunkCodec
     tiers: Tiers
-    chunks: list[Wanted]
+    chunks: list[WantedChunk]
     prompt_len: int
-    good: int = field(init=False)
-    cancelled: bool = False
-    reason: str = ""
-    start_s: float = 0.0
-    loaded_bytes: int = 0
-    pieces: int = 0
-    cpu_s: float = 0.0
-    waited_s: float = 0.0
-    projected: list[tuple[int, float, bool]] = field(default_factory=list)
-    _tickets: list[tuple[Ticket, Kind, int]] = field(default_factory=list)
+    report: RestoreReport = field(init=False)
     _staging: Tensor = field(default_factory=lambda: torch.empty(PIECE_BYTES, dtype=torch.uint8))
 
     def __post_init__(self) -> None:
-        self.good = len(self.chunks)
+        of = [w.tier for w in self.chunks]
+        most = self.tiers.kind(max(set(of), key=of.count))
+        self.report = RestoreReport([w.kind for w in self.chunks], most)
 
-    def start(self, lane: CopyStream) -> None:
+    def start(self, stream: CopyStream) -> None:
         """Submits everything."""
-        self.start_s = time.perf_counter()
-        self._submit(lane, self._read_headers, len(self.chunks) * self.shelf.header_bytes, "k", -1)
-        kinds: tuple[Kind, ...] = ("x", "k")
-        for layer in range(self.shelf.spec.layers):
+        self._submit(stream, self._read_headers, len(self.chunks) * self.codec.header_bytes, "k", -1)
+        kinds: tuple[BlobKind, ...] = ("x", "k")
+        for layer in range(self.codec.spec.layers):
             for kind in kinds:
                 if some := [w for w in self.chunks if w.kind == kind]:
-                    size = sum(self.shelf.section_bytes(kind, self.tiers.format(w.tier)) for w in some)
-                    self._submit(lane, partial(self._carry, layer, kind, some), size, kind, layer)
+                    size = sum(self.codec.section_bytes(kind, self.tiers.format(w.tier)) for w in some)
+                    self._submit(stream, partial(self._carry, layer, kind, some), size, kind, layer)
 
-    def _submit(self, lane: CopyStream, run: Callable[[], None], size: int, kind: Kind, layer: int) -> None:
-        ticket = lane.submit(partial(self._guarded, run), size, "kv" if kind == "k" else "x")
-        self._tickets.append((ticket, kind, layer))
+    def _submit(self, stream: CopyStream, run: Callable[[], None], size: int, kind: BlobKind, layer: int) -> None:
+        ticket = stream.submit(partial(self._guarded, run), size, "kv" if kind == "k" else "x")
+        self.report.transfers.append(LayerTransfer(ticket, kind, layer))
 
-    # -- on the lane
+    # -- on the copy stream
 
     def _guarded(self, run: Callable[[], None]) -> None:
         """Whatever goes wrong costs the restore, not the engine."""
@@ -112,59 +102,57 @@ class Restore:
             run()
         except Exception as error:
             log.exception("a restore failed")
-            self.good, self.reason = 0, f"{type(error).__name__}: {error}"
-        self.cpu_s += time.thread_time() - began
+            self.report.good, self.report.reason = 0, f"{type(error).__name__}: {error}"
+        self.report.cpu_s += time.thread_time() - began
 
     def _read_headers(self) -> None:
-        size = self.shelf.header_bytes
+        size = self.codec.header_bytes
         data = torch.empty(len(self.chunks), size, dtype=torch.uint8)
         views = [memoryview(row.numpy()) for row in data]
         for wanted, view, there in zip(self.chunks, views, self._read(self.chunks, 0, views), strict=True):
             try:
                 if not there:
-                    raise frame.Damaged("is gone")
-                wanted.header = self.shelf.header(view, wanted.digest, wanted.kind)
-            except frame.Damaged as error:
+                    raise frame.DamagedBlob("is gone")
+                wanted.header = self.codec.header(view, wanted.digest, wanted.kind)
+            except frame.DamagedBlob as error:
                 self._lost(wanted, str(error))
                 return
 
-    def _carry(self, layer: int, kind: Kind, chunks: list[Wanted]) -> None:
+    def _carry(self, layer: int, kind: BlobKind, chunks: list[WantedChunk]) -> None:
         """Brings one layer of some chunks."""
         known = [(w, w.header) for w in chunks if w.header is not None]
         for form, alike in groupby(known, lambda pair: pair[1].format):
             left = [w for w, _ in alike]
-            size = self.shelf.section_bytes(kind, form)
+            size = self.codec.section_bytes(kind, form)
             most = max(1, PIECE_BYTES // size)
             for first in range(0, len(left), most):
-                if self.cancelled or not self._piece(layer, kind, form, size, left[first : first + most]):
+                if self.report.cancelled or not self._piece(layer, kind, form, size, left[first : first + most]):
                     return
 
-    def _piece(self, layer: int, kind: Kind, form: Format, size: int, piece: list[Wanted]) -> bool:
+    def _piece(self, layer: int, kind: BlobKind, form: BlobFormat, size: int, piece: list[WantedChunk]) -> bool:
         """Whether all of it came."""
         piece = [w for w in piece if w.chunk < self._end]
         if len(self._staging) < len(piece) * size:
             self._staging = torch.empty(len(piece) * size, dtype=torch.uint8)
         data = self._staging[: len(piece) * size].view(len(piece), size)
         views = [memoryview(row.numpy()) for row in data]
-        offset = frame.section_at(self.shelf.spec.layers, size, layer)
+        offset = frame.section_at(self.codec.spec.layers, size, layer)
         whole = 0
         for wanted, view, there in zip(piece, views, self._read(piece, offset, views), strict=True):
             try:
                 if not there:
-                    raise frame.Damaged("is gone")
+                    raise frame.DamagedBlob("is gone")
                 assert wanted.header is not None
                 wanted.header.check(layer, view)
-            except frame.Damaged as error:
+            except frame.DamagedBlob as error:
                 self._lost(wanted, str(error))
                 break
             whole += 1
         if whole:
-            self.shelf.load(layer, kind, form, data[:whole], [w.slot for w in piece[:whole]])
-            self.loaded_bytes += whole * size
-            self.pieces += 1
+            self.codec.load(layer, kind, form, data[:whole], [w.slot for w in piece[:whole]])
         return whole == len(piece)
 
-    def _read(self, chunks: list[Wanted], offset: int, views: list[memoryview]) -> list[bool]:
+    def _read(self, chunks: list[WantedChunk], offset: int, views: list[memoryview]) -> list[bool]:
         """Whether each was read; by tier, in few calls."""
         found = [False] * len(chunks)
         for tier in {w.tier for w in chunks}:
@@ -177,82 +165,46 @@ class Restore:
     @property
     def _end(self) -> int:
         """Number of the first chunk that is not to come any more."""
-        return self.chunks[self.good].chunk if self.good < len(self.chunks) else self.chunks[-1].chunk + 1
+        good = self.report.good
+        return self.chunks[good].chunk if good < len(self.chunks) else self.chunks[-1].chunk + 1
 
-    def _lost(self, wanted: Wanted, why: str) -> None:
-        index = self.chunks.index(wanted)
-        if index < self.good:
-            self.good, self.reason = index, f"chunk {wanted.chunk} {why}"
+    def _lost(self, wanted: WantedChunk, why: str) -> None:
+        self.report.lose(self.chunks.index(wanted), f"chunk {wanted.chunk} {why}")
         self.tiers.drop([wanted.name])
 
     # -- on the engine
 
-    @property
-    def done(self) -> bool:
-        """Whether the lane has nothing more to do for it."""
-        return all(ticket.done for ticket, _, _ in self._tickets)
-
-    @property
-    def projects(self) -> bool:
-        """Whether the engine has a part in it, in `ready`."""
-        return self.chunks[0].kind == "x"
-
-    @property
-    def failed(self) -> bool:
-        """Whether a chunk was lost so far."""
-        return self.good < len(self.chunks) or self.cancelled
-
-    @property
-    def tier_kind(self) -> str:
-        """Where most of it comes from."""
-        tiers = [w.tier for w in self.chunks]
-        return self.tiers.kind(max(set(tiers), key=tiers.count))
-
-    @property
-    def link_s(self) -> float:
-        """Time that its transfers took on the lane."""
-        return sum(ticket.ended_s - ticket.began_s for ticket, _, _ in self._tickets if ticket.done)
-
-    @property
-    def layer_transfers(self) -> list[tuple[int, float]]:
-        """Bytes and seconds of one layer's activations and of its keys and values: the median layer's."""
-        found = []
-        for kind in dict.fromkeys(kind for _, kind, _ in self._tickets):
-            tickets = [ticket for ticket, each, layer in self._tickets if each == kind and layer >= 0]
-            if tickets:
-                found.append((tickets[0].size, statistics.median(ticket.busy_s for ticket in tickets)))
-        return found
-
     def cancel(self) -> None:
-        """Lets the lane skip what is left; the slots may be used again when `done`."""
-        self.cancelled = True
+        """Lets the copy stream skip what is left; the slots may be used again when the report is `done`."""
+        self.report.cancelled = True
 
     def ready(self, layer: int, project: Project) -> None:
         """Waits for a layer and projects what comes as activations; afterwards its K and V are in the pool, but for
         chunks that were lost."""
-        for ticket, kind, at in self._tickets:
+        for ticket, kind, at in self.report.transfers:
             if at not in (-1, layer):
                 continue
             began = time.perf_counter()
             ticket.wait()
-            self.waited_s += time.perf_counter() - began
+            self.report.waited_s += time.perf_counter() - began
             if kind == "x" and at == layer:
                 self._project(layer, project)
 
     def _project(self, layer: int, project: Project) -> None:
-        chunks = [w for w in self.chunks[: self.good] if w.kind == "x"]
+        chunks = [w for w in self.chunks[: self.report.good] if w.kind == "x"]
         if not chunks:
             return
-        slots, busy, began = [w.slot for w in chunks], not self.done, time.perf_counter()
-        project(layer, self.shelf.activations(layer)[slots], [w.chunk for w in chunks], slots, self.prompt_len)
-        if busy == (not self.done):
-            self.projected.append((len(chunks) * CHUNK, time.perf_counter() - began, busy))
+        slots, busy, began = [w.slot for w in chunks], not self.report.done, time.perf_counter()
+        project(layer, self.codec.activations(layer)[slots], [w.chunk for w in chunks], slots, self.prompt_len)
+        if busy == (not self.report.done):
+            projection = LayerProjection(len(chunks) * CHUNK, time.perf_counter() - began, busy)
+            self.report.projections.append(projection)
 
 
-class Restoring(Attend):
+class RestoringAttend(Attend):
     """Attention of a step for which chunks are still on their way."""
 
-    def __init__(self, attend: Attend, restores: Sequence[Restore], project: Project) -> None:
+    def __init__(self, attend: Attend, restores: Sequence[RestoreTransfer], project: Project) -> None:
         self.attend, self.restores, self.project = attend, restores, project
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 Schedule = Literal["row", "column"]
-Kind = Literal["weights", "rest", "hidden", "x", "kv"]
-RUN_KINDS: tuple[Kind, ...] = ("x", "kv")
+PrefetchKind = Literal["weights", "rest", "hidden", "x", "kv"]
+CHUNK_KINDS: tuple[PrefetchKind, ...] = ("x", "kv")
 """What a piece consists of, in the order in which it is issued: projecting may begin before K and V are there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Prefetch:
     """One prefetch. kv, x, hidden: what (layer, batch, piece) needs. weights, rest: slice `batch` of the layer's
     weights (with fine order the part that makes keys and values, and the rest; else all at once).
 
     wraps: the layer belongs to the next step (only weights, which do not depend on its tokens)."""
 
-    kind: Kind
+    kind: PrefetchKind
     layer: int
     batch: int = 0
     piece: int = 0
@@ -41,12 +41,12 @@ class Stage:
     piece: int
     first: bool
     last: bool
-    prefetch: tuple[Load, ...]
+    prefetch: tuple[Prefetch, ...]
     stores_hidden: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class StepShape:
     """A step: its layers and batches, how they are ordered, and what is streamed beside K and V.
 
     weights: whether they are. fine: in parts, by need.
@@ -81,11 +81,11 @@ class Form:
         return [(layer, batch) for batch in batches for layer in layers]
 
 
-Pieces = Callable[[int, int], int]
+PieceCounts = Callable[[int, int], int]
 """(layer, batch) -> pieces of that operation."""
 
 
-def stages(form: Form, pieces: Pieces = lambda layer, batch: 1) -> list[Stage]:
+def stages(form: StepShape, pieces: PieceCounts = lambda layer, batch: 1) -> list[Stage]:
     """The stages of a step. Before the first of them, `first_loads` are issued."""
     order = form.order()
     keys = [(layer, batch, piece) for layer, batch in order for piece in range(pieces(layer, batch))]
@@ -96,20 +96,20 @@ def stages(form: Form, pieces: Pieces = lambda layer, batch: 1) -> list[Stage]:
         weights = _weights(form, layer, batch) if last else []
         loads = [load for load in weights if load.kind == "weights"]
         if after is not None and form.moves_hidden and after[0] > 0:
-            loads.append(Load("hidden", *after))
-        loads += [Load(kind, *key) for key in keys[index + 1 : index + 2] for kind in RUN_KINDS]
+            loads.append(Prefetch("hidden", *after))
+        loads += [Prefetch(kind, *key) for key in keys[index + 1 : index + 2] for kind in CHUNK_KINDS]
         loads += [load for load in weights if load.kind == "rest"]
         stores = last and form.moves_hidden and layer + 1 < form.layers
         found.append(Stage(layer, batch, piece, piece == 0, last, tuple(loads), stores))
     return found
 
 
-def first_loads(form: Form) -> tuple[Load, ...]:
+def first_loads(form: StepShape) -> tuple[Prefetch, ...]:
     """What is issued before the first stage of a step, whose weights are there or on their way."""
-    return tuple(Load(kind, *form.order()[0]) for kind in RUN_KINDS)
+    return tuple(Prefetch(kind, *form.order()[0]) for kind in CHUNK_KINDS)
 
 
-def _weights(form: Form, layer: int, batch: int) -> list[Load]:
+def _weights(form: StepShape, layer: int, batch: int) -> list[Prefetch]:
     """load_weight(i, j + 1, k): slice k of the next layer; of layer 0, of the next step or batch, after the last one.
     A model of one layer keeps its weights."""
     if not form.weights or form.layers == 1:
@@ -117,5 +117,5 @@ def _weights(form: Form, layer: int, batch: int) -> list[Load]:
     following, last = (layer + 1) % form.layers, layer + 1 == form.layers
     column = form.schedule == "column"
     wraps = last and (column or batch + 1 == form.batches)
-    kinds: tuple[Kind, ...] = ("weights", "rest") if form.fine else ("weights",)
-    return [Load(kind, following, batch if column else 0, 0, wraps) for kind in kinds]
+    kinds: tuple[PrefetchKind, ...] = ("weights", "rest") if form.fine else ("weights",)
+    return [Prefetch(kind, following, batch if column else 0, 0, wraps) for kind in kinds]

@@ -26,7 +26,7 @@ from headrace.types import CHUNK
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class StagingPiece:
     """Chunks that attention takes from one staging buffer. slots [n]: where they lie in the store, in staging order.
 
     items [m, 4]: as in Plan.items, slots being staging slots. rows int64: rows of the batch whose new keys and values
@@ -54,14 +54,14 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class ChunkCounts:
     """Chunks of an operation: stored ones, and those of them that may be projected."""
 
     stored: int
     whole: int
 
 
-class Cut:
+class StagingPlan:
     """How one batch meets its chunks in one kind of layer (window, rows): cut once, projected more or less each time.
 
     items: those of the plan to be attended. Raises ValueError where one chunk does not fit.
@@ -76,10 +76,10 @@ class Cut:
         self.written = written
         self.fresh = np.unique(plan.row_slots[plan.row_offsets == 0])
         slots = np.unique(items[:, 0])
-        self.counts = Counts(int(np.isin(slots, self.fresh, invert=True).sum()),
+        self.counts = ChunkCounts(int(np.isin(slots, self.fresh, invert=True).sum()),
                              int(np.isin(slots, written, invert=True).sum()))  # fmt: skip
 
-    def pieces(self, projected: int) -> list[Piece]:
+    def pieces(self, projected: int) -> list[StagingPiece]:
         """The pieces, with the first `projected` chunks (by position; whole ones only) projected from X."""
         left, found = projected, []
         for items in self.parts:
@@ -88,7 +88,7 @@ class Cut:
             found.append(piece)
         return found
 
-    def _piece(self, items: Int32, most: int) -> Piece:
+    def _piece(self, items: Int32, most: int) -> StagingPiece:
         # In order of position: parts are sorted by it.
         slots, first = np.unique(items[:, 0], return_index=True)
         order = np.argsort(first, kind="stable")
@@ -102,7 +102,7 @@ class Cut:
         mine = items.copy()
         mine[:, 0] = renumber(items[:, 0])
         rows = np.flatnonzero(np.isin(self.plan.row_slots, slots))
-        return Piece(
+        return StagingPiece(
             slots, projected, int((kind == 1).sum()), mine, rows, renumber(self.plan.row_slots[rows]),
             self.plan.row_offsets[rows], items[first[:projected], 1].astype(np.int64),
             items[first[:projected], 2].astype(np.int64),
@@ -139,12 +139,12 @@ class Staging:
         ]
         self.x = [memory.zeros((capacity, CHUNK, hidden), rows) for _ in range(2 if hidden else 0)]
 
-    def load_kv(self, buffer: int, store: OutsideStore, layer: int, piece: Piece) -> None:
+    def load_kv(self, buffer: int, store: OutsideStore, layer: int, piece: StagingPiece) -> None:
         """Copies K and V of the piece's loaded chunks; the rest of the buffer is left alone."""
         for name, pool in store.fields[layer].items():
             gather(self.kv[buffer][name], pool, piece.to_load, piece.projected)
 
-    def load_x(self, buffer: int, store: OutsideStore, layer: int, piece: Piece) -> None:
+    def load_x(self, buffer: int, store: OutsideStore, layer: int, piece: StagingPiece) -> None:
         """Copies X of the piece's projected chunks."""
         gather(self.x[buffer], store.x[layer], piece.to_project)
 

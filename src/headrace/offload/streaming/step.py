@@ -7,84 +7,117 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.attention.execute import BACKENDS, items_of
+from headrace.attention.plan import Plan
 from headrace.kernels.block import Attend
-from headrace.offload.copy_streams import Ticket, copy_alone
-from headrace.offload.streaming.schedule import Form, Load, Stage, first_loads, stages
-from headrace.offload.streaming.staging import Counts, Cut, Piece, gather
-from headrace.offload.streaming.throughput import Operation, Work
-from headrace.offload.weights.streamed import What
+from headrace.models.decoder import Decoder, TokenBatch
+from headrace.offload.streaming.projection import project
+from headrace.offload.streaming.schedule import Prefetch, Schedule, Stage, StepShape, first_loads, stages
+from headrace.offload.streaming.staging import ChunkCounts, StagingPiece, StagingPlan
+from headrace.offload.streaming.throughput import Operation, OperationWork
+from headrace.offload.streaming.transfers import Transfers
+from headrace.offload.ticket import Ticket
+from headrace.offload.weights.streamed import WeightPart, WeightSlice
 from headrace.types import CHUNK
 
-if TYPE_CHECKING:
-    from headrace.offload.streaming.streamer import Batch, Streamer
+
+@dataclass(slots=True)
+class StreamBatch:
+    """Sequences of a step that are computed together. plan: over slots of the store.
+
+    rows int64 [n]: those whose states are wanted, None for all. prompts int64 [T]: length of each row's prompt, for
+    models whose rotation depends on it.
+    """
+
+    tokens: TokenBatch
+    plan: Plan
+    rows: Tensor | None = None
+    prompts: NDArray[np.int64] | None = None
 
 
-class Step:
+@dataclass(slots=True)
+class StreamingOptions:
+    """How to stream. share: which part of the whole chunks is projected; None: as link and arithmetic are found to be.
+
+    weights: whether they are loaded too; fine: in which order, see schedule.StepShape.
+    """
+
+    schedule: Schedule = "row"
+    weights: bool = False
+    fine: bool = True
+    share: float | None = None
+
+    def with_changes(self, **changes: Any) -> StreamingOptions:
+        return replace(self, **changes)
+
+
+class StreamStep:
     """One step under way."""
 
-    def __init__(self, streamer: Streamer, batches: Sequence[Batch]) -> None:
-        self.streamer, self.batches, options = streamer, batches, streamer.options
-        self.spec = streamer.decoder.config.attention
-        self.form = Form(self.spec.layers, len(batches), options.schedule, options.weights, options.fine)
+    def __init__(
+        self, decoder: Decoder, transfers: Transfers, options: StreamingOptions, batches: Sequence[StreamBatch]
+    ) -> None:
+        self.decoder, self.transfers, self.batches, self.share = decoder, transfers, batches, options.share
+        self.spec = decoder.config.attention
+        self.shape = StepShape(self.spec.layers, len(batches), options.schedule, options.weights, options.fine)
         self.work = [self._work(batch) for batch in batches]
-        self._kinds: dict[tuple[int, int | None, bool], list[Piece]] = {}
+        self._pieces: dict[tuple[int, int | None, bool], list[StagingPiece]] = {}
         for batch in range(len(batches)):
             for layer in range(self.spec.layers):
                 self.pieces(layer, batch)
-        self.stages = stages(self.form, lambda layer, batch: len(self.pieces(layer, batch)))
+        self.stages = stages(self.shape, lambda layer, batch: len(self.pieces(layer, batch)))
         self.index = {(each.layer, each.batch, each.piece): at for at, each in enumerate(self.stages)}
-        self.tickets: dict[tuple[str, int, int, int], Ticket] = {}
+        self.tickets: dict[tuple[str, int, int, int], Ticket | None] = {}
         self.hidden: list[Tensor] = []
         self.outside: dict[int, tuple[Tensor, Ticket]] = {}
         self.rotations: list[Tensor | None] = []
         self.waited = self.projecting = 0.0
 
-    def pieces(self, layer: int, batch: int) -> list[Piece]:
-        """How the batch meets its chunks in the layer, cut once for all layers alike."""
+    def pieces(self, layer: int, batch: int) -> list[StagingPiece]:
+        """How the batch meets its chunks in the layer, divided once for all layers alike."""
         window, last = self.spec.windows[layer], layer + 1 == self.spec.layers
         given, work = self.batches[batch], self.work[batch]
         key = (batch, window, last and given.rows is not None)
-        if key not in self._kinds:
+        if key not in self._pieces:
             items = given.plan.items_within(window)
             if key[2] and given.rows is not None:
                 items = items_of(torch.from_numpy(items), given.rows).numpy()
-            cut = Cut(given.plan, items, self.streamer.staging.capacity)
-            self._kinds[key] = cut.pieces(self._projected(cut.counts, work))
-        return self._kinds[key]
+            staged = StagingPlan(given.plan, items, self.transfers.staging.capacity)
+            self._pieces[key] = staged.pieces(self._projected(staged.counts, work))
+        return self._pieces[key]
 
-    def _work(self, batch: Batch) -> Work:
+    def _work(self, batch: StreamBatch) -> OperationWork:
         """What an operation of this batch moves and computes beside its chunks."""
-        rows, form = batch.plan.rows, self.form
-        hidden = rows * self.streamer.decoder.config.hidden_size * self.streamer.store.rows.itemsize
-        weights = self.streamer.weight_bytes // form.slices if form.weights else 0
-        return Work(rows, weights, hidden if form.moves_hidden else 0)
+        rows, shape = batch.plan.rows, self.shape
+        hidden = rows * self.decoder.config.hidden_size * self.transfers.store.rows.itemsize
+        weights = self.transfers.weight_bytes // shape.slices if shape.weights else 0
+        return OperationWork(rows, weights, hidden if shape.moves_hidden else 0)
 
-    def _projected(self, counts: Counts, work: Work) -> int:
+    def _projected(self, counts: ChunkCounts, work: OperationWork) -> int:
         """How many of the whole chunks are projected."""
-        streamer = self.streamer
-        if not streamer.store.hidden:
+        if not self.transfers.store.hidden:
             return 0
-        if streamer.options.share is not None:
-            return round(streamer.options.share * counts.whole)
-        return streamer.pace.split(counts.stored, counts.whole, work)
+        if self.share is not None:
+            return round(self.share * counts.whole)
+        return self.transfers.throughput.split(counts.stored, counts.whole, work)
 
     def run(self) -> list[Tensor]:
         """The residual stream of each batch behind the last layer."""
-        self.streamer.totals.predicted_s += self._predicted()
+        self.transfers.totals.predicted_s += self._predicted()
         for batch in self.batches:
-            x, cos_sin = self.streamer.decoder.enter(batch.tokens)
+            x, cos_sin = self.decoder.enter(batch.tokens)
             self.hidden.append(x)
             self.rotations.append(cos_sin)
-        self.streamer.layers.start()
-        for load in first_loads(self.form):
+        self.transfers.layers.start()
+        for load in first_loads(self.shape):
             self._issue(load)
         for at, stage in enumerate(self.stages):
             if stage.first:
@@ -92,17 +125,17 @@ class Step:
         return self.hidden
 
     def _predicted(self) -> float:
-        """Seconds that the step should take, by the pace so far."""
+        """Seconds that the step should take, by the throughput so far."""
         operations = []
-        for layer, batch in self.form.order():
+        for layer, batch in self.shape.order():
             pieces = self.pieces(layer, batch)
             loaded, projected = sum(each.loaded for each in pieces), sum(each.projected for each in pieces)
             operations.append(Operation(loaded, projected, self.work[batch]))
-        return self.streamer.pace.seconds(operations)
+        return self.transfers.throughput.seconds(operations)
 
     def _operation(self, at: int, stage: Stage) -> None:
         """One layer over one batch: all its stages, from `at` on."""
-        streamer, layers, layer, batch = self.streamer, self.streamer.layers, stage.layer, stage.batch
+        layers, layer, batch = self.transfers.layers, stage.layer, stage.batch
         began, self.waited, self.projecting = time.perf_counter(), 0.0, 0.0
         pieces = self.pieces(layer, batch)
         self._begin(at)
@@ -110,74 +143,58 @@ class Step:
         self._wait(self.tickets.pop(("hidden", layer, batch, 0), None))
         self._wait_weights(layer, "kv", "q")
         x = self.hidden[batch]
-        kept = x.clone() if streamer.store.hidden else None
+        kept = x.clone() if self.transfers.store.hidden else None
         rows = self.batches[batch].rows if layer + 1 == self.spec.layers else None
-        x = layers.layer(layer)(x, self.rotations[batch], _Attend(self, at, len(pieces), kept), rows)
+        x = layers.layer(layer)(x, self.rotations[batch], _StagedAttend(self, at, len(pieces), kept), rows)
         self.hidden[batch] = x
         if self.stages[at + len(pieces) - 1].stores_hidden:
-            self._leave(batch, x)
-        if self.form.weights and (self.form.schedule == "row" or batch + 1 == self.form.batches):
+            self.outside[batch] = self.transfers.send_hidden(x)
+        if self.shape.weights and (self.shape.schedule == "row" or batch + 1 == self.shape.batches):
             layers.done(layer)
         self._note(batch, pieces, time.perf_counter() - began)
 
-    def _note(self, batch: int, pieces: list[Piece], seconds: float) -> None:
-        """Takes the operation's figures into the totals and the pace."""
-        totals, pace = self.streamer.totals, self.streamer.pace
+    def _note(self, batch: int, pieces: list[StagingPiece], seconds: float) -> None:
+        """Takes the operation's figures into the totals and the throughput."""
+        totals, throughput = self.transfers.totals, self.transfers.throughput
         projected, loaded = sum(p.projected for p in pieces), sum(p.loaded for p in pieces)
         totals.projected, totals.loaded = totals.projected + projected, totals.loaded + loaded
         totals.waited_s += self.waited
-        pace.projected(projected, self.projecting)
-        pace.computed(self.work[batch], seconds - self.waited - self.projecting)
+        throughput.projected(projected, self.projecting)
+        throughput.computed(self.work[batch], seconds - self.waited - self.projecting)
 
     def _begin(self, at: int) -> None:
         for load in self.stages[at].prefetch:
             self._issue(load)
 
-    def _issue(self, load: Load) -> None:
+    def _issue(self, load: Prefetch) -> None:
         """Submits a transfer; nothing for what moves nothing."""
-        streamer, layer, key = self.streamer, load.layer, (load.kind, load.layer, load.batch, load.piece)
+        layer, batch, key = load.layer, load.batch, (load.kind, load.layer, load.batch, load.piece)
         if load.kind in ("weights", "rest"):
-            what: What = "rest" if load.kind == "rest" else "first" if self.form.fine else "coarse"
-            streamer.layers.load(layer, load.batch, self.form.slices, what)
-            if load.kind == "weights":
-                streamer.totals.bytes_in += streamer.weight_bytes // self.form.slices
-            return
-        if load.kind == "hidden":
-            outside, written = self.outside[load.batch]
-            fast = self.hidden[load.batch] = torch.empty_like(outside)
-            self.tickets[key] = streamer.lanes.into.submit(
-                partial(_after, written, partial(copy_alone, fast, outside)), outside.nbytes, "hidden"
-            )
-            return
-        at = self.index[key[1:]]
-        piece = self.pieces(layer, load.batch)[load.piece]
-        if load.kind == "kv" and piece.loaded:
-            size = piece.loaded * streamer.store.chunk_bytes
-            run = partial(streamer.staging.load_kv, at % 2, streamer.store, layer, piece)
-        elif load.kind == "x" and piece.projected and not streamer.options.x_resident:
-            size = piece.projected * streamer.store.x_bytes
-            run = partial(streamer.staging.load_x, at % 2, streamer.store, layer, piece)
+            what: WeightSlice = "rest" if load.kind == "rest" else "first" if self.shape.fine else "coarse"
+            self.transfers.load_weights(layer, batch, self.shape.slices, what)
+        elif load.kind == "hidden":
+            outside, written = self.outside[batch]
+            self.hidden[batch] = torch.empty_like(outside)
+            self.tickets[key] = self.transfers.load_hidden(self.hidden[batch], outside, written)
         else:
-            return
-        streamer.totals.bytes_in += size
-        self.tickets[key] = streamer.lanes.into.submit(run, size, load.kind)
+            buffer, piece = self.index[key[1:]] % 2, self.pieces(layer, batch)[load.piece]
+            move = self.transfers.load_kv if load.kind == "kv" else self.transfers.load_x
+            self.tickets[key] = move(buffer, layer, piece)
 
     def _project(self, at: int) -> None:
         """K and V of the chunks of a stage that come as X."""
-        streamer, stage = self.streamer, self.stages[at]
+        transfers, stage, buffer = self.transfers, self.stages[at], at % 2
         piece = self.pieces(stage.layer, stage.batch)[stage.piece]
         if not piece.projected:
             return
-        if streamer.options.x_resident:
-            gather(streamer.staging.x[at % 2], streamer.store.x[stage.layer], piece.to_project)
+        transfers.gather_x(buffer, stage.layer, piece)
         self._wait(self.tickets.pop(("x", stage.layer, stage.batch, stage.piece), None))
-        self._wait_weights(stage.layer, "kv", *(() if streamer.layers.layer(stage.layer).splits else ("q",)))
+        self._wait_weights(stage.layer, "kv", *(() if transfers.layers.layer(stage.layer).splits else ("q",)))
         positions = torch.from_numpy((piece.keys[:, None] + np.arange(CHUNK)).reshape(-1))
-        self.projecting += streamer.project(
-            stage.layer, at % 2, piece.projected, positions, self._lengths(stage, piece, positions)
-        )
+        lengths = self._lengths(stage, piece, positions)
+        self.projecting += project(self.decoder, transfers, stage.layer, buffer, piece.projected, positions, lengths)
 
-    def _lengths(self, stage: Stage, piece: Piece, positions: Tensor) -> Tensor | None:
+    def _lengths(self, stage: Stage, piece: StagingPiece, positions: Tensor) -> Tensor | None:
         """TokenBatch.rope_lengths of the projected rows: as when they were computed first."""
         batch = self.batches[stage.batch]
         if batch.prompts is None:
@@ -187,44 +204,38 @@ class Step:
             rows = batch.rows.numpy()[rows]
         return torch.maximum(torch.from_numpy(batch.prompts[rows]).repeat_interleave(CHUNK), positions + 1)
 
-    def _leave(self, batch: int, x: Tensor) -> None:
-        """Hidden states go out until the next layer."""
-        outside = torch.empty_like(x)
-        ticket = self.streamer.send(partial(copy_alone, outside, x), x.nbytes, "hidden")
-        self.outside[batch] = (outside, ticket)
-
     def _wait(self, ticket: Ticket | None) -> None:
         if ticket is None:
             return
         began = time.perf_counter()
         ticket.wait()
         self.waited += time.perf_counter() - began
-        self.streamer.pace.carried(ticket)
+        self.transfers.throughput.carried(ticket)
 
-    def _wait_weights(self, layer: int, *parts: Any) -> None:
+    def _wait_weights(self, layer: int, *parts: WeightPart) -> None:
         began = time.perf_counter()
-        self.streamer.layers.wait(layer, *parts)
+        self.transfers.layers.wait(layer, *parts)
         self.waited += time.perf_counter() - began
 
 
-class _Attend(Attend):
+class _StagedAttend(Attend):
     """Attention of one operation over staging. x: what entered the layer, to be kept."""
 
-    def __init__(self, step: Step, at: int, count: int, x: Tensor | None) -> None:
+    def __init__(self, step: StreamStep, at: int, count: int, x: Tensor | None) -> None:
         self.step, self.at, self.count, self.x = step, at, count, x
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        step, streamer = self.step, self.step.streamer
+        step, transfers = self.step, self.step.transfers
         batch = step.batches[step.stages[self.at].batch]
         positions = torch.from_numpy(batch.plan.positions)
         if rows is not None:
             q, positions = q[rows], positions[rows]
-        kernels: Any = BACKENDS[streamer.backend]
+        kernels: Any = BACKENDS[transfers.backend]
         state, out = None, None
         for index in range(self.count):
             pool, items = self._arrive(index, k, v)
             given = {
-                "scale": step.spec.scale, "window": step.spec.windows[layer], "bias": streamer.decoder.key_bias,
+                "scale": step.spec.scale, "window": step.spec.windows[layer], "bias": step.decoder.key_bias,
                 "k_scale": pool.get("k_scale"), "v_scale": pool.get("v_scale"),
             }  # fmt: skip
             if self.count == 1:
@@ -232,7 +243,7 @@ class _Attend(Attend):
             else:
                 state = kernels.partial(q, pool["k"], pool["v"], items, positions, state=state, **given)
         # Each call of a OneLayer has memory of its own for these: nothing is written over them.
-        streamer.write(layer, batch.plan, k, v, self.x)
+        transfers.write(layer, batch.plan, k, v, self.x)
         step._wait_weights(layer, "out", "up", "down")
         result: Tensor = kernels.finish(state, q.dtype) if out is None else out
         return result
@@ -246,17 +257,12 @@ class _Attend(Attend):
             step._begin(at)
             step._project(at)
         step._wait(step.tickets.pop(("kv", stage.layer, stage.batch, index), None))
-        pool = step.streamer.staging.kv[at % 2]
+        pool = step.transfers.staging.kv[at % 2]
         if len(piece.rows):
             every = len(piece.rows) == len(k)
             mine = torch.from_numpy(piece.rows)
-            step.streamer.append(
+            step.transfers.append(
                 pool, k if every else k[mine], v if every else v[mine], torch.from_numpy(piece.row_slots),
                 torch.from_numpy(piece.row_offsets),
             )  # fmt: skip
         return pool, torch.from_numpy(piece.items)
-
-
-def _after(ticket: Ticket, run: Any) -> None:
-    ticket.wait()
-    run()

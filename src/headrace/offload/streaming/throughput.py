@@ -1,4 +1,4 @@
-"""How fast link and arithmetic are while decoding streams: what the solver (streaming.kvpr) is told at each step.
+"""How fast link and arithmetic are while decoding streams: what streaming.decode_split is told at each step.
 
 The paper's profiler measures once, at start; here each transfer, projection and operation counts, by the mean of the
 latest: on a machine that others use as well, what now and then takes twice as long takes more time in all.
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.offload.copy_streams import Ticket
-from headrace.offload.streaming.kvpr import Stream, decode_split
+from headrace.offload.streaming.decode_split import LayerCosts, chunks_to_project
+from headrace.offload.ticket import Ticket
 
 LATEST = 31
 """Observations that count."""
@@ -22,7 +22,7 @@ LEAST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OperationWork:
     """An operation, one layer over one batch, beside its chunks: rows computed, and bytes in: its slice of the next
     layer's weights, and hidden states."""
 
@@ -36,10 +36,10 @@ class Operation(NamedTuple):
 
     loaded: int
     projected: int
-    work: Work
+    work: OperationWork
 
 
-class Recent:
+class RecentMean:
     """A figure by its latest observations: their mean without the least and the greatest; 0 before the first."""
 
     def __init__(self) -> None:
@@ -58,16 +58,16 @@ class Recent:
 
 
 @dataclass(slots=True)
-class Pace:
+class Throughput:
     """kv_bytes, x_bytes: of a chunk of one layer. link: seconds a byte; project: seconds a chunk; rest: seconds of an
     operation beside projecting and waiting, by its rows."""
 
     kv_bytes: int
     x_bytes: int
     x_resident: bool
-    link: Recent = field(default_factory=Recent)
-    project: Recent = field(default_factory=Recent)
-    rest: dict[int, Recent] = field(default_factory=dict)
+    link: RecentMean = field(default_factory=RecentMean)
+    project: RecentMean = field(default_factory=RecentMean)
+    rest: dict[int, RecentMean] = field(default_factory=dict)
 
     def carried(self, ticket: Ticket) -> None:
         """A transfer that ended."""
@@ -78,13 +78,13 @@ class Pace:
         if chunks:
             self.project.observe(seconds / chunks)
 
-    def computed(self, work: Work, seconds: float) -> None:
-        self.rest.setdefault(work.rows, Recent()).observe(max(0.0, seconds))
+    def computed(self, work: OperationWork, seconds: float) -> None:
+        self.rest.setdefault(work.rows, RecentMean()).observe(max(0.0, seconds))
 
-    def stream(self, work: Work) -> Stream:
+    def costs(self, work: OperationWork) -> LayerCosts:
         """What an operation costs, as far as is known."""
         rest = self.rest.get(work.rows)
-        return Stream(
+        return LayerCosts(
             kv_bytes=self.kv_bytes, x_bytes=self.x_bytes, link_s=1.0 / max(self.link.value, 1e-15),
             project_s=self.project.value, compute_s=0.0 if rest is None else rest.value,
             weight_bytes=work.weight_bytes, hidden_bytes=work.hidden_bytes, x_resident=self.x_resident,
@@ -107,6 +107,6 @@ class Pace:
             end = max(projected, there) + (0.0 if rest is None else rest.value)
         return end
 
-    def split(self, stored: int, whole: int, work: Work) -> int:
+    def split(self, stored: int, whole: int, work: OperationWork) -> int:
         """Chunks to project, of `stored` ones of which the first `whole` may be."""
-        return decode_split([stored], [whole], self.stream(work)).projected[0]
+        return chunks_to_project(stored, whole, self.costs(work))

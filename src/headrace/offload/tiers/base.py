@@ -11,16 +11,16 @@ from typing import Literal, NamedTuple, Protocol
 
 from headrace.types import TierStats
 
-__all__ = ["Format", "Kind", "Parts", "Read", "Tier", "TierStats", "flat", "name_of"]
+__all__ = ["BlobFormat", "BlobKind", "BlobParts", "Read", "ReadGuess", "Tier", "TierStats", "flat", "name_of"]
 
-Kind = Literal["k", "x"]
-Format = Literal["raw", "int8", "int4"]
+BlobKind = Literal["k", "x"]
+BlobFormat = Literal["raw", "int8", "int4"]
 """How numbers are stored: as the pool has them, or rounded (docs/offload.md states the errors)."""
 
-Parts = Sequence[bytes | bytearray | memoryview]
+BlobParts = Sequence[bytes | bytearray | memoryview]
 
 
-def name_of(digest: bytes, kind: Kind) -> bytes:
+def name_of(digest: bytes, kind: BlobKind) -> bytes:
     """33 bytes."""
     return digest + kind.encode()
 
@@ -39,6 +39,13 @@ class Read(NamedTuple):
     into: memoryview
 
 
+class ReadGuess(NamedTuple):
+    """Seconds of a byte and of a call, before a tier was ever read from."""
+
+    byte_s: float
+    call_s: float
+
+
 class Tier(Protocol):
     """Safe to call from several threads. No method raises for what the world does to the store (full, gone, slow,
     damaged, changed by another process): it is logged once per kind, counted, and the answer is "not there". No call
@@ -47,16 +54,23 @@ class Tier(Protocol):
 
     @property
     def kind(self) -> str:
-        """host, disk or remote."""
+        """What metrics and logs call it; of the tiers of an engine no two are alike."""
 
     @property
-    def format(self) -> Format: ...
+    def format(self) -> BlobFormat: ...
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether its calls are copies in this process: no queue is needed before `put`, and no probe."""
+
+    @property
+    def read_guess(self) -> ReadGuess: ...
 
     def has(self, names: Sequence[bytes]) -> list[bool]:
         """Whether each blob is there, as far as is known. Those that are count as used now, the first of them last:
         name a run's chunks from its start, so that it loses its end first (no use without what comes before it)."""
 
-    def put(self, name: bytes, tenant: bytes, parts: Parts) -> bool:
+    def put(self, name: bytes, tenant: bytes, parts: BlobParts) -> bool:
         """Stores a blob (the parts joined), all of it or nothing; whether it is there now. A blob of that name is
         left as it is, whoever put it, and counts as used now. Where there is no room others go (offload.tiers.index,
         docs/offload.md, tenants), the least recently used first: store a run's chunks from its end. False too while

@@ -15,12 +15,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from headrace.offload.tiers.base import Format, Parts, Read, TierStats, flat
-from headrace.offload.tiers.files import BlobFiles, Damaged, Draft, OpenFile, OpenFiles, tenant_mark
+from headrace.config import EngineConfig
+from headrace.offload.tiers import disk_check
+from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, ReadGuess, TierStats, flat
+from headrace.offload.tiers.files import BlobFiles, DamagedFile, Draft, OpenFile, OpenFiles, tenant_mark
 from headrace.offload.tiers.health import Health
-from headrace.offload.tiers.index import Entry, Index
+from headrace.offload.tiers.index import BlobEntry, Index
 
 T = TypeVar("T")
 
@@ -41,12 +43,14 @@ class DiskTier:
     """
 
     kind = "disk"
+    in_memory = False
+    read_guess = ReadGuess(1e-9, 200e-6)
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
         budget_bytes: int,
-        format: Format = "raw",
+        format: BlobFormat = "raw",
         quota: float = 0.25,
         timeout_s: float = 1.0,
         retry_s: float = 10.0,
@@ -55,7 +59,7 @@ class DiskTier:
         for path in (root, *root.parents):
             if os.path.lexists(path) and not os.path.isdir(path):
                 raise ValueError(f"{path} is not a directory; name one, or one to be made, in kv_offload_path")
-        self.format: Format = format
+        self.format: BlobFormat = format
         self._files = BlobFiles(root)
         self._settings = (budget_bytes, quota, timeout_s)
         self._timeout = timeout_s
@@ -72,18 +76,18 @@ class DiskTier:
         none = [False] * len(names)
         return none if self._closed else self._ask(lambda index: index.has(names), none)
 
-    def put(self, name: bytes, tenant: bytes, parts: Parts) -> bool:
+    def put(self, name: bytes, tenant: bytes, parts: BlobParts) -> bool:
         if self._closed:
             return False
         if self.has([name])[0]:
             return True
         views = [flat(part) for part in parts]
-        stored = self._may_write() and self._store(Entry(name, tenant_mark(tenant), sum(map(len, views))), views)
+        stored = self._may_write() and self._store(BlobEntry(name, tenant_mark(tenant), sum(map(len, views))), views)
         if not stored:
             self._health.count(dropped=1)
         return stored
 
-    def _store(self, entry: Entry, views: list[memoryview]) -> bool:
+    def _store(self, entry: BlobEntry, views: list[memoryview]) -> bool:
         index, draft = self._index, None
         try:
             draft = self._files.draft(entry.name)
@@ -99,7 +103,7 @@ class DiskTier:
                 draft.close()
         return False
 
-    def _write(self, index: Index, draft: Draft, entry: Entry, views: list[memoryview]) -> bool:
+    def _write(self, index: Index, draft: Draft, entry: BlobEntry, views: list[memoryview]) -> bool:
         room = index.reserve(*entry, alone=True)
         if room.granted:
             self._delete(room.victims)
@@ -111,13 +115,13 @@ class DiskTier:
             self._health.works("write")
         return room.granted or room.present
 
-    def _cancel(self, index: Index, entry: Entry) -> None:
+    def _cancel(self, index: Index, entry: BlobEntry) -> None:
         try:
             index.cancel([entry.name])
         except sqlite3.Error as error:
             self._index_failed(index, error)
 
-    def _delete(self, entries: Iterable[Entry]) -> None:
+    def _delete(self, entries: Iterable[BlobEntry]) -> None:
         for entry in entries:
             self._open_files.forget(entry.name)
             try:
@@ -141,11 +145,11 @@ class DiskTier:
         self._health.count(reads=good, read_bytes=size, misses=len(reads) - good)
         return done
 
-    def _find(self, names: Sequence[bytes]) -> dict[bytes, Entry]:
-        nothing: dict[bytes, Entry] = {}
+    def _find(self, names: Sequence[bytes]) -> dict[bytes, BlobEntry]:
+        nothing: dict[bytes, BlobEntry] = {}
         return self._ask(lambda index: index.find(names), nothing) if names else nothing
 
-    def _file(self, name: bytes, entries: dict[bytes, Entry]) -> OpenFile | None:
+    def _file(self, name: bytes, entries: dict[bytes, BlobEntry]) -> OpenFile | None:
         """Opens the blob of an entry, unless it was opened since; takes entries out that are wrong."""
         file = self._open_files.get(name)
         if file is not None or name not in entries:
@@ -156,7 +160,7 @@ class DiskTier:
             return file
         except (FileNotFoundError, NotADirectoryError):
             self._forget([name])  # deleted, or evicted by another process
-        except Damaged as error:
+        except DamagedFile as error:
             self._damaged(name, error)
         except OSError as error:
             self._health.fail("read", error)
@@ -174,10 +178,10 @@ class DiskTier:
             self._health.fail("read", error)
             return [False] * len(run)
         if end < start + sum(map(len, inside)):
-            self._damaged(run[0].name, Damaged(f"ends at {end}, not {file.size}"))
+            self._damaged(run[0].name, DamagedFile(f"ends at {end}, not {file.size}"))
         return [start >= 0 and mine <= end for mine in ends]
 
-    def _damaged(self, name: bytes, error: Damaged) -> None:
+    def _damaged(self, name: bytes, error: DamagedFile) -> None:
         self._health.tell("damaged", f"blob {name.hex()}: {error}; taken out")
         self.drop([name])
 
@@ -190,7 +194,7 @@ class DiskTier:
         self._forget(list(gone))
 
     def _forget(self, names: Sequence[bytes]) -> None:
-        nothing: list[Entry] = []
+        nothing: list[BlobEntry] = []
         self._ask(lambda index: index.remove(names), nothing)
 
     def stats(self) -> TierStats:
@@ -320,6 +324,21 @@ class DiskTier:
                 new.append((entry, used))
         index.adopt(new)
         self._delete(index.trim())
+
+
+def open_tier(config: EngineConfig) -> DiskTier | None:
+    """Raises ValueError for a path that cannot be a directory."""
+    if config.kv_offload_path is None:
+        return None
+    budget = int(config.kv_offload_disk_size * disk_check.GIB)
+    quota, timeout_s = config.kv_tenant_quota, config.kv_offload_timeout_s
+    return DiskTier(config.kv_offload_path, budget, config.kv_disk_format, quota, timeout_s)
+
+
+def findings(config: EngineConfig, free_memory: int) -> dict[str, Any]:
+    if config.kv_offload_path is None:
+        return {}
+    return disk_check.check(Path(config.kv_offload_path), config.kv_offload_disk_size)
 
 
 def descriptors() -> int:

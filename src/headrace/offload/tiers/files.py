@@ -26,7 +26,7 @@ from pathlib import Path
 from threading import Lock
 
 from headrace.files import open_own
-from headrace.offload.tiers.index import Entry
+from headrace.offload.tiers.index import BlobEntry
 
 VECTORS = 1024
 """Buffers that one call to the system takes (IOV_MAX on Linux)."""
@@ -103,7 +103,7 @@ class BlobFiles:
     def _index_files(self) -> list[str]:
         return [f"{self.index}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")]
 
-    def path(self, entry: Entry) -> Path:
+    def path(self, entry: BlobEntry) -> Path:
         name = entry.name.hex()
         return Path(f"{self._blobs}/{name[:2]}/{name}-{entry.tenant.hex()}")
 
@@ -158,14 +158,14 @@ class BlobFiles:
                 if match and match[1].startswith(folder.name) and file.is_file(follow_symlinks=False):
                     yield bytes.fromhex(match[1]), bytes.fromhex(match[2])
 
-    def sized(self, blobs: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[Entry, int]]:
+    def sized(self, blobs: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[BlobEntry, int]]:
         """Those that are there yet, each with when it was written [ns]."""
         for name, tenant in blobs:
             with suppress(FileNotFoundError):
-                found = os.stat(self.path(Entry(name, tenant, 0)), follow_symlinks=False)
-                yield Entry(name, tenant, found.st_size), found.st_mtime_ns
+                found = os.stat(self.path(BlobEntry(name, tenant, 0)), follow_symlinks=False)
+                yield BlobEntry(name, tenant, found.st_size), found.st_mtime_ns
 
-    def open(self, entry: Entry) -> OpenFile:
+    def open(self, entry: BlobEntry) -> OpenFile:
         return OpenFile(self.path(entry), entry.size)
 
     def set_index_aside(self) -> None:
@@ -174,13 +174,13 @@ class BlobFiles:
             with suppress(FileNotFoundError):
                 os.unlink(path)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: BlobEntry) -> None:
         """Also where it is gone already."""
         with suppress(FileNotFoundError):
             os.unlink(self.path(entry))
 
 
-class Damaged(Exception):
+class DamagedFile(Exception):
     """A file is not what its entry says."""
 
 
@@ -192,13 +192,13 @@ class OpenFile:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            raise Damaged("a symbolic link") if error.errno == errno.ELOOP else error from None
+            raise DamagedFile("a symbolic link") if error.errno == errno.ELOOP else error from None
         self.size = size
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode):
-            raise Damaged("not a file")
+            raise DamagedFile("not a file")
         if found.st_size != size:
-            raise Damaged(f"{found.st_size} bytes, not {size}")
+            raise DamagedFile(f"{found.st_size} bytes, not {size}")
 
     def __del__(self) -> None:
         if hasattr(self, "_fd"):

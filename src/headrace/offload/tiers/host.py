@@ -11,19 +11,22 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.offload.tiers.base import Format, Parts, Read, TierStats, flat
-from headrace.offload.tiers.index import Entry, Index
+from headrace.config import EngineConfig
+from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, ReadGuess, TierStats, flat
+from headrace.offload.tiers.index import BlobEntry, Index
 
 log = logging.getLogger(__name__)
 
-Buffer = NDArray[np.uint8]
+GIB = 1 << 30
+HostBuffer = NDArray[np.uint8]
 
 
-def empty(size: int) -> Buffer:
+def empty(size: int) -> HostBuffer:
     return np.empty(size, dtype=np.uint8)
 
 
@@ -36,21 +39,23 @@ class HostTier:
     """
 
     kind = "host"
+    in_memory = True
+    read_guess = ReadGuess(0.125e-9, 20e-6)
 
     def __init__(
         self,
         budget_bytes: int,
-        format: Format = "raw",
+        format: BlobFormat = "raw",
         quota: float = 0.25,
-        allocate: Callable[[int], Buffer] = empty,
+        allocate: Callable[[int], HostBuffer] = empty,
     ) -> None:
-        self.format: Format = format
+        self.format: BlobFormat = format
         self._allocate = allocate
         self._index = Index(":memory:", budget_bytes, quota, timeout_s=60.0)
         self._lock = threading.Lock()  # of all below; never held while a blob is copied
-        self._buffers: dict[bytes, Buffer] = {}
+        self._buffers: dict[bytes, HostBuffer] = {}
         self._readers: defaultdict[bytes, int] = defaultdict(int)
-        self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
+        self._free: defaultdict[int, list[HostBuffer]] = defaultdict(list)
         self._free_bytes = 0
         self._stats = TierStats(budget_bytes=budget_bytes)
         self._closed = False
@@ -59,9 +64,9 @@ class HostTier:
         with self._lock:
             return [False] * len(names) if self._closed else self._index.has(names)
 
-    def put(self, name: bytes, tenant: bytes, parts: Parts) -> bool:
+    def put(self, name: bytes, tenant: bytes, parts: BlobParts) -> bool:
         views = [flat(part) for part in parts]
-        entry = Entry(name, tenant, sum(map(len, views)))
+        entry = BlobEntry(name, tenant, sum(map(len, views)))
         with self._lock:
             if self._closed:
                 return False
@@ -77,7 +82,7 @@ class HostTier:
         with self._lock:
             return self._finish(entry, buffer)
 
-    def _finish(self, entry: Entry, buffer: Buffer | None) -> bool:
+    def _finish(self, entry: BlobEntry, buffer: HostBuffer | None) -> bool:
         if buffer is None or self._closed:
             if not self._closed:
                 self._index.cancel([entry.name])
@@ -89,7 +94,7 @@ class HostTier:
         self._stats.written_bytes += entry.size
         return True
 
-    def _take(self, size: int) -> Buffer | None:
+    def _take(self, size: int) -> HostBuffer | None:
         """A buffer, for which the index has made room; None where the system has no memory."""
         if self._free[size]:
             self._free_bytes -= size
@@ -111,7 +116,7 @@ class HostTier:
         self._free[size].pop()
         self._free_bytes -= size
 
-    def _forget(self, entries: Iterable[Entry]) -> None:
+    def _forget(self, entries: Iterable[BlobEntry]) -> None:
         for entry in entries:
             buffer = self._buffers.pop(entry.name)
             if entry.name not in self._readers:
@@ -164,7 +169,21 @@ class HostTier:
                 self._free_bytes = 0
 
 
-def fill(buffer: Buffer, parts: Iterable[memoryview]) -> None:
+def open_tier(config: EngineConfig) -> HostTier | None:
+    if not config.kv_offloading_size:
+        return None
+    return HostTier(int(config.kv_offloading_size * GIB), config.kv_host_format, config.kv_tenant_quota)
+
+
+def findings(config: EngineConfig, free_memory: int) -> dict[str, Any]:
+    """Whether the memory is there."""
+    if not config.kv_offloading_size:
+        return {}
+    room = "" if config.kv_offloading_size * GIB < free_memory else ": MORE THAN IS FREE"
+    return {"host memory": f"{config.kv_offloading_size:g} of {free_memory / GIB:,.1f} GiB free{room}"}
+
+
+def fill(buffer: HostBuffer, parts: Iterable[memoryview]) -> None:
     """NumPy copies without holding the interpreter's lock."""
     start = 0
     for part in parts:
@@ -172,7 +191,7 @@ def fill(buffer: Buffer, parts: Iterable[memoryview]) -> None:
         start += len(part)
 
 
-def copy(buffer: Buffer, read: Read) -> bool:
+def copy(buffer: HostBuffer, read: Read) -> bool:
     """Whether the blob reaches as far as is asked for; then it is in `into`."""
     end = read.offset + len(read.into)
     if not 0 <= read.offset <= end <= len(buffer):

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from headrace.offload.tiers.index_tables import (
-    Entry,
-    Limit,
+    BlobEntry,
+    StatementLimit,
     as_damage,
     check_rows,
     check_schema,
@@ -34,16 +34,16 @@ BATCH = 500
 """Names in one statement; old builds of SQLite allow 999 values."""
 
 
-class Room(NamedTuple):
+class Reservation(NamedTuple):
     """granted: the blob may be written, and must be committed or cancelled; `victims` are out of the index by now.
     present: it is there already. Neither: it cannot be had, or somebody is writing it."""
 
     granted: bool
     present: bool
-    victims: Sequence[Entry]
+    victims: Sequence[BlobEntry]
 
 
-REFUSED = Room(False, False, ())
+REFUSED = Reservation(False, False, ())
 
 
 def choose(
@@ -52,15 +52,15 @@ def choose(
     size: int,
     budget: int,
     quota: int,
-    oldest: Callable[[bytes], Iterator[Entry]],
-) -> list[Entry] | None:
+    oldest: Callable[[bytes], Iterator[BlobEntry]],
+) -> list[BlobEntry] | None:
     """Victims, in order, that make room for `size` bytes more of `tenant`; None if there can be none.
 
     use: bytes by tenant. oldest: a tenant's blobs that may go, least recently used first; asked once per tenant.
     """
     use = {**use, tenant: use.get(tenant, 0) + size}
-    queues: dict[bytes, Iterator[Entry]] = {}
-    victims: list[Entry] = []
+    queues: dict[bytes, Iterator[BlobEntry]] = {}
+    victims: list[BlobEntry] = []
     able = set(use)
     excess = sum(use.values()) - budget
     while excess > 0:
@@ -100,7 +100,7 @@ class Index:
         self._lock = threading.Lock()
         self._touched: dict[int, int] = {}
         self._db = sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
-        self._limit = Limit(self._db)
+        self._limit = StatementLimit(self._db)
         try:
             with as_damage(), self._limit(bulk=True):
                 self._prepare()
@@ -174,17 +174,17 @@ class Index:
                 pass
         return [name in rows for name in names]
 
-    def find(self, names: Sequence[bytes]) -> dict[bytes, Entry]:
+    def find(self, names: Sequence[bytes]) -> dict[bytes, BlobEntry]:
         """Entries of those that are there; marks nothing."""
         with self._locked() as db:
             return {entry.name: entry for entry in select(db, names)}
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[BlobEntry]:
         """All that are there."""
         with self._locked(bulk=True) as db:
             return list(map(entry_of, db.execute("SELECT name, tenant, bytes FROM blobs WHERE ready")))
 
-    def reserve(self, name: bytes, tenant: bytes, size: int, *, alone: bool = False) -> Room:
+    def reserve(self, name: bytes, tenant: bytes, size: int, *, alone: bool = False) -> Reservation:
         """Room for a blob. One of that name that is there already is used now. alone: nobody else writes the name, so
         that a reservation of it is what a process that ended left behind."""
         if size > self.budget:
@@ -196,27 +196,27 @@ class Index:
             if row is not None:
                 if row[1]:
                     db.execute("UPDATE blobs SET used = ? WHERE id = ?", (self._now(), row[0]))
-                return Room(False, bool(row[1]), ())
+                return Reservation(False, bool(row[1]), ())
             victims = self._victims(tenant, size)
             if victims is None:
                 return REFUSED
             remove(db, [entry.name for entry in victims])
-            self._insert(Entry(name, tenant, size), self._now(), ready=False)
-            return Room(True, False, victims)
+            self._insert(BlobEntry(name, tenant, size), self._now(), ready=False)
+            return Reservation(True, False, victims)
 
-    def _victims(self, tenant: bytes, size: int) -> list[Entry] | None:
+    def _victims(self, tenant: bytes, size: int) -> list[BlobEntry] | None:
         use = {tenant: size for tenant, (size, _) in use_of(self._db).items()}
         return choose(use, tenant, size, self.budget, self.quota, self._oldest)
 
-    def _oldest(self, tenant: bytes) -> Iterator[Entry]:
+    def _oldest(self, tenant: bytes) -> Iterator[BlobEntry]:
         sql = "SELECT name, tenant, bytes FROM blobs WHERE tenant = ? AND ready = 1 ORDER BY used"
         return map(entry_of, self._db.execute(sql, (tenant,)))
 
-    def _insert(self, entry: Entry, used: int, ready: bool) -> None:
+    def _insert(self, entry: BlobEntry, used: int, ready: bool) -> None:
         sql = "INSERT INTO blobs (name, tenant, bytes, used, ready) VALUES (?, ?, ?, ?, ?)"
         self._db.execute(sql, (*entry, used, int(ready)))
 
-    def commit(self, entry: Entry) -> None:
+    def commit(self, entry: BlobEntry) -> None:
         """The blob is there, whatever became of the room that was reserved."""
         with self._changing() as db:
             db.execute("DELETE FROM blobs WHERE name = ?", (entry.name,))
@@ -233,7 +233,7 @@ class Index:
             rows = db.execute("SELECT name, tenant, bytes FROM blobs WHERE NOT ready")
             return [entry_of(row).name for row in rows]
 
-    def adopt(self, found: Iterable[tuple[Entry, int]]) -> None:
+    def adopt(self, found: Iterable[tuple[BlobEntry, int]]) -> None:
         """Takes in blobs that lie in the store, each with its last use [ns]; `trim` afterwards."""
         found = list(found)
         with self._changing(bulk=True):
@@ -241,14 +241,14 @@ class Index:
                 self._db.execute("DELETE FROM blobs WHERE name = ?", (entry.name,))
                 self._insert(entry, used, ready=True)
 
-    def trim(self) -> list[Entry]:
+    def trim(self) -> list[BlobEntry]:
         """Takes out and returns what is above the budget."""
         with self._changing(bulk=True) as db:
             victims = self._victims(b"", 0) or []
             remove(db, [entry.name for entry in victims])
             return victims
 
-    def remove(self, names: Sequence[bytes]) -> list[Entry]:
+    def remove(self, names: Sequence[bytes]) -> list[BlobEntry]:
         """Forgets blobs; those that were there."""
         with self._changing() as db:
             gone = list(select(db, names))
@@ -285,7 +285,7 @@ def marks(values: Sequence[bytes]) -> str:
     return ",".join("?" * len(values))
 
 
-def select(db: sqlite3.Connection, names: Sequence[bytes]) -> Iterator[Entry]:
+def select(db: sqlite3.Connection, names: Sequence[bytes]) -> Iterator[BlobEntry]:
     for start in range(0, len(names), BATCH):
         part = names[start : start + BATCH]
         sql = f"SELECT name, tenant, bytes FROM blobs WHERE name IN ({marks(part)}) AND ready"

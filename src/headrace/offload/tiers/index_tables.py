@@ -59,7 +59,7 @@ WRONG = {
 """What is wrong with an index -> a query that has a row then."""
 
 
-class Entry(NamedTuple):
+class BlobEntry(NamedTuple):
     """A blob: its size in bytes and whose it is."""
 
     name: bytes
@@ -90,7 +90,7 @@ def check_rows(db: sqlite3.Connection) -> None:
             raise sqlite3.DatabaseError(f"the index is damaged: {what}")
 
 
-class Limit:
+class StatementLimit:
     """Ends statements of a connection that take too long: `with limit(bulk): ...` raises sqlite3.DatabaseError."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
@@ -128,12 +128,12 @@ def only_files(paths: Sequence[str]) -> None:
                 raise sqlite3.DatabaseError(f"{path} is not a regular file")
 
 
-def entry_of(row: tuple[Any, ...]) -> Entry:
+def entry_of(row: tuple[Any, ...]) -> BlobEntry:
     """Raises sqlite3.DatabaseError for a row that no entry of ours can have."""
     name, tenant, size = row
     if not (isinstance(name, bytes) and name and isinstance(tenant, bytes) and is_size(size)):
         raise sqlite3.DatabaseError("the index is damaged: a blob's row has values of a wrong type or out of range")
-    return Entry(name, tenant, size)
+    return BlobEntry(name, tenant, size)
 
 
 def use_of(db: sqlite3.Connection) -> dict[bytes, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Byte accounts per tenant on the remote server, kept by scripts there, each of which runs as one step.
+"""Bytes per tenant on the remote server, kept by scripts there, each of which runs as one step.
 
 Keys, all beginning with the tier's prefix; a member is what follows the prefix in a blob's key:
 

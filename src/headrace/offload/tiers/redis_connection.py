@@ -14,16 +14,16 @@ from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from headrace.offload.tiers.base import Parts, flat
-from headrace.offload.tiers.resp_protocol import LINE_BYTES, Call, Parser
+from headrace.offload.tiers.base import BlobParts, flat
+from headrace.offload.tiers.resp_protocol import LINE_BYTES, DeadlineCall, ReplyParser
 
-Pieces = list[bytes | memoryview]
+CommandPieces = list[bytes | memoryview]
 
 
-class Line:
+class DeadlineSocket:
     """A connected socket each of whose operations ends by the deadline of the call that makes it."""
 
-    def __init__(self, sock: socket.socket, call: Call) -> None:
+    def __init__(self, sock: socket.socket, call: DeadlineCall) -> None:
         self._sock, self._call, self._blocks = sock, call, True
 
     def settimeout(self, timeout: float | None) -> None:
@@ -52,9 +52,9 @@ class Line:
         return getattr(self._sock, name)
 
 
-def packed(arguments: Sequence[bytes], value: Parts | None = None) -> Pieces:
+def packed(arguments: Sequence[bytes], value: BlobParts | None = None) -> CommandPieces:
     """One command; `value`, if given, is its last argument, the parts joined. Long pieces stay where they are."""
-    pieces: Pieces = []
+    pieces: CommandPieces = []
     head = b"*%d\r\n" % (len(arguments) + (value is not None))
     for argument in arguments:
         head += b"$%d\r\n%b\r\n" % (len(argument), argument)
@@ -84,6 +84,14 @@ def redis_module() -> Any:
 
 
 URL_FORM = "redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], or rediss:// for TLS, or unix://[[USER]:PASSWORD@]/PATH[?db=DB]"
+
+
+def without_password(url: str | None) -> str | None:
+    """The URL of a server without user, password and options."""
+    if url is None:
+        return None
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def settings_of(url: str, redis: Any) -> dict[str, Any]:
@@ -138,18 +146,18 @@ def connect_within(connect: Callable[[], socket.socket], timeout_s: float) -> so
     return made[0]
 
 
-def pool_of(url: str, timeout_s: float, call: Call, redis: Any) -> Any:
+def pool_of(url: str, timeout_s: float, call: DeadlineCall, redis: Any) -> Any:
     """A redis-py ConnectionPool, which connects when first asked. Raises ValueError for a malformed URL."""
     settings = settings_of(url, redis)
     base = settings.pop("connection_class", redis.connection.Connection)
 
-    class Timed(base):  # type: ignore[misc, valid-type]
+    class DeadlineConnection(base):  # type: ignore[misc, valid-type]
         def _connect(self) -> Any:
-            return Line(connect_within(super()._connect, call.left_s), call)
+            return DeadlineSocket(connect_within(super()._connect, call.left_s), call)
 
     settings |= {
-        "connection_class": Timed,
-        "parser_class": partial(Parser, call, redis),
+        "connection_class": DeadlineConnection,
+        "parser_class": partial(ReplyParser, call, redis),
         "protocol": 2,
         "socket_timeout": timeout_s,
         "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),

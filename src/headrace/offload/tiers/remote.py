@@ -3,36 +3,48 @@
 Keys: headrace:1:FORMAT:NAME, so that engines which store in different formats do not take each other's blobs for bad
 ones. A server set aside for this needs `maxmemory` and `maxmemory-policy allkeys-lru`: then it makes room by itself.
 With another policy a full server refuses writes; the tier then reads on and leaves writing alone for a while.
-With budget_bytes the tier keeps the account instead, per tenant (tiers.quotas); then `maxmemory` must be above the
+With budget_bytes the tier counts the bytes instead, per tenant (tiers.quotas); then `maxmemory` must be above the
 budget and the policy noeviction. One server, not a Redis Cluster.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from headrace.config import EngineConfig
 from headrace.logs import shown
 from headrace.offload.tiers import quotas, redis_connection
-from headrace.offload.tiers.base import Format, Parts, Read, TierStats, flat
+from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, ReadGuess, TierStats, flat
 from headrace.offload.tiers.breaker import Breaker
-from headrace.offload.tiers.resp_protocol import MOST, Call, Expected, Integer, Integers, Status, Value
+from headrace.offload.tiers.resp_protocol import (
+    MOST,
+    DeadlineCall,
+    Expected,
+    IntegerReply,
+    IntegersReply,
+    StatusReply,
+    ValueReply,
+)
 
 PREFIX = b"headrace:1:"
 ROUND_BYTES = 32 << 20
 """Asked for at once; what a server may have to hold ready for one connection."""
 ROUND_NAMES = 1024
+ROUND_TRIPS = 5
+GIB = 1 << 30
 LARGEST_BLOB = 512 << 20
 """proto-max-bulk-len, a server's default bound of one value."""
 
 SECRET_PREFIX = 8
 """So many first characters of a password are not told either: whoever quotes one may cut it off."""
 
-Command = tuple[redis_connection.Pieces, Expected]
+Command = tuple[redis_connection.CommandPieces, Expected]
 Take = Callable[[int, Any], None]
 
 
@@ -45,19 +57,21 @@ class RemoteTier:
     """
 
     kind = "remote"
+    in_memory = False
+    read_guess = ReadGuess(2e-9, 1e-3)
 
     def __init__(
         self,
         url: str,
-        format: Format = "raw",
+        format: BlobFormat = "raw",
         timeout_s: float = 1.0,
         budget_bytes: int | None = None,
         quota: float = 0.25,
         *,
         cooldown_s: float = 1.0,
     ) -> None:
-        """url: wire.URL_FORM. budget_bytes: None leaves it to the server. quota: of the budget, that no other
-        tenant can take from one. Raises ValueError for these, and if redis-py is not installed."""
+        """url: redis_connection.URL_FORM. budget_bytes: None leaves it to the server. quota: of the budget, that no
+        other tenant can take from one. Raises ValueError for these, and if redis-py is not installed."""
         if not 0 < timeout_s < float("inf"):
             raise ValueError(f"a remote tier needs timeout_s above 0 and finite, got {timeout_s}")
         if budget_bytes is not None and budget_bytes <= 0:
@@ -67,7 +81,7 @@ class RemoteTier:
         self.format, self.timeout_s, self.budget_bytes = format, timeout_s, budget_bytes
         self._quota = int(quota * (budget_bytes or 0))
         self._redis = redis_connection.redis_module()
-        self._call = Call()
+        self._call = DeadlineCall()
         self._pool = redis_connection.pool_of(url, timeout_s, self._call, self._redis)
         self._secret = str(self._pool.connection_kwargs.get("password") or "")
         self._breaker = Breaker(cooldown_s, "the remote tier")
@@ -98,7 +112,7 @@ class RemoteTier:
             replies = self._script(quotas.TOUCH, [self._member(name) for name in reversed(names)], (1,) * len(names))
             return [reply == 1 for reply in reversed(replies)]
         there: list[bool] = []
-        commands = [(redis_connection.packed((b"TOUCH", self._key(name))), Integer(1)) for name in reversed(names)]
+        commands = [(redis_connection.packed((b"TOUCH", self._key(name))), IntegerReply(1)) for name in reversed(names)]
         self._exchange(commands, lambda _, reply: there.append(self._said(reply) == 1))
         return there[::-1]
 
@@ -123,11 +137,11 @@ class RemoteTier:
 
         def asking(read: Read) -> Command:
             first, last = b"%d" % read.offset, b"%d" % (read.offset + len(read.into) - 1)
-            return redis_connection.packed((b"GETRANGE", self._key(read.name), first, last)), Value(read.into)
+            return redis_connection.packed((b"GETRANGE", self._key(read.name), first, last)), ValueReply(read.into)
 
         self._exchange([asking(read) for read in reads], take)
 
-    def put(self, name: bytes, tenant: bytes, parts: Parts) -> bool:
+    def put(self, name: bytes, tenant: bytes, parts: BlobParts) -> bool:
         views = [flat(part) for part in parts]
         size = sum(map(len, views))
         there = new = False
@@ -140,7 +154,7 @@ class RemoteTier:
     def _set(self, name: bytes, tenant: bytes, views: Sequence[memoryview]) -> tuple[bool, bool]:
         """Whether the blob is there now, and whether it was not before."""
         if self.budget_bytes is None:
-            return True, self._ask(redis_connection.packed((b"SETNX", self._key(name)), views), Integer(1)) == 1
+            return True, self._ask(redis_connection.packed((b"SETNX", self._key(name)), views), IntegerReply(1)) == 1
         arguments = [self._member(name), tenant, b"%d" % self.budget_bytes, b"%d" % self._quota]
         stored, there, evicted, *gauges = self._script(quotas.PUT, arguments, (1, 1, MOST, MOST, MOST), views)
         self._count(evictions=evicted)
@@ -157,7 +171,7 @@ class RemoteTier:
     def _forget(self, names: Sequence[bytes]) -> int:
         """How many were there."""
         if self.budget_bytes is None:
-            there: int = self._ask(redis_connection.packed((b"DEL", *map(self._key, names))), Integer(len(names)))
+            there: int = self._ask(redis_connection.packed((b"DEL", *map(self._key, names))), IntegerReply(len(names)))
             return there
         members = [self._member(name) for name in names]
         there, *gauges = self._script(quotas.DROP, members, (len(names), MOST, MOST))
@@ -234,17 +248,17 @@ class RemoteTier:
             raise reply
         return reply
 
-    def _ask(self, pieces: redis_connection.Pieces, expected: Expected) -> Any:
+    def _ask(self, pieces: redis_connection.CommandPieces, expected: Expected) -> Any:
         replies: list[Any] = []
         self._exchange([(pieces, expected)], lambda index, reply: replies.append(reply))
         return self._said(replies[0])
 
     def _script(
-        self, script: str, arguments: Sequence[bytes], mosts: tuple[int, ...], value: Parts | None = None
+        self, script: str, arguments: Sequence[bytes], mosts: tuple[int, ...], value: BlobParts | None = None
     ) -> list[int]:
         """The script's reply: numbers, each from 0 to its bound in `mosts`."""
         pieces = redis_connection.packed((b"EVAL", script.encode(), b"0", PREFIX, *arguments), value)
-        reply: list[int] = self._ask(pieces, Integers(mosts))
+        reply: list[int] = self._ask(pieces, IntegersReply(mosts))
         return reply
 
     def _exchange(self, commands: Sequence[Command], take: Take) -> None:
@@ -262,7 +276,7 @@ class RemoteTier:
             connection.disconnect()
             raise
         finally:
-            self._call.expected = Status()
+            self._call.expected = StatusReply()
             self._pool.release(connection)
 
     def _reply(self, connection: Any) -> Any:
@@ -270,6 +284,42 @@ class RemoteTier:
             return connection.read_response()
         except self._redis.ResponseError as error:
             return error
+
+
+def open_tier(config: EngineConfig) -> RemoteTier | None:
+    """Raises ValueError as RemoteTier does."""
+    if config.redis_url is None:
+        return None
+    budget, timeout_s = int(config.kv_remote_size * GIB) or None, config.kv_offload_timeout_s
+    return RemoteTier(config.redis_url, config.kv_remote_format, timeout_s, budget, config.kv_tenant_quota)
+
+
+def findings(config: EngineConfig, free_memory: int) -> dict[str, Any]:
+    """Whether the server answers, which it is, and how long a round trip takes."""
+    if config.kv_remote_url is None:
+        return {}
+    shown_url = redis_connection.without_password(config.kv_remote_url)
+    try:
+        import redis
+    except ImportError:
+        return {"remote": f"{shown_url} CANNOT BE USED: pip install 'headrace[remote]'"}
+    timeout_s = config.kv_offload_timeout_s
+    client = redis.Redis.from_url(config.redis_url or "", socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+    try:
+        facts: Any = client.info("server")
+        times = [_round_trip(client) for _ in range(ROUND_TRIPS)]
+    except (redis.RedisError, OSError) as error:
+        return {"remote": f"{shown_url} CANNOT BE REACHED: {error}"}
+    finally:
+        client.close()
+    version = facts.get("valkey_version") or facts.get("redis_version", "of unknown version")
+    return {"remote": f"{shown_url} answers ({version}), round trip {min(times) * 1e3:.2f} ms"}
+
+
+def _round_trip(client: Any) -> float:
+    began = time.perf_counter()
+    client.ping()
+    return time.perf_counter() - began
 
 
 def rounds(reads: Sequence[Read]) -> Iterator[list[int]]:

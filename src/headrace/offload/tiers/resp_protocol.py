@@ -24,14 +24,14 @@ _NUMBER = re.compile(rb"0|[1-9][0-9]{0,18}")
 """As servers write it: int() takes '+1', ' 1', '1_0' and thousands of digits too."""
 
 
-class Status(NamedTuple):
+class StatusReply(NamedTuple):
     """A line such as OK."""
 
     def __str__(self) -> str:
         return "a status"
 
 
-class Integer(NamedTuple):
+class IntegerReply(NamedTuple):
     """0 to `most`."""
 
     most: int
@@ -40,7 +40,7 @@ class Integer(NamedTuple):
         return f"an integer from 0 to {self.most}"
 
 
-class Integers(NamedTuple):
+class IntegersReply(NamedTuple):
     """An array with one integer for each of `mosts`, which is 0 to that."""
 
     mosts: tuple[int, ...]
@@ -49,7 +49,7 @@ class Integers(NamedTuple):
         return f"an array of {len(self.mosts)} integers, each from 0 to its bound"
 
 
-class Value(NamedTuple):
+class ValueReply(NamedTuple):
     """At most len(into) bytes, which go to `into`, flat and writable. Read as whether it was filled whole."""
 
     into: memoryview
@@ -58,14 +58,14 @@ class Value(NamedTuple):
         return f"a value of at most {len(self.into)} bytes"
 
 
-Expected = Status | Integer | Integers | Value
+Expected = StatusReply | IntegerReply | IntegersReply | ValueReply
 
 
-class Call(threading.local):
+class DeadlineCall(threading.local):
     """What the calling thread's call may still take, and what the next reply may be."""
 
     deadline: float = float("inf")
-    expected: Expected = Status()
+    expected: Expected = StatusReply()
     """Status where redis-py connects: it says AUTH, CLIENT and SELECT."""
 
     def begin(self, timeout_s: float) -> None:
@@ -80,10 +80,10 @@ class Call(threading.local):
         return left
 
 
-class Parser:
+class ReplyParser:
     """Replies of one connection, as call.expected says; redis-py's interface of a parser."""
 
-    def __init__(self, call: Call, redis: Any, socket_read_size: int = LINE_BYTES) -> None:
+    def __init__(self, call: DeadlineCall, redis: Any, socket_read_size: int = LINE_BYTES) -> None:
         self._call, self._redis = call, redis
         self._sock: Any = None
         self._buffer = b""
@@ -118,13 +118,13 @@ class Parser:
         match self._call.expected, line[:1]:
             case _, b"-":
                 return self._redis.ResponseError(line[1:].decode("utf-8", "backslashreplace"))
-            case Status(), b"+":
+            case StatusReply(), b"+":
                 return line[1:]
-            case Integer(most), b":":
+            case IntegerReply(most), b":":
                 return self._number(line, most)
-            case Integers(mosts), b"*" if self._number(line, MOST) == len(mosts):
+            case IntegersReply(mosts), b"*" if self._number(line, MOST) == len(mosts):
                 return [self._member(most) for most in mosts]
-            case Value(into), b"$":
+            case ValueReply(into), b"$":
                 return line != b"$-1" and self._value(self._number(line, len(into)), into)
         raise self._unexpected(line)
 

@@ -1,7 +1,7 @@
 """The tiers in the order of their speed, and the queues of what is being written to them.
 
-The host tier is written by the caller, which is a copy in memory; disk and remote by a thread each, behind a queue
-bounded in bytes. A tier that is left alone after a failure needs no special case: it answers "not there" at once, and
+A tier in memory is written by the caller, which is a copy; each other one by a thread, behind a queue bounded in
+bytes. A tier that is left alone after a failure needs no special case: it answers "not there" at once, and
 its trial call after the cooldown is one of those made here.
 """
 
@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from headrace.offload.tiers.base import Format, Parts, Read, Tier, TierStats
+from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, Tier, TierStats
 from headrace.offload.tiers.writer import Write, Writer
 
 log = logging.getLogger(__name__)
@@ -31,10 +31,10 @@ class Tiers:
         if queue_bytes <= 0 or not 0 < timeout_s < float("inf"):
             raise ValueError(f"queue_bytes and timeout_s must be above 0, got {queue_bytes} and {timeout_s}")
         self.tiers, self.timeout_s = tuple(tiers), timeout_s
-        self._writers = [None if tier.kind == "host" else Writer(tier, queue_bytes) for tier in tiers]
+        self._writers = [None if tier.in_memory else Writer(tier, queue_bytes) for tier in tiers]
         self._probed = [TierStats() for _ in tiers]
 
-    def format(self, index: int) -> Format:
+    def format(self, index: int) -> BlobFormat:
         return self.tiers[index].format
 
     def kind(self, index: int) -> str:
@@ -57,19 +57,11 @@ class Tiers:
             missing = [at for at in missing if found[at] is None]
         return found
 
-    def lacking_each(self, names: Sequence[bytes]) -> list[list[int]]:
-        """For each name the tiers that neither have it nor are about to be given it. One call per tier."""
-        lacking: list[list[int]] = [[] for _ in names]
-        for index, tier in enumerate(self.tiers):
-            asked = [at for at, name in enumerate(names) if not self.pending(index, name)]
-            for at, there in zip(asked, tier.has([names[at] for at in asked]) if asked else [], strict=True):
-                if not there:
-                    lacking[at].append(index)
-        return lacking
-
     def lacking(self, name: bytes) -> list[int]:
-        """lacking_each of one name."""
-        return self.lacking_each([name])[0]
+        """The tiers that neither have a blob nor are about to be given it."""
+        return [
+            index for index, tier in enumerate(self.tiers) if not (self.pending(index, name) or tier.has([name])[0])
+        ]
 
     def doubtful(self, name: bytes) -> list[int]:
         """The tiers that may lack it, asking only those that answer from memory: a put changes nothing where it is."""
@@ -78,10 +70,6 @@ class Tiers:
             for index, tier in enumerate(self.tiers)
             if not (self.pending(index, name) if self.queues(index) else tier.has([name])[0])
         ]
-
-    def has_stored(self, names: Sequence[bytes]) -> list[bool]:
-        """Whether no tier lacks it: there is nothing to offer."""
-        return [not lacking for lacking in self.lacking_each(names)]
 
     def pending(self, index: int, name: bytes) -> bool:
         """Whether it waits to be written to that tier."""
@@ -92,8 +80,8 @@ class Tiers:
         """Tier.read of that tier."""
         return self.tiers[index].read(reads)
 
-    def offer(self, index: int, name: bytes, tenant: bytes, parts: Parts, size: int) -> bool:
-        """Gives a blob of `size` bytes to that tier: written now (host) or queued. False: dropped, and counted.
+    def offer(self, index: int, name: bytes, tenant: bytes, parts: BlobParts, size: int) -> bool:
+        """Gives a blob of `size` bytes to that tier: written now (in memory) or queued. False: dropped, and counted.
 
         The parts must not change until the tier has them; the queue keeps them alive. Waits at most timeout_s where
         the queue is full.

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from headrace.offload.tiers.base import Parts, Tier
+from headrace.offload.tiers.base import BlobParts, Tier
 
 log = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 class Write(NamedTuple):
     name: bytes
     tenant: bytes
-    parts: Parts
+    parts: BlobParts
     size: int
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from headrace import memory
 from headrace.kernels import cpu, ops
 from headrace.models.decoder import Decoder, Layer, OneByOne
-from headrace.offload.copy_streams import CopyStream, Ticket, copy_alone
+from headrace.offload.copy_streams import CopyStream, copy_alone
 from headrace.offload.streaming.store import Allocate
+from headrace.offload.ticket import Ticket
 from headrace.offload.weights.layers import (
     OneLayer,
     bare,
@@ -28,11 +29,11 @@ from headrace.offload.weights.layers import (
     tensors_of,
 )
 
-Part = Literal["kv", "q", "out", "up", "down"]
-PARTS: tuple[Part, ...] = ("kv", "q", "out", "up", "down")
+WeightPart = Literal["kv", "q", "out", "up", "down"]
+WEIGHT_PARTS: tuple[WeightPart, ...] = ("kv", "q", "out", "up", "down")
 """In the order in which a layer needs them."""
-What = Literal["first", "rest", "coarse"]
-Copies = list[tuple[Tensor, Tensor]]
+WeightSlice = Literal["first", "rest", "coarse"]
+CopyPairs = list[tuple[Tensor, Tensor]]
 """(into, source) of each, flat."""
 
 
@@ -42,21 +43,21 @@ class LayerSource(Protocol):
     def start(self) -> None:
         """Before the first layer of a step."""
 
-    def load(self, layer: int, index: int, of: int, what: What) -> None:
+    def load(self, layer: int, index: int, of: int, what: WeightSlice) -> None:
         """Issues slice `index` of `of` of the layer's weights: of these what makes keys and values (first), the rest,
         or all of them as one transfer, of which nothing is usable before its end (coarse)."""
 
     def layer(self, layer: int) -> OneLayer:
         """The layer, whose weights may still be on their way."""
 
-    def wait(self, layer: int, *parts: Part) -> None:
+    def wait(self, layer: int, *parts: WeightPart) -> None:
         """Until these parts of the layer's weights are there."""
 
     def done(self, layer: int) -> None:
         """The layer is not needed again in this step."""
 
 
-class Resident:
+class ResidentLayers:
     """Layers whose weights are in fast memory."""
 
     def __init__(self, decoder: Decoder) -> None:
@@ -66,13 +67,13 @@ class Resident:
     def start(self) -> None:
         pass
 
-    def load(self, layer: int, index: int, of: int, what: What) -> None:
+    def load(self, layer: int, index: int, of: int, what: WeightSlice) -> None:
         pass
 
     def layer(self, layer: int) -> OneLayer:
         return self.layers[layer]
 
-    def wait(self, layer: int, *parts: Part) -> None:
+    def wait(self, layer: int, *parts: WeightPart) -> None:
         pass
 
     def done(self, layer: int) -> None:
@@ -80,21 +81,21 @@ class Resident:
 
 
 @dataclass(slots=True, eq=False)
-class _Buffer:
+class _LayerBuffer:
     """Fast memory for one layer's matrices: which layer it has, and the transfers that bring its parts."""
 
     matrices: dict[str, ops.Weight]
     layer: int | None = None
-    tickets: dict[Part, list[Ticket]] = field(default_factory=dict)
+    tickets: dict[WeightPart, list[Ticket]] = field(default_factory=dict)
 
 
-class Streamed:
-    """Layers whose matrices lie outside, and come over `lane` when asked for. The decoder's own are given up: its
+class StreamedLayers:
+    """Layers whose matrices lie outside, and come over `stream` when asked for. The decoder's own are given up: its
     layers read the outside ones from then on. allocate: where those shall lie; None: where they are.
     """
 
-    def __init__(self, decoder: Decoder, lane: CopyStream, allocate: Allocate | None = None) -> None:
-        self.lane = lane
+    def __init__(self, decoder: Decoder, stream: CopyStream, allocate: Allocate | None = None) -> None:
+        self.stream = stream
         self.shape = shape_of(decoder)
         self.outside = layers_of(decoder)
         if allocate is not None:
@@ -105,7 +106,7 @@ class Streamed:
             decoder.layers = OneByOne(self.outside)
         self.spec = decoder.config.attention
         first = self.outside[0]
-        self.buffers = [_Buffer(_room(first)) for _ in range(2)]
+        self.buffers = [_LayerBuffer(_room(first)) for _ in range(2)]
         self._runs: dict[tuple[int, int], OneLayer] = {}
         self._next = 0
 
@@ -120,23 +121,23 @@ class Streamed:
             self.load(0, 0, 1, "first")
             self.load(0, 0, 1, "rest")
 
-    def load(self, layer: int, index: int, of: int, what: What) -> None:
+    def load(self, layer: int, index: int, of: int, what: WeightSlice) -> None:
         buffer = self._claim(layer)
         slices = self._slice(self.outside[layer], buffer, index, of)
         if what == "coarse":
-            self._submit(buffer, PARTS, [copy for copies in slices.values() for copy in copies])
+            self._submit(buffer, WEIGHT_PARTS, [copy for copies in slices.values() for copy in copies])
             return
         for part, copies in slices.items():
             if (part == "kv") == (what == "first"):
                 self._submit(buffer, (part,), copies)
 
-    def _submit(self, buffer: _Buffer, parts: tuple[Part, ...], copies: Copies) -> None:
+    def _submit(self, buffer: _LayerBuffer, parts: tuple[WeightPart, ...], copies: CopyPairs) -> None:
         """Sends copies that parts of a layer wait for."""
-        ticket = self.lane.submit(partial(_run, copies), sum(source.nbytes for _, source in copies), "weights")
+        ticket = self.stream.submit(partial(_run, copies), sum(source.nbytes for _, source in copies), "weights")
         for part in parts:
             buffer.tickets.setdefault(part, []).append(ticket)
 
-    def _claim(self, layer: int) -> _Buffer:
+    def _claim(self, layer: int) -> _LayerBuffer:
         """The buffer that has the layer, or takes it from now on: the one that is not in use."""
         found = self._buffer_of(layer)
         if found is None:
@@ -145,7 +146,7 @@ class Streamed:
             found.layer, found.tickets = layer, {}
         return found
 
-    def _buffer_of(self, layer: int) -> _Buffer | None:
+    def _buffer_of(self, layer: int) -> _LayerBuffer | None:
         return next((buffer for buffer in self.buffers if buffer.layer == layer), None)
 
     def layer(self, layer: int) -> OneLayer:
@@ -155,7 +156,7 @@ class Streamed:
             self._runs[key] = OneLayer(bare(self.outside[layer], buffer.matrices), self.shape)
         return self._runs[key]
 
-    def wait(self, layer: int, *parts: Part) -> None:
+    def wait(self, layer: int, *parts: WeightPart) -> None:
         buffer = self._buffer_of(layer)
         for ticket in [] if buffer is None else [each for part in parts for each in buffer.tickets.get(part, ())]:
             ticket.wait()
@@ -165,13 +166,13 @@ class Streamed:
         if buffer is not None:
             buffer.layer = None
 
-    def _slice(self, layer: Layer, buffer: _Buffer, index: int, of: int) -> dict[Part, Copies]:
+    def _slice(self, layer: Layer, buffer: _LayerBuffer, index: int, of: int) -> dict[WeightPart, CopyPairs]:
         """Slice `index`, an equal share of the layer's bytes in the order in which they are needed, by part."""
-        pairs = {part: self._pairs(layer, buffer, part) for part in PARTS}
+        pairs = {part: self._pairs(layer, buffer, part) for part in WEIGHT_PARTS}
         total = sum(source.nbytes for each in pairs.values() for _, source in each)
         low, high, at = index * total // of, (index + 1) * total // of, 0
-        found: dict[Part, Copies] = {}
-        for part in PARTS:
+        found: dict[WeightPart, CopyPairs] = {}
+        for part in WEIGHT_PARTS:
             for into, source in pairs[part]:
                 begin, end = max(low, at) - at, min(high, at + source.nbytes) - at
                 at += source.nbytes
@@ -179,7 +180,7 @@ class Streamed:
                     found.setdefault(part, []).append((_flat(into)[begin:end], _flat(source)[begin:end]))
         return found
 
-    def _pairs(self, layer: Layer, buffer: _Buffer, part: Part) -> Copies:
+    def _pairs(self, layer: Layer, buffer: _LayerBuffer, part: WeightPart) -> CopyPairs:
         """What a part consists of: (into, source)."""
         name = f"{'qkv' if part in ('q', 'kv') else part}.weight"
         weight = layer.matrices[name]
@@ -189,7 +190,7 @@ class Streamed:
             return pairs
         return [self._part_of_qkv(pair, weight, part) for pair in pairs]
 
-    def _part_of_qkv(self, pair: tuple[Tensor, Tensor], weight: ops.Weight, part: Part) -> tuple[Tensor, Tensor]:
+    def _part_of_qkv(self, pair: tuple[Tensor, Tensor], weight: ops.Weight, part: WeightPart) -> tuple[Tensor, Tensor]:
         blocks = query_blocks(self.spec)
         if isinstance(weight, Tensor):
             cut = self.spec.heads * self.spec.head_dim
@@ -199,7 +200,7 @@ class Streamed:
         return pair[0][rows], pair[1][rows]
 
 
-def _run(copies: Copies) -> None:
+def _run(copies: CopyPairs) -> None:
     for into, source in copies:
         copy_alone(into, source)
 

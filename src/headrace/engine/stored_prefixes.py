@@ -1,0 +1,313 @@
+"""Stored prefixes on their way back into the pool, as the scheduler and the engine see them (engine.below).
+
+A prompt that begins with stored chunks goes through these states, forwards only. Its sequence may leave at any of them.
+
+    Looking    a thread asks the tiers which chunks they have
+               -> Coming, or Settled if no chunk is worth bringing
+    Coming     a copy stream brings chunks; the engine computes those before them from tokens, as in any prefill
+               -> Attached, or Settled if all were lost, or others have computed them meanwhile
+    Attached   the chunks are the table's; the step that computes what follows waits for them, layer by layer
+               -> Settled, confirmed as far as they came
+    Settled    nothing (more) comes
+
+No tensors here: what moves bytes is behind offload.restore.source and offload.writeback.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from headrace.engine.below import Below
+from headrace.engine.sequence import SequenceState, Slice
+from headrace.kv.cache import KVCache
+from headrace.kv.chunk_table import ChunkTable
+from headrace.kv.tree import Node
+from headrace.offload.restore.rates import Rates
+from headrace.offload.restore.report import RestoreCounters, RestoreReport
+from headrace.offload.restore.solver import Prediction, Split, StoredRun, predict, restore_split
+from headrace.offload.tiers.stack import Tiers
+from headrace.types import CHUNK, EngineStats, chunks_for
+
+if TYPE_CHECKING:  # these need torch
+    from headrace.offload.restore.source import FoundChunk, Lookup, StoredChunks
+    from headrace.offload.restore.transfer import RestoreTransfer
+    from headrace.offload.writeback import Writeback
+
+log = logging.getLogger(__name__)
+
+TIERS_S = 0.2
+"""Between two looks at the tiers' counters."""
+CLOSE_S = 30.0
+"""So long may it take to store what is not stored yet when the engine ends."""
+
+Choose = Callable[[StoredRun, Rates, int], Split]
+"""(run, rates, most tokens of a step) -> Split: see offload.restore.solver.restore_split."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Looking:
+    """first: number of the first chunk that was asked for."""
+
+    first: int
+    lookup: Lookup
+
+    def found_from(self, chunk: int) -> list[FoundChunk]:
+        """What was found from chunk number `chunk` on."""
+        return self.lookup.found[chunk - self.first :]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Restoring:
+    """first: number of the chunk that the first of `nodes` is. expected: what the solver predicted; None where others
+    compute beside it."""
+
+    first: int
+    nodes: list[Node]
+    restore: RestoreTransfer
+    split: Split
+    expected: Prediction | None
+
+
+class Coming(_Restoring):
+    """The nodes are loose: no table has them."""
+
+    __slots__ = ()
+
+
+class Attached(_Restoring):
+    """The nodes are the table's, without names until they are confirmed."""
+
+    __slots__ = ()
+
+
+class Settled:
+    __slots__ = ()
+
+
+State = Looking | Coming | Attached | Settled
+SETTLED = Settled()
+
+
+@dataclass(slots=True, eq=False)
+class StoredPrefixes(Below):
+    """choose: the solver; may be set to force a split, for tests and benchmarks."""
+
+    cache: KVCache
+    source: StoredChunks
+    rates: Rates
+    writeback: Writeback
+    max_batch_tokens: int
+    choose: Choose = restore_split
+    counters: RestoreCounters = field(default_factory=RestoreCounters)
+    _states: dict[SequenceState, State] = field(default_factory=dict)
+    _arriving: dict[bytes, RestoreTransfer] = field(default_factory=dict)
+    _leaving: list[tuple[RestoreTransfer, list[Node]]] = field(default_factory=list)
+    _ask_tiers_s: float = 0.0
+
+    @property
+    def tiers(self) -> Tiers:
+        return self.source.tiers
+
+    # -- for the scheduler
+
+    def until(self, sequence: SequenceState, alone: bool) -> int:
+        table = sequence.table
+        assert table is not None, "a scheduled sequence has a table"
+        state = self._next(sequence, table, alone)
+        self._states[sequence] = state
+        match state:
+            case Looking():
+                return table.length
+            case Coming():
+                return max(table.length, state.first * CHUNK)
+            case _:
+                return len(sequence.tokens)
+
+    def leave(self, sequence: SequenceState, table: ChunkTable, ended: bool) -> None:
+        match self._states.pop(sequence, SETTLED):
+            case Coming() as state:
+                self._abandon(table, state, state.nodes)
+            case Attached() as state:
+                self._abandon(table, state, self.cache.detach(table, state.first, len(state.nodes)))
+        if ended and table.shares:
+            self.writeback.park(table)
+        else:
+            self.cache.close(table)
+
+    def make_room(self) -> None:
+        self.writeback.make_room()
+
+    # -- transitions, each of which returns the state after it
+
+    def _next(self, sequence: SequenceState, table: ChunkTable, alone: bool) -> State:
+        """As far as a prompt comes now."""
+        state = self._states.get(sequence) or self._look(table)
+        if isinstance(state, Looking) and state.lookup.done and not self._arrives_for_another(table, state):
+            state = self._plan(sequence, table, state)
+        if isinstance(state, Coming) and table.length >= state.first * CHUNK:
+            if alone or state.restore.report.done:
+                return self._attach(sequence, table, state)
+            return replace(state, expected=None)  # others compute meanwhile
+        return state
+
+    def _look(self, table: ChunkTable) -> State:
+        first, last = table.length // CHUNK, (len(table.tokens) - 1) // CHUNK
+        if not table.shares or first >= last or table.length % CHUNK:
+            return SETTLED
+        return Looking(first, self.source.look([table.digest(chunk) for chunk in range(first, last)]))
+
+    def _arrives_for_another(self, table: ChunkTable, state: Looking) -> bool:
+        """Whether another sequence is being brought what this one needs next."""
+        found = state.found_from(table.length // CHUNK)
+        return bool(found) and found[0].digest in self._arriving
+
+    def _plan(self, sequence: SequenceState, table: ChunkTable, state: Looking) -> State:
+        first = table.length // CHUNK
+        found, need = state.found_from(first), chunks_for(len(table.tokens)) - first
+        if not found or table.length % CHUNK:
+            return SETTLED
+        if need > self.cache.available:
+            self.make_room()
+        if need > self.cache.available:
+            log.info("%s: %d chunks are stored, but the pool is too full", sequence.request.request_id, len(found))
+            return SETTLED
+        run = self.source.as_run(found, first, len(table.tokens) - (first + len(found)) * CHUNK)
+        split = self.choose(run, self.rates, self.max_batch_tokens)
+        log.info("%s: %s", sequence.request.request_id, split.reason)
+        sequence.restore_reason = split.reason
+        if split.tokens >= len(found):
+            return SETTLED
+        expected = None
+        if run.suffix <= self.max_batch_tokens:
+            expected = predict(run, self.rates, split.tokens, split.x, self.max_batch_tokens)
+        return self._bring(sequence, table, found[split.tokens :], split, expected)
+
+    def _bring(
+        self, sequence: SequenceState, table: ChunkTable, found: list[FoundChunk], split: Split,
+        expected: Prediction | None,
+    ) -> State:  # fmt: skip
+        nodes = self.cache.take_loose(len(found))
+        assert nodes is not None, "available promised them"
+        for i, node in enumerate(nodes):
+            node.activations = i < split.x
+        first = table.length // CHUNK + split.tokens
+        restore = self.source.bring(found, first, [node.slot for node in nodes], split.x, sequence.prompt_len)
+        table.coming = len(nodes)
+        self._arriving |= {each.digest: restore for each in found}
+        self.counters.restores += 1
+        return Coming(first, nodes, restore, split, expected)
+
+    def _attach(self, sequence: SequenceState, table: ChunkTable, state: Coming) -> State:
+        report = state.restore.report
+        if table.length > state.first * CHUNK or report.good == 0:  # others have computed it meanwhile, or it is lost
+            self._count_failure(sequence, report)
+            return self._abandon(table, state, state.nodes)
+        table.coming = 0
+        self.cache.attach(table, state.nodes)
+        attached = Attached(state.first, state.nodes, state.restore, state.split, state.expected)
+        if report.done and not report.projects:
+            return self._settle(sequence, table, attached)
+        return attached
+
+    def _abandon(self, table: ChunkTable, state: Coming | Attached, nodes: list[Node]) -> State:
+        """The loose nodes are free once the copy stream is done with them (`settle`)."""
+        state.restore.cancel()
+        table.coming = 0
+        self._leaving.append((state.restore, nodes))
+        return self._arrived(state)
+
+    def _settle(self, sequence: SequenceState, table: ChunkTable, state: Attached) -> State:
+        """After all of it has come: confirms what is as it should be; what is not is given up."""
+        report = state.restore.report
+        assert report.done
+        for node in state.nodes[: report.good]:
+            node.stored = True
+        if report.lost:
+            self.cache.truncate(table, state.first + report.good)
+        self.cache.confirm(table, state.first, report.good)
+        if state.expected is not None and not report.failed:
+            loading = state.split.tokens + state.split.x == 0
+            self.rates.observe_restore(report.seconds, state.expected.seconds, state.expected.shared_s, loading)
+        self.counters.add(report, state.split.tokens * CHUNK)
+        sequence.restored_tokens += report.tokens
+        if not sequence.preemptions:
+            sequence.cached_tokens += report.tokens
+        report.tell(self.rates)
+        self._count_failure(sequence, report)
+        return self._arrived(state)
+
+    def _arrived(self, state: Coming | Attached) -> State:
+        self._arriving = {digest: other for digest, other in self._arriving.items() if other is not state.restore}
+        return SETTLED
+
+    def _count_failure(self, sequence: SequenceState, report: RestoreReport) -> None:
+        if report.lost:
+            self.counters.failures += 1
+            log.warning("%s: %s; it and what follows is computed again", sequence.request.request_id, report.reason)
+
+    # -- around a step
+
+    def settle(self) -> None:
+        """Between steps: what threads have ended."""
+        self.writeback.settle()
+        for restore, nodes in self._leaving:
+            if restore.report.done:
+                self.cache.free_loose(nodes)
+        self._leaving = [(restore, nodes) for restore, nodes in self._leaving if not restore.report.done]
+
+    def closing(self, slices: Sequence[Slice]) -> list[RestoreTransfer]:
+        """Restores that the step of these slices has to wait for, layer by layer."""
+        states = [self._states.get(part.sequence) for part in slices]
+        return [state.restore for state in states if isinstance(state, Attached)]
+
+    def confirm(self, slices: Sequence[Slice]) -> set[SequenceState]:
+        """After the step, before KVCache.commit: the sequences whose rows are void, since chunks that they needed did
+        not come. They are computed again from there."""
+        void = set()
+        for part in slices:
+            state, table = self._states.get(part.sequence), part.sequence.table
+            if isinstance(state, Attached) and table is not None:
+                self._states[part.sequence] = self._settle(part.sequence, table, state)
+                if state.restore.report.failed:
+                    void.add(part.sequence)
+        return void
+
+    def observe(self, slices: Sequence[Slice], seconds: float) -> None:
+        """A step that computed one prompt, with nothing on its way meanwhile, tells how fast prefill is."""
+        if len(slices) == 1 and slices[0].length > 1 and not (self._arriving or self._leaving):
+            self.rates.observe_prefill(slices[0].start, slices[0].length, seconds)
+
+    def wait(self) -> None:
+        """A moment, where no sequence can go on: threads are at work for all of them."""
+        time.sleep(0.0005)
+
+    @property
+    def pending(self) -> bool:
+        """Whether threads have work that `settle` will have to end."""
+        return bool(self._leaving or self.writeback.unstored or self.tiers.queued_blobs)
+
+    def store_idle(self) -> bool:
+        return self.writeback.store_idle()
+
+    def add_stats(self, stats: EngineStats) -> None:
+        """Tiers are asked now and then only, since they look up what they tell, and when all is stored."""
+        own, now, before = self.counters, time.monotonic(), stats.writeback_pending
+        stats.restores, stats.restore_failures, stats.restore_s = own.restores, own.failures, own.restore_s
+        stats.restored_tokens, stats.projected_tokens = own.loaded_tokens, own.projected_tokens
+        stats.recomputed_tokens = own.recomputed_tokens
+        stats.restore_link_s, stats.restore_waited_s = own.link_s, own.waited_s
+        waiting = self.writeback.unstored + self.writeback.let_go
+        stats.writeback_pending = waiting + self.tiers.queued_blobs
+        if now >= self._ask_tiers_s or (before and not stats.writeback_pending):
+            stats.tiers, self._ask_tiers_s = self.tiers.stats(), now + TIERS_S
+
+    def close(self) -> None:
+        """Stores what is not stored yet, for at most CLOSE_S, and ends all threads. May be called again."""
+        end = time.monotonic() + CLOSE_S
+        self.writeback.close(CLOSE_S)
+        self.source.close()
+        self.tiers.close(max(0.1, end - time.monotonic()))

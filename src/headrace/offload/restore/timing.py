@@ -1,0 +1,62 @@
+"""First rates by a few real calls: how long they take, and what follows from it. Less than a second on any model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+from headrace.offload.restore.estimators import LinearRate, PrefillRate
+from headrace.planner.machine import ModelShape
+
+SIZES = (1 << 18, 1 << 23)
+"""Bytes of the transfers that are timed."""
+ROWS = (64, 1024)
+"""Tokens of the projections that are timed."""
+TOKENS = 256.0
+"""A usual number of tokens to project."""
+ATTENTION = 0.8
+"""Rate of the attention as a share of that of the linear layers, where no profile says."""
+MEMORY_BYTES_S = 30e9
+LEAST_CALLS, MOST_CALLS, CALLS_S = 3, 15, 0.02
+"""Calls that are timed, and the seconds after which those above the least are left out: something that takes the cores
+for a moment then spoils the first rates of nothing, and what it spoiled would last until steps of that size came."""
+
+
+def projection_rate(project: Callable[[int], object]) -> LinearRate:
+    """project(tokens): K and V of so many tokens of one layer, from X, with the model's own weights."""
+    few, many = (call_seconds(lambda rows=rows: project(rows)) for rows in ROWS)  # type: ignore[misc]
+    token_s = max((many - few) / (ROWS[1] - ROWS[0]), 0.1 * many / ROWS[1])
+    return LinearRate(token_s, max(few - token_s * ROWS[0], 0.0), typical=TOKENS)
+
+
+def read_rate(read: Callable[[int], object]) -> tuple[LinearRate, float]:
+    """read(size): a read of about so many bytes, as restores do it. The rate, and the seconds of a core per byte."""
+    small, large = (call_seconds(lambda size=size: read(size)) for size in SIZES)  # type: ignore[misc]
+    began = time.thread_time()
+    read(SIZES[1])
+    taken = (time.thread_time() - began) / SIZES[1]
+    byte_s = max((large - small) / (SIZES[1] - SIZES[0]), 0.1 * large / SIZES[1])
+    return LinearRate(byte_s, max(small - byte_s * SIZES[0], 0.0)), min(taken, byte_s)
+
+
+def prefill_rate(shape: ModelShape, flops_s: float, memory_bytes_s: float = MEMORY_BYTES_S) -> PrefillRate:
+    """From the rate of the linear layers alone."""
+    weights = shape.layers * (shape.qkv_weights + shape.rest_weights) * shape.element_bytes
+    pair_s = shape.layers * shape.pair_flops / (ATTENTION * flops_s)
+    return PrefillRate(weights / memory_bytes_s, shape.linear_flops / flops_s, pair_s)
+
+
+def call_seconds(work: Callable[[], object], most_s: float = 0.05) -> float:
+    """Median time of a few calls after one that does not count, of short ones more; of a slow call, that one alone."""
+    began = time.perf_counter()
+    work()
+    first = time.perf_counter() - began
+    if first > most_s:
+        return first
+    times: list[float] = []
+    while len(times) < LEAST_CALLS or (len(times) < MOST_CALLS and sum(times) < CALLS_S):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)

@@ -1,0 +1,150 @@
+"""What moves while decoding streams: chunks and weights into fast memory, new rows and hidden states out of it.
+
+T: rows of a batch, H: hidden size, Hkv: KV heads, D: head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from headrace.attention.execute import BACKENDS
+from headrace.attention.plan import Plan
+from headrace.offload.copy_streams import CopyStreams, copy_alone
+from headrace.offload.streaming.staging import Staging, StagingPiece, gather
+from headrace.offload.streaming.store import OutsideStore
+from headrace.offload.streaming.throughput import Throughput
+from headrace.offload.ticket import Ticket
+from headrace.offload.weights.streamed import LayerSource, WeightSlice
+from headrace.types import CHUNK
+
+
+@dataclass(slots=True)
+class StreamingTotals:
+    """Of the steps so far: chunks of all layers loaded and projected, bytes in and out, seconds predicted, spent, and
+    spent waiting for what comes in."""
+
+    steps: int = 0
+    loaded: int = 0
+    projected: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    predicted_s: float = 0.0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+
+    def copy(self) -> StreamingTotals:
+        return replace(self)
+
+
+@dataclass(slots=True)
+class Transfers:
+    """Between the store and its staging, by a copy stream each way; and what they tell of the link.
+
+    weight_bytes: of the matrices that a layer loads. x_resident: the store's X lies in fast memory. ValueError if the
+    store keeps none. Copies raise nothing here: their tickets do.
+    """
+
+    store: OutsideStore
+    staging: Staging
+    layers: LayerSource
+    streams: CopyStreams
+    backend: str
+    weight_bytes: int = 0
+    x_resident: bool = False
+    totals: StreamingTotals = field(default_factory=StreamingTotals)
+    throughput: Throughput = field(init=False)
+    _writes: list[Ticket] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.x_resident and not self.store.hidden:
+            raise ValueError("x_resident: the store keeps no X")
+        self.throughput = Throughput(self.store.chunk_bytes, self.store.x_bytes, self.x_resident)
+
+    # -- in
+
+    def load_weights(self, layer: int, index: int, of: int, what: WeightSlice) -> None:
+        """LayerSource.load, counted."""
+        self.layers.load(layer, index, of, what)
+        if what != "rest":
+            self.totals.bytes_in += self.weight_bytes // of
+
+    def load_kv(self, buffer: int, layer: int, piece: StagingPiece) -> Ticket | None:
+        """K and V of the piece's loaded chunks; None where there are none."""
+        if not piece.loaded:
+            return None
+        run = partial(self.staging.load_kv, buffer, self.store, layer, piece)
+        return self._load(run, piece.loaded * self.store.chunk_bytes, "kv")
+
+    def load_x(self, buffer: int, layer: int, piece: StagingPiece) -> Ticket | None:
+        """X of the piece's projected chunks; None where there are none, or X is resident (`gather_x`)."""
+        if not piece.projected or self.x_resident:
+            return None
+        run = partial(self.staging.load_x, buffer, self.store, layer, piece)
+        return self._load(run, piece.projected * self.store.x_bytes, "x")
+
+    def _load(self, run: Callable[[], None], size: int, stream: str) -> Ticket:
+        self.totals.bytes_in += size
+        return self.streams.into.submit(run, size, stream)
+
+    def gather_x(self, buffer: int, layer: int, piece: StagingPiece) -> None:
+        """Resident X of the piece's projected chunks, now."""
+        if self.x_resident:
+            gather(self.staging.x[buffer], self.store.x[layer], piece.to_project)
+
+    def load_hidden(self, into: Tensor, outside: Tensor, written: Ticket) -> Ticket:
+        """Hidden states that left before, once they have arrived outside."""
+
+        def run() -> None:
+            written.wait()
+            copy_alone(into, outside)
+
+        return self.streams.into.submit(run, outside.nbytes, "hidden")
+
+    # -- out
+
+    def send_hidden(self, x: Tensor) -> tuple[Tensor, Ticket]:
+        """A copy outside of hidden states that must wait."""
+        outside = torch.empty_like(x)
+        return outside, self._send(partial(copy_alone, outside, x), x.nbytes, "hidden")
+
+    def write(self, layer: int, plan: Plan, k: Tensor, v: Tensor, x: Tensor | None) -> None:
+        """Sends rows of keys, values [T, Hkv, D] and X [T, H] to the store; they are this call's from now on."""
+        slots, offsets = torch.from_numpy(plan.row_slots), torch.from_numpy(plan.row_offsets)
+        outside = x is not None and not self.x_resident
+        size = 2 * k.numel() * self.store.dtype.itemsize + (x.nbytes if x is not None and outside else 0)
+
+        def run() -> None:
+            self.append(self.store.fields[layer], k, v, slots, offsets)
+            if x is not None and outside:
+                self._keep(layer, slots, offsets, x)
+
+        if x is not None and not outside:
+            self._keep(layer, slots, offsets, x)
+        self._send(run, size, "kv")
+
+    def _keep(self, layer: int, slots: Tensor, offsets: Tensor, x: Tensor) -> None:
+        """Writes rows of X to the store's memory."""
+        self.store.x[layer].view(-1, self.store.hidden)[slots.long() * CHUNK + offsets] = x
+
+    def _send(self, run: Callable[[], None], size: int, stream: str) -> Ticket:
+        ticket = self.streams.out.submit(run, size, stream)
+        self._writes.append(ticket)
+        self.totals.bytes_out += size
+        return ticket
+
+    def append(self, pool: dict[str, Tensor], k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
+        """Rows of keys and values into a pool: see kernels.cpu.append."""
+        BACKENDS[self.backend].append(
+            pool["k"], pool["v"], k, v, slots, offsets, k_scale=pool.get("k_scale"), v_scale=pool.get("v_scale")
+        )
+
+    def settle(self) -> None:
+        """Until all that was written is in the store. Raises what a copy raised."""
+        for ticket in self._writes:
+            ticket.wait()
+        self._writes.clear()
