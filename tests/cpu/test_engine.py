@@ -303,7 +303,7 @@ def test_environment_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_KV_CACHE_TOKENS", "1280")
     monkeypatch.setenv("HEADRACE_ENABLE_PREFIX_CACHING", "false")
     llm = LLM("tiny", max_sequences=3)
-    assert llm.capacity.kv_cache_tokens == 1280 and not llm.config.enable_prefix_caching
+    assert llm.capacity.kv_cache_tokens == 1280 and not llm.config.cache.prefix_caching
     assert LLM("tiny", kv_cache_tokens=640).capacity.kv_cache_tokens == 640
     monkeypatch.setenv("HEADRACE_KV_CACHE_TOKENS", "many")
     with pytest.raises(ValueError, match="kv_cache_tokens"):

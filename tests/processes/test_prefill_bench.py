@@ -6,7 +6,6 @@ import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def one_bed(patch: pytest.MonkeyPatch) -> Iterator[None]:
         def open_once(config: EngineConfig, **options: Any) -> Iterator[Bed]:
             if not beds:
                 beds.append(stack.enter_context(open_bed(config, **options)))
-            assert replace(config, threads=beds[0].config.threads) == beds[0].config
+            assert config.replace(threads=beds[0].config.model.threads) == beds[0].config
             yield beds[0]
 
         patch.setattr("headrace.cli.tune.open_bed", open_once)

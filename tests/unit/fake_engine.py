@@ -141,7 +141,7 @@ class FakeEngine:
     ) -> AsyncIterator[Delta]:
         if not self.alive:
             raise EngineDead(self.failure or "not started")
-        if self.stats.waiting >= self.config.max_queued_requests:
+        if self.stats.waiting >= self.config.server.max_queued_requests:
             raise Overloaded("the queue is full", 2.5)
         assert isinstance(prompt, list) and request_id is not None
         self.salts.append((cache_salt, public_prefix_tokens))

@@ -11,9 +11,10 @@ import pytest
 
 from headrace.cli.engine import figures
 from headrace.config import EngineConfig
+from headrace.config.tiers import without_password
 from headrace.engine import messages as m
 from headrace.server import metrics as told_metrics
-from headrace.server.status import StatusLines, status_line, tier_lines, without_password
+from headrace.server.status import StatusLines, status_line, tier_lines
 from headrace.types import STATS_TABLES, TIER_GAUGES, EngineStats, Metrics, TierStats
 from tests.unit.fake_engine import FakeCapacity, FakeEngine
 from tests.unit.fake_server import TEXT, serving, text, until
@@ -148,7 +149,6 @@ def test_tokens_of_rounding_tiers() -> None:
 def test_urls_without_passwords() -> None:
     assert without_password("redis://:p@h:1/0") == "redis://h:1/0"
     assert without_password("unix://u:p@/run/kv.sock?password=x") == "unix:///run/kv.sock"
-    assert without_password(None) is None
 
 
 def test_line_of_the_command_line() -> None:

@@ -105,7 +105,7 @@ def settings(model: str, ranks: int, longest: int, threads: int | None, dtype: s
         context_parallel_size=ranks,
         kv_cache_tokens=whole,
         threads=threads,
-        dtype=dtype,  # type: ignore[arg-type]
+        dtype=dtype,
     )
 
 

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -125,7 +125,7 @@ def pin(config: EngineConfig, rank: int) -> None:
 
     For when the links are made: their threads run where there is room.
     """
-    cores, threads = sorted(os.sched_getaffinity(0)), config.threads or 1
+    cores, threads = sorted(os.sched_getaffinity(0)), config.model.threads or 1
     if len(cores) >= threads * engine_ranks.count(config):
         os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])
 
@@ -137,12 +137,12 @@ def open_bed(config: EngineConfig, *, netns: bool = False, progress: Progress | 
     netns: its workers in network namespaces. Raises what engine.ranks.open_ranks and Namespaces raise.
     """
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    spaces = Namespaces(config.context_parallel_size) if netns else None
+    spaces = Namespaces(config.ranks.context) if netns else None
     if spaces is not None:
-        config = replace(config, rank_interface=spaces.interface)
+        config = config.replace(rank_interface=spaces.interface)
     try:
         engine_ranks.set_threads(config)
-        config = replace(config, threads=torch.get_num_threads())
+        config = config.replace(threads=torch.get_num_threads())
         start = None if spaces is None else spaces.start
         opened, decoder = engine_ranks.open_ranks(config, progress, MAKER, start)
         pin(config, 0)

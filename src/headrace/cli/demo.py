@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 from urllib.error import URLError
@@ -24,7 +24,7 @@ from rich.table import Table
 
 from headrace.assets.facts import fact_document, question
 from headrace.bench.load import Sample, ask, ask_all, first_error, new_client, quantile
-from headrace.config import EngineConfig, env_name
+from headrace.config import SETTINGS
 from headrace.console import err, out, working
 from headrace.types import CHUNK
 
@@ -107,7 +107,7 @@ def _start(sink: IO[bytes], log: Path) -> Server:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "headrace.cli.main", "serve", MODEL, "--host", "127.0.0.1", "--port", str(port)]
     # Settings of the user's own servers (a key, a name, a size) are not meant for this one.
-    settings = {env_name(item.name) for item in fields(EngineConfig)}
+    settings = {item.env for item in SETTINGS.values()}
     env = {name: value for name, value in os.environ.items() if name not in settings}
     process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
     return Server(process, f"http://127.0.0.1:{port}", log)

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headrace.config import EngineConfig
-from headrace.server.status import without_password
+from headrace.config import EngineConfig, KVTiers
+from headrace.config.fields import listed
+from headrace.config.tiers import SWITCHES, DiskTierSettings, HostTierSettings, RemoteTierSettings
 
 GIB = 2**30
 PROBE_BYTES = 64 << 20
@@ -23,16 +24,20 @@ ROUND_TRIPS = 5
 def findings_of(config: EngineConfig, free_memory: int) -> dict[str, Any]:
     """Tier -> how it does. What does not work is a finding, not an error."""
     found: dict[str, Any] = {}
-    if config.kv_offloading_size:
-        room = "" if config.kv_offloading_size * GIB < free_memory else ": MORE THAN IS FREE"
-        found["host memory"] = f"{config.kv_offloading_size:g} of {free_memory / GIB:,.1f} GiB free{room}"
-    if config.kv_offload_path is not None:
-        found |= disk(Path(config.kv_offload_path), config.kv_offload_disk_size)
-    if config.kv_remote_url is not None:
-        found["remote"] = remote(config)
-    if config.kv_link_gbps is not None:
-        found["emulated link"] = f"{config.kv_link_gbps:g} GB/s, {config.kv_link_latency_ms:g} ms"
-    return found or {"tiers": "none: set kv_offloading_size, kv_offload_path or kv_remote_url (docs/offload.md)"}
+    outside = config.outside
+    if outside is None:
+        return {"tiers": f"none: set {listed(SWITCHES, 'or')} (docs/offload.md)"}
+    for tier in outside.each:
+        if isinstance(tier, HostTierSettings):
+            room = "" if tier.size * GIB < free_memory else ": MORE THAN IS FREE"
+            found[tier.label] = f"{tier.size:g} of {free_memory / GIB:,.1f} GiB free{room}"
+        elif isinstance(tier, DiskTierSettings):
+            found |= disk(Path(tier.place), tier.size)
+        elif isinstance(tier, RemoteTierSettings) and isinstance(outside, KVTiers):
+            found[tier.label] = remote(tier, outside.timeout_s)
+    if outside.link.gbps is not None:
+        found["emulated link"] = f"{outside.link.gbps:g} GB/s, {outside.link.latency_ms:g} ms"
+    return found
 
 
 def disk(folder: Path, gib: float) -> dict[str, Any]:
@@ -74,14 +79,14 @@ def rates(folder: Path) -> tuple[float, float]:
             os.unlink(name)
 
 
-def remote(config: EngineConfig) -> str:
+def remote(tier: RemoteTierSettings, timeout_s: float) -> str:
     """Whether the server answers, which it is, and how long a round trip takes."""
-    shown, timeout_s = without_password(config.kv_remote_url), config.kv_offload_timeout_s
+    shown = tier.place
     try:
         import redis
     except ImportError:
         return f"{shown} CANNOT BE USED: pip install 'headrace[remote]'"
-    client = redis.Redis.from_url(config.redis_url or "", socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+    client = redis.Redis.from_url(tier.redis_url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
     try:
         facts: Any = client.info("server")
         times = [_round_trip(client) for _ in range(ROUND_TRIPS)]

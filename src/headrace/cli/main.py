@@ -10,7 +10,7 @@ import typer
 
 from headrace import __version__, console
 from headrace.cli import bench
-from headrace.cli.options import guarded, with_config, with_sampling
+from headrace.cli.options import PanelledCommand, guarded, with_config, with_sampling
 from headrace.config import EngineConfig
 from headrace.engine import torchrun
 from headrace.types import SamplingParams
@@ -49,9 +49,9 @@ def serve(config: EngineConfig) -> None:
     from headrace.server.serve import serve as run
 
     console.log_to_stderr()
-    if config.restart and torchrun.started_this():
+    if config.server.restart and torchrun.started_this():
         log.info("torchrun started the ranks, and they cannot be started again from here: --no-restart holds")
-        config.restart = False
+        config = config.replace(restart=False)
     code = run(config)
     if code:
         raise typer.Exit(code)
@@ -158,7 +158,7 @@ COMMANDS = (
     tune,
 )
 for command in COMMANDS:
-    app.command()(guarded(command))
+    app.command(cls=PanelledCommand)(guarded(command))
 app.add_typer(bench.app, name="bench")
 
 

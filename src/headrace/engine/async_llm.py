@@ -85,13 +85,13 @@ class AsyncLLM:
     async def start(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Starts the engine and returns when it is ready. Raises ValueError for settings or a model that cannot work,
         EngineDead for any other failure."""
-        folder = model_folder(self.config.model)
+        folder = model_folder(self.config.model.folder)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "headrace.engine.worker", str(theirs.fileno())]
         with theirs:
             self._process = process.start(command, theirs.fileno())
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._send(m.Load(self.config))
+        self._send(m.Load(self.config.flat))
         self._watch = asyncio.create_task(self._keep_watch(self._process))
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, folder))  # while the weights arrive
         try:
@@ -138,7 +138,7 @@ class AsyncLLM:
 
         Silence is counted in our own ticks, so that time in which this process stood still does not count.
         """
-        tick_s = min(PING_S, self.config.engine_timeout_s / 4)
+        tick_s = min(PING_S, self.config.server.engine_timeout_s / 4)
         while self._silence_s < self._most_silence_s:
             self._send(m.Ping())
             await asyncio.sleep(tick_s)
@@ -149,7 +149,7 @@ class AsyncLLM:
 
     @property
     def _most_silence_s(self) -> float:
-        limit = self.config.engine_timeout_s
+        limit = self.config.server.engine_timeout_s
         return max(limit, LOADING_S) if self._capacity is None else limit
 
     async def _receive(self, reader: asyncio.StreamReader) -> m.FromEngine | None:
@@ -248,8 +248,8 @@ class AsyncLLM:
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         tokens, waiting = len(request.prompt_token_ids), sum(self._queued.values())
-        full = len(self._queued) >= self.config.max_queued_requests
-        if full or (self._queued and waiting + tokens > self.config.max_queued_tokens):
+        full = len(self._queued) >= self.config.server.max_queued_requests
+        if full or (self._queued and waiting + tokens > self.config.server.max_queued_tokens):
             raise Overloaded(
                 f"{len(self._queued)} requests with {waiting} prompt tokens are waiting already; try again later",
                 self._retry_after(waiting),
@@ -278,7 +278,7 @@ class AsyncLLM:
         if self._writer is not None:
             self._writer.close()
         if self._process is not None:
-            seconds = process.STORE_S if self.config.offloads else process.END_S
+            seconds = process.STORE_S if self.config.tiers is not None else process.END_S
             await asyncio.to_thread(process.end, self._process, seconds)
         await _cancel(self._listener)
         self._die("the engine was shut down")

@@ -77,8 +77,8 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.cache,
             self._open_table,
-            loaded.config.max_batch_tokens,
-            loaded.config.max_sequences,
+            loaded.config.scheduler.max_batch_tokens,
+            loaded.config.scheduler.max_sequences,
             align=1 if self.cache.ranks == 1 else CHUNK,
         )
         if isinstance(loaded.runner, Driver):
@@ -104,7 +104,7 @@ class EngineCore:
         if request.request_id in self._active:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         seed = request.params.seed
-        active = _Active(request, self.loaded.config.seed + (self._order << 20) if seed is None else seed)
+        active = _Active(request, self.loaded.config.scheduler.seed + (self._order << 20) if seed is None else seed)
         for index in range(request.params.n):
             active.sequences.append(self._new_sequence(active, index, want_logits))
         active.unfinished = request.params.n
@@ -132,7 +132,7 @@ class EngineCore:
             public_tokens=request.public_prefix_tokens,
             # Length-dependent rotary scaling: keys of prompts of different lengths differ.
             namespace=f"length {sequence.prompt_len}" if stretched else "",
-            shares=self.loaded.config.enable_prefix_caching and not sequence.wants_all_logits,
+            shares=self.loaded.config.cache.prefix_caching and not sequence.wants_all_logits,
         )
 
     def abort(self, request_id: str) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.config import EngineConfig
 from headrace.engine.capacity import Capacity
 from headrace.types import Delta, EngineStats, Request
 
@@ -16,9 +15,9 @@ MAX_MESSAGE = 1 << 30
 
 
 class Load(msgspec.Struct, tag=True):
-    """To the engine, first of all: what to load."""
+    """To the engine, first of all: what to load, as EngineConfig.flat."""
 
-    config: EngineConfig
+    settings: dict[str, Any]
 
 
 class Add(msgspec.Struct, tag=True):

@@ -6,7 +6,8 @@ import hashlib
 import time
 from pathlib import Path
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, KVTiers
+from headrace.config.tiers import DiskTierSettings, HostTierSettings, RemoteTierSettings
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.identity import chunk_identity, model_identity
 from headrace.engine.offload import Offload
@@ -38,49 +39,51 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
 
     They pay where they are smaller than K and V, which is not so where several query heads share a KV head.
     """
-    if not config.offloads or config.kv_offload_activations == "off":
+    if config.tiers is None or config.tiers.activations == "off":
         return False
     spec = model.attention
     smaller = model.hidden_size * element_bytes < 2 * spec.kv_heads * spec.head_dim * kv_element_bytes
-    return smaller or config.kv_offload_activations == "on"
+    return smaller or config.tiers.activations == "on"
 
 
 def identity(config: EngineConfig, capacity: Capacity) -> bytes:
     """What the chunks of this engine are named by where they outlive it: content, not place."""
-    directory = Path(config.kv_offload_path) if config.kv_offload_path else None
+    assert config.tiers is not None
+    paths = [Path(own.path) for own in config.tiers.each if isinstance(own, DiskTierSettings) and own.path]
     return chunk_identity(
-        model_identity(model_folder(config.model), directory),
+        model_identity(model_folder(config.model.folder), paths[0] if paths else None),
         dtype=capacity.dtype,
         kv_dtype=capacity.kv_cache_dtype,
         quantization=capacity.quantization,
         backend=capacity.backend,
-        formats=(config.kv_host_format, config.kv_disk_format, config.kv_remote_format),
+        formats=config.tiers.formats,
     )
 
 
-def open_tiers(config: EngineConfig) -> Tiers:
+def open_tiers(asked: KVTiers) -> Tiers:
     """The tiers asked for, fastest first. Raises ValueError for a path or URL that cannot work."""
-    timeout, quota = config.kv_offload_timeout_s, config.kv_tenant_quota
+    timeout, quota = asked.timeout_s, asked.tenant_quota
     tiers: list[Tier] = []
-    if config.kv_offloading_size:
-        tiers.append(HostTier(int(config.kv_offloading_size * GIB), config.kv_host_format, quota))
-    if config.kv_offload_path is not None:
-        size = int(config.kv_offload_disk_size * GIB)
-        tiers.append(DiskTier(Path(config.kv_offload_path), size, config.kv_disk_format, quota, timeout))
-    if config.redis_url is not None:
-        budget = int(config.kv_remote_size * GIB) or None
-        tiers.append(RemoteTier(config.redis_url, config.kv_remote_format, timeout, budget, quota))
-    return Tiers(tiers, queue_bytes=config.kv_offload_queue_mb << 20, timeout_s=timeout)
+    for own in asked.each:
+        size = int(own.size * GIB)
+        if isinstance(own, HostTierSettings):
+            tiers.append(HostTier(size, own.format, quota))
+        elif isinstance(own, DiskTierSettings):
+            tiers.append(DiskTier(Path(own.place), size, own.format, quota, timeout))
+        elif isinstance(own, RemoteTierSettings):
+            tiers.append(RemoteTier(own.redis_url, own.format, timeout, size or None, quota))
+    return Tiers(tiers, queue_bytes=asked.queue_mb << 20, timeout_s=timeout)
 
 
 def open_offload(
     config: EngineConfig, capacity: Capacity, cache: KVCache, decoder: Decoder, storage: KVStorage
 ) -> Offload:
     """Opens the tiers and measures what the solver needs to know. Raises ValueError as open_tiers does."""
-    tiers = open_tiers(config)
+    assert config.tiers is not None
+    tiers = open_tiers(config.tiers)
     spec = decoder.config.attention
     shelf, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2))
-    link = Link(config.kv_link_gbps * 1e9 if config.kv_link_gbps else None, config.kv_link_latency_ms / 1e3)
+    link = Link(config.tiers.link.bytes_s, config.tiers.link.latency_s)
     return Offload(
         cache=cache,
         tiers=tiers,
@@ -89,7 +92,7 @@ def open_offload(
         looking=ThreadStream("look"),
         rates=_probed(measure(decoder, storage, capacity.backend), tiers).behind(link.bytes_s, link.latency_s),
         writeback=Writeback(cache, tiers, shelf, other),
-        max_batch_tokens=config.max_batch_tokens,
+        max_batch_tokens=config.scheduler.max_batch_tokens,
     )
 
 

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
 from headrace import logs
+from headrace.config import EngineConfig
 from headrace.engine import messages as m
 from headrace.engine import process
 from headrace.types import EngineStats, InvalidRequest, UnsupportedModel
@@ -174,7 +175,7 @@ def _serve(link: Link, inbox: Inbox, closing: ExitStack) -> int:
     from headrace.engine.loader import load
     from headrace.parallel.transport import RankLost
 
-    loaded = load(first.config, lambda done, total: link.send(m.Progress(done, total)))
+    loaded = load(EngineConfig(**first.settings), lambda done, total: link.send(m.Progress(done, total)))
     closing.callback(loaded.close)
     watch = RankWatch(link, loaded.ranks) if loaded.ranks is not None else None
     try:

@@ -71,7 +71,7 @@ def describe(machine: Machine) -> str:
 def stamp(model: str, shape: Shape, ranks: int, config: EngineConfig, profile: Machine) -> Stamp:
     """What a tuned table of this group is stamped with."""
     return Stamp(
-        machine=profile.fingerprint, model=model, shape=shape, ranks=ranks, link=f"gloo on {config.rank_interface}",
+        machine=profile.fingerprint, model=model, shape=shape, ranks=ranks, link=f"gloo on {config.ranks.interface}",
         version=headrace.__version__, date=date.today().isoformat(),
     )  # fmt: skip
 

@@ -46,12 +46,12 @@ FINISH_S = 10
 def serve(config: EngineConfig, make_engine: MakeEngine | None = None) -> int:
     """Serves until a signal or a last failure. Returns the exit code: 0 after a signal, 1 after a failure, 2 where the
     settings or the model cannot work. Raises OSError where the port cannot be bound."""
+    sock = bind(config.server.host, config.server.port)
+    config = config.replace(port=sock.getsockname()[1])
     app = create_app(make_engine or _engine_maker(config), config)
-    sock = bind(config.host, config.port)
-    config.port = sock.getsockname()[1]
     server = make_server(app)
     server.state.on_failure = lambda: _end_after_failure(server)
-    if config.api_key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
+    if config.server.api_key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
         log.warning("anybody who reaches %s can use this server: there is no --api-key", address(config))
     asyncio.run(server.serve(sockets=[sock]))
     return server.exit_code()
@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
         for sock in sockets or ():
             sock.listen(BACKLOG)  # asyncio has set it to what it accepts at once
         log.info("listening on %s, up to %d connections at once, loading %s",
-                 address(self.state.config), self.connections.most, self.state.config.model)  # fmt: skip
+                 address(self.state.config), self.connections.most, self.state.config.model.folder)  # fmt: skip
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.asked_to_end = self.asked_to_end or self.state.phase != "failed"
@@ -109,7 +109,7 @@ def make_server(app: FastAPI) -> Server:
     """Raises ValueError where the settings ask for more connections than there are file descriptors."""
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(SELDOM)
-    connections = Connections(limit(app.state.headrace.config.max_connections))
+    connections = Connections(limit(app.state.headrace.config.server.max_connections))
     return Server(
         uvicorn.Config(
             app,

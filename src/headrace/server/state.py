@@ -38,7 +38,7 @@ class ServerState:
 
     def __init__(self, engine: Engine | MakeEngine, config: EngineConfig) -> None:
         self.config = config
-        self.model = config.served_model_name or config.model
+        self.model = config.server.model_name or config.model.folder
         self.phase: Phase = "loading"
         self.reason: str | None = None
         self.error: BaseException | None = None
@@ -103,7 +103,7 @@ class ServerState:
             self.error = error
             self._fail(f"the model cannot be served: {error or repr(error)}")
             return
-        lines = asyncio.create_task(StatusLines(self.stats).run(self.config.log_interval_s))
+        lines = asyncio.create_task(StatusLines(self.stats).run(self.config.server.log_interval_s))
         try:
             reason = await self._watch(engine)
             while self._may_restart():
@@ -134,7 +134,7 @@ class ServerState:
             self._uptime_s += time.monotonic() - self._ready_s
 
     def _may_restart(self) -> bool:
-        if not self.config.restart or not callable(self._given):
+        if not self.config.server.restart or not callable(self._given):
             return False
         allowed = self._limit.allows(self._uptime_s)
         if not allowed:
@@ -160,7 +160,7 @@ class ServerState:
         """Tells of every tenth of the loading."""
         before, self.loaded = self.loaded, done / max(1, total)
         if int(before * 10) < int(self.loaded * 10):
-            log.info("loading %s: %.0f %%", self.config.model, self.loaded * 100)
+            log.info("loading %s: %.0f %%", self.config.model.folder, self.loaded * 100)
 
     def _fail(self, reason: str) -> None:
         self.phase, self.reason = "failed", reason

@@ -7,9 +7,8 @@ import logging
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, KVStreaming
 from headrace.server.job import Job
 from headrace.server.replies import figures
 from headrace.types import STATS_TABLES, EngineStats
@@ -18,8 +17,8 @@ log = logging.getLogger("headrace.server")
 
 
 def address(config: EngineConfig) -> str:
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"http://{host}:{config.port}"
+    host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
+    return f"http://{host}:{config.server.port}"
 
 
 def capacity_lines(capacity: Any, config: EngineConfig, model: str) -> list[str]:
@@ -36,7 +35,8 @@ def capacity_lines(capacity: Any, config: EngineConfig, model: str) -> list[str]
         f"{capacity.kv_cache_dtype})",
         f"concurrency: {tokens / length:.1f} sequences of {length:,} tokens, unshared; "
         f"at most {capacity.max_sequences} at once; "
-        f"up to {config.max_queued_requests:,} requests and {config.max_queued_tokens:,} prompt tokens may wait",
+        f"up to {config.server.max_queued_requests:,} requests and {config.server.max_queued_tokens:,} prompt tokens "
+        "may wait",
     ]
 
 
@@ -46,36 +46,25 @@ BYTES_PER_ELEMENT = {"int8": 1.0625, "int4": 0.5625}
 
 def tier_lines(capacity: Any, config: EngineConfig) -> list[str]:
     """Where KV is kept below the pool, how much of it and in which format; passwords are left out."""
-    if config.streams:
-        return [_streamed_line(config)]
+    if config.streaming is not None:
+        return [_streamed_line(config.streaming)]
+    if config.tiers is None:
+        return []
     element = {"bfloat16": 2.0, "float32": 4.0}.get(capacity.kv_cache_dtype, 1.0625)
     lines = []
-    for kind, where, gib, form in (
-        ("host memory", "", config.kv_offloading_size, config.kv_host_format),
-        ("disk", config.kv_offload_path, config.kv_offload_disk_size, config.kv_disk_format),
-        ("remote", without_password(config.kv_remote_url), config.kv_remote_size, config.kv_remote_format),
-    ):
-        if where is None or (not where and not gib):
-            continue
-        tokens = gib * 2**30 / capacity.kv_bytes_per_token * element / BYTES_PER_ELEMENT.get(form, element)
-        size = f"{gib:g} GiB, about {tokens:,.0f} tokens" if gib else "as much as the server keeps"
-        lines.append(f"KV in {kind}: {where + ', ' if where else ''}{size}, stored as {form}")
+    for tier in config.tiers.each:
+        each = BYTES_PER_ELEMENT.get(tier.format, element)
+        tokens = tier.size * 2**30 / capacity.kv_bytes_per_token * element / each
+        size = f"{tier.size:g} GiB, about {tokens:,.0f} tokens" if tier.size else "as much as the server keeps"
+        lines.append(f"KV in {tier.label}: {tier.place + ', ' if tier.place else ''}{size}, stored as {tier.format}")
     return lines
 
 
-def _streamed_line(config: EngineConfig) -> str:
-    where = "host memory" if config.kv_offload_path is None else f"a file in {config.kv_offload_path}"
-    gib = config.kv_offloading_size or config.kv_offload_disk_size
-    weights = "; the weights too" if config.weight_offload else ""
-    return f"KV lies in {where}, {gib:g} GiB, and is streamed at each step, schedule {config.offload_schedule}{weights}"
-
-
-def without_password(url: str | None) -> str | None:
-    """The URL of a server without user, password and options."""
-    if url is None:
-        return None
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+def _streamed_line(asked: KVStreaming) -> str:
+    where = "host memory" if asked.path is None else f"a file in {asked.path}"
+    weights = "; the weights too" if asked.weights else ""
+    _, gib = asked.room
+    return f"KV lies in {where}, {gib:g} GiB, and is streamed at each step, schedule {asked.schedule}{weights}"
 
 
 def job_line(job: Job, outcome: str) -> str:
