@@ -5,7 +5,7 @@ Imports no torch, so that the tree, the plan and the scheduler can be tested wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 CHUNK = 64
@@ -284,99 +284,6 @@ class Delta:
     stop_reason: str | int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: Metrics | None = None
-
-
-@dataclass(slots=True)
-class TierStats:
-    """Counters, and gauges (TIER_GAUGES). misses: blobs or parts that were expected and not had; bad: blobs found
-    damaged or foreign; dropped: writes given up (no room, a full queue, a failure); queued_bytes wait to be written;
-    degraded: the tier is left alone for a while after a failure, of which `reason` tells."""
-
-    used_bytes: int = 0
-    budget_bytes: int = 0
-    blobs: int = 0
-    reads: int = 0
-    read_bytes: int = 0
-    writes: int = 0
-    written_bytes: int = 0
-    misses: int = 0
-    bad: int = 0
-    dropped: int = 0
-    evictions: int = 0
-    errors: int = 0
-    queued_bytes: int = 0
-    degraded: bool = False
-    reason: str = ""
-
-    def after(self, earlier: TierStats) -> TierStats:
-        """These gauges, and these counters on top of the earlier ones."""
-        names = [f.name for f in fields(self) if f.name not in TIER_GAUGES]
-        return replace(self, **{name: getattr(self, name) + getattr(earlier, name) for name in names})
-
-
-TIER_GAUGES = ("used_bytes", "budget_bytes", "blobs", "queued_bytes", "degraded", "reason")
-"""Fields of TierStats that tell how things stand; all others count."""
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters and gauges of the engine, taken between steps. Counters only grow; times in seconds.
-
-    `strategies` counts prefills by the strategy that several ranks computed them with. `restores` runs of stored chunks
-    came back in restore_s: restored_tokens of them loaded, projected_tokens projected from stored activations,
-    recomputed_tokens prefilled meanwhile; the link was at work for restore_link_s, and for restore_waited_s of that the
-    engine waited; restore_failures gave up part of what they had begun to load.
-    writeback_pending: chunks that wait to be stored, and blobs in the tiers' queues. `tiers`: of each tier by its kind
-    (host, disk, remote).
-    """
-
-    running: int = 0
-    waiting: int = 0
-    kv_chunks_total: int = 0
-    kv_chunks_used: int = 0
-    kv_chunks_cached: int = 0
-    kv_chunks_unshared: int = 0
-    prompt_tokens: int = 0
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    evictions: int = 0
-    finished_stop: int = 0
-    finished_length: int = 0
-    finished_abort: int = 0
-    steps: int = 0
-    step_s: float = 0.0
-    restores: int = 0
-    restored_tokens: int = 0
-    projected_tokens: int = 0
-    recomputed_tokens: int = 0
-    restore_s: float = 0.0
-    restore_link_s: float = 0.0
-    restore_waited_s: float = 0.0
-    restore_failures: int = 0
-    writeback_pending: int = 0
-    strategies: dict[str, int] = field(default_factory=dict)
-    tiers: dict[str, TierStats] = field(default_factory=dict)
-
-    def after(self, earlier: EngineStats) -> EngineStats:
-        """These gauges, and these counters on top of those of an engine that ended. Both records stay as they are."""
-        names = [f.name for f in fields(self) if f.name not in (*STATS_GAUGES, *STATS_TABLES)]
-        summed = {name: getattr(self, name) + getattr(earlier, name) for name in names}
-        kinds = dict.fromkeys((*earlier.strategies, *self.strategies))
-        strategies = {kind: earlier.strategies.get(kind, 0) + self.strategies.get(kind, 0) for kind in kinds}
-        tiers = {kind: own.after(earlier.tiers.get(kind, TierStats())) for kind, own in self.tiers.items()}
-        return replace(self, **summed, strategies=strategies, tiers=earlier.tiers | tiers)
-
-
-STATS_GAUGES = (
-    "running", "waiting", "kv_chunks_total", "kv_chunks_used", "kv_chunks_cached", "kv_chunks_unshared",
-    "writeback_pending",
-)  # fmt: skip
-"""Fields of EngineStats that tell how things stand; all others count."""
-
-STATS_TABLES = ("strategies", "tiers")
-"""Fields of EngineStats that hold several counts."""
 
 
 def field_names(kind: type) -> tuple[str, ...]:

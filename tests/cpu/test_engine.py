@@ -167,7 +167,7 @@ def test_prompt_logprobs_over_several_steps_and_preemption(budget: int, llm: LLM
     small = LLM("tiny", kv_cache_tokens=640, max_batch_tokens=budget)
     got = small.generate(prompts, params)
     want = llm.generate(prompts, params)
-    assert small.engine.stats().preemptions
+    assert small.engine.stats().scheduler.preemptions
     assert [o.prompt_logprobs for o in got] == [o.prompt_logprobs for o in want]
     assert all(len(o.prompt_logprobs or []) == 200 for o in got)
 

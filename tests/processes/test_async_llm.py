@@ -72,7 +72,7 @@ async def collect(stream: AsyncIterator[Delta]) -> list[Delta]:
 async def settled(llm: AsyncLLM) -> None:
     """Until the engine holds nothing."""
     for _ in range(200):
-        if llm.stats.running == llm.stats.waiting == llm.stats.kv_chunks_used == 0:
+        if llm.stats.scheduler.running == llm.stats.scheduler.waiting == llm.stats.kv.chunks_used == 0:
             return
         await asyncio.sleep(0.02)
     raise AssertionError(f"chunks leaked: {llm.stats}")

@@ -17,7 +17,8 @@ import pytest
 from headrace.engine import messages as m
 from headrace.engine import process
 from headrace.engine.worker import Inbox, Link
-from headrace.types import Delta, EngineStats
+from headrace.stats import EngineStats, SchedulerStats
+from headrace.types import Delta
 from tests.unit.fake_server import until
 
 TINY = Path(process.__file__).parents[1] / "assets" / "tiny"
@@ -140,7 +141,7 @@ def test_frames_of_two_threads_do_not_mix() -> None:
 def test_counters_that_cannot_be_packed_end_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """The server gets the deltas, and is told nothing of the counters."""
     ours, theirs = socket.socketpair()
-    link, stats = Link(theirs), EngineStats(running=2**64)
+    link, stats = Link(theirs), EngineStats(SchedulerStats(running=2**64))
     for _ in range(3):
         link.send_events(m.Events([Delta("r", 0, "text")], ["s"], {"t": "why"}, stats))
     with ours, ours.makefile("rb") as stream:

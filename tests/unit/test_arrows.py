@@ -14,12 +14,13 @@ import pytest
 pytestmark = pytest.mark.unit
 
 SOURCE = Path(__file__).parents[2] / "src"
-BASE = {"types", "config", "logs", "files", "cores", "host", "memory"}
+BASE = {"types", "stats", "config", "logs", "files", "cores", "host", "memory"}
 CORE = BASE | {"kernels", "kv", "attention"}
 BELOW_ENGINE = CORE | {"models", "planner", "parallel", "offload", "assets"}
 
 MAY_IMPORT = {
     "types": set(),
+    "stats": set(),
     "config": {"types"},
     "memory": set(),
     "logs": set(),
@@ -43,8 +44,8 @@ MAY_IMPORT = {
 """Room -> rooms it may import, besides itself. The package's own __init__ may import anything."""
 
 TORCH = {"torch", "transformers", "safetensors"}
-TORCH_FREE = ("headrace.types", "headrace.config", "headrace.kv", "headrace.planner", "headrace.attention.plan",
-              "headrace.engine.scheduler")  # fmt: skip
+TORCH_FREE = ("headrace.types", "headrace.stats", "headrace.config", "headrace.kv", "headrace.planner",
+              "headrace.attention.plan", "headrace.engine.scheduler")  # fmt: skip
 NEEDS_TORCH = ("headrace.kv.storage",)
 
 

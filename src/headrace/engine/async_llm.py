@@ -15,17 +15,8 @@ from headrace.engine import messages as m
 from headrace.engine import process
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.tokenizer import Tokenizer
-from headrace.types import (
-    CHUNK,
-    MAX_N,
-    Delta,
-    EngineDead,
-    EngineStats,
-    InvalidRequest,
-    Overloaded,
-    Request,
-    SamplingParams,
-)
+from headrace.stats import EngineStats, KVStats
+from headrace.types import CHUNK, MAX_N, Delta, EngineDead, InvalidRequest, Overloaded, Request, SamplingParams
 
 Item = Delta | Exception
 
@@ -110,7 +101,7 @@ class AsyncLLM:
             message = await self._receive(reader)
             if isinstance(message, m.Ready):
                 self._capacity = message.capacity
-                self.stats = EngineStats(kv_chunks_total=message.capacity.kv_cache_tokens // CHUNK)
+                self.stats = EngineStats(kv=KVStats(chunks_total=message.capacity.kv_cache_tokens // CHUNK))
             elif isinstance(message, m.Progress) and progress is not None:
                 progress(message.done, message.total)
             elif isinstance(message, m.Failed) or message is None:
@@ -262,7 +253,7 @@ class AsyncLLM:
 
     def _retry_after(self, waiting: int) -> float:
         """Seconds that the waiting prompts take at the rate so far; between 1 and 60."""
-        rate = self.stats.prefilled_tokens / self.stats.step_s if self.stats.step_s else 1000.0
+        rate = self.stats.tokens.prefilled / self.stats.scheduler.step_s if self.stats.scheduler.step_s else 1000.0
         return min(60.0, max(1.0, waiting / max(rate, 1.0)))
 
     def _send(self, message: m.ToEngine) -> None:

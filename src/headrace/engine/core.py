@@ -32,7 +32,8 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.stopping import finish_reason
 from headrace.kv.chunk_table import ChunkTable
-from headrace.types import CHUNK, Delta, EngineStats, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
+from headrace.stats import EngineStats, KVStats
+from headrace.types import CHUNK, Delta, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class EngineCore:
         self._active: dict[str, _Active] = {}
         self._streams: dict[SequenceState, _Stream] = {}
         self._order = 0
-        self._stats = EngineStats(kv_chunks_total=self.cache.pool.total)
+        self._stats = EngineStats(kv=KVStats(chunks_total=self.cache.pool.total))
         self._started: list[str] = []
         self._storing = False
         self._ask_tiers_s = 0.0
@@ -109,7 +110,7 @@ class EngineCore:
             active.sequences.append(self._new_sequence(active, index, want_logits))
         active.unfinished = request.params.n
         self._active[request.request_id] = active
-        self._stats.prompt_tokens += len(request.prompt_token_ids)
+        self._stats.tokens.prompt += len(request.prompt_token_ids)
 
     def _new_sequence(self, active: _Active, index: int, want_logits: bool) -> SequenceState:
         request = active.request
@@ -143,7 +144,7 @@ class EngineCore:
         for sequence in active.sequences:
             if sequence in self._streams:
                 self._drop(sequence)
-        self._stats.finished_abort += 1
+        self._stats.finished.abort += 1
         return True
 
     def _drop(self, sequence: SequenceState) -> None:
@@ -161,13 +162,13 @@ class EngineCore:
                 self.offload.wait()
             return []
         self._note_start(slices, began)
-        self._stats.prefilled_tokens += sum(part.length for part in slices if not part.decodes)
+        self._stats.tokens.prefilled += sum(part.length for part in slices if not part.decodes)
         computed = self._compute(slices)
         self.cache.commit()
         self._observe(computed)
         deltas = self._advance(computed)
-        self._stats.steps += 1
-        self._stats.step_s += time.monotonic() - began
+        self._stats.scheduler.steps += 1
+        self._stats.scheduler.step_s += time.monotonic() - began
         return deltas
 
     def _compute(self, slices: list[Slice]) -> Computed:
@@ -289,7 +290,7 @@ class EngineCore:
         if active.first_token_s is None:
             active.first_token_s = now
         active.output_tokens += 1
-        self._stats.generated_tokens += 1
+        self._stats.tokens.generated += 1
         delta = Delta(active.request.request_id, sequence.index, token_ids=[sampled.token])
         if sampled.logprobs is not None:
             delta.logprobs = [self._with_text(sampled.logprobs) or {}]
@@ -324,11 +325,11 @@ class EngineCore:
             return
         del self._active[active.request.request_id]
         if delta.finish_reason == "stop":
-            self._stats.finished_stop += 1
+            self._stats.finished.stop += 1
         else:
-            self._stats.finished_length += 1
+            self._stats.finished.length += 1
         delta.metrics = self._metrics(active, now)
-        self._stats.cached_tokens += delta.metrics.cached_tokens
+        self._stats.tokens.cached += delta.metrics.cached_tokens
 
     @staticmethod
     def _metrics(active: _Active, now: float) -> Metrics:
@@ -349,26 +350,24 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Counters and gauges as they stand; the same record each time."""
         stats = self._stats
-        stats.running, stats.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        stats.kv_chunks_used, stats.kv_chunks_unshared = self.cache.used, self.cache.unshared
-        stats.kv_chunks_cached = len(self.cache.tree.idle)
-        stats.preemptions, stats.evictions = self.scheduler.preemptions, self.cache.tree.evictions
+        stats.scheduler.running, stats.scheduler.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        stats.kv.chunks_used, stats.kv.chunks_unshared = self.cache.used, self.cache.unshared
+        stats.kv.chunks_cached = len(self.cache.tree.idle)
+        stats.scheduler.preemptions, stats.kv.evictions = self.scheduler.preemptions, self.cache.tree.evictions
         if isinstance(self.loaded.runner, Driver):
-            stats.strategies = dict(self.loaded.runner.counts)
+            stats.ranks.prefills = dict(self.loaded.runner.counts)
         if self.offload is not None:
             self._note_offload(stats, self.offload)
         return stats
 
     def _note_offload(self, stats: EngineStats, offload: Offload) -> None:
         """The tiers are asked now and then only, since they look up what they tell, and when all is stored."""
-        own, now, before = offload.counters, time.monotonic(), stats.writeback_pending
-        stats.restores, stats.restore_failures, stats.restore_s = own.restores, own.failures, own.restore_s
-        stats.restored_tokens, stats.projected_tokens = own.loaded_tokens, own.projected_tokens
-        stats.recomputed_tokens = own.recomputed_tokens
-        stats.restore_link_s, stats.restore_waited_s = own.link_s, own.waited_s
-        waiting = offload.writeback.unstored + offload.writeback.let_go
-        stats.writeback_pending = waiting + offload.tiers.queued_blobs
-        if now >= self._ask_tiers_s or (before and not stats.writeback_pending):
+        own, told, now, before = offload.counters, stats.restore, time.monotonic(), stats.restore.unstored
+        told.restores, told.failures, told.seconds = own.restores, own.failures, own.restore_s
+        told.loaded_tokens, told.projected_tokens = own.loaded_tokens, own.projected_tokens
+        told.recomputed_tokens, told.link_s, told.waited_s = own.recomputed_tokens, own.link_s, own.waited_s
+        told.unstored = offload.writeback.unstored + offload.writeback.let_go + offload.tiers.queued_blobs
+        if now >= self._ask_tiers_s or (before and not told.unstored):
             stats.tiers, self._ask_tiers_s = offload.stats(), now + TIERS_S
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from headrace.engine.capacity import Capacity
-from headrace.types import Delta, EngineStats, Request
+from headrace.stats import EngineStats
+from headrace.types import Delta, Request
 
 LENGTH = struct.Struct(">I")
 MAX_MESSAGE = 1 << 30

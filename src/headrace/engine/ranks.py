@@ -74,8 +74,9 @@ def make(config: EngineConfig, group: Group) -> Rank:
 
 def load_share(config: EngineConfig, group: Group | None, progress: Progress | None = None) -> Decoder:
     tensor = TensorGroup(group.tensor) if group is not None and group.tensor.size > 1 else None
-    own = config.model
-    return load_decoder(model_folder(own.folder), own.dtype, progress, own.quantization, tensor)
+    return load_decoder(
+        model_folder(config.model.folder), config.model.dtype, progress, config.model.quantization, tensor
+    )
 
 
 def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:

@@ -23,7 +23,8 @@ from headrace import logs
 from headrace.config import EngineConfig
 from headrace.engine import messages as m
 from headrace.engine import process
-from headrace.types import EngineStats, InvalidRequest, UnsupportedModel
+from headrace.stats import EngineStats
+from headrace.types import InvalidRequest, UnsupportedModel
 
 if TYPE_CHECKING:
     from headrace.engine.core import EngineCore

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
-from headrace.types import Delta, EngineStats, SamplingParams
+from headrace.stats import EngineStats
+from headrace.types import Delta, SamplingParams
 
 
 class Tokenizer(Protocol):

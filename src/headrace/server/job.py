@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.server.engine import Engine
-from headrace.types import Delta, EngineStats, Metrics, SamplingParams, TokenLogprobs
+from headrace.stats import EngineStats
+from headrace.types import Delta, Metrics, SamplingParams, TokenLogprobs
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ from headrace.server.job import Job, cancel
 from headrace.server.metrics import ServerMetrics
 from headrace.server.restarts import MOST, WINDOW_S, RestartLimit
 from headrace.server.status import StatusLines, capacity_lines, job_line
-from headrace.types import EngineDead, EngineStats
+from headrace.stats import EngineStats
+from headrace.types import EngineDead
 
 log = logging.getLogger("headrace.server")
 

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.config import EngineConfig, KVStreaming
 from headrace.server.job import Job
 from headrace.server.replies import figures
-from headrace.types import STATS_TABLES, EngineStats
+from headrace.stats import EngineStats
 
 log = logging.getLogger("headrace.server")
 
@@ -91,37 +91,34 @@ class StatusLines:
         self.stats = stats
 
     async def run(self, interval_s: float) -> None:
-        before, at = self._copy(), time.monotonic()
+        before, at = self.stats().flat(), time.monotonic()
         while True:
             await asyncio.sleep(interval_s)
-            now, clock = self._copy(), time.monotonic()
-            if now["running"] or now["waiting"] or now["steps"] != before["steps"]:
+            now, clock = self.stats().flat(), time.monotonic()
+            busy = now["scheduler.running"] or now["scheduler.waiting"]
+            if busy or now["scheduler.steps"] != before["scheduler.steps"]:
                 log.info(status_line(before, now, clock - at))
             before, at = now, clock
-
-    def _copy(self) -> dict[str, float]:
-        stats = self.stats()
-        return {name: getattr(stats, name) for name in EngineStats.__dataclass_fields__ if name not in STATS_TABLES}
 
 
 def status_line(before: dict[str, float], now: dict[str, float], seconds: float) -> str:
     """Rates are those of the interval, levels those of its end."""
     grown = {name: now[name] - before[name] for name in now}
-    share = grown["cached_tokens"] / grown["prompt_tokens"] if grown["prompt_tokens"] else 0.0
+    share = grown["tokens.cached"] / grown["tokens.prompt"] if grown["tokens.prompt"] else 0.0
     return (
-        f"running {now['running']}, waiting {now['waiting']}, "
-        f"prefill {grown['prefilled_tokens'] / seconds:,.0f} tok/s, "
-        f"decode {grown['generated_tokens'] / seconds:,.1f} tok/s, "
-        f"cached share {share:.0%}, KV in use {now['kv_chunks_used'] / max(1, now['kv_chunks_total']):.1%} "
-        f"({now['kv_chunks_used']:,.0f} chunks; {now['kv_chunks_unshared']:,.0f} if unshared)"
+        f"running {now['scheduler.running']}, waiting {now['scheduler.waiting']}, "
+        f"prefill {grown['tokens.prefilled'] / seconds:,.0f} tok/s, "
+        f"decode {grown['tokens.generated'] / seconds:,.1f} tok/s, "
+        f"cached share {share:.0%}, KV in use {now['kv.chunks_used'] / max(1, now['kv.chunks_total']):.1%} "
+        f"({now['kv.chunks_used']:,.0f} chunks; {now['kv.chunks_unshared']:,.0f} if unshared)"
         f"{_tier_levels(grown, now)}"
     )
 
 
 def _tier_levels(grown: dict[str, float], now: dict[str, float]) -> str:
     """Empty where no tier is in use."""
-    back = grown["restored_tokens"] + grown["projected_tokens"]
-    if not (back or grown["restore_failures"] or now["writeback_pending"]):
+    back = grown["restore.loaded_tokens"] + grown["restore.projected_tokens"]
+    if not (back or grown["restore.failures"] or now["restore.unstored"]):
         return ""
-    failed = f", {grown['restore_failures']:,.0f} restores failed" if grown["restore_failures"] else ""
-    return f", restored {back:,.0f} tokens{failed}, {now['writeback_pending']:,.0f} chunks to be stored"
+    failed = f", {grown['restore.failures']:,.0f} restores failed" if grown["restore.failures"] else ""
+    return f", restored {back:,.0f} tokens{failed}, {now['restore.unstored']:,.0f} chunks to be stored"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from headrace.types import TierStats
+from headrace.stats import TierStats
 
 __all__ = ["Format", "Kind", "Parts", "Read", "Tier", "TierStats", "flat", "name_of"]
 
