@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -21,20 +21,6 @@ SERVER_ONLY = {item.name for item in SETTINGS.values() if item.record is ServerS
 
 COMMON_PANEL = "Options that most people need"
 SAMPLING_PANEL = "Sampling"
-
-SAMPLING_HELP = {  # --seed is a setting of the engine already
-    "max_tokens": "Most tokens of an answer. Default: as many as the context allows.",
-    "min_tokens": "Fewest tokens of an answer.",
-    "temperature": "0 takes the most likely token; higher is more varied.",
-    "top_k": "Draw from so many most likely tokens; 0: all.",
-    "top_p": "Draw from the most likely tokens that have this probability together.",
-    "min_p": "Leave out tokens less likely than this share of the most likely one.",
-    "stop": "Text that ends the answer; may be given several times.",
-    "presence_penalty": "Against tokens that were used already.",
-    "frequency_penalty": "Against tokens by how often they were used.",
-    "repetition_penalty": "Against tokens of prompt and answer; 1: none.",
-    "ignore_eos": "Go on past the end-of-text token.",
-}
 
 Option = inspect.Parameter
 
@@ -65,20 +51,23 @@ def with_config(command: Callable[..., None], *, server: bool, model_argument: b
 
 
 def with_sampling(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
-    """`command(params=..., ...)` with options for the sampling parameters in SAMPLING_HELP."""
+    """`command(params=..., ...)` with options for the sampling parameters that have a help text for it."""
     hints = get_type_hints(SamplingParams)
-    own = {item.name: item.default for item in fields(SamplingParams)}
     options = []
-    for name, told in SAMPLING_HELP.items():
-        kind, default = hints[name], defaults.get(name, own[name])
-        if name == "stop":
-            kind, default = list[str], []
-        info = typer.Option(*_flags("--" + name.replace("_", "-"), kind), help=told, rich_help_panel=SAMPLING_PANEL)
-        options.append(_option(name, kind, default, info))
+    for item in fields(SamplingParams):
+        name, told = item.name, item.metadata["cli"]
+        if told:
+            kind, default = hints[name], defaults.get(name, item.default)
+            if get_origin(kind) is tuple:
+                kind, default = list[get_args(kind)[0]], []  # type: ignore[misc]
+            info = typer.Option(*_flags("--" + name.replace("_", "-"), kind), help=told, rich_help_panel=SAMPLING_PANEL)
+            options.append(_option(name, kind, default, info))
+    names = [option.name for option in options]
 
     def run(**given: Any) -> None:
-        sampling = {name: given.pop(name) for name in SAMPLING_HELP}
-        command(params=SamplingParams(**{**sampling, "stop": tuple(sampling["stop"] or ())}), **given)
+        sampling = {name: given.pop(name) for name in names}
+        lists = {name: tuple(value) for name, value in sampling.items() if isinstance(value, list)}
+        command(params=SamplingParams(**sampling | lists), **given)
 
     return _dressed(run, command, "params", options)
 
