@@ -108,9 +108,9 @@ def test_ping_is_answered_while_nobody_takes_messages(monkeypatch: pytest.Monkey
     inbox = Inbox(Link(theirs), left.put)
     inbox.serving.set()
     ours.settimeout(20)
-    for message in (m.Abort("a"), m.Ping(), m.Abort("b"), m.Ping()):
+    for message in (m.Abort("a"), m.EnginePing(), m.Abort("b"), m.EnginePing()):
         ours.sendall(m.frame(message))
-    pong = m.frame(m.Pong())
+    pong = m.frame(m.EnginePong())
     with ours.makefile("rb") as stream:
         assert stream.read(2 * len(pong)) == pong * 2
     ours.close()
@@ -122,10 +122,10 @@ def test_ping_is_answered_while_nobody_takes_messages(monkeypatch: pytest.Monkey
 def test_frames_of_two_threads_do_not_mix() -> None:
     ours, theirs = socket.socketpair()
     link = Link(theirs)
-    large = m.Failed("x" * 1_000_000)
+    large = m.EngineFailed("x" * 1_000_000)
     threads = [
         threading.Thread(target=lambda: [link.send(large) for _ in range(5)]),
-        threading.Thread(target=lambda: [link.send(m.Pong()) for _ in range(500)]),
+        threading.Thread(target=lambda: [link.send(m.EnginePong()) for _ in range(500)]),
     ]
     for thread in threads:
         thread.start()
@@ -133,7 +133,7 @@ def test_frames_of_two_threads_do_not_mix() -> None:
     with ours.makefile("rb") as stream:
         for _ in range(505):
             received.append(m.from_engine(stream.read(m.length(stream.read(m.LENGTH.size)))))
-    assert received.count(large) == 5 and received.count(m.Pong()) == 500
+    assert received.count(large) == 5 and received.count(m.EnginePong()) == 500
     for thread in threads:
         thread.join()
 

@@ -26,7 +26,7 @@ from headrace.engine import ranks as engine_ranks
 from headrace.engine.driver import KEEPS_ALL, ending_in
 from headrace.engine.ranks import Ranks
 from headrace.models.decoder import Decoder
-from headrace.models.weights import Progress
+from headrace.models.weights import OnProgress
 from headrace.parallel.group import Group
 from headrace.parallel.messages import Group as StepGroup
 from headrace.parallel.messages import Part, Step, encode
@@ -131,7 +131,7 @@ def pin(config: EngineConfig, rank: int) -> None:
 
 
 @contextmanager
-def open_bed(config: EngineConfig, *, netns: bool = False, progress: Progress | None = None) -> Iterator[Bed]:
+def open_bed(config: EngineConfig, *, netns: bool = False, progress: OnProgress | None = None) -> Iterator[Bed]:
     """A group as the settings say, with room for config.kv_cache_tokens on each rank; closed at the end.
 
     netns: its workers in network namespaces. Raises what engine.ranks.open_ranks and Namespaces raise.

@@ -38,7 +38,7 @@ MIB = 2**20
 
 
 @dataclass(slots=True)
-class Server:
+class DemoServer:
     """A server process of our own."""
 
     process: subprocess.Popen[bytes]
@@ -85,7 +85,7 @@ class Measured:
 
 
 @contextmanager
-def _server() -> Iterator[Server]:
+def _server() -> Iterator[DemoServer]:
     """Started, ready, and ended with SIGTERM; raises RuntimeError where any of that fails."""
     with tempfile.TemporaryDirectory(prefix="headrace-demo-") as folder:
         log = Path(folder) / "server.log"
@@ -101,7 +101,7 @@ def _server() -> Iterator[Server]:
                 server.process.wait()
 
 
-def _start(sink: IO[bytes], log: Path) -> Server:
+def _start(sink: IO[bytes], log: Path) -> DemoServer:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -110,10 +110,10 @@ def _start(sink: IO[bytes], log: Path) -> Server:
     settings = {item.env for item in SETTINGS.values()}
     env = {name: value for name, value in os.environ.items() if name not in settings}
     process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
-    return Server(process, f"http://127.0.0.1:{port}", log)
+    return DemoServer(process, f"http://127.0.0.1:{port}", log)
 
 
-def _wait_ready(server: Server) -> None:
+def _wait_ready(server: DemoServer) -> None:
     deadline = time.monotonic() + START_S
     with working("starting the server (usually 5 to 20 s)"):
         while not _healthy(server):
@@ -124,7 +124,7 @@ def _wait_ready(server: Server) -> None:
             time.sleep(0.1)
 
 
-def _healthy(server: Server) -> bool:
+def _healthy(server: DemoServer) -> bool:
     try:
         with urlopen(server.url + "/health", timeout=5) as reply:
             return bool(reply.status == 200)
@@ -132,7 +132,7 @@ def _healthy(server: Server) -> bool:
         return False
 
 
-def _stop(server: Server) -> None:
+def _stop(server: DemoServer) -> None:
     server.process.send_signal(signal.SIGTERM)
     try:
         code = server.process.wait(30)
@@ -145,7 +145,7 @@ def _stop(server: Server) -> None:
 # ---- the questions ---------------------------------------------------------------------------------------------------
 
 
-async def _ask_everything(server: Server, document: str, names: list[str]) -> Measured:
+async def _ask_everything(server: DemoServer, document: str, names: list[str]) -> Measured:
     """One cold request, one from the cache, then all at once."""
     talks = [_messages(document, name) for name in names]
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
@@ -169,7 +169,7 @@ def _messages(document: str, name: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": document}, {"role": "user", "content": question(name)}]
 
 
-def _wait_idle(server: Server) -> None:
+def _wait_idle(server: DemoServer) -> None:
     """The engine tells its counters after each step, so the last ones may come a moment later."""
     deadline = time.monotonic() + 5
     while server.metrics()["num_requests_running"] and time.monotonic() < deadline:

@@ -82,7 +82,7 @@ class AsyncLLM:
         with theirs:
             self._process = process.start(command, theirs.fileno())
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._send(m.Load(self.config.flat))
+        self._send(m.LoadModel(self.config.flat))
         self._watch = asyncio.create_task(self._keep_watch(self._process))
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, folder))  # while the weights arrive
         try:
@@ -99,15 +99,15 @@ class AsyncLLM:
     async def _until_ready(self, reader: asyncio.StreamReader, progress: Callable[[int, int], None] | None) -> None:
         while self._capacity is None:
             message = await self._receive(reader)
-            if isinstance(message, m.Ready):
+            if isinstance(message, m.EngineReady):
                 self._capacity = message.capacity
                 self.stats = EngineStats(kv=KVStats(chunks_total=message.capacity.kv_cache_tokens // CHUNK))
-            elif isinstance(message, m.Progress) and progress is not None:
+            elif isinstance(message, m.LoadProgress) and progress is not None:
                 progress(message.done, message.total)
-            elif isinstance(message, m.Failed) or message is None:
+            elif isinstance(message, m.EngineFailed) or message is None:
                 told = message.reason if message else "the engine process ended while loading"
                 self.failure = self.failure or told
-                settings = isinstance(message, m.Failed) and message.settings
+                settings = isinstance(message, m.EngineFailed) and message.settings
                 raise ValueError(self.failure) if settings else EngineDead(self.failure)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
@@ -117,7 +117,7 @@ class AsyncLLM:
             while (message := await self._receive(reader)) is not None:
                 if isinstance(message, m.Events):
                     self._hand_out(message)
-                elif isinstance(message, m.Failed):  # it may yet take seconds to end
+                elif isinstance(message, m.EngineFailed):  # it may yet take seconds to end
                     reason = message.reason
                     break
         except Exception as error:  # whatever it is, those who wait must hear of it
@@ -131,7 +131,7 @@ class AsyncLLM:
         """
         tick_s = min(PING_S, self.config.server.engine_timeout_s / 4)
         while self._silence_s < self._most_silence_s:
-            self._send(m.Ping())
+            self._send(m.EnginePing())
             await asyncio.sleep(tick_s)
             self._silence_s += tick_s
         if self.failure is None:

@@ -22,7 +22,7 @@ from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
-from headrace.models.weights import Progress
+from headrace.models.weights import OnProgress
 from headrace.parallel import launch, measure
 from headrace.parallel.group import Group, interface_name
 from headrace.parallel.rank import Rank
@@ -72,7 +72,7 @@ def make(config: EngineConfig, group: Group) -> Rank:
     return rank
 
 
-def load_share(config: EngineConfig, group: Group | None, progress: Progress | None = None) -> Decoder:
+def load_share(config: EngineConfig, group: Group | None, progress: OnProgress | None = None) -> Decoder:
     tensor = TensorGroup(group.tensor) if group is not None and group.tensor.size > 1 else None
     return load_decoder(
         model_folder(config.model.folder), config.model.dtype, progress, config.model.quantization, tensor
@@ -146,7 +146,7 @@ def allowed(config: EngineConfig) -> tuple[str, ...]:
 
 def open_ranks(
     config: EngineConfig,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     maker: str = MAKER,
     start: launch.Starter | None = None,
 ) -> tuple[Ranks, Decoder]:

@@ -29,7 +29,7 @@ LEAST = 32
 and its elementwise functions compute by 32."""
 
 
-class Group(Protocol):
+class ShardGroup(Protocol):
     """The ranks that compute a decoder together, seen from one of them."""
 
     @property

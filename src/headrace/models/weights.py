@@ -25,7 +25,7 @@ from headrace.models.files import weight_files
 from headrace.models.shards import Share
 from headrace.models.spec import ModelConfig
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) while weights load."""
 
 LEARNED_OFFSET = 2
@@ -85,7 +85,7 @@ def load_weights(
     folder: Path,
     config: ModelConfig,
     dtype: torch.dtype,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     share: Share | None = None,
 ) -> dict[str, Tensor]:
     """The decoder's tensors by our names, in `dtype`, each with memory of its own; of `share` only what it holds.

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headrace.server.engine import Capacity
+from headrace.server.engine import ServedCapacity
 from headrace.server.job import Job
 from headrace.stats import EngineStats
 
@@ -34,7 +34,9 @@ HISTOGRAMS = {
 class _EngineCollector(Collector):
     """Reads the latest EngineStats at every scrape."""
 
-    def __init__(self, stats: Callable[[], EngineStats], capacity: Callable[[], Capacity | None], model: str) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats], capacity: Callable[[], ServedCapacity | None], model: str
+    ) -> None:
         self.stats, self.capacity, self.model = stats, capacity, model
 
     def collect(self) -> Iterator[Metric]:
@@ -78,7 +80,9 @@ class ServerMetrics:
     """One registry per server. `refused` counts answers other than 2xx, `gone` requests whose client left, `restarts`
     engines that replaced a failed one."""
 
-    def __init__(self, stats: Callable[[], EngineStats], capacity: Callable[[], Capacity | None], model: str) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats], capacity: Callable[[], ServedCapacity | None], model: str
+    ) -> None:
         self.registry = CollectorRegistry()
         self.model = model
         self.registry.register(_EngineCollector(stats, capacity, model))

@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from headrace.config import EngineConfig
 from headrace.server.app import create_app
 from headrace.server.connections import ACCEPTED_AT_ONCE, KEEP_ALIVE_S, Connection, Connections, Seldom, limit
-from headrace.server.engine import Engine
+from headrace.server.engine import ServedEngine
 from headrace.server.state import MakeEngine, ServerState
 from headrace.server.status import address
 
@@ -71,7 +71,7 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-class Server(uvicorn.Server):
+class HTTPServer(uvicorn.Server):
     """uvicorn raises a caught signal again at its end, which would make a clean end look like a kill."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, connections: Connections) -> None:
@@ -105,12 +105,12 @@ class Server(uvicorn.Server):
         yield
 
 
-def make_server(app: FastAPI) -> Server:
+def make_server(app: FastAPI) -> HTTPServer:
     """Raises ValueError where the settings ask for more connections than there are file descriptors."""
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(SELDOM)
     connections = Connections(limit(app.state.headrace.config.server.max_connections))
-    return Server(
+    return HTTPServer(
         uvicorn.Config(
             app,
             http=partial(Connection, connections),  # type: ignore[arg-type]
@@ -130,15 +130,15 @@ def make_server(app: FastAPI) -> Server:
 
 
 def _engine_maker(config: EngineConfig) -> MakeEngine:
-    async def make() -> Engine:
+    async def make() -> ServedEngine:
         module = await asyncio.to_thread(import_module, "headrace.engine.async_llm")
-        engine: Engine = module.AsyncLLM(config)
+        engine: ServedEngine = module.AsyncLLM(config)
         return engine
 
     return make
 
 
-def _end_after_failure(server: Server) -> None:
+def _end_after_failure(server: HTTPServer) -> None:
     """A server that never worked ends at once; one that did shows its failure for GRACE_S first."""
     watchdog = threading.Timer(DEADLINE_S, os._exit, (server.exit_code(),))
     watchdog.daemon = True

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
 from headrace.config import EngineConfig
-from headrace.server.engine import Capacity, Engine
+from headrace.server.engine import ServedCapacity, ServedEngine
 from headrace.server.job import Job, cancel
 from headrace.server.metrics import ServerMetrics
 from headrace.server.restarts import MOST, WINDOW_S, RestartLimit
@@ -22,7 +22,7 @@ from headrace.types import EngineDead
 log = logging.getLogger("headrace.server")
 
 Phase = Literal["loading", "ready", "restarting", "failed"]
-MakeEngine = Callable[[], Awaitable[Engine]]
+MakeEngine = Callable[[], Awaitable[ServedEngine]]
 T = TypeVar("T")
 
 RENDERING = 2
@@ -37,7 +37,7 @@ class ServerState:
     why it failed, `error` is what stopped it from loading, `loaded` the share of the model that is in.
     """
 
-    def __init__(self, engine: Engine | MakeEngine, config: EngineConfig) -> None:
+    def __init__(self, engine: ServedEngine | MakeEngine, config: EngineConfig) -> None:
         self.config = config
         self.model = config.server.model_name or config.model.folder
         self.phase: Phase = "loading"
@@ -53,13 +53,13 @@ class ServerState:
         self._uptime_s = self._ready_s = self._load_s = self._load_start_s = 0.0
         self.created = int(time.time())
         self._given = engine
-        self._engine: Engine | None = None
+        self._engine: ServedEngine | None = None
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")  # one thread: tokenizers are not all thread-safe
         self._rendering = ThreadPoolExecutor(RENDERING, "templates")
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> ServedEngine:
         """The engine that answers. Raises EngineDead where there is none (any more)."""
         if self._engine is None or self.phase != "ready":
             raise EngineDead(self.reason or "the model is still loading")
@@ -76,7 +76,7 @@ class ServerState:
         own = self._engine.stats if self._engine is not None and self._was_ready else EngineStats()
         return own.after(self._earlier)
 
-    def capacity(self) -> Capacity | None:
+    def capacity(self) -> ServedCapacity | None:
         """What the engine holds; None before it is ready."""
         return self._engine.capacity if self._engine is not None and self._was_ready else None
 
@@ -113,7 +113,7 @@ class ServerState:
         finally:
             await cancel(lines)
 
-    async def _load(self) -> Engine:
+    async def _load(self) -> ServedEngine:
         self._load_start_s = time.monotonic()
         engine = await self._given() if callable(self._given) else self._given
         self._engine = engine
@@ -125,7 +125,7 @@ class ServerState:
         self._load_s = self._ready_s - self._load_start_s
         return engine
 
-    async def _watch(self, engine: Engine) -> str:
+    async def _watch(self, engine: ServedEngine) -> str:
         """Waits until the engine has failed; what is to be said of it."""
         try:
             return f"the engine has failed: {await engine.wait_dead()}"
