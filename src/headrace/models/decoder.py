@@ -26,7 +26,8 @@ from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.rope import Rope
 from headrace.models.shards import ShardGroup, Share, Width
-from headrace.models.weights import LEARNED_OFFSET, OnProgress, load_weights
+from headrace.models.spec import LEARNED_OFFSET
+from headrace.models.weights import OnProgress, load_weights
 from headrace.types import CHUNK
 
 if TYPE_CHECKING:
