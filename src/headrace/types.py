@@ -6,7 +6,7 @@ Imports no torch, so that the tree, the plan and the scheduler can be tested wit
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 CHUNK = 64
 """Tokens in a chunk: the unit of sharing, of storage and of the canonical fold (DESIGN, section 3)."""
@@ -138,9 +138,10 @@ class SamplingParams:
         self._check_lists()
 
     def _check_numbers(self) -> None:
-        for name, bounds in RANGES.items():
-            if (value := getattr(self, name)) is not None or not bounds.optional:
-                _number(name, value, bounds.low, bounds.high, integer=bounds.integer)
+        for name, low, high, integer, optional in RANGES:
+            value = getattr(self, name)
+            if value is not None or not optional:
+                _number(name, value, low, high, integer=integer)
         if self.top_p == 0:
             raise InvalidRequest("top_p must be above 0; for greedy decoding set temperature=0", "top_p")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -173,19 +174,12 @@ class SamplingParams:
                 raise InvalidRequest(f"{name}: token id {bad[0]} is outside the vocabulary of {vocab_size}", name)
 
 
-class Range(NamedTuple):
-    low: float
-    high: float
-    integer: bool
-    optional: bool
-
-
-RANGES = {
-    item.name: Range(low, high, str(item.type).startswith("int"), str(item.type).endswith("None"))
+RANGES = tuple(
+    (item.name, low, high, str(item.type).startswith("int"), str(item.type).endswith("None"))
     for item in fields(SamplingParams)
     for low, high in item.metadata["range"]
-}
-"""What the numbers among the sampling parameters may be."""
+)
+"""(name, low, high, whether an integer, whether None too) of the numbers among the sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True)

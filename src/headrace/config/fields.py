@@ -100,8 +100,17 @@ class SettingsRecord:
         """Raises ValueError for settings of this record that do not fit each other."""
 
 
+_DECLARED: dict[type[SettingsRecord], tuple[Setting, ...]] = {}
+
+
 def settings_of(record: type[SettingsRecord]) -> tuple[Setting, ...]:
     """The settings that a record declares, in order."""
+    if record not in _DECLARED:
+        _DECLARED[record] = _declared(record)
+    return _DECLARED[record]
+
+
+def _declared(record: type[SettingsRecord]) -> tuple[Setting, ...]:
     hints = get_type_hints(record)
     found = []
     for item in fields(record):  # type: ignore[arg-type]
