@@ -161,7 +161,7 @@ from headrace.engine import process
 ours, theirs = socket.socketpair()
 engine = process.start([sys.executable, "-c", sys.argv[2], str(theirs.fileno()), sys.argv[1]], theirs.fileno())
 theirs.close()
-ours.sendall(m.frame(m.Load(EngineConfig(model=sys.argv[1]).flat)))
+ours.sendall(m.frame(m.LoadModel(EngineConfig(model=sys.argv[1]).flat)))
 print(engine.pid, flush=True)
 engine.wait()
 """

@@ -156,7 +156,7 @@ class FakeEngine:
 
 
 class _Run:
-    """One request. Invariant: its chunks are in `stats.kv_chunks_used` from its turn until close()."""
+    """One request. Invariant: its chunks are in `stats.kv.chunks_used` from its turn until close()."""
 
     def __init__(self, engine: FakeEngine, prompt: list[int], params: SamplingParams, request_id: str) -> None:
         self.engine, self.prompt, self.params, self.request_id = engine, prompt, params, request_id
