@@ -154,6 +154,11 @@ def _finite(wanted: str, fits: Callable[[float], bool]) -> Check:
     return check
 
 
+def seconds(name: str, value: Any) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be above 0 and finite, got {value}")
+
+
 NOT_NEGATIVE = _finite("0 or more", lambda value: value >= 0)
 POSITIVE = _finite("above 0", lambda value: value > 0)
 SHARE = _finite("between 0 and 1", lambda value: 0 <= value <= 1)

@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from headrace.config.fields import POSITIVE, SettingsRecord, at_least, setting
+from headrace.config.fields import SettingsRecord, at_least, seconds, setting
 
 DistributedBackend = Literal["mp", "ray"]
 PrefillStrategy = Literal["auto", "single", "gather", "chain", "ring-kv", "ring-q"]
@@ -61,7 +61,7 @@ class RankSettings(SettingsRecord):
         None, "Table that `headrace tune` wrote for this machine, model and group.", name="parallel_table"
     )
     interface: str = setting("127.0.0.1", "IPv4 address that ranks bind to talk to each other.", check=_one_interface)
-    timeout_s: float = setting(10.0, "Seconds of silence after which a rank counts as lost.", check=POSITIVE)
+    timeout_s: float = setting(10.0, "Seconds of silence after which a rank counts as lost.", check=seconds)
 
     @property
     def count(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from headrace.config.fields import POSITIVE, SettingsRecord, at_least, setting
+from headrace.config.fields import SettingsRecord, at_least, seconds, setting
 
 
 def _a_port(name: str, value: Any) -> None:
@@ -43,11 +43,11 @@ class ServerSettings(SettingsRecord):
     max_queued_tokens: int = setting(
         1_000_000, "Prompt tokens that may wait; more are refused with 429.", check=at_least(1)
     )
-    log_interval_s: float = setting(5.0, "Seconds between status lines while busy.", check=POSITIVE)
+    log_interval_s: float = setting(5.0, "Seconds between status lines while busy.", check=seconds)
     restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")
     engine_timeout_s: float = setting(
         10.0,
         "An engine process silent for so many seconds counts as hung and is killed.",
-        check=POSITIVE,
+        check=seconds,
         everywhere=True,
     )

@@ -75,7 +75,7 @@ class TextPart(_Strict):
     text: str
 
 
-class ChatMessage(_Strict):
+class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: list[TextPart]
     name: str | None = None
@@ -196,7 +196,7 @@ class CompletionBody(_Body):
 
 
 class ChatBody(_Body):
-    messages: list[ChatMessage]
+    messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
