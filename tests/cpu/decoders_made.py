@@ -13,8 +13,7 @@ from torch import Tensor
 from headrace.config import AttentionSpec
 from headrace.kernels.block import Attend
 from headrace.kernels.cpu_step import Pools, Step, StepOver
-from headrace.models.spec import ModelConfig
-from headrace.models.weights import expected
+from headrace.models.spec import ModelConfig, expected
 
 PLAIN = dict(norm="layer", gated=False, activation="gelu")
 BIASED = dict(qkv_bias=True, out_bias=True, mlp_bias=True)

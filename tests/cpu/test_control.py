@@ -195,9 +195,8 @@ def test_a_secret_file_that_others_can_read_is_not_trusted(tmp_path: Path) -> No
 def test_config_travels_without_the_key_of_the_api() -> None:
     config = EngineConfig(api_key="key", context_parallel_size=3, rank_timeout_s=2.5, max_model_len=None)
     got = decode_config(encode_config(config))
-    assert got.api_key is None
-    got.api_key = "key"
-    assert got == config
+    assert got.server.api_key is None
+    assert got.replace(api_key="key") == config
 
 
 @pytest.mark.parametrize(
@@ -213,7 +212,7 @@ def test_config_travels_without_the_key_of_the_api() -> None:
 )
 def test_settings_that_cannot_work(settings: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        EngineConfig(**settings)  # type: ignore[arg-type]
+        EngineConfig(**settings)
 
 
 def test_refusals_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,8 +139,8 @@ def test_capacity_grows_with_ranks_and_full_caches_evict_and_preempt(size: int) 
         ours, theirs = llm.generate(prompts, GREEDY), truth.generate(prompts, GREEDY)
         assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]
     stats = llm.engine.stats()
-    assert stats.evictions > 0
-    assert stats.strategies
+    assert stats.kv.evictions > 0
+    assert stats.ranks.prefills
     llm.engine.scheduler.check()
     llm.workers.close()  # type: ignore[attr-defined]
 

@@ -171,7 +171,7 @@ def test_prompt_logprobs_over_several_steps_and_preemption(budget: int, llm: LLM
     small = LLM("tiny", kv_cache_tokens=640, max_batch_tokens=budget)
     got = small.generate(prompts, params)
     want = llm.generate(prompts, params)
-    assert small.engine.stats().preemptions
+    assert small.engine.stats().scheduler.preemptions
     assert [o.prompt_logprobs for o in got] == [o.prompt_logprobs for o in want]
     assert all(len(o.prompt_logprobs or []) == 200 for o in got)
 
@@ -307,7 +307,7 @@ def test_environment_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_KV_CACHE_TOKENS", "1280")
     monkeypatch.setenv("HEADRACE_ENABLE_PREFIX_CACHING", "false")
     llm = LLM("tiny", max_sequences=3)
-    assert llm.capacity.kv_cache_tokens == 1280 and not llm.config.enable_prefix_caching
+    assert llm.capacity.kv_cache_tokens == 1280 and not llm.config.cache.prefix_caching
     assert LLM("tiny", kv_cache_tokens=640).capacity.kv_cache_tokens == 640
     monkeypatch.setenv("HEADRACE_KV_CACHE_TOKENS", "many")
     with pytest.raises(ValueError, match="kv_cache_tokens"):

@@ -99,7 +99,7 @@ def test_preempted_in_mid_request_is_the_same(form: str, llm: LLM) -> None:
     other = streamed(share=0.5, kv_cache_tokens=1024, max_batch_tokens=200, **FORMS[form])
     same(run(other, prompts_of(llm), long), run(llm, prompts_of(llm), long))
     stats = other.engine.stats()
-    assert stats.preemptions > 0 and stats.evictions > 0
+    assert stats.scheduler.preemptions > 0 and stats.kv.evictions > 0
     other.close()
 
 

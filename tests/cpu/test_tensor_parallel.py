@@ -25,8 +25,8 @@ from headrace.kv.storage import KVStorage
 from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
 from headrace.models.shards import LEAST, Share, cut
-from headrace.models.spec import ModelConfig
-from headrace.models.weights import expected, load_weights
+from headrace.models.spec import ModelConfig, expected
+from headrace.models.weights import load_weights
 from headrace.parallel.tensor import TensorGroup, shard
 from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.types import chunks_for

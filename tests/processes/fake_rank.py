@@ -30,9 +30,8 @@ def message(number: int, i: int) -> torch.Tensor:
 class FakeRank:
     def __init__(self, config: EngineConfig, group: Group) -> None:
         self.group, self.links = group, group.context
-        self.report = (
-            f"{group.rank} of {group.size}, {config.model}, {config.api_key}, {config.rank_interface}".encode()
-        )
+        asked = f"{config.model.folder}, {config.server.api_key}, {config.ranks.interface}"
+        self.report = f"{group.rank} of {group.size}, {asked}".encode()
 
     def run(self, step: RankStep) -> None:
         action, argument = step.groups[0].parts[0].tokens

@@ -43,7 +43,7 @@ def opened(context: int, tensor: int = 1, **settings: object) -> Iterator[Group]
     finally:
         group.close()
     for pid in group.workers.pids.values():
-        if config.distributed_backend == "ray":
+        if config.ranks.launcher == "ray":
             until(pid)  # Ray tells the end of an actor a little before it
         assert not runs(pid)
 

@@ -11,7 +11,7 @@ from tests.processes.groups import MAKER, echoes
 
 def main() -> int:
     config = config_from_env(context_parallel_size=2)
-    status = run_if_worker(config.rank_interface)
+    status = run_if_worker(config.ranks.interface)
     if status is not None:
         return status
     group = open_group(config, MAKER)

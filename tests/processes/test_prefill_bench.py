@@ -6,7 +6,6 @@ import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def one_testbed(patch: pytest.MonkeyPatch) -> Iterator[None]:
         def open_once(config: EngineConfig, **options: Any) -> Iterator[PrefillTestbed]:
             if not testbeds:
                 testbeds.append(stack.enter_context(open_testbed(config, **options)))
-            assert replace(config, threads=testbeds[0].config.threads) == testbeds[0].config
+            assert config.replace(threads=testbeds[0].config.model.threads) == testbeds[0].config
             yield testbeds[0]
 
         patch.setattr("headrace.bench.tune.open_testbed", open_once)

@@ -16,12 +16,13 @@ import pytest
 pytestmark = pytest.mark.unit
 
 SOURCE = Path(__file__).parents[2] / "src"
-BASE = {"types", "strategies", "config", "logs", "files", "cores", "host", "memory"}
+BASE = {"types", "stats", "strategies", "config", "logs", "files", "cores", "host", "memory"}
 CORE = BASE | {"kernels", "kv", "attention"}
 BELOW_ENGINE = CORE | {"models", "planner", "parallel", "offload", "assets"}
 
 MAY_IMPORT = {
     "types": set(),
+    "stats": set(),
     "strategies": set(),
     "config": {"types", "strategies"},
     "memory": set(),
@@ -53,8 +54,8 @@ CIRCLES = {
 """Imports that close a circle of modules, and why each may. No other does, in functions and for types neither."""
 
 TORCH = {"torch", "transformers", "safetensors"}
-TORCH_FREE = ("headrace.types", "headrace.strategies", "headrace.config", "headrace.kv", "headrace.planner",
-              "headrace.attention.plan", "headrace.engine.scheduler", "headrace.bench.registry",
+TORCH_FREE = ("headrace.types", "headrace.stats", "headrace.strategies", "headrace.config", "headrace.kv",
+              "headrace.planner", "headrace.attention.plan", "headrace.engine.scheduler", "headrace.bench.registry",
               "headrace.bench.tuning", "headrace.engine.stored_prefixes")  # fmt: skip
 NEEDS_TORCH = ("headrace.kv.storage",)
 

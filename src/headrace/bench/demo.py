@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rich.progress import Progress
@@ -17,7 +17,7 @@ from rich.table import Table
 from headrace.assets.facts import fact_document, question
 from headrace.bench.load import Sample, ask, ask_all, first_error, new_client, quantile
 from headrace.bench.server_process import ServerProcess
-from headrace.config import EngineConfig, env_name
+from headrace.config import SETTINGS
 from headrace.console import err, out, working
 from headrace.types import CHUNK
 
@@ -62,7 +62,7 @@ class DemoFigures:
 def _server() -> Iterator[ServerProcess]:
     """Started, ready, and ended with SIGTERM; raises RuntimeError where any of that fails."""
     # Settings of the user's own servers (a key, a name, a size) are not meant for this one.
-    settings = {env_name(item.name) for item in fields(EngineConfig)}
+    settings = {item.env for item in SETTINGS.values()}
     with ServerProcess((MODEL,), {name: value for name, value in os.environ.items() if name not in settings}) as server:
         with working("starting the server (usually 5 to 20 s)"):
             server.wait_ready(START_S)

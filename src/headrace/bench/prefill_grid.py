@@ -115,5 +115,5 @@ def prefill_config(model: str, ranks: int, longest: int, threads: int | None, dt
         context_parallel_size=ranks,
         kv_cache_tokens=rounded,
         threads=threads,
-        dtype=dtype,  # type: ignore[arg-type]
+        dtype=dtype,
     )

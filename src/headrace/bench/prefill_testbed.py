@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -28,7 +28,7 @@ from headrace.engine import ranks as engine_ranks
 from headrace.engine.driver import ending_in
 from headrace.engine.ranks import Ranks
 from headrace.models.decoder import Decoder
-from headrace.models.weights import Progress
+from headrace.models.weights import OnProgress
 from headrace.parallel.messages import RankStep, StepGroup, StepPart, encode
 from headrace.parallel.rank import Hidden, Rank
 from headrace.parallel.supervisor import WorkerSupervisor
@@ -63,19 +63,19 @@ def median(runs: Sequence[PrefillRun]) -> PrefillRun:
 
 @contextmanager
 def open_testbed(
-    config: EngineConfig, *, netns: bool = False, progress: Progress | None = None
+    config: EngineConfig, *, netns: bool = False, progress: OnProgress | None = None
 ) -> Iterator[PrefillTestbed]:
     """A group as the settings say, with room for config.kv_cache_tokens on each rank; closed at the end.
 
     netns: its workers in network namespaces. Raises what engine.ranks.open_ranks and Namespaces raise.
     """
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    spaces = Namespaces(config.context_parallel_size) if netns else None
+    spaces = Namespaces(config.ranks.context) if netns else None
     if spaces is not None:
-        config = replace(config, rank_interface=spaces.interface)
+        config = config.replace(rank_interface=spaces.interface)
     try:
         engine_ranks.set_threads(config)
-        config = replace(config, threads=torch.get_num_threads())
+        config = config.replace(threads=torch.get_num_threads())
         start = None if spaces is None else spaces.start
         opened, decoder = engine_ranks.open_ranks(config, progress, MAKER, start)
         pin(config, 0)

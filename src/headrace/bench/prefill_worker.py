@@ -86,6 +86,6 @@ def pin(config: EngineConfig, rank: int) -> None:
 
     Called once the engine's links are made, so that their threads are not bound.
     """
-    cores, threads = sorted(os.sched_getaffinity(0)), config.threads or 1
+    cores, threads = sorted(os.sched_getaffinity(0)), config.model.threads or 1
     if len(cores) >= threads * engine_ranks.count(config):
         os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])

@@ -17,7 +17,7 @@ async def engine(config: EngineConfig, quiet: bool) -> AsyncIterator[Any]:
     from headrace.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM(config)
-    with nullcontext() if quiet else loading(config.model) as progress:
+    with nullcontext() if quiet else loading(config.model.folder) as progress:
         await llm.start(progress)
     try:
         yield llm

@@ -11,7 +11,7 @@ import typer
 from headrace import __version__, console
 from headrace.bench.tuning import Tuning
 from headrace.cli import bench, errors
-from headrace.cli.options import guarded, with_config, with_sampling
+from headrace.cli.options import PanelledCommand, guarded, with_config, with_sampling
 from headrace.config import EngineConfig
 from headrace.engine import torchrun
 from headrace.types import SamplingParams
@@ -50,9 +50,9 @@ def serve(config: EngineConfig) -> None:
     from headrace.server.serve import serve as run
 
     errors.log_to_stderr()
-    if config.restart and torchrun.started_this():
+    if config.server.restart and torchrun.started_this():
         log.info("torchrun started the ranks, and they cannot be started again from here: --no-restart holds")
-        config.restart = False
+        config = config.replace(restart=False)
     code = run(config)
     if code:
         raise typer.Exit(code)
@@ -125,7 +125,7 @@ COMMANDS = (
     demo,
 )
 for command in COMMANDS:
-    app.command()(guarded(command))
+    app.command(cls=PanelledCommand)(guarded(command))
 app.command()(bench.command_of(Tuning, "tune", tune))
 app.add_typer(bench.app, name="bench")
 

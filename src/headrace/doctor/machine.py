@@ -108,10 +108,10 @@ def ranks() -> dict[str, Any]:
         asked = describe(config)
     except Exception as error:
         return {"ranks": f"cannot be started: {error}"}
-    table = config.parallel_table or "none: measured when the ranks start"
+    table = config.ranks.table or "none: measured when the ranks start"
     return {
         "by the environment's settings": asked,
-        "prefill strategy": f"{config.prefill_strategy}, rule {config.strategy_rule}",
+        "prefill strategy": f"{config.ranks.strategy}, rule {config.ranks.rule}",
         "profile": table,
         "backends": _backends(),
         "interfaces": ", ".join(f"{name} ({address})" for address, name in sorted(addresses().items())),

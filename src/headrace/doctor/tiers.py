@@ -11,6 +11,7 @@ from headrace.offload.tiers.open import findings
 def findings_of(config: EngineConfig, free_memory: int) -> dict[str, Any]:
     """Tier -> how it does. What does not work is a finding, not an error."""
     found = findings(config, free_memory)
-    if config.kv_link_gbps is not None:
-        found["emulated link"] = f"{config.kv_link_gbps:g} GB/s, {config.kv_link_latency_ms:g} ms"
+    outside = config.tiers or config.streaming
+    if outside is not None and outside.link.gbps is not None:
+        found["emulated link"] = f"{outside.link.gbps:g} GB/s, {outside.link.latency_ms:g} ms"
     return found or {"tiers": "none: set kv_offloading_size, kv_offload_path or kv_remote_url (docs/offload.md)"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
-from headrace.types import EngineStats
+from headrace.stats import EngineStats
 
 if TYPE_CHECKING:  # the scheduler imports no torch
     from headrace.offload.restore.transfer import RestoreTransfer

@@ -30,7 +30,8 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.stopping import finish_reason
 from headrace.kv.chunk_table import ChunkTable
-from headrace.types import CHUNK, Delta, EngineStats, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
+from headrace.stats import EngineStats, KVStats
+from headrace.types import CHUNK, Delta, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +73,8 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.cache,
             self._open_table,
-            loaded.config.max_batch_tokens,
-            loaded.config.max_sequences,
+            loaded.config.scheduler.max_batch_tokens,
+            loaded.config.scheduler.max_sequences,
             align=1 if self.cache.ranks == 1 else CHUNK,
             owners=loaded.executor.owners,
             below=loaded.below,
@@ -83,7 +84,7 @@ class EngineCore:
         self._active: dict[str, _Active] = {}
         self._outputs: dict[SequenceState, _Output] = {}
         self._order = 0
-        self._stats = EngineStats(kv_chunks_total=self.cache.pool.total)
+        self._stats = EngineStats(kv=KVStats(chunks_total=self.cache.pool.total))
         self._started: list[str] = []
         self._storing = False
 
@@ -97,12 +98,12 @@ class EngineCore:
         if request.request_id in self._active:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         seed = request.params.seed
-        active = _Active(request, self.loaded.config.seed + (self._order << 20) if seed is None else seed)
+        active = _Active(request, self.loaded.config.scheduler.seed + (self._order << 20) if seed is None else seed)
         for index in range(request.params.n):
             active.sequences.append(self._new_sequence(active, index, want_logits))
         active.unfinished = request.params.n
         self._active[request.request_id] = active
-        self._stats.prompt_tokens += len(request.prompt_token_ids)
+        self._stats.tokens.prompt += len(request.prompt_token_ids)
 
     def _new_sequence(self, active: _Active, index: int, want_logits: bool) -> SequenceState:
         request = active.request
@@ -125,7 +126,7 @@ class EngineCore:
             public_tokens=request.public_prefix_tokens,
             # Length-dependent rotary scaling: keys of prompts of different lengths differ.
             namespace=f"length {sequence.prompt_len}" if stretched else "",
-            shares=self.loaded.config.enable_prefix_caching and not sequence.wants_all_logits,
+            shares=self.loaded.config.cache.prefix_caching and not sequence.wants_all_logits,
         )
 
     def abort(self, request_id: str) -> bool:
@@ -136,7 +137,7 @@ class EngineCore:
         for sequence in active.sequences:
             if sequence in self._outputs:
                 self._drop(sequence)
-        self._stats.finished_abort += 1
+        self._stats.finished.abort += 1
         return True
 
     def _drop(self, sequence: SequenceState) -> None:
@@ -153,13 +154,13 @@ class EngineCore:
                 self.below.wait()
             return []
         self._note_start(slices, began)
-        self._stats.prefilled_tokens += sum(part.length for part in slices if not part.decodes)
+        self._stats.tokens.prefilled += sum(part.length for part in slices if not part.decodes)
         computed = self._compute(slices)
         self.cache.commit()
         self._observe(computed)
         deltas = self._advance(computed)
-        self._stats.steps += 1
-        self._stats.step_s += time.monotonic() - began
+        self._stats.scheduler.steps += 1
+        self._stats.scheduler.step_s += time.monotonic() - began
         return deltas
 
     def _compute(self, slices: list[Slice]) -> Computed:
@@ -278,7 +279,7 @@ class EngineCore:
         if active.first_token_s is None:
             active.first_token_s = now
         active.output_tokens += 1
-        self._stats.generated_tokens += 1
+        self._stats.tokens.generated += 1
         delta = Delta(active.request.request_id, sequence.index, token_ids=[sampled.token])
         if sampled.logprobs is not None:
             delta.logprobs = [self._with_text(sampled.logprobs) or {}]
@@ -313,11 +314,11 @@ class EngineCore:
             return
         del self._active[active.request.request_id]
         if delta.finish_reason == "stop":
-            self._stats.finished_stop += 1
+            self._stats.finished.stop += 1
         else:
-            self._stats.finished_length += 1
+            self._stats.finished.length += 1
         delta.metrics = self._metrics(active, now)
-        self._stats.cached_tokens += delta.metrics.cached_tokens
+        self._stats.tokens.cached += delta.metrics.cached_tokens
 
     @staticmethod
     def _metrics(active: _Active, now: float) -> Metrics:
@@ -338,10 +339,10 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Counters and gauges as they stand; the same record each time."""
         stats = self._stats
-        stats.running, stats.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        stats.kv_chunks_used, stats.kv_chunks_unshared = self.cache.used, self.cache.unshared
-        stats.kv_chunks_cached = len(self.cache.tree.idle)
-        stats.preemptions, stats.evictions = self.scheduler.preemptions, self.cache.tree.evictions
+        stats.scheduler.running, stats.scheduler.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        stats.kv.chunks_used, stats.kv.chunks_unshared = self.cache.used, self.cache.unshared
+        stats.kv.chunks_cached = len(self.cache.tree.idle)
+        stats.scheduler.preemptions, stats.kv.evictions = self.scheduler.preemptions, self.cache.tree.evictions
         self.loaded.executor.add_stats(stats)
         self.below.add_stats(stats)
         return stats

@@ -30,8 +30,9 @@ from headrace.parallel.messages import StepGroup, StepPart
 from headrace.parallel.rank import Rank
 from headrace.planner.choice import StrategyChoice
 from headrace.planner.schedule import keeper_of
+from headrace.stats import EngineStats
 from headrace.strategies import FALLBACK, KEEPS_ALL, STRATEGIES
-from headrace.types import BLOCK_CHUNKS, CHUNK, EngineStats, chunks_for
+from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Driver(Executor):
         return counts
 
     def add_stats(self, stats: EngineStats) -> None:
-        stats.strategies = dict(self.counts)
+        stats.ranks.prefills = dict(self.counts)
 
     def close(self) -> None:
         self.end()

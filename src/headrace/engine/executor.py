@@ -12,7 +12,7 @@ from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels.model_step import Greatest
 from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.offload.restore.transfer import RestoreTransfer
-from headrace.types import EngineStats
+from headrace.stats import EngineStats
 
 
 class Computed(NamedTuple):

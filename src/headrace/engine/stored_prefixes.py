@@ -30,7 +30,8 @@ from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.report import RestoreCounters, RestoreReport
 from headrace.offload.restore.solver import Prediction, Split, StoredRun, predict, restore_split
 from headrace.offload.tiers.stack import Tiers
-from headrace.types import CHUNK, EngineStats, chunks_for
+from headrace.stats import EngineStats
+from headrace.types import CHUNK, chunks_for
 
 if TYPE_CHECKING:  # these need torch
     from headrace.offload.restore.source import FoundChunk, Lookup, StoredChunks
@@ -295,14 +296,12 @@ class StoredPrefixes(Below):
 
     def add_stats(self, stats: EngineStats) -> None:
         """Tiers are asked now and then only, since they look up what they tell, and when all is stored."""
-        own, now, before = self.counters, time.monotonic(), stats.writeback_pending
-        stats.restores, stats.restore_failures, stats.restore_s = own.restores, own.failures, own.restore_s
-        stats.restored_tokens, stats.projected_tokens = own.loaded_tokens, own.projected_tokens
-        stats.recomputed_tokens = own.recomputed_tokens
-        stats.restore_link_s, stats.restore_waited_s = own.link_s, own.waited_s
-        waiting = self.writeback.unstored + self.writeback.let_go
-        stats.writeback_pending = waiting + self.tiers.queued_blobs
-        if now >= self._ask_tiers_s or (before and not stats.writeback_pending):
+        own, told, now, before = self.counters, stats.restore, time.monotonic(), stats.restore.unstored
+        told.restores, told.failures, told.seconds = own.restores, own.failures, own.restore_s
+        told.loaded_tokens, told.projected_tokens = own.loaded_tokens, own.projected_tokens
+        told.recomputed_tokens, told.link_s, told.waited_s = own.recomputed_tokens, own.link_s, own.waited_s
+        told.unstored = self.writeback.unstored + self.writeback.let_go + self.tiers.queued_blobs
+        if now >= self._ask_tiers_s or (before and not told.unstored):
             stats.tiers, self._ask_tiers_s = self.tiers.stats(), now + TIERS_S
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ def started_this() -> bool:
 
 def check(config: EngineConfig) -> None:
     """Raises ValueError where torchrun started another number of processes than the settings ask for."""
-    wanted = config.context_parallel_size * config.tensor_parallel_size
+    wanted = config.ranks.context * config.ranks.tensor
     if started_this() and int(os.environ["WORLD_SIZE"]) != wanted:
         raise ValueError(
             f"torchrun started {os.environ['WORLD_SIZE']} processes, but context_parallel_size * tensor_parallel_size "
@@ -40,7 +40,7 @@ def serve_if_worker(config: EngineConfig) -> None:
         return
     from headrace.parallel.launch import run_if_worker
 
-    status = run_if_worker(config.rank_interface)
+    status = run_if_worker(config.ranks.interface)
     if not status:
         sys.exit(0)
     sys.stdout.flush()

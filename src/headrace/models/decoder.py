@@ -26,8 +26,9 @@ from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.rope import Rope
-from headrace.models.shards import Group, Share, Width
-from headrace.models.weights import LEARNED_OFFSET, Progress, load_weights
+from headrace.models.shards import ShardGroup, Share, Width
+from headrace.models.spec import LEARNED_OFFSET
+from headrace.models.weights import OnProgress, load_weights
 from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
@@ -183,7 +184,11 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, quantization: Quantization = "none", tensor: Group | None = None
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        quantization: Quantization = "none",
+        tensor: ShardGroup | None = None,
     ) -> None:
         share = _share(config, tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
@@ -204,7 +209,7 @@ class Decoder:
         if self.key_bias is not None:
             self.key_bias = self.key_bias.to(self.device)
 
-    def _layers(self, share: Share | None, tensor: Group | None) -> block.Blocks | OneByOne:
+    def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
         whole = _alone if share is None or tensor is None else _gathered(share, tensor)
         layers = [Layer(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
         reason = block.obstacle(layers, self.dtype) if share is None else f"shared by {share.size} tensor ranks"
@@ -288,12 +293,12 @@ class Decoder:
         return x
 
 
-def _share(config: ModelConfig, tensor: Group | None) -> Share | None:
+def _share(config: ModelConfig, tensor: ShardGroup | None) -> Share | None:
     """What this rank computes; None: everything."""
     return None if tensor is None or tensor.size == 1 else Share(config, tensor.rank, tensor.size)
 
 
-def _gathered(share: Share, tensor: Group) -> Whole:
+def _gathered(share: Share, tensor: ShardGroup) -> Whole:
     widths: dict[Width, list[int]] = {width: share.widths(width) for width in get_args(Width)}
     return lambda width, x: tensor.gather(x, widths[width])
 
@@ -336,9 +341,9 @@ def compute_dtype(config: ModelConfig, dtype: Literal["auto", "bfloat16", "float
 def load_decoder(
     folder: str | Path,
     dtype: Literal["auto", "bfloat16", "float32"] = "auto",
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     quantization: Quantization = "none",
-    tensor: Group | None = None,
+    tensor: ShardGroup | None = None,
     device: torch.device | None = None,
 ) -> Decoder:
     """Reads the model in `folder`; `auto` computes in the checkpoint's type, float16 as bfloat16.

@@ -41,9 +41,9 @@ def start(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Ma
     if missing is not None:
         raise ValueError(f"distributed_backend ray needs the package: pip install 'headrace[ray]' ({missing})")
     _attach()
-    _check_hosts(config.rank_interface)
-    workers = config.context_parallel_size * config.tensor_parallel_size - 1
-    cpus = config.threads or 1
+    _check_hosts(config.ranks.interface)
+    workers = config.ranks.context * config.ranks.tensor - 1
+    cpus = config.model.threads or 1
     group = placement_group([{"CPU": cpus}] * workers, strategy="SPREAD")
     if not group.wait(PLACE_S):
         remove_placement_group(group)
@@ -53,7 +53,7 @@ def start(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Ma
         )
     ranks = range(1, workers + 1)
     place = RayPlacement(group, set(ranks))
-    return {rank: RayWorker(place, rank, cpus, (address, secret, config.rank_interface)) for rank in ranks}
+    return {rank: RayWorker(place, rank, cpus, (address, secret, config.ranks.interface)) for rank in ranks}
 
 
 def _attach() -> None:

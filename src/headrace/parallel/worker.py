@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -135,7 +134,7 @@ def rank_main(address: str, secret: str, rank: int, interface: str) -> int:
 
 
 def _serve(link: DriverLink, join: JoinGroup, rank: int, interface: str, secret: str) -> int:
-    config = replace(decode_config(join.config), rank_interface=interface)
+    config = decode_config(join.config).replace(rank_interface=interface)
     make = named(join.maker)
     group = form(rank, join.context, join.tensor, LinkStore(link.ask), interface, secret)
     made = make(config, group)
@@ -157,14 +156,12 @@ def named(maker: str) -> Maker:
 
 def encode_config(config: EngineConfig) -> bytes:
     """As msgpack; without the key of the API, which is no worker's business."""
-    return msgspec.msgpack.encode(replace(config, api_key=None))
+    return msgspec.msgpack.encode(config.flat | {"api_key": None})
 
 
 def decode_config(body: bytes) -> EngineConfig:
-    """Raises msgspec.ValidationError (a ValueError) for what is no config."""
-    decoder: Any = msgspec.msgpack.Decoder(EngineConfig)
-    config: EngineConfig = decoder.decode(body)
-    return config
+    """Raises ValueError for values that cannot work and for what is no config."""
+    return EngineConfig(**msgspec.msgpack.decode(body, type=dict[str, Any]))
 
 
 def main(rank: str, address: str, interface: str, descriptor: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from headrace.config import StrategyRule
+from headrace.config.ranks import StrategyRule
 from headrace.planner.heuristic import Heuristic, RingRates, algorithm1, algorithm5, guarded
 from headrace.planner.machine import Machine, ModelShape
 from headrace.planner.partition import Bounds

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from headrace.types import TierStats
+from headrace.stats import TierStats
 
 __all__ = ["BlobFormat", "BlobKind", "BlobParts", "Read", "ReadGuess", "Tier", "TierStats", "flat", "name_of"]
 
