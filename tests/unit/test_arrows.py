@@ -45,7 +45,8 @@ MAY_IMPORT = {
 
 TORCH = {"torch", "transformers", "safetensors"}
 TORCH_FREE = ("headrace.types", "headrace.strategies", "headrace.config", "headrace.kv", "headrace.planner",
-              "headrace.attention.plan", "headrace.engine.scheduler")  # fmt: skip
+              "headrace.attention.plan", "headrace.engine.scheduler", "headrace.engine.torchrun",
+              "headrace.parallel.torchrun_environment")  # fmt: skip
 NEEDS_TORCH = ("headrace.kv.storage",)
 
 

@@ -12,7 +12,7 @@ from headrace import __version__, console
 from headrace.cli import bench
 from headrace.cli.options import guarded, with_config, with_sampling
 from headrace.config import EngineConfig
-from headrace.engine import torchrun
+from headrace.parallel.torchrun_environment import started_this
 from headrace.types import SamplingParams
 
 log = logging.getLogger("headrace")
@@ -49,7 +49,7 @@ def serve(config: EngineConfig) -> None:
     from headrace.server.serve import serve as run
 
     console.log_to_stderr()
-    if config.restart and torchrun.started_this():
+    if config.restart and started_this():
         log.info("torchrun started the ranks, and they cannot be started again from here: --no-restart holds")
         config.restart = False
     code = run(config)
