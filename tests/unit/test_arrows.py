@@ -56,7 +56,8 @@ CIRCLES = {
 TORCH = {"torch", "transformers", "safetensors"}
 TORCH_FREE = ("headrace.types", "headrace.stats", "headrace.strategies", "headrace.config", "headrace.kv",
               "headrace.planner", "headrace.attention.plan", "headrace.engine.scheduler", "headrace.bench.registry",
-              "headrace.bench.tuning", "headrace.engine.stored_prefixes")  # fmt: skip
+              "headrace.bench.tuning", "headrace.engine.stored_prefixes", "headrace.engine.torchrun",
+              "headrace.parallel.torchrun_environment")  # fmt: skip
 NEEDS_TORCH = ("headrace.kv.storage",)
 
 

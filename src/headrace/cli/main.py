@@ -13,7 +13,7 @@ from headrace.bench.tuning import Tuning
 from headrace.cli import bench, errors
 from headrace.cli.options import PanelledCommand, guarded, with_config, with_sampling
 from headrace.config import EngineConfig
-from headrace.engine import torchrun
+from headrace.parallel.torchrun_environment import started_this
 from headrace.types import SamplingParams
 
 log = logging.getLogger("headrace")
@@ -50,7 +50,7 @@ def serve(config: EngineConfig) -> None:
     from headrace.server.serve import serve as run
 
     errors.log_to_stderr()
-    if config.server.restart and torchrun.started_this():
+    if config.server.restart and started_this():
         log.info("torchrun started the ranks, and they cannot be started again from here: --no-restart holds")
         config = config.replace(restart=False)
     code = run(config)

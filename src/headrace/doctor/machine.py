@@ -158,7 +158,7 @@ def check_model(model: str) -> dict[str, Any]:
         "folder": folder,
         "layers, query heads, KV heads, head size": f"{spec.layers}, {spec.heads}, {spec.kv_heads}, {spec.head_dim}",
         "vocabulary": f"{config.vocab_size:,}",
-        "context tokens": f"{config.max_model_len:,}",
+        "context tokens": f"{config.model.max_len:,}",
         "tokenizer": "none" if tokenizer is None else template,
         "weights GiB": f"{weights / GIB:.3f}",
         "KV bytes per token (bf16)": f"{per_token:,}",

@@ -30,6 +30,7 @@ from headrace.parallel.group import Group, interface_name, unless_failed
 from headrace.parallel.rank import Rank
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.tensor import TensorGroup
+from headrace.parallel.torchrun_environment import started_this
 from headrace.parallel.transport import RankLost
 from headrace.planner.choice import StrategyChoice, choose
 from headrace.planner.machine import Machine, ModelShape
@@ -179,7 +180,7 @@ def describe(config: EngineConfig) -> str:
     context, tensor = config.ranks.context, config.ranks.tensor
     if context * tensor == 1:
         return "1 rank, no links"
-    starter = "torchrun" if torchrun.started_this() else config.ranks.launcher
+    starter = "torchrun" if started_this() else config.ranks.launcher
     interface = f"{interface_name(config.ranks.interface)} ({config.ranks.interface})"
     return f"{context * tensor} ranks ({context} context x {tensor} tensor) started by {starter}, gloo on {interface}"
 

@@ -1,4 +1,4 @@
-"""What a strategy needs of the rank that runs it."""
+"""GroupContext: what a strategy gets from the rank that runs it for one group of a step."""
 
 from __future__ import annotations
 

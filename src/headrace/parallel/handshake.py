@@ -1,4 +1,4 @@
-"""Where workers come in: a listening socket of the driver, open until all of them are there.
+"""The driver's listening socket, on which workers connect and prove that they know the secret, until all are there.
 
 One thread serves all connections. One that has not proved to know the secret gets PROVE_S in all, however its bytes
 trickle in, and there are at most MOST_STRANGERS of them: the oldest makes way for the newest. A worker that had to make
@@ -137,7 +137,7 @@ class Handshake:
             self._make_room(MOST_STRANGERS)
 
     def _go_on(self, visitor: _PendingConnection) -> None:
-        """Goes on with a handshake as far as the bytes that are there allow."""
+        """Advances a handshake by the bytes that have arrived."""
         try:
             admitted = visitor.hear()
         except (OSError, ValueError) as error:

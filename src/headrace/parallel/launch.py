@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from headrace.config import EngineConfig
 from headrace.files import open_own
+from headrace.parallel import torchrun_environment
 from headrace.parallel.control import FORM_S, Channel, JoinGroup, WorkerHello
 from headrace.parallel.group import Group, form, unless_failed
 from headrace.parallel.handshake import Handshake
@@ -182,10 +183,9 @@ class TorchRun:
     @staticmethod
     def read() -> TorchRun | None:
         """None where torchrun did not start this process."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if not all(name in os.environ for name in names):
+        if not torchrun_environment.started_this():
             return None
-        return TorchRun(*(int(os.environ[name]) for name in names[:3]))
+        return TorchRun(*(int(os.environ[name]) for name in torchrun_environment.VARIABLES[:3]))
 
     def check(self, interface: str) -> None:
         """Raises ValueError where several hosts lack a secret, or an address to reach each other."""
@@ -201,11 +201,7 @@ class TorchRun:
 
     def invite(self, config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, WorkerProcess]:
         """Leaves the driver's address where the other ranks look for it. Their processes are torchrun's to end."""
-        wanted = config.ranks.context * config.ranks.tensor
-        if wanted != self.size:
-            raise ValueError(
-                f"torchrun started {self.size} processes, but context_parallel_size * tensor_parallel_size is {wanted}"
-            )
+        torchrun_environment.check_size(config.ranks.context * config.ranks.tensor)
         self.check(config.ranks.interface)
         store = self.store()
         met.callback(lambda: store)  # it may live in this process, and the others have yet to read it

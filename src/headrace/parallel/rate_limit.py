@@ -1,4 +1,4 @@
-"""A transport as slow as one likes: bandwidth, latency and jitter of each link, for experiments."""
+"""A transport with limited bandwidth, latency and jitter on each link, for experiments (`bench prefill`)."""
 
 from __future__ import annotations
 

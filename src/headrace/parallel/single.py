@@ -1,4 +1,4 @@
-"""One rank computes a group by itself, from its own pool: what a rank does when there is no other."""
+"""`single`: one rank computes a prompt from its own pool; chunks of other ranks come to it through a workspace."""
 
 from __future__ import annotations
 

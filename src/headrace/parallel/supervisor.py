@@ -1,4 +1,4 @@
-"""The workers as the driver sees them: it sends them steps, notices when one is gone, and ends them all."""
+"""The driver's side of its workers: sends them steps, notices when one is gone, and ends them all."""
 
 from __future__ import annotations
 
