@@ -22,7 +22,7 @@ Backend = Literal["auto", "reference", "cpu", "triton"]
 Quantization = Literal["none", "int8", "int4"]
 PrefillStrategy = Literal["auto", "single", "gather", "chain", "ring-kv", "ring-q"]
 StrategyRule = Literal["cost", "alg1", "alg5", "heuristic"]
-OffloadFormat = Literal["raw", "int8", "int4"]
+OffloadFormat = Literal["raw", "int8", "int4"]  # tiers keep a format's place in this list: new ones come last
 OffloadSchedule = Literal["off", "row", "column", "auto"]
 Switch = Literal["auto", "on", "off"]
 

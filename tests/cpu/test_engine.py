@@ -367,6 +367,5 @@ def test_int8_cache(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         prompts.append(f"{text} {facts.question(name)}")
         answers.append(f" {code}.")
     assert [output.text for output in small.generate(prompts, replace(GREEDY, ignore_eos=False))] == answers
-    assert all(
-        x.dtype == torch.int8 for x in (*small.engine.loaded.runner.storage.k, *small.engine.loaded.runner.storage.v)
-    )
+    pools = small.engine.loaded.runner.storage.pools
+    assert all(x.dtype == torch.int8 for pool in pools for x in (pool.k, pool.v))

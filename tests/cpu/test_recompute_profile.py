@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.kernels import registry
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import load_decoder
 from headrace.offload.restore.profile import measure
@@ -36,4 +37,4 @@ def test_first_rates(kind: str, folder_of: FolderOf) -> None:
 def test_types_and_backends(kv: str, backend: str, folder_of: FolderOf) -> None:
     decoder = load_decoder(folder_of("llama"), "float32")
     storage = KVStorage(decoder.config.attention, 2, getattr(torch, kv))
-    assert float(measure(decoder, storage, backend).prefill(0, CHUNK)) > 0
+    assert float(measure(decoder, storage, registry.backend(backend)).prefill(0, CHUNK)) > 0

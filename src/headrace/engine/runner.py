@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from headrace.attention import plan as planning
-from headrace.attention.execute import BACKENDS, KeepActivations, PlanAttention
+from headrace.attention.execute import KeepActivations, PlanAttention
 from headrace.engine.cuda_graph import CudaGraphStep
 from headrace.engine.decode_fast_path import DecodeFastPath
 from headrace.engine.sequence import Slice
+from headrace.kernels import registry
 from headrace.kernels.model_step import Greatest
 from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
@@ -45,7 +46,7 @@ class Runner:
     def __init__(self, decoder: Decoder, storage: KVStorage, backend: str) -> None:
         self.decoder = decoder
         self.storage = storage
-        self.backend = backend
+        self.backend = registry.backend(backend)
         self._planner = planning.Planner()
         self._attend: PlanAttention | None = None
         self._replay = CudaGraphStep(decoder) if backend == "triton" else None
@@ -100,10 +101,7 @@ class Runner:
         k, v = self.decoder.project(layer, x.flatten(0, 1), positions, lengths)
         where = torch.tensor(slots, dtype=torch.int32).repeat_interleave(CHUNK)
         offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(len(slots))
-        pool = self.storage
-        BACKENDS[self.backend].append(
-            pool.k[layer], pool.v[layer], k, v, where, offsets, k_scale=pool.k_scale[layer], v_scale=pool.v_scale[layer]
-        )
+        self.backend.append(self.storage.pool(layer), k, v, where, offsets)
 
 
 def batch_of(config: ModelConfig, slices: Seq[Slice], positions: planning.Int64) -> TokenBatch:

@@ -15,12 +15,15 @@ from headrace.attention import plan as planning
 from headrace.config import EngineConfig
 from headrace.engine.runner import Computed, batch_of, prompts_of, slots_of, wanted
 from headrace.engine.sequence import Slice
+from headrace.kernels import registry
+from headrace.kernels.records import Allocate, Pool
+from headrace.kernels.registry import in_pieces
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
 from headrace.offload.copy_streams import Link, open_lanes
 from headrace.offload.streaming.schedule import Schedule
 from headrace.offload.streaming.staging import Staging
-from headrace.offload.streaming.store import Allocate, FileMemory, OutsideStore, bytes_per_chunk, room, shapes
+from headrace.offload.streaming.store import FileMemory, OutsideStore, bytes_per_chunk, room
 from headrace.offload.streaming.streamer import Batch, Options, Streamer
 from headrace.offload.weights.layers import layers_of, tensors_of
 from headrace.offload.weights.streamed import Resident, Streamed
@@ -178,7 +181,9 @@ def open_stream(
         config.kv_offload_path or "host memory", staging.capacity,
         "not kept" if not hidden else "in memory" if options.x_resident else "outside",
     )  # fmt: skip
-    streamer = Streamer(decoder, store, staging, layers, lanes, backend, options, weight_bytes)
+    streamer = Streamer(
+        decoder, store, staging, layers, lanes, in_pieces(registry.backend(backend)), options, weight_bytes
+    )
     return StreamRunner(streamer, config.offload_batches)
 
 
@@ -201,7 +206,8 @@ def _outside(config: EngineConfig, decoder: Decoder, slots: int, kv_dtype: torch
     if config.kv_offload_path is None:
         return memory.zeros
     spec = decoder.config.attention
-    layer = [slots * math.prod(shape) * kind.itemsize for shape, kind in shapes(spec, kv_dtype).values()]
+    parts = Pool.parts(slots, spec.kv_heads, spec.head_dim, kv_dtype)
+    layer = [math.prod(shape) * kind.itemsize for shape, kind in parts]
     if hidden and not config.offload_x_resident:
         layer.append(slots * CHUNK * hidden * decoder.dtype.itemsize)
     sizes = layer * spec.layers

@@ -10,6 +10,7 @@ from headrace.config import EngineConfig
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.identity import chunk_identity, model_identity
 from headrace.engine.offload import Offload
+from headrace.kernels import registry
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
@@ -79,7 +80,9 @@ def open_offload(
     """Opens the tiers and measures what the solver needs to know. Raises ValueError as open_tiers does."""
     tiers = open_tiers(config)
     spec = decoder.config.attention
-    shelf, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2))
+    backend = registry.backend(capacity.backend)
+    layout = backend.layout(decoder.dtype, spec.head_dim)
+    shelf, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, layout) for _ in range(2))
     link = Link(config.kv_link_gbps * 1e9 if config.kv_link_gbps else None, config.kv_link_latency_ms / 1e3)
     return Offload(
         cache=cache,
@@ -87,7 +90,7 @@ def open_offload(
         shelf=shelf,
         lane=ThreadStream("restore", link),
         looking=ThreadStream("look"),
-        rates=_probed(measure(decoder, storage, capacity.backend), tiers).behind(link.bytes_s, link.latency_s),
+        rates=_probed(measure(decoder, storage, backend), tiers).behind(link.bytes_s, link.latency_s),
         writeback=Writeback(cache, tiers, shelf, other),
         max_batch_tokens=config.max_batch_tokens,
     )

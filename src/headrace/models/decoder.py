@@ -296,9 +296,9 @@ def _gathered(share: Share, tensor: Group) -> Whole:
     return lambda width, x: tensor.gather(x, widths[width])
 
 
-def _shape(config: ModelConfig) -> block.Shape:
+def _shape(config: ModelConfig) -> block.LayerShape:
     """What kernels.block needs to know of the layers."""
-    return block.Shape(
+    return block.LayerShape(
         attention=config.attention,
         hidden=config.hidden_size,
         inner=config.intermediate_size,

@@ -16,7 +16,7 @@ from headrace.parallel import layout
 from headrace.parallel.context import Context
 from headrace.parallel.layout import Piece
 from headrace.parallel.merging import Arrival, Rows
-from headrace.parallel.workspace import Buffer, copy_chunks, pools
+from headrace.parallel.workspace import Buffer, copy_chunks
 
 
 class KVExchange:
@@ -75,7 +75,7 @@ class KVExchange:
             self._post(layer + 1)
         self.before_writing(layer, buffer)
         if len(self.rows):
-            self.context.kernels.append(buffer.tensors, k, v, self.rows.slots, self.rows.offsets)
+            self.context.kernels.backend.append(buffer.pool, k, v, self.rows.slots, self.rows.offsets)
         self.send_own(layer, buffer)
         self.before_attending(layer, buffer)
         chosen = self.rows if rows is None else self.wanted
@@ -87,7 +87,7 @@ class KVExchange:
         """The rows' attention; without rows nothing but what this rank keeps is waited for."""
         arrivals = self.arrivals.pop(layer)
         if len(rows):
-            q = rows.attend(layer, q, buffer.tensors, arrivals)
+            q = rows.attend(layer, q, buffer.pool, arrivals)
         elif len(self.kept_from):
             for each in arrivals:
                 each.wait()
@@ -95,7 +95,7 @@ class KVExchange:
         return q
 
     def _keep(self, layer: int, buffer: Buffer) -> None:
-        copy_chunks(buffer.tensors, self.kept_from, pools(self.context.storage, layer), self.kept_in)
+        copy_chunks(buffer.pool, self.kept_from, self.context.storage.pool(layer), self.kept_in)
 
     def _post(self, layer: int) -> None:
         buffer = self.context.workspace.at(layer)
@@ -109,7 +109,7 @@ class KVExchange:
         """Cached chunks that this rank owns, from its pool."""
         for slots, begin in self._cached_here():
             at = np.arange(begin, begin + len(slots), dtype=np.int32)
-            copy_chunks(pools(self.context.storage, layer), slots, buffer.tensors, at)
+            copy_chunks(self.context.storage.pool(layer), slots, buffer.pool, at)
 
     def _cached_here(self) -> list[tuple[Int32, int]]:
         """(local slots, first chunk in the workspace) of each cached piece that this rank holds."""
@@ -148,7 +148,7 @@ class KVExchange:
 
 
 def view(buffer: Buffer, piece: Piece) -> list[Tensor]:
-    return [x[piece.begin : piece.end] for x in buffer.tensors]
+    return [x[piece.begin : piece.end] for x in buffer.pool.tensors]
 
 
 def bytes_of(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention.execute import Attend
+from headrace.kernels import registry
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel import layout, single
@@ -44,7 +45,7 @@ class Rank:
     def __init__(self, decoder: Decoder, storage: KVStorage, backend: str, transport: Transport) -> None:
         self.decoder, self.storage, self.transport = decoder, storage, transport
         spec = decoder.config.attention
-        self.kernels = Kernels(backend, spec, decoder.key_bias)
+        self.kernels = Kernels(registry.backend(backend), spec, decoder.key_bias)
         self.workspace = Workspace(spec, storage.dtype)
         self.counters = Counters()
         self.groups = 0

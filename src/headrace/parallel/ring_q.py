@@ -3,7 +3,7 @@
 Queries go round the ring; every rank attends for them to the keys that it owns, and the states come home by all-to-all.
 T: rows of a rank in the group, Hq: query heads, D: head size.
 
-What comes home is one unnormalised state for each row and block of 2,048 keys, not one for each rank: the home folds
+What comes home is one unnormalised state for each row and block of 2,048 keys, not one for each rank: the home merges
 blocks from left to right, which gives the bits of one rank where a block has one owner, and 1e-6 where it has several.
 New keys go first of all to the owner of their chunk. A rank that has no rows sends none, and one that owns none of
 the chunks is not visited: small batches need no dummy queries.
@@ -19,12 +19,11 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.plan import Int32
-from headrace.kernels.state import FoldState, Partial
+from headrace.kernels.records import Pool
+from headrace.kernels.state import Partial, RunningState
 from headrace.parallel import layout
 from headrace.parallel.context import Context
-from headrace.parallel.merging import Kernels
 from headrace.parallel.transport import Tag, Work
-from headrace.parallel.workspace import pools
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
 QUERIES, STATES, KEYS = 0, 1, 2
@@ -117,7 +116,7 @@ class RingQ:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         context = self.context
-        stored = pools(context.storage, layer)
+        stored = context.storage.pool(layer)
         visits = self.visits[context.kernels.spec.windows[layer]] if layer + 1 < context.layers else self.last
         q = q if rows is None else q[rows]
         coming = self._expect_keys(layer, k)
@@ -131,7 +130,7 @@ class RingQ:
             for work in works:
                 work.wait()
             outgoing += visits.send_states(layer, home, visits.attend(layer, theirs, home, stored))
-        out = visits.fold(own, homecoming, q)
+        out = visits.merged(own, homecoming, q)
         for work in (*outgoing, *(work for _, works in guests.values() for work in works)):
             work.drain()
         return out
@@ -155,16 +154,16 @@ class RingQ:
                 works.append(self.context.transport.isend(both, owner, tag))
         return works
 
-    def _store(self, stored: list[Tensor], k: Tensor, v: Tensor, coming: dict[int, tuple[Tensor, Work]]) -> None:
+    def _store(self, stored: Pool, k: Tensor, v: Tensor, coming: dict[int, tuple[Tensor, Work]]) -> None:
         own = self.places.get((self.rank, self.rank))
         if own is not None:
             whole = len(own.rows) == len(k)
             mine = (k, v) if whole else (k[own.rows], v[own.rows])
-            self.context.kernels.append(stored, *mine, own.slots, own.offsets)
+            self.context.kernels.backend.append(stored, *mine, own.slots, own.offsets)
         for home, (both, work) in coming.items():
             work.wait()
             places = self.places[home, self.rank]
-            self.context.kernels.append(stored, both[0], both[1], places.slots, places.offsets)
+            self.context.kernels.backend.append(stored, both[0], both[1], places.slots, places.offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,15 +239,15 @@ class _Visits:
         tag = self._tag(layer, QUERIES, self.rank)
         return [self.context.transport.isend(q, (self.rank + 1) % self.size, tag)]
 
-    def attend(self, layer: int, q: Tensor, home: int, stored: list[Tensor]) -> FoldState | None:
+    def attend(self, layer: int, q: Tensor, home: int, stored: Pool) -> RunningState | None:
         """The states of a home's rows over what is stored here."""
         visit = self.hosting.get(home)
         if visit is None or not visit.rows:
             return None
-        kernels: Kernels = self.context.kernels
-        return kernels.partial(layer, visit.repeat(q), stored, visit.items, visit.positions, None)
+        queries = visit.repeat(q)
+        return self.context.kernels.partial(layer, queries, stored, visit.items, visit.positions, None)
 
-    def send_states(self, layer: int, home: int, state: FoldState | None) -> list[Work]:
+    def send_states(self, layer: int, home: int, state: RunningState | None) -> list[Work]:
         if state is None:
             return []
         flat = torch.cat([x.reshape(-1) for x in (state.block.acc, state.block.m, state.block.l)])
@@ -263,7 +262,7 @@ class _Visits:
                 found[host] = (_unflatten(flat, visit.rows, *q.shape[1:]), work)
         return found
 
-    def fold(self, own: FoldState | None, homecoming: dict[int, tuple[Partial, Work]], q: Tensor) -> Tensor:
+    def merged(self, own: RunningState | None, homecoming: dict[int, tuple[Partial, Work]], q: Tensor) -> Tensor:
         """All states of this rank's rows, from left to right: [T, Hq, D] in q's dtype."""
         if not len(q):
             return q
@@ -271,16 +270,16 @@ class _Visits:
         for host, (partial, work) in homecoming.items():
             work.wait()
             states[host] = partial
-        kernels = self.context.kernels
-        total = kernels.empty(q)
+        backend = self.context.kernels.backend
+        rows, heads, dim = q.shape
+        total = backend.empty_running(rows, heads, dim, q.dtype)
         for _, _, host, offset, segment in self._in_order(states):
-            kernels.ops.fold_into(
+            backend.merge_into(
                 _rows(total.total, segment.begin, segment.end),
                 _rows(states[host], offset, offset + segment.rows),
                 total.unit,
             )
-        out: Tensor = kernels.ops.finish(total, q.dtype)
-        return out
+        return backend.finish(total, q.dtype)
 
     def _in_order(self, states: dict[int, Partial]) -> list[tuple[int, int, int, int, Segment]]:
         """(block, first chunk, host, first row of the segment in the host's states, segment), sorted."""

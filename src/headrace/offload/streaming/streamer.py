@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.attention.execute import BACKENDS
 from headrace.attention.plan import Plan
+from headrace.kernels.backend import PiecewiseBackend
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.offload.copy_streams import CopyStreams, Ticket, copy_alone
 from headrace.offload.streaming.schedule import Schedule
@@ -94,7 +94,7 @@ class Streamer:
     staging: Staging
     layers: LayerSource
     lanes: CopyStreams
-    backend: str
+    kernels: PiecewiseBackend
     options: Options
     weight_bytes: int = 0
     totals: Totals = field(default_factory=Totals)
@@ -139,8 +139,8 @@ class Streamer:
 
     def _profile(self) -> None:
         """First rates of link and projection (the paper's profiler); later steps correct them."""
-        pool = self.staging.kv[0]["k"]
-        into, source = pool.view(-1)[: 1 << 20], torch.zeros_like(pool.view(-1)[: 1 << 20])
+        keys = self.staging.kv[0].k.view(-1)
+        into, source = keys[: 1 << 20], torch.zeros_like(keys[: 1 << 20])
         for _ in range(2):
             ticket = self.lanes.into.submit(partial(copy_alone, into, source), into.nbytes, "kv")
             ticket.wait()
@@ -166,14 +166,8 @@ class Streamer:
             k, v = project(x, None if cos_sin is None else cos_sin[rows])
             slots = torch.arange(low, high, dtype=torch.int32).repeat_interleave(CHUNK)
             offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(high - low)
-            self.append(self.staging.kv[buffer], k, v, slots, offsets)
+            self.kernels.append(self.staging.kv[buffer], k, v, slots, offsets)
         return time.perf_counter() - began
-
-    def append(self, pool: dict[str, Tensor], k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
-        """Rows of keys and values into a pool: see kernels.cpu.append."""
-        BACKENDS[self.backend].append(
-            pool["k"], pool["v"], k, v, slots, offsets, k_scale=pool.get("k_scale"), v_scale=pool.get("v_scale")
-        )
 
     def write(self, layer: int, plan: Plan, k: Tensor, v: Tensor, x: Tensor | None) -> None:
         """Sends rows of keys, values [T, Hkv, D] and X [T, H] to the store; they are this call's from now on."""
@@ -182,7 +176,7 @@ class Streamer:
         size = 2 * k.numel() * self.store.dtype.itemsize + (x.nbytes if x is not None and outside else 0)
 
         def run() -> None:
-            self.append(self.store.fields[layer], k, v, slots, offsets)
+            self.kernels.append(self.store.pools[layer], k, v, slots, offsets)
             if x is not None and outside:
                 self.keep(layer, slots, offsets, x)
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
+from headrace.config import OffloadFormat as Format
 from headrace.types import TierStats
 
 __all__ = ["Format", "Kind", "Parts", "Read", "Tier", "TierStats", "flat", "name_of"]
 
 Kind = Literal["k", "x"]
-Format = Literal["raw", "int8", "int4"]
-"""How numbers are stored: as the pool has them, or rounded (docs/offload.md states the errors)."""
 
 Parts = Sequence[bytes | bytearray | memoryview]
 
