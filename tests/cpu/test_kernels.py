@@ -7,13 +7,14 @@ import subprocess
 import sys
 import textwrap
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from headrace.kernels import cpu, dispatch, extension, ops
+from headrace.config import Backend
+from headrace.kernels import cpu, dispatch, extension, ops, registry
 from headrace.kernels.records import Mask, Pool
 
 pytestmark = pytest.mark.cpu
@@ -91,15 +92,15 @@ def test_works_without_extension() -> None:
         import sys
         sys.modules["headrace.kernels._cpu"] = None
         import torch
-        from headrace.kernels import cpu, extension, ops, table
+        from headrace.kernels import cpu, extension, ops, dispatch
         assert not cpu.available()
         ops.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)
-        assert table.choose("auto", torch.bfloat16) == "reference"
+        assert dispatch.choose("auto", torch.bfloat16) == "reference"
         try:
-            table.choose("cpu", torch.bfloat16)
+            dispatch.choose("cpu", torch.bfloat16)
         except ValueError as error:
             print(error)
-        print(table.reasons()["attend"])
+        print(dispatch.reasons()["attend"])
     """).splitlines()
     assert out[0].startswith("attention_backend 'cpu': extension not built: ")
     assert out[0].endswith("; use 'auto' or 'reference'")
@@ -223,6 +224,18 @@ def test_append_refuses(slot: int, offset: int, heads: int, message: str) -> Non
 def test_ops_refuse(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(2, 8))
+
+
+def test_backends_are_what_they_declare() -> None:
+    assert {"auto", *registry.BACKENDS} == set(get_args(Backend))
+    for name in registry.BACKENDS:
+        kernels = registry.backend(name)
+        assert kernels.capabilities.name == name
+        assert kernels.capabilities.pieces == hasattr(kernels, "partial")
+    with pytest.raises(ValueError, match="'triton' cannot attend in pieces"):
+        registry.in_pieces(registry.backend("triton"))
+    with pytest.raises(ValueError, match="must be one of triton, cpu, reference, got 'flash'"):
+        registry.backend("flash")
 
 
 def test_triton_is_chosen_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:

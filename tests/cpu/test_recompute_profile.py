@@ -21,7 +21,7 @@ def test_first_rates(kind: str, folder_of: FolderOf) -> None:
     """They are there, they are positive, they rise with the work, and a split comes of them."""
     decoder = load_decoder(folder_of(kind), "bfloat16")
     storage = KVStorage(decoder.config.attention, 3, torch.bfloat16, decoder.config.hidden_size, decoder.dtype)
-    found = measure(decoder, storage, "cpu")
+    found = measure(decoder, storage, registry.backend("cpu"))
     tokens = np.array([64.0, 2048.0, 65536.0])
     for times in (found.project(tokens), found.prefill(0.0, tokens), found.transfer("host", tokens * 1e3)):
         assert np.isfinite(times).all()
