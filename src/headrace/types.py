@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 CHUNK = 64
-"""Tokens in a chunk: the unit of sharing, of storage and of the canonical fold (docs/attention.md)."""
+"""Tokens in a chunk: the unit of sharing, of storage and of the canonical merge (docs/attention.md)."""
 
 BLOCK_CHUNKS = 32
-"""Chunks in a block: states are folded chunk by chunk inside a block, then block by block."""
+"""Chunks in a block: states are merged chunk by chunk inside a block, then block by block."""
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from headrace.config import AttentionSpec
-from headrace.kernels.block import Attend
+from headrace.kernels.backend import Attend
 from headrace.kernels.cpu_step import Pools, Step, StepOver
+from headrace.kernels.records import Pool
 from headrace.models.spec import ModelConfig, expected
 
 PLAIN = dict(norm="layer", gated=False, activation="gelu")
@@ -72,11 +73,11 @@ class Attention(Attend):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         self.calls += 1
-        out = self.step(self.pools[0][layer], self.pools[1][layer], q, k, v, self.windows[layer])
+        out = self.step(Pool(self.pools[0][layer], self.pools[1][layer]), q, k, v, self.windows[layer])
         return out if rows is None else out[rows]
 
 
 class AttentionOver(Attention):
     @property
     def prepared(self) -> StepOver:  # type: ignore[override]
-        return self.step.over(Pools(*self.pools), self.windows)
+        return self.step.over(Pools([Pool(k, v) for k, v in zip(*self.pools, strict=True)]), self.windows)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import AttentionSpec
-from headrace.kernels.block import Attend
+from headrace.kernels.backend import Attend
 from headrace.models.decoder import Decoder, TokenBatch
 
 

@@ -371,7 +371,5 @@ def test_int8_cache(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         prompts.append(f"{text} {facts.question(name)}")
         answers.append(f" {code}.")
     assert [output.text for output in small.generate(prompts, replace(GREEDY, ignore_eos=False))] == answers
-    assert all(
-        x.dtype == torch.int8
-        for x in (*small.engine.loaded.executor.storage.k, *small.engine.loaded.executor.storage.v)
-    )
+    pools = small.engine.loaded.executor.storage.pools  # type: ignore[attr-defined]
+    assert all(x.dtype == torch.int8 for pool in pools for x in (pool.k, pool.v))

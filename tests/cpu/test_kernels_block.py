@@ -5,6 +5,7 @@ T: rows; Hq, Hkv: query and KV heads; D: head size; N: elements of a head that a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from headrace.config import Quantization
 from headrace.kernels import cpu, dispatch
-from headrace.kernels.block import Attend, Blocks
+from headrace.kernels.backend import Attend
+from headrace.kernels.block import Blocks
 from headrace.kernels.cpu_step import Pools, StepOver
+from headrace.kernels.records import Pool
 from headrace.models.decoder import Decoder, OneByOne
 from tests.cpu.decoders_made import BIASED, PLAIN, Attention, AttentionOver, model, weights_of
 
@@ -140,16 +143,16 @@ def test_all_layers_in_one_call(
 def test_pools_that_do_not_fit() -> None:
     config = model()
     attention = Attention(config, (None, None))
-    k, v = attention.pools
+    pools = [Pool(k, v) for k, v in zip(*attention.pools, strict=True)]
     with pytest.raises(ValueError, match="k_pool must be"):
-        Pools([k[0], k[1][:4]], v)
+        Pools([pools[0], replace(pools[1], k=pools[1].k[:4])])
     with pytest.raises(ValueError, match="v_pool must be"):
-        Pools(k, [v[0], v[1].float()])
+        Pools([pools[0], replace(pools[1], v=pools[1].v.float())])
     with pytest.raises(ValueError, match="2 layers need pools"):
-        attention.step.over(Pools(k[:1], v[:1]), (None, None))
+        attention.step.over(Pools(pools[:1]), (None, None))
     with pytest.raises(ValueError, match="need pools of"):
-        attention.step.over(Pools([x[:4] for x in k], [x[:4] for x in v]), (None, None))
-    over = attention.step.over(Pools(k, v), (None, None))
+        attention.step.over(Pools([Pool(x.k[:4], x.v[:4]) for x in pools]), (None, None))
+    over = attention.step.over(Pools(pools), (None, None))
     fast, _, _ = both("qwen3")
     with pytest.raises(ValueError, match="qkv must be"):  # heads of another size
         fast.layers(torch.randn(3, 128).bfloat16(), torch.randn(3, 64), _With(over))

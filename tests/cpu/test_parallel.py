@@ -148,7 +148,7 @@ BLOCK = CHUNK * BLOCK_CHUNKS
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_arrives_first(seed: int, strategy: str, ours_of: Any) -> None:
-    """A prompt of several blocks, transfers that come late and in any order: rows fold ahead and catch up."""
+    """A prompt of several blocks, transfers that come late and in any order: rows merge ahead and catch up."""
     decoder = ours_of("llama_gqa", "bfloat16")
     tokens = tokens_of(4 * BLOCK + 100, seed)
     loopback = LoopbackRanks(decoder, 2 + seed % 2, slots=150)

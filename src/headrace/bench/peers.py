@@ -68,9 +68,9 @@ class Contender:
     def obstacle(self) -> str | None:
         """Why the engine cannot be started; None where it can be tried."""
         if self.gpu:
-            from headrace.kernels.dispatch import no_triton
+            from headrace.kernels.registry import backend
 
-            if (reason := no_triton()) is not None:
+            if (reason := backend("triton").missing()) is not None:
                 return reason
         if self.peer is None:
             return None

@@ -106,7 +106,7 @@ class PrefillTestbed:
         self._workers.on_failure(self._links.fail)
         self._rank, self.steps = MeasuredRank(opened.rank), 0
         storage = opened.rank.storage
-        alone = Rank(decoder, storage, opened.rank.kernels.backend, LoopbackHub(1).transport(0))
+        alone = Rank(decoder, storage, opened.rank.kernels.backend.capabilities.name, LoopbackHub(1).transport(0))
         self._alone, self._slots = MeasuredRank(alone), storage.slots
         drawn = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(decoder.config.vocab_size, (storage.slots * CHUNK,), generator=drawn).tolist()

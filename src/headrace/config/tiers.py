@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from headrace.config.fields import NOT_NEGATIVE, SettingsRecord, need, setting
 
-OffloadFormat = Literal["raw", "int8", "int4"]
+OffloadFormat = Literal["raw", "int8", "int4"]  # tiers keep a format's place in this list: new ones come last
 
 DISK_GIB = 32.0
 REMOTE_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")

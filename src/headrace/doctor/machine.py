@@ -86,12 +86,12 @@ def accelerators() -> dict[str, Any]:
 def kernels() -> dict[str, Any]:
     """Operation -> implementation and reason. A kernel package that cannot be imported is a finding, not an error."""
     try:
-        from headrace.kernels import cpu, dispatch
+        from headrace.kernels import cpu, dispatch, registry
     except Exception as error:
         return {"kernels": f"cannot be imported: {error}"}
     why_not = cpu.unavailable_reason()
     native = f"available ({cpu.isa()})" if why_not is None else f"not available: {why_not}"
-    no_triton = dispatch.no_triton()
+    no_triton = registry.backend("triton").missing()
     triton = "available (attention_backend 'triton')" if no_triton is None else f"not available: {no_triton}"
     return {"C++ kernels": native, "Triton kernels": triton, **dispatch.reasons()}
 
@@ -158,7 +158,7 @@ def check_model(model: str) -> dict[str, Any]:
         "folder": folder,
         "layers, query heads, KV heads, head size": f"{spec.layers}, {spec.heads}, {spec.kv_heads}, {spec.head_dim}",
         "vocabulary": f"{config.vocab_size:,}",
-        "context tokens": f"{config.model.max_len:,}",
+        "context tokens": f"{config.max_model_len:,}",
         "tokenizer": "none" if tokenizer is None else template,
         "weights GiB": f"{weights / GIB:.3f}",
         "KV bytes per token (bf16)": f"{per_token:,}",

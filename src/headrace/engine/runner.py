@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from headrace.attention import plan as planning
-from headrace.attention.execute import BACKENDS, StepAttention
+from headrace.attention.execute import StepAttention
 from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
 from headrace.engine.programs import CudaGraph, Eager, InCpp, Program, StepRows
 from headrace.engine.sequence import Slice
+from headrace.kernels import registry
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
 from headrace.offload.restore.transfer import RestoreTransfer, positions_of
@@ -24,9 +25,9 @@ class Runner(Executor):
     def __init__(self, decoder: Decoder, storage: KVStorage, backend: str) -> None:
         self.decoder = decoder
         self.storage = storage
-        self.backend = backend
+        self.backend = registry.backend(backend)
         self._planner = planning.Planner()
-        attention = StepAttention(storage, decoder.config.attention, backend, decoder.key_bias)
+        attention = StepAttention(storage, decoder.config.attention, self.backend, decoder.key_bias)
         self.eager = Eager(decoder, storage, attention, self._project)
         self.decoding = self._decoding(attention)
 
@@ -34,9 +35,10 @@ class Runner(Executor):
         """The program of steps all of whose logits are wanted, between whose layers nothing else is done."""
         if self.storage.keeps_activations:
             return self.eager
-        if self.backend == "triton":
+        can = self.backend.capabilities
+        if can.graphs:
             return CudaGraph(self.decoder, attention)
-        in_cpp = self.decoder.runs_whole and self.backend == "cpu" and self.storage.dtype != torch.int8
+        in_cpp = can.all_layers and self.decoder.runs_whole and self.storage.dtype != torch.int8
         return InCpp(self.decoder, attention) if in_cpp else self.eager
 
     def run(self, slices: Seq[Slice], restores: Seq[RestoreTransfer] = ()) -> Computed:
@@ -58,7 +60,4 @@ class Runner(Executor):
         k, v = self.decoder.project(layer, x.flatten(0, 1), positions, lengths)
         where = torch.tensor(slots, dtype=torch.int32).repeat_interleave(CHUNK)
         offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(len(slots))
-        pool = self.storage
-        BACKENDS[self.backend].append(
-            pool.k[layer], pool.v[layer], k, v, where, offsets, k_scale=pool.k_scale[layer], v_scale=pool.v_scale[layer]
-        )
+        self.backend.append(self.storage.pool(layer), k, v, where, offsets)

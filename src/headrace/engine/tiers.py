@@ -8,6 +8,7 @@ from headrace.config import EngineConfig
 from headrace.config.tiers import DiskTierSettings
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.stored_prefixes import StoredPrefixes
+from headrace.kernels import registry
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
@@ -55,9 +56,11 @@ def open_offload(
     assert config.tiers is not None
     tiers = open_tiers(config.tiers)
     spec = decoder.config.attention
-    codec, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2))
+    backend = registry.backend(capacity.backend)
+    layout = backend.layout(decoder.dtype, spec.head_dim)
+    codec, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, layout) for _ in range(2))
     link = EmulatedLink(config.tiers.link.bytes_s, config.tiers.link.latency_s)
-    rates = measure(decoder, storage, capacity.backend, tiers.tiers)
+    rates = measure(decoder, storage, backend, tiers.tiers)
     probe(tiers, rates)
     return StoredPrefixes(
         cache=cache,

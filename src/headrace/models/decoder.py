@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from headrace.config import Quantization
 from headrace.kernels import block, ops
-from headrace.kernels.block import Attend
+from headrace.kernels.backend import Attend
 from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
@@ -303,9 +303,9 @@ def _gathered(share: Share, tensor: ShardGroup) -> Whole:
     return lambda width, x: tensor.gather(x, widths[width])
 
 
-def _shape(config: ModelConfig) -> block.Shape:
+def _shape(config: ModelConfig) -> block.LayerShape:
     """What kernels.block needs to know of the layers."""
-    return block.Shape(
+    return block.LayerShape(
         attention=config.attention,
         hidden=config.hidden_size,
         inner=config.intermediate_size,

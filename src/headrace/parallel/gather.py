@@ -100,5 +100,5 @@ class GatherFull(Gather):
             everywhere = torch.full((run.rows,), len(slots) * CHUNK - 1, dtype=torch.int64)
             if len(chunks):
                 part = q[begin : begin + run.rows]
-                self.context.kernels.attend(layer, part, buffer.tensors, torch.from_numpy(items), everywhere)
+                self.context.kernels.attend(layer, part, buffer.pool, torch.from_numpy(items), everywhere)
             begin += run.rows

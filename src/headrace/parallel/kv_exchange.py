@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from headrace.attention.plan import Int32
-from headrace.kernels.block import Attend
+from headrace.kernels.backend import Attend
 from headrace.parallel import group_layout
 from headrace.parallel.group_context import GroupContext
 from headrace.parallel.group_layout import KVPiece
 from headrace.parallel.merging import Arrival, Rows
-from headrace.parallel.workspace import LayerBuffer, copy_chunks, pools
+from headrace.parallel.workspace import LayerBuffer, copy_chunks
 
 
 class KVExchange(Attend):
@@ -76,7 +76,7 @@ class KVExchange(Attend):
             self._post(layer + 1)
         self.before_writing(layer, buffer)
         if len(self.rows):
-            self.context.kernels.append(buffer.tensors, k, v, self.rows.slots, self.rows.offsets)
+            self.context.kernels.backend.append(buffer.pool, k, v, self.rows.slots, self.rows.offsets)
         self.send_own(layer, buffer)
         self.before_attending(layer, buffer)
         chosen = self.rows if rows is None else self.wanted
@@ -88,7 +88,7 @@ class KVExchange(Attend):
         """The rows' attention; without rows nothing but what this rank keeps is waited for."""
         arrivals = self.arrivals.pop(layer)
         if len(rows):
-            q = rows.attend(layer, q, buffer.tensors, arrivals)
+            q = rows.attend(layer, q, buffer.pool, arrivals)
         elif len(self.kept_from):
             for each in arrivals:
                 each.wait()
@@ -96,7 +96,7 @@ class KVExchange(Attend):
         return q
 
     def _keep(self, layer: int, buffer: LayerBuffer) -> None:
-        copy_chunks(buffer.tensors, self.kept_from, pools(self.context.storage, layer), self.kept_in)
+        copy_chunks(buffer.pool, self.kept_from, self.context.storage.pool(layer), self.kept_in)
 
     def _post(self, layer: int) -> None:
         buffer = self.context.workspace.at(layer)
@@ -110,7 +110,7 @@ class KVExchange(Attend):
         """Cached chunks that this rank owns, from its pool."""
         for slots, begin in self._cached_here():
             at = np.arange(begin, begin + len(slots), dtype=np.int32)
-            copy_chunks(pools(self.context.storage, layer), slots, buffer.tensors, at)
+            copy_chunks(self.context.storage.pool(layer), slots, buffer.pool, at)
 
     def _cached_here(self) -> list[tuple[Int32, int]]:
         """(local slots, first chunk in the workspace) of each cached piece that this rank holds."""
@@ -151,7 +151,7 @@ class KVExchange(Attend):
 
 
 def view(buffer: LayerBuffer, piece: KVPiece) -> list[Tensor]:
-    return [x[piece.begin : piece.end] for x in buffer.tensors]
+    return [x[piece.begin : piece.end] for x in buffer.pool.tensors]
 
 
 def bytes_of(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import dispatch, ops
+from headrace.parallel.merging import Kernels
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import Tag
 from headrace.parallel.workspace import LayerBuffer
@@ -110,8 +111,8 @@ def _attend_once(rank: Rank, rows: int, keys: int) -> Callable[[], object]:
     positions = torch.full((rows,), keys - 1, dtype=torch.int64)
     bias = kernels.bias
     if bias is not None and bias.shape[1] < keys:
-        kernels = type(kernels)(kernels.backend, spec, torch.zeros(spec.heads, keys))
-    return lambda: kernels.attend(0, q, buffer.tensors, items, positions)
+        kernels = Kernels(kernels.backend, spec, torch.zeros(spec.heads, keys))
+    return lambda: kernels.attend(0, q, buffer.pool, items, positions)
 
 
 def _attention(rank: Rank, rows: int) -> float:

@@ -3,7 +3,7 @@
 Queries go round the ring; every rank attends for them to the keys that it owns, and the states come home by all-to-all.
 T: rows of a rank in the group, Hq: query heads, D: head size.
 
-What comes home is one unnormalised state for each row and block of 2,048 keys, not one for each rank: the home folds
+What comes home is one unnormalised state for each row and block of 2,048 keys, not one for each rank: the home merges
 blocks from left to right, which gives the bits of one rank where a block has one owner, and 1e-6 where it has several.
 New keys go first of all to the owner of their chunk. A rank that has no rows sends none, and one that owns none of
 the chunks is not visited: small batches need no dummy queries.
@@ -19,14 +19,13 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.plan import Int32
-from headrace.kernels.block import Attend
-from headrace.kernels.state import FoldState, Partial
+from headrace.kernels.backend import Attend
+from headrace.kernels.records import Pool
+from headrace.kernels.state import Partial, RunningState
 from headrace.parallel import group_layout
 from headrace.parallel.group_context import GroupContext
-from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import StepGroup
 from headrace.parallel.transport import Tag, Transfer
-from headrace.parallel.workspace import pools
 from headrace.planner.schedule import ring_hops, ring_next, ring_origin
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
@@ -120,7 +119,7 @@ class RingQ(Attend):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         context = self.context
-        stored = pools(context.storage, layer)
+        stored = context.storage.pool(layer)
         visits = self.visits[context.kernels.spec.windows[layer]] if layer + 1 < context.layers else self.last
         q = q if rows is None else q[rows]
         coming = self._expect_keys(layer, k)
@@ -134,7 +133,7 @@ class RingQ(Attend):
             for work in works:
                 work.wait()
             outgoing += visits.send_states(layer, home, visits.attend(layer, theirs, home, stored))
-        out = visits.fold(own, homecoming, q)
+        out = visits.merged(own, homecoming, q)
         for work in (*outgoing, *(work for _, works in guests.values() for work in works)):
             work.drain()
         return out
@@ -158,16 +157,16 @@ class RingQ(Attend):
                 works.append(self.context.transport.isend(both, owner, tag))
         return works
 
-    def _store(self, stored: list[Tensor], k: Tensor, v: Tensor, coming: dict[int, tuple[Tensor, Transfer]]) -> None:
+    def _store(self, stored: Pool, k: Tensor, v: Tensor, coming: dict[int, tuple[Tensor, Transfer]]) -> None:
         own = self.places.get((self.rank, self.rank))
         if own is not None:
             whole = len(own.rows) == len(k)
             mine = (k, v) if whole else (k[own.rows], v[own.rows])
-            self.context.kernels.append(stored, *mine, own.slots, own.offsets)
+            self.context.kernels.backend.append(stored, *mine, own.slots, own.offsets)
         for home, (both, work) in coming.items():
             work.wait()
             places = self.places[home, self.rank]
-            self.context.kernels.append(stored, both[0], both[1], places.slots, places.offsets)
+            self.context.kernels.backend.append(stored, both[0], both[1], places.slots, places.offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,15 +241,15 @@ class _QueryVisits:
         tag = self._tag(layer, QUERIES, self.rank)
         return [self.context.transport.isend(q, ring_next(self.rank, self.size), tag)]
 
-    def attend(self, layer: int, q: Tensor, home: int, stored: list[Tensor]) -> FoldState | None:
+    def attend(self, layer: int, q: Tensor, home: int, stored: Pool) -> RunningState | None:
         """The states of a home's rows over what is stored here."""
         visit = self.hosting.get(home)
         if visit is None or not visit.rows:
             return None
-        kernels: Kernels = self.context.kernels
-        return kernels.partial(layer, visit.repeat(q), stored, visit.items, visit.positions, None)
+        queries = visit.repeat(q)
+        return self.context.kernels.partial(layer, queries, stored, visit.items, visit.positions, None)
 
-    def send_states(self, layer: int, home: int, state: FoldState | None) -> list[Transfer]:
+    def send_states(self, layer: int, home: int, state: RunningState | None) -> list[Transfer]:
         if state is None:
             return []
         flat = torch.cat([x.reshape(-1) for x in (state.block.acc, state.block.m, state.block.l)])
@@ -265,7 +264,7 @@ class _QueryVisits:
                 found[host] = (_unflatten(flat, visit.rows, *q.shape[1:]), work)
         return found
 
-    def fold(self, own: FoldState | None, homecoming: dict[int, tuple[Partial, Transfer]], q: Tensor) -> Tensor:
+    def merged(self, own: RunningState | None, homecoming: dict[int, tuple[Partial, Transfer]], q: Tensor) -> Tensor:
         """All states of this rank's rows, from left to right: [T, Hq, D] in q's dtype."""
         if not len(q):
             return q
@@ -273,16 +272,16 @@ class _QueryVisits:
         for host, (partial, work) in homecoming.items():
             work.wait()
             states[host] = partial
-        kernels = self.context.kernels
-        total = kernels.empty(q)
+        backend = self.context.kernels.backend
+        rows, heads, dim = q.shape
+        total = backend.empty_running(rows, heads, dim, q.dtype)
         for _, _, host, offset, segment in self._in_order(states):
-            kernels.ops.fold_into(
+            backend.merge_into(
                 _rows(total.total, segment.begin, segment.end),
                 _rows(states[host], offset, offset + segment.rows),
                 total.unit,
             )
-        out: Tensor = kernels.ops.finish(total, q.dtype)
-        return out
+        return backend.finish(total, q.dtype)
 
     def _in_order(self, states: dict[int, Partial]) -> list[tuple[int, int, int, int, Segment]]:
         """(block, first chunk, host, first row of the segment in the host's states, segment), sorted."""

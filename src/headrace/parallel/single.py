@@ -6,7 +6,7 @@ import numpy as np
 
 from headrace.attention import plan as planning
 from headrace.attention.execute import PlanAttention
-from headrace.kernels.block import Attend
+from headrace.kernels.backend import Attend
 from headrace.parallel.chain import Chain
 from headrace.parallel.group_context import GroupContext
 from headrace.parallel.group_layout import runs, slots_of

@@ -22,7 +22,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from headrace.kernels.block import Attend
+from headrace.kernels.backend import Attend
 from headrace.offload import frame
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream

@@ -9,6 +9,9 @@ import torch
 
 from headrace import memory
 from headrace.config import EngineConfig, KVStreaming
+from headrace.kernels import registry
+from headrace.kernels.records import Allocate, Pool
+from headrace.kernels.registry import in_pieces
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
 from headrace.offload.copy_streams import open_copy_streams
@@ -17,7 +20,7 @@ from headrace.offload.streaming.profile import measure
 from headrace.offload.streaming.schedule import Schedule
 from headrace.offload.streaming.staging import Staging
 from headrace.offload.streaming.step import StreamingOptions
-from headrace.offload.streaming.store import Allocate, FileMemory, OutsideStore, bytes_per_chunk, room, shapes
+from headrace.offload.streaming.store import FileMemory, OutsideStore, bytes_per_chunk, room
 from headrace.offload.streaming.streamer import Streamer
 from headrace.offload.streaming.transfers import Transfers
 from headrace.offload.weights.layers import layers_of, tensors_of
@@ -103,7 +106,9 @@ def open_streamer(config: EngineConfig, decoder: Decoder, slots: int, kv_dtype: 
         asked.path or "host memory", staging.capacity,
         "not kept" if not hidden else "in memory" if asked.x_resident else "outside",
     )  # fmt: skip
-    transfers = Transfers(store, staging, layers, streams, backend, weight_bytes, asked.x_resident)
+    transfers = Transfers(
+        store, staging, layers, streams, in_pieces(registry.backend(backend)), weight_bytes, asked.x_resident
+    )
     measure(decoder, transfers)
     return Streamer(decoder, transfers, options)
 
@@ -128,7 +133,8 @@ def _outside(asked: KVStreaming, decoder: Decoder, slots: int, kv_dtype: torch.d
     if asked.path is None:
         return memory.zeros
     spec = decoder.config.attention
-    layer = [slots * math.prod(shape) * kind.itemsize for shape, kind in shapes(spec, kv_dtype).values()]
+    parts = Pool.parts(slots, spec.kv_heads, spec.head_dim, kv_dtype)
+    layer = [math.prod(shape) * kind.itemsize for shape, kind in parts]
     if hidden and not asked.x_resident:
         layer.append(slots * CHUNK * hidden * decoder.dtype.itemsize)
     sizes = layer * spec.layers

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from headrace.config import AttentionSpec
 from headrace.kernels import block, cpu, ops
-from headrace.kernels.block import Attend
+from headrace.kernels.backend import Attend
 from headrace.models.decoder import Decoder, Layer, OneByOne
 
 
 class OneLayer:
     """Layer `layer` of a model. In C++ where the model's other layers are."""
 
-    def __init__(self, layer: Layer, shape: block.Shape | None) -> None:
+    def __init__(self, layer: Layer, shape: block.LayerShape | None) -> None:
         self.index = layer.index
         self.run: block.Blocks | OneByOne = block.Blocks(shape, [layer]) if shape is not None else OneByOne([layer])
         spec = layer.config.attention
@@ -45,7 +45,7 @@ class _AtLayer(Attend):
         return self.attend(self.layer, q, k, v, rows)
 
 
-def shape_of(decoder: Decoder) -> block.Shape | None:
+def shape_of(decoder: Decoder) -> block.LayerShape | None:
     """What the decoder's C++ layers have in common; None where it has none."""
     return decoder.layers.shape if isinstance(decoder.layers, block.Blocks) else None
 

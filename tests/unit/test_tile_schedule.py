@@ -41,8 +41,8 @@ def met_by(plan: Plan) -> list[list[int]]:
     return [[slot for _, slot in sorted(row)] for row in rows]
 
 
-def walked(done: tile_schedule.Cut, rows: int) -> list[list[int]]:
-    """By row, the slots of the chunks that tasks walk with it, in the order in which they are folded."""
+def walked(done: tile_schedule.TileSchedule, rows: int) -> list[list[int]]:
+    """By row, the slots of the chunks that tasks walk with it, in the order in which they are merged."""
     met: list[list[tuple[int, int, int]]] = [[] for _ in range(rows)]
     for number, each in enumerate(done.rounds):
         for begin, end, first, count in each.tasks.tolist():
