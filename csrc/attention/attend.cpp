@@ -1,5 +1,5 @@
 // Which kernel a call of attention takes, and how its work is cut into units.
-#include "attend.h"
+#include "attention/attend.h"
 
 namespace headrace::HEADRACE_NS {
 

@@ -5,10 +5,10 @@
 // R: rows, G: query heads per KV head, D: head size, P: D rounded up to 16; lane: one (row, query head of the group).
 #pragma once
 
-#include "arena.h"
-#include "head_rows.h"
-#include "lent.h"
-#include "shares.h"
+#include "attention/head_rows.h"
+#include "common/arena.h"
+#include "common/shares.h"
+#include "isa/lent.h"
 
 #include <new>
 

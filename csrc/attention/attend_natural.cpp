@@ -1,4 +1,4 @@
-#include "attend.h"
+#include "attention/attend.h"
 
 namespace headrace::HEADRACE_NS {
 

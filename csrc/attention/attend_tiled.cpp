@@ -1,4 +1,4 @@
-#include "attend.h"
+#include "attention/attend.h"
 
 #ifdef __AMX_BF16__
 

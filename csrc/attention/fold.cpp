@@ -1,12 +1,12 @@
 // States of rows outside of attention over chunks: finished, folded block by block, merged (docs/attention.md).
 //
 // D: head size; lane: one (row, query head).
-#include "arena.h"
+#include "attention/natural.h"
+#include "attention/paired.h"
+#include "attention/states.h"
+#include "common/arena.h"
+#include "isa/simd.h"
 #include "kernels.h"
-#include "natural.h"
-#include "paired.h"
-#include "simd.h"
-#include "states.h"
 
 // The first one of glibc, which every system has; the one of 2.29 sets no errno, and is the same otherwise.
 #if defined(__x86_64__) && defined(__GLIBC__)

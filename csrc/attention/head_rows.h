@@ -3,12 +3,12 @@
 // R: rows, G: query heads per KV head, D: head size; lane: one (row, query head of the group).
 #pragma once
 
+#include "attention/natural.h"
+#include "attention/paired.h"
+#include "attention/quantised.h"
+#include "attention/states.h"
+#include "attention/tiled.h"
 #include "kernels.h"
-#include "natural.h"
-#include "paired.h"
-#include "quantised.h"
-#include "states.h"
-#include "tiled.h"
 
 #include <new>
 

@@ -1,8 +1,8 @@
 // Softmax over one chunk of 64 keys, lane by lane. A lane is one (row, query head); lanes come in groups of up to LANES.
 #pragma once
 
+#include "isa/simd.h"
 #include "kernels.h"
-#include "simd.h"
 
 namespace headrace::HEADRACE_NS {
 

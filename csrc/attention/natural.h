@@ -3,8 +3,8 @@
 // neighbours. Numbers are widened as they are read: a copy in fp32 would not stay in L1. P: D rounded up to 16.
 #pragma once
 
-#include "lanes.h"
-#include "rows.h"
+#include "attention/lanes.h"
+#include "isa/rows.h"
 
 namespace headrace::HEADRACE_NS {
 

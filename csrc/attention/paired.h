@@ -6,7 +6,7 @@
 // for 16 keys or 16 output elements. D is a multiple of 16.
 #pragma once
 
-#include "running.h"
+#include "attention/running.h"
 
 namespace headrace::HEADRACE_NS {
 

@@ -5,9 +5,9 @@
 // the values'.
 #pragma once
 
-#include "natural.h"
-#include "paired.h"
-#include "tiled.h"
+#include "attention/natural.h"
+#include "attention/paired.h"
+#include "attention/tiled.h"
 
 namespace headrace::HEADRACE_NS {
 

@@ -5,8 +5,8 @@
 // and then by powers of two: they are the same numbers, scaled, as with any other reference.
 #pragma once
 
-#include "lanes.h"
-#include "pairs.h"
+#include "attention/lanes.h"
+#include "isa/pairs.h"
 
 namespace headrace::HEADRACE_NS {
 

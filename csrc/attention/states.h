@@ -1,8 +1,8 @@
 // Unnormalised softmax states of lanes, and how two of them fold: docs/attention.md. A lane is one (row, query head).
 #pragma once
 
-#include "lanes.h"
-#include "shares.h"
+#include "attention/lanes.h"
+#include "common/shares.h"
 
 namespace headrace::HEADRACE_NS {
 

@@ -4,8 +4,8 @@
 // of the two multipliers for vectors stands still, so that nothing is won by mixing them. D is a multiple of 32.
 #pragma once
 
-#include "paired.h"
-#include "tiles.h"
+#include "attention/paired.h"
+#include "isa/tiles.h"
 
 namespace headrace::HEADRACE_NS {
 

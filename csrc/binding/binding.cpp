@@ -4,11 +4,11 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
-#include "block.h"
-#include "checks.h"
-#include "dispatch.h"
-#include "step.h"
-#include "threads.h"
+#include "common/checks.h"
+#include "common/threads.h"
+#include "isa/dispatch.h"
+#include "model/block.h"
+#include "model/step.h"
 
 namespace nb = nanobind;
 using namespace headrace;

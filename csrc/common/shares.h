@@ -1,7 +1,7 @@
 // Loops of the kernels, shared out among threads.
 #pragma once
 
-#include "threads.h"
+#include "common/threads.h"
 
 namespace headrace::HEADRACE_NS {
 

@@ -1,4 +1,4 @@
-#include "threads.h"
+#include "common/threads.h"
 
 #include <atomic>
 #include <climits>

@@ -1,4 +1,4 @@
-#include "dispatch.h"
+#include "isa/dispatch.h"
 
 #include <atomic>
 #include <cstdlib>
@@ -10,7 +10,7 @@
 #include <unistd.h>
 #endif
 
-#include "features.h"
+#include "isa/features.h"
 
 namespace headrace {
 namespace {

@@ -1,8 +1,8 @@
 // Fetching ahead: cache lines asked for before anybody reads them.
 #pragma once
 
+#include "isa/simd.h"
 #include "kernels.h"
-#include "simd.h"
 
 namespace headrace::HEADRACE_NS {
 

@@ -48,7 +48,7 @@ function(headrace_native name)
   endif()
   unset(headrace_ran CACHE) # the folder may have been used on another machine
   unset(headrace_compiled CACHE)
-  try_run(headrace_ran headrace_compiled "${CMAKE_CURRENT_BINARY_DIR}/native" "${CMAKE_CURRENT_SOURCE_DIR}/native.cpp"
+  try_run(headrace_ran headrace_compiled "${CMAKE_CURRENT_BINARY_DIR}/native" "${CMAKE_CURRENT_SOURCE_DIR}/isa/native.cpp"
           ${definitions} COMPILE_OUTPUT_VARIABLE errors RUN_OUTPUT_VARIABLE best)
   if(NOT headrace_compiled OR NOT headrace_ran EQUAL 0)
     message(FATAL_ERROR "headrace: cannot tell what this processor runs; set HEADRACE_ISA_BUILD=all\n${errors}")

@@ -2,8 +2,8 @@
 // give the same bits, and need not be compiled twice. The build defines HEADRACE_NATURAL_OF and HEADRACE_PAIRED_OF.
 #pragma once
 
+#include "isa/simd.h"
 #include "kernels.h"
-#include "simd.h"
 
 #ifdef HEADRACE_NATURAL_OF
 namespace headrace::HEADRACE_NATURAL_OF {

@@ -5,9 +5,9 @@
 
 #ifdef __AVX512BF16__
 
-#include "fetch.h"
+#include "isa/fetch.h"
+#include "isa/simd.h"
 #include "kernels.h"
-#include "simd.h"
 
 namespace headrace::HEADRACE_NS {
 

@@ -2,7 +2,7 @@
 // multiply-adds over ascending i for each sum, whatever R and C: the work of processors that do not multiply bf16.
 #pragma once
 
-#include "fetch.h"
+#include "isa/fetch.h"
 
 namespace headrace::HEADRACE_NS {
 

@@ -1,7 +1,7 @@
 // The kernels of one instruction set.
+#include "isa/lent.h"
+#include "isa/simd.h"
 #include "kernels.h"
-#include "lent.h"
-#include "simd.h"
 
 namespace headrace::HEADRACE_NS {
 

@@ -7,7 +7,7 @@
 
 #ifdef __AMX_BF16__
 
-#include "pairs.h"
+#include "isa/pairs.h"
 
 namespace headrace::HEADRACE_NS {
 

@@ -6,7 +6,7 @@
 
 #ifdef __AVX512BF16__
 
-#include "pairs.h"
+#include "isa/pairs.h"
 
 namespace headrace::HEADRACE_NS {
 

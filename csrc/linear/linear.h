@@ -1,10 +1,10 @@
 // What products with packed weights have in common: how work is shared out, and how sums become results.
 #pragma once
 
-#include "arena.h"
+#include "common/arena.h"
+#include "common/shares.h"
+#include "isa/simd.h"
 #include "kernels.h"
-#include "shares.h"
-#include "simd.h"
 
 namespace headrace::HEADRACE_NS {
 

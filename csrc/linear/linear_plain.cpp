@@ -3,8 +3,8 @@
 // M: rows, N: outputs, K: inputs. Weights are packed as [N / 64][K][64] (kernels.cpu.Packed); bf16 is widened, which is
 // exact. Every output is one chain of multiply-adds over ascending inputs, whatever M, tile, block or thread: a row's bits
 // depend on nothing else.
-#include "linear.h"
-#include "passes.h"
+#include "linear/linear.h"
+#include "linear/passes.h"
 
 namespace headrace::HEADRACE_NS {
 

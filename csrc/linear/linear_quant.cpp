@@ -8,10 +8,10 @@
 // Every output is one chain of sums, whatever M, tile, block or thread: int8 over all inputs in ascending order; int4
 // over the inputs of a group from 0, then acc = sum * scale + acc over ascending groups. With AMX the chains go by steps
 // of 32 inputs (tiles.h), where these are a multiple of 32.
-#include "codes.h"
-#include "linear.h"
-#include "panel.h"
-#include "passes.h"
+#include "linear/codes.h"
+#include "linear/linear.h"
+#include "linear/panel.h"
+#include "linear/passes.h"
 
 namespace headrace::HEADRACE_NS {
 

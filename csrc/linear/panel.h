@@ -5,8 +5,8 @@
 // for the panel. Sums are met once for each slab: loaded, added to, stored, which changes no bit.
 #pragma once
 
-#include "linear.h"
-#include "tiles.h"
+#include "isa/tiles.h"
+#include "linear/linear.h"
 
 #ifdef __AMX_BF16__
 

@@ -7,8 +7,8 @@
 // STEPS.
 #pragma once
 
-#include "linear.h"
-#include "rows.h"
+#include "isa/rows.h"
+#include "linear/linear.h"
 
 namespace headrace::HEADRACE_NS {
 

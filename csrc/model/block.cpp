@@ -1,9 +1,9 @@
-#include "block.h"
+#include "model/block.h"
 
 #include <cstring>
 #include <string>
 
-#include "checks.h"
+#include "common/checks.h"
 
 namespace headrace {
 namespace {

@@ -5,8 +5,8 @@
 // T: rows; H: hidden size; Hq, Hkv: query and KV heads; D: head size; I: MLP width.
 #pragma once
 
-#include "dispatch.h"
-#include "step.h"
+#include "isa/dispatch.h"
+#include "model/step.h"
 
 namespace headrace {
 

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "checks.h"
-#include "dispatch.h"
+#include "common/checks.h"
+#include "isa/dispatch.h"
 
 namespace headrace {
 

@@ -1,8 +1,8 @@
 // Elementwise operations: activations, sums and rotary embedding, in fp32, rounded once. An element's bits do not depend on
 // its place: the last elements of a row go through the same vector code, padded.
+#include "common/shares.h"
+#include "isa/simd.h"
 #include "kernels.h"
-#include "shares.h"
-#include "simd.h"
 
 namespace headrace::HEADRACE_NS {
 

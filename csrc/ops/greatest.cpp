@@ -1,7 +1,7 @@
 // The greatest element of each row. R: rows, N: elements of a row.
+#include "common/shares.h"
+#include "isa/simd.h"
 #include "kernels.h"
-#include "shares.h"
-#include "simd.h"
 
 namespace headrace::HEADRACE_NS {
 

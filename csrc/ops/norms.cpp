@@ -1,9 +1,9 @@
 // Norms over a row or head, in fp32, rounded once at the end. T: rows, H: width.
 //
 // Sums run over 64 lanes (element i goes to lane i % 64), which are then added by sum64: one order for every W.
+#include "common/shares.h"
+#include "isa/simd.h"
 #include "kernels.h"
-#include "shares.h"
-#include "simd.h"
 
 namespace headrace::HEADRACE_NS {
 

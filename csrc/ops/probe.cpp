@@ -1,9 +1,9 @@
 // What the machine can do at best, beside which the kernels are measured: a plain read of memory and multiply-adds on
 // registers, the fastest of this instruction set.
+#include "common/shares.h"
+#include "isa/simd.h"
+#include "isa/tiles.h"
 #include "kernels.h"
-#include "shares.h"
-#include "simd.h"
-#include "tiles.h"
 
 
 namespace headrace::HEADRACE_NS {

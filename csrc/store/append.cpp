@@ -1,10 +1,10 @@
 // New keys and values into the pools. T: rows, K pool [slots, Hkv, D, 64] (keys contiguous), V pool [slots, Hkv, 64, D];
 // in bf16 pairs [slots, Hkv, D/2, 64, 2] and [slots, Hkv, 32, D, 2]. int8 pools lie as those of the type computed in.
-#include "arena.h"
+#include "attention/paired.h"
+#include "common/arena.h"
+#include "common/shares.h"
+#include "isa/simd.h"
 #include "kernels.h"
-#include "paired.h"
-#include "shares.h"
-#include "simd.h"
 
 namespace headrace::HEADRACE_NS {
 

@@ -7,9 +7,9 @@
 //   int4: groups of 64 numbers that follow one another, codes 0..15 in 32 bytes (number i below number i + 32), and fp16
 //   (low, step) for each: number = low + code * step, which fp32 holds exactly or rounds once.
 // Bits are the same on every instruction set, and those of kernels.chunk_formats_torch. One thread: callers are lanes.
-#include "arena.h"
+#include "common/arena.h"
+#include "isa/simd.h"
 #include "kernels.h"
-#include "simd.h"
 
 namespace headrace::HEADRACE_NS {
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.config import Quantization
 from headrace.kernels import cpu
-from headrace.kernels.model_step import WholeStep
+from headrace.kernels.model_step import ModelStep
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.models.spec import ModelConfig, RopeSpec
 from tests.cpu.decoders_made import BIASED, PLAIN, SLOTS, Attention, AttentionOver, model, weights_of
@@ -33,7 +33,7 @@ def whole(variant: str, quantization: Quantization = "none") -> tuple[Decoder, T
     return Decoder(config, weights_of(config), quantization), batch
 
 
-def prepared(decoder: Decoder, batch: TokenBatch, attend: AttentionOver) -> WholeStep:
+def prepared(decoder: Decoder, batch: TokenBatch, attend: AttentionOver) -> ModelStep:
     step = decoder.prepare(batch.positions, attend)
     assert step is not None
     return step

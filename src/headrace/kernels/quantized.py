@@ -47,7 +47,7 @@ class Rounded:
 
 
 class Quantized:
-    """A rounded weight [N, K] as the C++ product reads it, outputs beyond N zero: see csrc/linear_quant.cpp.
+    """A rounded weight [N, K] as the C++ product reads it, outputs beyond N zero: see csrc/linear/linear_quant.cpp.
 
     codes: int8 [ceil(N / 64), K / 2, 4, 2, 16], or nibbles uint8 [ceil(N / 64), K / 2, 16, 2, 2].
     scales: fp32 [64 ceil(N / 64)], or bf16 [ceil(N / 64), K / 64, 64]. gated: as in cpu.Packed.
