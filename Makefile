@@ -52,10 +52,11 @@ fuzz: $(DEV) ## attack every door with seeded nonsense (5 minutes; FUZZ_SECONDS=
 mutants: $(DEV) ## breaks the code in a hundred small ways, each of which tests must notice (ROOM=kv: those of one room)
 	@$(BIN)/python -m tools.mutants.run --at-once $(AT_ONCE) $(if $(ROOM),--room $(ROOM))
 
-lint: $(DEV) ## ruff (rules and format) and mypy
+lint: $(DEV) ## ruff (rules and format), mypy and clang-format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/clang-format --dry-run -Werror $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*.h)
 
 wheel: ## sdist and wheel, into dist/; the wheel has to answer where there is no compiler (ARCH=aarch64: cross-compiled)
 	@$(PYTHON) tools/wheel/run.py $(if $(ARCH),--arch $(ARCH))

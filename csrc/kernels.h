@@ -27,18 +27,18 @@ struct Fold {
 };
 
 struct Attend {
-  const void *q;         // [R, Hq, D], rows q_stride apart
-  const void *k;         // [slots, Hkv, D, 64], or in bf16 pairs: see paired.h
-  const void *v;         // [slots, Hkv, 64, D], likewise
-  void *out;             // [R, Hq, D]
-  const Item *items;     // [n], each row's in ascending key_start
+  const void *q;             // [R, Hq, D], rows q_stride apart
+  const void *k;             // [slots, Hkv, D, 64], or in bf16 pairs: see paired.h
+  const void *v;             // [slots, Hkv, 64, D], likewise
+  void *out;                 // [R, Hq, D]
+  const Item *items;         // [n], each row's in ascending key_start
   const int64_t *positions;  // [R]
-  const float *bias;     // [Hq, bias_len] or null
+  const float *bias;         // [Hq, bias_len] or null
   int64_t rows, q_stride, item_count, heads, kv_heads, dim, window, bias_len;
   float scale;
   int threads;
   const float *k_scale, *v_scale;  // [slots, Hkv, 64] where k and v are int8 (see quantised.h), else null
-  Fold from, to;  // the state to fold on from; the state to leave instead of `out`. They share no memory
+  Fold from, to;                   // the state to fold on from; the state to leave instead of `out`. They share no memory
 };
 
 // left = left folded with right, all lanes. base2: m is in units of log 2, as in paired.h.
@@ -68,8 +68,8 @@ struct Merge {
 };
 
 struct Append {
-  const void *k_new, *v_new;  // [T, Hkv, D], rows k_stride and v_stride apart
-  void *k, *v;                // the pools, as in Attend
+  const void *k_new, *v_new;       // [T, Hkv, D], rows k_stride and v_stride apart
+  void *k, *v;                     // the pools, as in Attend
   const int32_t *slots, *offsets;  // [T]
   int64_t rows, k_stride, v_stride, kv_heads, dim;
   int threads;
@@ -110,7 +110,7 @@ constexpr int64_t tops_size(int64_t rows, int64_t outputs) { return (outputs + T
 
 // out[t, n] = sum over k of x[t, k] * w[n, k], plus bias[n], with fp32 sums; all of one type, but out is fp32 if `wide`.
 struct Linear {
-  const void *x, *w, *bias;  // [T, inputs] rows x_stride apart, packed weights (see linear.cpp, linear_plain.cpp), [outputs] or null
+  const void *x, *w, *bias;  // [T, inputs] rows x_stride apart, packed (linear.cpp, linear_plain.cpp), [outputs] or null
   void *out;                 // [T, outputs]
   int64_t rows, x_stride, inputs, outputs;
   bool wide;
@@ -138,9 +138,9 @@ struct LinearQuant {
 };
 
 struct Rotary {
-  const void *x;           // [T, heads, D], rows x_stride apart
-  void *out;               // [T, heads, D], rows out_stride apart; may be x
-  const float *cos_sin;    // [T, rotary] = (cos, sin), each rotary / 2 wide
+  const void *x;         // [T, heads, D], rows x_stride apart
+  void *out;             // [T, heads, D], rows out_stride apart; may be x
+  const float *cos_sin;  // [T, rotary] = (cos, sin), each rotary / 2 wide
   int64_t rows, x_stride, out_stride, heads, dim, rotary;
   int threads;
 };
@@ -150,11 +150,11 @@ enum class Format { raw, int8, int4 };  // see stored.cpp
 
 // Chunks of one layer and their stored bytes, one way or the other.
 struct Stored {
-  void *sections;           // of chunk i from i * stride bytes on
-  void *k, *v;              // the pools, as in Attend; no k: v is [slots, 64, D]
+  void *sections;            // of chunk i from i * stride bytes on
+  void *k, *v;               // the pools, as in Attend; no k: v is [slots, 64, D]
   float *k_scale, *v_scale;  // [slots, Hkv, 64] of int8 pools, else null
-  const int32_t *slots;     // [count]
-  bool *fits;               // [count]: whether the format holds the chunk's numbers; null when loading
+  const int32_t *slots;      // [count]
+  bool *fits;                // [count]: whether the format holds the chunk's numbers; null when loading
   int64_t stride, count, heads, dim;
   Element element;
   Format format;

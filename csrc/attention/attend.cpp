@@ -11,9 +11,9 @@ constexpr int64_t UNIT_LANES = 512;
 #else
 constexpr int64_t UNIT_LANES = 128;
 #endif
-constexpr int64_t SMALL_LANES = 16;   // fewer share a chunk too little
-constexpr int64_t SPLIT_LANES = 64;   // the states of more, one for each block of keys, would be much beside the keys
-constexpr int MOST_BLOCKS = 1024;     // of keys that are folded apart: contexts of two million tokens
+constexpr int64_t SMALL_LANES = 16;  // fewer share a chunk too little
+constexpr int64_t SPLIT_LANES = 64;  // the states of more, one for each block of keys, would be much beside the keys
+constexpr int MOST_BLOCKS = 1024;    // of keys that are folded apart: contexts of two million tokens
 #ifdef __AMX_BF16__
 constexpr int64_t CHUNK_LANES = 128;  // as much time as so many lanes take goes to fetching a chunk
 #else

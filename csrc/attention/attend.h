@@ -5,12 +5,12 @@
 // R: rows, G: query heads per KV head, D: head size, P: D rounded up to 16; lane: one (row, query head of the group).
 #pragma once
 
+#include <new>
+
 #include "attention/head_rows.h"
 #include "common/arena.h"
 #include "common/shares.h"
 #include "isa/lent.h"
-
-#include <new>
 
 namespace headrace::HEADRACE_NS {
 
@@ -158,8 +158,6 @@ template <typename Math> void attend_by(const Attend &a) {
   share_out(units, a.threads, [&](int64_t i) { attend_unit<Math>(a, size, i, -1); }, Stretches::common);
 }
 
-template <typename Math> void attend_stored(const Attend &a) {
-  a.k_scale ? attend_by<Quantised<Math>>(a) : attend_by<Math>(a);
-}
+template <typename Math> void attend_stored(const Attend &a) { a.k_scale ? attend_by<Quantised<Math>>(a) : attend_by<Math>(a); }
 
 }  // namespace headrace::HEADRACE_NS

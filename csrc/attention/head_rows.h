@@ -3,14 +3,14 @@
 // R: rows, G: query heads per KV head, D: head size; lane: one (row, query head of the group).
 #pragma once
 
+#include <new>
+
 #include "attention/natural.h"
 #include "attention/paired.h"
 #include "attention/quantised.h"
 #include "attention/states.h"
 #include "attention/tiled.h"
 #include "kernels.h"
-
-#include <new>
 
 namespace headrace::HEADRACE_NS {
 
@@ -20,11 +20,11 @@ template <typename Math> struct HeadRows {
   const Attend &a;
   int64_t kv_head, first, last;  // rows first..last-1
   int64_t group, padded;
-  typename Math::Query *q;       // [lanes, D]
+  typename Math::Query *q;  // [lanes, D]
   State block, total;
-  int32_t *block_of;             // [rows]: index of the block that `block` holds, -1 at first
-  typename Math::Space &space;   // shared by the heads of a unit
-  int64_t all_seen;              // every row of the unit sees all keys before this position
+  int32_t *block_of;            // [rows]: index of the block that `block` holds, -1 at first
+  typename Math::Space &space;  // shared by the heads of a unit
+  int64_t all_seen;             // every row of the unit sees all keys before this position
 
   static int64_t floats(const Attend &a, int64_t rows) {
     const int64_t group = a.heads / a.kv_heads, padded = (a.dim + 15) / 16 * 16;
@@ -121,8 +121,8 @@ template <typename Math> struct HeadRows {
     alignas(Math) char places[Math::BATCH * sizeof(Math)];
     Math *chunks = reinterpret_cast<Math *>(places);
     for (int i = 0; i < count; ++i)
-      new (chunks + i) Math(Reader<Math>::open(a, static_cast<int64_t>(items[i]->slot) * a.kv_heads + kv_head, padded,
-                                               visits[i], space));
+      new (chunks + i)
+          Math(Reader<Math>::open(a, static_cast<int64_t>(items[i]->slot) * a.kv_heads + kv_head, padded, visits[i], space));
     const int64_t begin = (from - first) * group, lanes = (to - from) * group;
     for (int64_t i = 0; i < lanes; i += Math::TOGETHER) {
       const int n = static_cast<int>(lanes - i < Math::TOGETHER ? lanes - i : Math::TOGETHER);
@@ -207,8 +207,8 @@ template <typename Math> struct HeadRows {
     alignas(64) float scores[Math::GROUP * CHUNK], keep[Math::GROUP];
     const float scale = biased_scores(item, lane, n, math, scores, index * Math::GROUP);
     float *acc = block.acc + lane * padded;
-    const uint32_t changed = math.probabilities(n, scores, seen, scale, p, block.m + lane, block.l + lane, keep,
-                                                math.fetch(index, next));
+    const uint32_t changed =
+        math.probabilities(n, scores, seen, scale, p, block.m + lane, block.l + lane, keep, math.fetch(index, next));
     if (changed) {
       math.values(&waiting, 1, acc);
       waiting.chunks = 0;

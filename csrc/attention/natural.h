@@ -10,8 +10,7 @@ namespace headrace::HEADRACE_NS {
 
 // s[lane][j] = sum over d of q[lane][d] * k[d][j], of R lanes and C W keys; keys are `stride` apart from d to d + 1.
 template <int R, int C, int BYTES, typename S>
-HEADRACE_APART void score_tile(const float *q, int64_t dim, const S *keys, int64_t stride, Coming next, bool near,
-                               float *s) {
+HEADRACE_APART void score_tile(const float *q, int64_t dim, const S *keys, int64_t stride, Coming next, bool near, float *s) {
   vf sum[R][C];
   zero(sum);
   add_products<1, BYTES>(
@@ -51,9 +50,8 @@ HEADRACE_APART void value_tile(const float *p, const S *values, int64_t stride, 
                                bool near, float *acc, int64_t acc_stride, const Weights &w) {
   vf sum[R][C];
   zero(sum);
-  const auto load_values = [&](int64_t j, auto, int at, auto &value) HEADRACE_ALWAYS_INLINE {
-    load_columns(values + j * stride + at, value);
-  };
+  const auto load_values = [&](int64_t j, auto, int at, auto &value)
+                               HEADRACE_ALWAYS_INLINE { load_columns(values + j * stride + at, value); };
   const auto add_visible = [&](int from, int to) HEADRACE_ALWAYS_INLINE {
     for (int j = from; j < to; ++j) {
       vf value[C];
@@ -90,8 +88,8 @@ template <typename T, typename S = T> struct Natural {
 
   const S *k, *v;
   int64_t dim, padded;
-  int64_t ahead;  // elements from these keys to those that are read next; 0: none
-  int64_t lanes;  // that meet the chunk
+  int64_t ahead;                  // elements from these keys to those that are read next; 0: none
+  int64_t lanes;                  // that meet the chunk
   const float *wide_v = nullptr;  // [64][P] where D is no multiple of 16
 
   static int64_t scratch(int64_t dim) { return dim % 16 == 0 ? 0 : CHUNK * ((dim + 15) / 16 * 16); }
@@ -129,9 +127,7 @@ template <typename T, typename S = T> struct Natural {
 
   // Whether a tile of R lanes fetches to L1, otherwise to L2, for L1 is full. Fewer than six lanes with AVX-512 are so fast
   // that it matters how far away memory is. On Cascade Lake, that is: Zen 4, whose L1 is as small, is faster by way of L2.
-  template <int R> static bool near() {
-    return W == 16 && R < 6 && !(small_l1 && multiplies_bf16);
-  }
+  template <int R> static bool near() { return W == 16 && R < 6 && !(small_l1 && multiplies_bf16); }
 
   // Vectors side by side: few rows need more of them, so that enough chains are under way.
   static constexpr int wide(int rows) { return W == 16 ? (rows <= 2 ? 8 : 4) : rows == 6 ? 2 : 8 / rows; }

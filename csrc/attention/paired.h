@@ -32,8 +32,8 @@ struct Paired {
   template <bool FLUSH> using Tiny = headrace::HEADRACE_NS::Tiny<FLUSH>;
   const bf16 *k, *v;
   int64_t dim;
-  int64_t ahead;  // elements from these keys to those that are read next; 0: none
-  int64_t lanes;  // that meet the chunk; 0: nothing is to be fetched meanwhile
+  int64_t ahead;                        // elements from these keys to those that are read next; 0: none
+  int64_t lanes;                        // that meet the chunk; 0: nothing is to be fetched meanwhile
   int keys = CHUNK, next_keys = CHUNK;  // that somebody sees, of these and of those
 
   static int64_t scratch(int64_t) { return 0; }
@@ -171,8 +171,10 @@ struct Paired {
     auto columns = [&](auto c) {  // as many 16 C columns as there are
       for (; d + 16 * c <= dim; d += 16 * c) {
         const Ahead next = fetched_by_values(before, tile, d, c);
-        if (these != ~0ull) edge_tile<R, c>(p, these, next, d, acc);
-        else with_step_lines<R, c>(next.lines, [&](auto lines) { value_tile<R, c, lines>(p, next, d, acc); });
+        if (these != ~0ull)
+          edge_tile<R, c>(p, these, next, d, acc);
+        else
+          with_step_lines<R, c>(next.lines, [&](auto lines) { value_tile<R, c, lines>(p, next, d, acc); });
       }
     };
     if constexpr (R <= 2) columns(Constant<8>{});  // few rows need more columns to keep the multipliers busy
@@ -208,14 +210,10 @@ struct Paired {
   }
 
   template <int C> static HEADRACE_ALWAYS_INLINE void add_values(const __m512 (&sum)[C], float *acc) {
-    HEADRACE_EACH(c, C, {
-      _mm512_store_ps(acc + c * 16, _mm512_add_ps(_mm512_load_ps(acc + c * 16), sum[c]));
-    });
+    HEADRACE_EACH(c, C, { _mm512_store_ps(acc + c * 16, _mm512_add_ps(_mm512_load_ps(acc + c * 16), sum[c])); });
   }
 
-  static __m512i half_mask(int halves) {
-    return _mm512_set1_epi32((halves & 1 ? 0xffff : 0) | (halves & 2 ? 0xffff0000 : 0));
-  }
+  static __m512i half_mask(int halves) { return _mm512_set1_epi32((halves & 1 ? 0xffff : 0) | (halves & 2 ? 0xffff0000 : 0)); }
 };
 
 #endif

@@ -101,8 +101,10 @@ template <> struct Quantised<Paired> : Paired {
   static int64_t scratch(int64_t dim) { return CHUNK * dim; }
 
   void scores(int n, const bf16 *q, float *s, int64_t before) const {
-    if (few) with_tile_rows<TILE_ROWS>(n, [&](auto rows) { this->score_few<rows>(q, s); });
-    else Paired::scores(n, q, s, before);
+    if (few)
+      with_tile_rows<TILE_ROWS>(n, [&](auto rows) { this->score_few<rows>(q, s); });
+    else
+      Paired::scores(n, q, s, before);
     chunk.scale_scores(n, s);
   }
 
@@ -203,8 +205,7 @@ template <typename Math> struct Reader {
 };
 
 template <typename Math> struct Reader<Quantised<Math>> {
-  static Quantised<Math> open(const Attend &a, int64_t index, int64_t padded, const Visit &visit,
-                              typename Math::Space &space) {
+  static Quantised<Math> open(const Attend &a, int64_t index, int64_t padded, const Visit &visit, typename Math::Space &space) {
     const auto *k = static_cast<const int8_t *>(a.k), *v = static_cast<const int8_t *>(a.v);
     const int64_t at = index * CHUNK * a.dim, scale = index * CHUNK;
     return {{k + at, v + at, a.k_scale + scale, a.v_scale + scale, visit}, a.dim, padded, space};

@@ -153,7 +153,7 @@ struct RunningSoftmax {
     const __m512 unit = factor;
     const Fetch ahead = fetch;
     alignas(64) float shift[16];
-    store(shift, splat(ORIGIN) - base);  // infinite where there is no m yet: sums are no numbers below MOST
+    store(shift, splat(ORIGIN) - base);            // infinite where there is no m yet: sums are no numbers below MOST
     if constexpr (N == 16) asm("" : "+m"(shift));  // so that it is read from memory: each lane's permutation would take longer
     __m512 fours[QUADS];
     HEADRACE_EACH(j, QUADS, {
@@ -172,9 +172,7 @@ struct RunningSoftmax {
   template <bool PLAIN>
   HEADRACE_ALWAYS_INLINE __m512 row(int lane, const float *from, __m512 unit, __m512 shift, bf16 *to) const {
     __m512 x[4];
-    HEADRACE_EACH(c, 4, {
-      x[c] = power(_mm512_fmadd_ps(_mm512_load_ps(from + c * 16), unit, shift));
-    });
+    HEADRACE_EACH(c, 4, { x[c] = power(_mm512_fmadd_ps(_mm512_load_ps(from + c * 16), unit, shift)); });
     if constexpr (!PLAIN) keep_seen(seen.mask(lane), x);
     const __m512 sum = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]);
     if constexpr (!PLAIN)
@@ -196,16 +194,12 @@ struct RunningSoftmax {
 
   // x, 0 for the keys that are not in `mask`.
   static HEADRACE_ALWAYS_INLINE void keep_seen(uint64_t mask, __m512 (&x)[4]) {
-    HEADRACE_EACH(c, 4, {
-      x[c] = _mm512_maskz_mov_ps(static_cast<__mmask16>(mask >> (16 * c)), x[c]);
-    });
+    HEADRACE_EACH(c, 4, { x[c] = _mm512_maskz_mov_ps(static_cast<__mmask16>(mask >> (16 * c)), x[c]); });
   }
 
   // x times the weights of the keys in `mask`; the others' may be garbage.
   static void weigh(uint64_t mask, const float *weights, __m512 (&x)[4]) {
-    HEADRACE_EACH(c, 4, {
-      x[c] = _mm512_maskz_mul_ps(mask >> (16 * c), x[c], _mm512_loadu_ps(weights + c * 16));
-    });
+    HEADRACE_EACH(c, 4, { x[c] = _mm512_maskz_mul_ps(mask >> (16 * c), x[c], _mm512_loadu_ps(weights + c * 16)); });
   }
 
   template <int N> static HEADRACE_ALWAYS_INLINE vf load_lanes(const float *from) {

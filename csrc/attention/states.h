@@ -7,9 +7,7 @@
 namespace headrace::HEADRACE_NS {
 
 HEADRACE_INLINE vf load_up_to(const float *p, int64_t n) { return n >= W ? load(p) : load_part(p, n); }
-template <typename T> HEADRACE_INLINE void store_up_to(T *p, vf x, int64_t n) {
-  n >= W ? store(p, x) : store_part(p, x, n);
-}
+template <typename T> HEADRACE_INLINE void store_up_to(T *p, vf x, int64_t n) { n >= W ? store(p, x) : store_part(p, x, n); }
 
 constexpr int64_t WORTH_THREADS = 16384;  // elements
 
@@ -66,8 +64,7 @@ struct State : Parts {
   // acc / l, 0 where no key was seen.
   template <typename T> void write(int64_t lane, int64_t stride, int64_t dim, T *out) const {
     const vf inverse = l[lane] == 0.0f ? vf{} : splat(1.0f) / splat(l[lane]);
-    for (int64_t d = 0; d < dim; d += W)
-      store_up_to(out + d, load_up_to(acc + lane * stride + d, dim - d) * inverse, dim - d);
+    for (int64_t d = 0; d < dim; d += W) store_up_to(out + d, load_up_to(acc + lane * stride + d, dim - d) * inverse, dim - d);
   }
 };
 

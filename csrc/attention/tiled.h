@@ -164,9 +164,12 @@ struct Tiled : Paired {
     for (int c = 0; c < w.chunks; ++c) {
       const bf16 *p = w.p[c], *values = w.v[c] + 2 * d, *next = w.next[c] ? w.next[c] + d * CHUNK : nullptr;
       const bool half = w.steps[c] == 1, next_half = w.next_steps[c] == 1;
-      if (!next) half ? strip_values<1, 0, 4>(p, values, p) : strip_values<2, 0, 4>(p, values, p);
-      else if (next_half) half ? strip_values<1, 64, 2>(p, values, next) : strip_values<2, 32, 2>(p, values, next);
-      else half ? strip_values<1, 128, 4>(p, values, next) : strip_values<2, 64, 4>(p, values, next);
+      if (!next)
+        half ? strip_values<1, 0, 4>(p, values, p) : strip_values<2, 0, 4>(p, values, p);
+      else if (next_half)
+        half ? strip_values<1, 64, 2>(p, values, next) : strip_values<2, 32, 2>(p, values, next);
+      else
+        half ? strip_values<1, 128, 4>(p, values, next) : strip_values<2, 64, 4>(p, values, next);
     }
     store_row(acc, dim);
   }

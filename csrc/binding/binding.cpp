@@ -30,29 +30,46 @@ Fold fold_at(const Addresses &state) {
 }
 
 void attend(int type, Address q, Address k, Address v, Address out, Address items, Address positions, Address bias,
-            int64_t rows, int64_t q_stride, int64_t item_count, int64_t heads, int64_t kv_heads, int64_t dim,
-            int64_t slots, int64_t window, int64_t bias_len, float scale, int threads, Address k_scale,
-            Address v_scale, const Addresses &from, const Addresses &to) {
-  const Attend a = {at<void>(q), at<void>(k), at<void>(v), at<void>(out), at<Item>(items), at<int64_t>(positions),
-                    at<float>(bias), rows, q_stride, item_count, heads, kv_heads, dim, window, bias_len, scale,
-                    threads, at<float>(k_scale), at<float>(v_scale), fold_at(from), fold_at(to)};
+            int64_t rows, int64_t q_stride, int64_t item_count, int64_t heads, int64_t kv_heads, int64_t dim, int64_t slots,
+            int64_t window, int64_t bias_len, float scale, int threads, Address k_scale, Address v_scale, const Addresses &from,
+            const Addresses &to) {
+  const Attend a = {at<void>(q),
+                    at<void>(k),
+                    at<void>(v),
+                    at<void>(out),
+                    at<Item>(items),
+                    at<int64_t>(positions),
+                    at<float>(bias),
+                    rows,
+                    q_stride,
+                    item_count,
+                    heads,
+                    kv_heads,
+                    dim,
+                    window,
+                    bias_len,
+                    scale,
+                    threads,
+                    at<float>(k_scale),
+                    at<float>(v_scale),
+                    fold_at(from),
+                    fold_at(to)};
   check_items(a, slots);
   check_bias(a);
   kernels().attend[type](a);
 }
 
 void append(int type, Address k_new, Address v_new, Address k, Address v, Address slots, Address offsets, int64_t rows,
-            int64_t k_stride, int64_t v_stride, int64_t kv_heads, int64_t dim, int64_t slot_count, int threads,
-            Address k_scale, Address v_scale) {
-  const Append a = {at<void>(k_new), at<void>(v_new), at<void>(k), at<void>(v), at<int32_t>(slots),
-                    at<int32_t>(offsets), rows, k_stride, v_stride, kv_heads, dim, threads,
-                    at<float>(k_scale), at<float>(v_scale)};
+            int64_t k_stride, int64_t v_stride, int64_t kv_heads, int64_t dim, int64_t slot_count, int threads, Address k_scale,
+            Address v_scale) {
+  const Append a = {
+      at<void>(k_new), at<void>(v_new), at<void>(k), at<void>(v), at<int32_t>(slots), at<int32_t>(offsets), rows, k_stride,
+      v_stride,        kv_heads,        dim,         threads,     at<float>(k_scale), at<float>(v_scale)};
   check_places(a, slot_count);
   kernels().append[type](a);
 }
 
-void finish(int type, const Addresses &from, Address out, Address lse, int64_t lanes, int64_t dim, bool base2,
-            int threads) {
+void finish(int type, const Addresses &from, Address out, Address lse, int64_t lanes, int64_t dim, bool base2, int threads) {
   const Fold state = fold_at(from);
   kernels().finish[type]({state.total, state.block, at<void>(out), at<float>(lse), lanes, dim, base2, threads});
 }
@@ -61,20 +78,18 @@ void fold(const Addresses &both, int64_t lanes, int64_t dim, bool base2, int thr
   kernels().fold({parts_at(&both.at(0)), parts_at(&both.at(3)), lanes, dim, base2, threads});
 }
 
-void merge(Address left_out, Address left_lse, Address right_out, Address right_lse, Address out, Address lse,
-           int64_t lanes, int64_t dim, int threads) {
-  kernels().merge({at<float>(left_out), at<float>(left_lse), at<float>(right_out), at<float>(right_lse),
-                   at<float>(out), at<float>(lse), lanes, dim, threads});
+void merge(Address left_out, Address left_lse, Address right_out, Address right_lse, Address out, Address lse, int64_t lanes,
+           int64_t dim, int threads) {
+  kernels().merge({at<float>(left_out), at<float>(left_lse), at<float>(right_out), at<float>(right_lse), at<float>(out),
+                   at<float>(lse), lanes, dim, threads});
 }
 
-void rms_norm(int type, Address x, Address weight, Address out, int64_t rows, int64_t width, float eps,
-              int threads) {
-  kernels().rms_norm[type]({at<void>(x), at<void>(weight), nullptr, at<void>(out), rows, width, 1, width, eps,
-                              threads});
+void rms_norm(int type, Address x, Address weight, Address out, int64_t rows, int64_t width, float eps, int threads) {
+  kernels().rms_norm[type]({at<void>(x), at<void>(weight), nullptr, at<void>(out), rows, width, 1, width, eps, threads});
 }
 
-void layer_norm(int type, Address x, Address weight, Address bias, Address out, int64_t rows, int64_t width,
-                float eps, int threads) {
+void layer_norm(int type, Address x, Address weight, Address bias, Address out, int64_t rows, int64_t width, float eps,
+                int threads) {
   kernels().layer_norm[type](
       {at<void>(x), at<void>(weight), at<void>(bias), at<void>(out), rows, width, 1, width, eps, threads});
 }
@@ -92,8 +107,8 @@ void relu(int type, Address x, Address out, int64_t elements, int threads) {
   kernels().relu[type]({at<void>(x), at<void>(out), 1, elements, threads});
 }
 
-void rotary(int type, Address x, Address out, Address cos_sin, int64_t rows, int64_t x_stride, int64_t heads,
-            int64_t dim, int64_t width, int threads) {
+void rotary(int type, Address x, Address out, Address cos_sin, int64_t rows, int64_t x_stride, int64_t heads, int64_t dim,
+            int64_t width, int threads) {
   kernels().rotary[type](
       {at<void>(x), at<void>(out), at<float>(cos_sin), rows, x_stride, heads * dim, heads, dim, width, threads});
 }
@@ -102,7 +117,16 @@ void linear(int type, bool pairs, Address x, Address w, Address bias, Address ou
             int64_t inputs, int64_t outputs, bool gated, bool wide, int threads) {
   if (pairs) check_pairs(kernels());
   const auto op = pairs ? kernels().linear_pairs : kernels().linear_plain[type];
-  op({at<void>(x), at<void>(w), at<void>(bias), at<void>(out), rows, x_stride, inputs, outputs, wide, threads,
+  op({at<void>(x),
+      at<void>(w),
+      at<void>(bias),
+      at<void>(out),
+      rows,
+      x_stride,
+      inputs,
+      outputs,
+      wide,
+      threads,
       {nullptr, gated}});
 }
 
@@ -110,8 +134,8 @@ void greatest(Address x, Address value, Address index, int64_t rows, int64_t wid
   kernels().greatest({at<float>(x), at<float>(value), at<int64_t>(index), rows, width, threads, nullptr});
 }
 
-void make_matrix(Matrix *self, Form form, Address weight, Address scales, Address bias, int64_t inputs,
-                 int64_t outputs, bool gated) {
+void make_matrix(Matrix *self, Form form, Address weight, Address scales, Address bias, int64_t inputs, int64_t outputs,
+                 bool gated) {
   new (self) Matrix{form, at<void>(weight), at<void>(scales), at<bf16>(bias), inputs, outputs, gated};
 }
 
@@ -119,11 +143,11 @@ void make_scale(Scale *self, bool rms, Address weight, Address bias) {
   new (self) Scale{rms, at<bf16>(weight), at<bf16>(bias)};
 }
 
-void make_block(Block *self, Order order, Activation activation, int64_t heads, int64_t kv_heads, int64_t dim,
-                float eps, const Matrix &qkv, const Matrix &out, const Matrix &up, const Matrix &down,
-                const Scale &attention_norm, const Scale &mlp_norm, Address q_norm, Address k_norm) {
-  new (self) Block{order, activation, heads, kv_heads, dim, eps, qkv, out, up, down, attention_norm, mlp_norm,
-                   at<bf16>(q_norm), at<bf16>(k_norm)};
+void make_block(Block *self, Order order, Activation activation, int64_t heads, int64_t kv_heads, int64_t dim, float eps,
+                const Matrix &qkv, const Matrix &out, const Matrix &up, const Matrix &down, const Scale &attention_norm,
+                const Scale &mlp_norm, Address q_norm, Address k_norm) {
+  new (self) Block{order,    activation,       heads,           kv_heads, dim, eps, qkv, out, up, down, attention_norm,
+                   mlp_norm, at<bf16>(q_norm), at<bf16>(k_norm)};
 }
 
 void before(const Block &self, Address x, Address cos_sin, int64_t rotary, Address qkv, Address scratch, int64_t rows,
@@ -136,8 +160,7 @@ void after(const Block &self, Address x, Address attended, Address scratch, int6
 }
 
 void make_step(Step *self, int type, Address positions, Address slots, Address offsets, Address bias, int64_t bias_len,
-               int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t slot_count, float scale,
-               int threads) {
+               int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t slot_count, float scale, int threads) {
   Attend attend = {};
   attend.positions = at<int64_t>(positions);
   attend.bias = at<float>(bias);
@@ -168,8 +191,8 @@ void go_on(Step &self, Address positions, Address offsets, int threads) {
 
 void go_on_by_one(Step &self, int threads) { self.go_on(threads); }
 
-void run(const Step &self, int64_t kind, Address q, int64_t q_stride, Address k, int64_t k_stride, Address v,
-         int64_t v_stride, Address k_pool, Address v_pool, Address out) {
+void run(const Step &self, int64_t kind, Address q, int64_t q_stride, Address k, int64_t k_stride, Address v, int64_t v_stride,
+         Address k_pool, Address v_pool, Address out) {
   self.run({kind, at<void>(k_pool), at<void>(v_pool)}, {at<void>(q), q_stride}, {at<void>(k), k_stride},
            {at<void>(v), v_stride}, at<void>(out));
 }
@@ -185,9 +208,9 @@ std::vector<Step::Layer> layers_of(const Blocks &blocks, const Kinds &kinds, con
 }
 
 // kinds, k_pools, v_pools: one for each block.
-void run_blocks(const Step &self, const Blocks &blocks, const Kinds &kinds, const Addresses &k_pools,
-                const Addresses &v_pools, Address x, Address cos_sin, int64_t rotary, Address qkv, Address attended,
-                Address scratch, int64_t rows, int threads) {
+void run_blocks(const Step &self, const Blocks &blocks, const Kinds &kinds, const Addresses &k_pools, const Addresses &v_pools,
+                Address x, Address cos_sin, int64_t rotary, Address qkv, Address attended, Address scratch, int64_t rows,
+                int threads) {
   const std::vector<Step::Layer> layers = layers_of(blocks, kinds, k_pools, v_pools);
   run_layers(blocks.data(), layers.data(), layers.size(), self,
              {at<bf16>(x), at<float>(cos_sin), rotary, at<bf16>(qkv), at<bf16>(attended), at<bf16>(scratch), rows, threads});
@@ -216,17 +239,39 @@ Found run_whole(const Whole &self, const std::vector<int64_t> &tokens, Address s
 
 void linear_quant(int type, int bits, Address x, Address codes, Address scales, Address bias, Address out, int64_t rows,
                   int64_t x_stride, int64_t inputs, int64_t outputs, bool gated, bool wide, int threads) {
-  kernels().linear_quant[type]({at<void>(x), at<void>(codes), at<void>(scales), at<void>(bias), at<void>(out), rows,
-                                x_stride, inputs, outputs, bits, wide, threads, {nullptr, gated}});
+  kernels().linear_quant[type]({at<void>(x),
+                                at<void>(codes),
+                                at<void>(scales),
+                                at<void>(bias),
+                                at<void>(out),
+                                rows,
+                                x_stride,
+                                inputs,
+                                outputs,
+                                bits,
+                                wide,
+                                threads,
+                                {nullptr, gated}});
 }
 
 // Stores where there is room for `fits`, else loads.
 void move_chunks(Address fits, Address sections, int64_t stride, Address slots, int64_t count, Address k, Address v,
-                 Address k_scale, Address v_scale, int64_t slot_count, int64_t heads, int64_t dim, int element,
-                 int format, bool paired) {
-  const Stored s = {at<void>(sections), at<void>(k), at<void>(v), at<float>(k_scale), at<float>(v_scale),
-                    at<int32_t>(slots), at<bool>(fits), stride, count, heads, dim, static_cast<Element>(element),
-                    static_cast<Format>(format), paired};
+                 Address k_scale, Address v_scale, int64_t slot_count, int64_t heads, int64_t dim, int element, int format,
+                 bool paired) {
+  const Stored s = {at<void>(sections),
+                    at<void>(k),
+                    at<void>(v),
+                    at<float>(k_scale),
+                    at<float>(v_scale),
+                    at<int32_t>(slots),
+                    at<bool>(fits),
+                    stride,
+                    count,
+                    heads,
+                    dim,
+                    static_cast<Element>(element),
+                    static_cast<Format>(format),
+                    paired};
   check_slots(s, slot_count);
   s.fits ? kernels().store_chunks(s) : kernels().load_chunks(s);
 }
@@ -255,10 +300,7 @@ NB_MODULE(_cpu, m) {
   m.def("greatest", greatest, unlocked);
   m.def("linear", linear, unlocked);
   m.def("linear_quant", linear_quant, unlocked);
-  nb::enum_<Order>(m, "Order")
-      .value("pre", Order::pre)
-      .value("post", Order::post)
-      .value("parallel", Order::parallel);
+  nb::enum_<Order>(m, "Order").value("pre", Order::pre).value("post", Order::post).value("parallel", Order::parallel);
   nb::enum_<Activation>(m, "Activation")
       .value("silu_mul", Activation::silu_mul)
       .value("gelu", Activation::gelu)
@@ -284,10 +326,7 @@ NB_MODULE(_cpu, m) {
       .def("run", run, unlocked)
       .def("run_blocks", run_blocks, unlocked);
   nb::class_<Ends>(m, "Ends").def("__init__", make_ends);
-  nb::class_<Whole>(m, "Whole")
-      .def("__init__", make_whole)
-      .def("scratch", &Whole::scratch)
-      .def("run", run_whole, unlocked);
+  nb::class_<Whole>(m, "Whole").def("__init__", make_whole).def("scratch", &Whole::scratch).def("run", run_whole, unlocked);
   m.def("move_chunks", move_chunks, unlocked);
   m.def("exp", exp_many, unlocked);
   m.def("probe_read", probe_read, unlocked);

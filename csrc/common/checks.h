@@ -16,8 +16,8 @@ inline void check_items(const Attend &a, int64_t slots) {
     if (rows && keys && 0 <= item.slot && item.slot < slots) continue;
     throw std::invalid_argument("items[" + std::to_string(n) + "] = (" + std::to_string(item.slot) + ", " +
                                 std::to_string(item.key_start) + ", " + std::to_string(item.row_begin) + ", " +
-                                std::to_string(item.row_end) + ") does not fit " + std::to_string(slots) +
-                                " slots and " + std::to_string(a.rows) + " rows, or starts inside a chunk");
+                                std::to_string(item.row_end) + ") does not fit " + std::to_string(slots) + " slots and " +
+                                std::to_string(a.rows) + " rows, or starts inside a chunk");
   }
 }
 
@@ -25,8 +25,8 @@ inline void check_bias(const Attend &a) {
   if (!a.bias) return;
   for (int64_t r = 0; r < a.rows; ++r)
     if (a.positions[r] >= a.bias_len)
-      throw std::invalid_argument("bias covers " + std::to_string(a.bias_len) + " keys, positions[" +
-                                  std::to_string(r) + "] is " + std::to_string(a.positions[r]));
+      throw std::invalid_argument("bias covers " + std::to_string(a.bias_len) + " keys, positions[" + std::to_string(r) +
+                                  "] is " + std::to_string(a.positions[r]));
 }
 
 inline void check_pairs(const Kernels &kernels) {
@@ -44,9 +44,8 @@ inline void check_slots(const Stored &a, int64_t slots) {
 inline void check_places(const Append &a, int64_t slots) {
   for (int64_t t = 0; t < a.rows; ++t)
     if (a.slots[t] < 0 || a.slots[t] >= slots || a.offsets[t] < 0 || a.offsets[t] >= CHUNK)
-      throw std::invalid_argument("row " + std::to_string(t) + " goes to slot " + std::to_string(a.slots[t]) +
-                                  ", offset " + std::to_string(a.offsets[t]) + "; there are " + std::to_string(slots) +
-                                  " slots of 64");
+      throw std::invalid_argument("row " + std::to_string(t) + " goes to slot " + std::to_string(a.slots[t]) + ", offset " +
+                                  std::to_string(a.offsets[t]) + "; there are " + std::to_string(slots) + " slots of 64");
 }
 
 }  // namespace headrace

@@ -1,14 +1,14 @@
 #include "common/threads.h"
 
-#include <atomic>
-#include <climits>
-#include <csignal>
-#include <ctime>
-
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <csignal>
+#include <ctime>
 
 // The first ones of glibc, which every system has: those of 2.32 and 2.34 are the same.
 #if defined(__x86_64__) && defined(__GLIBC__)

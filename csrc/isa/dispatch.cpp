@@ -50,8 +50,8 @@ template <typename F> std::string names_of(F wanted) {
 const Isa *find(const char *name) {
   for (const Isa &isa : ISAS)
     if (isa.runs() && !strcmp(isa.name, name)) return &isa;
-  throw std::invalid_argument(std::string("HEADRACE_ISA: '") + name + "' is not available here; available: " +
-                              available_isas());
+  throw std::invalid_argument(std::string("HEADRACE_ISA: '") + name +
+                              "' is not available here; available: " + available_isas());
 }
 
 const Isa *fastest() {

@@ -9,11 +9,11 @@
 namespace headrace::HEADRACE_NATURAL_OF {
 template <typename T> void attend_natural(const Attend &);
 template <typename T> void linear_plain(const Linear &);
-}
+}  // namespace headrace::HEADRACE_NATURAL_OF
 namespace headrace::HEADRACE_NS {
 using HEADRACE_NATURAL_OF::attend_natural;
 using HEADRACE_NATURAL_OF::linear_plain;
-}
+}  // namespace headrace::HEADRACE_NS
 #endif
 
 #ifdef HEADRACE_PAIRED_OF

@@ -37,7 +37,7 @@ template <int MOST = MOST_ROWS, typename F> HEADRACE_INLINE void with_tile_rows(
     case 2: return f(Constant<2>{});
     case 3: return f(Constant<3>{});
     case 4: return f(Constant<4>{});
-    case 5: return f(Constant<MOST < 5 ? MOST : 5>{});
+    case 5: return f(Constant<(MOST < 5 ? MOST : 5)>{});
     default: return f(Constant<MOST>{});
   }
 }
@@ -72,9 +72,7 @@ HEADRACE_INLINE void multiply(const bf16 *x, int64_t x_stride, const __m512bh (&
 template <int R, int C>
 HEADRACE_INLINE void pair_step(const bf16 *x, int64_t x_stride, const bf16 *w, __m512i keep, __m512 (&sum)[R][C]) {
   __m512bh weight[C];
-  HEADRACE_EACH(c, C, {
-    weight[c] = (__m512bh)_mm512_and_si512(_mm512_loadu_si512(w + c * 32), keep);
-  });
+  HEADRACE_EACH(c, C, { weight[c] = (__m512bh)_mm512_and_si512(_mm512_loadu_si512(w + c * 32), keep); });
   multiply<R, C>(x, x_stride, weight, sum);
 }
 
@@ -114,8 +112,8 @@ HEADRACE_INLINE void some_fetching_steps(const bf16 *x, int64_t x_stride, const 
 
 // The same to where there is room. ONCE: nobody reads these lines a second time, so they need not stay in L2.
 template <int R, int C, int LINES, bool ONCE>
-HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs,
-                                Ahead ahead, __m512 (&sum)[R][C]) {
+HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs, Ahead ahead,
+                                __m512 (&sum)[R][C]) {
   if constexpr (LINES == SOME)
     some_fetching_steps(x, x_stride, w, w_stride, pairs, ahead, sum);
   else if (LINES > 0 && small_l1)
@@ -131,9 +129,7 @@ HEADRACE_INLINE void last_steps(const bf16 *x, int64_t x_stride, const bf16 *w, 
   __m512bh weight[LAST][C];
   HEADRACE_EACH(i, LAST, {
     fetch_near<LINES>(ahead.from + i * ahead.stride, ahead.lines);
-    HEADRACE_EACH(c, C, {
-      weight[i][c] = (__m512bh)_mm512_loadu_si512(w + i * w_stride + c * 32);
-    });
+    HEADRACE_EACH(c, C, { weight[i][c] = (__m512bh)_mm512_loadu_si512(w + i * w_stride + c * 32); });
   });
   HEADRACE_EACH(r, R, {
     HEADRACE_EACH(i, LAST, {

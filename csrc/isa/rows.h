@@ -23,10 +23,7 @@ template <int C, typename S> HEADRACE_INLINE void load_columns(const S *from, vf
 
 // Sums of vectors that load_columns made of numbers of type S, as those lie in memory.
 template <typename S, int C> HEADRACE_INLINE void order_columns(vf (&x)[C]) {
-  if constexpr (C > 1)
-    HEADRACE_EACH(c, C / 2, {
-      in_order(static_cast<const S *>(nullptr), x[2 * c], x[2 * c + 1]);
-    });
+  if constexpr (C > 1) HEADRACE_EACH(c, C / 2, { in_order(static_cast<const S *>(nullptr), x[2 * c], x[2 * c + 1]); });
 }
 
 template <int R, int C> HEADRACE_INLINE void zero(vf (&sum)[R][C]) {
@@ -41,9 +38,7 @@ template <int COUNT, int... OTHERS, typename F> HEADRACE_INLINE void by_rows(int
 
 // Vectors of w to load at once beside R rows of C sums, an input and a mask: all of them, or two if there are not registers
 // for so many. A sum that is kept in memory costs its way there and back in each step.
-constexpr int at_once(int rows, int columns) {
-  return columns < 2 || rows * columns + columns + 2 <= REGISTERS ? columns : 2;
-}
+constexpr int at_once(int rows, int columns) { return columns < 2 || rows * columns + columns + 2 <= REGISTERS ? columns : 2; }
 
 // One step: x[R][i] times the vectors of w that load(i, i % 2, column, weight) gives from a column on.
 template <int R, int C, typename Load, typename Odd>
@@ -54,9 +49,7 @@ HEADRACE_INLINE void add_step(const float *x, int64_t x_stride, int64_t i, Odd o
     load(i, odd, part * N * W, weight);
     HEADRACE_EACH(r, R, {
       const vf input = splat(x[r * x_stride + i]);
-      HEADRACE_EACH(c, N, {
-        sum[r][part * N + c] = madd(input, weight[c], sum[r][part * N + c]);
-      });
+      HEADRACE_EACH(c, N, { sum[r][part * N + c] = madd(input, weight[c], sum[r][part * N + c]); });
     });
   });
 }

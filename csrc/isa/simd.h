@@ -235,9 +235,8 @@ template <int N> HEADRACE_INLINE void exp(vf (&x)[N]) {
   HEADRACE_EACH(i, N, r[i] = madd(n[i], splat(-0.693359375f), x[i]));  // exact: 9 bits
   HEADRACE_EACH(i, N, r[i] = madd(n[i], splat(2.12194440e-4f), r[i]));
   HEADRACE_EACH(i, N, y[i] = splat(1.989099082e-4f));
-  const auto times_r_plus = [&](float next) HEADRACE_ALWAYS_INLINE {
-    HEADRACE_EACH(i, N, y[i] = madd(y[i], r[i], splat(next)));
-  };
+  const auto times_r_plus = [&](float next)
+                                HEADRACE_ALWAYS_INLINE { HEADRACE_EACH(i, N, y[i] = madd(y[i], r[i], splat(next))); };
   times_r_plus(1.393365000e-3f);
   times_r_plus(8.333310925e-3f);
   times_r_plus(4.166646493e-2f);

@@ -11,8 +11,8 @@
 
 namespace headrace::HEADRACE_NS {
 
-constexpr int TILE = 16;             // rows and columns of a tile of sums
-constexpr int STEP_INPUTS = 32;      // inputs that a tile of x holds
+constexpr int TILE = 16;         // rows and columns of a tile of sums
+constexpr int STEP_INPUTS = 32;  // inputs that a tile of x holds
 
 // The eight tiles of this thread, from here to the end of the scope. 0 to 3 hold sums, 4 and 5 x, 6 and 7 weights. The
 // processor renames them: nothing waits for a tile that is about to be overwritten.
@@ -70,8 +70,7 @@ template <int LINES, int OF_FOUR = 4> HEADRACE_APART inline void pull_lines(cons
 // w_stride elements apart. Each step fetches LINES cache lines from ahead.from on (see pull_lines), half of them before its
 // first tile of weights, asked for TWICE or once.
 template <int LINES, bool TWICE = true, int TILES = 4, int OF_FOUR = 4>
-HEADRACE_INLINE void tile_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t steps,
-                                Ahead ahead) {
+HEADRACE_INLINE void tile_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t steps, Ahead ahead) {
   constexpr auto fetch = TWICE && LINES > 0 ? pull_lines<LINES / 2, OF_FOUR> : fetch_lines<LINES / 2>;
   for (int64_t i = 0; i < steps; ++i, x += STEP_INPUTS, w += TILE * w_stride, ahead.from += ahead.stride) {
     fetch(ahead.from);
@@ -157,9 +156,8 @@ HEADRACE_APART inline void add_scaled(const float *part, const bf16 *scales, int
   vf scale[64 / W];
   each<64 / W>([&](auto c) HEADRACE_ALWAYS_INLINE { scale[c] = load(scales + c * W); });
   for (int64_t row = 0; row < n; ++row, part += 64, sums += 64)
-    each<64 / W>([&](auto c) HEADRACE_ALWAYS_INLINE {
-      store(sums + c * W, madd(load(part + c * W), scale[c], load(sums + c * W)));
-    });
+    each<64 / W>([&](auto c)
+                     HEADRACE_ALWAYS_INLINE { store(sums + c * W, madd(load(part + c * W), scale[c], load(sums + c * W))); });
 }
 
 // The tiles' sums times scales, added to what is in memory. What tiles store takes a while to be there, so one lot is added

@@ -4,8 +4,9 @@
 // that 16 outputs take one multiply-add of pairs. Every output is one chain of sums over ascending pairs, whatever M,
 // tile, block or thread: a row's bits depend on nothing else. With AMX the chain goes by steps of 32 inputs (tiles.h),
 // where these are a multiple of 32.
-#include "isa/pairs.h"
 #include "linear/linear.h"
+
+#include "isa/pairs.h"
 #include "linear/panel.h"
 
 namespace headrace::HEADRACE_NS {

@@ -74,11 +74,14 @@ template <typename T>
 void multiply(const LinearQuant &a, const T *x, int64_t x_stride, const byte *codes, const bf16 *scales, int64_t first,
               int64_t last, float *sums, float *memory) {
   const auto by = [&](auto block) {
-    pass_all(x + first * x_stride, x_stride, static_cast<int>(last - first), a.inputs, block,
-             [scales](int64_t k) { return scales ? scales + k : nullptr; }, sums, memory);
+    pass_all(
+        x + first * x_stride, x_stride, static_cast<int>(last - first), a.inputs, block,
+        [scales](int64_t k) { return scales ? scales + k : nullptr; }, sums, memory);
   };
-  if (a.bits == 4) by([codes](int64_t k) { return Codes4{codes + k * Codes4::BYTES}; });
-  else by([codes](int64_t k) { return Codes8{codes + k * Codes8::BYTES}; });
+  if (a.bits == 4)
+    by([codes](int64_t k) { return Codes4{codes + k * Codes4::BYTES}; });
+  else
+    by([codes](int64_t k) { return Codes8{codes + k * Codes8::BYTES}; });
 }
 
 #ifdef __AVX512BF16__
@@ -92,18 +95,16 @@ constexpr int64_t FETCHED = 8192;     // bytes that few rows fetch ahead
 // sums[R][64] += x[R][pairs] . w[pairs][64], group by group under `scales` where there are any, fetching LINES cache
 // lines of `next` for each pair meanwhile.
 template <int R, typename Form, int LINES>
-void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const bf16 *scales, float *sums,
-          const byte *next) {
+void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const bf16 *scales, float *sums, const byte *next) {
   const int64_t run = scales ? GROUP / 2 : pairs;
   for (int64_t begin = 0; begin < pairs; begin += run, scales += scales ? GROUP : 0) {
     __m512 sum[R][4];
     for (int r = 0; r < R; ++r)
-      for (int c = 0; c < 4; ++c)
-        sum[r][c] = scales ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * COLUMNS + c * 16);
+      for (int c = 0; c < 4; ++c) sum[r][c] = scales ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * COLUMNS + c * 16);
     for (int64_t i = begin; i < begin + run; ++i) {
       for (int line = 0; line < LINES; ++line) {
         const byte *from = next + (i * LINES + line) * LINE_BYTES;
-        Form::FILLS_L1 && small_l1 ? fetch_lines<1, TO_L2>(from) : fetch_lines<1>(from);
+        (Form::FILLS_L1 && small_l1) ? fetch_lines<1, TO_L2>(from) : fetch_lines<1>(from);
       }
       __m512bh weight[4];
       Form::decode(w + i * Form::BYTES, weight);
@@ -127,8 +128,8 @@ void tile_of(int rows, const bf16 *x, int64_t x_stride, const byte *w, int64_t p
 }
 
 template <typename Form>
-void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last,
-                    float *sums, byte *decoded) {
+void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last, float *sums,
+                    byte *decoded) {
   const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
   constexpr int LINES = Form::BYTES / LINE_BYTES;  // of a pair
   const int64_t pairs = a.inputs / 2;
@@ -150,7 +151,8 @@ void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales,
         tile_of<Decoded, LINES>(n, from, a.x_stride, decoded, count, group, to, next);
       else if (turn < LINES)
         tile_of<Decoded, 1>(n, from, a.x_stride, decoded, count, group, to, next + turn * count * LINE_BYTES);
-      else tile_of<Decoded, 0>(n, from, a.x_stride, decoded, count, group, to, next);
+      else
+        tile_of<Decoded, 0>(n, from, a.x_stride, decoded, count, group, to, next);
     }
   }
 }
@@ -222,8 +224,10 @@ void multiply_groups(const bf16 *x, int64_t x_stride, int64_t rows, const byte *
     for (int64_t row = 0; row < rows; row += TILE) {
       const bf16 *from = x + (row < full ? row : rows - TILE) * x_stride + k * STEP_INPUTS;
       float *to = row < full ? sums + row * COLUMNS : last;
-      if (!Form::SCALED && k > 0) load_row(to, COLUMNS);
-      else clear_sums();
+      if (!Form::SCALED && k > 0)
+        load_row(to, COLUMNS);
+      else
+        clear_sums();
       tile_steps<0>(from, x_stride, w, 2 * COLUMNS, count, {w, 0, 0});
       Form::SCALED ? scaled.take(scales + k * STEP_INPUTS, to) : store_row(to, COLUMNS);
     }
@@ -233,8 +237,8 @@ void multiply_groups(const bf16 *x, int64_t x_stride, int64_t rows, const byte *
 }
 
 template <typename Form>
-void multiply_tiles(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last,
-                    float *sums, byte *decoded) {
+void multiply_tiles(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last, float *sums,
+                    byte *decoded) {
   const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
   const auto multiply = last - first <= TILE ? multiply_strip<Form> : multiply_groups<Form>;
   multiply(x, a.x_stride, last - first, codes, scales, a.inputs / STEP_INPUTS, sums, decoded);
@@ -261,8 +265,10 @@ void multiply<bf16>(const LinearQuant &a, const bf16 *, int64_t, const byte *cod
     return a.bits == 4 ? multiply_tiles<Int4>(a, codes, scales, first, last, sums, decoded)
                        : multiply_tiles<Int8>(a, codes, scales, first, last, sums, decoded);
 #endif
-  if (a.bits == 4) multiply_pairs<Int4>(a, codes, scales, first, last, sums, decoded);
-  else multiply_pairs<Int8>(a, codes, scales, first, last, sums, decoded);
+  if (a.bits == 4)
+    multiply_pairs<Int4>(a, codes, scales, first, last, sums, decoded);
+  else
+    multiply_pairs<Int8>(a, codes, scales, first, last, sums, decoded);
 }
 
 #endif

@@ -45,8 +45,7 @@ template <typename Source> class Panel {
     if (Source::SCALED) memset(sums, 0, blocks * height(rows) * COLUMNS * sizeof(float));
     const int64_t squares = height(rows) / GROUP * 2;  // of a block: each fetches its share of the next weights
     with_lines<16>(static_cast<int>((Source::LINES + squares - 1) / squares), [&](auto each) {
-      for (int64_t k = 0; k < steps; k += SLAB)
-        blocks > 2 ? this->slab<each, true>(k, done) : this->slab<each, false>(k, done);
+      for (int64_t k = 0; k < steps; k += SLAB) blocks > 2 ? this->slab<each, true>(k, done) : this->slab<each, false>(k, done);
     });
   }
 

@@ -39,12 +39,9 @@ HEADRACE_APART void pass_tile(const float *x, int64_t x_stride, const Block &w, 
                               const bf16 *scales, float *sums, Coming next) {
   if constexpr (C * W == OUTPUTS) column = 0;  // so that compilers know it
   vf sum[R][C];
-  HEADRACE_EACH(r, R, {
-    HEADRACE_EACH(c, C, sum[r][c] = scales ? vf{} : load(sums + r * OUTPUTS + column + c * W));
-  });
-  const auto weights = [&](int64_t i, auto odd, int at, auto &weight) HEADRACE_ALWAYS_INLINE {
-    w.load(i, odd, column + at, weight);
-  };
+  HEADRACE_EACH(r, R, { HEADRACE_EACH(c, C, sum[r][c] = scales ? vf{} : load(sums + r * OUTPUTS + column + c * W)); });
+  const auto weights = [&](int64_t i, auto odd, int at, auto &weight)
+                           HEADRACE_ALWAYS_INLINE { w.load(i, odd, column + at, weight); };
   constexpr int STEPS = R * C + at_once(R, C) + 2 < REGISTERS ? Block::STEPS : 1;  // GCC loads too early if none is left
   add_products<STEPS, FETCHED * C * W / OUTPUTS>(x, x_stride, 0, inputs, weights, next, true, sum);
   HEADRACE_EACH(r, R, {

@@ -200,8 +200,11 @@ void Whole::run(const int64_t *tokens, bf16 *scratch, float *logits, float *grea
   const int64_t rows = step.rows(), hidden = first.qkv.inputs;
   Stretches memory{scratch};
   float *cos_sin = reinterpret_cast<float *>(memory.take(2 * rows * rotary));
-  Rows r = {memory.take(rows * hidden), turns ? cos_sin : nullptr, rotary, memory.take(rows * first.qkv.outputs),
-            memory.take(rows * first.out.inputs), memory.take(first.scratch(rows)), rows, threads};
+  Rows r = {nullptr, turns ? cos_sin : nullptr, rotary, nullptr, nullptr, nullptr, rows, threads};
+  r.x = memory.take(rows * hidden);
+  r.qkv = memory.take(rows * first.qkv.outputs);
+  r.attended = memory.take(rows * first.out.inputs);
+  r.scratch = memory.take(first.scratch(rows));
   look_up("token", ends.embed, ends.vocabulary, hidden, tokens, rows, r.x);
   if (turns) look_up("position", turns, turn_rows, rotary, step.positions(), rows, cos_sin);
   run_layers(blocks.data(), layers.data(), layers.size(), step, r);

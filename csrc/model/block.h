@@ -45,8 +45,7 @@ struct Block {
   int64_t scratch(int64_t rows) const;
 
   // x [T, H] -> qkv [T, Hq + 2 Hkv, D] = (q, k, v); cos_sin [T, rotary] fp32 or null: nothing is rotated.
-  void before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *qkv, bf16 *scratch, int64_t rows,
-              int threads) const;
+  void before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *qkv, bf16 *scratch, int64_t rows, int threads) const;
 
   // attended [T, Hq, D]; x [T, H] becomes the layer's output.
   void after(bf16 *x, const bf16 *attended, bf16 *scratch, int64_t rows, int threads) const;

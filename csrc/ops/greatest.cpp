@@ -7,7 +7,7 @@ namespace headrace::HEADRACE_NS {
 
 namespace {
 
-constexpr int64_t STRETCH = 1024;    // elements that are looked at together
+constexpr int64_t STRETCH = 1024;       // elements that are looked at together
 constexpr int64_t MANY_LOGITS = 65536;  // elements below which waking the other threads costs more than it saves
 
 struct Found {

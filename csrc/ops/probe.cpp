@@ -5,7 +5,6 @@
 #include "isa/tiles.h"
 #include "kernels.h"
 
-
 namespace headrace::HEADRACE_NS {
 
 namespace {

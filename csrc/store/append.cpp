@@ -72,9 +72,7 @@ void place_run(const bf16 *k_new, int64_t k_stride, const bf16 *v_new, int64_t v
     __m512i words[RUN];
     each<RUN>([&](auto i) HEADRACE_ALWAYS_INLINE { words[i] = _mm512_loadu_si512(k_new + i * k_stride + d); });
     turn(words);
-    each<RUN>([&](auto i) HEADRACE_ALWAYS_INLINE {
-      _mm512_storeu_si512(k + (d + 2 * i) * CHUNK + 2 * offset, words[i]);
-    });
+    each<RUN>([&](auto i) HEADRACE_ALWAYS_INLINE { _mm512_storeu_si512(k + (d + 2 * i) * CHUNK + 2 * offset, words[i]); });
   }
   for (int64_t d = dim / 32 * 32; d < dim; d += 2)
     for (int64_t i = 0; i < RUN; ++i) memcpy(k + d * CHUNK + 2 * (offset + i), k_new + i * k_stride + d, 4);
@@ -89,8 +87,7 @@ void place_run(const bf16 *k_new, int64_t k_stride, const bf16 *v_new, int64_t v
 bool is_run(const Append &a, int64_t row) {
   if (row + RUN > a.rows || a.offsets[row] % RUN) return false;
   int others = 0;
-  for (int i = 1; i < RUN; ++i)
-    others += a.slots[row + i] != a.slots[row] || a.offsets[row + i] != a.offsets[row] + i;
+  for (int i = 1; i < RUN; ++i) others += a.slots[row + i] != a.slots[row] || a.offsets[row + i] != a.offsets[row] + i;
   return others == 0;
 }
 
@@ -104,8 +101,8 @@ int64_t store_run([[maybe_unused]] const Append &a, [[maybe_unused]] const T *k_
   if constexpr (sizeof(T) == 2)
     if (!a.k_scale && paired(a.dim) && is_run(a, row)) {
       const int64_t chunk = index * CHUNK * a.dim;
-      place_run(k_new, a.k_stride, v_new, a.v_stride, static_cast<T *>(a.k) + chunk, static_cast<T *>(a.v) + chunk,
-                a.dim, a.offsets[row]);
+      place_run(k_new, a.k_stride, v_new, a.v_stride, static_cast<T *>(a.k) + chunk, static_cast<T *>(a.v) + chunk, a.dim,
+                a.offsets[row]);
       return RUN;
     }
 #endif

@@ -16,9 +16,9 @@ namespace headrace::HEADRACE_NS {
 namespace {
 
 constexpr int64_t GROUP = 64;
-constexpr float MOST_HALF = 65504.0f;      // the greatest number of fp16
-constexpr float MAGIC = 12582912.0f;       // 1.5 * 2^23: adding it rounds to an integer, to even at a half
-constexpr int32_t INFINITE = 0x7f800000;   // absolute values, as integers, have the order of numbers; NaN comes last
+constexpr float MOST_HALF = 65504.0f;     // the greatest number of fp16
+constexpr float MAGIC = 12582912.0f;      // 1.5 * 2^23: adding it rounds to an integer, to even at a half
+constexpr int32_t INFINITE = 0x7f800000;  // absolute values, as integers, have the order of numbers; NaN comes last
 
 // The numbers of one head: scales go by column for keys, by row for values.
 struct Plane {
@@ -320,8 +320,7 @@ template <typename T> void store_all(const Stored &a) {
 }
 
 template <typename T> void load_all(const Stored &a) {
-  for (int64_t i = 0; i < a.count; ++i)
-    heads_of<T>(a, i, [&](const Head<T> &head) { return load_head(head, a.format), true; });
+  for (int64_t i = 0; i < a.count; ++i) heads_of<T>(a, i, [&](const Head<T> &head) { return load_head(head, a.format), true; });
 }
 
 }  // namespace
