@@ -8,27 +8,27 @@
 namespace headrace {
 
 constexpr int CHUNK = 64;
-constexpr int BLOCK = 2048;  // keys in a block of the canonical fold (types.BLOCK_CHUNKS chunks)
+constexpr int BLOCK = 2048;  // keys in a block of the canonical merge order (types.BLOCK_CHUNKS chunks)
 
 struct Item {
   int32_t slot, key_start, row_begin, row_end;
 };
 
 // Attention of rows, unnormalised: acc [R, Hq, D], m and l [R, Hq].
-struct Parts {
+struct Partial {
   float *acc, *m, *l;
 };
 
-// Where rows stand in the canonical fold. block_of [R]: index of the block that `block` holds, -1 before the first; null
+// Where rows stand in the canonical merge order. block_of [R]: index of the block that `block` holds, -1 before the first; null
 // where there is no state.
-struct Fold {
-  Parts total, block;
+struct RunningState {
+  Partial total, block;
   int32_t *block_of;
 };
 
 struct Attend {
   const void *q;             // [R, Hq, D], rows q_stride apart
-  const void *k;             // [slots, Hkv, D, 64], or in bf16 pairs: see paired.h
+  const void *k;             // [slots, Hkv, D, 64], or in bf16 pairs: see vnni.h
   const void *v;             // [slots, Hkv, 64, D], likewise
   void *out;                 // [R, Hq, D]
   const Item *items;         // [n], each row's in ascending key_start
@@ -38,20 +38,20 @@ struct Attend {
   float scale;
   int threads;
   const float *k_scale, *v_scale;  // [slots, Hkv, 64] where k and v are int8 (see quantised.h), else null
-  Fold from, to;                   // the state to fold on from; the state to leave instead of `out`. They share no memory
+  RunningState from, to;           // the state to continue from; the state to leave instead of `out`. They share no memory
 };
 
-// left = left folded with right, all lanes. base2: m is in units of log 2, as in paired.h.
-struct FoldLanes {
-  Parts left, right;
+// left = left merged with right, all lanes. base2: m is in units of log 2, as in vnni.h.
+struct MergePartials {
+  Partial left, right;
   int64_t lanes, dim;
   bool base2;
   int threads;
 };
 
-// out [lanes, D] = attention of what was folded, lse [lanes] (or null) the logarithm of its sum. A lane is one (row, head).
+// out [lanes, D] = attention of what was merged, lse [lanes] (or null) the logarithm of its sum. A lane is one (row, head).
 struct Finish {
-  Parts total, block;
+  Partial total, block;
   void *out;
   float *lse;
   int64_t lanes, dim;
@@ -60,7 +60,7 @@ struct Finish {
 };
 
 // Attention over the union of two disjoint segments: out [lanes, D] and lse [lanes] each.
-struct Merge {
+struct MergeStates {
   const float *left_out, *left_lse, *right_out, *right_lse;
   float *out, *lse;
   int64_t lanes, dim;
@@ -98,7 +98,7 @@ struct Unary {
 // whose weights are packed in turn, 64 gates and the 64 that they let through. Neither goes with `wide`.
 // tops, with `wide` alone, or null: the greatest of each row's products in each block of 64 outputs, NaN if one of them is,
 // [ceil(outputs / TOPS)][tops_width(T)]. What is behind the rows is left as it is.
-struct Ending {
+struct Epilogue {
   const void *residual = nullptr;
   bool gated = false;
   float *tops = nullptr;
@@ -115,7 +115,7 @@ struct Linear {
   int64_t rows, x_stride, inputs, outputs;
   bool wide;
   int threads;
-  Ending ending = {};
+  Epilogue epilogue = {};
 };
 
 // out = x + y, rounded once; out may be x.
@@ -134,7 +134,7 @@ struct LinearQuant {
   int bits;
   bool wide;
   int threads;
-  Ending ending = {};
+  Epilogue epilogue = {};
 };
 
 struct Rotary {
@@ -158,7 +158,7 @@ struct Stored {
   int64_t stride, count, heads, dim;
   Element element;
   Format format;
-  bool paired;
+  bool vnni;
 };
 
 // The greatest element of each row of x [R, N], N at least 1, and where it is first; a NaN is greater than all else.
@@ -168,7 +168,7 @@ struct Greatest {
   int64_t *index;  // [R]
   int64_t rows, width;
   int threads;
-  const float *tops;  // of x, if they are known (see Ending), else null
+  const float *tops;  // of x, if they are known (see Epilogue), else null
 };
 
 // Whether the first cache of a core holds 32 KB or less, as those of Zen 4 do: half a chunk of keys and values and the half
@@ -183,8 +183,8 @@ struct Kernels {
   void (*attend[2])(const Attend &);
   void (*append[2])(const Append &);
   void (*finish[2])(const Finish &);
-  void (*fold)(const FoldLanes &);
-  void (*merge)(const Merge &);
+  void (*merge_partials)(const MergePartials &);
+  void (*merge_states)(const MergeStates &);
   void (*rms_norm[2])(const Norm &);
   void (*layer_norm[2])(const Norm &);
   void (*silu_mul[2])(const Unary &);

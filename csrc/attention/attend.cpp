@@ -1,4 +1,4 @@
-// Which kernel a call of attention takes, and how its work is cut into units.
+// Which kernel a call of attention takes, and how its work is divided into units.
 #include "attention/attend.h"
 
 namespace headrace::HEADRACE_NS {
@@ -13,7 +13,7 @@ constexpr int64_t UNIT_LANES = 128;
 #endif
 constexpr int64_t SMALL_LANES = 16;  // fewer share a chunk too little
 constexpr int64_t SPLIT_LANES = 64;  // the states of more, one for each block of keys, would be much beside the keys
-constexpr int MOST_BLOCKS = 1024;    // of keys that are folded apart: contexts of two million tokens
+constexpr int MOST_BLOCKS = 1024;    // of keys that are computed apart: contexts of two million tokens
 #ifdef __AMX_BF16__
 constexpr int64_t CHUNK_LANES = 128;  // as much time as so many lanes take goes to fetching a chunk
 #else
@@ -68,7 +68,7 @@ class BlockTime {
 
 }  // namespace
 
-Cut cut(const Attend &a) {
+UnitSizes unit_sizes(const Attend &a) {
   const int64_t group = a.heads / a.kv_heads, wanted = 4 * a.threads;
   const int64_t most_blocks = a.rows * group > SPLIT_LANES ? 1 : blocks_of(a);
   int64_t rows = UNIT_LANES / group > 1 ? UNIT_LANES / group : 1;
@@ -96,13 +96,13 @@ template <typename T> void attend(const Attend &a) {
   if (a.rows == 0) return;
 #ifdef __AMX_BF16__
   if constexpr (sizeof(T) == 2)
-    if (tiled(a.dim)) return attend_tiled(a);
+    if (is_amx(a.dim)) return attend_amx(a);
 #endif
 #ifdef __AVX512BF16__
   if constexpr (sizeof(T) == 2)
-    if (paired(a.dim)) return attend_paired(a);
+    if (is_vnni(a.dim)) return attend_vnni(a);
 #endif
-  attend_natural<T>(a);
+  attend_plain<T>(a);
 }
 
 template void attend<bf16>(const Attend &);

@@ -1,5 +1,5 @@
-// Attention of rows over chunks, folded in the canonical order: chunks left to right inside a block of 2,048 keys, then
-// blocks left to right. Work is cut into units of (range of KV heads, range of rows); a unit walks all items that touch its
+// Attention of rows over chunks, merged in the canonical order: chunks left to right inside a block of 2,048 keys, then
+// blocks left to right. Work is divided into units of (range of KV heads, range of rows); a unit walks all items that touch its
 // rows, and for each its heads, which lie side by side in memory.
 //
 // R: rows, G: query heads per KV head, D: head size, P: D rounded up to 16; lane: one (row, query head of the group).
@@ -15,13 +15,13 @@
 namespace headrace::HEADRACE_NS {
 
 // Each in a file of its own, since they take longest to compile; of another set where that one's does the same (lent.h).
-#ifndef HEADRACE_NATURAL_OF
-template <typename T> void attend_natural(const Attend &);
+#ifndef HEADRACE_PLAIN_OF
+template <typename T> void attend_plain(const Attend &);
 #endif
-#ifndef HEADRACE_PAIRED_OF
-void attend_paired(const Attend &);
+#ifndef HEADRACE_VNNI_OF
+void attend_vnni(const Attend &);
 #endif
-void attend_tiled(const Attend &);
+void attend_amx(const Attend &);
 
 constexpr int MAX_HEADS = 32;  // most KV heads of a unit
 
@@ -29,7 +29,7 @@ template <typename Math> struct Unit {
   const Attend &a;
   int64_t first, last, head, heads;
   float *memory;
-  int64_t block;  // of the fold, -1 for all
+  int64_t block;  // of keys, -1 for all
 
   static int64_t floats(const Attend &a, int64_t rows, int64_t heads) {
     return Math::scratch(a.dim) + 16 + heads * HeadRows<Math>::floats(a, rows) + 2 * a.item_count;
@@ -96,18 +96,18 @@ template <typename Math> struct Unit {
 };
 
 // How many rows and KV heads a unit has: few rows take many heads, whose chunks lie in one stretch of memory. And how many
-// blocks of keys are folded apart: where there is but one range of rows they are what threads share best, since each then
-// reads memory of its own; heads of one chunk lie side by side. Rows are cut where blocks do not give enough units: two
+// blocks of keys are computed apart: where there is but one range of rows they are what threads share best, since each then
+// reads memory of its own; heads of one chunk lie side by side. Rows are divided where blocks do not give enough units: two
 // ranges of rows would read what they share twice.
-struct Cut {
+struct UnitSizes {
   int64_t rows, heads, ranges, blocks;
 
   int64_t groups(const Attend &a) const { return a.kv_heads / heads; }
 };
 
-Cut cut(const Attend &);
+UnitSizes unit_sizes(const Attend &);
 
-template <typename Math> void attend_unit(const Attend &a, const Cut &size, int64_t index, int64_t block) {
+template <typename Math> void attend_unit(const Attend &a, const UnitSizes &size, int64_t index, int64_t block) {
   const int64_t groups = size.groups(a);
   const int64_t range = size.ranges - 1 - index / groups;  // later rows see more keys: start them first
   const int64_t first = range * size.rows, last = first + size.rows < a.rows ? first + size.rows : a.rows;
@@ -122,15 +122,15 @@ struct Blocks {
 
   static int64_t floats(const Attend &a) { return a.rows * (a.heads * (a.dim + 2) + 1); }
 
-  Fold of(int64_t block) const {
+  RunningState of(int64_t block) const {
     const int64_t lanes = a.rows * a.heads;
     float *acc = memory + block * floats(a), *m = acc + lanes * a.dim, *l = m + lanes;
     return {{}, {acc, m, l}, reinterpret_cast<int32_t *>(l + lanes)};
   }
 };
 
-// Blocks apart, each from nothing, then folded from left to right: the same bits.
-template <typename Math> void attend_split(const Attend &a, const Cut &size) {
+// Blocks apart, each from nothing, then merged from left to right: the same bits.
+template <typename Math> void attend_split(const Attend &a, const UnitSizes &size) {
   static thread_local Arena states;
   const Blocks each{a, states.at_least(size.blocks * Blocks::floats(a))};
   const auto attend_block = [&](int64_t i) {
@@ -144,15 +144,15 @@ template <typename Math> void attend_split(const Attend &a, const Cut &size) {
     State mine{{arena(a.dim), &m, &l}};
     mine.clear(0, a.dim);
     for (int64_t block = 0; block < size.blocks; ++block) {
-      const Parts part = each.of(block).block;
-      mine.fold<Math>(0, {{part.acc + lane * a.dim, part.m + lane, part.l + lane}}, a.dim);
+      const Partial part = each.of(block).block;
+      mine.merge<Math>(0, {{part.acc + lane * a.dim, part.m + lane, part.l + lane}}, a.dim);
     }
     mine.write(0, a.dim, a.dim, static_cast<typename Math::Type *>(a.out) + lane * a.dim);
   });
 }
 
 template <typename Math> void attend_by(const Attend &a) {
-  const Cut size = cut(a);
+  const UnitSizes size = unit_sizes(a);
   if (size.blocks > 1) return attend_split<Math>(a, size);
   const int64_t units = size.ranges * size.groups(a);
   share_out(units, a.threads, [&](int64_t i) { attend_unit<Math>(a, size, i, -1); }, Stretches::common);

@@ -5,11 +5,11 @@
 
 #include <new>
 
-#include "attention/natural.h"
-#include "attention/paired.h"
+#include "attention/amx.h"
+#include "attention/plain.h"
 #include "attention/quantised.h"
 #include "attention/states.h"
-#include "attention/tiled.h"
+#include "attention/vnni.h"
 #include "kernels.h"
 
 namespace headrace::HEADRACE_NS {
@@ -66,7 +66,7 @@ template <typename Math> struct HeadRows {
   }
 
   Lanes here(const State &state, int64_t row) const { return {state, (row - first) * group, padded}; }
-  Lanes in_tensor(const Parts &parts, int64_t row) const { return {parts, row * a.heads + kv_head * group, a.dim}; }
+  Lanes in_tensor(const Partial &parts, int64_t row) const { return {parts, row * a.heads + kv_head * group, a.dim}; }
 
   // No row sees a key of the chunk from this one on; 1 where none sees any.
   int end_of(const Item &item) const {
@@ -105,11 +105,11 @@ template <typename Math> struct HeadRows {
   }
 
   void close_block(int64_t from, int64_t to) {
-    [[maybe_unused]] const typename Math::template Tiny<false> kept;  // as wherever blocks are folded
+    [[maybe_unused]] const typename Math::template Tiny<false> kept;  // as wherever blocks are merged
     const int64_t end = (to - first) * group;
     for (int64_t lane = (from - first) * group; lane < end; lane += LANES) {
       const int n = static_cast<int>(end - lane < LANES ? end - lane : LANES);
-      total.template fold<Math>(lane, block, padded, n);
+      total.template merge<Math>(lane, block, padded, n);
       for (int r = 0; r < n; ++r) block.clear(lane + r, padded);
     }
   }
@@ -255,7 +255,7 @@ template <typename Math> struct HeadRows {
     }
   }
 
-  // The row's state as it stands, for a call that folds on.
+  // The row's state as it stands, for a call that continues it.
   void leave(int64_t row) const {
     if (a.to.total.acc) here(total, row).copy_to(in_tensor(a.to.total, row), group, a.dim);
     here(block, row).copy_to(in_tensor(a.to.block, row), group, a.dim);

@@ -1,13 +1,13 @@
 // Attention of lanes over one chunk of int8 keys and values, each key and each value with a scale of its own per KV head.
 //
-// The integers lie in the order of the policy that reads them (natural.h, paired.h), whose numbers hold them exactly: it
+// The integers lie in the order of the policy that reads them (plain.h, vnni.h), whose numbers hold them exactly: it
 // works on a widened copy of the chunk, or widens as it goes. Scores are multiplied by the keys' scales, probabilities by
 // the values'.
 #pragma once
 
-#include "attention/natural.h"
-#include "attention/paired.h"
-#include "attention/tiled.h"
+#include "attention/amx.h"
+#include "attention/plain.h"
+#include "attention/vnni.h"
 
 namespace headrace::HEADRACE_NS {
 
@@ -34,8 +34,8 @@ HEADRACE_INLINE void fetch_scales(const Chunk8 &chunk, int64_t dim) {
 
 template <typename Math> struct Quantised;
 
-template <typename T> struct Quantised<Natural<T>> : Natural<T, int8_t> {
-  using Integers = Natural<T, int8_t>;
+template <typename T> struct Quantised<Plain<T>> : Plain<T, int8_t> {
+  using Integers = Plain<T, int8_t>;
   Chunk8 chunk;
 
   Quantised(const Chunk8 &chunk, int64_t dim, int64_t padded, const Space &space)
@@ -84,14 +84,14 @@ inline void widen(const Chunk8 &chunk, const int8_t *from, bf16 *to, int64_t dim
 }
 
 // Few lanes, one tile of TILE_ROWS at most, widen as they go; for more a copy in `scratch` pays.
-template <> struct Quantised<Paired> : Paired {
+template <> struct Quantised<Vnni> : Vnni {
   Chunk8 chunk;
   bool few;
   bf16 *copy;  // [2][64 D]: keys, values
 
   Quantised(const Chunk8 &chunk, int64_t dim, int64_t, const Space &space)
-      : Paired(reinterpret_cast<bf16 *>(space.scratch), reinterpret_cast<bf16 *>(space.scratch) + CHUNK * dim, dim),
-        chunk(chunk), few(chunk.visit.lanes <= TILE_ROWS), copy(reinterpret_cast<bf16 *>(space.scratch)) {
+      : Vnni(reinterpret_cast<bf16 *>(space.scratch), reinterpret_cast<bf16 *>(space.scratch) + CHUNK * dim, dim), chunk(chunk),
+        few(chunk.visit.lanes <= TILE_ROWS), copy(reinterpret_cast<bf16 *>(space.scratch)) {
     fetch_scales(chunk, dim);
     if (few) return;
     widen(chunk, chunk.k, copy, dim);
@@ -104,11 +104,11 @@ template <> struct Quantised<Paired> : Paired {
     if (few)
       with_tile_rows<TILE_ROWS>(n, [&](auto rows) { this->score_few<rows>(q, s); });
     else
-      Paired::scores(n, q, s, before);
+      Vnni::scores(n, q, s, before);
     chunk.scale_scores(n, s);
   }
 
-  // Fetches the values meanwhile, and value_few the next keys: as Paired does for one group of lanes.
+  // Fetches the values meanwhile, and value_few the next keys: as Vnni does for one group of lanes.
   template <int R> HEADRACE_APART void score_few(const bf16 *q, float *s) const {
     __m512 sum[R][4];
     clear(sum);
@@ -118,16 +118,16 @@ template <> struct Quantised<Paired> : Paired {
 
   uint32_t probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l, float *keep,
                          const Fetch &fetch) const {
-    return Paired::probabilities(n, s, seen, scale, p, m, l, keep, fetch, chunk.v_scale);
+    return Vnni::probabilities(n, s, seen, scale, p, m, l, keep, fetch, chunk.v_scale);
   }
 
   void values(const Waiting *all, int count, float *acc) const {
-    if (!few || !all->chunks) return Paired::values(all, count, acc);
+    if (!few || !all->chunks) return Vnni::values(all, count, acc);
     const int n = all->lanes;
     if (all->seen.union_of(0, n) == ~0ull)
       return with_tile_rows<TILE_ROWS>(n, [&](auto rows) { this->value_few<rows>(all->p, acc); });
     widen(chunk, chunk.v, copy + CHUNK * dim, dim);
-    Paired::values(all, count, acc);
+    Vnni::values(all, count, acc);
   }
 
   template <int R> void value_few(const bf16 *p, float *acc) const {
@@ -148,7 +148,7 @@ template <> struct Quantised<Paired> : Paired {
 
 #ifdef __AMX_BF16__
 
-template <> struct Quantised<Tiled> : Tiled {
+template <> struct Quantised<Amx> : Amx {
   static constexpr int BATCH = 1;  // there is room for one widened chunk
   Chunk8 chunk;
 
@@ -160,18 +160,18 @@ template <> struct Quantised<Tiled> : Tiled {
   static int64_t scratch(int64_t dim) { return CHUNK * dim / 2 * 3; }  // keys, values, masked values
 
   void scores(int n, const bf16 *q, float *s, int64_t before) const {
-    Tiled::scores(n, q, s, before);
+    Amx::scores(n, q, s, before);
     chunk.scale_scores(n, s);
   }
 
   uint32_t probabilities(int n, float *s, const Seen &seen, float scale, bf16 *p, float *m, float *l, float *keep,
                          const Fetch &fetch) const {
-    return Tiled::probabilities(n, s, seen, scale, p, m, l, keep, fetch, chunk.v_scale);
+    return Amx::probabilities(n, s, seen, scale, p, m, l, keep, fetch, chunk.v_scale);
   }
 
  private:
   Quantised(const Chunk8 &chunk, int64_t dim, bf16 *copy, Tiles &tiles)
-      : Tiled(copy, copy + CHUNK * dim, dim, copy + 2 * CHUNK * dim, tiles), chunk(chunk) {
+      : Amx(copy, copy + CHUNK * dim, dim, copy + 2 * CHUNK * dim, tiles), chunk(chunk) {
     widen(chunk.k, chunk.v, copy, CHUNK * dim);
     widen(chunk.v, chunk.k + chunk.visit.ahead, copy + CHUNK * dim, CHUNK * dim);
   }

@@ -1,4 +1,4 @@
-// Unnormalised softmax states of lanes, and how two of them fold: docs/attention.md. A lane is one (row, query head).
+// Unnormalised softmax states of lanes, and how two of them merge: docs/attention.md. A lane is one (row, query head).
 #pragma once
 
 #include "attention/lanes.h"
@@ -11,7 +11,7 @@ template <typename T> HEADRACE_INLINE void store_up_to(T *p, vf x, int64_t n) { 
 
 constexpr int64_t WORTH_THREADS = 16384;  // elements
 
-// f(lane) for all lanes, each of which folds so many elements, in the mode in which attention folds blocks.
+// f(lane) for all lanes, each of which merges so many elements, in the mode in which attention merges blocks.
 template <typename Math, typename F> void each_lane(int64_t lanes, int64_t elements, int threads, F f) {
   share_ranges(lanes, lanes * elements > WORTH_THREADS ? threads : 1, [&](int64_t first, int64_t end) {
     [[maybe_unused]] const typename Math::template Tiny<false> kept;
@@ -20,14 +20,14 @@ template <typename Math, typename F> void each_lane(int64_t lanes, int64_t eleme
 }
 
 // acc [lanes, stride], m and l [lanes]. EMPTY is (0, -inf, 0).
-struct State : Parts {
+struct State : Partial {
   void clear(int64_t lane, int64_t stride) {
     for (int64_t d = 0; d < stride; ++d) acc[lane * stride + d] = 0.0f;
     m[lane] = -__builtin_inff();
     l[lane] = 0.0f;
   }
 
-  // Folds partial states (their m and l; acc follows by the weights) into `n` lanes. A state with l = 0 changes nothing.
+  // Merges partial states (their m and l; acc follows by the weights) into `n` lanes. A state with l = 0 changes nothing.
   template <typename Math> void take(int64_t lane, int n, const float *m_new, const float *l_new, Weights &weights) {
     for (int r = 0; r < n; r += W) {
       const int count = n - r < W ? n - r : W;
@@ -45,8 +45,8 @@ struct State : Parts {
     }
   }
 
-  // Folds the same lanes of `part` into `n` <= LANES of these.
-  template <typename Math> void fold(int64_t lane, const State &part, int64_t stride, int n = 1) {
+  // Merges the same lanes of `part` into `n` <= LANES of these.
+  template <typename Math> void merge(int64_t lane, const State &part, int64_t stride, int n = 1) {
     Weights w;
     take<Math>(lane, n, part.m + lane, part.l + lane, w);
     for (int r = 0; r < n; ++r) {
@@ -70,7 +70,7 @@ struct State : Parts {
 
 // Lanes of a state, from `lane` on, whose accumulators are `stride` apart.
 struct Lanes {
-  Parts parts;
+  Partial parts;
   int64_t lane, stride;
 
   void copy_to(const Lanes &to, int64_t lanes, int64_t dim) const {

@@ -7,8 +7,7 @@
 #include "common/checks.h"
 #include "common/threads.h"
 #include "isa/dispatch.h"
-#include "model/block.h"
-#include "model/step.h"
+#include "model/model_step.h"
 
 namespace nb = nanobind;
 using namespace headrace;
@@ -21,10 +20,10 @@ using Addresses = std::vector<Address>;
 
 template <typename T> T *at(Address address) { return reinterpret_cast<T *>(address); }
 
-Parts parts_at(const Address *three) { return {at<float>(three[0]), at<float>(three[1]), at<float>(three[2])}; }
+Partial parts_at(const Address *three) { return {at<float>(three[0]), at<float>(three[1]), at<float>(three[2])}; }
 
 // acc, m and l of the total, the same of the block, and block_of; or nothing.
-Fold fold_at(const Addresses &state) {
+RunningState fold_at(const Addresses &state) {
   if (state.size() != 7) return {};
   return {parts_at(&state[0]), parts_at(&state[3]), at<int32_t>(state[6])};
 }
@@ -70,18 +69,18 @@ void append(int type, Address k_new, Address v_new, Address k, Address v, Addres
 }
 
 void finish(int type, const Addresses &from, Address out, Address lse, int64_t lanes, int64_t dim, bool base2, int threads) {
-  const Fold state = fold_at(from);
+  const RunningState state = fold_at(from);
   kernels().finish[type]({state.total, state.block, at<void>(out), at<float>(lse), lanes, dim, base2, threads});
 }
 
 void fold(const Addresses &both, int64_t lanes, int64_t dim, bool base2, int threads) {
-  kernels().fold({parts_at(&both.at(0)), parts_at(&both.at(3)), lanes, dim, base2, threads});
+  kernels().merge_partials({parts_at(&both.at(0)), parts_at(&both.at(3)), lanes, dim, base2, threads});
 }
 
 void merge(Address left_out, Address left_lse, Address right_out, Address right_lse, Address out, Address lse, int64_t lanes,
            int64_t dim, int threads) {
-  kernels().merge({at<float>(left_out), at<float>(left_lse), at<float>(right_out), at<float>(right_lse), at<float>(out),
-                   at<float>(lse), lanes, dim, threads});
+  kernels().merge_states({at<float>(left_out), at<float>(left_lse), at<float>(right_out), at<float>(right_lse), at<float>(out),
+                          at<float>(lse), lanes, dim, threads});
 }
 
 void rms_norm(int type, Address x, Address weight, Address out, int64_t rows, int64_t width, float eps, int threads) {
@@ -143,23 +142,23 @@ void make_scale(Scale *self, bool rms, Address weight, Address bias) {
   new (self) Scale{rms, at<bf16>(weight), at<bf16>(bias)};
 }
 
-void make_block(Block *self, Order order, Activation activation, int64_t heads, int64_t kv_heads, int64_t dim, float eps,
+void make_block(DecoderLayer *self, Order order, Activation activation, int64_t heads, int64_t kv_heads, int64_t dim, float eps,
                 const Matrix &qkv, const Matrix &out, const Matrix &up, const Matrix &down, const Scale &attention_norm,
                 const Scale &mlp_norm, Address q_norm, Address k_norm) {
-  new (self) Block{order,    activation,       heads,           kv_heads, dim, eps, qkv, out, up, down, attention_norm,
-                   mlp_norm, at<bf16>(q_norm), at<bf16>(k_norm)};
+  new (self) DecoderLayer{order,    activation,       heads,           kv_heads, dim, eps, qkv, out, up, down, attention_norm,
+                          mlp_norm, at<bf16>(q_norm), at<bf16>(k_norm)};
 }
 
-void before(const Block &self, Address x, Address cos_sin, int64_t rotary, Address qkv, Address scratch, int64_t rows,
+void before(const DecoderLayer &self, Address x, Address cos_sin, int64_t rotary, Address qkv, Address scratch, int64_t rows,
             int threads) {
   self.before(at<bf16>(x), at<float>(cos_sin), rotary, at<bf16>(qkv), at<bf16>(scratch), rows, threads);
 }
 
-void after(const Block &self, Address x, Address attended, Address scratch, int64_t rows, int threads) {
+void after(const DecoderLayer &self, Address x, Address attended, Address scratch, int64_t rows, int threads) {
   self.after(at<bf16>(x), at<bf16>(attended), at<bf16>(scratch), rows, threads);
 }
 
-void make_step(Step *self, int type, Address positions, Address slots, Address offsets, Address bias, int64_t bias_len,
+void make_step(AttentionStep *self, int type, Address positions, Address slots, Address offsets, Address bias, int64_t bias_len,
                int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t slot_count, float scale, int threads) {
   Attend attend = {};
   attend.positions = at<int64_t>(positions);
@@ -178,57 +177,58 @@ void make_step(Step *self, int type, Address positions, Address slots, Address o
   append.kv_heads = kv_heads;
   append.dim = dim;
   append.threads = threads;
-  new (self) Step(type, attend, append, slot_count);
+  new (self) AttentionStep(type, attend, append, slot_count);
 }
 
-int64_t add_items(Step &self, Address items, int64_t count, int64_t window) {
+int64_t add_items(AttentionStep &self, Address items, int64_t count, int64_t window) {
   return self.add_items(at<Item>(items), count, window);
 }
 
-void go_on(Step &self, Address positions, Address offsets, int threads) {
+void go_on(AttentionStep &self, Address positions, Address offsets, int threads) {
   self.go_on(at<int64_t>(positions), at<int32_t>(offsets), threads);
 }
 
-void go_on_by_one(Step &self, int threads) { self.go_on(threads); }
+void go_on_by_one(AttentionStep &self, int threads) { self.go_on(threads); }
 
-void run(const Step &self, int64_t kind, Address q, int64_t q_stride, Address k, int64_t k_stride, Address v, int64_t v_stride,
-         Address k_pool, Address v_pool, Address out) {
+void run(const AttentionStep &self, int64_t kind, Address q, int64_t q_stride, Address k, int64_t k_stride, Address v,
+         int64_t v_stride, Address k_pool, Address v_pool, Address out) {
   self.run({kind, at<void>(k_pool), at<void>(v_pool)}, {at<void>(q), q_stride}, {at<void>(k), k_stride},
            {at<void>(v), v_stride}, at<void>(out));
 }
 
-typedef std::vector<const Block *> Blocks;
+typedef std::vector<const DecoderLayer *> Blocks;
 typedef std::vector<int64_t> Kinds;
 typedef std::vector<Address> Addresses;
 
-std::vector<Step::Layer> layers_of(const Blocks &blocks, const Kinds &kinds, const Addresses &k, const Addresses &v) {
-  std::vector<Step::Layer> layers;
+std::vector<AttentionStep::Layer> layers_of(const Blocks &blocks, const Kinds &kinds, const Addresses &k, const Addresses &v) {
+  std::vector<AttentionStep::Layer> layers;
   for (size_t i = 0; i < blocks.size(); ++i) layers.push_back({kinds.at(i), at<void>(k.at(i)), at<void>(v.at(i))});
   return layers;
 }
 
 // kinds, k_pools, v_pools: one for each block.
-void run_blocks(const Step &self, const Blocks &blocks, const Kinds &kinds, const Addresses &k_pools, const Addresses &v_pools,
-                Address x, Address cos_sin, int64_t rotary, Address qkv, Address attended, Address scratch, int64_t rows,
-                int threads) {
-  const std::vector<Step::Layer> layers = layers_of(blocks, kinds, k_pools, v_pools);
+void run_blocks(const AttentionStep &self, const Blocks &blocks, const Kinds &kinds, const Addresses &k_pools,
+                const Addresses &v_pools, Address x, Address cos_sin, int64_t rotary, Address qkv, Address attended,
+                Address scratch, int64_t rows, int threads) {
+  const std::vector<AttentionStep::Layer> layers = layers_of(blocks, kinds, k_pools, v_pools);
   run_layers(blocks.data(), layers.data(), layers.size(), self,
              {at<bf16>(x), at<float>(cos_sin), rotary, at<bf16>(qkv), at<bf16>(attended), at<bf16>(scratch), rows, threads});
 }
 
-void make_ends(Ends *self, Address embed, int64_t vocabulary, const Scale &norm, float eps, const Matrix &head) {
-  new (self) Ends{at<bf16>(embed), vocabulary, norm, eps, head};
+void make_ends(EmbeddingAndHead *self, Address embed, int64_t vocabulary, const Scale &norm, float eps, const Matrix &head) {
+  new (self) EmbeddingAndHead{at<bf16>(embed), vocabulary, norm, eps, head};
 }
 
-void make_whole(Whole *self, const Ends &ends, const Blocks &blocks, const Step &step, const Kinds &kinds,
-                const Addresses &k_pools, const Addresses &v_pools, Address turns, int64_t turn_rows, int64_t rotary) {
-  new (self) Whole{ends, blocks, layers_of(blocks, kinds, k_pools, v_pools), step, at<float>(turns), turn_rows, rotary};
+void make_whole(ModelStep *self, const EmbeddingAndHead &ends, const Blocks &blocks, const AttentionStep &step,
+                const Kinds &kinds, const Addresses &k_pools, const Addresses &v_pools, Address turns, int64_t turn_rows,
+                int64_t rotary) {
+  new (self) ModelStep{ends, blocks, layers_of(blocks, kinds, k_pools, v_pools), step, at<float>(turns), turn_rows, rotary};
 }
 
 typedef std::pair<std::vector<float>, std::vector<int64_t>> Found;
 
 // The greatest logits and their places.
-Found run_whole(const Whole &self, const std::vector<int64_t> &tokens, Address scratch, Address logits, int threads) {
+Found run_whole(const ModelStep &self, const std::vector<int64_t> &tokens, Address scratch, Address logits, int threads) {
   const size_t rows = self.step.rows();
   if (tokens.size() != rows)
     throw std::invalid_argument(std::to_string(tokens.size()) + " tokens for " + std::to_string(rows) + " rows");
@@ -313,20 +313,23 @@ NB_MODULE(_cpu, m) {
       .value("int4", Form::int4);
   nb::class_<Matrix>(m, "Matrix").def("__init__", make_matrix);
   nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
-  nb::class_<Block>(m, "Block")
+  nb::class_<DecoderLayer>(m, "Block")
       .def("__init__", make_block)
-      .def("scratch", &Block::scratch)
+      .def("scratch", &DecoderLayer::scratch)
       .def("before", before, unlocked)
       .def("after", after, unlocked);
-  nb::class_<Step>(m, "Step")
+  nb::class_<AttentionStep>(m, "Step")
       .def("__init__", make_step)
       .def("add_items", add_items)
       .def("go_on", go_on)
       .def("go_on_by_one", go_on_by_one)
       .def("run", run, unlocked)
       .def("run_blocks", run_blocks, unlocked);
-  nb::class_<Ends>(m, "Ends").def("__init__", make_ends);
-  nb::class_<Whole>(m, "Whole").def("__init__", make_whole).def("scratch", &Whole::scratch).def("run", run_whole, unlocked);
+  nb::class_<EmbeddingAndHead>(m, "Ends").def("__init__", make_ends);
+  nb::class_<ModelStep>(m, "Whole")
+      .def("__init__", make_whole)
+      .def("scratch", &ModelStep::scratch)
+      .def("run", run_whole, unlocked);
   m.def("move_chunks", move_chunks, unlocked);
   m.def("exp", exp_many, unlocked);
   m.def("probe_read", probe_read, unlocked);

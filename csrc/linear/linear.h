@@ -30,7 +30,7 @@ HEADRACE_INLINE vf output(const LinearQuant &a, const float *sums, int64_t colum
 template <typename T, typename Out, int64_t COUNT, typename Any>
 void write_rows(const Any &a, int64_t column, int64_t first, int64_t last, const float *sums, int64_t count) {
   if (COUNT) count = COUNT;
-  const T *residual = static_cast<const T *>(a.ending.residual);
+  const T *residual = static_cast<const T *>(a.epilogue.residual);
   for (int64_t row = first; row < last; ++row, sums += COLUMNS) {
     const int64_t at = row * a.outputs + column;
     Out *out = static_cast<Out *>(a.out) + at;
@@ -69,10 +69,10 @@ HEADRACE_INLINE float top_of(const float *x, int64_t count) {
   return nan ? __builtin_nanf("") : top;
 }
 
-// The tops (see Ending) of what write_block has written, which lies in L1 still.
+// The tops (see Epilogue) of what write_block has written, which lies in L1 still.
 template <typename Any> void write_tops(const Any &a, int64_t column, int64_t first, int64_t last) {
   const int64_t left = a.outputs - column, count = left < COLUMNS ? left : COLUMNS;
-  float *tops = a.ending.tops + column / COLUMNS * tops_width(a.rows);
+  float *tops = a.epilogue.tops + column / COLUMNS * tops_width(a.rows);
   for (int64_t row = first; row < last; ++row)
     tops[row] = top_of(static_cast<const float *>(a.out) + row * a.outputs + column, count);
 }
@@ -82,7 +82,7 @@ template <typename T, typename Any>
 void write(const Any &a, int64_t column, int64_t first, int64_t last, const float *sums) {
   if (!a.wide) return write_block<T, T>(a, column, first, last, sums);
   write_block<T, float>(a, column, first, last, sums);
-  if (a.ending.tops) write_tops(a, column, first, last);
+  if (a.epilogue.tops) write_tops(a, column, first, last);
 }
 
 // The same of a block of gates and the block that they let through.
@@ -103,13 +103,13 @@ void write_gated(const Any &a, int64_t column, int64_t first, int64_t last, cons
 // multiply(block of outputs, first row, last row, sums, scratch) for each block and each `most` rows, and what becomes of
 // the sums. scratch: floats for multiply's own use.
 template <typename T, typename Any, typename F> void each_block(const Any &a, int64_t most, int64_t scratch, F multiply) {
-  const int64_t all = (a.outputs + COLUMNS - 1) / COLUMNS, blocks = a.ending.gated ? all / 2 : all;
+  const int64_t all = (a.outputs + COLUMNS - 1) / COLUMNS, blocks = a.epilogue.gated ? all / 2 : all;
   const int64_t ranges = (a.rows + most - 1) / most, room = most * COLUMNS;
   share_out(blocks * ranges, a.threads, [&](int64_t i) {
     const int64_t block = i % blocks, column = block * COLUMNS, first = i / blocks * most;
     const int64_t last = first + most < a.rows ? first + most : a.rows;
-    float *sums = arena((a.ending.gated ? 2 : 1) * room + scratch), *others = sums + room;
-    if (a.ending.gated) {
+    float *sums = arena((a.epilogue.gated ? 2 : 1) * room + scratch), *others = sums + room;
+    if (a.epilogue.gated) {
       multiply(2 * block, first, last, sums, others);
       multiply(2 * block + 1, first, last, others, others + room);
       return write_gated<T>(a, column, first, last, sums, others);

@@ -14,7 +14,8 @@ template <typename T> void linear_plain(const Linear &a) {
       const T *w = static_cast<const T *>(a.w) + index * a.inputs * COLUMNS;
       pass_all(
           x + first * x_stride, x_stride, static_cast<int>(last - first), a.inputs,
-          [w](int64_t k) { return Plain<T>{w + k * COLUMNS}; }, [](int64_t) -> const bf16 * { return nullptr; }, sums, memory);
+          [w](int64_t k) { return PlainWeights<T>{w + k * COLUMNS}; }, [](int64_t) -> const bf16 * { return nullptr; }, sums,
+          memory);
     });
   });
 }

@@ -127,7 +127,7 @@ template <typename Any, typename F> void each_panel(const Any &a, int64_t room, 
   const int64_t most = a.x_stride % 2048 == 0 ? 256 : 512;  // rows at one place of their pages meet in a 64th of L2's sets
   const int64_t ranges = (a.rows + most - 1) / most, groups = (a.rows + GROUP - 1) / GROUP;
   const bool far = (groups + ranges - 1) / ranges * GROUP * a.inputs > L2_INPUTS;
-  const int64_t width = far ? Panel<Source>::BLOCKS : a.ending.gated ? 2 : 1;
+  const int64_t width = far ? Panel<Source>::BLOCKS : a.epilogue.gated ? 2 : 1;
   const int64_t all = (a.outputs + COLUMNS - 1) / COLUMNS, panels = (all + width - 1) / width;
   share_out(panels * ranges, a.threads, [&](int64_t i) {
     const int64_t block = i % panels * width, blocks = all - block < width ? all - block : width, range = i / panels;
@@ -140,7 +140,7 @@ template <typename Any, typename F> void each_panel(const Any &a, int64_t room, 
     const Panel<Source> panel(x, a.x_stride, rows, weights, blocks, a.inputs / STEP_INPUTS, sums);
     panel.run([&](int64_t b, int64_t from, int64_t to, const float *own) {
       const int64_t column = (block + b) * COLUMNS;
-      if (!a.ending.gated) return write<bf16>(a, column, first + from, first + to, own);
+      if (!a.epilogue.gated) return write<bf16>(a, column, first + from, first + to, own);
       if (b % 2) write_gated<bf16>(a, (column - COLUMNS) / 2, first + from, first + to, own - size, own);
     });
   });

@@ -17,7 +17,7 @@ constexpr int PASS_ROWS = 6;         // of a tile: with four (AVX-512) or two ve
 constexpr int OUTPUTS = COLUMNS;     // an int: divisions of 64 bits take long
 
 // Weights [inputs][64] of type S.
-template <typename S> struct Plain {
+template <typename S> struct PlainWeights {
   static constexpr int BYTES = OUTPUTS * sizeof(S), STEPS = 1, INPUTS = PASS_INPUTS * sizeof(float) / sizeof(S);
   static constexpr bool CHEAP = W == 8 || sizeof(S) == sizeof(float);
   using Same = S;
@@ -142,7 +142,7 @@ void pass_all(const T *x, int64_t x_stride, int rows, int64_t inputs, F block, G
     } else {
       copy(w, count, wide_w);
       constexpr int LINE = 64;  // a share is less: many rows
-      pass<Block::BYTES, LINE>(rows, from, Plain<float>{wide_w}, count, scales(k), sums, next);
+      pass<Block::BYTES, LINE>(rows, from, PlainWeights<float>{wide_w}, count, scales(k), sums, next);
     }
   }
   if (stored) order<typename Block::Same>(rows, sums);

@@ -1,6 +1,6 @@
 // New keys and values into the pools. T: rows, K pool [slots, Hkv, D, 64] (keys contiguous), V pool [slots, Hkv, 64, D];
 // in bf16 pairs [slots, Hkv, D/2, 64, 2] and [slots, Hkv, 32, D, 2]. int8 pools lie as those of the type computed in.
-#include "attention/paired.h"
+#include "attention/vnni.h"
 #include "common/arena.h"
 #include "common/shares.h"
 #include "isa/simd.h"
@@ -99,7 +99,7 @@ int64_t store_run([[maybe_unused]] const Append &a, [[maybe_unused]] const T *k_
                   [[maybe_unused]] int64_t index, [[maybe_unused]] int64_t row) {
 #ifdef __AVX512BF16__
   if constexpr (sizeof(T) == 2)
-    if (!a.k_scale && paired(a.dim) && is_run(a, row)) {
+    if (!a.k_scale && is_vnni(a.dim) && is_run(a, row)) {
       const int64_t chunk = index * CHUNK * a.dim;
       place_run(k_new, a.k_stride, v_new, a.v_stride, static_cast<T *>(a.k) + chunk, static_cast<T *>(a.v) + chunk, a.dim,
                 a.offsets[row]);
@@ -143,7 +143,7 @@ template <typename T> float quantise(const T *x, int64_t dim, int8_t *to) {
 
 template <typename T> void store_row(const Append &a, const T *k_new, const T *v_new, int64_t index, int64_t offset) {
   const int64_t chunk = index * CHUNK * a.dim;
-  const bool pairs = sizeof(T) == 2 && paired(a.dim);
+  const bool pairs = sizeof(T) == 2 && is_vnni(a.dim);
   if (!a.k_scale) {
     place(k_new, v_new, static_cast<T *>(a.k) + chunk, static_cast<T *>(a.v) + chunk, a.dim, offset, pairs);
     return;

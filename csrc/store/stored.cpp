@@ -2,11 +2,11 @@
 //
 // A section: numbers of K as [Hkv, D, 64], numbers of V as [Hkv, 64, D], then scales of K and of V where the numbers are
 // codes. Activations are a V of one head. Formats:
-//   raw: the pool's numbers, in natural order; of int8 pools the same as int8.
+//   raw: the pool's numbers, in plain order; of int8 pools the same as int8.
 //   int8: codes, and fp32 scales [Hkv, 64], one for each token and head: number = code * scale.
 //   int4: groups of 64 numbers that follow one another, codes 0..15 in 32 bytes (number i below number i + 32), and fp16
 //   (low, step) for each: number = low + code * step, which fp32 holds exactly or rounds once.
-// Bits are the same on every instruction set, and those of kernels.chunk_formats_torch. One thread: callers are lanes.
+// Bits are the same on every instruction set, and those of kernels.chunk_formats_torch. One thread: callers are copy streams.
 #include "common/arena.h"
 #include "isa/simd.h"
 #include "kernels.h"
@@ -31,8 +31,8 @@ struct Plane {
 
 // Rows in pairs [rows / 2][cols][2] -> [rows][cols], and back; or a copy.
 template <typename T>
-void to_natural(const T *__restrict from, T *__restrict to, const Plane &p, bool paired) {
-  if (!paired) {
+void to_plain(const T *__restrict from, T *__restrict to, const Plane &p, bool vnni) {
+  if (!vnni) {
     memcpy(to, from, p.size() * sizeof(T));
     return;
   }
@@ -41,8 +41,8 @@ void to_natural(const T *__restrict from, T *__restrict to, const Plane &p, bool
 }
 
 template <typename T>
-void from_natural(const T *__restrict from, T *__restrict to, const Plane &p, bool paired) {
-  if (!paired) {
+void from_plain(const T *__restrict from, T *__restrict to, const Plane &p, bool vnni) {
+  if (!vnni) {
     memcpy(to, from, p.size() * sizeof(T));
     return;
   }
@@ -246,20 +246,20 @@ template <typename T> struct Head {
   float *pool_scales;  // of int8 pools
   byte *codes, *scales;
   Plane plane;
-  bool paired;
+  bool vnni;
 };
 
 template <typename T> bool store_head(const Head<T> &h, Format format) {
   constexpr bool is_int8 = sizeof(T) == 1;
   if (format == Format::raw || (is_int8 && format == Format::int8)) {
-    to_natural(h.pool, reinterpret_cast<T *>(h.codes), h.plane, h.paired);
+    to_plain(h.pool, reinterpret_cast<T *>(h.codes), h.plane, h.vnni);
     if (is_int8) memcpy(h.scales, h.pool_scales, h.plane.scales() * sizeof(float));
     return true;
   }
   float *wide = arena(2 * h.plane.size());
-  T *natural = reinterpret_cast<T *>(wide + h.plane.size());
-  to_natural(h.pool, natural, h.plane, h.paired);
-  widen(natural, h.pool_scales, wide, h.plane);
+  T *plain = reinterpret_cast<T *>(wide + h.plane.size());
+  to_plain(h.pool, plain, h.plane, h.vnni);
+  widen(plain, h.pool_scales, wide, h.plane);
   if (format == Format::int8)
     return quantise8(wide, reinterpret_cast<int8_t *>(h.codes), reinterpret_cast<float *>(h.scales), h.plane);
   for (int64_t g = 0; g < h.plane.size() / GROUP; ++g)
@@ -277,19 +277,19 @@ template <> void narrow(const float *wide, int8_t *to, float *scales, const Plan
 template <typename T> void load_head(const Head<T> &h, Format format) {
   constexpr bool is_int8 = sizeof(T) == 1;
   if (format == Format::raw || (is_int8 && format == Format::int8)) {
-    from_natural(reinterpret_cast<const T *>(h.codes), h.pool, h.plane, h.paired);
+    from_plain(reinterpret_cast<const T *>(h.codes), h.pool, h.plane, h.vnni);
     if (is_int8) memcpy(h.pool_scales, h.scales, h.plane.scales() * sizeof(float));
     return;
   }
   float *wide = arena(2 * h.plane.size());
-  T *natural = reinterpret_cast<T *>(wide + h.plane.size());
+  T *plain = reinterpret_cast<T *>(wide + h.plane.size());
   if (format == Format::int8)
     widen(reinterpret_cast<const int8_t *>(h.codes), reinterpret_cast<const float *>(h.scales), wide, h.plane);
   else
     for (int64_t g = 0; g < h.plane.size() / GROUP; ++g)
       widen_group(h.codes + g * GROUP / 2, reinterpret_cast<const uint16_t *>(h.scales) + 2 * g, wide + g * GROUP);
-  narrow(wide, natural, h.pool_scales, h.plane);
-  from_natural(natural, h.pool, h.plane, h.paired);
+  narrow(wide, plain, h.pool_scales, h.plane);
+  from_plain(plain, h.pool, h.plane, h.vnni);
 }
 
 // f(head) for every head of one chunk, K first, while it returns true.
@@ -307,7 +307,7 @@ template <typename T, typename F> bool heads_of(const Stored &a, int64_t index, 
     T *pool = static_cast<T *>(pools[kind]) + slot * a.heads * plane.size();
     float *own = pool_scales[kind] ? pool_scales[kind] + slot * a.heads * CHUNK : nullptr;
     for (int64_t head = 0; head < a.heads; ++head, codes += sizes.codes, scales += sizes.scales, pool += plane.size()) {
-      if (!f(Head<T>{pool, own, codes, scales, plane, a.paired})) return false;
+      if (!f(Head<T>{pool, own, codes, scales, plane, a.vnni})) return false;
       own += own ? CHUNK : 0;
     }
   }

@@ -1,17 +1,17 @@
-// Attention of lanes over chunks by tiles of AMX: the layouts of paired.h, the softmax of running.h, products by tiles.h.
+// Attention of lanes over chunks by tiles of AMX: the layouts of vnni.h, the softmax of running.h, products by tiles.h.
 //
 // A group of up to 32 lanes is the rows of one tile or of two. Tiles and vectors take turns: while tiles are multiplied, one
 // of the two multipliers for vectors stands still, so that nothing is won by mixing them. D is a multiple of 32.
 #pragma once
 
-#include "attention/paired.h"
+#include "attention/vnni.h"
 #include "isa/tiles.h"
 
 namespace headrace::HEADRACE_NS {
 
 #ifdef __AMX_BF16__
 
-constexpr bool tiled(int64_t dim) { return dim % STEP_INPUTS == 0; }
+constexpr bool is_amx(int64_t dim) { return dim % STEP_INPUTS == 0; }
 
 struct TileSpace : Space {
   Tiles tiles;
@@ -23,7 +23,7 @@ template <int MOST> struct Pending {
   int steps[MOST], next_steps[MOST], chunks = 0, lanes = 0;
 };
 
-struct Tiled : Paired {
+struct Amx : Vnni {
   using Space = TileSpace;
   static constexpr int GROUP = 2 * TILE;  // lanes that go together through the tiles
   static constexpr int TOGETHER = 64;     // lanes for each reading of a chunk from L2
@@ -36,8 +36,8 @@ struct Tiled : Paired {
 
   static int64_t scratch(int64_t dim) { return CHUNK * dim / 2; }
 
-  Tiled(const bf16 *k, const bf16 *v, int64_t dim, int64_t, const Visit &visit, Space &space)
-      : Paired(k, v, dim), tiles(space.tiles), masked(reinterpret_cast<bf16 *>(space.scratch)) {
+  Amx(const bf16 *k, const bf16 *v, int64_t dim, int64_t, const Visit &visit, Space &space)
+      : Vnni(k, v, dim), tiles(space.tiles), masked(reinterpret_cast<bf16 *>(space.scratch)) {
     ahead = visit.ahead;
     groups = (visit.lanes + GROUP - 1) / GROUP;
     few = visit.lanes <= TILE;
@@ -45,8 +45,7 @@ struct Tiled : Paired {
   }
 
   // Keys and values that lie in a cache already; `masked` is room for 64 D further ones.
-  Tiled(const bf16 *k, const bf16 *v, int64_t dim, bf16 *masked, Tiles &tiles)
-      : Paired(k, v, dim), tiles(tiles), masked(masked) {}
+  Amx(const bf16 *k, const bf16 *v, int64_t dim, bf16 *masked, Tiles &tiles) : Vnni(k, v, dim), tiles(tiles), masked(masked) {}
 
   // s[lane][j] = sum over d of q[lane][d] * k[d][j]
   void scores(int n, const bf16 *q, float *s, int64_t before) const {

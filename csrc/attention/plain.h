@@ -77,7 +77,7 @@ HEADRACE_APART void value_tile(const float *p, const S *values, int64_t stride, 
 }
 
 // T: type of queries and results; S: of what is stored.
-template <typename T, typename S = T> struct Natural {
+template <typename T, typename S = T> struct Plain {
   static constexpr bool RUNNING = false;
   static constexpr int BATCH = 1, TOGETHER = LANES;
   using Type = T;
@@ -96,7 +96,7 @@ template <typename T, typename S = T> struct Natural {
 
   static void query(const T *from, float *to, int64_t n) { widen(from, to, n); }
 
-  Natural(const S *k, const S *v, int64_t dim, int64_t padded, const Visit &visit, const Space &space)
+  Plain(const S *k, const S *v, int64_t dim, int64_t padded, const Visit &visit, const Space &space)
       : k(k), v(v), dim(dim), padded(padded), ahead(visit.ahead), lanes(visit.lanes) {
     if (dim == padded) return;
     for (int64_t j = 0; j < CHUNK; ++j) {

@@ -4,7 +4,7 @@
 
 namespace headrace::HEADRACE_NS {
 
-void attend_tiled(const Attend &a) { attend_stored<Tiled>(a); }
+void attend_amx(const Attend &a) { attend_stored<Amx>(a); }
 
 }  // namespace headrace::HEADRACE_NS
 

@@ -10,7 +10,7 @@
 
 namespace headrace::HEADRACE_NS {
 
-constexpr bool paired(int64_t dim) {
+constexpr bool is_vnni(int64_t dim) {
 #ifdef __AVX512BF16__
   return dim % 16 == 0;
 #else
@@ -20,7 +20,7 @@ constexpr bool paired(int64_t dim) {
 
 #ifdef __AVX512BF16__
 
-struct Paired {
+struct Vnni {
   static constexpr bool RUNNING = true;  // sums run on from chunk to chunk
   static constexpr int BATCH = 1, TOGETHER = LANES, GROUP = LANES;
   static constexpr int64_t SOON = 2048;  // elements that a stream fetches ahead
@@ -39,11 +39,11 @@ struct Paired {
   static int64_t scratch(int64_t) { return 0; }
   static void query(const bf16 *from, bf16 *to, int64_t n) { memcpy(to, from, n * sizeof(bf16)); }
 
-  Paired(const bf16 *k, const bf16 *v, int64_t dim, int64_t, const Visit &visit, const Space &)
+  Vnni(const bf16 *k, const bf16 *v, int64_t dim, int64_t, const Visit &visit, const Space &)
       : k(k), v(v), dim(dim), ahead(visit.ahead), lanes(visit.lanes), keys(visit.keys), next_keys(visit.next_keys) {}
 
   // Keys and values that lie in a cache already.
-  Paired(const bf16 *k, const bf16 *v, int64_t dim) : k(k), v(v), dim(dim), ahead(0), lanes(0) {}
+  Vnni(const bf16 *k, const bf16 *v, int64_t dim) : k(k), v(v), dim(dim), ahead(0), lanes(0) {}
 
   // One group of lanes reads K, then V, and L1 holds little more than both: fetch half a chunk ahead. Several groups read
   // them in turn: fetch a whole chunk ahead.
@@ -126,7 +126,7 @@ struct Paired {
     HEADRACE_EACH(c, C, _mm512_store_ps(p + c * 16, sum[c]));
   }
 
-  // Weights of the fold: 0 for what was EMPTY.
+  // Weights of a merge: 0 for what was EMPTY.
   static vf power(vf x) { return x == splat(-__builtin_inff()) ? vf{} : (vf)exp2((__m512)x); }
 
   // Scores s [n, 64] -> probabilities p [n, 64], as running.h says; which lanes' sums are to be multiplied by keep [n].

@@ -4,7 +4,7 @@
 
 namespace headrace::HEADRACE_NS {
 
-void attend_paired(const Attend &a) { attend_stored<Paired>(a); }
+void attend_vnni(const Attend &a) { attend_stored<Vnni>(a); }
 
 }  // namespace headrace::HEADRACE_NS
 

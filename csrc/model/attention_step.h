@@ -8,16 +8,16 @@
 
 namespace headrace {
 
-class Step {
+class AttentionStep {
  public:
   // Of `attend` and `append`, all but what a layer brings. The memory behind them must outlive the step, but for positions
   // and offsets, which are copied.
-  Step(int type, const Attend &attend, const Append &append, int64_t slots)
+  AttentionStep(int type, const Attend &attend, const Append &append, int64_t slots)
       : type(type), slots(slots), shared(attend), places(append) {
     go_on(attend.positions, append.offsets, attend.threads);
   }
 
-  Step(const Step &) = delete;
+  AttentionStep(const AttentionStep &) = delete;
 
   // The items of layers with this window (0: none); how `run` is to call them.
   int64_t add_items(const Item *items, int64_t count, int64_t window) {

@@ -8,8 +8,8 @@ namespace headrace::HEADRACE_NS {
 template <typename T> void attend(const Attend &);
 template <typename T> void append(const Append &);
 template <typename T> void finish(const Finish &);
-void fold(const FoldLanes &);
-void merge(const Merge &);
+void merge_partials(const MergePartials &);
+void merge_states(const MergeStates &);
 template <typename T> void rms_norm(const Norm &);
 template <typename T> void layer_norm(const Norm &);
 template <typename T> void silu_mul(const Unary &);
@@ -19,7 +19,7 @@ template <typename T> void relu(const Unary &);
 template <typename T> void add(const Sum &);
 template <typename T> void rotary(const Rotary &);
 template <typename T> void linear_quant(const LinearQuant &);
-#ifndef HEADRACE_NATURAL_OF
+#ifndef HEADRACE_PLAIN_OF
 template <typename T> void linear_plain(const Linear &);
 #endif
 void linear_pairs(const Linear &);
@@ -35,8 +35,8 @@ constexpr Kernels kernels = {
     {attend<bf16>, attend<float>},
     {append<bf16>, append<float>},
     {finish<bf16>, finish<float>},
-    fold,
-    merge,
+    merge_partials,
+    merge_states,
     {rms_norm<bf16>, rms_norm<float>},
     {layer_norm<bf16>, layer_norm<float>},
     {silu_mul<bf16>, silu_mul<float>},

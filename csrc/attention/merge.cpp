@@ -1,9 +1,9 @@
-// States of rows outside of attention over chunks: finished, folded block by block, merged (docs/attention.md).
+// States of rows outside of attention over chunks: finished, merged block by block, and merged when finished (docs/attention.md).
 //
 // D: head size; lane: one (row, query head).
-#include "attention/natural.h"
-#include "attention/paired.h"
+#include "attention/plain.h"
 #include "attention/states.h"
+#include "attention/vnni.h"
 #include "common/arena.h"
 #include "isa/simd.h"
 #include "kernels.h"
@@ -21,8 +21,8 @@ namespace {
 
 constexpr double LOG_2 = 0.693147180559945309;
 
-// Natural logarithm of the sum of exponentials.
-float natural(float m, float l, bool base2) {
+// Plain logarithm of the sum of exponentials.
+float log_sum(float m, float l, bool base2) {
   return l == 0.0f ? -__builtin_inff() : static_cast<float>(m * (base2 ? LOG_2 : 1.0) + __builtin_log(l));
 }
 
@@ -31,20 +31,20 @@ template <typename Math, typename T> void finish_by(const Finish &f) {
     float m, l;
     State mine{{arena(f.dim), &m, &l}};
     Lanes{f.total, lane, f.dim}.copy_to({mine, 0, f.dim}, 1, f.dim);
-    mine.fold<Math>(0, {{f.block.acc + lane * f.dim, f.block.m + lane, f.block.l + lane}}, f.dim);
+    mine.merge<Math>(0, {{f.block.acc + lane * f.dim, f.block.m + lane, f.block.l + lane}}, f.dim);
     mine.write(0, f.dim, f.dim, static_cast<T *>(f.out) + lane * f.dim);
-    if (f.lse) f.lse[lane] = natural(m, l, f.base2);
+    if (f.lse) f.lse[lane] = log_sum(m, l, f.base2);
   });
 }
 
-template <typename Math> void fold_by(const FoldLanes &f) {
-  each_lane<Math>(f.lanes, f.dim, f.threads, [&](int64_t lane) { State{f.left}.fold<Math>(lane, {f.right}, f.dim); });
+template <typename Math> void merge_by(const MergePartials &f) {
+  each_lane<Math>(f.lanes, f.dim, f.threads, [&](int64_t lane) { State{f.left}.merge<Math>(lane, {f.right}, f.dim); });
 }
 
 // e^(lse - top), and 0 for EMPTY: where both are, the difference is no number.
 float weight(float lse, float top) { return lse == -__builtin_inff() ? 0.0f : exp(lse - top); }
 
-void merge_lane(const Merge &s, int64_t lane) {
+void merge_lane(const MergeStates &s, int64_t lane) {
   const float left = s.left_lse[lane], right = s.right_lse[lane], top = left > right ? left : right;
   const float keep = weight(left, top), add = weight(right, top), sum = keep + add;
   for (int64_t d = 0; d < s.dim; d += W) {
@@ -59,19 +59,19 @@ void merge_lane(const Merge &s, int64_t lane) {
 
 template <typename T> void finish(const Finish &f) {
 #ifdef __AVX512BF16__
-  if (f.base2) return finish_by<Paired, T>(f);
+  if (f.base2) return finish_by<Vnni, T>(f);
 #endif
-  finish_by<Natural<float>, T>(f);
+  finish_by<Plain<float>, T>(f);
 }
 
-void fold(const FoldLanes &f) {
+void merge_partials(const MergePartials &f) {
 #ifdef __AVX512BF16__
-  if (f.base2) return fold_by<Paired>(f);
+  if (f.base2) return merge_by<Vnni>(f);
 #endif
-  fold_by<Natural<float>>(f);
+  merge_by<Plain<float>>(f);
 }
 
-void merge(const Merge &s) {
+void merge_states(const MergeStates &s) {
   share_each(s.lanes, s.lanes * s.dim > WORTH_THREADS ? s.threads : 1, [&](int64_t lane) { merge_lane(s, lane); });
 }
 
