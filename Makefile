@@ -56,7 +56,7 @@ lint: $(DEV) ## ruff (rules and format), mypy and clang-format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/clang-format --dry-run -Werror $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*.h)
+	@$(BIN)/clang-format --dry-run -Werror $(wildcard csrc/*.h csrc/*/*.h csrc/*/*.cpp tools/*/*.cpp)
 
 wheel: ## sdist and wheel, into dist/; the wheel has to answer where there is no compiler (ARCH=aarch64: cross-compiled)
 	@$(PYTHON) tools/wheel/run.py $(if $(ARCH),--arch $(ARCH))

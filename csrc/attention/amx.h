@@ -13,7 +13,7 @@ namespace headrace::HEADRACE_NS {
 
 constexpr bool is_amx(int64_t dim) { return dim % STEP_INPUTS == 0; }
 
-struct TileSpace : Space {
+struct TileSpace : ChunkSpace<bf16> {
   Tiles tiles;
 };
 
@@ -34,10 +34,10 @@ struct Amx : Vnni {
   Tiles &tiles;
   bf16 *masked;  // [64 D]: room for values of which some are masked
 
-  static int64_t scratch(int64_t dim) { return CHUNK * dim / 2; }
+  static int64_t scratch(int64_t dim) { return CHUNK * dim; }
 
   Amx(const bf16 *k, const bf16 *v, int64_t dim, int64_t, const Visit &visit, Space &space)
-      : Vnni(k, v, dim), tiles(space.tiles), masked(reinterpret_cast<bf16 *>(space.scratch)) {
+      : Vnni(k, v, dim), tiles(space.tiles), masked(space.scratch) {
     ahead = visit.ahead;
     groups = (visit.lanes + GROUP - 1) / GROUP;
     few = visit.lanes <= TILE;
@@ -209,6 +209,8 @@ struct Amx : Vnni {
     return masked;
   }
 };
+
+static_assert(RunningPolicy<Amx>);
 
 #endif
 

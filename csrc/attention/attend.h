@@ -28,11 +28,12 @@ constexpr int MAX_HEADS = 32;  // most KV heads of a unit
 template <typename Math> struct Unit {
   const Attend &a;
   int64_t first, last, head, heads;
-  float *memory;
+  Scratch memory;
   int64_t block;  // of keys, -1 for all
 
-  static int64_t floats(const Attend &a, int64_t rows, int64_t heads) {
-    return Math::scratch(a.dim) + 16 + heads * HeadRows<Math>::floats(a, rows) + 2 * a.item_count;
+  static int64_t bytes(const Attend &a, int64_t rows, int64_t heads) {
+    return room<typename Math::Space::Number>(Math::scratch(a.dim)) + heads * HeadRows<Math>::bytes(a, rows) +
+           room<const Item *>(a.item_count);
   }
 
   bool touches(const Item &item) const {
@@ -40,18 +41,16 @@ template <typename Math> struct Unit {
   }
 
   void run() {
-    alignas(HeadRows<Math>) char places[MAX_HEADS * sizeof(HeadRows<Math>)];
-    auto *each = reinterpret_cast<HeadRows<Math> *>(places);
+    Places<HeadRows<Math>, MAX_HEADS> places;
+    HeadRows<Math> *each = places.at(0);
     typename Math::Space space;
-    space.scratch = memory;
-    float *at = memory + (Math::scratch(a.dim) + 15) / 16 * 16;
-    const int64_t step = HeadRows<Math>::floats(a, last - first) / 16 * 16;
-    for (int64_t h = 0; h < heads; ++h, at += step) {
-      new (each + h) HeadRows<Math>(a, head + h, first, last, space, at);
+    space.scratch = memory.take<typename Math::Space::Number>(Math::scratch(a.dim));
+    for (int64_t h = 0; h < heads; ++h) {
+      new (each + h) HeadRows<Math>(a, head + h, first, last, space, memory);
       each[h].start();
     }
     int64_t count = 0;
-    const Item **met = reinterpret_cast<const Item **>(at);
+    const Item **met = memory.take<const Item *>(a.item_count);
     for (const Item *item = a.items; item < a.items + a.item_count; ++item)
       if (touches(*item)) met[count++] = item;
     walk_all(each, met, count);
@@ -111,28 +110,37 @@ template <typename Math> void attend_unit(const Attend &a, const UnitSizes &size
   const int64_t groups = size.groups(a);
   const int64_t range = size.ranges - 1 - index / groups;  // later rows see more keys: start them first
   const int64_t first = range * size.rows, last = first + size.rows < a.rows ? first + size.rows : a.rows;
-  float *memory = arena(Unit<Math>::floats(a, size.rows, size.heads));
+  const Scratch memory = arena(Unit<Math>::bytes(a, size.rows, size.heads));
   Unit<Math>{a, first, last, index % groups * size.heads, size.heads, memory, block}.run();
 }
 
-// The state of all rows and heads after each block alone: acc [R, Hq, D], m and l [R, Hq], block_of [R].
-struct Blocks {
+// The state of all rows and heads after each block alone: acc [blocks, R, Hq, D], m and l [blocks, R, Hq], block_of [blocks, R].
+struct BlockStates {
   const Attend &a;
-  float *memory;
+  Partial all;
+  int32_t *block_of;
 
-  static int64_t floats(const Attend &a) { return a.rows * (a.heads * (a.dim + 2) + 1); }
+  static int64_t bytes(const Attend &a, int64_t blocks) {
+    const int64_t lanes = blocks * a.rows * a.heads;
+    return room<float>(lanes * a.dim) + 2 * room<float>(lanes) + room<int32_t>(blocks * a.rows);
+  }
+
+  BlockStates(const Attend &a, int64_t blocks, Scratch memory) : a(a) {
+    const int64_t lanes = blocks * a.rows * a.heads;
+    all = {memory.take<float>(lanes * a.dim), memory.take<float>(lanes), memory.take<float>(lanes)};
+    block_of = memory.take<int32_t>(blocks * a.rows);
+  }
 
   RunningState of(int64_t block) const {
-    const int64_t lanes = a.rows * a.heads;
-    float *acc = memory + block * floats(a), *m = acc + lanes * a.dim, *l = m + lanes;
-    return {{}, {acc, m, l}, reinterpret_cast<int32_t *>(l + lanes)};
+    const int64_t lane = block * a.rows * a.heads;
+    return {{}, {all.acc + lane * a.dim, all.m + lane, all.l + lane}, block_of + block * a.rows};
   }
 };
 
 // Blocks apart, each from nothing, then merged from left to right: the same bits.
 template <typename Math> void attend_split(const Attend &a, const UnitSizes &size) {
   static thread_local Arena states;
-  const Blocks each{a, states.at_least(size.blocks * Blocks::floats(a))};
+  const BlockStates each(a, size.blocks, states.at_least(BlockStates::bytes(a, size.blocks)));
   const auto attend_block = [&](int64_t i) {
     Attend part = a;
     part.to = each.of(i % size.blocks);
@@ -141,7 +149,7 @@ template <typename Math> void attend_split(const Attend &a, const UnitSizes &siz
   share_out(size.blocks * size.groups(a), a.threads, attend_block, Stretches::common);
   each_lane<Math>(a.rows * a.heads, size.blocks * a.dim, a.threads, [&](int64_t lane) {
     float m, l;
-    State mine{{arena(a.dim), &m, &l}};
+    State mine{{arena(room<float>(a.dim)).take<float>(a.dim), &m, &l}};
     mine.clear(0, a.dim);
     for (int64_t block = 0; block < size.blocks; ++block) {
       const Partial part = each.of(block).block;

@@ -10,12 +10,13 @@
 #include "attention/quantised.h"
 #include "attention/states.h"
 #include "attention/vnni.h"
+#include "common/arena.h"
 #include "kernels.h"
 
 namespace headrace::HEADRACE_NS {
 
 // The rows first..last-1 of one KV head.
-template <typename Math> struct HeadRows {
+template <Policy Math> struct HeadRows {
   using T = typename Math::Type;
   const Attend &a;
   int64_t kv_head, first, last;  // rows first..last-1
@@ -26,24 +27,22 @@ template <typename Math> struct HeadRows {
   typename Math::Space &space;  // shared by the heads of a unit
   int64_t all_seen;             // every row of the unit sees all keys before this position
 
-  static int64_t floats(const Attend &a, int64_t rows) {
-    const int64_t group = a.heads / a.kv_heads, padded = (a.dim + 15) / 16 * 16;
-    return rows * group * (a.dim + 2 * padded + 4) + rows + 10 * 16;
+  // Bytes that `rows` rows of a head take.
+  static int64_t bytes(const Attend &a, int64_t rows) {
+    const int64_t lanes = rows * (a.heads / a.kv_heads), padded = (a.dim + 15) / 16 * 16;
+    return 2 * room<float>(lanes * padded) + room<typename Math::Query>(lanes * a.dim) + 4 * room<float>(lanes) +
+           room<int32_t>(rows);
   }
 
-  HeadRows(const Attend &a, int64_t kv_head, int64_t first, int64_t last, typename Math::Space &space, float *memory)
+  HeadRows(const Attend &a, int64_t kv_head, int64_t first, int64_t last, typename Math::Space &space, Scratch &memory)
       : a(a), kv_head(kv_head), first(first), last(last), group(a.heads / a.kv_heads), padded((a.dim + 15) / 16 * 16),
         space(space) {
     const int64_t lanes = (last - first) * group;
-    auto cut = [&memory](int64_t n) { return memory += (n + 15) / 16 * 16, memory - (n + 15) / 16 * 16; };
-    block.acc = cut(lanes * padded);
-    total.acc = cut(lanes * padded);
-    q = reinterpret_cast<typename Math::Query *>(cut(lanes * a.dim));
-    block.m = cut(lanes);
-    block.l = cut(lanes);
-    total.m = cut(lanes);
-    total.l = cut(lanes);
-    block_of = reinterpret_cast<int32_t *>(cut(last - first));
+    block.acc = memory.take<float>(lanes * padded);
+    total.acc = memory.take<float>(lanes * padded);
+    q = memory.take<typename Math::Query>(lanes * a.dim);
+    for (float **each : {&block.m, &block.l, &total.m, &total.l}) *each = memory.take<float>(lanes);
+    block_of = memory.take<int32_t>(last - first);
   }
 
   void start() {
@@ -118,8 +117,8 @@ template <typename Math> struct HeadRows {
   void walk(const Item *const *items, const Visit *visits, int count) {
     const int64_t from = first_of(*items[0]), to = last_of(*items[0]);
     enter_block(from, to, items[0]->key_start / BLOCK);
-    alignas(Math) char places[Math::BATCH * sizeof(Math)];
-    Math *chunks = reinterpret_cast<Math *>(places);
+    Places<Math, Math::BATCH> places;
+    Math *chunks = places.at(0);
     for (int i = 0; i < count; ++i)
       new (chunks + i)
           Math(Reader<Math>::open(a, static_cast<int64_t>(items[i]->slot) * a.kv_heads + kv_head, padded, visits[i], space));
@@ -169,7 +168,9 @@ template <typename Math> struct HeadRows {
   }
 
   // `n` lanes from `lane` on meet a chunk; `before` lanes have met it already.
-  void walk_lanes(const Item &item, int64_t lane, int n, const Math &math, int64_t before) {
+  void walk_lanes(const Item &item, int64_t lane, int n, const Math &math, int64_t before)
+    requires ChunkPolicy<Math>
+  {
     Seen seen;
     if (!see(item, lane, n, seen)) return;
     alignas(64) float scores[LANES * CHUNK], m[LANES], l[LANES];
@@ -183,7 +184,9 @@ template <typename Math> struct HeadRows {
 
   // The same for chunks whose products are added to the block's sums as they are: the values of several at once, but not of
   // those on two sides of a change of a lane's m.
-  void run_on(const Item *const *items, const Math *chunks, int count, int64_t lane, int n, int64_t before) {
+  void run_on(const Item *const *items, const Math *chunks, int count, int64_t lane, int n, int64_t before)
+    requires RunningPolicy<Math>
+  {
     constexpr int GROUP = Math::GROUP, GROUPS = Math::TOGETHER / GROUP;
     typename Math::Waiting waiting[GROUPS];
     alignas(64) typename Math::Probability p[Math::BATCH][GROUPS][GROUP * CHUNK];

@@ -45,9 +45,10 @@ struct Visit {
   int keys, next_keys;
 };
 
-// What the chunks that a unit of work meets share.
-struct Space {
-  float *scratch;  // Math::scratch(dim) floats
+// What the chunks that a unit of work meets share: memory for the policy's own use.
+template <typename T> struct ChunkSpace {
+  using Number = T;
+  T *scratch;  // [Math::scratch(dim)]
 };
 
 }  // namespace headrace::HEADRACE_NS

@@ -29,7 +29,7 @@ float log_sum(float m, float l, bool base2) {
 template <typename Math, typename T> void finish_by(const Finish &f) {
   each_lane<Math>(f.lanes, f.dim, f.threads, [&](int64_t lane) {
     float m, l;
-    State mine{{arena(f.dim), &m, &l}};
+    State mine{{arena(room<float>(f.dim)).take<float>(f.dim), &m, &l}};
     Lanes{f.total, lane, f.dim}.copy_to({mine, 0, f.dim}, 1, f.dim);
     mine.merge<Math>(0, {{f.block.acc + lane * f.dim, f.block.m + lane, f.block.l + lane}}, f.dim);
     mine.write(0, f.dim, f.dim, static_cast<T *>(f.out) + lane * f.dim);

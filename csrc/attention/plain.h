@@ -3,7 +3,7 @@
 // neighbours. Numbers are widened as they are read: a copy in fp32 would not stay in L1. P: D rounded up to 16.
 #pragma once
 
-#include "attention/lanes.h"
+#include "attention/policy.h"
 #include "isa/rows.h"
 
 namespace headrace::HEADRACE_NS {
@@ -81,7 +81,7 @@ template <typename T, typename S = T> struct Plain {
   static constexpr bool RUNNING = false;
   static constexpr int BATCH = 1, TOGETHER = LANES;
   using Type = T;
-  using Space = headrace::HEADRACE_NS::Space;
+  using Space = ChunkSpace<float>;
   using Query = float;
   using Probability = float;
   template <bool> struct Tiny {};  // the caller's mode: exp makes no results below 1e-38, for which time would be lost
@@ -221,5 +221,7 @@ template <typename T, typename S = T> struct Plain {
     if constexpr (W == 16) columns(Constant<1>{});
   }
 };
+
+static_assert(ChunkPolicy<Plain<bf16>> && ChunkPolicy<Plain<float>>);
 
 }  // namespace headrace::HEADRACE_NS

@@ -38,7 +38,7 @@ template <typename T> struct Quantised<Plain<T>> : Plain<T, int8_t> {
   using Integers = Plain<T, int8_t>;
   Chunk8 chunk;
 
-  Quantised(const Chunk8 &chunk, int64_t dim, int64_t padded, const Space &space)
+  Quantised(const Chunk8 &chunk, int64_t dim, int64_t padded, const typename Integers::Space &space)
       : Integers(chunk.k, chunk.v, dim, padded, chunk.visit, space), chunk(chunk) {
     fetch_scales(chunk, dim);
   }
@@ -52,6 +52,8 @@ template <typename T> struct Quantised<Plain<T>> : Plain<T, int8_t> {
     Integers::probabilities(n, s, seen, scale, p, m, l, chunk.v_scale);
   }
 };
+
+static_assert(ChunkPolicy<Quantised<Plain<bf16>>> && ChunkPolicy<Quantised<Plain<float>>>);
 
 #ifdef __AVX512BF16__
 
@@ -90,15 +92,15 @@ template <> struct Quantised<Vnni> : Vnni {
   bf16 *copy;  // [2][64 D]: keys, values
 
   Quantised(const Chunk8 &chunk, int64_t dim, int64_t, const Space &space)
-      : Vnni(reinterpret_cast<bf16 *>(space.scratch), reinterpret_cast<bf16 *>(space.scratch) + CHUNK * dim, dim), chunk(chunk),
-        few(chunk.visit.lanes <= TILE_ROWS), copy(reinterpret_cast<bf16 *>(space.scratch)) {
+      : Vnni(space.scratch, space.scratch + CHUNK * dim, dim), chunk(chunk), few(chunk.visit.lanes <= TILE_ROWS),
+        copy(space.scratch) {
     fetch_scales(chunk, dim);
     if (few) return;
     widen(chunk, chunk.k, copy, dim);
     widen(chunk, chunk.v, copy + CHUNK * dim, dim);
   }
 
-  static int64_t scratch(int64_t dim) { return CHUNK * dim; }
+  static int64_t scratch(int64_t dim) { return 2 * CHUNK * dim; }
 
   void scores(int n, const bf16 *q, float *s, int64_t before) const {
     if (few)
@@ -144,6 +146,8 @@ template <> struct Quantised<Vnni> : Vnni {
   }
 };
 
+static_assert(RunningPolicy<Quantised<Vnni>>);
+
 #endif
 
 #ifdef __AMX_BF16__
@@ -152,12 +156,11 @@ template <> struct Quantised<Amx> : Amx {
   static constexpr int BATCH = 1;  // there is room for one widened chunk
   Chunk8 chunk;
 
-  Quantised(const Chunk8 &chunk, int64_t dim, int64_t, Space &space)
-      : Quantised(chunk, dim, reinterpret_cast<bf16 *>(space.scratch), space.tiles) {
+  Quantised(const Chunk8 &chunk, int64_t dim, int64_t, Space &space) : Quantised(chunk, dim, space.scratch, space.tiles) {
     fetch_scales(chunk, dim);
   }
 
-  static int64_t scratch(int64_t dim) { return CHUNK * dim / 2 * 3; }  // keys, values, masked values
+  static int64_t scratch(int64_t dim) { return 3 * CHUNK * dim; }  // keys, values, masked values
 
   void scores(int n, const bf16 *q, float *s, int64_t before) const {
     Amx::scores(n, q, s, before);
@@ -192,6 +195,8 @@ template <> struct Quantised<Amx> : Amx {
     }
   }
 };
+
+static_assert(RunningPolicy<Quantised<Amx>>);
 
 #endif
 

@@ -6,6 +6,7 @@
 // for 16 keys or 16 output elements. D is a multiple of 16.
 #pragma once
 
+#include "attention/policy.h"
 #include "attention/running.h"
 
 namespace headrace::HEADRACE_NS {
@@ -26,7 +27,7 @@ struct Vnni {
   static constexpr int64_t SOON = 2048;  // elements that a stream fetches ahead
   static constexpr int HALF = CHUNK / 2;
   using Type = bf16;
-  using Space = headrace::HEADRACE_NS::Space;
+  using Space = ChunkSpace<bf16>;
   using Query = bf16;
   using Probability = bf16;
   template <bool FLUSH> using Tiny = headrace::HEADRACE_NS::Tiny<FLUSH>;
@@ -215,6 +216,8 @@ struct Vnni {
 
   static __m512i half_mask(int halves) { return _mm512_set1_epi32((halves & 1 ? 0xffff : 0) | (halves & 2 ? 0xffff0000 : 0)); }
 };
+
+static_assert(RunningPolicy<Vnni>);
 
 #endif
 

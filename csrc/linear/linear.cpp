@@ -85,11 +85,11 @@ void multiply_all(const Linear &a, const bf16 *w, int64_t first, int64_t last, f
 void linear_pairs(const Linear &a) {
 #ifdef __AMX_BF16__
   if (tiled(a) && a.rows >= FEWEST_PANEL_ROWS)
-    return each_panel(a, 0, [&](int64_t block, float *) {
+    return each_panel(a, 0, [&](int64_t block, Scratch) {
       return PairSource{static_cast<const bf16 *>(a.w) + block * a.inputs * COLUMNS, a.inputs / STEP_INPUTS};
     });
 #endif
-  each_block<bf16>(a, BLOCK_ROWS, 0, [&](int64_t block, int64_t first, int64_t last, float *sums, float *) {
+  each_block<bf16>(a, BLOCK_ROWS, 0, [&](int64_t block, int64_t first, int64_t last, float *sums, Scratch) {
     multiply_all(a, static_cast<const bf16 *>(a.w) + block * a.inputs * COLUMNS, first, last, sums);
   });
 }

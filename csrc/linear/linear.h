@@ -101,20 +101,22 @@ void write_gated(const Any &a, int64_t column, int64_t first, int64_t last, cons
 }
 
 // multiply(block of outputs, first row, last row, sums, scratch) for each block and each `most` rows, and what becomes of
-// the sums. scratch: floats for multiply's own use.
+// the sums. scratch: so many bytes for multiply's own use.
 template <typename T, typename Any, typename F> void each_block(const Any &a, int64_t most, int64_t scratch, F multiply) {
   const int64_t all = (a.outputs + COLUMNS - 1) / COLUMNS, blocks = a.epilogue.gated ? all / 2 : all;
-  const int64_t ranges = (a.rows + most - 1) / most, room = most * COLUMNS;
+  const int64_t ranges = (a.rows + most - 1) / most, size = most * COLUMNS;
   share_out(blocks * ranges, a.threads, [&](int64_t i) {
     const int64_t block = i % blocks, column = block * COLUMNS, first = i / blocks * most;
     const int64_t last = first + most < a.rows ? first + most : a.rows;
-    float *sums = arena((a.epilogue.gated ? 2 : 1) * room + scratch), *others = sums + room;
+    Scratch memory = arena((a.epilogue.gated ? 2 : 1) * room<float>(size) + scratch);
+    float *sums = memory.take<float>(size);
     if (a.epilogue.gated) {
-      multiply(2 * block, first, last, sums, others);
-      multiply(2 * block + 1, first, last, others, others + room);
+      float *others = memory.take<float>(size);
+      multiply(2 * block, first, last, sums, memory);
+      multiply(2 * block + 1, first, last, others, memory);
       return write_gated<T>(a, column, first, last, sums, others);
     }
-    multiply(block, first, last, sums, others);
+    multiply(block, first, last, sums, memory);
     write<T>(a, column, first, last, sums);
   });
 }

@@ -72,7 +72,7 @@ struct Codes4 {
 // All inputs of one packed block of outputs for rows first..last-1 of x; sums [rows, 64]; no `scales` in int8.
 template <typename T>
 void multiply(const LinearQuant &a, const T *x, int64_t x_stride, const byte *codes, const bf16 *scales, int64_t first,
-              int64_t last, float *sums, float *memory) {
+              int64_t last, float *sums, Scratch memory) {
   const auto by = [&](auto block) {
     pass_all(
         x + first * x_stride, x_stride, static_cast<int>(last - first), a.inputs, block,
@@ -90,7 +90,8 @@ void multiply(const LinearQuant &a, const T *x, int64_t x_stride, const byte *co
 // either adds up the same products in the same order.
 
 constexpr int64_t BLOCK_PAIRS = 128;  // pairs decoded at once: 32 KB, which stay in L1 while rows pass by
-constexpr int64_t FETCHED = 8192;     // bytes that few rows fetch ahead
+constexpr int64_t DECODED = BLOCK_PAIRS * Decoded::BYTES;
+constexpr int64_t FETCHED = 8192;  // bytes that few rows fetch ahead
 
 // sums[R][64] += x[R][pairs] . w[pairs][64], group by group under `scales` where there are any, fetching LINES cache
 // lines of `next` for each pair meanwhile.
@@ -244,11 +245,11 @@ void multiply_tiles(const LinearQuant &a, const byte *codes, const bf16 *scales,
   multiply(x, a.x_stride, last - first, codes, scales, a.inputs / STEP_INPUTS, sums, decoded);
 }
 
-template <typename Form> void multiply_panels(const LinearQuant &a, int64_t room) {
-  each_panel(a, room, [&](int64_t block, float *decoded) {
+template <typename Form> void multiply_panels(const LinearQuant &a) {
+  each_panel(a, room<byte>(DECODED), [&](int64_t block, Scratch memory) {
     return CodeSource<Form>{static_cast<const byte *>(a.codes) + block * a.inputs / 2 * Form::BYTES,
                             static_cast<const bf16 *>(a.scales) + block * a.inputs, a.inputs / STEP_INPUTS,
-                            reinterpret_cast<byte *>(decoded)};
+                            memory.take<byte>(DECODED)};
   });
 }
 
@@ -258,8 +259,8 @@ bool tiled(const LinearQuant &a) { return a.inputs % (a.bits == 4 ? GROUP : STEP
 
 template <>
 void multiply<bf16>(const LinearQuant &a, const bf16 *, int64_t, const byte *codes, const bf16 *scales, int64_t first,
-                    int64_t last, float *sums, float *weights) {
-  byte *decoded = reinterpret_cast<byte *>(weights);
+                    int64_t last, float *sums, Scratch memory) {
+  byte *decoded = memory.take<byte>(DECODED);
 #ifdef __AMX_BF16__
   if (tiled(a))
     return a.bits == 4 ? multiply_tiles<Int4>(a, codes, scales, first, last, sums, decoded)
@@ -273,19 +274,18 @@ void multiply<bf16>(const LinearQuant &a, const bf16 *, int64_t, const byte *cod
 
 #endif
 
-constexpr int64_t SCRATCH = PASS_MEMORY;  // floats; decoded weights of bf16 pairs [128][64][2] take less
+constexpr int64_t SCRATCH = PASS_SCRATCH;  // bytes; decoded weights of bf16 pairs [128][64][2] take less
 
 }  // namespace
 
 template <typename T> void linear_quant(const LinearQuant &a) {
 #ifdef __AMX_BF16__
   if constexpr (sizeof(T) == sizeof(bf16))
-    if (tiled(a) && a.rows >= FEWEST_PANEL_ROWS)
-      return a.bits == 4 ? multiply_panels<Int4>(a, SCRATCH) : multiply_panels<Int8>(a, SCRATCH);
+    if (tiled(a) && a.rows >= FEWEST_PANEL_ROWS) return a.bits == 4 ? multiply_panels<Int4>(a) : multiply_panels<Int8>(a);
 #endif
   const int64_t block_bytes = a.inputs / 2 * pair_bytes(a);
   const auto multiply_rows = [&](auto *x, int64_t x_stride) {
-    each_block<T>(a, MOST_PASS_ROWS, SCRATCH, [&](int64_t block, int64_t first, int64_t last, float *sums, float *scratch) {
+    each_block<T>(a, MOST_PASS_ROWS, SCRATCH, [&](int64_t block, int64_t first, int64_t last, float *sums, Scratch scratch) {
       const byte *codes = static_cast<const byte *>(a.codes) + block * block_bytes;
       const bf16 *scales = a.bits == 4 ? static_cast<const bf16 *>(a.scales) + block * a.inputs : nullptr;
       const float *last_wanted = static_cast<const float *>(a.scales) + block * COLUMNS;  // of int8: the block's scales

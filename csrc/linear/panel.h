@@ -120,9 +120,9 @@ template <typename Source> class Panel {
   }
 };
 
-// Product and results of all rows, panel by panel. source(first block, room): a panel's weights; room: floats for its use.
-template <typename Any, typename F> void each_panel(const Any &a, int64_t room, F source) {
-  using Source = decltype(source(0, nullptr));
+// Product and results of all rows, panel by panel. source(first block, scratch): a panel's weights; scratch: bytes for its use.
+template <typename Any, typename F> void each_panel(const Any &a, int64_t scratch, F source) {
+  using Source = decltype(source(0, Scratch(nullptr)));
   constexpr int64_t GROUP = Panel<Source>::GROUP, L2_INPUTS = 768 * 1024;  // so many inputs of bf16 stay in L2
   const int64_t most = a.x_stride % 2048 == 0 ? 256 : 512;  // rows at one place of their pages meet in a 64th of L2's sets
   const int64_t ranges = (a.rows + most - 1) / most, groups = (a.rows + GROUP - 1) / GROUP;
@@ -134,8 +134,9 @@ template <typename Any, typename F> void each_panel(const Any &a, int64_t room, 
     const int64_t first = groups * range / ranges * GROUP, end = groups * (range + 1) / ranges * GROUP;
     const int64_t rows = (end < a.rows ? end : a.rows) - first;
     const int64_t size = Panel<Source>::height(rows) * COLUMNS;
-    float *sums = arena(blocks * size + room);
-    const Source weights = source(block, sums + blocks * size);
+    Scratch memory = arena(room<float>(blocks * size) + scratch);
+    float *sums = memory.take<float>(blocks * size);
+    const Source weights = source(block, memory);
     const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
     const Panel<Source> panel(x, a.x_stride, rows, weights, blocks, a.inputs / STEP_INPUTS, sums);
     panel.run([&](int64_t b, int64_t from, int64_t to, const float *own) {

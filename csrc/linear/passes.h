@@ -68,7 +68,7 @@ constexpr int64_t FEW_ROWS = 16, MOST_WIDENED = 16 << 20;  // floats
 
 static inline float *memory_for_rows(int64_t floats) {
   static thread_local Arena mine;
-  return mine.at_least(floats);
+  return mine.at_least(room<float>(floats)).take<float>(floats);
 }
 
 // f(x, x_stride): x [R, K] in fp32, or as it is where few rows, or so many that their copy took much memory, are widened
@@ -121,15 +121,16 @@ template <typename S> void order(int64_t rows, float *sums) {
 }
 
 constexpr int64_t MOST_PASS_ROWS = 128;  // of a task: their sums (32 KB) and inputs stay in L2
-constexpr int64_t PASS_MEMORY = (2 * MOST_PASS_ROWS + OUTPUTS) * PASS_INPUTS;  // floats: for widened x and weights
+constexpr int64_t WIDE_W = OUTPUTS * PASS_INPUTS, WIDE_X = 2 * MOST_PASS_ROWS * PASS_INPUTS;
+constexpr int64_t PASS_SCRATCH = room<float>(WIDE_W) + room<float>(WIDE_X);  // bytes
 
 // `rows` rows of x by all inputs of 64 outputs. block(k): the weights from input k on; scales(k): theirs, or null. Few rows
 // read weights as they are stored, more of them a copy in fp32.
 template <typename T, typename F, typename G>
-void pass_all(const T *x, int64_t x_stride, int rows, int64_t inputs, F block, G scales, float *sums, float *memory) {
+void pass_all(const T *x, int64_t x_stride, int rows, int64_t inputs, F block, G scales, float *sums, Scratch memory) {
   using Block = decltype(block(0));
   const bool stored = Block::CHEAP || rows <= PASS_ROWS;
-  float *wide_w = memory, *wide_x = memory + OUTPUTS * PASS_INPUTS;
+  float *wide_w = memory.take<float>(WIDE_W), *wide_x = memory.take<float>(WIDE_X);
   memset(sums, 0, rows * OUTPUTS * sizeof(float));
   const int most = stored && rows > FEW_ROWS ? Block::INPUTS : PASS_INPUTS;  // few rows pass before the next block has come
   for (int64_t k = 0; k < inputs; k += most) {

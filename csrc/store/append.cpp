@@ -148,7 +148,8 @@ template <typename T> void store_row(const Append &a, const T *k_new, const T *v
     place(k_new, v_new, static_cast<T *>(a.k) + chunk, static_cast<T *>(a.v) + chunk, a.dim, offset, pairs);
     return;
   }
-  int8_t *k8 = reinterpret_cast<int8_t *>(arena((2 * a.dim + 3) / 4)), *v8 = k8 + a.dim;
+  Scratch memory = arena(2 * room<int8_t>(a.dim));
+  int8_t *k8 = memory.take<int8_t>(a.dim), *v8 = memory.take<int8_t>(a.dim);
   a.k_scale[index * CHUNK + offset] = quantise(k_new, a.dim, k8);
   a.v_scale[index * CHUNK + offset] = quantise(v_new, a.dim, v8);
   place(k8, v8, static_cast<int8_t *>(a.k) + chunk, static_cast<int8_t *>(a.v) + chunk, a.dim, offset, pairs);

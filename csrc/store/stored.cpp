@@ -256,8 +256,9 @@ template <typename T> bool store_head(const Head<T> &h, Format format) {
     if (is_int8) memcpy(h.scales, h.pool_scales, h.plane.scales() * sizeof(float));
     return true;
   }
-  float *wide = arena(2 * h.plane.size());
-  T *plain = reinterpret_cast<T *>(wide + h.plane.size());
+  Scratch memory = arena(room<float>(h.plane.size()) + room<T>(h.plane.size()));
+  float *wide = memory.take<float>(h.plane.size());
+  T *plain = memory.take<T>(h.plane.size());
   to_plain(h.pool, plain, h.plane, h.vnni);
   widen(plain, h.pool_scales, wide, h.plane);
   if (format == Format::int8)
@@ -281,8 +282,9 @@ template <typename T> void load_head(const Head<T> &h, Format format) {
     if (is_int8) memcpy(h.pool_scales, h.scales, h.plane.scales() * sizeof(float));
     return;
   }
-  float *wide = arena(2 * h.plane.size());
-  T *plain = reinterpret_cast<T *>(wide + h.plane.size());
+  Scratch memory = arena(room<float>(h.plane.size()) + room<T>(h.plane.size()));
+  float *wide = memory.take<float>(h.plane.size());
+  T *plain = memory.take<T>(h.plane.size());
   if (format == Format::int8)
     widen(reinterpret_cast<const int8_t *>(h.codes), reinterpret_cast<const float *>(h.scales), wide, h.plane);
   else
