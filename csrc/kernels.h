@@ -105,8 +105,8 @@ struct Epilogue {
 };
 
 constexpr int64_t TOPS = 64;  // outputs of a block
-constexpr int64_t tops_width(int64_t rows) { return (rows + 15) / 16 * 16; }
-constexpr int64_t tops_size(int64_t rows, int64_t outputs) { return (outputs + TOPS - 1) / TOPS * tops_width(rows); }
+static constexpr int64_t tops_width(int64_t rows) { return (rows + 15) / 16 * 16; }
+static constexpr int64_t tops_size(int64_t rows, int64_t outputs) { return (outputs + TOPS - 1) / TOPS * tops_width(rows); }
 
 // out[t, n] = sum over k of x[t, k] * w[n, k], plus bias[n], with fp32 sums; all of one type, but out is fp32 if `wide`.
 struct Linear {
@@ -178,47 +178,52 @@ extern bool small_l1;
 // Whether this processor multiplies bf16, whatever set is in use.
 extern const bool multiplies_bf16;
 
-// One entry per element type: 0 is bf16, 1 is fp32. exp stands here for the test of its accuracy.
+// All operations but activations. PER_TYPE: in two types, 0 is bf16, 1 is fp32. PAIRS: for processors that multiply pairs of
+// bf16, null for the others. To add one: a line here, a .cpp, the binding. exp stands here for the test of its accuracy;
+// probe_*: limits of the machine, for benchmarks (probe.cpp).
+#define HEADRACE_OPERATIONS(PER_TYPE, FUNCTION, PAIRS)                        \
+  PER_TYPE(attend, Attend)                                                    \
+  PER_TYPE(append, Append)                                                    \
+  PER_TYPE(finish, Finish)                                                    \
+  PER_TYPE(rms_norm, Norm)                                                    \
+  PER_TYPE(layer_norm, Norm)                                                  \
+  PER_TYPE(add, Sum)                                                          \
+  PER_TYPE(rotary, Rotary)                                                    \
+  PER_TYPE(linear_quant, LinearQuant)                                         \
+  PER_TYPE(linear_plain, Linear)                                              \
+  PAIRS(linear_pairs, void, (const Linear &))                                 \
+  FUNCTION(merge_partials, void, (const MergePartials &))                     \
+  FUNCTION(merge_states, void, (const MergeStates &))                         \
+  FUNCTION(greatest, void, (const Greatest &))                                \
+  FUNCTION(store_chunks, void, (const Stored &))                              \
+  FUNCTION(load_chunks, void, (const Stored &))                               \
+  FUNCTION(exp, void, (const float *x, float *out, int64_t n))                \
+  FUNCTION(probe_read, uint32_t, (const void *from, int64_t bytes, int threads)) \
+  FUNCTION(probe_multiply, int64_t, (int64_t rounds, int threads)) /* operations done */
+
+// Each in two types, of Unary. To add one: its name here, activations.cpp, the binding.
+#define HEADRACE_ACTIVATIONS(ACTIVATION) ACTIVATION(silu_mul) ACTIVATION(gelu) ACTIVATION(gelu_tanh) ACTIVATION(relu)
+
 struct Kernels {
-  void (*attend[2])(const Attend &);
-  void (*append[2])(const Append &);
-  void (*finish[2])(const Finish &);
-  void (*merge_partials)(const MergePartials &);
-  void (*merge_states)(const MergeStates &);
-  void (*rms_norm[2])(const Norm &);
-  void (*layer_norm[2])(const Norm &);
-  void (*silu_mul[2])(const Unary &);
-  void (*gelu[2])(const Unary &);
-  void (*gelu_tanh[2])(const Unary &);
-  void (*relu[2])(const Unary &);
-  void (*add[2])(const Sum &);
-  void (*rotary[2])(const Rotary &);
-  void (*linear_quant[2])(const LinearQuant &);
-  void (*linear_plain[2])(const Linear &);
-  void (*linear_pairs)(const Linear &);  // of bf16, whose weights lie otherwise; null where there are no products of pairs
-  void (*greatest)(const Greatest &);
-  void (*store_chunks)(const Stored &);
-  void (*load_chunks)(const Stored &);
-  void (*exp)(const float *x, float *out, int64_t n);
-  // Limits of the machine, for benchmarks: see probe.cpp.
-  uint32_t (*probe_read)(const void *from, int64_t bytes, int threads);
-  int64_t (*probe_multiply)(int64_t rounds, int threads);  // operations done
+#define HEADRACE_PER_TYPE(name, Arguments) void (*name[2])(const Arguments &);
+#define HEADRACE_FUNCTION(name, result, parameters) result(*name) parameters;
+#define HEADRACE_ACTIVATION(name) HEADRACE_PER_TYPE(name, Unary)
+  HEADRACE_OPERATIONS(HEADRACE_PER_TYPE, HEADRACE_FUNCTION, HEADRACE_FUNCTION)
+  HEADRACE_ACTIVATIONS(HEADRACE_ACTIVATION)
+#undef HEADRACE_PER_TYPE
+#undef HEADRACE_FUNCTION
+#undef HEADRACE_ACTIVATION
 };
 
-namespace portable {
-extern const Kernels kernels;
-}
-namespace avx2 {
-extern const Kernels kernels;
-}
-namespace avx512 {
-extern const Kernels kernels;
-}
-namespace avx512bf16 {
-extern const Kernels kernels;
-}
-namespace amx {
-extern const Kernels kernels;
-}
+// Instruction sets, from plain to fast; each needs those before it. Null addresses: the build left them out. To add one: its
+// name here, its options in isa/isas.cmake, what it asks of a processor in isa/features.h.
+#define HEADRACE_ISAS(SET) SET(portable) SET(avx2) SET(avx512) SET(avx512bf16) SET(amx)
+
+#define HEADRACE_SET(name)                               \
+  namespace name {                                       \
+  extern const Kernels kernels __attribute__((weak));    \
+  }
+HEADRACE_ISAS(HEADRACE_SET)
+#undef HEADRACE_SET
 
 }  // namespace headrace

@@ -105,7 +105,6 @@ template <typename T> void attend(const Attend &a) {
   attend_plain<T>(a);
 }
 
-template void attend<bf16>(const Attend &);
-template void attend<float>(const Attend &);
+HEADRACE_BOTH_TYPES(attend, Attend)
 
 }  // namespace headrace::HEADRACE_NS

@@ -10,17 +10,12 @@
 #include "attention/head_rows.h"
 #include "common/arena.h"
 #include "common/shares.h"
-#include "isa/lent.h"
 
 namespace headrace::HEADRACE_NS {
 
-// Each in a file of its own, since they take longest to compile; of another set where that one's does the same (lent.h).
-#ifndef HEADRACE_PLAIN_OF
+// Each in a file of its own, since they take longest to compile; of another set where that one's does the same (lent.cpp).
 template <typename T> void attend_plain(const Attend &);
-#endif
-#ifndef HEADRACE_VNNI_OF
 void attend_vnni(const Attend &);
-#endif
 void attend_amx(const Attend &);
 
 constexpr int MAX_HEADS = 32;  // most KV heads of a unit

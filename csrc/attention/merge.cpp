@@ -75,7 +75,6 @@ void merge_states(const MergeStates &s) {
   share_each(s.lanes, s.lanes * s.dim > WORTH_THREADS ? s.threads : 1, [&](int64_t lane) { merge_lane(s, lane); });
 }
 
-template void finish<bf16>(const Finish &);
-template void finish<float>(const Finish &);
+HEADRACE_BOTH_TYPES(finish, Finish)
 
 }  // namespace headrace::HEADRACE_NS

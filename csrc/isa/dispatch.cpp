@@ -18,27 +18,15 @@ namespace {
 struct Isa {
   const char *name;
   const Kernels *kernels;
-  bool (*runs)();
+  bool (*has)();
+
+  bool built() const { return kernels; }  // HEADRACE_ISA_BUILD says which
+  bool runs() const { return built() && has(); }
 };
 
-// Those that were built: HEADRACE_ISA_BUILD says which.
-const Isa ISAS[] = {
-#ifdef HEADRACE_HAS_portable
-    {"portable", &portable::kernels, always},
-#endif
-#ifdef HEADRACE_HAS_avx2
-    {"avx2", &avx2::kernels, has_avx2},
-#endif
-#ifdef HEADRACE_HAS_avx512
-    {"avx512", &avx512::kernels, has_avx512},
-#endif
-#ifdef HEADRACE_HAS_avx512bf16
-    {"avx512bf16", &avx512bf16::kernels, has_avx512bf16},
-#endif
-#ifdef HEADRACE_HAS_amx
-    {"amx", &amx::kernels, has_amx},
-#endif
-};
+#define HEADRACE_ENTRY(name) {#name, &name::kernels, has_##name},
+const Isa ISAS[] = {HEADRACE_ISAS(HEADRACE_ENTRY)};
+#undef HEADRACE_ENTRY
 
 template <typename F> std::string names_of(F wanted) {
   std::string all;
@@ -87,11 +75,7 @@ const Isa &choice() {
 
 }  // namespace
 
-#ifdef __x86_64__
 const bool multiplies_bf16 = has_avx512bf16();
-#else
-const bool multiplies_bf16 = false;
-#endif
 bool small_l1 = is_small(l1_kilobytes());
 
 const char *available_isas() {
@@ -100,7 +84,7 @@ const char *available_isas() {
 }
 
 const char *built_isas() {
-  static const std::string names = names_of([](const Isa &) { return true; });
+  static const std::string names = names_of([](const Isa &isa) { return isa.built(); });
   return names.c_str();
 }
 

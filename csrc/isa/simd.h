@@ -39,6 +39,11 @@ typedef int8_t vb __attribute__((vector_size(W)));
 typedef uint8_t byte;
 typedef uint16_t bf16;
 
+// The two types in which a kernel is made.
+#define HEADRACE_BOTH_TYPES(name, Arguments)   \
+  template void name<bf16>(const Arguments &); \
+  template void name<float>(const Arguments &);
+
 #define HEADRACE_INLINE static inline __attribute__((always_inline))
 
 // For inner loops that need all registers: inlined into a long function they may be given fewer. They begin with a cache line,

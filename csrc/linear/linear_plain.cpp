@@ -21,7 +21,6 @@ template <typename T> void linear_plain(const Linear &a) {
   });
 }
 
-template void linear_plain<bf16>(const Linear &);
-template void linear_plain<float>(const Linear &);
+HEADRACE_BOTH_TYPES(linear_plain, Linear)
 
 }  // namespace headrace::HEADRACE_NS

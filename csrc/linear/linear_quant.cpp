@@ -299,7 +299,6 @@ template <typename T> void linear_quant(const LinearQuant &a) {
   with_rows<T>(a, multiply_rows);
 }
 
-template void linear_quant<bf16>(const LinearQuant &);
-template void linear_quant<float>(const LinearQuant &);
+HEADRACE_BOTH_TYPES(linear_quant, LinearQuant)
 
 }  // namespace headrace::HEADRACE_NS

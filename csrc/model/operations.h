@@ -58,10 +58,10 @@ struct Operations {
   void activate(Activation f, const bf16 *x, bf16 *y, int64_t width) const {
     const Unary a = {x, y, rows, width, threads};
     switch (f) {
-      case Activation::silu_mul: return kernels.silu_mul[BF16](a);
-      case Activation::gelu: return kernels.gelu[BF16](a);
-      case Activation::gelu_tanh: return kernels.gelu_tanh[BF16](a);
-      case Activation::relu: return kernels.relu[BF16](a);
+#define HEADRACE_CASE(name) \
+  case Activation::name: return kernels.name[BF16](a);
+      HEADRACE_ACTIVATIONS(HEADRACE_CASE)
+#undef HEADRACE_CASE
     }
   }
 };

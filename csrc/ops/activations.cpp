@@ -117,22 +117,16 @@ template <typename T> void rotary(const Rotary &a) {
   });
 }
 
-void exp_many(const float *x, float *out, int64_t n) {
+void exp(const float *x, float *out, int64_t n) {
   for (int64_t i = 0; i < n; i += W)
     n - i >= W ? store(out + i, exp(load(x + i))) : store_part(out + i, exp(load_part(x + i, n - i)), n - i);
 }
 
-template void gelu<bf16>(const Unary &);
-template void gelu<float>(const Unary &);
-template void gelu_tanh<bf16>(const Unary &);
-template void gelu_tanh<float>(const Unary &);
-template void relu<bf16>(const Unary &);
-template void relu<float>(const Unary &);
-template void add<bf16>(const Sum &);
-template void add<float>(const Sum &);
-template void silu_mul<bf16>(const Unary &);
-template void silu_mul<float>(const Unary &);
-template void rotary<bf16>(const Rotary &);
-template void rotary<float>(const Rotary &);
+HEADRACE_BOTH_TYPES(gelu, Unary)
+HEADRACE_BOTH_TYPES(gelu_tanh, Unary)
+HEADRACE_BOTH_TYPES(relu, Unary)
+HEADRACE_BOTH_TYPES(add, Sum)
+HEADRACE_BOTH_TYPES(silu_mul, Unary)
+HEADRACE_BOTH_TYPES(rotary, Rotary)
 
 }  // namespace headrace::HEADRACE_NS

@@ -75,9 +75,7 @@ template <typename T> void layer_norm(const Norm &a) {
   });
 }
 
-template void rms_norm<bf16>(const Norm &);
-template void rms_norm<float>(const Norm &);
-template void layer_norm<bf16>(const Norm &);
-template void layer_norm<float>(const Norm &);
+HEADRACE_BOTH_TYPES(rms_norm, Norm)
+HEADRACE_BOTH_TYPES(layer_norm, Norm)
 
 }  // namespace headrace::HEADRACE_NS

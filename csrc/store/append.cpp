@@ -172,7 +172,6 @@ template <typename T> void append(const Append &a) {
   });
 }
 
-template void append<bf16>(const Append &);
-template void append<float>(const Append &);
+HEADRACE_BOTH_TYPES(append, Append)
 
 }  // namespace headrace::HEADRACE_NS
