@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Functions are written 'module:name'.
+    """Functions are written 'module:name', the module without its 'headrace.'.
 
     shards: who computes which new tokens, see planner.shards. cost: the predicted time, see planner.cost. runs: makes
     the Attend of one rank in one group from a parallel.group_context.GroupContext; None for a rank without part in it.
@@ -33,55 +33,19 @@ class Strategy:
     needs_cached: bool = False
 
 
-STRATEGIES = {
-    strategy.name: strategy
-    for strategy in (
-        Strategy(
-            "single",
-            shards="headrace.planner.shards:alone",
-            cost="headrace.planner.cost:single",
-            runs="headrace.parallel.single:make",
-            keeps_all=True,
-        ),
-        Strategy(
-            "gather",
-            shards="headrace.planner.shards:evenly",
-            cost="headrace.planner.cost:gather",
-            runs="headrace.parallel.gather:Gather",
-            fused=True,
-        ),
-        Strategy(
-            "gather-full",
-            shards="headrace.planner.shards:evenly",
-            cost="headrace.planner.cost:gather_full",
-            runs="headrace.parallel.gather:GatherFull",
-            fused=True,
-            offered=False,
-        ),
-        Strategy(
-            "chain",
-            shards="headrace.planner.shards:searched",
-            cost="headrace.planner.cost:chain",
-            runs="headrace.parallel.chain:Chain",
-            keeps_all=True,
-        ),
-        Strategy(
-            "ring-kv",
-            shards="headrace.planner.shards:in_zigzag",
-            cost="headrace.planner.ring_cost:ring_kv",
-            runs="headrace.parallel.ring_kv:RingKV",
-            fused=True,
-        ),
-        Strategy(
-            "ring-q",
-            shards="headrace.planner.shards:in_zigzag",
-            cost="headrace.planner.ring_cost:ring_q",
-            runs="headrace.parallel.ring_q:RingQ",
-            fused=True,
-            needs_cached=True,
-        ),
-    )
-}
+_ENTRIES = (
+    Strategy("single", "planner.shards:alone", "planner.cost:single", "parallel.single:make", keeps_all=True),
+    Strategy("gather", "planner.shards:evenly", "planner.cost:gather", "parallel.gather:Gather", fused=True),
+    Strategy("gather-full", "planner.shards:evenly", "planner.cost:gather_full", "parallel.gather:GatherFull",
+             fused=True, offered=False),
+    Strategy("chain", "planner.shards:searched", "planner.cost:chain", "parallel.chain:Chain", keeps_all=True),
+    Strategy("ring-kv", "planner.shards:in_zigzag", "planner.ring_cost:ring_kv", "parallel.ring_kv:RingKV",
+             fused=True),
+    Strategy("ring-q", "planner.shards:in_zigzag", "planner.ring_cost:ring_q", "parallel.ring_q:RingQ",
+             fused=True, needs_cached=True),
+)  # fmt: skip
+
+STRATEGIES = {strategy.name: strategy for strategy in _ENTRIES}
 
 FALLBACK = "ring-kv"
 """In place of a strategy that cannot be used: it needs nothing cached and no rank with room for all new chunks."""
@@ -105,6 +69,6 @@ def known(name: str) -> Strategy:
 
 
 def load(function: str) -> Any:
-    """What an entry names as 'module:name'."""
+    """The function that an entry names."""
     module, _, name = function.partition(":")
-    return getattr(import_module(module), name)
+    return getattr(import_module(f"headrace.{module}"), name)

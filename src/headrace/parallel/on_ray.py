@@ -80,7 +80,7 @@ def _check_hosts(interface: str) -> None:
         )
 
 
-class RayMember:
+class Member:  # Ray shows it as the name of the process: ray::Member.serve
     """The actor: its one call is the worker's life."""
 
     def serve(self, address: str, secret: str, rank: int, driver_interface: str) -> int:
@@ -108,7 +108,7 @@ class RayWorker:
     def __init__(self, place: RayPlacement, rank: int, cpus: int, where: tuple[str, str, str]) -> None:
         address, secret, interface = where
         strategy = PlacementGroupSchedulingStrategy(placement_group=place.group, placement_group_bundle_index=rank - 1)
-        made = ray.remote(RayMember).options(num_cpus=cpus, max_restarts=0, scheduling_strategy=strategy)
+        made = ray.remote(Member).options(num_cpus=cpus, max_restarts=0, scheduling_strategy=strategy)
         self._place, self._rank = place, rank
         self._actor = made.remote()
         self._life = self._actor.serve.remote(address, secret, rank, interface)
