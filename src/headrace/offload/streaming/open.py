@@ -9,6 +9,7 @@ import torch
 
 from headrace import memory
 from headrace.config import EngineConfig
+from headrace.memory import Allocate
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
 from headrace.offload.copy_streams import open_copy_streams
@@ -17,7 +18,7 @@ from headrace.offload.streaming.profile import measure
 from headrace.offload.streaming.schedule import Schedule
 from headrace.offload.streaming.staging import Staging
 from headrace.offload.streaming.step import StreamingOptions
-from headrace.offload.streaming.store import Allocate, FileMemory, OutsideStore, bytes_per_chunk, room, shapes
+from headrace.offload.streaming.store import FileMemory, OutsideStore, bytes_per_chunk, room, shapes
 from headrace.offload.streaming.streamer import Streamer
 from headrace.offload.streaming.transfers import Transfers
 from headrace.offload.weights.layers import layers_of, tensors_of

@@ -10,17 +10,15 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from headrace import memory
 from headrace.config import AttentionSpec
+from headrace.memory import Allocate
 from headrace.types import CHUNK
-
-Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Zeros of a shape and type."""
 
 PAGE = 4096
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from headrace import memory
 from headrace.kernels import cpu, ops
+from headrace.memory import Allocate
 from headrace.models.decoder import Decoder, Layer, OneByOne
 from headrace.offload.copy_streams import CopyStream, copy_alone
-from headrace.offload.streaming.store import Allocate
 from headrace.offload.ticket import Ticket
 from headrace.offload.weights.layers import (
     OneLayer,
