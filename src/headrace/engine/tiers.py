@@ -1,4 +1,4 @@
-"""What lies below the pool, made from the settings."""
+"""Opens what lies below the pool, from the settings: tiers, codec, copy streams, rates, write-back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
 
 
 def identity(config: EngineConfig, capacity: Capacity) -> bytes:
-    """What the chunks of this engine are named by where they outlive it: content, not place."""
+    """Names the chunks of an engine that they outlive: by content, not by place."""
     directory = Path(config.kv_offload_path) if config.kv_offload_path else None
     return chunk_identity(
         model_identity(model_folder(config.model), directory),
