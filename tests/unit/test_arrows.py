@@ -42,6 +42,11 @@ MAY_IMPORT = {
 }
 """Room -> rooms it may import, besides itself. The package's own __init__ may import anything."""
 
+OFFLOAD_PARTS: dict[str, set[str]] = {
+    "tiers": set(), "weights": set(), "restore": {"tiers"}, "streaming": {"weights"},
+}  # fmt: skip
+"""Part of the room offload -> parts it may import, besides itself and what lies beside the parts."""
+
 TORCH = {"torch", "transformers", "safetensors"}
 TORCH_FREE = ("headrace.types", "headrace.config", "headrace.kv", "headrace.planner", "headrace.attention.plan",
               "headrace.engine.scheduler", "headrace.engine.stored_prefixes")  # fmt: skip
@@ -131,6 +136,16 @@ def test_arrows(module: str) -> None:
     named = {name for name in imports(module) if name.split(".")[0] == "headrace" and room(name)}
     wrong = sorted(name for name in named if room(name) != mine and room(name) not in MAY_IMPORT[mine])
     assert not wrong, f"{module} must not import {', '.join(wrong)}"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("headrace.offload.")])
+def test_arrows_within_offload(module: str) -> None:
+    def part(name: str) -> str:
+        return name.removeprefix("headrace.offload.").split(".")[0]
+
+    mine = part(module)
+    named = {part(name) for name in imports(module) if name.startswith("headrace.offload.")} & OFFLOAD_PARTS.keys()
+    assert mine not in OFFLOAD_PARTS or named <= OFFLOAD_PARTS[mine] | {mine}
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if is_torch_free(name)])

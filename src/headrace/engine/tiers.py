@@ -34,7 +34,7 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
 
 
 def identity(config: EngineConfig, capacity: Capacity) -> bytes:
-    """Names the chunks of an engine that they outlive: by content, not by place."""
+    """What names the chunks that outlive this engine: the content of the model, not its place."""
     directory = Path(config.kv_offload_path) if config.kv_offload_path else None
     return chunk_identity(
         model_identity(model_folder(config.model), directory),

@@ -73,8 +73,8 @@ class Tier(Protocol):
     def put(self, name: bytes, tenant: bytes, parts: BlobParts) -> bool:
         """Stores a blob (the parts joined), all of it or nothing; returns whether it is there now. An existing blob of
         that name is left as it is and counts as used now. If there is no room, other blobs are evicted, the least
-        recently used first (offload.tiers.index; docs/offload.md, tenants): store a run's chunks from its end. False
-        too while another thread or process is writing that blob. The parts may be changed once the call has returned."""
+        recently used first (offload.tiers.index; docs/offload.md, tenants): store a run's chunks from its end.
+        Returns False too while another thread or process is writing that blob. The parts may be changed afterwards."""
 
     def read(self, reads: Sequence[Read]) -> list[bool]:
         """Fills what it can; returns whether each was read whole (if not, `into` holds anything). The caller checks the

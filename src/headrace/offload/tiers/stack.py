@@ -64,7 +64,7 @@ class Tiers:
         ]
 
     def doubtful(self, name: bytes) -> list[int]:
-        """The tiers that may lack a blob; only those in memory are asked. A put of a blob that is there does nothing."""
+        """The tiers that may lack a blob; only those in memory are asked. A put of one that is there does nothing."""
         return [
             index
             for index, tier in enumerate(self.tiers)
