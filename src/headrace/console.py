@@ -1,53 +1,17 @@
-"""Terminal output: answers on stdout, everything else on stderr; one clear line for an error."""
+"""Terminal output: answers and results on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from headrace import logs
-
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
-
-BAD_INPUT, FAILURE, INTERRUPTED = 2, 1, 130
-
-_debug = False
-
-
-def set_debug(on: bool) -> None:
-    global _debug
-    _debug = on
-
-
-def log_to_stderr(level: int = logging.INFO) -> None:
-    logs.to_stderr(logging.DEBUG if _debug else level)
-    for noisy in ("asyncio", "httpx", "httpcore", "httpx2", "openai"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turns an exception into one line and an exit code: 2 for bad input, 1 for a failure. --debug shows it whole."""
-    try:
-        yield
-    except (typer.Exit, typer.Abort):
-        raise
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
-    except Exception as error:
-        if _debug:
-            raise
-        told = logs.shown(" ".join(str(error).split()) or type(error).__name__, logs.MOST_IN_LINE)
-        err.print(f"headrace: {told}", style="red", markup=False)
-        raise typer.Exit(BAD_INPUT if isinstance(error, ValueError) else FAILURE) from None
 
 
 @contextmanager
@@ -80,3 +44,14 @@ def loading(model: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task(f"loading {model}", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def telling() -> Iterator[Callable[[str], None]]:
+    """Gives a function that says what is being done: a line that changes on a terminal, lines elsewhere."""
+    if not err.is_terminal:
+        yield lambda text: err.print(text, style="dim")
+        return
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=err) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda text: progress.update(task, description=text)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Zeros of a shape and type."""
 
 HUGE = 2 << 20
 """Bytes of a huge page on most systems, and where one begins."""

@@ -5,14 +5,14 @@ Imports no torch, so that the tree, the plan and the scheduler can be tested wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 CHUNK = 64
-"""Tokens in a chunk: the unit of sharing, of storage and of the canonical fold (DESIGN, section 3)."""
+"""Tokens in a chunk: the unit of sharing, of storage and of the canonical merge (docs/attention.md)."""
 
 BLOCK_CHUNKS = 32
-"""Chunks in a block: states are folded chunk by chunk inside a block, then block by block."""
+"""Chunks in a block: states are merged chunk by chunk inside a block, then block by block."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -84,6 +84,15 @@ def check_sharing(cache_salt: Any, public_prefix_tokens: Any) -> None:
     _number("public_prefix_tokens", public_prefix_tokens, 0, 2**31, integer=True)
 
 
+def _option(
+    default: Any, low: float | None = None, high: float | None = None, *, cli: str = "", body: bool = True
+) -> Any:
+    """A request option. `low` and `high` bound a number, both included; `cli` is its help on the command line (empty:
+    not there). `body`: request bodies have it under its name, in JSON's form of its type; protocol.py makes them so."""
+    bounds = () if low is None else ((low, high),)
+    return field(default=default, metadata={"range": bounds, "cli": cli, "body": body})
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when generation ends.
@@ -93,29 +102,32 @@ class SamplingParams:
     the text and are left out of it unless include_stop_str_in_output. `logprobs` is the number of alternatives to
     report per token (0: the chosen one alone; None: nothing); likewise `prompt_logprobs`. `min_tokens` forbids
     end-of-sequence and stops before that many tokens. max_tokens None means as many as the context allows.
+    A new option is a field here and the place where it acts; HTTP and the command line follow.
 
     Raises InvalidRequest (a ValueError with `.param`) for anything out of range.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
+    n: int = _option(1, 1, MAX_N)
+    temperature: float = _option(1.0, 0, 100, cli="0 takes the most likely token; higher is more varied.")
+    top_k: int = _option(0, -1, 2**31, cli="Draw from so many most likely tokens; 0: all.")
+    top_p: float = _option(1.0, 0, 1, cli="Draw from the most likely tokens that have this probability together.")
+    min_p: float = _option(0.0, 0, 1, cli="Leave out tokens less likely than this share of the most likely one.")
+    seed: int | None = _option(None, -(2**63), 2**63 - 1)  # --seed is a setting of the engine already
+    presence_penalty: float = _option(0.0, -2, 2, cli="Against tokens that were used already.")
+    frequency_penalty: float = _option(0.0, -2, 2, cli="Against tokens by how often they were used.")
+    repetition_penalty: float = _option(1.0, 1e-3, 100, cli="Against tokens of prompt and answer; 1: none.")
+    logit_bias: dict[int, float] | None = _option(None)
+    logprobs: int | None = _option(None, 0, MAX_LOGPROBS, body=False)
+    prompt_logprobs: int | None = _option(None, 0, MAX_LOGPROBS)
+    stop: tuple[str, ...] = _option((), cli="Text that ends the answer; may be given several times.")
+    stop_token_ids: tuple[int, ...] = _option(())
+    include_stop_str_in_output: bool = _option(False)
+    max_tokens: int | None = _option(
+        16, 1, 2**31, cli="Most tokens of an answer. Default: as many as the context allows."
+    )
+    min_tokens: int = _option(0, 0, 2**31, cli="Fewest tokens of an answer.")
+    ignore_eos: bool = _option(False, cli="Go on past the end-of-text token.")
+    skip_special_tokens: bool = _option(True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
@@ -126,26 +138,14 @@ class SamplingParams:
         self._check_lists()
 
     def _check_numbers(self) -> None:
-        _number("n", self.n, 1, MAX_N, integer=True)
-        _number("temperature", self.temperature, 0, 100)
-        _number("top_k", self.top_k, -1, 2**31, integer=True)
-        _number("top_p", self.top_p, 0, 1)
+        for name, low, high, integer, optional in RANGES:
+            value = getattr(self, name)
+            if value is not None or not optional:
+                _number(name, value, low, high, integer=integer)
         if self.top_p == 0:
             raise InvalidRequest("top_p must be above 0; for greedy decoding set temperature=0", "top_p")
-        _number("min_p", self.min_p, 0, 1)
-        _number("presence_penalty", self.presence_penalty, -2, 2)
-        _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("repetition_penalty", self.repetition_penalty, 1e-3, 100)
-        _number("min_tokens", self.min_tokens, 0, 2**31, integer=True)
-        for name, high in (("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_LOGPROBS)):
-            if getattr(self, name) is not None:
-                _number(name, getattr(self, name), 0, high, integer=True)
-        if self.seed is not None:
-            _number("seed", self.seed, -(2**63), 2**63 - 1, integer=True)
-        if self.max_tokens is not None:
-            _number("max_tokens", self.max_tokens, 1, 2**31, integer=True)
-            if self.min_tokens > self.max_tokens:
-                raise InvalidRequest(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}", "min_tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}", "min_tokens")
 
     def _check_lists(self) -> None:
         if len(self.stop) > MAX_STOPS:
@@ -172,6 +172,14 @@ class SamplingParams:
             bad = [token for token in ids if token >= vocab_size]
             if bad:
                 raise InvalidRequest(f"{name}: token id {bad[0]} is outside the vocabulary of {vocab_size}", name)
+
+
+RANGES = tuple(
+    (item.name, low, high, str(item.type).startswith("int"), str(item.type).endswith("None"))
+    for item in fields(SamplingParams)
+    for low, high in item.metadata["range"]
+)
+"""(name, low, high, whether an integer, whether None too) of the numbers among the sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,99 +292,6 @@ class Delta:
     stop_reason: str | int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: Metrics | None = None
-
-
-@dataclass(slots=True)
-class TierStats:
-    """Counters, and gauges (TIER_GAUGES). misses: blobs or parts that were expected and not had; bad: blobs found
-    damaged or foreign; dropped: writes given up (no room, a full queue, a failure); queued_bytes wait to be written;
-    degraded: the tier is left alone for a while after a failure, of which `reason` tells."""
-
-    used_bytes: int = 0
-    budget_bytes: int = 0
-    blobs: int = 0
-    reads: int = 0
-    read_bytes: int = 0
-    writes: int = 0
-    written_bytes: int = 0
-    misses: int = 0
-    bad: int = 0
-    dropped: int = 0
-    evictions: int = 0
-    errors: int = 0
-    queued_bytes: int = 0
-    degraded: bool = False
-    reason: str = ""
-
-    def after(self, earlier: TierStats) -> TierStats:
-        """These gauges, and these counters on top of the earlier ones."""
-        names = [f.name for f in fields(self) if f.name not in TIER_GAUGES]
-        return replace(self, **{name: getattr(self, name) + getattr(earlier, name) for name in names})
-
-
-TIER_GAUGES = ("used_bytes", "budget_bytes", "blobs", "queued_bytes", "degraded", "reason")
-"""Fields of TierStats that tell how things stand; all others count."""
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters and gauges of the engine, taken between steps. Counters only grow; times in seconds.
-
-    `strategies` counts prefills by the strategy that several ranks computed them with. `restores` runs of stored chunks
-    came back in restore_s: restored_tokens of them loaded, projected_tokens projected from stored activations,
-    recomputed_tokens prefilled meanwhile; the link was at work for restore_link_s, and for restore_waited_s of that the
-    engine waited; restore_failures gave up part of what they had begun to load.
-    writeback_pending: chunks that wait to be stored, and blobs in the tiers' queues. `tiers`: of each tier by its kind
-    (host, disk, remote).
-    """
-
-    running: int = 0
-    waiting: int = 0
-    kv_chunks_total: int = 0
-    kv_chunks_used: int = 0
-    kv_chunks_cached: int = 0
-    kv_chunks_unshared: int = 0
-    prompt_tokens: int = 0
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    evictions: int = 0
-    finished_stop: int = 0
-    finished_length: int = 0
-    finished_abort: int = 0
-    steps: int = 0
-    step_s: float = 0.0
-    restores: int = 0
-    restored_tokens: int = 0
-    projected_tokens: int = 0
-    recomputed_tokens: int = 0
-    restore_s: float = 0.0
-    restore_link_s: float = 0.0
-    restore_waited_s: float = 0.0
-    restore_failures: int = 0
-    writeback_pending: int = 0
-    strategies: dict[str, int] = field(default_factory=dict)
-    tiers: dict[str, TierStats] = field(default_factory=dict)
-
-    def after(self, earlier: EngineStats) -> EngineStats:
-        """These gauges, and these counters on top of those of an engine that ended. Both records stay as they are."""
-        names = [f.name for f in fields(self) if f.name not in (*STATS_GAUGES, *STATS_TABLES)]
-        summed = {name: getattr(self, name) + getattr(earlier, name) for name in names}
-        kinds = dict.fromkeys((*earlier.strategies, *self.strategies))
-        strategies = {kind: earlier.strategies.get(kind, 0) + self.strategies.get(kind, 0) for kind in kinds}
-        tiers = {kind: own.after(earlier.tiers.get(kind, TierStats())) for kind, own in self.tiers.items()}
-        return replace(self, **summed, strategies=strategies, tiers=earlier.tiers | tiers)
-
-
-STATS_GAUGES = (
-    "running", "waiting", "kv_chunks_total", "kv_chunks_used", "kv_chunks_cached", "kv_chunks_unshared",
-    "writeback_pending",
-)  # fmt: skip
-"""Fields of EngineStats that tell how things stand; all others count."""
-
-STATS_TABLES = ("strategies", "tiers")
-"""Fields of EngineStats that hold several counts."""
 
 
 def field_names(kind: type) -> tuple[str, ...]:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from headrace.config import AttentionSpec
+from headrace.kernels.backend import Attend
 from headrace.kernels.cpu_step import Pools, Step, StepOver
-from headrace.models.spec import ModelConfig
-from headrace.models.weights import expected
+from headrace.kernels.records import Pool
+from headrace.models.spec import ModelConfig, expected
 
 PLAIN = dict(norm="layer", gated=False, activation="gelu")
 BIASED = dict(qkv_bias=True, out_bias=True, mlp_bias=True)
@@ -45,7 +46,7 @@ def weights_of(config: ModelConfig) -> dict[str, Tensor]:
 SLOTS = 6
 
 
-class Attention:
+class Attention(Attend):
     """A Step over pools of its own, as attention.execute has it: three rows at positions 70, 71 and 5."""
 
     def __init__(self, config: ModelConfig, windows: tuple[int | None, ...], slots: int = SLOTS) -> None:
@@ -72,11 +73,11 @@ class Attention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         self.calls += 1
-        out = self.step(self.pools[0][layer], self.pools[1][layer], q, k, v, self.windows[layer])
+        out = self.step(Pool(self.pools[0][layer], self.pools[1][layer]), q, k, v, self.windows[layer])
         return out if rows is None else out[rows]
 
 
 class AttentionOver(Attention):
     @property
-    def over(self) -> StepOver:
-        return self.step.over(Pools(*self.pools), self.windows)
+    def prepared(self) -> StepOver:  # type: ignore[override]
+        return self.step.over(Pools([Pool(k, v) for k, v in zip(*self.pools, strict=True)]), self.windows)

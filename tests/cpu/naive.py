@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from headrace.config import AttentionSpec
+from headrace.kernels.backend import Attend
 from headrace.models.decoder import Decoder, TokenBatch
 
 
-class NaiveAttend:
+class NaiveAttend(Attend):
     """An Attend for one sequence. Rows of a step must follow those of the step before."""
 
     def __init__(self, spec: AttentionSpec, key_bias: Tensor | None = None) -> None:
@@ -21,7 +22,7 @@ class NaiveAttend:
         self.keys: list[list[Tensor]] = [[] for _ in range(spec.layers)]
         self.values: list[list[Tensor]] = [[] for _ in range(spec.layers)]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         self.keys[layer].append(k.clone())
         self.values[layer].append(v.clone())
         return self.attend(layer, q, torch.cat(self.keys[layer]), torch.cat(self.values[layer]))
@@ -47,20 +48,20 @@ class NaiveAttend:
 class RowAttend(NaiveAttend):
     """The same, one row at a time: a row's bits cannot depend on how many rows came in its step."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         return torch.cat(
             [super(RowAttend, self).__call__(layer, q[i : i + 1], k[i : i + 1], v[i : i + 1]) for i in range(len(q))]
         )
 
 
-class BatchAttend:
+class BatchAttend(Attend):
     """Attention of several sequences, each by an Attend of its own; `counts` are their rows in a step, in order."""
 
     def __init__(self, sequences: list[NaiveAttend], counts: list[int]) -> None:
         self.sequences = sequences
         self.counts = counts
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         parts = zip(self.sequences, q.split(self.counts), k.split(self.counts), v.split(self.counts), strict=True)
         return torch.cat([sequence(layer, *rows) for sequence, *rows in parts])
 

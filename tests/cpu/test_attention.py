@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from headrace.attention.plan import Span, build
 from headrace.kernels import reference
-from headrace.kernels.state import AttnState, Partial, empty, empty_fold, empty_partial, fold, merge, normalise
+from headrace.kernels.records import Mask, Pool
+from headrace.kernels.state import (
+    AttnState,
+    Partial,
+    empty,
+    empty_partial,
+    empty_running,
+    merge_partials,
+    merge_states,
+    normalise,
+)
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
 HEADS, DIM = 2, 8
@@ -41,9 +51,9 @@ def test_merged_segments_are_the_whole(sizes: list[int], seed: int, size: float)
     parts = [softmax_state(q, kk, vv) for kk, vv in zip(k.split(sizes), v.split(sizes), strict=True)]
     left, right = empty(3, HEADS, DIM), empty(3, HEADS, DIM)
     for part in parts:
-        left = merge(left, part)
+        left = merge_states(left, part)
     for part in reversed(parts):
-        right = merge(part, right)
+        right = merge_states(part, right)
     close(left, softmax_state(q, k, v), 1e-4)
     close(right, softmax_state(q, k, v), 1e-4)
 
@@ -51,13 +61,13 @@ def test_merged_segments_are_the_whole(sizes: list[int], seed: int, size: float)
 def test_empty_is_neutral_to_the_bit() -> None:
     q, k = torch.randn(3, HEADS, DIM), torch.randn(5, HEADS, DIM)
     state, nothing = softmax_state(q, k, k), empty(3, HEADS, DIM)
-    for merged in (merge(state, nothing), merge(nothing, state)):
+    for merged in (merge_states(state, nothing), merge_states(nothing, state)):
         assert torch.equal(merged.out, state.out) and torch.equal(merged.lse, state.lse)
-    both = merge(nothing, nothing)
+    both = merge_states(nothing, nothing)
     assert torch.equal(both.out, nothing.out) and torch.equal(both.lse, nothing.lse)
     partial = Partial(state.out, state.lse, torch.ones(3, HEADS))
-    folded = fold(partial, empty_partial(3, HEADS, DIM))
-    assert all(torch.equal(a, b) for a, b in [(folded.acc, partial.acc), (folded.m, partial.m), (folded.l, partial.l)])
+    merged = merge_partials(partial, empty_partial(3, HEADS, DIM))
+    assert all(torch.equal(a, b) for a, b in [(merged.acc, partial.acc), (merged.m, partial.m), (merged.l, partial.l)])
     close(normalise(empty_partial(3, HEADS, DIM)), nothing)
 
 
@@ -104,16 +114,8 @@ def test_reference_agrees_with_plain_attention(kv_heads: int, window: int | None
     plan = build([Span(np.arange(4, dtype=np.int32), 120, 80)])
     q = torch.randn(80, 4, DIM)
     bias = torch.randn(4, 200) if biased else None
-    got = reference.attend(
-        q,
-        pool_k,
-        pool_v,
-        torch.from_numpy(plan.items_within(window)),
-        torch.from_numpy(plan.positions),
-        scale=0.3,
-        window=window,
-        bias=bias,
-    )
+    items, positions = torch.from_numpy(plan.items_within(window)), torch.from_numpy(plan.positions)
+    got = reference.attend(q, Pool(pool_k, pool_v), Mask(items, positions, scale=0.3, window=window, bias=bias))
     want = truth(q, k, v, plan.positions.tolist(), 0.3, window, bias)
     assert (got - want).abs().max() < 2e-6
 
@@ -124,40 +126,40 @@ def test_partial_states_of_two_segments_merge_to_the_whole(cut: int) -> None:
     plan = build([Span(np.arange(41, dtype=np.int32), 2560, 40)])
     q, positions = torch.randn(40, 4, DIM).bfloat16(), torch.from_numpy(plan.positions)
     near, far = (torch.from_numpy(items) for items in (plan.items[:cut], plan.items[cut:]))
-    parts = [reference.partial(q, pool_k, pool_v, part, positions, scale=0.3) for part in (near, far)]
-    whole = reference.partial(q, pool_k, pool_v, torch.from_numpy(plan.items), positions, scale=0.3)
-    close(merge(*map(reference.states_of, parts)), reference.states_of(whole), 1e-6)
+    pool = Pool(pool_k, pool_v)
+    parts = [reference.partial(q, pool, Mask(part, positions, scale=0.3)) for part in (near, far)]
+    whole = reference.partial(q, pool, Mask(torch.from_numpy(plan.items), positions, scale=0.3))
+    close(merge_states(*map(reference.states_of, parts)), reference.states_of(whole), 1e-6)
 
 
 def test_bf16_error_is_that_of_rounding_probabilities() -> None:
     k, v, pool_k, pool_v = pools(3000, 2, torch.bfloat16)
     plan = build([Span(np.arange(47, dtype=np.int32), 2990, 10)])
     q = torch.randn(10, 4, DIM).bfloat16()
-    got = reference.attend(
-        q, pool_k, pool_v, torch.from_numpy(plan.items), torch.from_numpy(plan.positions), scale=0.35
-    )
+    mask = Mask(torch.from_numpy(plan.items), torch.from_numpy(plan.positions), scale=0.35)
+    got = reference.attend(q, Pool(pool_k, pool_v), mask)
     want = truth(q, k, v, plan.positions.tolist(), 0.35, None, None)
     relative = ((got - want).norm() / want.norm()).item()
     assert relative < 4e-3, relative
 
 
-def test_folds_chunks_into_blocks_and_blocks_into_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The canonical order, spelled out: the folder must give these very bits."""
+def test_merges_chunks_into_blocks_and_blocks_into_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The canonical order, spelled out: the rows must give these very bits."""
     rows, chunks = 3, 2 * BLOCK_CHUNKS + 5
     parts = [
         Partial(torch.randn(rows, HEADS, DIM), torch.randn(rows, HEADS), torch.rand(rows, HEADS)) for _ in range(chunks)
     ]
-    folder = reference.Folder(empty_fold(rows, HEADS, DIM))
+    running = reference.RunningRows(empty_running(rows, HEADS, DIM))
     for index, part in enumerate(parts):
-        folder.add(0, rows, index * CHUNK, part)
+        running.add(0, rows, index * CHUNK, part)
     total = empty_partial(rows, HEADS, DIM)
     for first in range(0, chunks, BLOCK_CHUNKS):
         block = empty_partial(rows, HEADS, DIM)
         for part in parts[first : first + BLOCK_CHUNKS]:
-            block = fold(block, part)
-        total = fold(total, block)
-    assert torch.equal(reference.states_of(folder.state()).out, normalise(total).out)
-    assert torch.equal(reference.states_of(folder.state()).lse, normalise(total).lse)
+            block = merge_partials(block, part)
+        total = merge_partials(total, block)
+    assert torch.equal(reference.states_of(running.state()).out, normalise(total).out)
+    assert torch.equal(reference.states_of(running.state()).lse, normalise(total).lse)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -173,6 +175,5 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_shared(dtype: torch.dtype)
 
 def run(spans: list[Span], q: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor) -> torch.Tensor:
     plan = build(spans)
-    return reference.attend(
-        q, pool_k, pool_v, torch.from_numpy(plan.items), torch.from_numpy(plan.positions), scale=0.3
-    )
+    mask = Mask(torch.from_numpy(plan.items), torch.from_numpy(plan.positions), scale=0.3)
+    return reference.attend(q, Pool(pool_k, pool_v), mask)

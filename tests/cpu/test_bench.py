@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 
 from headrace.attention.plan import build
 from headrace.bench import connections, engine, limits
-from headrace.bench.attention import QUICK, AttentionBench, predicted
+from headrace.bench.attention_cases import QUICK, AttentionCases, predicted
 from headrace.bench.attention_testbed import (
     GQA,
     MHA,
-    Bed,
+    AttentionTestbed,
     chunk_first,
     decode_spans,
     pairs,
@@ -33,11 +33,13 @@ from headrace.bench.attention_testbed import (
     slots_of,
     unmerged,
 )  # fmt: skip
+from headrace.bench.benchmark import Benchmark, Case
 from headrace.bench.cache import bookkeeping_case
+from headrace.bench.contender_process import ContenderFailed, ContenderProcess, process_tree
 from headrace.bench.peers import ENGINES, Contender
 from headrace.bench.protocol import figures
-from headrace.bench.result import measure_cases
-from headrace.bench.shapes import SHAPES, Shape
+from headrace.bench.result import measure
+from headrace.bench.shapes import SHAPES, CheckpointShape
 from headrace.bench.workloads import WORKLOADS, chosen
 from headrace.cli.main import app
 from headrace.types import CHUNK
@@ -47,12 +49,12 @@ pytestmark = pytest.mark.cpu
 
 ATTENTION = {"name", "ours_ms", "sdpa_ms", "unshared_ms", "gbps", "gflops", "of_bandwidth", "of_gemm"}
 ENGINE = {"workload", "model", "engine", "precision", "ttft_s", "decode_tok_s", "wall_s", "peak_rss_mb"}
-TINY = Shape(hidden=64, layers=1, heads=2, kv_heads=1, head_dim=32, mlp=64)
+TINY = CheckpointShape(hidden=64, layers=1, heads=2, kv_heads=1, head_dim=32, mlp=64)
 
 
 @pytest.mark.parametrize("faster", [torch.bfloat16, torch.float32])
 def test_torch_multiplies_in_its_faster_type(faster: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    def times(runs: dict[str, limits.Timed], repeats: int) -> dict[str, float]:
+    def times(runs: dict[str, limits.TimedCall], repeats: int) -> dict[str, float]:
         return {name: 1.0 if name == str(faster) else 2.0 for name in runs}
 
     monkeypatch.setattr(limits, "alternate", times)
@@ -77,7 +79,7 @@ def test_attention_writes_the_fixed_format(chosen: str, tmp_path: Path) -> None:
 
 
 def test_attention_has_every_case() -> None:
-    bench = AttentionBench(QUICK, [1, 2])
+    bench = AttentionCases(QUICK, [1, 2])
     families = [name for family in (bench.decode, bench.shared, bench.tree, bench.prefill, bench.linear)
                 for name, _ in family()]  # fmt: skip
     assert len(families) == 12 + 10 + 2 + 6 + 6
@@ -88,12 +90,12 @@ def test_plans_of_the_benchmarks_compute_the_same() -> None:
     """Shared pages met together or once per sequence: one answer, bit for bit."""
     paths = shared([2, 2], [64, 128], 64)
     assert len(paths) == 4 and slots_of(paths) == 1 + 2 * 2 + 4
-    bed = Bed(GQA, slots_of(paths), "reference")
+    testbed = AttentionTestbed(GQA, slots_of(paths), "reference")
     plan = build(decode_spans(paths, 256))
     torch.manual_seed(1)
-    together = bed.attend(plan)()
+    together = testbed.attend(plan)()
     torch.manual_seed(1)
-    assert torch.equal(together, bed.attend(unmerged(paths, 256))()) and together.abs().max() > 0
+    assert torch.equal(together, testbed.attend(unmerged(paths, 256))()) and together.abs().max() > 0
     assert pairs(plan) == 4 * 256
     assert pairs(chunk_first(plan)) == 4 * 192
 
@@ -154,19 +156,20 @@ def test_engine_refuses_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(engine.Failed):
-        engine.Process(ENGINES["headrace"], tmp_path)
+    with pytest.raises(ContenderFailed):
+        ContenderProcess(ENGINES["headrace"], tmp_path)
 
 
 def test_sigterm_interrupts_and_what_there_is_is_written(tmp_path: Path) -> None:
-    def cases() -> Iterator[dict[str, int]]:
-        yield {"first": 1}
-        os.kill(os.getpid(), signal.SIGTERM)
-        yield {"second": 2}
+    class Interrupted(Benchmark):
+        def cases(self) -> Iterator[Case]:
+            yield {"first": 1}
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield {"second": 2}
 
     before, path = signal.getsignal(signal.SIGTERM), tmp_path / "result.json"
     with pytest.raises(KeyboardInterrupt):
-        measure_cases(cases(), path)
+        measure(Interrupted(), path)
     assert json.loads(path.read_text())["cases"] == [{"first": 1}]
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -184,11 +187,11 @@ def test_interrupted_engines_and_their_children_end(
     while_starting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     pids: list[int] = []
-    ready = engine.Process._answer
+    ready = ContenderProcess._answer
 
-    def start(process: engine.Process) -> dict[str, Any]:
+    def start(process: ContenderProcess) -> dict[str, Any]:
         answer = ready(process)
-        pids.extend(engine._tree(process.popen.pid))
+        pids.extend(process_tree(process.popen.pid))
         if while_starting and len(pids) == 4:
             os.kill(os.getpid(), signal.SIGINT)
         return answer
@@ -196,8 +199,8 @@ def test_interrupted_engines_and_their_children_end(
     def ask(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(engine.Process, "_answer", start)
-    monkeypatch.setattr(engine.Process, "ask", ask)
+    monkeypatch.setattr(ContenderProcess, "_answer", start)
+    monkeypatch.setattr(ContenderProcess, "ask", ask)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     engines: list[Contender] = [Silent("one", "bf16"), Silent("other", "bf16")]
@@ -217,7 +220,7 @@ def alive(pid: int) -> bool:
 
 
 def test_attention_cases_by_commas() -> None:
-    bench = AttentionBench(QUICK, [1])
+    bench = AttentionCases(QUICK, [1])
     names = [case["name"] for case in bench.cases("prefill_gqa_, decode_mha_1x")]
     assert {name.split("_")[0] for name in names} == {"prefill", "decode"}
     assert all(name.startswith(("prefill_gqa_", "decode_mha_1x")) for name in names)
@@ -245,7 +248,7 @@ def test_connections_are_measured_with_and_without_strangers(
 ) -> None:
     if fake:
         monkeypatch.setattr(connections, "serving", lambda: serving_fake(tmp_path / "log"))
-    *rounds, silent, again = connections.cases(idle=40, clients=2, each=2, repeats=1)
+    *rounds, silent, again = connections.ConnectionsBench(idle=40, clients=2, each=2, repeats=1).cases()
     assert [case["name"] for case in rounds] == ["none", "silent", "again"]
     assert all(case["requests"] == 4 and case["p99_ttft_ms"] > 0 for case in rounds)
     assert silent["p99_ttft_ratio"] > 0 and again["p99_ttft_ratio"] > 0

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from headrace.bench import engine as bench_engine
 from headrace.bench import peers
+from headrace.bench.contender_process import ContenderFailed, ContenderProcess
 from headrace.bench.neighbours import Neighbours
 from headrace.bench.peers import ENGINES, Contender
 from headrace.bench.workloads import chosen
@@ -56,7 +57,7 @@ def test_an_engine_says_how_it_was_set_up(tmp_path: Path) -> None:
 
 
 def test_setup_is_printed_once_for_each_engine() -> None:
-    line = bench_engine.lines()
+    line = bench_engine.EngineBench().line
     case = {"engine": "fake", "setup": "bf16; threads 3", "wall_s": 1.0}
     assert line(case) == "fake: bf16; threads 3\nengine fake  wall_s 1.0"
     assert line(case) == "engine fake  wall_s 1.0"
@@ -79,8 +80,8 @@ def test_libraries_are_preloaded_or_refused(tmp_path: Path, monkeypatch: pytest.
     library = tmp_path / "libs" / "x" / "libfast.so"
     library.write_text("no library")
     assert engine.obstacle() is None and engine.environment()["LD_PRELOAD"] == str(library)
-    with pytest.raises(bench_engine.Failed, match=r"libfast\.so is in LD_PRELOAD but was not loaded"):
-        bench_engine.Process(engine, tmp_path)
+    with pytest.raises(ContenderFailed, match=r"libfast\.so is in LD_PRELOAD but was not loaded"):
+        ContenderProcess(engine, tmp_path)
 
 
 def test_vllm_is_set_up_as_its_documentation_says() -> None:

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.bench import shapes
-from headrace.bench.offload import Bed, OffloadBench, line
+from headrace.bench.offload import OffloadBench, OffloadTestbed
 from headrace.cli.main import app
 
-TINY = shapes.Shape(hidden=64, layers=3, heads=4, kv_heads=4, head_dim=16, mlp=128, vocab=512)
+TINY = shapes.CheckpointShape(hidden=64, layers=3, heads=4, kv_heads=4, head_dim=16, mlp=128, vocab=512)
 
 
 @pytest.fixture
@@ -35,31 +35,31 @@ def test_it_runs_and_says_what_it_found(tmp_path: Path) -> None:
         assert case["gain"] == case["tokens_s"]["solver"] / case["tokens_s"]["load all"]
         assert all(len(runs) == 2 for runs in case["runs"].values()), "one round more, to warm up"
         assert case["solver_over_best"] <= 1.0 and case["tokens_s"][case["best"]] >= case["tokens_s"]["load all"]
-        assert "times load all" in line(case)
+        assert "times load all" in OffloadBench().line(case)
 
 
 @pytest.mark.usefixtures("small", "one_thread")
 @pytest.mark.parametrize("schedule", ["row", "column"])
 def test_the_ways_differ_in_what_crosses_the_link(schedule: str, tmp_path: Path) -> None:
-    bench = OffloadBench(sequences=2, context=256, batches=2, repeats=2, schedules=[schedule], rates=[1.0])
-    (form,) = bench.forms()
-    bed = Bed(str(shapes.write_checkpoint(TINY, tmp_path)), form, bench)
-    bed.set_link(100.0, 0.0)
-    bed.run({}, 1)  # begins a fifth chunk
+    bench = OffloadBench(sequences=2, context=256, batches=2, repeats=2, schedules=(schedule,), rates=(1.0,))
+    (setup,) = bench.setups()
+    testbed = OffloadTestbed(str(shapes.write_checkpoint(TINY, tmp_path)), setup, bench)
+    testbed.set_link(100.0, 0.0)
+    testbed.run({}, 1)  # begins a fifth chunk
 
     def bytes_in(**options: Any) -> int:
-        before = bed.streamer.transfers.totals.bytes_in
-        run = bed.run(options, 1)
+        before = testbed.streamer.transfers.totals.bytes_in
+        run = testbed.run(options, 1)
         assert run.share == pytest.approx(options.get("share", 0.0), abs=0.2)
-        return int(bed.streamer.transfers.totals.bytes_in - before)
+        return int(testbed.streamer.transfers.totals.bytes_in - before)
 
     everything, projected = bytes_in(share=0.0), bytes_in(share=1.0)
-    x_bytes = 0 if schedule == "row" else bed.streamer.transfers.store.x_bytes
+    x_bytes = 0 if schedule == "row" else testbed.streamer.transfers.store.x_bytes
     # Three layers, two sequences, of each four whole chunks, and one that is loaded either way.
-    assert everything - projected == 3 * 2 * 4 * (bed.streamer.transfers.store.chunk_bytes - x_bytes)
+    assert everything - projected == 3 * 2 * 4 * (testbed.streamer.transfers.store.chunk_bytes - x_bytes)
     if schedule == "column":
         assert bytes_in(share=0.0, fine=False) == everything
-    bed.close()
+    testbed.close()
 
 
 def test_it_refuses_a_schedule_that_does_not_exist() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of restores: by a bed that costs nothing, and the real one once, tiny."""
+"""The benchmark of restores: by a testbed that costs nothing, and the real one once, tiny."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace.bench import restore, shapes
-from headrace.bench.restore import Case, Plan, around, grid, links_of, measured, plot, table
-from headrace.bench.restore_testbed import At, RestoreBed, Timed
+from headrace.bench import shapes
+from headrace.bench.benchmark import Case
+from headrace.bench.restore import RestoreBench, link_rates
+from headrace.bench.restore_report import plot, table
+from headrace.bench.restore_splits import around, balance, grid, measured
+from headrace.bench.restore_testbed import RestoreTestbed, SplitPoint, TimedRestore
 from headrace.cli.main import app
 from headrace.offload.restore.estimators import LinearRate, PrefillRate
 from headrace.offload.restore.rates import Rates
@@ -24,24 +27,24 @@ def known_rates(project_s: float, prefill: PrefillRate) -> Rates:
 
 X_BYTES = 64 * 1024 * 2 * 8
 RUN = StoredRun(first=0, chunks=64, suffix=32, kv_bytes=2 * X_BYTES, x_bytes=X_BYTES, layers=8, tiers="host")
-TINY = shapes.Shape(hidden=64, layers=2, heads=4, kv_heads=4, head_dim=32, mlp=128, vocab=2048)
+TINY = shapes.CheckpointShape(hidden=64, layers=2, heads=4, kv_heads=4, head_dim=32, mlp=128, vocab=2048)
 
 
 @dataclass
 class Imagined:
-    """A bed that takes `slow` times what the solver predicts; `drift` more with every restore."""
+    """A testbed that takes `slow` times what the solver predicts; `drift` more with every restore."""
 
     run: StoredRun = RUN
     slow: float = 1.05
     drift: float = 0.0
-    asked: list[At] = field(default_factory=list)
+    asked: list[SplitPoint] = field(default_factory=list)
     known: Rates = field(default_factory=lambda: known_rates(2e-6, PrefillRate(5e-3, 1e-4, 2e-9)).behind(0.5e9))
 
-    def time(self, at: At) -> Timed:
+    def time(self, at: SplitPoint) -> TimedRestore:
         self.asked.append(at)
         found = predict(self.run, self.known, at.tokens, at.x)
         seconds = found.seconds * self.slow * (1 + self.drift * len(self.asked))
-        return Timed(seconds, seconds + 1e-3, found.link_s, found.waited_s, found)
+        return TimedRestore(seconds, seconds + 1e-3, found.link_s, found.waited_s, found)
 
     def choice(self) -> tuple[StoredRun, Split]:
         return self.run, restore_split(self.run, self.known)
@@ -55,34 +58,34 @@ class Imagined:
 
 @pytest.mark.parametrize("drift", [0.0, 0.001])
 def test_a_case(drift: float) -> None:
-    bed = Imagined(drift=drift)
-    case = measured(bed, Plan(stride=8, repeats=3))
-    split = restore_split(RUN, bed.known)
+    testbed = Imagined(drift=drift)
+    case = measured(testbed, stride=8, repeats=3)
+    split = restore_split(RUN, testbed.known)
     assert (case["tokens"], case["x"], case["load"]) == split[:3]
     assert case["to_best"] == pytest.approx(1.0, abs=0.01)
     assert case["best_s"] <= case["chosen_s"]
     assert case["gain"] > 1
-    assert case["measured_to_predicted"] == pytest.approx(1.05 * (1 + drift * len(bed.asked)), rel=0.02)
+    assert case["measured_to_predicted"] == pytest.approx(1.05 * (1 + drift * len(testbed.asked)), rel=0.02)
     assert case["to_load_all"] < 1 and case["to_recompute_all"] < 1
-    predicted = predict(RUN, bed.known, split.tokens, split.x)
+    predicted = predict(RUN, testbed.known, split.tokens, split.x)
     assert case["overlap"] == pytest.approx(1.0 - predicted.waited_s / predicted.link_s)
-    for at in (At(split.tokens, split.x), At(0, 0), At(64, 0)):
-        assert bed.asked.count(at) >= 3
+    for at in (SplitPoint(split.tokens, split.x), SplitPoint(0, 0), SplitPoint(64, 0)):
+        assert testbed.asked.count(at) >= 3
     json.dumps(case)
 
 
 def test_without_activations_none_are_projected() -> None:
-    bed = Imagined(StoredRun(0, 64, 32, RUN.kv_bytes / 4, None, 8, "host"))
-    assert measured(bed, Plan())["x"] == 0
-    assert all(at.x == 0 for at in bed.asked)
+    testbed = Imagined(StoredRun(0, 64, 32, RUN.kv_bytes / 4, None, 8, "host"))
+    assert measured(testbed, 8, 5)["x"] == 0
+    assert all(at.x == 0 for at in testbed.asked)
 
 
 def test_where_all_is_recomputed() -> None:
     """Nothing is loaded: there is no overlap to tell of."""
-    bed = Imagined(known=known_rates(2e-3, PrefillRate(0, 1e-4, 2e-9)).behind(1e6))
-    case = measured(bed, Plan(repeats=1))
+    testbed = Imagined(known=known_rates(2e-3, PrefillRate(0, 1e-4, 2e-9)).behind(1e6))
+    case = measured(testbed, stride=8, repeats=1)
     assert (case["tokens"], case["overlap"], case["gain"]) == (64, None, pytest.approx(1.0))
-    assert "overlap -" in restore.line(case | {"link_gbps": 0.001})
+    assert "overlap -" in RestoreBench().line(case | {"link_gbps": 0.001})
 
 
 def test_grids() -> None:
@@ -90,7 +93,7 @@ def test_grids() -> None:
     odd = grid(StoredRun(0, 5, 1, 1.0, None, 1, "host"), 2)
     assert odd == [(0, 0), (2, 0), (4, 0), (5, 0)]
     assert len(grid(RUN, 1)) == 65 * 66 // 2
-    near = around(RUN, At(64, 0), 4)
+    near = around(RUN, SplitPoint(64, 0), 4)
     assert near == [(60, 0), (60, 4)]
     assert all(at.tokens + at.x <= 64 for at in near)
 
@@ -100,7 +103,7 @@ def made() -> list[Case]:
     for model in ("S2", "S1"):
         for gbps in (0.1, 1.0, 10.0):
             known = known_rates(2e-6, PrefillRate(5e-3, 1e-4, 2e-9)).behind(gbps * 1e9)
-            case = measured(Imagined(known=known), Plan(repeats=1))
+            case = measured(Imagined(known=known), stride=8, repeats=1)
             found.append({"model": model, "link_gbps": gbps, "latency_ms": 0.0} | case)
     return found
 
@@ -112,7 +115,7 @@ def test_the_link_of_balance() -> None:
         known = known_rates(2e-6, PrefillRate(5e-3, 1e-4, 2e-9)).behind(None if gbps is None else gbps * 1e9)
         return Imagined(known=known)
 
-    case = measured(opened(restore.balance(opened)), Plan(repeats=1))
+    case = measured(opened(balance(opened)), stride=8, repeats=1)
     assert case["balance"] == pytest.approx(1.0, abs=0.1)
     assert case["gain"] > 1.5
 
@@ -120,7 +123,7 @@ def test_the_link_of_balance() -> None:
 def test_table_and_plot(tmp_path: Path) -> None:
     found = made()
     assert len(table(found).splitlines()) == 2 + 6
-    assert "0.1 GB/s" in restore.line(found[0])
+    assert "0.1 GB/s" in RestoreBench().line(found[0])
     plot(found, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
@@ -134,37 +137,37 @@ def test_table_and_plot(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_plan_refuses(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Plan(**given)  # type: ignore[arg-type]
+        RestoreBench(**given)  # type: ignore[arg-type]
 
 
 def test_links() -> None:
-    assert links_of("0.1,30,balance") == (0.1, 30.0, None)
+    assert link_rates("links", "0.1,30,balance") == (0.1, 30.0, None)
     with pytest.raises(ValueError, match="links"):
-        links_of("fast")
+        link_rates("links", "fast")
 
 
-def test_a_real_bed(tmp_path: Path) -> None:
+def test_a_real_testbed(tmp_path: Path) -> None:
     """Every way of coming back, timed; the counters tell which it was."""
-    bed = RestoreBed(TINY, tmp_path / "tiny", 0.5, chunks=4, suffix=5, threads=1, max_batch_tokens=128)
+    testbed = RestoreTestbed(TINY, tmp_path / "tiny", 0.5, chunks=4, suffix=5, threads=1, max_batch_tokens=128)
     try:
-        counters = bed.offload.counters
-        for at in (At(0, 0), At(2, 0), At(0, 3), At(1, 2), At(4, 0)):
+        counters = testbed.offload.counters
+        for at in (SplitPoint(0, 0), SplitPoint(2, 0), SplitPoint(0, 3), SplitPoint(1, 2), SplitPoint(4, 0)):
             before = counters.loaded_tokens, counters.projected_tokens
-            timed = bed.time(at)
+            timed = testbed.time(at)
             assert 0 < timed.seconds <= timed.ttft_s
             assert timed.predicted.seconds > 0
             assert counters.projected_tokens - before[1] == 64 * at.x
             assert counters.loaded_tokens - before[0] == 64 * (4 - at.tokens - at.x)
             assert (timed.link_s > 0) == (at.tokens < 4)
             assert timed.waited_s >= 0
-        run, split = bed.choice()
+        run, split = testbed.choice()
         assert (run.first, run.chunks, run.suffix, run.layers) == (0, 4, 5, 2)
         assert sum(split[:3]) == 4
-        assert bed.rates()["host_observed"] >= 4
+        assert testbed.rates()["host_observed"] >= 4
     finally:
-        bed.close()
+        testbed.close()
     with pytest.raises(ValueError, match="chunk"):
-        RestoreBed(TINY, tmp_path / "tiny", 0.5, chunks=0, suffix=1)
+        RestoreTestbed(TINY, tmp_path / "tiny", 0.5, chunks=0, suffix=1)
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from headrace.cli import main, options
-from headrace.config import EngineConfig, env_name
+from headrace.config import SETTINGS, EngineConfig
 
 pytestmark = pytest.mark.cpu
 
@@ -68,10 +67,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
 
 def test_serve_has_every_setting_with_its_environment_twin() -> None:
     text = " ".join(run("serve", "--help").output.split())
-    for item in fields(EngineConfig):
-        assert env_name(item.name) in text
+    for item in SETTINGS.values():
+        assert item.env == f"HEADRACE_{item.name.upper()}" and item.env in text
         assert item.name == "model" or f"--{item.name.replace('_', '-')}" in text
-        for alias in item.metadata["aliases"]:
+        for alias in item.aliases:
             assert alias in text
 
 
@@ -88,13 +87,16 @@ def test_flag_before_environment_before_default(served: list[EngineConfig]) -> N
     assert run("serve", **env).exit_code == 0
     assert run("serve", "mine", "--port", "99", "--max-num-seqs", "3", **env).exit_code == 0
     assert run("serve", "--no-enable-prefix-caching", "--dtype", "float32").exit_code == 0
-    assert [(c.model, c.port, c.max_sequences) for c in served[:2]] == [("other", 1234, 7), ("mine", 99, 3)]
+    assert [(c.model.folder, c.server.port, c.scheduler.max_sequences) for c in served[:2]] == [
+        ("other", 1234, 7),
+        ("mine", 99, 3),
+    ]
     assert served[2] == EngineConfig(enable_prefix_caching=False, dtype="float32")
 
 
 def test_ranks_have_short_flags(served: list[EngineConfig]) -> None:
     assert run("serve", "-cp", "3", "-tp", "2").exit_code == 0
-    assert (served[0].context_parallel_size, served[0].tensor_parallel_size) == (3, 2)
+    assert (served[0].ranks.context, served[0].ranks.tensor) == (3, 2)
 
 
 def test_exit_code_of_the_server_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,5 +224,5 @@ def test_demo_ends_well() -> None:
 
 
 def test_demo_fails_when_the_server_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.cli.demo.MODEL", "/no/such/model")
+    monkeypatch.setattr("headrace.bench.demo.MODEL", "/no/such/model")
     check_error(run("demo"), 1, "the server ended with 2", "/no/such/model")

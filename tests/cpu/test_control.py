@@ -15,7 +15,7 @@ import pytest
 
 from headrace.config import EngineConfig
 from headrace.parallel import control
-from headrace.parallel.control import Channel, Hello, Refused, Run, Stop, connect, proof
+from headrace.parallel.control import Channel, Refused, RunStep, StopWorker, WorkerHello, connect, proof
 from headrace.parallel.group import interface_name, prove
 from headrace.parallel.handshake import Handshake
 from headrace.parallel.launch import TorchRun, _read_secret, open_group
@@ -29,10 +29,10 @@ OTHER = "another secret of theirs"
 
 def pair(meddle: Callable[[bytes], bytes] | None = None) -> tuple[Channel, Channel]:
     """Driver's and worker's channel; `meddle` changes what passes from driver to worker after the handshake."""
-    with Handshake("127.0.0.1", SECRET) as gate:
-        theirs = connect(address(gate), SECRET, "127.0.0.1")
-        theirs.send(Hello(1, 42, "here"))
-        driver = gate.admit(range(1, 2), 60, nothing)[1][0]
+    with Handshake("127.0.0.1", SECRET) as listener:
+        theirs = connect(address(listener), SECRET, "127.0.0.1")
+        theirs.send(WorkerHello(1, 42, "here"))
+        driver = listener.admit(range(1, 2), 60, nothing)[1][0]
     if meddle is not None:
         near, far = socket.socketpair()
         real, theirs._link = theirs._link, far
@@ -48,11 +48,11 @@ def pair(meddle: Callable[[bytes], bytes] | None = None) -> tuple[Channel, Chann
 
 def test_messages_pass_both_ways_and_end() -> None:
     driver, worker = pair()
-    big = Run(bytes(range(256)) * 20_000)
-    threading.Thread(target=lambda: [driver.send(m) for m in (big, Stop(), big)], daemon=True).start()
-    assert [worker.receive() for _ in range(3)] == [big, Stop(), big]
-    worker.send(Hello(1, 2, "host"))
-    assert driver.receive() == Hello(1, 2, "host")
+    big = RunStep(bytes(range(256)) * 20_000)
+    threading.Thread(target=lambda: [driver.send(m) for m in (big, StopWorker(), big)], daemon=True).start()
+    assert [worker.receive() for _ in range(3)] == [big, StopWorker(), big]
+    worker.send(WorkerHello(1, 2, "host"))
+    assert driver.receive() == WorkerHello(1, 2, "host")
     worker.close()
     assert driver.receive() is None
     driver.close()
@@ -79,8 +79,8 @@ def test_a_frame_that_was_not_sent_so_is_refused(meddle: Callable[[bytes], bytes
             sent.append(data)
 
     driver._link = Collect()  # type: ignore[assignment]
-    driver.send(Run(b"first"))
-    driver.send(Run(b"other"))
+    driver.send(RunStep(b"first"))
+    driver.send(RunStep(b"other"))
     both.sendall(b"".join(sent))
     with pytest.raises(Refused):
         while worker.receive() is not None:
@@ -90,7 +90,7 @@ def test_a_frame_that_was_not_sent_so_is_refused(meddle: Callable[[bytes], bytes
 
 def test_a_frame_of_one_direction_is_none_of_the_other() -> None:
     driver, worker = pair()
-    worker.send(Stop())
+    worker.send(StopWorker())
     frame = driver._link.recv(1 << 16)
     driver._link.sendall(frame)
     with pytest.raises(Refused, match="right code"):
@@ -98,32 +98,34 @@ def test_a_frame_of_one_direction_is_none_of_the_other() -> None:
 
 
 @pytest.fixture
-def gate() -> Iterator[Handshake]:
-    with Handshake("127.0.0.1", SECRET) as gate:
-        yield gate
+def listener() -> Iterator[Handshake]:
+    with Handshake("127.0.0.1", SECRET) as listener:
+        yield listener
 
 
-def address(gate: Handshake) -> tuple[str, int]:
-    host, port = gate.address.split(":")
+def address(listener: Handshake) -> tuple[str, int]:
+    host, port = listener.address.split(":")
     return host, int(port)
 
 
 def nothing() -> None: ...
 
 
-def test_gate_lets_in_who_knows_the_secret_and_nobody_else(gate: Handshake, caplog: pytest.LogCaptureFixture) -> None:
+def test_handshake_lets_in_who_knows_the_secret_and_nobody_else(
+    listener: Handshake, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(Refused):
-        connect(address(gate), OTHER, "127.0.0.1")
-    with socket.create_connection(address(gate)) as mute, socket.create_connection(address(gate)) as rude:
+        connect(address(listener), OTHER, "127.0.0.1")
+    with socket.create_connection(address(listener)) as mute, socket.create_connection(address(listener)) as rude:
         rude.sendall(bytes(200))
         assert len(rude.recv(32)) == 32
         with suppress(ConnectionResetError):
             assert rude.recv(64) in (b"", control.REFUSAL)
-        connect(address(gate), SECRET, "127.0.0.1").send(Hello(1, 42, "here"))
-        links = gate.admit(range(1, 2), 60, nothing)
-        assert links[1][1] == Hello(1, 42, "here")
+        connect(address(listener), SECRET, "127.0.0.1").send(WorkerHello(1, 42, "here"))
+        links = listener.admit(range(1, 2), 60, nothing)
+        assert links[1][1] == WorkerHello(1, 42, "here")
         mute.close()
-    gate.close()
+    listener.close()
     assert " ".join(caplog.messages).count("1 the other side does not know the secret") == 2
 
 
@@ -133,31 +135,31 @@ def test_a_driver_that_does_not_know_the_secret_learns_nothing() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
-def test_gate_refuses_ranks_that_are_taken_or_none(gate: Handshake, rank: int) -> None:
+def test_handshake_refuses_ranks_that_are_taken_or_none(listener: Handshake, rank: int) -> None:
     for number in (1, rank):
-        connect(address(gate), SECRET, "127.0.0.1").send(Hello(number, 1, "here"))
+        connect(address(listener), SECRET, "127.0.0.1").send(WorkerHello(number, 1, "here"))
     with pytest.raises(ValueError, match="says that it is rank"):
-        gate.admit(range(1, 3), 60, nothing)
+        listener.admit(range(1, 3), 60, nothing)
 
 
-def test_gate_names_who_is_missing(gate: Handshake) -> None:
-    connect(address(gate), SECRET, "127.0.0.1").send(Hello(2, 1, "here"))
+def test_handshake_names_who_is_missing(listener: Handshake) -> None:
+    connect(address(listener), SECRET, "127.0.0.1").send(WorkerHello(2, 1, "here"))
     with pytest.raises(TimeoutError, match=r"rank 1 did not come within 0\.3 s"):
-        gate.admit(range(1, 3), 0.3, nothing)
+        listener.admit(range(1, 3), 0.3, nothing)
 
 
-def test_crew_keeps_the_first_reason_and_tells_late_listeners() -> None:
+def test_supervisor_keeps_the_first_reason_and_tells_late_listeners() -> None:
     driver, worker = pair()
-    crew = WorkerSupervisor({1: (driver, Hello(1, 1, "here"))}, 10.0)
+    workers = WorkerSupervisor({1: (driver, WorkerHello(1, 1, "here"))}, 10.0)
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    crew.on_failure(told.put)
-    worker.send(control.Failed("ValueError: this", False))
-    assert crew.failed.wait()
+    workers.on_failure(told.put)
+    worker.send(control.WorkerFailed("ValueError: this", False))
+    assert workers.failed.wait()
     worker.close()
-    crew.on_failure(told.put)
+    workers.on_failure(told.put)
     with pytest.raises(RankLost, match="rank 1 failed: ValueError: this"):
-        crew.wait_ready()
-    crew.close()
+        workers.wait_ready()
+    workers.close()
     assert [told.get(), told.get()] == ["rank 1 failed: ValueError: this"] * 2 and told.empty()
 
 
@@ -193,9 +195,8 @@ def test_a_secret_file_that_others_can_read_is_not_trusted(tmp_path: Path) -> No
 def test_config_travels_without_the_key_of_the_api() -> None:
     config = EngineConfig(api_key="key", context_parallel_size=3, rank_timeout_s=2.5, max_model_len=None)
     got = decode_config(encode_config(config))
-    assert got.api_key is None
-    got.api_key = "key"
-    assert got == config
+    assert got.server.api_key is None
+    assert got.replace(api_key="key") == config
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_config_travels_without_the_key_of_the_api() -> None:
 )
 def test_settings_that_cannot_work(settings: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        EngineConfig(**settings)  # type: ignore[arg-type]
+        EngineConfig(**settings)
 
 
 def test_refusals_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

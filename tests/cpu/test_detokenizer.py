@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from headrace.engine.detokenizer import Detokenizer, Piece
+from headrace.engine.detokenizer import Detokenizer, TextPiece
 from headrace.engine.tokenizer import Tokenizer
 from headrace.types import SamplingParams
 from tests.cpu.tokenizers_made import (
@@ -31,7 +31,9 @@ texts = st.text(
 )
 
 
-def run(tokenizer: Tokenizer | None, tokens: Sequence[int], prompt: Sequence[int] = (), **options: Any) -> list[Piece]:
+def run(
+    tokenizer: Tokenizer | None, tokens: Sequence[int], prompt: Sequence[int] = (), **options: Any
+) -> list[TextPiece]:
     """The pieces of `tokens` after `prompt`, up to the stop, and one more with what flush releases."""
     eos = options.pop("eos", EOS)
     detokenizer = Detokenizer(tokenizer, prompt, SamplingParams(max_tokens=None, **options), eos)
@@ -40,10 +42,10 @@ def run(tokenizer: Tokenizer | None, tokens: Sequence[int], prompt: Sequence[int
         pieces.append(detokenizer.push(token))
         if pieces[-1].stop is not None:
             break
-    return [*pieces, Piece(detokenizer.flush(), None, 0)]
+    return [*pieces, TextPiece(detokenizer.flush(), None, 0)]
 
 
-def text_of(pieces: list[Piece]) -> str:
+def text_of(pieces: list[TextPiece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
@@ -204,7 +206,7 @@ def test_stop_strings_by_definition_and_however_polled(
     at, polled = 0, []
     while at < len(tokens):
         size = cuts[len(polled) % len(cuts)]
-        polled.append(detokenizer.push_all(tokens[at : at + size]))
+        polled.append(pushed(detokenizer, tokens[at : at + size]))
         at += size
     assert text_of(polled) + detokenizer.flush() == text_of(pieces)
     assert sum(p.tokens for p in polled) == len(pieces) - 1
@@ -225,6 +227,13 @@ def test_no_more_is_held_back_than_may_begin_a_stop(
             final = text_of(plain[:count])
             held = max((len(b) for b in beginnings if final.endswith(b)), default=0)
             assert text_of(pieces[:count]) == final[: len(final) - held]
+
+
+def pushed(detokenizer: Detokenizer, tokens: list[int]) -> TextPiece:
+    """Several tokens, up to the stop, as one piece."""
+    pieces = [detokenizer.push(token) for token in tokens]
+    stop = next((piece.stop for piece in pieces if piece.stop is not None), None)
+    return TextPiece(text_of(pieces), stop, sum(piece.tokens for piece in pieces))
 
 
 def ids(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -250,20 +259,23 @@ def test_tokens_that_end_the_sequence(tokenizers: dict[str, Tokenizer]) -> None:
     assert end(stop_token_ids=(stop,), ignore_eos=True) == ("hih", stop)
     assert end(stop_token_ids=(stop,), ignore_eos=True, include_stop_str_in_output=True) == ("hiho", stop)
     assert end(stop=("io",)) == ("hi", eos)
-    assert run(tokenizer, [*ids(tokenizer, "ox"), eos], stop=("xy",))[-2:] == [Piece("x", eos), Piece("", None, 0)]
+    assert run(tokenizer, [*ids(tokenizer, "ox"), eos], stop=("xy",))[-2:] == [
+        TextPiece("x", eos),
+        TextPiece("", None, 0),
+    ]
 
 
 def test_after_the_stop_nothing_is_taken(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=("b",)), EOS)
-    piece = detokenizer.push_all(ids(tokenizer, "abcd"))
-    assert piece == Piece("a", "b", 2)
-    assert detokenizer.push(ids(tokenizer, "x")[0]) == Piece("", "b", 0)
+    piece = pushed(detokenizer, ids(tokenizer, "abcd"))
+    assert piece == TextPiece("a", "b", 2)
+    assert detokenizer.push(ids(tokenizer, "x")[0]) == TextPiece("", "b", 0)
     assert detokenizer.flush() == ""
 
 
 def test_without_a_tokenizer_only_stop_tokens_count() -> None:
-    assert run(None, [5, 6, 1, 7]) == [Piece(""), Piece(""), Piece("", 1), Piece("", None, 0)]
+    assert run(None, [5, 6, 1, 7]) == [TextPiece(""), TextPiece(""), TextPiece("", 1), TextPiece("", None, 0)]
 
 
 def test_added_tokens_are_text_of_their_own(tokenizers: dict[str, Tokenizer]) -> None:

@@ -20,7 +20,8 @@ from headrace.parallel import messages
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.planner.choice import choose
-from headrace.planner.machine import Machine, Shape
+from headrace.planner.machine import Machine, ModelShape
+from headrace.strategies import STRATEGIES
 from headrace.types import CHUNK
 
 MACHINE = Machine(
@@ -61,8 +62,8 @@ class Threads:
             thread.join()
 
 
-def over_ranks(size: int, tokens: int = 4096, allowed: tuple[str, ...] = messages.STRATEGIES, **settings: Any) -> LLM:
-    """An offline engine with `size` ranks of `tokens` tokens of KV cache each; close with llm.crew.close()."""
+def over_ranks(size: int, tokens: int = 4096, allowed: tuple[str, ...] = tuple(STRATEGIES), **settings: Any) -> LLM:
+    """An offline engine with `size` ranks of `tokens` tokens of KV cache each; close with llm.workers.close()."""
     llm = LLM("tiny", kv_cache_tokens=tokens, max_model_len=min(tokens, 4096), **settings)
     loaded = llm.engine.loaded
     per_rank, decoder = tokens // CHUNK, loaded.decoder
@@ -72,16 +73,16 @@ def over_ranks(size: int, tokens: int = 4096, allowed: tuple[str, ...] = message
         storage = KVStorage(decoder.config.attention, per_rank, decoder.dtype)
         return Rank(decoder, storage, loaded.capacity.backend, hub.transport(rank))
 
-    crew = Threads([make(rank) for rank in range(1, size)], hub)
-    shape = Shape.of(decoder.config)
+    workers = Threads([make(rank) for rank in range(1, size)], hub)
+    shape = ModelShape.of(decoder.config)
     cache = KVCache(size * per_rank, loaded.cache.identity, size)
 
     def advise(count: int, start: int, cached_on: Any, allow: tuple[str, ...]) -> Any:
         return choose(MACHINE, shape, size, count, start, cached_on, allowed=allow)
 
-    driver = Driver(make(0), cache, crew.send, advise, allowed)
-    llm.engine = EngineCore(replace(loaded, cache=cache, runner=driver))
-    llm.crew, llm.hub, llm.driver = crew, hub, driver  # type: ignore[attr-defined]
+    driver = Driver(make(0), cache, workers.send, advise, allowed)
+    llm.engine = EngineCore(replace(loaded, cache=cache, executor=driver))
+    llm.workers, llm.hub, llm.driver = workers, hub, driver  # type: ignore[attr-defined]
     return llm
 
 
@@ -104,7 +105,7 @@ def prompts_of(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize("budget", [2048, 192])
 def test_the_answers_are_those_of_one_rank(size: int, allowed: Any, budget: int) -> None:
     truth = LLM("tiny", kv_cache_tokens=4096)
-    llm = over_ranks(size, allowed=allowed or messages.STRATEGIES, max_batch_tokens=budget)
+    llm = over_ranks(size, allowed=allowed or tuple(STRATEGIES), max_batch_tokens=budget)
     prompts = prompts_of(llm)
     for _ in range(2):  # the second time from the cache
         ours = llm.generate(prompts, GREEDY)
@@ -114,7 +115,7 @@ def test_the_answers_are_those_of_one_rank(size: int, allowed: Any, budget: int)
     llm.engine.scheduler.check()
     if allowed is not None:
         assert set(llm.driver.counts) <= set(allowed)  # type: ignore[attr-defined]
-    llm.crew.close()  # type: ignore[attr-defined]
+    llm.workers.close()  # type: ignore[attr-defined]
     assert llm.hub.left_over() == 0  # type: ignore[attr-defined]
 
 
@@ -124,7 +125,7 @@ def test_logits_have_the_same_bits(size: int) -> None:
         llm = over_ranks(size, allowed=(strategy,))
         tokens = prompts_of(llm)[4]
         assert torch.equal(llm.logits(tokens), truth.logits(tokens))
-        llm.crew.close()  # type: ignore[attr-defined]
+        llm.workers.close()  # type: ignore[attr-defined]
 
 
 def test_capacity_grows_with_ranks_and_full_caches_evict_and_preempt(size: int) -> None:
@@ -138,18 +139,18 @@ def test_capacity_grows_with_ranks_and_full_caches_evict_and_preempt(size: int) 
         ours, theirs = llm.generate(prompts, GREEDY), truth.generate(prompts, GREEDY)
         assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]
     stats = llm.engine.stats()
-    assert stats.evictions > 0
-    assert stats.strategies
+    assert stats.kv.evictions > 0
+    assert stats.ranks.prefills
     llm.engine.scheduler.check()
-    llm.crew.close()  # type: ignore[attr-defined]
+    llm.workers.close()  # type: ignore[attr-defined]
 
 
 def test_the_choice_is_told(size: int) -> None:
     llm = over_ranks(size)
     (answer,) = llm.generate([prompts_of(llm)[4]], GREEDY)
-    assert answer.metrics.strategy in messages.STRATEGIES
+    assert answer.metrics.strategy in STRATEGIES
     assert "predicted" in answer.metrics.strategy_reason
-    llm.crew.close()  # type: ignore[attr-defined]
+    llm.workers.close()  # type: ignore[attr-defined]
 
 
 def test_a_lost_rank_is_an_error(size: int) -> None:
@@ -157,4 +158,4 @@ def test_a_lost_rank_is_an_error(size: int) -> None:
     llm.hub.fail("rank 1 is gone")  # type: ignore[attr-defined]
     with pytest.raises(RankLost, match="rank 1"):
         llm.generate([prompts_of(llm)[4]], GREEDY)
-    llm.crew.close()  # type: ignore[attr-defined]
+    llm.workers.close()  # type: ignore[attr-defined]

@@ -15,7 +15,8 @@ import torch
 
 from headrace import LLM, InvalidRequest, SamplingParams
 from headrace.assets import facts
-from headrace.attention.plan import Plan
+from headrace.attention.execute import PlanAttention
+from headrace.attention.plan import Plan, PlannedStep
 from headrace.engine import runner
 from headrace.kernels import cpu
 from headrace.types import Request
@@ -53,32 +54,35 @@ def test_metrics_count_what_was_cached(llm: LLM) -> None:
 def test_decoding_within_a_chunk_prepares_attention_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    class Counting(runner.PlanAttention):
-        def __init__(self, plan: Plan, *rest: Any) -> None:
-            made.append(plan.rows)
-            super().__init__(plan, *rest)
+    attention = llm.engine.loaded.executor.eager.attention  # type: ignore[union-attr]
+    make = attention._make
 
-    monkeypatch.setattr(runner, "PlanAttention", Counting)
+    def count(plan: Plan) -> PlanAttention:
+        made.append(plan.rows)
+        return make(plan)
+
+    monkeypatch.setattr(attention, "_make", count)
     llm.generate([list(range(10, 40)), list(range(20, 40))], replace(GREEDY, max_tokens=30))
     assert made == [50, 2]
 
 
-def test_steps_that_go_on_have_the_bits_of_planned_ones(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_follow_have_the_bits_of_planned_ones(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences that come, go, draw, and cross the ends of chunks at different times."""
-    engine_runner: Any = llm.engine.loaded.runner
-    planned = engine_runner._run_planned
-    steps: list[int] = []
+    engine_runner: Any = llm.engine.loaded.executor
+    planner, plan = engine_runner._planner, engine_runner._planner.plan
+    anew: list[int] = []
     seen: dict[tuple[str, int, int], torch.Tensor] = {}
 
-    def count(*arguments: Any) -> runner.Computed:
-        steps.append(1)
-        computed: runner.Computed = planned(*arguments)
-        return computed
+    def count(*arguments: Any) -> PlannedStep:
+        step: PlannedStep = plan(*arguments)
+        anew.append(not step.steps)
+        return step
 
-    def forget(*arguments: Any) -> runner.Computed:
-        computed: runner.Computed = planned(*arguments)
-        engine_runner._going = None
-        return computed
+    def forget(*arguments: Any) -> PlannedStep:
+        planner._known = []
+        step: PlannedStep = plan(*arguments)
+        assert not step.steps
+        return step
 
     def answers() -> dict[tuple[str, int, int], torch.Tensor]:
         seen.clear()
@@ -96,12 +100,12 @@ def test_steps_that_go_on_have_the_bits_of_planned_ones(llm: LLM, monkeypatch: p
         seen[sequence.request.request_id, sequence.index, start] = logits
 
     monkeypatch.setattr(llm.engine, "on_logits", look)
-    monkeypatch.setattr(engine_runner, "_run_planned", count)
-    going = answers()
-    assert len(steps) < 25 or not cpu.available()
-    monkeypatch.setattr(engine_runner, "_run_planned", forget)
+    monkeypatch.setattr(planner, "plan", count)
+    following = answers()
+    assert sum(anew) < 25 < len(anew)
+    monkeypatch.setattr(planner, "plan", forget)
     alone = answers()
-    assert going.keys() == alone.keys() and all(torch.equal(going[key], alone[key]) for key in alone)
+    assert following.keys() == alone.keys() and all(torch.equal(following[key], alone[key]) for key in alone)
 
 
 def test_requests_that_have_ended_are_forgotten_at_once(llm: LLM) -> None:
@@ -167,7 +171,7 @@ def test_prompt_logprobs_over_several_steps_and_preemption(budget: int, llm: LLM
     small = LLM("tiny", kv_cache_tokens=640, max_batch_tokens=budget)
     got = small.generate(prompts, params)
     want = llm.generate(prompts, params)
-    assert small.engine.stats().preemptions
+    assert small.engine.stats().scheduler.preemptions
     assert [o.prompt_logprobs for o in got] == [o.prompt_logprobs for o in want]
     assert all(len(o.prompt_logprobs or []) == 200 for o in got)
 
@@ -202,7 +206,7 @@ def test_abort_at_any_moment(llm: LLM) -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_broken_logits_end_their_request_alone(llm: LLM, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """known: whether the greatest logits come with the others."""
-    engine_runner: Any = llm.engine.loaded.runner
+    engine_runner: Any = llm.engine.loaded.executor
     honest = engine_runner.run
     prompts = [[20, 21, 22], [30, 31, 32]]
     (want,) = llm.generate(prompts[1:], GREEDY)
@@ -303,7 +307,7 @@ def test_environment_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_KV_CACHE_TOKENS", "1280")
     monkeypatch.setenv("HEADRACE_ENABLE_PREFIX_CACHING", "false")
     llm = LLM("tiny", max_sequences=3)
-    assert llm.capacity.kv_cache_tokens == 1280 and not llm.config.enable_prefix_caching
+    assert llm.capacity.kv_cache_tokens == 1280 and not llm.config.cache.prefix_caching
     assert LLM("tiny", kv_cache_tokens=640).capacity.kv_cache_tokens == 640
     monkeypatch.setenv("HEADRACE_KV_CACHE_TOKENS", "many")
     with pytest.raises(ValueError, match="kv_cache_tokens"):
@@ -367,6 +371,5 @@ def test_int8_cache(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         prompts.append(f"{text} {facts.question(name)}")
         answers.append(f" {code}.")
     assert [output.text for output in small.generate(prompts, replace(GREEDY, ignore_eos=False))] == answers
-    assert all(
-        x.dtype == torch.int8 for x in (*small.engine.loaded.runner.storage.k, *small.engine.loaded.runner.storage.v)
-    )
+    pools = small.engine.loaded.executor.storage.pools  # type: ignore[attr-defined]
+    assert all(x.dtype == torch.int8 for pool in pools for x in (pool.k, pool.v))

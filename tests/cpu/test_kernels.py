@@ -7,13 +7,15 @@ import subprocess
 import sys
 import textwrap
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from headrace.kernels import cpu, dispatch, extension, ops
+from headrace.config import Backend
+from headrace.kernels import cpu, dispatch, extension, ops, registry
+from headrace.kernels.records import Mask, Pool
 
 pytestmark = pytest.mark.cpu
 needs_extension = pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
@@ -90,15 +92,15 @@ def test_works_without_extension() -> None:
         import sys
         sys.modules["headrace.kernels._cpu"] = None
         import torch
-        from headrace.kernels import cpu, extension, ops, table
+        from headrace.kernels import cpu, extension, ops, dispatch
         assert not cpu.available()
         ops.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)
-        assert table.choose("auto", torch.bfloat16) == "reference"
+        assert dispatch.choose("auto", torch.bfloat16) == "reference"
         try:
-            table.choose("cpu", torch.bfloat16)
+            dispatch.choose("cpu", torch.bfloat16)
         except ValueError as error:
             print(error)
-        print(table.reasons()["attend"])
+        print(dispatch.reasons()["attend"])
     """).splitlines()
     assert out[0].startswith("attention_backend 'cpu': extension not built: ")
     assert out[0].endswith("; use 'auto' or 'reference'")
@@ -148,8 +150,8 @@ def test_gradients_stay_with_torch() -> None:
 def attend_arguments() -> dict[str, Any]:
     return {
         "q": torch.zeros(3, 4, 32),
-        "k_pool": torch.zeros(2, 2, 32, 64),
-        "v_pool": torch.zeros(2, 2, 64, 32),
+        "k": torch.zeros(2, 2, 32, 64),
+        "v": torch.zeros(2, 2, 64, 32),
         "items": torch.tensor([[0, 0, 0, 3], [1, 64, 0, 3]], dtype=torch.int32),
         "positions": torch.tensor([70, 71, 72]),
         "scale": 1.0,
@@ -165,12 +167,12 @@ def items(*rows: tuple[int, int, int, int]) -> Tensor:
     ("change", "message"),
     [
         ({"q": torch.zeros(3, 4, 32).bfloat16()}, "k_pool must be"),
-        ({"q": torch.zeros(3, 4, 32).half(), "k_pool": torch.zeros(2, 2, 32, 64).half()}, "v_pool must be"),
+        ({"q": torch.zeros(3, 4, 32).half(), "k": torch.zeros(2, 2, 32, 64).half()}, "v_pool must be"),
         ({"q": torch.zeros(3, 128)}, "q must be"),
         ({"q": torch.zeros(3, 32, 4).transpose(1, 2)}, "row must be contiguous"),
         ({"q": torch.zeros(3, 3, 32)}, "3 query heads, 2 KV heads"),
-        ({"k_pool": torch.zeros(2, 2, 64, 32)}, "k_pool must be"),
-        ({"v_pool": torch.zeros(2, 2, 32, 64).transpose(2, 3)}, "v_pool must be"),
+        ({"k": torch.zeros(2, 2, 64, 32)}, "k_pool must be"),
+        ({"v": torch.zeros(2, 2, 32, 64).transpose(2, 3)}, "v_pool must be"),
         ({"items": torch.zeros(2, 4, dtype=torch.int64)}, "items must be"),
         ({"items": items((2, 0, 0, 3))}, r"items\[0\] = \(2, 0, 0, 3\) does not fit 2 slots"),
         ({"items": items((0, 0, 0, 3), (-1, 64, 0, 3))}, r"items\[1\]"),
@@ -184,9 +186,13 @@ def items(*rows: tuple[int, int, int, int]) -> Tensor:
     ],
 )
 def test_attend_refuses(change: dict[str, Any], message: str) -> None:
-    cpu.attend(**attend_arguments())
+    attend(**attend_arguments())
     with pytest.raises(ValueError, match=message):
-        cpu.attend(**(attend_arguments() | change))
+        attend(**(attend_arguments() | change))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, items: Tensor, positions: Tensor, **options: Any) -> Tensor:
+    return cpu.attend(q, Pool(k, v), Mask(items, positions, **options))
 
 
 @needs_extension
@@ -198,7 +204,7 @@ def test_append_refuses(slot: int, offset: int, heads: int, message: str) -> Non
     new = torch.zeros(1, heads, 32)
     place = [torch.tensor([x], dtype=torch.int32) for x in (slot, offset)]
     with pytest.raises(ValueError, match=message):
-        cpu.append(torch.zeros(2, 2, 32, 64), torch.zeros(2, 2, 64, 32), new, new, *place)
+        cpu.append(Pool(torch.zeros(2, 2, 32, 64), torch.zeros(2, 2, 64, 32)), new, new, *place)
 
 
 @needs_extension
@@ -220,16 +226,30 @@ def test_ops_refuse(call: Any, message: str) -> None:
         call(torch.zeros(2, 8))
 
 
+def test_backends_are_what_they_declare() -> None:
+    assert {"auto", *registry.BACKENDS} == set(get_args(Backend))
+    for name in registry.BACKENDS:
+        kernels = registry.backend(name)
+        assert kernels.capabilities.name == name
+        assert kernels.capabilities.pieces == hasattr(kernels, "partial")
+    with pytest.raises(ValueError, match="'triton' cannot attend in pieces"):
+        registry.in_pieces(registry.backend("triton"))
+    with pytest.raises(ValueError, match="must be one of triton, cpu, reference, got 'flash'"):
+        registry.backend("flash")
+
+
 def test_triton_is_chosen_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.kernels.triton import backend
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(dispatch, "find_spec", lambda name: object())
+    monkeypatch.setattr(backend, "find_spec", lambda name: object())
     assert dispatch.choose("triton", torch.bfloat16, "cuda", head_dim=256) == "triton"
     assert dispatch.choose("auto", torch.bfloat16) != "triton"
     with pytest.raises(ValueError, match="heads of up to 256, the model's are 257; use 'auto'"):
         dispatch.choose("triton", torch.bfloat16, "cuda", head_dim=257)
     with pytest.raises(ValueError, match="runs on a CUDA device, not on cpu"):
         dispatch.choose("triton", torch.bfloat16, "cpu")
-    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="the package triton is missing"):
         dispatch.choose("triton", torch.bfloat16, "cuda")

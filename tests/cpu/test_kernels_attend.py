@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.kernels import cpu, reference
+from headrace.kernels.records import Mask, Pool
+from headrace.memory import zeros
 from headrace.types import CHUNK
 
 pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
@@ -42,11 +44,17 @@ class Case:
         bias = self.bias is not None
         return f"Case({kind}, q and k {dims}, window {self.window}, bias {bias}, items {self.items.tolist()})"
 
+    @property
+    def pool(self) -> Pool:
+        """In plain order."""
+        return Pool(self.k, self.v)
+
+    @property
+    def mask(self) -> Mask:
+        return Mask(self.items, self.positions, window=self.window, bias=self.bias, scale=self.scale)
+
     def run(self) -> Tensor:
-        k, v = cpu.arrange(self.k, self.v)
-        return cpu.attend(
-            self.q, k, v, self.items, self.positions, scale=self.scale, window=self.window, bias=self.bias
-        )
+        return cpu.attend(self.q, cpu.arrange(self.pool), self.mask)
 
     def rows(self, begin: int, end: int) -> Case:
         """The same work for rows begin..end-1 only."""
@@ -370,7 +378,7 @@ def test_no_rows_at_all(isa: str) -> None:
     case = make_case(Tree(torch.Generator().manual_seed(6), 1, 1, False), 2, 1, 32, torch.float32)
     assert case.rows(0, 0).run().shape == (0, 2, 32)
     none = torch.zeros(0, dtype=torch.int32)
-    cpu.append(case.k, case.v, torch.zeros(0, 1, 32), torch.zeros(0, 1, 32), none, none)
+    cpu.append(case.pool, torch.zeros(0, 1, 32), torch.zeros(0, 1, 32), none, none)
 
 
 def test_nan_that_a_row_sees_is_not_hidden(isa: str) -> None:
@@ -398,7 +406,7 @@ def test_append_then_read(isa: str, dtype: torch.dtype) -> None:
     places = torch.randperm(5 * CHUNK)[:rows]
     slots, offsets = places // CHUNK, places % CHUNK
     expected_k[slots, :, :, offsets], expected_v[slots, :, offsets] = wide[:, :heads], wide[:, heads:]
-    cpu.append(k_pool, v_pool, wide[:, :heads], wide[:, heads:], slots.int(), offsets.int())
+    cpu.append(Pool(k_pool, v_pool), wide[:, :heads], wide[:, heads:], slots.int(), offsets.int())
     assert torch.equal(k_pool, expected_k) and torch.equal(v_pool, expected_v)
 
 
@@ -409,17 +417,16 @@ def test_append_in_runs(isa: str, dim: int) -> None:
     offsets = torch.arange(CHUNK).repeat(4)
     order = torch.cat([torch.arange(5, 150), torch.tensor([151, 150]), torch.arange(152, 256), torch.arange(5)])
     k, v = torch.randn(256, heads, dim).bfloat16(), torch.randn(256, heads, dim).bfloat16()
-    natural_k, natural_v = (torch.zeros(5, heads, dim, CHUNK).bfloat16(), torch.zeros(5, heads, CHUNK, dim).bfloat16())
-    natural_k[slots, :, :, offsets], natural_v[slots, :, offsets] = k, v
-    pools = [torch.zeros_like(natural_k), torch.zeros_like(natural_v)]
-    cpu.append(*pools, k[order], v[order], slots[order].int(), offsets[order].int())
-    for got, want in zip(pools, cpu.arrange(natural_k, natural_v), strict=True):
+    plain, pool = (Pool.make(5, heads, dim, torch.bfloat16, zeros) for _ in range(2))
+    plain.k[slots, :, :, offsets], plain.v[slots, :, offsets] = k, v
+    cpu.append(pool, k[order], v[order], slots[order].int(), offsets[order].int())
+    for got, want in zip(pool.tensors, cpu.arrange(plain).tensors, strict=True):
         assert torch.equal(got, want)
 
 
-def fold_case(dtype: torch.dtype) -> Case:
+def block_case(dtype: torch.dtype) -> Case:
     """One row over three blocks of equal scores. Values are 2^24 at the first key, 1 at the first key of each chunk of
-    the second block, -2^24 at the first key of the third: folded by chunks all ones are lost, by blocks none."""
+    the second block, -2^24 at the first key of the third: merged by chunks all ones are lost, by blocks none."""
     per_block, chunks = 32, 96
     v = torch.zeros(chunks, 1, CHUNK, 16)
     v[0, 0, 0], v[per_block : 2 * per_block, 0, 0], v[2 * per_block, 0, 0] = 2.0**24, 1.0, -(2.0**24)
@@ -435,9 +442,9 @@ def fold_case(dtype: torch.dtype) -> Case:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_are_folded_before_the_total(isa: str, dtype: torch.dtype) -> None:
+def test_blocks_are_merged_before_the_total(isa: str, dtype: torch.dtype) -> None:
     """The canonical order, to the bit: 32 ones over 6,144 keys, in the kernels and in the reference."""
-    case = fold_case(dtype)
+    case = block_case(dtype)
     want = torch.full((1, 1, 16), 32 / 6144, dtype=dtype)
     assert torch.equal(case.run(), want)
-    assert torch.equal(reference.attend(case.q, case.k, case.v, case.items, case.positions, scale=1.0), want)
+    assert torch.equal(reference.attend(case.q, case.pool, case.mask), want)

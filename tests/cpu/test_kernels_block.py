@@ -5,6 +5,7 @@ T: rows; Hq, Hkv: query and KV heads; D: head size; N: elements of a head that a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from headrace.config import Quantization
 from headrace.kernels import cpu, dispatch
+from headrace.kernels.backend import Attend
 from headrace.kernels.block import Blocks
 from headrace.kernels.cpu_step import Pools, StepOver
+from headrace.kernels.records import Pool
 from headrace.models.decoder import Decoder, OneByOne
 from tests.cpu.decoders_made import BIASED, PLAIN, Attention, AttentionOver, model, weights_of
 
@@ -46,10 +49,15 @@ def both(variant: str, quantization: Quantization = "none") -> tuple[Decoder, De
         return fast, Decoder(config, weights_of(config), quantization), rotary
 
 
-def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+class NoAttention(Attend):
     """Not attention, but every element of q, k and v shows in it."""
-    group = q.shape[1] // k.shape[1]
-    return q - k.repeat_interleave(group, 1) + v.repeat_interleave(group, 1) * (layer + 1)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        return q - k.repeat_interleave(group, 1) + v.repeat_interleave(group, 1) * (layer + 1)
+
+
+attend = NoAttention()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -90,15 +98,18 @@ def test_keys_and_values_from_activations(variant: str, quantization: Quantizati
         into: list[Tensor] = []
         heads: list[tuple[Tensor, Tensor]] = []
 
-        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, heads: Any = heads) -> Tensor:
-            heads.append((k.clone(), v.clone()))
-            return attend(layer, q, k, v)
+        class Keep(NoAttention):
+            def __call__(
+                self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Any = None, heads: Any = heads
+            ) -> Tensor:
+                heads.append((k.clone(), v.clone()))
+                return attend(layer, q, k, v)
 
         def watch(layer: int, x: Tensor, into: Any = into) -> None:
             into.append(x.clone())
 
-        x = torch.randn(rows, fast.config.hidden_size, generator=g).bfloat16()
-        fast.layers(x, cos_sin, keep, None, watch)
+        x, Keep.heads = torch.randn(rows, fast.config.hidden_size, generator=g).bfloat16(), heads
+        fast.layers(x, cos_sin, Keep(), None, watch)
         for layers in (fast.layers, slow.layers):
             for layer, (k, v) in enumerate(heads):
                 got = layers.project(layer, into[layer], cos_sin)
@@ -132,16 +143,16 @@ def test_all_layers_in_one_call(
 def test_pools_that_do_not_fit() -> None:
     config = model()
     attention = Attention(config, (None, None))
-    k, v = attention.pools
+    pools = [Pool(k, v) for k, v in zip(*attention.pools, strict=True)]
     with pytest.raises(ValueError, match="k_pool must be"):
-        Pools([k[0], k[1][:4]], v)
+        Pools([pools[0], replace(pools[1], k=pools[1].k[:4])])
     with pytest.raises(ValueError, match="v_pool must be"):
-        Pools(k, [v[0], v[1].float()])
+        Pools([pools[0], replace(pools[1], v=pools[1].v.float())])
     with pytest.raises(ValueError, match="2 layers need pools"):
-        attention.step.over(Pools(k[:1], v[:1]), (None, None))
+        attention.step.over(Pools(pools[:1]), (None, None))
     with pytest.raises(ValueError, match="need pools of"):
-        attention.step.over(Pools([x[:4] for x in k], [x[:4] for x in v]), (None, None))
-    over = attention.step.over(Pools(k, v), (None, None))
+        attention.step.over(Pools([Pool(x.k[:4], x.v[:4]) for x in pools]), (None, None))
+    over = attention.step.over(Pools(pools), (None, None))
     fast, _, _ = both("qwen3")
     with pytest.raises(ValueError, match="qkv must be"):  # heads of another size
         fast.layers(torch.randn(3, 128).bfloat16(), torch.randn(3, 64), _With(over))
@@ -150,9 +161,9 @@ def test_pools_that_do_not_fit() -> None:
         fast.layers(torch.randn(4, 128).bfloat16(), torch.randn(4, 32), _With(over))
 
 
-class _With:
+class _With(NoAttention):
     def __init__(self, over: StepOver) -> None:
-        self.over = over
+        self.prepared = over
 
 
 def test_no_rows() -> None:
@@ -164,10 +175,11 @@ def test_attended_rows_may_lie_anyhow() -> None:
     fast, slow, _ = both("opt")
     x = torch.randn(5, 128).bfloat16()
 
-    def turned(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(layer, q, k, v).transpose(0, 1).contiguous().transpose(0, 1)
+    class Turned(NoAttention):
+        def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+            return attend(layer, q, k, v).transpose(0, 1).contiguous().transpose(0, 1)
 
-    assert torch.equal(fast.layers(x.clone(), None, turned), slow.layers(x.clone(), None, attend))
+    assert torch.equal(fast.layers(x.clone(), None, Turned()), slow.layers(x.clone(), None, attend))
 
 
 @pytest.mark.parametrize("variant", ["llama", "odd width"])
@@ -199,6 +211,11 @@ def test_forced_to_torch_goes_op_by_op() -> None:
         assert isinstance(Decoder(model(), weights_of(model())).layers, OneByOne)
 
 
+class OneHead(NoAttention):
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        return q[:, :1]
+
+
 def test_refusals() -> None:
     fast, _, _ = both("llama")
     x, cos_sin = torch.randn(2, 128).bfloat16(), torch.randn(2, 32)
@@ -212,7 +229,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="cannot rotate"):
             fast.layers(x, torch.randn(2, width), attend)
     with pytest.raises(ValueError, match="attended must be"):
-        fast.layers(x, cos_sin, lambda layer, q, k, v: q[:, :1])
+        fast.layers(x, cos_sin, OneHead())
 
 
 @pytest.mark.parametrize("name", ["qkv.weight", "down.weight", "attention_norm.weight"])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.kernels import cpu, reference
+from headrace.kernels.records import Pool
 from headrace.types import CHUNK
 from tests.cpu.test_kernels_attend import (  # noqa: F401 (fixtures)
     SHARED_FIXTURE,
@@ -32,7 +33,7 @@ pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not cpu.available(), reason=st
 
 @dataclass(frozen=True)
 class Int8Case:
-    """A case whose keys and values are stored as int8: k and v in natural order, scales [slots, Hkv, 64].
+    """A case whose keys and values are stored as int8: k and v in plain order, scales [slots, Hkv, 64].
 
     `case` is the original; where no row sees a key, its numbers are arbitrary and its scales NaN.
     """
@@ -42,11 +43,14 @@ class Int8Case:
     v: Tensor
     scales: dict[str, Tensor]
 
+    @property
+    def pool(self) -> Pool:
+        return Pool(self.k, self.v, **self.scales)
+
     def run(self, kernels: Any = cpu, **change: Any) -> Tensor:
         case = replace(self.case, **change)
-        pools = cpu.arrange(self.k, self.v, case.q.dtype) if kernels is cpu else (self.k, self.v)
-        options = {"scale": case.scale, "window": case.window, "bias": case.bias, **self.scales}
-        out: Tensor = kernels.attend(case.q, *pools, case.items, case.positions, **options)
+        pool = cpu.arrange(self.pool, case.q.dtype) if kernels is cpu else self.pool
+        out: Tensor = kernels.attend(case.q, pool, case.mask)
         return out
 
     def exact(self) -> Case:
@@ -67,7 +71,7 @@ def stored(case: Case) -> Int8Case:
     values = case.v.permute(0, 2, 1, 3).reshape(-1, kv_heads, dim)
     seen = (~keys.isnan().any(-1).any(-1)).nonzero()[:, 0]
     slot, offset = (seen // CHUNK).int(), (seen % CHUNK).int()
-    reference.append(*pools, keys[seen], values[seen], slot, offset, **scales)
+    reference.append(Pool(*pools, **scales), keys[seen], values[seen], slot, offset)
     return Int8Case(case, *pools, scales)
 
 
@@ -92,7 +96,7 @@ def test_same_bits_however_cut(
     case: Case,
     seed: int,
 ) -> None:
-    """Rows together and alone, one thread and two, items in another order, folded on from a stored state."""
+    """Rows together and alone, one thread and two, items in another order, merged on from a stored state."""
     generator = torch.Generator().manual_seed(seed)
     int8 = stored(case)
     torch.set_num_threads(1)
@@ -107,11 +111,9 @@ def test_same_bits_however_cut(
     alone = case.rows(row, row + 1)
     assert torch.equal(int8.run(q=alone.q, items=alone.items, positions=alone.positions), whole[row : row + 1])
     cut = int(torch.randint(0, len(items) + 1, (), generator=generator))
-    options = {"scale": case.scale, "window": case.window, "bias": case.bias, **int8.scales}
     state = None
     for part in (items[:cut], items[cut:]):
-        pools = cpu.arrange(int8.k, int8.v, case.q.dtype)
-        state = cpu.partial(case.q, *pools, part, case.positions, state=state, **options)  # type: ignore[arg-type]
+        state = cpu.partial(case.q, cpu.arrange(int8.pool, case.q.dtype), replace(case, items=part).mask, state)
     assert state is not None and torch.equal(cpu.finish(state, case.q.dtype), whole)
 
 
@@ -128,9 +130,10 @@ def test_append_stores_the_references_bits(isa: str, dtype: torch.dtype, dim: in
     for kernels in (cpu, reference):
         k, v = torch.zeros(5, heads, dim, CHUNK, dtype=torch.int8), torch.zeros(5, heads, CHUNK, dim, dtype=torch.int8)
         scales = {name: torch.full((5, heads, CHUNK), -1.0) for name in ("k_scale", "v_scale")}
-        kernels.append(k, v, wide[:, :heads], wide[:, heads:], slots, offsets, **scales)
-        pools = (k, v) if kernels is cpu else cpu.arrange(k, v, dtype)
-        written[kernels] = (*pools, *(x.nan_to_num(-1.0) for x in scales.values()))
+        pool = Pool(k, v, **scales)
+        kernels.append(pool, wide[:, :heads], wide[:, heads:], slots, offsets)
+        lying = pool if kernels is cpu else cpu.arrange(pool, dtype)
+        written[kernels] = (lying.k, lying.v, *(x.nan_to_num(-1.0) for x in scales.values()))
         assert k.amin() == -127 and k.amax() == 127
         x, scale = wide[0, 0].float(), scales["k_scale"][slots[0], 0, offsets[0]]
         assert scale == x.abs().max() / 127
@@ -166,15 +169,14 @@ def test_refusals() -> None:
     int8 = stored(make_case(Tree(torch.Generator().manual_seed(4), 2, 2, True), 2, 1, 32, torch.bfloat16))
     case, scales = int8.case, int8.scales
     for kernels in (cpu, reference):
-        call = [case.q, int8.k, int8.v, case.items, case.positions]
         for wrong in ({}, {"k_scale": scales["k_scale"]}, {"v_scale": scales["v_scale"]}):
             with pytest.raises(ValueError, match=r"k_pool must be|need both"):
-                kernels.attend(*call, scale=1.0, **wrong)  # type: ignore[arg-type]
+                kernels.attend(case.q, Pool(int8.k, int8.v, **wrong), case.mask)
         with pytest.raises(ValueError, match=r"k_pool must be|others neither"):
-            kernels.attend(case.q, case.k, case.v, case.items, case.positions, scale=1.0, **scales)
+            kernels.attend(case.q, Pool(case.k, case.v, **scales), case.mask)
     with pytest.raises(ValueError, match="v_scale must be"):
-        cpu.attend(*call, scale=1.0, k_scale=scales["k_scale"], v_scale=scales["v_scale"][:1])
+        cpu.attend(case.q, replace(int8.pool, v_scale=scales["v_scale"][:1]), case.mask)
     new = torch.zeros(1, 1, 32).bfloat16()
     place = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="k_pool must be"):
-        cpu.append(int8.k, int8.v, new, new, place, place)
+        cpu.append(Pool(int8.k, int8.v), new, new, place, place)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.kernels import cpu, dispatch, ops
-from headrace.kernels.extension import PAIRED
+from headrace.kernels.extension import VNNI_ISAS
 
 pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
 
@@ -56,7 +56,7 @@ def truth(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor
 def test_agrees_with_fp64(isa: str, dtype: torch.dtype, inputs: int, outputs: int) -> None:
     every, weight, bias = tensors(max(ROWS), inputs, outputs, dtype)
     packed = cpu.Packed(weight)
-    assert packed.pairs == (isa in PAIRED and dtype == torch.bfloat16 and inputs % 2 == 0)
+    assert packed.pairs == (isa in VNNI_ISAS and dtype == torch.bfloat16 and inputs % 2 == 0)
     for rows in ROWS:
         x = every[:rows]
         want, size = truth(x, weight, bias)

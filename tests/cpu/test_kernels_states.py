@@ -1,4 +1,4 @@
-"""Attention in pieces, on both backends: folded on from call to call, by blocks, merged from segments.
+"""Attention in pieces, on both backends: merged on from call to call, by blocks, merged from segments.
 
 R: rows, Hq: query heads, D: head size.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.attention.execute import BACKENDS
-from headrace.kernels import cpu, reference, state
+from headrace.kernels import cpu, reference, registry, state
 from headrace.kernels.cpu_attention import LOG_2
-from headrace.kernels.extension import PAIRED
-from headrace.kernels.state import AttnState, FoldState
+from headrace.kernels.extension import VNNI_ISAS
+from headrace.kernels.registry import in_pieces
+from headrace.kernels.state import AttnState, RunningState
 from headrace.types import BLOCK_CHUNKS, CHUNK
 from tests.cpu.test_kernels_attend import (  # noqa: F401 (fixtures)
     SHARED_FIXTURE,
@@ -42,27 +41,19 @@ class Backend:
     """A backend on one case: the pools lie as it wants them."""
 
     def __init__(self, name: str, case: Case) -> None:
-        self.kernels: Any = BACKENDS[name]
+        self.kernels = in_pieces(registry.backend(name))
         self.case = case
-        self.pools = cpu.arrange(case.k, case.v) if name == "cpu" else (case.k, case.v)
-        self.options = {"scale": case.scale, "window": case.window, "bias": case.bias}
+        self.pool = cpu.arrange(case.pool) if name == "cpu" else case.pool
 
     def attend(self) -> Tensor:
-        out: Tensor = self.kernels.attend(
-            self.case.q, *self.pools, self.case.items, self.case.positions, **self.options
-        )
-        return out
+        return self.kernels.attend(self.case.q, self.pool, self.case.mask)
 
-    def partial(self, items: Tensor, start: FoldState | None = None) -> FoldState:
-        case = self.case
-        left: FoldState = self.kernels.partial(
-            case.q, *self.pools, items.contiguous(), case.positions, state=start, **self.options
-        )
-        return left
+    def partial(self, items: Tensor, start: RunningState | None = None) -> RunningState:
+        mask = replace(self.case, items=items.contiguous()).mask
+        return self.kernels.partial(self.case.q, self.pool, mask, start)
 
-    def finish(self, left: FoldState) -> Tensor:
-        out: Tensor = self.kernels.finish(left, self.case.q.dtype)
-        return out
+    def finish(self, left: RunningState) -> Tensor:
+        return self.kernels.finish(left, self.case.q.dtype)
 
 
 def moved(case: Case, by: int) -> Case:
@@ -81,7 +72,7 @@ def clean(case: Case) -> Case:
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 @SHARED_FIXTURE
 @given(case=cases(), seed=st.integers(0, 2**32), by=st.sampled_from([0, BLOCK - CHUNK, BLOCK - 2 * CHUNK]))
-def test_folding_on_gives_the_bits_of_one_call(
+def test_merging_on_gives_the_bits_of_one_call(
     isa: str,
     threads: None,  # noqa: F811
     name: str,
@@ -107,14 +98,14 @@ def test_folding_on_gives_the_bits_of_one_call(
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 32), (torch.float32, 20)])
 @pytest.mark.parametrize("window", [None, 2500])
-def test_blocks_computed_apart_fold_to_the_bits_of_one_call(
+def test_blocks_computed_apart_merge_to_the_bits_of_one_call(
     isa: str,
     name: str,
     dtype: torch.dtype,
     dim: int,
     window: int | None,
 ) -> None:
-    """Three blocks, each from nothing; some rows see only two of them; then a fourth piece, folded on."""
+    """Three blocks, each from nothing; some rows see only two of them; then a fourth piece, merged on."""
     tree = Tree(torch.Generator().manual_seed(dim), 1, 71, False)
     tree.row_counts = [460]
     case = clean(make_case(tree, 4, 2, dim, dtype, window=window))
@@ -125,24 +116,24 @@ def test_blocks_computed_apart_fold_to_the_bits_of_one_call(
     assert case.positions[0] < 2 * BLOCK < case.positions[-1]
     backend = Backend(name, case)
     blocks = [backend.partial(items[items[:, 1] // BLOCK == block]) for block in range(3)]
-    total = backend.kernels.empty_fold(*case.q.shape, dtype)
+    total = backend.kernels.empty_running(*case.q.shape, dtype)
     for block in blocks:
-        total = backend.kernels.fold_blocks(total, block)
+        total = backend.kernels.merge_blocks(total, block)
     assert torch.equal(backend.finish(total), backend.attend())
-    early = backend.kernels.fold_blocks(blocks[0], backend.partial(items[BLOCK_CHUNKS : BLOCK_CHUNKS + 7]))
+    early = backend.kernels.merge_blocks(blocks[0], backend.partial(items[BLOCK_CHUNKS : BLOCK_CHUNKS + 7]))
     assert torch.equal(backend.finish(backend.partial(items[BLOCK_CHUNKS + 7 :], early)), backend.attend())
     with pytest.raises(ValueError, match="cut at multiples of 2,048"):
-        backend.kernels.fold_blocks(early, blocks[1])
+        backend.kernels.merge_blocks(early, blocks[1])
     with pytest.raises(ValueError, match="cut at multiples of 2,048"):
-        backend.kernels.fold_blocks(blocks[0], total)
+        backend.kernels.merge_blocks(blocks[0], total)
 
 
 @pytest.mark.parametrize("flush", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
-def test_sums_that_are_hardly_numbers_fold_alike(isa: str, threads: None, count: int, flush: bool) -> None:  # noqa: F811
+def test_sums_that_are_hardly_numbers_merge_alike(isa: str, threads: None, count: int, flush: bool) -> None:  # noqa: F811
     """Values at the edge of fp32: kernels of pairs make results below 1e-38 zero while they meet chunks, and keep them
     where blocks meet, on every thread and whatever the caller has set (`flush`)."""
-    if flush and isa not in PAIRED:
+    if flush and isa not in VNNI_ISAS:
         pytest.skip("only kernels of pairs choose the mode themselves")
     torch.set_num_threads(count)
     tree = Tree(torch.Generator().manual_seed(3), 1, 71, False)
@@ -156,9 +147,9 @@ def test_sums_that_are_hardly_numbers_fold_alike(isa: str, threads: None, count:
     expected = backend.attend()
     torch.set_flush_denormal(flush)
     try:
-        total = backend.kernels.empty_fold(*case.q.shape, case.q.dtype)
+        total = backend.kernels.empty_running(*case.q.shape, case.q.dtype)
         for block in range(3):
-            total = backend.kernels.fold_blocks(total, backend.partial(items[items[:, 1] // BLOCK == block]))
+            total = backend.kernels.merge_blocks(total, backend.partial(items[items[:, 1] // BLOCK == block]))
         pieces = backend.partial(items[40:], backend.partial(items[7:40], backend.partial(items[:7])))
         finished, whole, attended = backend.finish(total), backend.partial(items), backend.attend()
     finally:
@@ -181,7 +172,7 @@ def test_more_threads_than_heads_take_blocks_apart(
     dim: int,
     window: int | None,
 ) -> None:
-    """Few rows on many threads: the kernel folds blocks apart, to the bits of one thread."""
+    """Few rows on many threads: the kernel merges blocks apart, to the bits of one thread."""
     tree = Tree(torch.Generator().manual_seed(dim), 1, 71, False)
     tree.row_counts = [460]
     case = make_case(tree, 4, 2, dim, dtype, window=window)
@@ -196,7 +187,7 @@ def test_more_threads_than_heads_take_blocks_apart(
 
 
 def test_starts_where_another_state_left_it_alone(isa: str) -> None:
-    """A state is a value: folding on from it twice gives the same twice."""
+    """A state is a value: merging on from it twice gives the same twice."""
     case = make_case(Tree(torch.Generator().manual_seed(2), 3, 3, True), 4, 2, 32, torch.bfloat16)
     backend = Backend("cpu", case)
     half = backend.partial(case.items[:2])
@@ -224,7 +215,7 @@ def test_states_are_those_of_fp64(isa: str, case: Case) -> None:
         torch.testing.assert_close(whole.lse[row].double(), scores.logsumexp(-1), rtol=1e-5, atol=error)
     cut = len(case.items) // 2
     near, far = (cpu.states_of(backend.partial(part)) for part in (case.items[:cut], case.items[cut:]))
-    merged = cpu.merge(near, far)
+    merged = cpu.merge_states(near, far)
     torch.testing.assert_close(merged.lse, whole.lse, rtol=2e-6, atol=2e-6)
     # Errors of weights move the output by shares of sum p |v|, which |out| may be far below. Weights are as good as the
     # exponentials, and in a merge as fp32 resolves the lse.
@@ -245,7 +236,7 @@ def test_what_came_before_changes_no_probability(isa: str, threads: None, dim: i
     bias[:, :CHUNK] = 3.7
     backend = Backend("cpu", replace(case, bias=bias))
     whole = cpu.states_of(backend.partial(case.items))
-    merged = cpu.merge(*(cpu.states_of(backend.partial(case.items[i : i + 1])) for i in range(2)))
+    merged = cpu.merge_states(*(cpu.states_of(backend.partial(case.items[i : i + 1])) for i in range(2)))
     close(merged, whole, 2e-6)
 
 
@@ -268,7 +259,7 @@ def test_merge_is_that_of_the_algebra(isa: str, seed: int, rows: int, dim: int, 
         return AttnState(out, (size * torch.randn(rows, 3, generator=generator)).masked_fill(gone, -torch.inf))
 
     left, right = random(), random()
-    got, want = cpu.merge(left, right), state.merge(left, right)
+    got, want = cpu.merge_states(left, right), state.merge_states(left, right)
     close(got, want, 1e-6)
     for one, other in ((left, right), (right, left)):
         alone = other.lse == -torch.inf
@@ -277,7 +268,7 @@ def test_merge_is_that_of_the_algebra(isa: str, seed: int, rows: int, dim: int, 
 
 def test_rows_that_met_nothing_are_empty(isa: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        nothing = cpu.states_of(cpu.empty_fold(3, 2, 32, dtype))
+        nothing = cpu.states_of(cpu.empty_running(3, 2, 32, dtype))
         assert not nothing.out.any() and bool((nothing.lse == -torch.inf).all())
 
 
@@ -286,24 +277,24 @@ def test_refuses_states_that_do_not_fit() -> None:
     for name in ("cpu", "reference"):
         backend = Backend(name, case)
         with pytest.raises(ValueError, match="rows, heads and head size"):
-            backend.partial(case.items, backend.kernels.empty_fold(len(case.q) + 1, 2, 32, torch.bfloat16))
-    foreign = state.empty_fold(len(case.q), 2, 32, unit=0.5)
+            backend.partial(case.items, backend.kernels.empty_running(len(case.q) + 1, 2, 32, torch.bfloat16))
+    foreign = state.empty_running(len(case.q), 2, 32, unit=0.5)
     for kernels in (cpu, reference):
         with pytest.raises(ValueError, match=r"counts in 0\.5000 natural logarithms"):
-            kernels.partial(case.q, case.k, case.v, case.items, case.positions, scale=1.0, state=foreign)  # type: ignore
+            kernels.partial(case.q, case.pool, case.mask, foreign)
     begun = replace(foreign, block_of=torch.zeros_like(foreign.block_of))
     with pytest.raises(ValueError, match="begins behind the left one's"):
-        state.fold_blocks(begun, begun)
+        state.merge_blocks(begun, begun)
     with pytest.raises(ValueError, match="acc must be"):
         half = replace(foreign.total, acc=foreign.total.acc.half())
         cpu.finish(replace(foreign, total=half), torch.float32)
     with pytest.raises(ValueError, match=r"right\.lse must be"):
         good = state.empty(3, 2, 32)
-        cpu.merge(good, AttnState(good.out, good.lse[:2]))
+        cpu.merge_states(good, AttnState(good.out, good.lse[:2]))
     before = cpu.isa()
     cpu.use_isa("portable")
     try:
         with pytest.raises(ValueError, match="finish it with avx512bf16"):
-            cpu.finish(state.empty_fold(3, 2, 32, LOG_2), torch.float32)
+            cpu.finish(state.empty_running(3, 2, 32, LOG_2), torch.float32)
     finally:
         cpu.use_isa(before)

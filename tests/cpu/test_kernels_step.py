@@ -5,6 +5,7 @@ T: rows; Hq, Hkv: query and KV heads; D: head size.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from headrace.kernels import cpu
 from headrace.kernels.cpu_step import Step
+from headrace.kernels.records import Mask, Pool
 
 pytestmark = [
     pytest.mark.cpu,
@@ -21,11 +23,11 @@ pytestmark = [
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 32, 5
 
 
-def pools(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def pool_of(dtype: torch.dtype) -> Pool:
     g = torch.Generator().manual_seed(0)
     k = torch.randn(SLOTS, KV_HEADS, DIM, 64, generator=g).to(dtype)
     v = torch.randn(SLOTS, KV_HEADS, 64, DIM, generator=g).to(dtype)
-    return cpu.arrange(k, v)
+    return cpu.arrange(Pool(k, v))
 
 
 def indices() -> dict[str, Any]:
@@ -58,11 +60,11 @@ def rows(dtype: torch.dtype) -> tuple[Tensor, ...]:
 def test_the_bits_of_two_calls(isa: str, dtype: torch.dtype, window: int | None, biased: bool) -> None:
     bias = torch.randn(HEADS, 100, generator=torch.Generator().manual_seed(2)) if biased else None
     q, k, v = rows(dtype)
-    ours, theirs, at = pools(dtype), pools(dtype), indices()
-    cpu.append(*theirs, k, v, at["slots"], at["offsets"])
-    want = cpu.attend(q, *theirs, at["items"][window], at["positions"], scale=0.2, window=window, bias=bias)
-    assert torch.equal(step(dtype, bias=bias)(*ours, q, k, v, window), want)
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    ours, theirs, at = pool_of(dtype), pool_of(dtype), indices()
+    cpu.append(theirs, k, v, at["slots"], at["offsets"])
+    want = cpu.attend(q, theirs, Mask(at["items"][window], at["positions"], scale=0.2, window=window, bias=bias))
+    assert torch.equal(step(dtype, bias=bias)(ours, q, k, v, window), want)
+    assert torch.equal(ours.k, theirs.k) and torch.equal(ours.v, theirs.v)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_indices_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
 def test_going_on_gives_the_bits_of_a_new_step(isa: str, biased: bool) -> None:
     bias = torch.randn(HEADS, 100, generator=torch.Generator().manual_seed(2)) if biased else None
     places = dict(positions=torch.tensor([72, 73, 6]), offsets=torch.tensor([8, 9, 6], dtype=torch.int32))
-    ours, theirs, at = pools(torch.bfloat16), pools(torch.bfloat16), rows(torch.bfloat16)
+    ours, theirs, at = pool_of(torch.bfloat16), pool_of(torch.bfloat16), rows(torch.bfloat16)
     moved, new = step(torch.bfloat16, bias=bias), step(torch.bfloat16, bias=bias, **places)
     for name, wrong in (("positions", places["positions"] + 92), ("offsets", places["offsets"] + 60)):
         if name == "offsets" or biased:
@@ -99,34 +101,34 @@ def test_going_on_gives_the_bits_of_a_new_step(isa: str, biased: bool) -> None:
         moved.go_on(places["positions"][:2], places["offsets"])
     old = step(torch.bfloat16, bias=bias)
     for window in (None, 7):
-        assert torch.equal(moved(*ours, *at, window), old(*theirs, *at, window)), "a refusal changed something"
+        assert torch.equal(moved(ours, *at, window), old(theirs, *at, window)), "a refusal changed something"
     moved.go_on(**places)
     for window in (None, 7):
-        assert torch.equal(moved(*ours, *at, window), new(*theirs, *at, window))
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+        assert torch.equal(moved(ours, *at, window), new(theirs, *at, window))
+    assert torch.equal(ours.k, theirs.k) and torch.equal(ours.v, theirs.v)
 
 
 def test_items_that_have_left_a_window_change_nothing(isa: str) -> None:
     """Two rows see 7 keys back: first some of the chunk before theirs, then none of it."""
-    items, ours, theirs = indices()["items"][None], pools(torch.bfloat16), pools(torch.bfloat16)
+    items, ours, theirs = indices()["items"][None], pool_of(torch.bfloat16), pool_of(torch.bfloat16)
     here = dict(positions=torch.tensor([66, 67, 5]), offsets=torch.tensor([2, 3, 5], dtype=torch.int32))
     there = dict(positions=torch.tensor([70, 71, 6]), offsets=torch.tensor([6, 7, 6], dtype=torch.int32))
     moved, at = step(torch.bfloat16, items={7: items}, **here), rows(torch.bfloat16)
     without = step(torch.bfloat16, items={7: items[1:]}, **here)
-    assert not torch.equal(moved(*ours, *at, 7), without(*theirs, *at, 7))
+    assert not torch.equal(moved(ours, *at, 7), without(theirs, *at, 7))
     moved.go_on(**there)
     new = step(torch.bfloat16, items={7: items[1:]}, **there)
-    assert torch.equal(moved(*ours, *at, 7), new(*theirs, *at, 7))
+    assert torch.equal(moved(ours, *at, 7), new(theirs, *at, 7))
 
 
 def test_tensors_that_do_not_fit() -> None:
-    (k_pool, v_pool), (q, k, v) = pools(torch.float32), rows(torch.float32)
+    pool, (q, k, v) = pool_of(torch.float32), rows(torch.float32)
     run = step()
-    for bad in ((k_pool[:4], v_pool, q, k, v), (k_pool, v_pool.bfloat16(), q, k, v)):
+    for bad in (replace(pool, k=pool.k[:4]), replace(pool, v=pool.v.bfloat16())):
         with pytest.raises(ValueError, match="_pool must be"):
-            run(*bad, None)
+            run(bad, q, k, v, None)
     for name, wrong in (("q", (q[:2], k, v)), ("q", (q.double(), k, v)), ("k", (q, q, v)), ("v", (q, k, v[:, :1]))):
         with pytest.raises(ValueError, match=f"^{name} must be"):
-            run(k_pool, v_pool, *wrong, None)
+            run(pool, *wrong, None)
     with pytest.raises(ValueError, match="each row must be contiguous"):
-        run(k_pool, v_pool, q.transpose(0, 1).contiguous().transpose(0, 1), k, v, None)
+        run(pool, q.transpose(0, 1).contiguous().transpose(0, 1), k, v, None)

@@ -6,7 +6,7 @@ n: chunks; Hkv: KV heads; D: head size; H: hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.kernels import chunk_formats, cpu, cpu_attention, dispatch
-from headrace.kernels.chunk_formats import Layout
+from headrace.kernels import chunk_formats, chunk_formats_torch, cpu, dispatch, reference
+from headrace.kernels.records import Layout, Pool
 from headrace.types import CHUNK
 
 pytestmark = pytest.mark.cpu
 
 SLOTS = 3
 DTYPES = (torch.bfloat16, torch.float32, torch.int8)
-LAYOUTS: tuple[Layout, ...] = ("natural", "paired")
+LAYOUTS: tuple[Layout, ...] = ("plain", "vnni")
 ISAS = cpu.available_isas() if cpu.available() else ()
 DIMS = (16, 20, 64, 80, 96, 128)
 
@@ -46,20 +46,36 @@ SHARED = pytest.mark.usefixtures("ways")
 
 @dataclass
 class Pools:
-    """One layer's pools; `natural` holds what they hold in natural order."""
+    """One layer's pool; `plain` holds what it holds in plain order."""
 
-    natural: tuple[Tensor, Tensor]
-    k: Tensor
-    v: Tensor
-    options: dict[str, Any]
+    plain: tuple[Tensor, Tensor]
+    pool: Pool
+    layout: Layout
 
     @property
-    def parts(self) -> list[Tensor]:
-        return [self.k, self.v, *(self.options[name] for name in ("k_scale", "v_scale") if name in self.options)]
+    def k(self) -> Tensor:
+        return self.pool.k
+
+    @property
+    def v(self) -> Tensor:
+        return self.pool.v
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.pool.tensors
+
+    @property
+    def scales(self) -> list[Tensor]:
+        return list(self.parts[2:])
 
     def empty(self) -> Pools:
-        blank = {name: x.clone().zero_() if isinstance(x, Tensor) else x for name, x in self.options.items()}
-        return Pools(self.natural, torch.zeros_like(self.k), torch.zeros_like(self.v), blank)
+        return Pools(self.plain, Pool(*(torch.zeros_like(x) for x in self.parts)), self.layout)
+
+    def store(self, sections: Tensor, slots: Tensor, format: Any) -> list[bool]:
+        return chunk_formats.store_kv_many(sections, self.pool, slots, format, layout=self.layout)
+
+    def load(self, sections: Tensor, slots: Tensor, format: Any) -> None:
+        chunk_formats.load_kv_many(sections, self.pool, slots, format, layout=self.layout)
 
     def section(self, format: Any) -> Tensor:
         return torch.full(
@@ -67,21 +83,18 @@ class Pools:
         )
 
 
-def paired(x: Tensor) -> Tensor:
+def vnni(x: Tensor) -> Tensor:
     slots, heads, rows, cols = x.shape
     return x.view(slots, heads, rows // 2, 2, cols).transpose(3, 4).contiguous().view(x.shape)
 
 
 def made(k: Tensor, v: Tensor, layout: Layout, scales: tuple[Tensor, Tensor] | None = None) -> Pools:
-    """Pools of k [slots, Hkv, D, 64] and v [slots, Hkv, 64, D], in natural order."""
-    options: dict[str, Any] = dict(layout=layout)
-    if scales is not None:
-        options |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
-    lain = (paired(k), paired(v)) if layout == "paired" else (k.clone(), v.clone())
-    return Pools((k, v), *lain, options)
+    """Pools of k [slots, Hkv, D, 64] and v [slots, Hkv, 64, D], in plain order."""
+    lain = (vnni(k), vnni(v)) if layout == "vnni" else (k.clone(), v.clone())
+    return Pools((k, v), Pool(*lain, *(scales or ())), layout)
 
 
-def drawn(dtype: torch.dtype, dim: int = 32, layout: Layout = "natural", heads: int = 2, seed: int = 0) -> Pools:
+def drawn(dtype: torch.dtype, dim: int = 32, layout: Layout = "plain", heads: int = 2, seed: int = 0) -> Pools:
     g = torch.Generator().manual_seed(seed)
     shapes = (SLOTS, heads, dim, CHUNK), (SLOTS, heads, CHUNK, dim)
     if dtype == torch.int8:
@@ -103,10 +116,8 @@ def all_slots() -> Tensor:
 def round_trip(pools: Pools, format: Any) -> tuple[Pools, Tensor]:
     """Fresh pools with what came back, and the sections."""
     sections, back = pools.section(format), pools.empty()
-    assert (
-        chunk_formats.store_kv_many(sections, pools.k, pools.v, all_slots(), format, **pools.options) == [True] * SLOTS
-    )
-    chunk_formats.load_kv_many(sections, back.k, back.v, all_slots(), format, **back.options)
+    assert pools.store(sections, all_slots(), format) == [True] * SLOTS
+    back.load(sections, all_slots(), format)
     return back, sections
 
 
@@ -129,21 +140,21 @@ def test_raw_gives_the_bits_back(dtype: torch.dtype, layout: Layout) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 def test_sections_do_not_depend_on_the_layout(dtype: torch.dtype, format: Any) -> None:
     for dim in DIMS:
-        plain, pairs = drawn(dtype, dim), drawn(dtype, dim, "paired")
+        plain, pairs = drawn(dtype, dim), drawn(dtype, dim, "vnni")
         (a, first), (b, second) = round_trip(plain, format), round_trip(pairs, format)
         assert torch.equal(first, second), dim
-        assert torch.equal(bits(paired(a.k)), bits(b.k)) and torch.equal(bits(paired(a.v)), bits(b.v)), dim
+        assert torch.equal(bits(vnni(a.k)), bits(b.k)) and torch.equal(bits(vnni(a.v)), bits(b.v)), dim
 
 
 @SHARED
 def test_a_raw_section_is_k_then_v_then_scales() -> None:
-    pools = drawn(torch.bfloat16, 16, "paired")
+    pools = drawn(torch.bfloat16, 16, "vnni")
     _, sections = round_trip(pools, "raw")
-    want = [torch.cat([bits(x[i]).flatten() for x in pools.natural]) for i in range(SLOTS)]
+    want = [torch.cat([bits(x[i]).flatten() for x in pools.plain]) for i in range(SLOTS)]
     assert torch.equal(sections, torch.stack(want))
-    pools = drawn(torch.int8, 16, "paired")
+    pools = drawn(torch.int8, 16, "vnni")
     _, sections = round_trip(pools, "raw")
-    parts = (*pools.natural, pools.options["k_scale"], pools.options["v_scale"])
+    parts = (*pools.plain, *pools.scales)
     assert torch.equal(sections[1], torch.cat([bits(x[1]).flatten() for x in parts]))
     assert torch.equal(sections, round_trip(pools, "int8")[1])
 
@@ -209,7 +220,7 @@ def within(y: Tensor, x: Tensor, bound: Tensor, dtype: torch.dtype) -> None:
 @settings(deadline=None)
 @given(kv=numbers())
 def test_errors_of_int8(dtype: torch.dtype, kv: tuple[Tensor, Tensor]) -> None:
-    pools = made(kv[0].to(dtype), kv[1].to(dtype), "natural")
+    pools = made(kv[0].to(dtype), kv[1].to(dtype), "plain")
     back, _ = round_trip(pools, "int8")
     within(back.k, pools.k, int8_bound(pools.k, -2), dtype)
     within(back.v, pools.v, int8_bound(pools.v, -1), dtype)
@@ -220,7 +231,7 @@ def test_errors_of_int8(dtype: torch.dtype, kv: tuple[Tensor, Tensor]) -> None:
 @settings(deadline=None)
 @given(kv=numbers())
 def test_errors_of_int4(dtype: torch.dtype, kv: tuple[Tensor, Tensor]) -> None:
-    pools = made(*(x.clamp(-65000, 65000).to(dtype) for x in kv), "natural")
+    pools = made(*(x.clamp(-65000, 65000).to(dtype) for x in kv), "plain")
     back, sections = round_trip(pools, "int4")
     for x, y in ((pools.k, back.k), (pools.v, back.v)):
         within(y, x, int4_bound(x, y), dtype)
@@ -238,21 +249,19 @@ def test_errors_of_int4(dtype: torch.dtype, kv: tuple[Tensor, Tensor]) -> None:
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.140625, 65504.0, -65504.0, 2.0**-14, 2.0**-24, -(2.0**-20)])
 def test_constant_groups_are_exact_in_int4(value: float) -> None:
     k, v = torch.full((SLOTS, 1, 16, CHUNK), value), torch.full((SLOTS, 1, CHUNK, 16), value)
-    back, _ = round_trip(made(k, v, "natural"), "int4")
+    back, _ = round_trip(made(k, v, "plain"), "int4")
     assert torch.equal(back.k, k) and torch.equal(back.v, v)
 
 
 @SHARED
 def test_int4_of_an_int8_pool() -> None:
     """Twice rounded: to int4, and again as the pool stores numbers."""
-    pools = drawn(torch.int8, 32, "paired", seed=5)
+    pools = drawn(torch.int8, 32, "vnni", seed=5)
     back, _ = round_trip(pools, "int4")
-    for i, (axis, name) in enumerate(((-2, "k_scale"), (-1, "v_scale"))):
+    for i, axis in enumerate((-2, -1)):
         numbers = [
-            chunk_formats.stored_torch.Plane(p.parts[i], p.options[name], axis == -2, True)
-            .get(all_slots().long())[0]
-            .float()
-            * p.options[name].unsqueeze(axis)
+            chunk_formats_torch.Plane(p.parts[i], p.scales[i], axis == -2, True).get(all_slots().long())[0].float()
+            * p.scales[i].unsqueeze(axis)
             for p in (pools, back)
         ]
         top = numbers[1].abs().amax(axis, keepdim=True).double()
@@ -267,9 +276,7 @@ def test_what_is_not_finite_is_not_rounded(bad: float) -> None:
         for name in ("k", "v"):
             pools = drawn(torch.bfloat16)
             getattr(pools, name)[1, 1, 3, 7] = bad
-            fits = chunk_formats.store_kv_many(
-                pools.section(format), pools.k, pools.v, all_slots(), format, **pools.options
-            )
+            fits = pools.store(pools.section(format), all_slots(), format)
             assert fits == [True, False, True]
         x = torch.ones(CHUNK, 72)
         x[63, 71] = bad
@@ -283,9 +290,7 @@ def test_what_fp16_does_not_hold_is_not_stored_as_int4(value: float) -> None:
     pools = drawn(torch.bfloat16)
     pools.k[2, 0, 0, 0] = value
     for format, fit in (("raw", True), ("int8", True), ("int4", False)):
-        fits = chunk_formats.store_kv_many(
-            pools.section(format), pools.k, pools.v, all_slots(), format, **pools.options
-        )
+        fits = pools.store(pools.section(format), all_slots(), format)
         assert fits == [True, True, fit]
 
 
@@ -306,15 +311,15 @@ def test_activations(dtype: torch.dtype) -> None:
 
 @SHARED
 def test_sections_of_chosen_slots_that_lie_apart() -> None:
-    pools = drawn(torch.bfloat16, 20, "paired", heads=1)
+    pools = drawn(torch.bfloat16, 20, "vnni", heads=1)
     back, size = pools.empty(), chunk_formats.kv_bytes(1, 20, torch.bfloat16, "int4")
     assert size % 64 == 0 and size > 2 * 20 * 36
     blob = torch.full((2, size + 128), 0x55, dtype=torch.uint8)
     slots = torch.tensor([2, 0], dtype=torch.int32)
-    chunk_formats.store_kv_many(blob[:, 64:-64], pools.k, pools.v, slots, "int4", **pools.options)
+    pools.store(blob[:, 64:-64], slots, "int4")
     assert (blob[:, :64] == 0x55).all() and (blob[:, -64:] == 0x55).all()
     assert (blob[:, 64 + 2 * 20 * 36 : -64] == 0).all()
-    chunk_formats.load_kv_many(blob[:, 64:-64], back.k, back.v, slots, "int4", **back.options)
+    back.load(blob[:, 64:-64], slots, "int4")
     whole, _ = round_trip(pools, "int4")
     for i in range(SLOTS):
         want = whole.k[i] if i != 1 else torch.zeros_like(whole.k[1])
@@ -322,10 +327,10 @@ def test_sections_of_chosen_slots_that_lie_apart() -> None:
     one = pools.empty()
     for i in range(SLOTS):
         section, slot = torch.empty(1, size, dtype=torch.uint8), all_slots()[i : i + 1]
-        assert chunk_formats.store_kv_many(section, pools.k, pools.v, slot, "int4", **pools.options) == [True]
-        chunk_formats.load_kv_many(section, one.k, one.v, slot, "int4", **one.options)
+        assert pools.store(section, slot, "int4") == [True]
+        one.load(section, slot, "int4")
     assert torch.equal(one.k, whole.k) and torch.equal(one.v, whole.v)
-    chunk_formats.load_kv_many(blob[:0, 64:-64], back.k, back.v, slots[:0], "int4", **back.options)
+    back.load(blob[:0, 64:-64], slots[:0], "int4")
 
 
 @pytest.mark.parametrize(
@@ -342,46 +347,44 @@ def test_sizes(dtype: str, format: Any, size: float) -> None:
 @pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
 def test_the_kernels_own_layout_is_the_default() -> None:
     for dim in (20, 64):
-        k, v = drawn(torch.bfloat16, dim).natural
-        own = cpu.arrange(k, v)
-        lay = cpu_attention.layout(torch.bfloat16, dim)
-        assert chunk_formats.layout_of("cpu", torch.bfloat16, dim) == lay
-        assert chunk_formats.layout_of("reference", torch.bfloat16, dim) == "natural"
+        k, v = drawn(torch.bfloat16, dim).plain
+        own = cpu.arrange(Pool(k, v))
+        assert reference.layout(torch.bfloat16, dim) == "plain"
         sections = torch.empty(SLOTS, chunk_formats.kv_bytes(2, dim, torch.bfloat16, "raw"), dtype=torch.uint8)
-        chunk_formats.store_kv_many(sections, *own, all_slots(), "raw")
+        chunk_formats.store_kv_many(sections, own, all_slots(), "raw")
         assert torch.equal(sections[1], torch.cat([bits(x[1]).flatten() for x in (k, v)]))
 
 
 @SHARED
 def test_refusals() -> None:
     pools, section = drawn(torch.bfloat16), drawn(torch.bfloat16).section("raw")
-    good = (section, pools.k, pools.v, all_slots(), "raw")
+    good = (section, pools.pool, all_slots(), "raw")
     for place, bad, message in (
         (0, section[:, :-1], "buffer must be"),
         (0, section[:2], "buffer must be"),
         (0, section.view(torch.int8), "buffer must be"),
-        (1, pools.k[:, :, :20], "k_pool must be"),
-        (2, pools.v.float(), "v_pool must be"),
-        (3, all_slots().long(), "slots must be"),
-        (3, all_slots() + 1, r"slots\[2\] is 3|slots must be"),
-        (3, all_slots() - 1, r"slots\[0\] is -1|slots must be"),
-        (4, "int2", "formats: raw, int8, int4"),
+        (1, replace(pools.pool, k=pools.k[:, :, :20]), "k_pool must be"),
+        (1, replace(pools.pool, v=pools.v.float()), "v_pool must be"),
+        (2, all_slots().long(), "slots must be"),
+        (2, all_slots() + 1, r"slots\[2\] is 3|slots must be"),
+        (2, all_slots() - 1, r"slots\[0\] is -1|slots must be"),
+        (3, "int2", "formats: raw, int8, int4"),
     ):
         for move in (chunk_formats.store_kv_many, chunk_formats.load_kv_many):
             args: list[Any] = list(good)
             args[place] = bad
             with pytest.raises(ValueError, match=message):
-                move(*args, layout="natural")
+                move(*args, layout="plain")
     int8 = drawn(torch.int8)
-    scales = dict(k_scale=int8.options["k_scale"], v_scale=int8.options["v_scale"])
+    scaled = Pool(pools.k, pools.v, *int8.scales)
     with pytest.raises(ValueError, match="int8 pools, and no others"):
-        chunk_formats.store_kv_many(*good, **scales)
+        chunk_formats.store_kv_many(section, scaled, all_slots(), "raw")
     with pytest.raises(ValueError, match="int8 pools, and no others"):
-        chunk_formats.store_kv_many(int8.section("raw"), int8.k, int8.v, all_slots(), "raw", layout="natural")
+        chunk_formats.store_kv_many(int8.section("raw"), Pool(int8.k, int8.v), all_slots(), "raw", layout="plain")
     with pytest.raises(ValueError, match="say dtype or layout"):
-        chunk_formats.store_kv_many(int8.section("raw"), int8.k, int8.v, all_slots(), "raw", **scales)
+        chunk_formats.store_kv_many(int8.section("raw"), int8.pool, all_slots(), "raw")
     with pytest.raises(ValueError, match="activations must be"):
         chunk_formats.store_x_many(section, torch.zeros(3, 64, 2, dtype=torch.int8), all_slots(), "raw")
     odd = torch.empty(SLOTS, section.shape[1] + 2, dtype=torch.uint8)[:, 2:]
     with pytest.raises(ValueError, match="multiples of 4"):
-        chunk_formats.store_kv_many(odd, *good[1:], layout="natural")
+        chunk_formats.store_kv_many(odd, *good[1:], layout="plain")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.config import Quantization
 from headrace.kernels import cpu
-from headrace.kernels.model_step import WholeStep
+from headrace.kernels.model_step import ModelStep
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.models.spec import ModelConfig, RopeSpec
 from tests.cpu.decoders_made import BIASED, PLAIN, SLOTS, Attention, AttentionOver, model, weights_of
@@ -33,10 +33,8 @@ def whole(variant: str, quantization: Quantization = "none") -> tuple[Decoder, T
     return Decoder(config, weights_of(config), quantization), batch
 
 
-def prepared(decoder: Decoder, batch: TokenBatch, attend: AttentionOver) -> WholeStep:
-    step = decoder.prepare(batch.positions, attend)
-    assert step is not None
-    return step
+def prepared(decoder: Decoder, batch: TokenBatch, attend: AttentionOver) -> ModelStep:
+    return decoder.prepare(batch.positions, attend)
 
 
 def at_once(decoder: Decoder, batch: TokenBatch, attend: AttentionOver) -> Tensor:
@@ -140,12 +138,15 @@ def test_models_that_need_more_than_one_call() -> None:
         length = torch.tensor([80, 80, 80])
         batch = TokenBatch(torch.tensor([5, 95, 0]), torch.tensor([0, 1, 2]), length)
         ways = [kind(config, (None, None)) for kind in (Attention, AttentionOver)]
-        assert all(decoder.prepare(batch.positions, way) is None for way in ways)
+        assert not decoder.runs_whole
+        for way in ways:
+            with pytest.raises(ValueError, match="as a whole"):
+                decoder.prepare(batch.positions, way)
         assert torch.equal(*(decoder.logits(decoder.forward(batch, way)) for way in ways))
 
 
 def test_other_layers_are_used() -> None:
     """A decoder whose layers were replaced goes by these, not by those that it began with."""
-    decoder, batch = whole("llama")
+    decoder, _ = whole("llama")
     decoder.layers = Decoder(decoder.config, weights_of(decoder.config)).layers.__call__  # type: ignore[assignment]
-    assert decoder.prepare(batch.positions, AttentionOver(decoder.config, (None, None))) is None
+    assert not decoder.runs_whole

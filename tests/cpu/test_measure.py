@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from headrace.parallel import measure
-from tests.cpu.crew import Crew
+from tests.cpu.loopback_ranks import LoopbackRanks
 
 
-def on_all(crew: Crew, work: Any) -> list[Any]:
+def on_all(loopback: LoopbackRanks, work: Any) -> list[Any]:
     def run(rank: Any) -> Any:
         torch.set_num_threads(1)
         return work(rank)
 
-    with ThreadPoolExecutor(crew.size) as threads:
-        return list(threads.map(run, crew.ranks))
+    with ThreadPoolExecutor(loopback.size) as threads:
+        return list(threads.map(run, loopback.ranks))
 
 
 def test_a_profile_of_ranks_on_one_host(ours_of: Any) -> None:
-    crew = Crew(ours_of("llama_gqa", "float32"), 3)
-    for figures, attention in on_all(crew, measure.take_part):
+    loopback = LoopbackRanks(ours_of("llama_gqa", "float32"), 3)
+    for figures, attention in on_all(loopback, measure.take_part):
         profile = measure.machine(figures, attention)
         assert profile.link_cpu_s_per_byte == measure.LINK_CPU_S_PER_BYTE
         assert [rows for rows, _ in profile.attention_flops_s] == list(measure.ROWS)
@@ -32,11 +32,11 @@ def test_a_profile_of_ranks_on_one_host(ours_of: Any) -> None:
 
 
 def test_ranks_on_hosts_of_their_own_do_not_share(ours_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = Crew(ours_of("llama_gqa", "float32"), 3)
+    loopback = LoopbackRanks(ours_of("llama_gqa", "float32"), 3)
     hosts = itertools.count()
     monkeypatch.setattr(measure, "_host", lambda: bytes([next(hosts)] * 16))
-    assert on_all(crew, measure._shares_host) == [False] * 3
+    assert on_all(loopback, measure._shares_host) == [False] * 3
     hosts = itertools.cycle((7, 7, 8))  # who draws which is open: two of three share
-    assert sorted(on_all(crew, measure._shares_host)) == [False, True, True]
-    alone = Crew(ours_of("llama_gqa", "float32"), 1)
+    assert sorted(on_all(loopback, measure._shares_host)) == [False, True, True]
+    alone = LoopbackRanks(ours_of("llama_gqa", "float32"), 1)
     assert on_all(alone, measure._shares_host) == [False]

@@ -51,7 +51,7 @@ def outcome(kind: type, raw: dict[str, Any]) -> tuple[str, Any]:
         config = kind.from_dict(schema.known(raw))
     except Exception as error:
         return type(error).__name__, str(error)
-    names = [*schema.Config.__struct_fields__, *(field.name for field in fields(LlamaConfig))]
+    names = [*schema.ConfigFields.__struct_fields__, *(field.name for field in fields(LlamaConfig))]
     return "config", {name: getattr(config, name, "absent") for name in names}
 
 
@@ -72,4 +72,4 @@ def test_its_fields_are_those_of_transformers_that_are_read() -> None:
     ours = {field.name: field.default for field in fields(LlamaConfig)}
     assert ours.items() <= theirs.items()
     assert set(theirs) - set(ours) == {"initializer_range", "use_cache", "attention_dropout"}
-    assert not (set(theirs) - set(ours)) & set(schema.Config.__struct_fields__)
+    assert not (set(theirs) - set(ours)) & set(schema.ConfigFields.__struct_fields__)

@@ -160,7 +160,7 @@ def test_eviction_in_mid_request(mix: str) -> None:
     truth = run(whole, prompts, long)
     llm = offloading("tiny", mix, kv_cache_tokens=1024, max_batch_tokens=200)
     same(watched(llm, prompts, long), truth)
-    assert llm.engine.stats().preemptions > 0 and llm.engine.stats().evictions > 0
+    assert llm.engine.stats().scheduler.preemptions > 0 and llm.engine.stats().kv.evictions > 0
     assert counters(llm).restores > 0 or mix == "recompute", "nothing came back"
     same(watched(llm, prompts, long), truth)
     llm.close()
@@ -238,7 +238,7 @@ def test_damage_costs_time_only(where: str, mix: str, folder_of: FolderOf, tmp_p
         assert counters(llm).failures == 1, "the damage was not noticed, or not repaired"
         if not again:
             flush(llm)
-    assert llm.engine.stats().prefilled_tokens < 3 * 400
+    assert llm.engine.stats().tokens.prefilled < 3 * 400
     llm.close()
 
 

@@ -86,7 +86,7 @@ def settle(llm: LLM) -> None:
 
 def counts(llm: LLM, tier: str = "disk") -> TierStats:
     assert llm.engine.offload is not None
-    return llm.engine.offload.stats()[tier]
+    return llm.engine.offload.tiers.stats()[tier]
 
 
 def failures(llm: LLM) -> int:

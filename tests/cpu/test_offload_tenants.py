@@ -159,7 +159,7 @@ def test_a_flood_leaves_the_quota_of_others(tier: str, tmp_path: Path) -> None:
             llm.generate([flood], PARAMS, cache_salt="flood")
         assert offload.writeback.wait(30) and offload.tiers.flush(30)
         llm.engine.cache.tree.clear()
-        told = offload.stats()[tier]
+        told = offload.tiers.stats()[tier]
         assert told.evictions > 40 and told.used_bytes <= told.budget_bytes
         again = llm.generate([quiet.tokens], PARAMS, cache_salt="quiet")[0]
         assert again.token_ids == truth and again.metrics.restored_tokens == 330 // CHUNK * CHUNK

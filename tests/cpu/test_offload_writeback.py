@@ -34,9 +34,9 @@ def let_go(kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, St
         offload.writeback._queue.put(None)
         offload.writeback._thread.join()
         llm.generate([FIRST], PARAMS)
-        assert llm.engine.stats().writeback_pending == CHUNKS
+        assert llm.engine.stats().restore.unstored == CHUNKS
         offload.make_room()
-    assert llm.engine.stats().writeback_pending == CHUNKS and offload.stats()["disk"].writes == 0
+    assert llm.engine.stats().restore.unstored == CHUNKS and offload.tiers.stats()["disk"].writes == 0
     return llm, offload
 
 
@@ -57,7 +57,7 @@ def test_stored_when_there_is_nothing_else_to_do(kv: dict[str, Any], monkeypatch
         asked += 1
         time.sleep(0.001)
         assert asked < 10_000, "the engine does not come to rest"
-    assert llm.engine.stats().writeback_pending == 0 and offload.stats()["disk"].writes == CHUNKS
+    assert llm.engine.stats().restore.unstored == 0 and offload.tiers.stats()["disk"].writes == CHUNKS
     assert restored(kv) == CHUNKS, "as after kill -9"
     llm.close()
 
@@ -73,7 +73,7 @@ def test_nothing_is_stored_while_there_is_work(kv: dict[str, Any], monkeypatch: 
     llm, offload = let_go(kv, monkeypatch)
     llm.engine.add(llm._request(SECOND, PARAMS, None, 0))
     llm.engine.settle()
-    assert offload.stats()["disk"].writes == 0 and llm.engine.stats().writeback_pending == CHUNKS
+    assert offload.tiers.stats()["disk"].writes == 0 and llm.engine.stats().restore.unstored == CHUNKS
     while llm.engine.has_work:
         llm.engine.step()
     llm.close()

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from headrace.models.decoder import Decoder
-from headrace.parallel.messages import Group
+from headrace.parallel.messages import StepGroup
+from headrace.strategies import KEEPS_ALL
 from headrace.types import BLOCK_CHUNKS, CHUNK
 from tests.cpu.checkpoints import VOCAB
-from tests.cpu.crew import Conversation, Crew, Late, even, shard_of, zigzag
+from tests.cpu.loopback_ranks import Conversation, Late, LoopbackRanks, even, shard_of, zigzag
 
 
 def tokens_of(count: int, seed: int) -> list[int]:
@@ -31,21 +32,21 @@ def cuts(strategy: str, start: int, end: int, size: int, unit: int) -> tuple[lis
 
 def owner_of(strategy: str, bounds: list[int], ranks: list[int]) -> Any:
     """The chain's last rank keeps all; otherwise whoever computes a chunk's first new token."""
-    if strategy in ("chain", "single"):
+    if strategy in KEEPS_ALL:
         return lambda chunk: ranks[-1]
     return lambda chunk: shard_of(bounds, ranks, max(bounds[0], chunk * CHUNK))
 
 
 def prefill(
-    crew: Crew, strategy: str, prompts: dict[Conversation, list[int]], wanted: int = 1, unit: int = CHUNK
+    loopback: LoopbackRanks, strategy: str, prompts: dict[Conversation, list[int]], wanted: int = 1, unit: int = CHUNK
 ) -> list[Tensor]:
     """Hidden states of the last `wanted` tokens of each prompt, in order. Rings cut at multiples of `unit`."""
     parts = []
     for talk, tokens in prompts.items():
         start = len(talk.tokens)
-        bounds, ranks = cuts(strategy, start, start + len(tokens), crew.size, unit)
+        bounds, ranks = cuts(strategy, start, start + len(tokens), loopback.size, unit)
         parts.append(talk.part(tokens, bounds, ranks, owner_of(strategy, bounds, ranks), wanted))
-    found = crew.run([Group(strategy, parts)])
+    found = loopback.run([StepGroup(strategy, parts)])
     assert len(found) == sum(min(wanted, len(part.tokens)) for part in parts)
     return [row for _, row in sorted(found.items())]
 
@@ -55,8 +56,8 @@ UNEVEN = (300, 64, 1, 130)
 
 
 def one_rank(decoder: Decoder, prompts: list[list[int]], wanted: int = 1, **settings: Any) -> list[Tensor]:
-    crew = Crew(decoder, 1, **settings)
-    return prefill(crew, "single", {Conversation(crew): p for p in prompts}, wanted)
+    loopback = LoopbackRanks(decoder, 1, **settings)
+    return prefill(loopback, "single", {Conversation(loopback): p for p in prompts}, wanted)
 
 
 def same(strategy: str, ours: list[Tensor], truth: list[Tensor], exact: bool = True) -> None:
@@ -87,10 +88,10 @@ def test_a_batch_of_uneven_prompts(kind: str, size: int, strategy: str, ours_of:
     """MHA, GQA and MQA; rotary, learned positions and ALiBi. Gather and chain cut inside chunks here."""
     decoder: Decoder = ours_of(kind, "bfloat16")
     prompts = [tokens_of(count, count) for count in UNEVEN]
-    crew = Crew(decoder, size)
-    ours = prefill(crew, strategy, {Conversation(crew): p for p in prompts}, wanted=70)
+    loopback = LoopbackRanks(decoder, size)
+    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in prompts}, wanted=70)
     same(strategy, ours, one_rank(decoder, prompts, 70), exact=strategy != "ring-q" or size == 1)
-    assert crew.hub.left_over() == 0
+    assert loopback.hub.left_over() == 0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -99,8 +100,8 @@ def test_a_batch_of_uneven_prompts(kind: str, size: int, strategy: str, ours_of:
 def test_fp32(kind: str, size: int, strategy: str, ours_of: Any) -> None:
     decoder: Decoder = ours_of(kind, "float32")
     prompts = [tokens_of(count, count) for count in UNEVEN]
-    crew = Crew(decoder, size)
-    ours = prefill(crew, strategy, {Conversation(crew): p for p in prompts}, wanted=70)
+    loopback = LoopbackRanks(decoder, size)
+    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in prompts}, wanted=70)
     truth = one_rank(decoder, prompts, 70)
     same(strategy, ours, truth, exact=strategy != "ring-q")
     assert [decoder.logits(x[None]).argmax() for x in ours] == [decoder.logits(x[None]).argmax() for x in truth]
@@ -115,9 +116,9 @@ def test_absurd_partitions(dtype: str, strategy: str, cut: list[int], ours_of: A
     """One token on a rank, or none; three ranks that write in the same chunk."""
     decoder: Decoder = ours_of("llama_gqa", dtype)
     tokens = tokens_of(300, 1)
-    crew = Crew(decoder, 3)
-    part = Conversation(crew).part(tokens, cut, [0, 1, 2], lambda chunk: 2, wanted=300)
-    found = crew.run([Group(strategy, [part])])  # type: ignore[arg-type]
+    loopback = LoopbackRanks(decoder, 3)
+    part = Conversation(loopback).part(tokens, cut, [0, 1, 2], lambda chunk: 2, wanted=300)
+    found = loopback.run([StepGroup(strategy, [part])])
     same(strategy, [row for _, row in sorted(found.items())], one_rank(decoder, [tokens], 300))
 
 
@@ -128,12 +129,14 @@ def test_whoever_owns_the_chunks(strategy: str, ours_of: Any) -> None:
     tokens = tokens_of(300, 1)
     found = []
     for size in (1, 3):
-        crew = Crew(decoder, size)
-        talk = Conversation(crew)
+        loopback = LoopbackRanks(decoder, size)
+        talk = Conversation(loopback)
         bounds, ranks = cuts(strategy if size > 1 else "single", 0, 300, size, CHUNK)
         part = talk.part(tokens, bounds, ranks, lambda chunk, size=size: (2 * chunk + 1) % size, wanted=300)
-        states = crew.run([Group(strategy if size > 1 else "single", [part])])
-        states |= crew.run([Group("ring-q", [talk.part([7], [300, 301], [0], lambda chunk, size=size: chunk % size)])])
+        states = loopback.run([StepGroup(strategy if size > 1 else "single", [part])])
+        states |= loopback.run(
+            [StepGroup("ring-q", [talk.part([7], [300, 301], [0], lambda chunk, size=size: chunk % size)])]
+        )
         found.append([row for _, row in sorted(states.items())])
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
@@ -145,29 +148,29 @@ BLOCK = CHUNK * BLOCK_CHUNKS
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_arrives_first(seed: int, strategy: str, ours_of: Any) -> None:
-    """A prompt of several blocks, transfers that come late and in any order: rows fold ahead and catch up."""
+    """A prompt of several blocks, transfers that come late and in any order: rows merge ahead and catch up."""
     decoder = ours_of("llama_gqa", "bfloat16")
     tokens = tokens_of(4 * BLOCK + 100, seed)
-    crew = Crew(decoder, 2 + seed % 2, slots=150)
-    for rank in crew.ranks:
+    loopback = LoopbackRanks(decoder, 2 + seed % 2, slots=150)
+    for rank in loopback.ranks:
         rank.transport = Late(rank.transport, seed)
-    ours = prefill(crew, strategy, {Conversation(crew): tokens}, 3, BLOCK)
+    ours = prefill(loopback, strategy, {Conversation(loopback): tokens}, 3, BLOCK)
     same(strategy, ours, one_rank(decoder, [tokens], 3, slots=150))
 
 
-def turns(crew: Crew, strategy: str, unit: int, exact: bool) -> list[Tensor]:
+def turns(loopback: LoopbackRanks, strategy: str, unit: int, exact: bool) -> list[Tensor]:
     """Five turns of two conversations, the second of which begins like the first; six tokens decoded after each."""
-    talks, found = [Conversation(crew), Conversation(crew)], []
+    talks, found = [Conversation(loopback), Conversation(loopback)], []
     for turn in range(5):
         new = {talk: talk.rewind() + tokens_of(50 + 16 * turn + 13 * i, 10 * turn + i) for i, talk in enumerate(talks)}
-        found += prefill(crew, strategy if crew.size > 1 else "single", new, 2, unit)
+        found += prefill(loopback, strategy if loopback.size > 1 else "single", new, 2, unit)
         for step in range(6):
             parts = []
             for i, talk in enumerate(talks):
                 home = talk.home()
                 at = len(talk.tokens)
                 parts.append(talk.part([(7 * step + i) % VOCAB], [at, at + 1], [home], lambda chunk, home=home: home))
-            hidden = crew.run([Group("ring-q" if crew.size > 1 else "single", parts)])
+            hidden = loopback.run([StepGroup("ring-q" if loopback.size > 1 else "single", parts)])
             found += [row for _, row in sorted(hidden.items())]
     return found
 
@@ -178,8 +181,8 @@ def turns(crew: Crew, strategy: str, unit: int, exact: bool) -> list[Tensor]:
 def test_turns_with_decode_between(kind: str, size: int, strategy: str, ours_of: Any) -> None:
     """Cached prefixes of uneven lengths, owned by whoever computed them."""
     decoder = ours_of(kind, "float32")
-    truth = turns(Crew(decoder, 1), strategy, CHUNK, True)
-    ours = turns(Crew(decoder, size), strategy, CHUNK, True)
+    truth = turns(LoopbackRanks(decoder, 1), strategy, CHUNK, True)
+    ours = turns(LoopbackRanks(decoder, size), strategy, CHUNK, True)
     assert len(ours) == len(truth)
     for x, y in zip(ours, truth, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
@@ -191,8 +194,8 @@ def test_turns_with_decode_between(kind: str, size: int, strategy: str, ours_of:
 def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any) -> None:
     decoder = ours_of(kind, "bfloat16")
     prompts = [tokens_of(count, count) for count in UNEVEN]
-    crew = Crew(decoder, 3, kv=dtype)
-    ours = prefill(crew, strategy, {Conversation(crew): p for p in prompts}, 70)
+    loopback = LoopbackRanks(decoder, 3, kv=dtype)
+    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in prompts}, 70)
     same(strategy, ours, one_rank(decoder, prompts, 70, kv=dtype), exact=strategy != "ring-q")
 
 
@@ -200,8 +203,8 @@ def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any) ->
 def test_the_reference_backend(strategy: str, ours_of: Any) -> None:
     decoder = ours_of("llama_gqa", "float32")
     prompts = [tokens_of(count, count) for count in UNEVEN]
-    crew = Crew(decoder, 3, backend="reference")
-    ours = prefill(crew, strategy, {Conversation(crew): p for p in prompts}, 70)
+    loopback = LoopbackRanks(decoder, 3, backend="reference")
+    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in prompts}, 70)
     same(strategy, ours, one_rank(decoder, prompts, 70, backend="reference"), exact=strategy != "ring-q")
 
 
@@ -210,10 +213,10 @@ def test_a_chain_passes_on_half_of_what_a_gather_does(ours_of: Any) -> None:
     decoder = ours_of("llama", "float32")
     counted = {}
     for strategy, bounds in (("gather", [0, 3, 6, 9]), ("chain", [0, 4, 7, 9])):
-        crew = Crew(decoder, 3)
-        part = Conversation(crew).part(tokens_of(9, 1), bounds, [0, 1, 2], lambda chunk: 2)
-        crew.run([Group(strategy, [part])])  # type: ignore[arg-type]
-        counted[strategy] = 2 * crew.traffic()
+        loopback = LoopbackRanks(decoder, 3)
+        part = Conversation(loopback).part(tokens_of(9, 1), bounds, [0, 1, 2], lambda chunk: 2)
+        loopback.run([StepGroup(strategy, [part])])
+        counted[strategy] = 2 * loopback.traffic()
     assert counted == {"gather": 36, "chain": 22}
 
 
@@ -224,9 +227,9 @@ def test_traffic_is_that_of_the_equations(count: int, size: int, ours_of: Any) -
     decoder = ours_of("llama", "float32")
     sent = {}
     for strategy in ("gather", "chain"):
-        crew = Crew(decoder, size)
-        prefill(crew, strategy, {Conversation(crew): tokens_of(count, 1)})
-        sent[strategy] = crew.traffic()
+        loopback = LoopbackRanks(decoder, size)
+        prefill(loopback, strategy, {Conversation(loopback): tokens_of(count, 1)})
+        sent[strategy] = loopback.traffic()
     assert sent == {"gather": (size - 1) * count, "chain": (size - 1) * count // 2}
 
 
@@ -235,19 +238,19 @@ def test_a_step_of_several_groups(ours_of: Any) -> None:
     decoder = ours_of("llama_gqa", "bfloat16")
     prompts = [tokens_of(count, count) for count in (200, 150, 333)]
     truth = one_rank(decoder, prompts)
-    crew = Crew(decoder, 3)
+    loopback = LoopbackRanks(decoder, 3)
     groups = []
     for prompt in prompts:
         bounds, ranks = even(0, len(prompt), 3)
-        groups.append(Group("chain", [Conversation(crew).part(prompt, bounds, ranks, lambda chunk: 2)]))
-    found = crew.run(groups)
+        groups.append(StepGroup("chain", [Conversation(loopback).part(prompt, bounds, ranks, lambda chunk: 2)]))
+    found = loopback.run(groups)
     same("chain", [row for _, row in sorted(found.items())], truth)
 
 
 def test_a_step_that_cannot_be_is_refused(ours_of: Any) -> None:
-    crew = Crew(ours_of("llama", "float32"), 2)
-    part = Conversation(crew).part([1, 2, 3], [0, 3], [0], lambda chunk: 0)
+    loopback = LoopbackRanks(ours_of("llama", "float32"), 2)
+    part = Conversation(loopback).part([1, 2, 3], [0, 3], [0], lambda chunk: 0)
     for wrong in ({"bounds": [0, 2]}, {"ranks": [2]}, {"ranks": [0, 1]}, {"slots": []}):
         broken = msgspec.structs.replace(part, **wrong)
         with pytest.raises(ValueError, match=r"bounds|ranks|chunks"):
-            crew.run([Group("chain", [broken])])
+            loopback.run([StepGroup("chain", [broken])])

@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 
 from headrace.bench.choice import pass_q_until, summary, tie
-from headrace.bench.prefill import FINALS, confirmed, in_turns, links
-from headrace.bench.prefill_links import Link, apply
+from headrace.bench.prefill import PrefillBench
+from headrace.bench.prefill_grid import link_bandwidths
+from headrace.bench.prefill_links import RankLink, apply
 from headrace.bench.prefill_report import ratios
-from headrace.bench.prefill_testbed import Run, _owners, median
+from headrace.bench.prefill_search import FINALS, confirmed, in_turns
+from headrace.bench.prefill_testbed import PrefillRun, _owners, median
 from headrace.parallel.messages import decode, encode
-from headrace.parallel.rate_limit import Limited
+from headrace.parallel.rate_limit import RateLimitedTransport
 from headrace.parallel.transport import LoopbackHub
-from headrace.planner.choice import Layout
 from headrace.planner.machine import Machine
-from headrace.planner.search import Search
+from headrace.planner.partition_search import PartitionSearch
+from headrace.planner.schedule import Shards
 
 pytestmark = pytest.mark.cpu
 
@@ -26,15 +28,15 @@ MACHINE = Machine(
 )  # fmt: skip
 
 
-def run(seconds: float) -> Run:
-    return Run(seconds, (seconds / 2, 0.0), (int(seconds), 0))
+def run(seconds: float) -> PrefillRun:
+    return PrefillRun(seconds, (seconds / 2, 0.0), (int(seconds), 0))
 
 
 def test_runs_alternate_after_one_call_each_that_is_not_counted() -> None:
     order: list[str] = []
 
     def call(name: str) -> Any:
-        def called() -> Run:
+        def called() -> PrefillRun:
             order.append(name)
             return run(len(order))
 
@@ -43,18 +45,18 @@ def test_runs_alternate_after_one_call_each_that_is_not_counted() -> None:
     found = in_turns({"a": call("a"), "b": call("b")}, 3)
     assert "".join(order) == "abababab"
     assert [each.seconds for each in found["a"]] == [3, 5, 7]
-    assert median(found["a"]) == Run(5, (2.5, 0.0), (7, 0))
+    assert median(found["a"]) == PrefillRun(5, (2.5, 0.0), (7, 0))
 
 
 class Noisy:
-    """In place of a bed: the first prefill of each cut is fast by luck for one of them."""
+    """In place of a testbed: the first prefill of each cut is fast by luck for one of them."""
 
     size = 2
 
     def __init__(self) -> None:
         self.calls: dict[int, int] = {}
 
-    def run(self, strategy: str, cut: Layout, P: int, placement: str) -> Run:
+    def run(self, strategy: str, cut: Shards, P: int, placement: str) -> PrefillRun:
         assert (strategy, P, placement, cut.ranks, cut.bounds[0]) == ("chain", 64, "round", (0, 1), 64)
         bound = cut.bounds[1] - P
         self.calls[bound] = self.calls.get(bound, 0) + 1
@@ -62,11 +64,11 @@ class Noisy:
 
 
 def test_a_lucky_point_does_not_win_a_search() -> None:
-    bed: Any = Noisy()
-    search = Search(1024, 2, lambda _: 0.0, measured={(0, 64 * i, 1024): 2000.0 + i for i in range(1, 16)})
+    testbed: Any = Noisy()
+    search = PartitionSearch(1024, 2, lambda _: 0.0, measured={(0, 64 * i, 1024): 2000.0 + i for i in range(1, 16)})
     search.measured.update({(0, 128, 1024): 1.0, (0, 640, 1024): 1000.0, (0, 576, 1024): 990.0})
-    assert confirmed(bed, search, 64, "round") == ((0, 640, 1024), 1000)
-    assert bed.calls == dict.fromkeys((128, 576, 640, 64), 1 + FINALS)
+    assert confirmed(testbed, search, 64, "round") == ((0, 640, 1024), 1000)
+    assert testbed.calls == dict.fromkeys((128, 576, 640, 64), 1 + FINALS)
 
 
 @pytest.mark.parametrize(
@@ -90,26 +92,28 @@ def test_a_block_has_one_owner(
 
 def test_a_link_goes_to_a_rank_and_into_the_profile() -> None:
     plain = LoopbackHub(2).transport(0)
-    assert apply(decode(encode(Link().step(2e9))), plain) is plain
-    wanted = Link(0.25, latency_s=0.003, jitter=0.5, seed=7)
+    assert apply(decode(encode(RankLink().step(2e9))), plain) is plain
+    wanted = RankLink(0.25, latency_s=0.003, jitter=0.5, seed=7)
     made = apply(decode(encode(wanted.step(2e9))), plain)
-    assert isinstance(made, Limited)
+    assert isinstance(made, RateLimitedTransport)
     assert (made.bandwidth, made.latency, made.jitter, made.seed) == (0.25e9, 0.003, 0.5, 7)
     assert made.own_s_per_byte == 1 / 2e9
     assert wanted.profile(MACHINE).link_bytes_s == 0.25e9 and wanted.profile(MACHINE).latency_s == 0.004
-    assert Link(5.0).profile(MACHINE).link_bytes_s == 2e9
-    only_late = apply(Link(latency_s=0.5).step(2e9), plain)
-    assert isinstance(only_late, Limited) and only_late.bandwidth == float("inf")
+    assert RankLink(5.0).profile(MACHINE).link_bytes_s == 2e9
+    only_late = apply(RankLink(latency_s=0.5).step(2e9), plain)
+    assert isinstance(only_late, RateLimitedTransport) and only_late.bandwidth == float("inf")
 
 
 def test_a_link_faster_than_the_ranks_own_is_not_deducted_from() -> None:
-    assert Link(1.0).imitable(2e9) and not Link(1.5, jitter=0.5).imitable(2e9)
-    made = apply(Link(10.0).step(2e9), LoopbackHub(2).transport(0))
-    assert isinstance(made, Limited) and made.own_s_per_byte == 0
+    assert RankLink(1.0).imitable(2e9) and not RankLink(1.5, jitter=0.5).imitable(2e9)
+    made = apply(RankLink(10.0).step(2e9), LoopbackHub(2).transport(0))
+    assert isinstance(made, RateLimitedTransport) and made.own_s_per_byte == 0
 
 
 def test_options_make_links() -> None:
-    assert links("none, 0.5", 2.0, 0.25) == (Link(None, 0.002, 0.25), Link(0.5, 0.002, 0.25))
+    bandwidth = link_bandwidths("bandwidth", "none, 0.5")
+    bench = PrefillBench(bandwidth=bandwidth, latency_ms=2.0, jitter=0.25)
+    assert bench.links == (RankLink(None, 0.002, 0.25), RankLink(0.5, 0.002, 0.25))
 
 
 def cell(T: int, P: int, wins: bool, over: float = 1.0, tied: bool = True) -> dict[str, Any]:

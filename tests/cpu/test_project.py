@@ -18,7 +18,8 @@ from torch import Tensor
 from headrace.attention import plan as planning
 from headrace.attention.execute import KeepActivations, PlanAttention
 from headrace.config import Quantization
-from headrace.kernels import chunk_formats, cpu, dispatch, ops, quantized
+from headrace.kernels import chunk_formats, cpu, dispatch, ops, quantized, registry
+from headrace.kernels.backend import Attend
 from headrace.kernels.block import Blocks
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
@@ -38,7 +39,7 @@ def _one(one_thread: None) -> None: ...
 
 
 @dataclass
-class Seen:
+class Seen(Attend):
     """An Attend and a watch that keep, by layer, what goes into the layer and what comes to attention."""
 
     attend: Any
@@ -231,7 +232,7 @@ def step_of(
         for s, start, count in step
     ]
     plan = planning.build(spans)
-    attend = PlanAttention(plan, storage, decoder.config.attention, backend, decoder.key_bias)
+    attend = PlanAttention(plan, storage, decoder.config.attention, registry.backend(backend), decoder.key_bias)
     ids = [token for s, start, count in step for token in tokens[s][start : start + count]]
     batch = TokenBatch(torch.tensor(ids), torch.from_numpy(plan.positions))
     decoder.forward(batch, attend, torch.tensor([0]), KeepActivations(plan, storage))
@@ -245,9 +246,9 @@ def pool_rows(
     sections = torch.empty(
         len(slots), chunk_formats.kv_bytes(spec.kv_heads, spec.head_dim, dtype, "raw"), dtype=torch.uint8
     )
-    layout = chunk_formats.layout_of(backend, dtype, spec.head_dim)
+    layout = registry.backend(backend).layout(dtype, spec.head_dim)
     chosen = torch.tensor(slots, dtype=torch.int32)
-    assert all(chunk_formats.store_kv_many(sections, storage.k[layer], storage.v[layer], chosen, "raw", layout=layout))
+    assert all(chunk_formats.store_kv_many(sections, storage.pool(layer), chosen, "raw", layout=layout))
     k, v = sections.view(dtype).split(spec.kv_heads * spec.head_dim * CHUNK, dim=1)
     k = k.reshape(-1, spec.kv_heads, spec.head_dim, CHUNK).permute(0, 3, 1, 2)
     v = v.reshape(-1, spec.kv_heads, CHUNK, spec.head_dim).transpose(1, 2)

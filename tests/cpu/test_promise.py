@@ -1,4 +1,4 @@
-"""The promise (DESIGN, section 3): every schedule, the same bits. Logits of every generated position, torch.equal."""
+"""The promise (docs/architecture.md): every schedule, the same bits. Logits of all generated positions, torch.equal."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def test_alone_is_the_same_as_in_a_batch(llm: LLM, truth: list[Trace]) -> None:
 def test_cold_is_the_same_as_cached(llm: LLM, truth: list[Trace]) -> None:
     prompts = prompts_of(llm)
     run(llm, prompts)
-    before = llm.engine.stats().cached_tokens
+    before = llm.engine.stats().tokens.cached
     same([run(llm, [prompt])[0] for prompt in prompts], truth)
-    assert llm.engine.stats().cached_tokens - before > 3000, "nothing was cached"
+    assert llm.engine.stats().tokens.cached - before > 3000, "nothing was cached"
 
 
 @pytest.mark.parametrize("budget", [64, 96, 1000])
@@ -113,7 +113,7 @@ def test_whole_is_the_same_as_in_chunks(budget: int, llm: LLM, truth: list[Trace
 def test_shared_is_the_same_as_unshared(llm: LLM, truth: list[Trace]) -> None:
     private = engine(enable_prefix_caching=False)
     same(run(private, prompts_of(llm)), truth)
-    assert private.engine.stats().cached_tokens == 0
+    assert private.engine.stats().tokens.cached == 0
 
 
 @pytest.mark.parametrize("sharing", [True, False])
@@ -124,7 +124,7 @@ def test_preempted_is_the_same_as_undisturbed(sharing: bool, llm: LLM) -> None:
     small = engine(kv_cache_tokens=1024, max_batch_tokens=200, enable_prefix_caching=sharing)
     same(run(small, prompts, long), run(llm, prompts, long))
     stats = small.engine.stats()
-    assert stats.preemptions > 0 and (stats.evictions > 0 or not sharing)
+    assert stats.scheduler.preemptions > 0 and (stats.kv.evictions > 0 or not sharing)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -164,7 +164,7 @@ def test_sixteen_requests_compute_their_common_prefix_once(llm: LLM) -> None:
     for budget in (8192, 300):
         cold = engine(max_batch_tokens=budget)
         outputs = cold.generate(prompts, GREEDY)
-        assert cold.engine.stats().prefilled_tokens == whole_chunks + 16 * own
+        assert cold.engine.stats().tokens.prefilled == whole_chunks + 16 * own
         assert [output.token_ids for output in outputs] == alone
         assert [output.metrics.cached_tokens for output in outputs] == [0] + [whole_chunks] * 15
 

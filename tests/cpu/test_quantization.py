@@ -43,7 +43,7 @@ def test_the_promise_holds(isa: str, scheme: Quantization) -> None:
         shared = engine(scheme, max_batch_tokens=96)
         same(run(shared, prompts, SHORT), alone)
         same(run(shared, prompts, SHORT), alone)
-        assert shared.engine.stats().cached_tokens > 1000, "nothing was cached"
+        assert shared.engine.stats().tokens.cached > 1000, "nothing was cached"
         same(run(engine(scheme), prompts, SHORT), alone)
     finally:
         cpu.use_isa(before)
@@ -122,7 +122,7 @@ def test_settings(monkeypatch: pytest.MonkeyPatch, folder_of: FolderOf) -> None:
     with pytest.raises(ValueError, match="quantization must be one of none, int8, int4"):
         load_decoder(folder_of("llama"), quantization="q4")  # type: ignore[arg-type]
     monkeypatch.setenv("HEADRACE_QUANTIZATION", "int8")
-    assert LLM("tiny", kv_cache_tokens=640).config.quantization == "int8"
+    assert LLM("tiny", kv_cache_tokens=640).config.model.quantization == "int8"
     assert ENGINES["headrace-int8"].options["quantization"] == "int8"
 
 

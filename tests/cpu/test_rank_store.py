@@ -16,22 +16,22 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.parallel import store as stores
-from headrace.parallel import supervisor as crews
+from headrace.parallel import link_store as stores
+from headrace.parallel import supervisor
 from headrace.parallel.control import (
     Channel,
-    Hello,
-    Join,
-    Message,
-    Ready,
-    Run,
+    ControlMessage,
+    JoinGroup,
+    RunStep,
     StoreAdd,
     StoreGet,
     StoreSet,
     StoreValue,
+    WorkerHello,
+    WorkerReady,
 )
+from headrace.parallel.link_store import LinkStore, StoreValues
 from headrace.parallel.listeners import LIBC, EpollEvent, _as_bytes, stop_accepting
-from headrace.parallel.store import LinkStore, Values
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.transport import RankLost
 from headrace.parallel.worker import DriverLink
@@ -56,7 +56,7 @@ def test_bounds_hold_whatever_is_asked(asks: list[StoreSet | StoreGet | StoreAdd
         patch.setattr(stores, "MOST_KEY", 8)
         patch.setattr(stores, "MOST_VALUE", 30)
         patch.setattr(stores, "MOST_TOTAL", 60)
-        values, held = Values(), dict[str, bytes]()
+        values, held = StoreValues(), dict[str, bytes]()
         for ask in asks:
             try:
                 told = values.answer(ask).value
@@ -73,7 +73,7 @@ def test_bounds_hold_whatever_is_asked(asks: list[StoreSet | StoreGet | StoreAdd
 
 
 def test_torch_uses_it_through_prefixes() -> None:
-    values = Values()
+    values = StoreValues()
     first, second = (LinkStore(values.answer) for _ in range(2))
     near, far = dist.PrefixStore("p", first), dist.PrefixStore("p", second)
     got: list[bytes] = []
@@ -91,56 +91,56 @@ def test_torch_uses_it_through_prefixes() -> None:
 def test_what_nobody_leaves_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "FORM_S", 0.1)
     with pytest.raises(TimeoutError, match="no rank left k"):
-        LinkStore(Values().answer).get("k")
+        LinkStore(StoreValues().answer).get("k")
 
 
 def served(answer: Callable[[WorkerSupervisor, Channel], None]) -> None:
-    """A crew with one worker, whose end of the link is given to `answer`."""
+    """A workers with one worker, whose end of the link is given to `answer`."""
     driver, worker = pair()
-    crew = WorkerSupervisor({1: (driver, Hello(1, 1, "here"))}, 30.0)
+    workers = WorkerSupervisor({1: (driver, WorkerHello(1, 1, "here"))}, 30.0)
     try:
-        answer(crew, worker)
+        answer(workers, worker)
     finally:
-        crew.close()
+        workers.close()
         worker.close()
 
 
 def test_a_worker_is_given_longer_until_it_is_ready() -> None:
-    """Loading may keep its threads from answering; the limit of seconds counts from Ready."""
+    """Loading may keep its threads from answering; the limit of seconds counts from WorkerReady."""
     driver, worker = pair()
-    crew = WorkerSupervisor({1: (driver, Hello(1, 1, "here"))}, 0.2)
+    workers = WorkerSupervisor({1: (driver, WorkerHello(1, 1, "here"))}, 0.2)
     try:
-        assert not crew.failed.wait(0.6)
-        worker.send(Ready(b"there"))
-        assert crew.wait_ready(20) == {1: b"there"}
-        assert crew.failed.wait(20)
-        assert crew.reason == "rank 1 does not answer (rank_timeout_s is 0.2)"
+        assert not workers.failed.wait(0.6)
+        worker.send(WorkerReady(b"there"))
+        assert workers.wait_ready(20) == {1: b"there"}
+        assert workers.failed.wait(20)
+        assert workers.reason == "rank 1 does not answer (rank_timeout_s is 0.2)"
     finally:
-        crew.close()
+        workers.close()
         worker.close()
 
 
 def test_a_worker_that_never_gets_ready_is_lost_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crews, "FORM_S", 0.3)
+    monkeypatch.setattr(supervisor, "FORM_S", 0.3)
     driver, worker = pair()
-    crew = WorkerSupervisor({1: (driver, Hello(1, 1, "here"))}, 0.2)
+    workers = WorkerSupervisor({1: (driver, WorkerHello(1, 1, "here"))}, 0.2)
     try:
         with pytest.raises(RankLost, match=r"rank 1 did not answer for .* s while it loaded"):
-            crew.wait_ready(20)
+            workers.wait_ready(20)
     finally:
-        crew.close()
+        workers.close()
         worker.close()
 
 
 def test_workers_and_driver_share_values_over_the_control_link() -> None:
-    def ask(crew: WorkerSupervisor, worker: Channel) -> None:
-        crew.ask(StoreSet("driver", b"0"))
+    def ask(workers: WorkerSupervisor, worker: Channel) -> None:
+        workers.ask(StoreSet("driver", b"0"))
         worker.send(StoreSet("worker", b"1"))
         worker.send(StoreGet("driver"))
         worker.send(StoreGet("none"))
         told = [worker.receive() for _ in range(3)]
         assert told == [StoreValue(b"1"), StoreValue(b"0"), StoreValue(None)]
-        assert crew.ask(StoreGet("worker")) == StoreValue(b"1")
+        assert workers.ask(StoreGet("worker")) == StoreValue(b"1")
         link = DriverLink(worker)
         answers: list[StoreValue] = []
         asking = threading.Thread(target=lambda: answers.append(link.ask(StoreAdd("n", 5))))
@@ -154,14 +154,17 @@ def test_workers_and_driver_share_values_over_the_control_link() -> None:
     served(ask)
 
 
-@pytest.mark.parametrize("odd", [*ODD, StoreValue(b"x"), Run(b""), Hello(1, 1, ""), Join(2, 2, 1, b"", "os:abort")])
-def test_a_worker_that_sends_what_it_must_not_is_lost_and_nothing_else(odd: Message) -> None:
-    def ask(crew: WorkerSupervisor, worker: Channel) -> None:
+FROM_NO_WORKER = [*ODD, StoreValue(b"x"), RunStep(b""), WorkerHello(1, 1, ""), JoinGroup(2, 2, 1, b"", "os:abort")]
+
+
+@pytest.mark.parametrize("odd", FROM_NO_WORKER)
+def test_a_worker_that_sends_what_it_must_not_is_lost_and_nothing_else(odd: ControlMessage) -> None:
+    def ask(workers: WorkerSupervisor, worker: Channel) -> None:
         worker.send(StoreSet("x", b"no number"))
         worker.send(odd)
-        assert crew.failed.wait(60)
+        assert workers.failed.wait(60)
         with pytest.raises(RankLost, match="rank 1 "):
-            crew.ask(StoreGet("x"))
+            workers.ask(StoreGet("x"))
 
     served(ask)
 

@@ -20,7 +20,6 @@ from headrace.engine.sampler import (
     SampleInput,
     _pick,
     forbidden_tokens,
-    prompt_logprobs,
     sample,
     target_logprobs,
     uniform,
@@ -363,19 +362,15 @@ def test_impossible_alternatives_are_not_reported() -> None:
     assert entry == {0: Logprob(0.0, 1, "")}
 
 
-def test_prompt_logprobs_are_those_of_the_preceding_rows() -> None:
+def test_logprobs_of_targets() -> None:
     logits = random_logits(5, 5, 30)
     reference = logits.double().log_softmax(-1)
-    tokens = [3, 29, 0, 7, 7]
-    result = prompt_logprobs(logits, tokens, 2, decode=lambda token: f"<{token}>")
-    assert result[0] is None and len(result) == 5
-    for i in range(1, 5):
-        entry = result[i]
-        assert entry is not None and set(entry) == {tokens[i], *reference[i - 1].topk(2).indices.tolist()}
-        assert entry[tokens[i]].logprob == pytest.approx(float(reference[i - 1, tokens[i]]), abs=1e-12)
-        assert entry[tokens[i]].text == f"<{tokens[i]}>"
-    assert prompt_logprobs(logits[:4], tokens, 2, decode=lambda token: f"<{token}>") == result
-    assert prompt_logprobs(logits[:1], [3], 2) == [None]
+    targets = [3, 29, 0, 7, 7]
+    result = target_logprobs(logits, targets, 2)
+    assert len(result) == 5
+    for row, (entry, target) in enumerate(zip(result, targets, strict=True)):
+        assert set(entry) == {target, *reference[row].topk(2).indices.tolist()}
+        assert entry[target].logprob == pytest.approx(float(reference[row, target]), abs=1e-12)
 
 
 def test_asked_for_nothing_reports_nothing() -> None:
@@ -413,5 +408,5 @@ def test_everything_forbidden_is_an_error() -> None:
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match=r"\[2, V\]"):
         sample(torch.zeros(3, 5), [row_input(KINDS[0])] * 2)
-    with pytest.raises(ValueError, match="one less"):
-        prompt_logprobs(torch.zeros(3, 5), [1], 0)
+    with pytest.raises(ValueError, match="as many rows"):
+        target_logprobs(torch.zeros(3, 5), [1], 0)

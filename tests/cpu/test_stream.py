@@ -29,7 +29,7 @@ def streamed(model: str | Path = "tiny", share: float | None = None, pieces: int
     """An engine that streams. share: which part of the whole chunks is projected. pieces: chunks in staging."""
     given = {"dtype": "bfloat16", "kv_offloading_size": 0.5, "kv_offload_activations": "on", **settings}
     llm = LLM(model, **given)
-    streamer = llm.engine.loaded.runner.streamer  # type: ignore[union-attr]
+    streamer = llm.engine.loaded.executor.streamer  # type: ignore[attr-defined]
     streamer.options.share = share
     if pieces is not None:
         streamer.transfers.staging.capacity = pieces
@@ -37,7 +37,7 @@ def streamed(model: str | Path = "tiny", share: float | None = None, pieces: int
 
 
 def totals(llm: LLM) -> Any:
-    return llm.engine.loaded.runner.streamer.transfers.totals  # type: ignore[union-attr]
+    return llm.engine.loaded.executor.streamer.transfers.totals  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_streamed_is_the_same_as_resident(form: str, share: float | None, llm: L
 @pytest.mark.parametrize("pieces", [1, 2, 5])
 @pytest.mark.parametrize("form", ["row", "column, weights outside"])
 def test_small_staging_gives_the_same(form: str, pieces: int, llm: LLM, truth: list[Trace]) -> None:
-    """Chunks of an operation pass in several pieces; attention is folded from piece to piece."""
+    """Chunks of an operation pass in several pieces; attention is merged from piece to piece."""
     other = streamed(share=0.5, pieces=pieces, **FORMS[form])
     same(run(other, prompts_of(llm)), truth)
     other.close()
@@ -78,7 +78,7 @@ def test_small_staging_gives_the_same(form: str, pieces: int, llm: LLM, truth: l
 def test_coarse_order_of_weights_gives_the_same(form: str, llm: LLM, truth: list[Trace]) -> None:
     """One transfer for each slice of a layer; changed in mid-request, as the benchmark does."""
     other = streamed(share=0.5, **FORMS[form])
-    options = other.engine.loaded.runner.streamer.options  # type: ignore[union-attr]
+    options = other.engine.loaded.executor.streamer.options  # type: ignore[attr-defined]
     for fine in (False, True, False):
         options.fine = fine
         same(run(other, prompts_of(llm)[-4:]), truth[-4:])
@@ -99,7 +99,7 @@ def test_preempted_in_mid_request_is_the_same(form: str, llm: LLM) -> None:
     other = streamed(share=0.5, kv_cache_tokens=1024, max_batch_tokens=200, **FORMS[form])
     same(run(other, prompts_of(llm), long), run(llm, prompts_of(llm), long))
     stats = other.engine.stats()
-    assert stats.preemptions > 0 and stats.evictions > 0
+    assert stats.scheduler.preemptions > 0 and stats.kv.evictions > 0
     other.close()
 
 
@@ -178,7 +178,7 @@ def test_a_slow_link_changes_nothing(form: str, llm: LLM, truth: list[Trace]) ->
 def test_a_failing_link_ends_the_step(form: str, llm: LLM) -> None:
     """With its error; and nothing is answered from a store that may lack what that step was to write."""
     other = streamed(share=0.5, **FORMS[form])
-    streamer = other.engine.loaded.runner.streamer  # type: ignore[union-attr]
+    streamer = other.engine.loaded.executor.streamer  # type: ignore[attr-defined]
     prompt = words(llm, 200, seed=1)
     expected = run(llm, [prompt])
     same(run(other, [prompt]), expected)
@@ -199,7 +199,7 @@ def test_a_failing_link_ends_the_step(form: str, llm: LLM) -> None:
 def test_auto_is_row_with_weights_at_hand_and_column_without() -> None:
     for offload, schedule in ((False, "row"), (True, "column")):
         other = streamed(offload_schedule="auto", weight_offload=offload)
-        assert other.engine.loaded.runner.streamer.options.schedule == schedule  # type: ignore[union-attr]
+        assert other.engine.loaded.executor.streamer.options.schedule == schedule  # type: ignore[attr-defined]
         other.close()
 
 
@@ -210,7 +210,7 @@ def test_x_is_kept_where_it_is_smaller_or_at_hand(folder_of: FolderOf) -> None:
     def width(kind: str, **settings: Any) -> int:
         other = streamed(folder_of(kind), kv_offload_activations="auto", offload_schedule="row", **settings)
         other.close()
-        return int(other.engine.loaded.runner.streamer.transfers.store.hidden)  # type: ignore[union-attr]
+        return int(other.engine.loaded.executor.streamer.transfers.store.hidden)  # type: ignore[attr-defined]
 
     assert width("llama") == 128 and width("llama_gqa") == 0
     assert width("llama_gqa", offload_x_resident=True) == 128
@@ -239,7 +239,7 @@ def test_weights_outside_leave_no_second_copy(tmp_path: Path) -> None:
     """With a file for them, the decoder's own matrices are those in the file."""
     other = streamed(kv_offload_path=str(tmp_path), **FORMS["column, weights outside"])
     loaded = other.engine.loaded
-    streamed_layers = loaded.runner.streamer.transfers.layers  # type: ignore[union-attr]
+    streamed_layers = loaded.executor.streamer.transfers.layers  # type: ignore[attr-defined]
     assert all(layer.matrices[name] is loaded.decoder.matrices[f"layers.{layer.index}.{name}"]
                for layer in streamed_layers.outside for name in layer.matrices)  # fmt: skip
     other.close()

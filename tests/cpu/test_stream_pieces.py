@@ -87,7 +87,7 @@ def test_pieces_hold_every_item_once_in_order(
 
 def test_staging_takes_what_the_store_has() -> None:
     store = OutsideStore(SPEC, 8, torch.int8, torch.bfloat16, hidden=32)
-    for number, tensor in enumerate([*store.x, *(t for layer in store.fields for t in layer.values())]):
+    for number, tensor in enumerate([*store.x, *(t for pool in store.pools for t in pool.tensors)]):
         tensor.copy_((torch.arange(8) + number).view(8, *[1] * (tensor.dim() - 1)))
     plan = build(decoding(1, 6))
     (piece,) = StagingPlan(plan, plan.items, 8).pieces(2)
@@ -96,9 +96,9 @@ def test_staging_takes_what_the_store_has() -> None:
     staging.load_x(1, store, 0, piece)
     staging.load_kv(0, store, 1, piece)
     assert torch.equal(staging.x[1][:2], store.x[0][:2])
-    for name, pool in store.fields[1].items():
-        assert torch.equal(staging.kv[0][name][2:6], pool[2:6])
-        assert not staging.kv[0][name][:2].any() and not staging.kv[1][name].any()
+    for pool, here, other in zip(*(each.tensors for each in (store.pools[1], *staging.kv)), strict=True):
+        assert torch.equal(here[2:6], pool[2:6])
+        assert not here[:2].any() and not other.any()
 
 
 def test_a_file_has_room_for_what_was_reckoned_and_no_more(tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_a_file_has_room_for_what_was_reckoned_and_no_more(tmp_path: Path) -> No
     file = FileMemory(str(tmp_path), 2 * 2 * room(each // 4 * 4))
     store = OutsideStore(SPEC, 4, torch.bfloat16, torch.bfloat16, allocate=file)
     assert store.chunk_bytes * 2 == each
-    store.fields[1]["v"].fill_(3)
-    assert not store.fields[1]["k"].any() and not store.fields[0]["v"].any()
+    store.pools[1].v.fill_(3)
+    assert not store.pools[1].k.any() and not store.pools[0].v.any()
     with pytest.raises(ValueError, match="the file holds"):
         file((1,), torch.bfloat16)
     with pytest.raises(ValueError, match="lower kv_offloading_size or name another directory"):

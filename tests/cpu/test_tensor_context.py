@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -13,19 +13,20 @@ from torch import Tensor
 
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import load_decoder
-from headrace.parallel.messages import Group, Step, Strategy
+from headrace.parallel.messages import RankStep, StepGroup
 from headrace.parallel.rank import Hidden, Rank
 from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import LoopbackHub, RankLost
+from headrace.strategies import KEEPS_ALL, STRATEGIES
 from headrace.types import CHUNK
 from tests.cpu.checkpoints import VOCAB
 from tests.cpu.conftest import FolderOf, OursOf
-from tests.cpu.crew import Conversation, Crew, even, shard_of, zigzag
+from tests.cpu.loopback_ranks import Conversation, LoopbackRanks, even, shard_of, zigzag
 
 PROMPTS = (300, 64, 1, 130)
 
 
-class Mesh(Crew):
+class Mesh(LoopbackRanks):
     """`size` context ranks of `tensor` tensor ranks each, every one with its own weights and pool."""
 
     def __init__(self, folder: Path, dtype: Any, size: int, tensor: int) -> None:
@@ -44,9 +45,9 @@ class Mesh(Crew):
         storage = KVStorage(decoder.config.attention, self.slots, decoder.dtype)
         return Rank(decoder, storage, "cpu", transport)
 
-    def run(self, groups: list[Group]) -> Hidden:
+    def run(self, groups: list[StepGroup]) -> Hidden:
         """What context rank 0 found: the same on all of its tensor ranks."""
-        step = Step(self.steps, groups)
+        step = RankStep(self.steps, groups)
         self.steps += 1
 
         def work(place: tuple[int, int]) -> Hidden:
@@ -71,47 +72,47 @@ class Mesh(Crew):
         return found[0]
 
 
-def talk_to(crew: Crew, strategy: Strategy) -> list[Tensor]:
+def talk_to(loopback: LoopbackRanks, strategy: str) -> list[Tensor]:
     """Prompts of uneven lengths by `strategy`, then a token of each by ring pass-Q: hidden states."""
     draw = random.Random(1)
-    talks, parts = [Conversation(crew) for _ in PROMPTS], []
+    talks, parts = [Conversation(loopback) for _ in PROMPTS], []
     for talk, count in zip(talks, PROMPTS, strict=True):
-        bounds, ranks = ([0, count], [1]) if strategy == "single" else cuts(strategy, count, crew.size)
+        bounds, ranks = ([0, count], [1]) if strategy == "single" else cuts(strategy, count, loopback.size)
         parts.append(talk.part(draw.choices(range(VOCAB), k=count), bounds, ranks, owner(strategy, bounds, ranks), 70))
-    found = crew.run([Group(strategy, parts)])
+    found = loopback.run([StepGroup(strategy, parts)])
     parts = []
     for talk in talks:
         home = talk.home()
         parts.append(talk.part([7], [len(talk.tokens), len(talk.tokens) + 1], [home], lambda chunk, home=home: home))
-    decoded = crew.run([Group("ring-q", parts)])
+    decoded = loopback.run([StepGroup("ring-q", parts)])
     return [row for states in (found, decoded) for _, row in sorted(states.items())]
 
 
-def cuts(strategy: Strategy, count: int, size: int) -> tuple[list[int], list[int]]:
+def cuts(strategy: str, count: int, size: int) -> tuple[list[int], list[int]]:
     return zigzag(0, count, size) if strategy.startswith("ring") else even(0, count, size)
 
 
-def owner(strategy: Strategy, bounds: list[int], ranks: list[int]) -> Any:
-    if strategy in ("chain", "single"):
+def owner(strategy: str, bounds: list[int], ranks: list[int]) -> Any:
+    if strategy in KEEPS_ALL:
         return lambda chunk: ranks[-1]
     return lambda chunk: shard_of(bounds, ranks, chunk * CHUNK)
 
 
-def check(crew: Crew, mesh: Mesh, strategy: Strategy) -> None:
-    truth, ours = talk_to(crew, strategy), talk_to(mesh, strategy)
+def check(loopback: LoopbackRanks, mesh: Mesh, strategy: str) -> None:
+    truth, ours = talk_to(loopback, strategy), talk_to(mesh, strategy)
     assert len(ours) == len(truth) == sum(min(70, count) for count in PROMPTS) + len(PROMPTS)
     assert all(torch.equal(x, y) for x, y in zip(ours, truth, strict=True))
 
 
-@pytest.mark.parametrize("strategy", get_args(Strategy))
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", ["llama_gqa", "falcon7", "falcon_rw"])
-def test_two_by_two(kind: str, strategy: Strategy, folder_of: FolderOf, ours_of: OursOf) -> None:
+def test_two_by_two(kind: str, strategy: str, folder_of: FolderOf, ours_of: OursOf) -> None:
     """GQA; MQA, whose KV head both tensor ranks hold; ALiBi, whose slopes are those of a rank's own heads."""
     path = folder_of(kind)
-    check(Crew(ours_of(kind, "bfloat16"), 2), Mesh(path, "bfloat16", 2, 2), strategy)
+    check(LoopbackRanks(ours_of(kind, "bfloat16"), 2), Mesh(path, "bfloat16", 2, 2), strategy)
 
 
 @pytest.mark.parametrize("strategy", ["chain", "ring-kv"])
-def test_more_tensor_ranks_than_kv_heads(strategy: Strategy, folder_of: FolderOf, ours_of: OursOf) -> None:
+def test_more_tensor_ranks_than_kv_heads(strategy: str, folder_of: FolderOf, ours_of: OursOf) -> None:
     path = folder_of("llama_gqa")
-    check(Crew(ours_of("llama_gqa", "float32"), 3), Mesh(path, "float32", 3, 4), strategy)
+    check(LoopbackRanks(ours_of("llama_gqa", "float32"), 3), Mesh(path, "float32", 3, 4), strategy)

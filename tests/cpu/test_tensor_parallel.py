@@ -20,13 +20,13 @@ from torch import Tensor
 from headrace.attention import plan as planning
 from headrace.attention.execute import PlanAttention
 from headrace.config import AttentionSpec, Quantization
-from headrace.kernels import cpu, dispatch, ops
+from headrace.kernels import cpu, dispatch, ops, registry
 from headrace.kv.storage import KVStorage
 from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
 from headrace.models.shards import LEAST, Share, cut
-from headrace.models.spec import ModelConfig
-from headrace.models.weights import expected, load_weights
+from headrace.models.spec import ModelConfig, expected
+from headrace.models.weights import load_weights
 from headrace.parallel.tensor import TensorGroup, shard
 from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.types import chunks_for
@@ -114,7 +114,7 @@ def run(decoder: Decoder, backend: str = "cpu") -> tuple[list[Tensor], KVStorage
             if count
         ]
         plan = planning.build(spans)
-        attend = PlanAttention(plan, storage, spec, backend, decoder.key_bias)
+        attend = PlanAttention(plan, storage, spec, registry.backend(backend), decoder.key_bias)
         positions = torch.from_numpy(plan.positions)
         batch = TokenBatch((positions * 7 + 3) % VOCAB, positions, (positions + 1).clamp(min=200))
         hidden.append(decoder.forward(batch, attend).clone())
@@ -138,8 +138,9 @@ def check_same_bits(
         for step, (one, other) in enumerate(zip(hidden, states, strict=True)):
             assert torch.equal(one, other), f"rank {number}, step {step}"
         heads = Share(whole.config, number, size).kv_heads
-        for pool, part in zip(storage.k + storage.v, mine.k + mine.v, strict=True):
-            assert torch.equal(pool[:, heads.start : heads.stop], part)
+        for pool, part in zip(storage.pools, mine.pools, strict=True):
+            for whole_one, own in zip(pool.tensors, part.tensors, strict=True):
+                assert torch.equal(whole_one[:, heads.start : heads.stop], own)
         assert got is None or torch.equal(got, logits)
 
 

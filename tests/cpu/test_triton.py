@@ -21,7 +21,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 
 from headrace.attention.plan import Span, batch_order, build
 from headrace.kernels import reference
-from headrace.kernels.triton import backend
+from headrace.kernels.records import Mask, Pool
+from headrace.kernels.triton import attention, backend
 from headrace.kernels.triton import rows as gpu_rows
 from headrace.types import CHUNK
 from tests.gpu.test_triton_attend import SHAPES, TREES, Bed, ends
@@ -34,9 +35,9 @@ BOUND = 1e-5
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Forces one of the two ways, wherever there is more than one span."""
     if request.param == "split":
-        monkeypatch.setattr(backend, "processors", lambda device: 1 << 30)
+        monkeypatch.setattr(attention, "processors", lambda device: 1 << 30)
     else:
-        monkeypatch.setattr(backend, "STATE_BYTES", -1)
+        monkeypatch.setattr(attention, "STATE_BYTES", -1)
     return str(request.param)
 
 
@@ -70,12 +71,12 @@ def test_windows_and_bias(window: int, biased: bool, way: str) -> None:
 
 
 def test_both_ways_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spans are folded one by one either way. (One sequence: the interpreter's products are numpy's, whose bits may
+    """Spans are merged one by one either way. (One sequence: the interpreter's products are numpy's, whose bits may
     depend on a row's place.)"""
     bed = Bed([(0, 1500)], (4, 2, 64), torch.float32, apart=False)
-    monkeypatch.setattr(backend, "processors", lambda device: 1 << 30)
+    monkeypatch.setattr(attention, "processors", lambda device: 1 << 30)
     (split,) = bed.attend(ends(bed), backend, "cpu")
-    monkeypatch.setattr(backend, "STATE_BYTES", -1)
+    monkeypatch.setattr(attention, "STATE_BYTES", -1)
     (flash,) = bed.attend(ends(bed), backend, "cpu")
     assert torch.equal(split, flash)
 
@@ -105,7 +106,7 @@ def test_a_step_goes_on(way: str) -> None:
     tables = [np.array([*range(10), 20 + i], np.int32) for i in range(2)]
     random = torch.Generator().manual_seed(3)
     pools = [torch.randn(23, kv_heads, *tail, generator=random) for tail in ((dim, CHUNK), (CHUNK, dim))]
-    ours, truths = ([x.clone() for x in pools] for _ in range(2))
+    ours, truths = (Pool(*(x.clone() for x in pools)) for _ in range(2))
     step = None
     for turn in range(2):
         spans = [Span(table, start + turn, 1) for table, start in zip(tables, starts, strict=True)]
@@ -113,17 +114,17 @@ def test_a_step_goes_on(way: str) -> None:
         items, *places = (torch.from_numpy(x) for x in (plan.items, plan.positions, plan.row_slots, plan.row_offsets))
         if step is None:
             shape = (23, kv_heads, dim)
-            step = backend.Step(
+            step = attention.TritonStep(
                 {None: items}, *places, heads=heads, shape=shape, dtype=torch.float32, scale=0.2, device=CPU
             )  # fmt: skip
         else:
             step.go_on(places[0], places[2])
         qkv = torch.randn(2, heads + 2 * kv_heads, dim, generator=random)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        attended = step(*ours, q, k, v, None)
-        reference.append(*truths, k, v, places[1], places[2])
-        truth = reference.attend(q, *truths, items, places[0], scale=0.2)
-        assert all(torch.equal(x, y) for x, y in zip(ours, truths, strict=True))
+        attended = step(ours, q, k, v, None)
+        reference.append(truths, k, v, places[1], places[2])
+        truth = reference.attend(q, truths, Mask(items, places[0], scale=0.2))
+        assert all(torch.equal(x, y) for x, y in zip(ours.tensors, truths.tensors, strict=True))
         assert (attended - truth).abs().max() < BOUND
 
 
@@ -157,14 +158,14 @@ def test_norms(shape: tuple[int, ...]) -> None:
 
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="heads of up to 256"):
-        backend.check(torch.bfloat16, 512)
+        attention.check(torch.bfloat16, 512)
     with pytest.raises(ValueError, match="bfloat16"):
-        backend.check(torch.int8, 64)
+        attention.check(torch.int8, 64)
     x = torch.empty(1, 1, 16)
     with pytest.raises(ValueError, match="int8"):
-        backend.append(x, x, x, x, x, x, k_scale=x)
+        attention.append(Pool(x, x, k_scale=x), x, x, x, x)
     with pytest.raises(ValueError, match="int8"):
-        backend.attend(x, x, x, x, x, scale=1.0, v_scale=x)
+        attention.attend(x, Pool(x, x, v_scale=x), Mask(x, x, scale=1.0))
     with pytest.raises(ValueError, match="at most 65536"):
         gpu_rows.rms_norm(torch.zeros(1, 70_000), torch.zeros(70_000), 1e-5)
 
@@ -179,5 +180,5 @@ def test_all_of_it_compiles_for_a_gpu(tmp_path: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 12
     assert [name for name, products in found.items() if not products] == [
-        "fold_spans", "store", "add_segments", "rms_norm"
+        "merge_spans", "store", "add_segments", "rms_norm"
     ]  # fmt: skip

@@ -54,7 +54,7 @@ def main() -> None:
             note(
                 f"walk {split} {resume} {bias}", compiled(attention_kernels.walk, constants, num_warps=4, num_stages=3)
             )
-    note("fold_spans", compiled(attention_kernels.fold_spans, HEADS | {"TOGETHER": 16}))
+    note("merge_spans", compiled(attention_kernels.merge_spans, HEADS | {"TOGETHER": 16}))
     note("store", compiled(attention_kernels.store, {"KV_HEADS": 2, "D": 80, "P": 128}, num_warps=1))
     sizes = {"ROWS": 64, "STEP": 64, "SEGMENT": SEGMENT, "PRECISION": "ieee", "BIAS": True}
     for split, columns in ((True, 64), (False, 128)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.kernels import reference
+from headrace.kernels.records import Mask, Pool
 from headrace.types import CHUNK
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -60,24 +62,21 @@ class Bed:
                 slot -= 1
                 table[chunk] = slot
                 part = slice(chunk * CHUNK, min(length, (chunk + 1) * CHUNK))
-                reference.append(
-                    self.k, self.v, k[part], v[part], torch.full((part.stop - part.start,), slot, dtype=torch.int32),
-                    torch.arange(part.stop - part.start, dtype=torch.int32),
-                )  # fmt: skip
+                offsets = torch.arange(part.stop - part.start, dtype=torch.int32)
+                reference.append(Pool(self.k, self.v), k[part], v[part], torch.full_like(offsets, slot), offsets)
             self.tables.append(table)
             self.tokens.append((q, k, v))
 
-    def attend(self, rows: list[tuple[int, int, int]], kernels: object, device: str, **others: object) -> list[Tensor]:
+    def attend(self, rows: list[tuple[int, int, int]], kernels: Any, device: str, **others: Any) -> list[Tensor]:
         """rows: (sequence, first position, count). Returns the attention of each."""
         spans = [planning.Span(self.tables[s][: -(-(at + n) // CHUNK)], at, n) for s, at, n in rows]
         order = planning.batch_order([span.slots for span in spans])
         plan = planning.build([spans[i] for i in order])
         q = torch.cat([self.tokens[rows[i][0]][0][rows[i][1] : rows[i][1] + rows[i][2]] for i in order]).to(device)
-        k, v = (x.nan_to_num() if kernels is reference else x.to(device) for x in (self.k, self.v))
-        dim = q.shape[-1]
-        window = others.get("window")
-        items = torch.from_numpy(plan.items_within(window))  # type: ignore[arg-type]
-        out = kernels.attend(q, k, v, items, torch.from_numpy(plan.positions), scale=dim**-0.5, **others)  # type: ignore[attr-defined]
+        pool = Pool(*(x.nan_to_num() if kernels is reference else x.to(device) for x in (self.k, self.v)))
+        items = torch.from_numpy(plan.items_within(others.get("window")))
+        mask = Mask(items, torch.from_numpy(plan.positions), scale=q.shape[-1] ** -0.5, **others)
+        out: Tensor = kernels.attend(q, pool, mask)
         parts = dict(zip(order, out.cpu().split([rows[i][2] for i in order]), strict=True))
         return [parts[i] for i in range(len(rows))]
 
@@ -89,12 +88,12 @@ def ends(bed: Bed, count: int = 1) -> list[tuple[int, int, int]]:
 @pytest.fixture(params=["flash", "split"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Forces one of the two ways, wherever there is more than one span."""
-    from headrace.kernels.triton import backend
+    from headrace.kernels.triton import attention
 
     if request.param == "flash":
-        monkeypatch.setattr(backend, "STATE_BYTES", -1)
+        monkeypatch.setattr(attention, "STATE_BYTES", -1)
     else:
-        monkeypatch.setattr(backend, "processors", lambda device: 1 << 30)
+        monkeypatch.setattr(attention, "processors", lambda device: 1 << 30)
     return str(request.param)
 
 
@@ -146,13 +145,13 @@ def test_every_schedule_the_same_bits(tree: str, shape: tuple[int, int, int], wa
 
 
 def test_both_ways_the_same_bits(monkeypatch: pytest.MonkeyPatch, cuda: torch.device) -> None:
-    from headrace.kernels.triton import backend
+    from headrace.kernels.triton import attention, backend
 
     bed = Bed(TREES["shared"], (8, 2, 128), torch.bfloat16, apart=False)
     rows = [*ends(bed)[:3], *ends(bed, 70)[3:]]
-    monkeypatch.setattr(backend, "processors", lambda device: 1 << 30)
+    monkeypatch.setattr(attention, "processors", lambda device: 1 << 30)
     split = bed.attend(rows, backend, "cuda")
-    monkeypatch.setattr(backend, "STATE_BYTES", -1)
+    monkeypatch.setattr(attention, "STATE_BYTES", -1)
     for one, two in zip(split, bed.attend(rows, backend, "cuda"), strict=True):
         assert torch.equal(one, two)
 
@@ -165,17 +164,18 @@ def test_append(cuda: torch.device) -> None:
     offsets = torch.tensor([0, 1, 63, 7, 8, 9, 10, 2, 0], dtype=torch.int32)
     ours = [torch.zeros(6, 3, *tail, dtype=torch.bfloat16) for tail in ((80, CHUNK), (CHUNK, 80))]
     there = [x.cuda() for x in ours]
-    reference.append(ours[0], ours[1], k, v, slots, offsets)
-    backend.append(there[0], there[1], k.cuda(), v.cuda(), slots, offsets)
+    reference.append(Pool(*ours), k, v, slots, offsets)
+    backend.append(Pool(*there), k.cuda(), v.cuda(), slots, offsets)
     assert all(torch.equal(one, two.cpu()) for one, two in zip(ours, there, strict=True))
 
 
 def test_what_is_refused(cuda: torch.device) -> None:
-    from headrace.kernels.triton import backend
+    from headrace.kernels.triton import attention, backend
 
     with pytest.raises(ValueError, match="heads of up to 256"):
-        backend.check(torch.bfloat16, 512)
+        attention.check(torch.bfloat16, 512)
     with pytest.raises(ValueError, match="bfloat16"):
-        backend.check(torch.int8, 64)
+        attention.check(torch.int8, 64)
+    x = torch.empty(0)
     with pytest.raises(ValueError, match="int8"):
-        backend.append(*(torch.empty(0),) * 4, torch.empty(0), torch.empty(0), k_scale=torch.empty(0))
+        backend.append(Pool(x, x, k_scale=x), x, x, x, x)

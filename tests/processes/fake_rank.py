@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from headrace.config import EngineConfig
 from headrace.parallel.group import Group
-from headrace.parallel.messages import Group as StepGroup
-from headrace.parallel.messages import Part, Step, encode
+from headrace.parallel.messages import RankStep, StepGroup, StepPart, encode
 from headrace.parallel.transport import Tag
 
 ECHO, RELAY, RAISE, SLEEP, WAIT_FOR, REDUCE = range(6)
@@ -18,7 +17,7 @@ MANY = 40
 
 
 def step(number: int, action: int, argument: int = 0) -> bytes:
-    return encode(Step(number, [StepGroup("single", [Part([action, argument], 0, [0], [0, 2], [0])])]))
+    return encode(RankStep(number, [StepGroup("single", [StepPart([action, argument], 0, [0], [0, 2], [0])])]))
 
 
 def message(number: int, i: int) -> torch.Tensor:
@@ -31,11 +30,10 @@ def message(number: int, i: int) -> torch.Tensor:
 class FakeRank:
     def __init__(self, config: EngineConfig, group: Group) -> None:
         self.group, self.links = group, group.context
-        self.report = (
-            f"{group.rank} of {group.size}, {config.model}, {config.api_key}, {config.rank_interface}".encode()
-        )
+        asked = f"{config.model.folder}, {config.server.api_key}, {config.ranks.interface}"
+        self.report = f"{group.rank} of {group.size}, {asked}".encode()
 
-    def run(self, step: Step) -> None:
+    def run(self, step: RankStep) -> None:
         action, argument = step.groups[0].parts[0].tokens
         {ECHO: self.echo, RELAY: self.relay, RAISE: self.fail, SLEEP: self.sleep, WAIT_FOR: self.wait_for,
          REDUCE: self.reduce}[action](step.number, argument)  # fmt: skip

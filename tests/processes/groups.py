@@ -37,21 +37,21 @@ def opened(context: int, tensor: int = 1, **settings: object) -> Iterator[Group]
         context_parallel_size=context, tensor_parallel_size=tensor, api_key="not for workers", **settings
     )  # type: ignore[arg-type]
     group = open_group(config, MAKER)
-    assert group.crew is not None
+    assert group.workers is not None
     try:
         yield group
     finally:
         group.close()
-    for pid in group.crew.pids.values():
-        if config.distributed_backend == "ray":
+    for pid in group.workers.pids.values():
+        if config.ranks.launcher == "ray":
             until(pid)  # Ray tells the end of an actor a little before it
         assert not runs(pid)
 
 
 def echoes(group: Group, number: int) -> bool:
     """Whether every worker sends back what it was sent, in step `number`."""
-    assert group.crew is not None
-    group.crew.send(step(number, ECHO))
+    assert group.workers is not None
+    group.workers.send(step(number, ECHO))
     links = group.context
     sends = [
         links.isend(message(number, i), rank, Tag(number, i, 0)) for i in range(MANY) for rank in range(1, links.size)

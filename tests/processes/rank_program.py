@@ -11,13 +11,13 @@ from tests.processes.groups import MAKER, echoes
 
 def main() -> int:
     config = config_from_env(context_parallel_size=2)
-    status = run_if_worker(config.rank_interface)
+    status = run_if_worker(config.ranks.interface)
     if status is not None:
         return status
     group = open_group(config, MAKER)
-    assert group.crew is not None
+    assert group.workers is not None
     try:
-        reports = group.crew.wait_ready()
+        reports = group.workers.wait_ready()
         print("seen", echoes(group, 1), reports[1].decode(), flush=True)
     finally:
         group.close()

@@ -54,7 +54,7 @@ async def llm(kept: Kept) -> AsyncLLM:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def kept_impatient() -> AsyncIterator[Kept]:
-    made = Kept(replace(CONFIG, engine_timeout_s=2.0))
+    made = Kept(CONFIG.replace(engine_timeout_s=2.0))
     yield made
     await made.llm.shutdown()
 
@@ -72,7 +72,7 @@ async def collect(stream: AsyncIterator[Delta]) -> list[Delta]:
 async def settled(llm: AsyncLLM) -> None:
     """Until the engine holds nothing."""
     for _ in range(200):
-        if llm.stats.running == llm.stats.waiting == llm.stats.kv_chunks_used == 0:
+        if llm.stats.scheduler.running == llm.stats.scheduler.waiting == llm.stats.kv.chunks_used == 0:
             return
         await asyncio.sleep(0.02)
     raise AssertionError(f"chunks leaked: {llm.stats}")
@@ -207,7 +207,7 @@ async def test_engine_that_hangs_when_idle_is_noticed(impatient: AsyncLLM) -> No
 
 async def test_engine_that_hangs_while_loading_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_llm, "LOADING_S", 3.0)
-    llm = AsyncLLM(replace(CONFIG, engine_timeout_s=1.0))
+    llm = AsyncLLM(CONFIG.replace(engine_timeout_s=1.0))
 
     def stop(done: int, total: int) -> None:
         assert llm.process_id is not None
@@ -223,14 +223,14 @@ async def test_engine_that_never_says_a_word_is_noticed(monkeypatch: pytest.Monk
     monkeypatch.setattr(async_llm, "LOADING_S", 1.0)
     start = process.start
     monkeypatch.setattr(process, "start", lambda command, link: start(["/bin/sleep", "600"], link))
-    llm = AsyncLLM(replace(CONFIG, engine_timeout_s=2.0))
+    llm = AsyncLLM(CONFIG.replace(engine_timeout_s=2.0))
     with pytest.raises(EngineDead, match="hung: no sign of life for 2 s"):
         await asyncio.wait_for(llm.start(), 100)
 
 
 async def test_loading_may_take_longer_than_a_serving_engine_may_be_silent() -> None:
     """With a timeout that no import of torch stays below, the engine becomes ready; from then on the timeout holds."""
-    llm = AsyncLLM(replace(CONFIG, engine_timeout_s=0.05))
+    llm = AsyncLLM(CONFIG.replace(engine_timeout_s=0.05))
     try:
         await asyncio.wait_for(llm.start(), 100)
         assert llm.process_id is not None
@@ -245,7 +245,7 @@ async def test_loading_may_take_longer_than_a_serving_engine_may_be_silent() -> 
     [({"model": "/nowhere"}, "no folder with a config.json"), ({"max_model_len": 10**9}, "max_model_len")],
 )
 async def test_settings_that_cannot_work(settings: dict[str, object], reason: str) -> None:
-    llm = AsyncLLM(replace(CONFIG, **settings))  # type: ignore[arg-type]
+    llm = AsyncLLM(CONFIG.replace(**settings))
     with pytest.raises(ValueError, match=reason):
         await llm.start()
     assert not llm.alive

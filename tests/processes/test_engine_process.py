@@ -17,7 +17,8 @@ import pytest
 from headrace.engine import messages as m
 from headrace.engine import process
 from headrace.engine.worker import Inbox, Link
-from headrace.types import Delta, EngineStats
+from headrace.stats import EngineStats, SchedulerStats
+from headrace.types import Delta
 from tests.unit.fake_server import until
 
 TINY = Path(process.__file__).parents[1] / "assets" / "tiny"
@@ -107,9 +108,9 @@ def test_ping_is_answered_while_nobody_takes_messages(monkeypatch: pytest.Monkey
     inbox = Inbox(Link(theirs), left.put)
     inbox.serving.set()
     ours.settimeout(20)
-    for message in (m.Abort("a"), m.Ping(), m.Abort("b"), m.Ping()):
+    for message in (m.Abort("a"), m.EnginePing(), m.Abort("b"), m.EnginePing()):
         ours.sendall(m.frame(message))
-    pong = m.frame(m.Pong())
+    pong = m.frame(m.EnginePong())
     with ours.makefile("rb") as stream:
         assert stream.read(2 * len(pong)) == pong * 2
     ours.close()
@@ -121,10 +122,10 @@ def test_ping_is_answered_while_nobody_takes_messages(monkeypatch: pytest.Monkey
 def test_frames_of_two_threads_do_not_mix() -> None:
     ours, theirs = socket.socketpair()
     link = Link(theirs)
-    large = m.Failed("x" * 1_000_000)
+    large = m.EngineFailed("x" * 1_000_000)
     threads = [
         threading.Thread(target=lambda: [link.send(large) for _ in range(5)]),
-        threading.Thread(target=lambda: [link.send(m.Pong()) for _ in range(500)]),
+        threading.Thread(target=lambda: [link.send(m.EnginePong()) for _ in range(500)]),
     ]
     for thread in threads:
         thread.start()
@@ -132,7 +133,7 @@ def test_frames_of_two_threads_do_not_mix() -> None:
     with ours.makefile("rb") as stream:
         for _ in range(505):
             received.append(m.from_engine(stream.read(m.length(stream.read(m.LENGTH.size)))))
-    assert received.count(large) == 5 and received.count(m.Pong()) == 500
+    assert received.count(large) == 5 and received.count(m.EnginePong()) == 500
     for thread in threads:
         thread.join()
 
@@ -140,7 +141,7 @@ def test_frames_of_two_threads_do_not_mix() -> None:
 def test_counters_that_cannot_be_packed_end_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """The server gets the deltas, and is told nothing of the counters."""
     ours, theirs = socket.socketpair()
-    link, stats = Link(theirs), EngineStats(running=2**64)
+    link, stats = Link(theirs), EngineStats(SchedulerStats(running=2**64))
     for _ in range(3):
         link.send_events(m.Events([Delta("r", 0, "text")], ["s"], {"t": "why"}, stats))
     with ours, ours.makefile("rb") as stream:
@@ -160,7 +161,7 @@ from headrace.engine import process
 ours, theirs = socket.socketpair()
 engine = process.start([sys.executable, "-c", sys.argv[2], str(theirs.fileno()), sys.argv[1]], theirs.fileno())
 theirs.close()
-ours.sendall(m.frame(m.Load(EngineConfig(model=sys.argv[1]))))
+ours.sendall(m.frame(m.LoadModel(EngineConfig(model=sys.argv[1]).flat)))
 print(engine.pid, flush=True)
 engine.wait()
 """

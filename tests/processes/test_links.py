@@ -20,8 +20,8 @@ __all__ = ["importable"]
 @pytest.fixture(scope="module")
 def three() -> Iterator[Group]:
     with opened(3) as group:
-        assert group.crew is not None
-        reports = group.crew.wait_ready()
+        assert group.workers is not None
+        reports = group.workers.wait_ready()
         assert reports == {rank: f"{rank} of 3, tiny, None, 127.0.0.1".encode() for rank in (1, 2)}
         yield group
 
@@ -35,8 +35,8 @@ def test_many_tags_out_of_order(three: Group, number: int) -> None:
 
 
 def test_relay(three: Group) -> None:
-    assert three.crew is not None
-    three.crew.send(step(2, fake_rank.RELAY))
+    assert three.workers is not None
+    three.workers.send(step(2, fake_rank.RELAY))
     for i in range(MANY):
         three.context.isend(message(2, i), 1, Tag(2, i, 0)).wait()
     back = [torch.empty_like(message(2, i)) for i in range(MANY)]
@@ -55,6 +55,6 @@ def test_refuses_what_it_does_not_send(three: Group) -> None:
 
 
 def test_listens_on_the_interface_only(three: Group) -> None:
-    assert three.crew is not None
-    for pid in (os.getpid(), *three.crew.pids.values()):
+    assert three.workers is not None
+    for pid in (os.getpid(), *three.workers.pids.values()):
         assert listening(pid) == {"0100007F"}

@@ -6,7 +6,6 @@ import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace import LLM, SamplingParams
-from headrace.bench.prefill import settings
-from headrace.bench.prefill_links import Link, Namespaces
-from headrace.bench.prefill_testbed import Bed, open_bed
+from headrace.bench.prefill_grid import prefill_config
+from headrace.bench.prefill_links import Namespaces, RankLink
+from headrace.bench.prefill_testbed import PrefillTestbed, open_testbed
 from headrace.cli.main import app
 from headrace.config import EngineConfig
-from headrace.planner.choice import ALLOWED, Layout
-from headrace.planner.tuned_table import TunedTable, load
+from headrace.planner.schedule import Shards
+from headrace.planner.tuned_table import TunedTable, load_table
+from headrace.strategies import OFFERED
 
 CASE = {
     "strategy", "ranks", "tokens", "cached", "bandwidth_gbps", "ttft_s", "partition", "wait_s", "bytes_sent", "ttfts",
@@ -29,21 +29,21 @@ CASE = {
 
 
 @contextmanager
-def one_bed(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs of `tune` meanwhile share a bed, whose ranks need not start for each: their settings must be the same."""
-    beds: list[Bed] = []
+def one_testbed(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs of `tune` meanwhile share one testbed, so that ranks start once: their settings must be the same."""
+    testbeds: list[PrefillTestbed] = []
     with ExitStack() as stack:
 
         @contextmanager
-        def open_once(config: EngineConfig, **options: Any) -> Iterator[Bed]:
-            if not beds:
-                beds.append(stack.enter_context(open_bed(config, **options)))
-            assert replace(config, threads=beds[0].config.threads) == beds[0].config
-            yield beds[0]
+        def open_once(config: EngineConfig, **options: Any) -> Iterator[PrefillTestbed]:
+            if not testbeds:
+                testbeds.append(stack.enter_context(open_testbed(config, **options)))
+            assert config.replace(threads=testbeds[0].config.model.threads) == testbeds[0].config
+            yield testbeds[0]
 
-        patch.setattr("headrace.cli.tune.open_bed", open_once)
+        patch.setattr("headrace.bench.tune.open_testbed", open_once)
         yield
-        patch.setattr("headrace.cli.tune.open_bed", open_bed)
+        patch.setattr("headrace.bench.tune.open_testbed", open_testbed)
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
@@ -84,36 +84,36 @@ def test_tune_goes_on_where_it_was_and_its_table_serves_this_machine_only(
 ) -> None:
     file = tmp_path / "table.json"
     tune = ("tune", "tiny", "--out", file, "--tokens", "1024,256", "--repeats", 1, "--heuristic")
-    run, seen = Bed.run, []
+    run, seen = PrefillTestbed.run, []
 
-    def interrupted(bed: Bed, strategy: str, cut: Layout, *rest: Any) -> Any:
+    def interrupted(testbed: PrefillTestbed, strategy: str, cut: Shards, *rest: Any) -> Any:
         if len(seen) == 3:
             raise KeyboardInterrupt
         seen.append(cut.bounds)
-        return run(bed, strategy, cut, *rest)
+        return run(testbed, strategy, cut, *rest)
 
-    monkeypatch.setattr(Bed, "run", interrupted)
+    monkeypatch.setattr(PrefillTestbed, "run", interrupted)
     invoke(*tune, code=130)
-    begun = load(file)
+    begun = load_table(file)
     kept = {point.bounds for point in begun.measured[1024]}
     assert len(kept) == 2 and kept == set(seen) and not begun.entries  # the first one ran twice: once to warm up
 
     searched: list[tuple[int, ...]] = []
 
-    def watched(bed: Bed, strategy: str, cut: Layout, P: int = 0, placement: Any = "own") -> Any:
+    def watched(testbed: PrefillTestbed, strategy: str, cut: Shards, P: int = 0, placement: Any = "own") -> Any:
         if placement == "own":
             searched.append(cut.bounds)
-        return run(bed, strategy, cut, P, placement)
+        return run(testbed, strategy, cut, P, placement)
 
-    monkeypatch.setattr(Bed, "run", watched)
-    monkeypatch.setattr("headrace.cli.tune.confirmed", lambda _, found, P: (found.best, found.best_s))
+    monkeypatch.setattr(PrefillTestbed, "run", watched)
+    monkeypatch.setattr("headrace.bench.tune.confirmed", lambda _, found, P: (found.best, found.best_s))
     foreign = tmp_path / "foreign.json"
-    with one_bed(monkeypatch):
+    with one_testbed(monkeypatch):
         told = invoke(*tune)
-        table = load(file)
+        table = load_table(file)
         assert not kept & set(searched)
         assert set(table.entries) == {256, 1024} and not table.measured and table.machine == begun.machine
-        assert set(table.corrections) == set(ALLOWED) and min(table.corrections.values()) > 0
+        assert set(table.corrections) == set(OFFERED) and min(table.corrections.values()) > 0
         assert table.heuristic is not None
         assert f"wrote {file}" in told and "h(T, P) = " in told
 
@@ -161,7 +161,7 @@ def test_choice_tells_what_was_picked_and_where_pass_q_wins(tmp_path: Path) -> N
     assert [(case["tokens"], case["cached"]) for case in cases] == [(64, 0), (128, 0), (64, 256), (128, 256)]
     for case in cases:
         measured = case["measured_s"]
-        assert set(measured) == set(ALLOWED) and case["chosen"] in case["predicted_s"]
+        assert set(measured) == set(OFFERED) and case["chosen"] in case["predicted_s"]
         assert case["best"] == min(measured, key=measured.__getitem__)
         assert case["over_best"] == measured[case["chosen"]] / measured[case["best"]] >= 1
         assert case["pass_q_wins"] == (measured["ring-q"] < measured["ring-kv"])
@@ -174,14 +174,14 @@ def test_network_namespaces_limit_the_link_and_are_removed() -> None:
         Namespaces(2).close()
     except ValueError as error:
         pytest.skip(str(error))
-    with open_bed(settings("tiny", 2, 2048, 1), netns=True) as bed:
-        bed.set_link(Link(0.01))
-        run = bed.run("chain", Layout((0, 1536, 2048), (0, 1)))
+    with open_testbed(prefill_config("tiny", 2, 2048, 1), netns=True) as testbed:
+        testbed.set_link(RankLink(0.01))
+        run = testbed.run("chain", Shards((0, 1536, 2048), (0, 1)))
         # A burst passes at once, and another one each time that the link was idle for as long: before each layer.
         assert run.seconds >= (run.bytes_sent[0] - 4 * (128 << 10)) / 0.01e9
         with pytest.raises(ValueError, match="jitter need --link limited"):
-            bed.set_link(Link(0.01, jitter=0.5))
-        name = bed._spaces.name  # type: ignore[union-attr]
+            testbed.set_link(RankLink(0.01, jitter=0.5))
+        name = testbed._spaces.name  # type: ignore[union-attr]
     assert name not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert name not in subprocess.run(["ip", "link"], capture_output=True, text=True, check=True).stdout
 
@@ -216,7 +216,7 @@ def test_a_bad_option_is_named(arguments: tuple[str, ...], message: str, monkeyp
     def started(*_: object, **__: object) -> None:
         raise AssertionError("no group is opened for a bad option")
 
-    for module in ("bench_prefill", "bench_choice", "tune"):
-        monkeypatch.setattr(f"headrace.cli.{module}.open_bed", started)
+    for module in ("prefill_testbed", "tune"):
+        monkeypatch.setattr(f"headrace.bench.{module}.open_testbed", started)
     told = invoke(*arguments, code=2)
     assert message in " ".join(told.split())

@@ -25,11 +25,11 @@ __all__ = ["importable"]
 
 def test_two_level_mesh() -> None:
     with opened(2, 2) as group:
-        assert group.crew is not None
+        assert group.workers is not None
         assert group.mesh.mesh.tolist() == [[0, 1], [2, 3]]
         assert (group.context.size, group.tensor.size) == (2, 2)
-        group.crew.wait_ready()
-        group.crew.send(step(1, fake_rank.REDUCE))
+        group.workers.wait_ready()
+        group.workers.send(step(1, fake_rank.REDUCE))
         x = torch.zeros(1)
         torch.distributed.all_reduce(x, group=group.tensor_group)
         assert x.item() == 1
@@ -42,42 +42,42 @@ def test_killed_worker_is_named_and_nobody_stays(action: int | None) -> None:
     """Idle; computing while the driver waits for it; all waiting for each other (rank 2 may end over it first)."""
     lost = "rank [12] is gone" if action == fake_rank.WAIT_FOR else "rank 1 is gone"
     with opened(3) as group:
-        assert group.crew is not None
-        group.crew.wait_ready()
+        assert group.workers is not None
+        group.workers.wait_ready()
         if action is not None:
-            group.crew.send(step(1, action, 1))
+            group.workers.send(step(1, action, 1))
         waiting = group.context.irecv(torch.empty(1), 2, Tag(7, 0, 0))
-        os.kill(group.crew.pids[1], signal.SIGKILL)
+        os.kill(group.workers.pids[1], signal.SIGKILL)
         with pytest.raises(RankLost, match=lost):
             waiting.wait()
-        assert group.crew.failed.wait() and group.crew.reason is not None and "SIGKILL" in group.crew.reason
+        assert group.workers.failed.wait() and group.workers.reason is not None and "SIGKILL" in group.workers.reason
         with pytest.raises(RankLost, match=r"rank 1 is gone: .* SIGKILL"):
-            group.crew.send(step(2, fake_rank.SLEEP))
+            group.workers.send(step(2, fake_rank.SLEEP))
         with pytest.raises(RankLost):
             group.context.isend(torch.empty(1), 2, Tag(8, 0, 0)).wait()
 
 
 def test_hanging_worker_is_noticed() -> None:
     with opened(2, rank_timeout_s=2.0) as group:
-        assert group.crew is not None
-        group.crew.wait_ready()
-        os.kill(group.crew.pids[1], signal.SIGSTOP)
+        assert group.workers is not None
+        group.workers.wait_ready()
+        os.kill(group.workers.pids[1], signal.SIGSTOP)
         with pytest.raises(RankLost, match=r"rank 1 does not answer \(rank_timeout_s is 2\)"):
             group.context.irecv(torch.empty(1), 1, Tag(7, 0, 0)).wait()
 
 
 def test_a_busy_worker_is_not_lost_and_a_failing_one_says_why() -> None:
     with opened(3, rank_timeout_s=2.5) as group:
-        assert group.crew is not None
-        group.crew.wait_ready()
-        group.crew.send(step(1, fake_rank.RAISE, 9))
-        group.crew.send(step(2, fake_rank.WAIT_FOR, 1))
-        assert not group.crew.failed.wait(3.5)
+        assert group.workers is not None
+        group.workers.wait_ready()
+        group.workers.send(step(1, fake_rank.RAISE, 9))
+        group.workers.send(step(2, fake_rank.WAIT_FOR, 1))
+        assert not group.workers.failed.wait(3.5)
         with suppress(RankLost):  # rank 1 may have failed before rank 2 is told
-            group.crew.send(step(3, fake_rank.RAISE, 1))
-        assert group.crew.failed.wait()
+            group.workers.send(step(3, fake_rank.RAISE, 1))
+        assert group.workers.failed.wait()
         with pytest.raises(RankLost, match="rank 1 failed: ValueError: asked to fail"):
-            group.crew.check()
+            group.workers.check()
 
 
 def test_maker_that_is_not_there() -> None:
@@ -86,7 +86,7 @@ def test_maker_that_is_not_there() -> None:
         from headrace.config import EngineConfig
         from headrace.parallel.launch import open_group
         group = open_group(EngineConfig(context_parallel_size=2), "tests.processes.fake_rank:nothing")
-        group.crew.wait_ready()
+        group.workers.wait_ready()
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "RankLost: rank 1 failed: ValueError: no function 'nothing' in tests.processes.fake_rank" in done.stderr
@@ -112,9 +112,9 @@ def test_workers_end_with_their_driver() -> None:
         from tests.processes.groups import MAKER, open_group
         from tests.processes.fake_rank import step
         group = open_group(EngineConfig(context_parallel_size=3), MAKER)
-        group.crew.wait_ready()
-        group.crew.send(step(1, {fake_rank.WAIT_FOR}, 1))
-        print(*group.crew.pids.values(), flush=True)
+        group.workers.wait_ready()
+        group.workers.send(step(1, {fake_rank.WAIT_FOR}, 1))
+        print(*group.workers.pids.values(), flush=True)
         time.sleep(600)
     """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:

@@ -46,8 +46,8 @@ def cluster() -> Iterator[Any]:
 
 def test_ray(cluster: Any) -> None:
     with opened(3, distributed_backend="ray") as group:
-        assert group.crew is not None
-        assert group.crew.wait_ready() == {rank: f"{rank} of 3, tiny, None, 127.0.0.1".encode() for rank in (1, 2)}
+        assert group.workers is not None
+        assert group.workers.wait_ready() == {rank: f"{rank} of 3, tiny, None, 127.0.0.1".encode() for rank in (1, 2)}
         assert echoes(group, 1)
 
 
@@ -55,14 +55,14 @@ def test_ray_actor_that_is_killed(cluster: Any) -> None:
     import ray
 
     with opened(3, distributed_backend="ray") as group:
-        assert group.crew is not None
-        group.crew.wait_ready()
-        group.crew.send(step(1, fake_rank.SLEEP))
-        actors = group.crew._processes
+        assert group.workers is not None
+        group.workers.wait_ready()
+        group.workers.send(step(1, fake_rank.SLEEP))
+        actors = group.workers._processes
         ray.kill(actors[2]._actor)  # type: ignore[attr-defined]
-        assert group.crew.failed.wait()
+        assert group.workers.failed.wait()
         with pytest.raises(RankLost, match="rank 2 is gone"):
-            group.crew.check()
+            group.workers.check()
 
 
 def test_ray_without_room(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

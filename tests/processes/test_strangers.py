@@ -52,14 +52,14 @@ def test_a_crowd_at_the_port_does_not_prevent_the_start(count: int, monkeypatch:
     with Crowd(count) as crowd:
         monkeypatch.setattr(launch, "spawn", crowd.spawn)
         with opened(3) as group:
-            assert group.crew is not None
-            group.crew.wait_ready()
+            assert group.workers is not None
+            group.workers.wait_ready()
             assert echoes(group, 1)
-            os.kill(group.crew.pids[1], signal.SIGKILL)
-            assert group.crew.failed.wait()
+            os.kill(group.workers.pids[1], signal.SIGKILL)
+            assert group.workers.failed.wait()
         with opened(3) as group:
-            assert group.crew is not None
-            group.crew.wait_ready()
+            assert group.workers is not None
+            group.workers.wait_ready()
             assert echoes(group, 1)
         assert len(crowd.held) == 2 * count
 
@@ -70,8 +70,8 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 
 def pids(group: Group) -> list[int]:
-    assert group.crew is not None
-    return [os.getpid(), *group.crew.pids.values()]
+    assert group.workers is not None
+    return [os.getpid(), *group.workers.pids.values()]
 
 
 def try_in(address: tuple[str, int]) -> socket.socket | None:
@@ -90,8 +90,8 @@ def met() -> Iterator[tuple[Group, set[tuple[str, int]]]]:
     """Two ranks that have met, and the ports on which this process listened before."""
     before = set(listening(os.getpid()))
     with opened(2) as group:
-        assert group.crew is not None
-        group.crew.wait_ready()
+        assert group.workers is not None
+        group.workers.wait_ready()
         yield group, before
 
 

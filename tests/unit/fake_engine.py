@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.config import EngineConfig
+from headrace.stats import EngineStats, KVStats
 from headrace.types import (
     Delta,
     EngineDead,
-    EngineStats,
     InvalidRequest,
     Logprob,
     Metrics,
@@ -82,7 +82,7 @@ class FakeEngine:
         self.capacity = FakeCapacity()
         self.tokenizer: FakeTokenizer | None = FakeTokenizer()
         self.failure: str | None = None
-        self.stats = EngineStats(kv_chunks_total=1000)
+        self.stats = EngineStats(kv=KVStats(chunks_total=1000))
         self.start_error: Exception | None = None
         self.fail_after_tokens: int | None = None
         self.aborted: list[str] = []
@@ -141,7 +141,7 @@ class FakeEngine:
     ) -> AsyncIterator[Delta]:
         if not self.alive:
             raise EngineDead(self.failure or "not started")
-        if self.stats.waiting >= self.config.max_queued_requests:
+        if self.stats.scheduler.waiting >= self.config.server.max_queued_requests:
             raise Overloaded("the queue is full", 2.5)
         assert isinstance(prompt, list) and request_id is not None
         self.salts.append((cache_salt, public_prefix_tokens))
@@ -156,7 +156,7 @@ class FakeEngine:
 
 
 class _Run:
-    """One request. Invariant: its chunks are in `stats.kv_chunks_used` from its turn until close()."""
+    """One request. Invariant: its chunks are in `stats.kv.chunks_used` from its turn until close()."""
 
     def __init__(self, engine: FakeEngine, prompt: list[int], params: SamplingParams, request_id: str) -> None:
         self.engine, self.prompt, self.params, self.request_id = engine, prompt, params, request_id
@@ -171,32 +171,32 @@ class _Run:
 
     async def wait_for_turn(self) -> None:
         stats = self.engine.stats
-        stats.waiting += 1
+        stats.scheduler.waiting += 1
         try:
             await self.engine._turn.acquire()
         finally:
-            stats.waiting -= 1
+            stats.scheduler.waiting -= 1
         self.turn = time.monotonic()
-        stats.running += 1
-        stats.kv_chunks_used += self.chunks
-        stats.kv_chunks_unshared += 2 * self.chunks
-        stats.prompt_tokens += len(self.prompt)
-        stats.prefilled_tokens += len(self.prompt)
+        stats.scheduler.running += 1
+        stats.kv.chunks_used += self.chunks
+        stats.kv.chunks_unshared += 2 * self.chunks
+        stats.tokens.prompt += len(self.prompt)
+        stats.tokens.prefilled += len(self.prompt)
         if strategy := self.engine.strategy:
-            stats.strategies[strategy] = stats.strategies.get(strategy, 0) + 1
+            stats.ranks.prefills[strategy] = stats.ranks.prefills.get(strategy, 0) + 1
 
     async def step(self) -> list[Delta]:
         """One token for each unfinished sequence."""
         await asyncio.sleep(self.engine.token_s)
         engine = self.engine
-        if engine.fail_after_tokens is not None and engine.stats.generated_tokens >= engine.fail_after_tokens:
+        if engine.fail_after_tokens is not None and engine.stats.tokens.generated >= engine.fail_after_tokens:
             engine.die("injected failure")
         if engine.failure:
             raise EngineDead(engine.failure)
         deltas = [sequence.next() for sequence in self.sequences if not sequence.finish]
         self.first = self.first or time.monotonic()
-        engine.stats.generated_tokens += len(deltas)
-        engine.stats.steps += 1
+        engine.stats.tokens.generated += len(deltas)
+        engine.stats.scheduler.steps += 1
         if self.done:
             deltas[-1].metrics = self._metrics()
         return deltas
@@ -213,14 +213,14 @@ class _Run:
     def close(self) -> None:
         stats = self.engine.stats
         if self.turn:
-            stats.running -= 1
-            stats.kv_chunks_used -= self.chunks
-            stats.kv_chunks_unshared -= 2 * self.chunks
+            stats.scheduler.running -= 1
+            stats.kv.chunks_used -= self.chunks
+            stats.kv.chunks_unshared -= 2 * self.chunks
             self.engine._turn.release()
         if self.done:
-            stats.finished_length += 1
+            stats.finished.length += 1
         else:
-            stats.finished_abort += 1
+            stats.finished.abort += 1
             self.engine.aborted.append(self.request_id)
 
 

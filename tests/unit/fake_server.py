@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 
-from headrace.config import EngineConfig
+from headrace.config import SETTINGS, EngineConfig
 from headrace.server.app import create_app
 from headrace.server.serve import bind, make_server
 from tests.unit.fake_engine import FakeEngine
@@ -96,7 +96,7 @@ def metric(page: str, name: str, **labels: str) -> float:
 @contextmanager
 def serving(ready: bool = True, **options: Any) -> Iterator[Running]:
     """A server over one fake engine or, given `prepare`, over a Maker. Options are EngineConfig's or the engine's."""
-    settings = {k: options.pop(k) for k in list(options) if k in EngineConfig.__dataclass_fields__}
+    settings = {k: options.pop(k) for k in list(options) if k in SETTINGS}
     config = EngineConfig(model="fake", **settings)
     prepare = options.pop("prepare", None)
     given = FakeEngine(config, **options) if prepare is None else Maker(config, prepare, **options)

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from headrace.planner.machine import Machine, Shape
-from headrace.planner.partition import even
+from headrace.planner.choice import choose
+from headrace.planner.heuristic import Heuristic
+from headrace.planner.machine import Machine, ModelShape
+from headrace.planner.partition import even, sizes_of
+from headrace.types import CHUNK
 
 A, B = 7.67e-5, 1.985e-8
 """Seconds per token, and per row and column of the attention's rectangle."""
@@ -57,6 +60,63 @@ def toy_fractions(tokens: int, ranks: int, b: float = B) -> tuple[float, ...]:
     return tuple(size / sum(sizes) for size in sizes)
 
 
+def gather_entries(bounds: Sequence[int]) -> int:
+    """Equations 4 and 5: entries that an all-gather moves in one layer, (p - 1) C for every partition."""
+    return sum(bounds[-1] - bounds[0] - size for size in sizes_of(bounds))
+
+
+def chain_entries(bounds: Sequence[int]) -> int:
+    """Equations 6 and 7: entries that the chain hands over in one layer; (p - 1) C / 2 for an even partition."""
+    return sum(bound - bounds[0] for bound in bounds[1:-1])
+
+
+def gather_products(bounds: Sequence[int]) -> tuple[int, ...]:
+    """Products of each rank in the paper's gather: its rows times all tokens, masked ones included (figure 4)."""
+    return tuple(size * (bounds[-1] - bounds[0]) for size in sizes_of(bounds))
+
+
+def chain_products(bounds: Sequence[int]) -> tuple[int, ...]:
+    """Products of each rank in the paper's chain: its rows times all tokens up to its last (figure 5)."""
+    return tuple((right - left) * (right - bounds[0]) for left, right in pairwise(bounds))
+
+
+PRINTED = Heuristic(-1.059, 1.145, 12.112)
+"""The paper's coefficients, which contradict its own table 4."""
+
+
+def break_even(
+    machine: Machine, shape: ModelShape, ranks: int, P: int = 0, cached_on: Sequence[float] | None = None
+) -> int | None:
+    """New tokens from which several ranks are worth it, to a chunk; None where they are not below a million."""
+    low, high = 0, CHUNK
+    while choose(machine, shape, ranks, high, P, cached_on).strategy == "single":
+        low, high = high, 2 * high
+        if high > 2**20:
+            return None
+    while high - low > CHUNK:
+        middle = (low + high) // 2 // CHUNK * CHUNK
+        if choose(machine, shape, ranks, middle, P, cached_on).strategy == "single":
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def crossover(
+    machine: Machine, shape: ModelShape, ranks: int, total: int, cached_on: Sequence[float] | None = None
+) -> int | None:
+    """Of `total` = T + P tokens, the most new ones with which pass-Q is predicted to beat pass-KV; None: never.
+
+    Looked up at four token counts per octave, whole chunks each.
+    """
+    counts = sorted({int(total / 2 ** (i / 4)) // CHUNK * CHUNK for i in range(1, 49)} - {0})
+    rings = ("ring-kv", "ring-q")
+    wins = [
+        T for T in counts if choose(machine, shape, ranks, T, total - T, cached_on, allowed=rings).strategy == "ring-q"
+    ]
+    return max(wins, default=None)
+
+
 MACHINE = Machine(
     name="test box", cores=2, isa="avx512bf16", date="2025-01-01", linear_flops_s=500e9,
     attention_flops_s=((16, 400e9), (64, 480e9)), memory_bytes_s=25e9, link_bytes_s=3e9, latency_s=2e-4,
@@ -64,8 +124,8 @@ MACHINE = Machine(
 )  # fmt: skip
 """About what one core of a Zen 5 attains."""
 
-S2 = Shape(hidden=1024, layers=8, heads=8, kv_heads=8, head_dim=128, mlp=2816, vocab=32_000)
-GQA = Shape(hidden=1024, layers=16, heads=16, kv_heads=4, head_dim=64, mlp=2816, vocab=32_000)
+S2 = ModelShape(hidden=1024, layers=8, heads=8, kv_heads=8, head_dim=128, mlp=2816, vocab=32_000)
+GQA = ModelShape(hidden=1024, layers=16, heads=16, kv_heads=4, head_dim=64, mlp=2816, vocab=32_000)
 
 H100 = Machine(
     name="H100", cores=1, isa="cuda", date="2024-11-01", linear_flops_s=540e12, attention_flops_s=((1, 515e12),),
@@ -73,7 +133,7 @@ H100 = Machine(
 )  # fmt: skip
 """One GPU of the context parallelism paper, with the rates that its table 5 implies."""
 
-LLAMA_405B_TP8 = Shape(
+LLAMA_405B_TP8 = ModelShape(
     layers=126, hidden=16384, heads=16, kv_heads=1, head_dim=128, mlp=53248 // 8, vocab=128_256 // 8
 )  # fmt: skip
 """Table 9, an eighth of it (eight tensor ranks)."""

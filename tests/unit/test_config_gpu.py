@@ -30,4 +30,4 @@ def test_without(given: dict[str, Any]) -> None:
 
 
 def test_alone() -> None:
-    assert EngineConfig(attention_backend="triton").attention_backend == "triton"
+    assert EngineConfig(attention_backend="triton").model.backend == "triton"

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace.config import EngineConfig, config_from_env, parse_field
+from headrace.config import EngineConfig, config_from_env
+from headrace.config.tiers import RemoteTierSettings
 
 pytestmark = pytest.mark.unit
 
@@ -47,14 +48,13 @@ URLS = ["redis://h:6379/0", "redis://h", "rediss://u:p@h:1/2", "valkey://h:6379"
 
 @pytest.mark.parametrize("url", URLS)
 def test_urls(url: str) -> None:
-    assert EngineConfig(kv_remote_url=url).offloads
+    assert EngineConfig(kv_remote_url=url).tiers is not None
 
 
 def test_valkey_speaks_the_same_protocol() -> None:
     for given, url in (("valkey://u:p@h:1/0", "redis://u:p@h:1/0"), ("valkeys://h", "rediss://h"),
                        ("redis://valkey", "redis://valkey"), ("unix:///valkey", "unix:///valkey")):  # fmt: skip
-        assert EngineConfig(kv_remote_url=given).redis_url == url
-    assert EngineConfig().redis_url is None
+        assert RemoteTierSettings(url=given).redis_url == url
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,16 @@ def test_together(given: dict[str, Any], told: str) -> None:
 
 
 def test_what_works() -> None:
-    assert not EngineConfig().offloads and not EngineConfig().streams
+    assert EngineConfig().tiers is None and EngineConfig().streaming is None
     for given in (HOST, DISK, REMOTE, {**HOST, **DISK, **REMOTE, "kv_disk_format": "int8", "kv_link_gbps": 3}):
-        assert EngineConfig(**given).offloads
-    assert [EngineConfig(**given).outlives for given in ({}, HOST, DISK, REMOTE)] == [False, False, True, True]
+        assert EngineConfig(**given).tiers is not None
+    tiers = [EngineConfig(**given).tiers for given in (HOST, DISK, REMOTE, {**HOST, **DISK})]
+    assert [own is not None and own.outlive for own in tiers] == [False, True, True, True]
     for schedule in ("row", "column", "auto"):
         streamed = EngineConfig(offload_schedule=schedule, weight_offload=True, enable_prefix_caching=False, **HOST)
-        assert streamed.streams and not streamed.offloads
+        assert streamed.streaming is not None and streamed.tiers is None
     for quota in (0, 1, 0.25):
-        assert EngineConfig(kv_tenant_quota=quota).kv_tenant_quota == quota
+        assert EngineConfig(**HOST, kv_tenant_quota=quota).tiers.tenant_quota == quota
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +119,8 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_KV_LINK_GBPS", "0.5")
     monkeypatch.setenv("HEADRACE_OFFLOAD_SCHEDULE", "row")
     monkeypatch.setenv("HEADRACE_WEIGHT_OFFLOAD", "true")
-    config = config_from_env()
-    assert (config.kv_offloading_size, config.kv_link_gbps, config.weight_offload) == (2.5, 0.5, True)
+    given = config_from_env().streaming
+    assert given is not None and (given.host.size, given.link.gbps, given.weights) == (2.5, 0.5, True)
+    monkeypatch.setenv("HEADRACE_KV_TENANT_QUOTA", "half")
     with pytest.raises(ValueError, match="kv_tenant_quota must be a number"):
-        parse_field("kv_tenant_quota", "half")
+        config_from_env()

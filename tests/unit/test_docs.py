@@ -10,7 +10,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 import typer
 
 from headrace.cli.main import app
-from headrace.config import EngineConfig, env_name
+from headrace.config import SETTINGS
 from tests.unit.docs_pages import ALL_BLOCKS, NOTES, PAGES, ROOT, Block, anchors, links, name, prose, spans
 
 pytestmark = pytest.mark.unit
@@ -186,7 +185,7 @@ def test_commands_in_the_text_exist(page: Path) -> None:
 
 @PAGE
 def test_settings_exist(page: Path) -> None:
-    settings = {env_name(item.name) for item in fields(EngineConfig)}
+    settings = {item.env for item in SETTINGS.values()}
     for setting in set(re.findall(r"\bHEADRACE_[A-Z0-9_]*[A-Z0-9]\b", page.read_text())):
         assert setting in settings or setting in sources(), f"{name(page)} names {setting}"
 

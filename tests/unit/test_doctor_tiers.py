@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.doctor import tiers
-from headrace.cli.doctor_tiers import findings_of
 from headrace.config import EngineConfig
+from headrace.doctor.machine import tiers
+from headrace.doctor.tiers import findings_of
 from headrace.offload.tiers import disk_check
 from headrace.offload.tiers.disk_check import GIB
 

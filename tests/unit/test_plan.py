@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.attention.plan import Plan, Planner, Span, batch_order, build
+from headrace.attention.plan import Int32, Plan, Planner, Span, TableRows, batch_order, build
 from headrace.types import CHUNK
 
 
@@ -102,29 +104,45 @@ def test_no_rows() -> None:
     assert build([]).rows == 0 and build([]).items_within(5).shape == (0, 4)
 
 
+@dataclass(eq=False)
+class Table:
+    """A sequence's chunks, as the planner knows them."""
+
+    slots: Int32
+    changes: int = 0
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_plans_of_steps_are_those_built_anew(data: st.DataObject) -> None:
     """Sequences that decode on, now and then with a new chunk, more rows, or others in their place."""
-    planner, spans = Planner(), data.draw(forests())
+    planner, parts = Planner(), _anew(data)
     for _ in range(data.draw(st.integers(2, 12))):
-        order, plan = planner.plan(spans)
-        assert order == batch_order([s.slots for s in spans])
-        fresh = build([spans[i] for i in order])
+        step = planner.plan(parts)
+        spans = [Span(part.table.slots, part.start, part.rows) for part in parts]
+        assert step.order == batch_order([s.slots for s in spans])
+        fresh = build([spans[i] for i in step.order])
         for name in ("items", "positions", "row_slots", "row_offsets"):
-            ours, theirs = getattr(plan, name), getattr(fresh, name)
+            ours, theirs = getattr(step.plan, name), getattr(fresh, name)
             assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs), name
-        assert plan.shared == fresh.shared
-        spans = data.draw(forests()) if data.draw(st.integers(0, 9)) == 9 else [_on(data, s) for s in spans]
+        assert step.plan.shared == fresh.shared
+        parts = _anew(data) if data.draw(st.integers(0, 9)) == 9 else [_on(data, part) for part in parts]
 
 
-def _on(data: st.DataObject, before: Span) -> Span:
+def _anew(data: st.DataObject) -> list[TableRows]:
+    return [TableRows(Table(s.slots), s.start, s.rows) for s in data.draw(forests())]
+
+
+def _on(data: st.DataObject, before: TableRows) -> TableRows:
     """The next step of a sequence: most often one row, the one behind. A table may have a chunk more than it needs."""
     start = before.start + before.rows
     rows = data.draw(st.sampled_from((1, 1, 1, 1, 2)))
-    slots = before.slots.tolist()
+    table, slots = before.table, before.table.slots.tolist()
+    assert isinstance(table, Table)
     wanted = (start + rows - 1) // CHUNK + 1 + data.draw(st.sampled_from((0, 1)))
     slots += [1000 + int(slots[0]) * 100 + n for n in range(len(slots), wanted)]
     if data.draw(st.integers(0, 19)) == 19:
         slots[-1] += 50
-    return span(slots, start, rows)
+    if slots != table.slots.tolist():
+        table.slots, table.changes = np.array(slots, np.int32), table.changes + 1
+    return TableRows(table, start, rows)

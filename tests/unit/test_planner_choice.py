@@ -7,33 +7,33 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace.planner.choice import STRATEGIES, break_even, choose, crossover, layout, predict
+from headrace.planner.choice import choose, predict, shards_for
 from headrace.planner.heuristic import (
-    PRINTED,
     Heuristic,
-    Ring,
+    RingRates,
     algorithm1,
     algorithm5,
     fit_heuristic,
     guarded,
 )
 from headrace.planner.partition import zigzag_ranks
-from headrace.planner.tuned_table import Entry, Stamp, TunedTable
-from tests.unit.planner_oracles import GQA, MACHINE, S2, TABLE_4
+from headrace.planner.tuned_table import TableEntry, TableStamp, TunedTable
+from headrace.strategies import STRATEGIES
+from tests.unit.planner_oracles import GQA, MACHINE, PRINTED, S2, TABLE_4, break_even, crossover
 
 pytestmark = pytest.mark.unit
 
 TOTAL = 128_000
-PEAK = Ring(ranks=4, heads=128, kv_heads=8, flops_s=800e12, bandwidth_bytes_s=50e9)
+PEAK = RingRates(ranks=4, heads=128, kv_heads=8, flops_s=800e12, bandwidth_bytes_s=50e9)
 ATTAINED = msgspec.structs.replace(PEAK, flops_s=515e12, bandwidth_bytes_s=26e9)
 SLOW = msgspec.structs.replace(MACHINE, link_bytes_s=0.5e9)
 
 
 def tuned(ranks: int = 2, **more: object) -> TunedTable:
-    stamp = Stamp(
+    stamp = TableStamp(
         machine=MACHINE.fingerprint, model="s2", shape=S2, ranks=ranks, link="lo", version="0.1.0", date="2025-01-01"
     )
     return TunedTable(stamp=stamp, machine=MACHINE, **more)
@@ -44,12 +44,11 @@ def test_equation_2(ranks: int, tokens: int) -> None:
     assert msgspec.structs.replace(PEAK, ranks=ranks).hides_kv == pytest.approx(tokens)
 
 
-def test_equations_1_2_3_5() -> None:
+def test_equations_1_2_5() -> None:
     assert PEAK.ratio == 0.125
     assert msgspec.structs.replace(PEAK, bandwidth_bytes_s=12.5e9).hides_kv == pytest.approx(16000)
     tcp = msgspec.structs.replace(PEAK, flops_s=500e12, bandwidth_bytes_s=3e9)
     assert tcp.hides_kv == pytest.approx(41667, abs=1)
-    assert PEAK.hides_q == pytest.approx(32000)
     assert PEAK.ratio_with_all_to_all(3200) == pytest.approx(3200 / TOTAL)
     at = 3782
     assert ATTAINED.ratio_with_all_to_all(at) == pytest.approx(at / TOTAL, rel=1e-3)
@@ -64,7 +63,7 @@ def test_equations_1_2_3_5() -> None:
         (algorithm5, ATTAINED, (1280, 3200)),
     ],
 )
-def test_rules_on_table_4(rule: Callable[[Ring, int, int], str], ring: Ring, pass_q: tuple[int, ...]) -> None:
+def test_rules_on_table_4(rule: Callable[[RingRates, int, int], str], ring: RingRates, pass_q: tuple[int, ...]) -> None:
     """Never worse than 2%, but for Algorithm 5 with peak rates, whose boundary is exactly T = 3,200."""
     for T, kv_ms, q_ms in TABLE_4:
         chosen = rule(ring, T, TOTAL - T)
@@ -94,6 +93,7 @@ def test_fit_to_table_4() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.floats(0.3, 2), st.floats(0.3, 2), st.floats(-2, 2))
+@example(alpha=1.140625, beta=1.5, shift=-2.0)  # two samples of 40 say pass-KV, by 4% and 7%
 def test_fit_finds_what_made_the_samples(alpha: float, beta: float, shift: float) -> None:
     made = Heuristic(alpha, beta, shift - alpha * math.log(1000))
     grid = [(T, P) for T in (64, 128, 256, 512, 1024, 2048, 4096, 8192) for P in (256, 1024, 4096, 16384, 65536)]
@@ -158,7 +158,7 @@ def test_rules_by_name() -> None:
     """T / (T + P) small and T below equation 2: pass-Q by Algorithm 1; the heuristic may say otherwise."""
     slow = msgspec.structs.replace(SLOW, link_bytes_s=0.05e9)
     rings = ("ring-kv", "ring-q")
-    ring = Ring.of(slow, GQA, 2)
+    ring = RingRates.of(slow, GQA, 2)
     assert ring.ratio == 0.5 and ring.hides_kv > 2048
     args = (slow, GQA, 2, 2048, 30720)
     assert choose(*args, rule="alg1", allowed=rings).strategy == "ring-q"
@@ -173,7 +173,7 @@ def test_rules_by_name() -> None:
 
 
 def test_table_gives_bounds_and_corrections() -> None:
-    table = tuned(entries={16384: Entry((0.75, 0.25), 3.0)}, corrections={"chain": 2.0})
+    table = tuned(entries={16384: TableEntry((0.75, 0.25), 3.0)}, corrections={"chain": 2.0})
     alone = choose(MACHINE, S2, 2, 16384, table=table, allowed=("chain",))
     assert alone.bounds == (0, 12288, 16384)
     uncorrected = predict("chain", MACHINE, S2, 2, alone.bounds).ttft_s
@@ -190,12 +190,12 @@ def test_layouts_are_parts(ranks: int, T: int, chunks: int, unit: int) -> None:
     """bounds run from P to P + T in order, inner ones on units, one rank for each shard."""
     P = 64 * chunks
     for strategy in STRATEGIES:
-        cut = layout(strategy, MACHINE, S2, ranks, T, P, unit=unit)
+        cut = shards_for(strategy, MACHINE, S2, ranks, T, P, unit=unit)
         assert list(cut.bounds) == sorted(cut.bounds) and (cut.bounds[0], cut.bounds[-1]) == (P, P + T)
         assert len(cut.ranks) == len(cut.bounds) - 1 and set(cut.ranks) <= set(range(ranks))
         assert all(bound % unit == 0 or bound in (P, P + T) for bound in cut.bounds)
         assert predict(strategy, MACHINE, S2, ranks, cut.bounds, P).ttft_s > 0
-    assert layout("ring-q", MACHINE, S2, ranks, T, P).ranks == zigzag_ranks(ranks)
+    assert shards_for("ring-q", MACHINE, S2, ranks, T, P).ranks == zigzag_ranks(ranks)
 
 
 def test_refusals() -> None:
@@ -208,6 +208,6 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="nothing to choose"):
         choose(MACHINE, S2, 2, 0)
     with pytest.raises(ValueError, match="unknown strategy"):
-        layout("ring", MACHINE, S2, 2, 64)
+        shards_for("ring", MACHINE, S2, 2, 64)
     with pytest.raises(ValueError, match="unknown strategy"):
         predict("ring", MACHINE, S2, 2, (0, 64))

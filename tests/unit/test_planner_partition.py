@@ -12,19 +12,16 @@ from headrace.planner.partition import (
     align,
     bounds_of,
     causal_pairs,
-    chain_entries,
-    chain_products,
     cut,
     even,
     fractions_of,
-    gather_entries,
-    gather_products,
     interpolate,
     sizes_of,
     to_sizes,
     zigzag,
     zigzag_ranks,
 )
+from tests.unit.planner_oracles import chain_entries, chain_products, gather_entries, gather_products
 
 pytestmark = pytest.mark.unit
 
@@ -96,7 +93,7 @@ def test_bad_fractions(fractions: tuple[float, ...]) -> None:
 
 
 def test_interpolation_is_linear_and_clamped() -> None:
-    """The fractions of FACTS, section 1.2, for 8k and 12k; asked at 10k."""
+    """Fractions as KV-Runahead publishes them, for 8k and 12k; asked at 10k."""
     entries = {8192: (0.340, 0.258, 0.215, 0.187), 12288: (0.354, 0.256, 0.209, 0.181)}
     assert interpolate(entries, 10240) == pytest.approx((0.347, 0.257, 0.212, 0.184), abs=1e-9)
     assert interpolate(entries, 9216) == pytest.approx((0.3435, 0.2575, 0.2135, 0.1855), abs=1e-9)

@@ -8,15 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.planner.heuristic import PRINTED
 from headrace.planner.partition import Bounds
-from headrace.planner.search import Search
-from headrace.planner.tuned_table import Entry, Stamp, TunedTable, load
-from tests.unit.planner_oracles import GQA, MACHINE, S2, Toy
+from headrace.planner.partition_search import PartitionSearch
+from headrace.planner.tuned_table import TableEntry, TableStamp, TunedTable, load_table
+from tests.unit.planner_oracles import GQA, MACHINE, PRINTED, S2, Toy
 
 pytestmark = pytest.mark.unit
 
-STAMP = Stamp(
+STAMP = TableStamp(
     machine=MACHINE.fingerprint, model="s2", shape=S2, ranks=2, link="gloo, lo", version="0.1.0", date="2025-01-01"
 )
 
@@ -25,7 +24,7 @@ def tuned() -> TunedTable:
     return TunedTable(
         stamp=STAMP,
         machine=MACHINE,
-        entries={8192: Entry((0.6, 0.4), 1.0), 16384: Entry((0.64, 0.36), 3.0)},
+        entries={8192: TableEntry((0.6, 0.4), 1.0), 16384: TableEntry((0.64, 0.36), 3.0)},
         heuristic=PRINTED,
         corrections={"chain": 1.1},
     )
@@ -36,7 +35,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     table = tuned()
     table.keep(4096, {(0, 2048, 4096): 0.5})
     table.save(path)
-    assert load(path) == table
+    assert load_table(path) == table
     assert os.listdir(path.parent) == ["table.json"]
 
 
@@ -52,26 +51,26 @@ def test_an_interrupted_save_leaves_the_old_table(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         changed.save(path)
-    assert load(path) == tuned() and os.listdir(tmp_path) == ["table.json"]
+    assert load_table(path) == tuned() and os.listdir(tmp_path) == ["table.json"]
 
 
 @pytest.mark.parametrize("body", ["", "{}", "[1", '{"stamp": 3}'])
 def test_broken_files(tmp_path: Path, body: str) -> None:
     path = tmp_path / "table.json"
     with pytest.raises(ValueError, match="headrace tune"):
-        load(path)
+        load_table(path)
     path.write_text(body)
     with pytest.raises(ValueError, match="headrace tune"):
-        load(path)
+        load_table(path)
 
 
 @pytest.mark.parametrize("fractions", [(1.0,), (0.6, 0.6), (1.5, -0.5)])
 def test_unsound_entries(tmp_path: Path, fractions: tuple[float, ...]) -> None:
     table = tuned()
-    table.entries[100] = Entry(fractions, 1.0)
+    table.entries[100] = TableEntry(fractions, 1.0)
     table.save(tmp_path / "table.json")
     with pytest.raises(ValueError, match="entry for 100 tokens"):
-        load(tmp_path / "table.json")
+        load_table(tmp_path / "table.json")
 
 
 @pytest.mark.parametrize(
@@ -114,14 +113,14 @@ def test_a_search_resumed_from_a_file(tmp_path: Path) -> None:
 
     table = tuned()
     points = table.points(4096)
-    for progress in Search(4096, 2, measure, measured=points):
+    for progress in PartitionSearch(4096, 2, measure, measured=points):
         table.keep(4096, points)
         table.save(path)
         if progress.measured == 4:
             break
-    resumed = load(path)
-    search = Search(4096, 2, measure, measured=resumed.points(4096))
+    resumed = load_table(path)
+    search = PartitionSearch(4096, 2, measure, measured=resumed.points(4096))
     resumed.finish(4096, search.run(), search.best_s)
     assert len(set(calls)) == len(calls)
-    assert resumed.lookup(4096) == Search(4096, 2, Toy().chain).run()
+    assert resumed.lookup(4096) == PartitionSearch(4096, 2, Toy().chain).run()
     assert 4096 not in resumed.measured and resumed.entries[4096].ttft_s == search.best_s

@@ -15,7 +15,7 @@ from headrace.offload.restore import timing
 from headrace.offload.restore.estimators import FloatArray, LinearRate, PrefillRate, Smoothed, size_class
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.solver import StoredRun, predict, restore_split
-from headrace.planner.machine import Shape
+from headrace.planner.machine import ModelShape
 from headrace.types import CHUNK
 
 
@@ -86,7 +86,7 @@ def test_line_refuses(wrong: tuple[float, float, float]) -> None:
         LinearRate(*wrong)
 
 
-SHAPE = Shape(layers=8, hidden=1024, heads=8, kv_heads=8, head_dim=128, mlp=2816, vocab=32000)
+SHAPE = ModelShape(layers=8, hidden=1024, heads=8, kv_heads=8, head_dim=128, mlp=2816, vocab=32000)
 
 
 def test_prefill_of_few_tokens_reads_the_weights() -> None:

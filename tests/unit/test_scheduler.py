@@ -9,20 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.engine.decode_fast_path import DecodeFastPath
+from headrace.attention.plan import Planner, TableRows
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
-from headrace.kernels.model_step import Greatest
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import Owners
 from headrace.types import CHUNK, Request, SamplingParams
-
-
-class NoArithmetic:
-    """A ModelStep for DecodeFastPath, which looks at slices alone."""
-
-    def run_next(self, tokens: list[int]) -> Greatest:
-        return Greatest([0.0] * len(tokens), tokens)
 
 
 class Harness:
@@ -44,7 +36,7 @@ class Harness:
         self.live: dict[SequenceState, int] = {}
         self.order = 0
         self.prefilled = 0
-        self.going: DecodeFastPath | None = None
+        self.planner = Planner()
         self.before: list[tuple[object, ...]] = []
 
     def add(self, prompt: list[int], answer: int, salt: str | None = None) -> SequenceState:
@@ -58,7 +50,7 @@ class Harness:
     def step(self) -> list[Slice]:
         slices = self.scheduler.schedule()
         assert sum(part.length for part in slices) <= self.scheduler.max_batch_tokens
-        self.go_on(slices)
+        self.check_plan(slices)
         for part in slices:
             self.check_ends(part)
             self.write(part)
@@ -70,26 +62,18 @@ class Harness:
         self.scheduler.check()
         return slices
 
-    def go_on(self, slices: list[Slice]) -> None:
-        """DecodeFastPath takes the steps with the sequences of the one before, one token each, and their old chunks."""
+    def check_plan(self, slices: list[Slice]) -> None:
+        """Those steps follow that have the sequences of the one before, one token each, and their old chunks."""
         here = [
             (part.sequence, table, part.start, list(table.slots)) for part in slices if (table := part.sequence.table)
         ]
-        decodes = all(part.length == 1 and part.samples for part in slices)
-        if self.going is not None:
-            tokens = self.going.tokens(slices)
-            again = [(sequence, table, start - 1, slots) for sequence, table, start, slots in here]
-            assert (tokens is not None) == (decodes and again == self.before)
-            if tokens is not None:
-                _, parts = self.going.run(tokens, slices)
-                assert [part for part, _ in parts] == slices[::-1]
-                assert tokens == [part.sequence.tokens[part.start] for part, _ in parts]
-                assert [list(span) for _, span in parts] == [[row] for row in range(len(slices))]
-            else:
-                self.going = None
-        if self.going is None and decodes and slices:
-            self.going = DecodeFastPath(NoArithmetic(), slices, list(range(len(slices)))[::-1])  # type: ignore[arg-type]
-        self.before = list(here)
+        planned = self.planner.plan(
+            [TableRows(table, start, part.length) for part, (_, table, start, _) in zip(slices, here, strict=True)]
+        )
+        again = [(sequence, table, start - 1, slots) for sequence, table, start, slots in here]
+        single = all(part.length == 1 for part in slices)
+        assert bool(planned.steps) == (bool(slices) and single and again == self.before)
+        self.before = here if single else []
 
     def check_ends(self, part: Slice) -> None:
         """Slices end at a multiple of `align` or with all that is known; then longer ones begin with a chunk."""

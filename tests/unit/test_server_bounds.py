@@ -49,7 +49,7 @@ def test_any_value_is_served_or_refused_by_name(running: Running, route: str, fi
             param = error["param"]
             known = {"invalid_json"} if error["code"] == "invalid_json" else set()
             assert known or str(param).split("[")[0].split(".")[0] in set(field_names_of(field)), told
-    assert running.engine.stats.kv_chunks_used == 0
+    assert running.engine.stats.kv.chunks_used == 0
 
 
 def field_names_of(field: str) -> list[str]:

@@ -90,7 +90,7 @@ def test_a_request_under_way_is_not_closed_to_make_room(small: Running) -> None:
     with ExitStack() as closing:
         body = text("word " * 30, max_tokens=100, stream=True)
         streams = [closing.enter_context(open_request(small.port, body)) for _ in range(4)]
-        until(lambda: small.engine.stats.running == 4)
+        until(lambda: small.engine.stats.scheduler.running == 4)
         for _ in range(3 * MOST):
             silent(small.port, closing)
         for stream in streams:
@@ -105,11 +105,11 @@ def test_where_all_have_a_request_under_way_the_new_one_is_closed(caplog: pytest
         until(lambda: running.server.connections.open == 0)
         for _ in range(3):
             closing.enter_context(open_request(running.port, text("word " * 30, max_tokens=200, stream=True)))
-        until(lambda: running.engine.stats.running == 3)
+        until(lambda: running.engine.stats.scheduler.running == 3)
         more = silent(running.port, closing)
         until(lambda: closed(more))
         until(lambda: "refused, since all others had a request under way" in caplog.text)
-        assert running.engine.stats.running == 3
+        assert running.engine.stats.scheduler.running == 3
 
 
 @pytest.mark.parametrize("first", [b"", b"GET /health HT", b"\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET"])

@@ -54,9 +54,9 @@ def test_full_queue_answers_429() -> None:
 
         threads = [threading.Thread(target=send) for _ in range(2)]
         threads[0].start()
-        until(lambda: running.engine.stats.running == 1)
+        until(lambda: running.engine.stats.scheduler.running == 1)
         threads[1].start()
-        until(lambda: running.engine.stats.waiting == 1)
+        until(lambda: running.engine.stats.scheduler.waiting == 1)
         for stream in (False, True):
             refused = running.http.post(TEXT, json=text(stream=stream))
             check_refusal(refused, 429, None)
@@ -178,10 +178,10 @@ def test_client_leaves_while_queued_or_decoding(stream: bool, prompt: Any) -> No
         stats = running.engine.stats
         count = 1 if prompt == "abc" else 2
         socks = [open_request(running.port, text(prompt, max_tokens=3000, stream=stream)) for _ in range(4)]
-        until(lambda: stats.running == 2 and stats.waiting == 4 * count - 2)
+        until(lambda: stats.scheduler.running == 2 and stats.scheduler.waiting == 4 * count - 2)
         for sock in reversed(socks):
             sock.close()
-        until(lambda: stats.running == stats.waiting == stats.kv_chunks_used == 0, 2.0)
+        until(lambda: stats.scheduler.running == stats.scheduler.waiting == stats.kv.chunks_used == 0, 2.0)
         assert len(running.engine.aborted) == 4 * count
         until(lambda: running.metric("clients_gone_total") == 4)
         assert running.http.post(TEXT, json=text()).status_code == 200

@@ -23,7 +23,7 @@ def fast() -> Iterator[Running]:
 def test_bad_request_is_refused_and_the_next_is_served(fast: Running, name: str) -> None:
     check_refusal(*send_bad(fast.http, name, "fake"))
     assert fast.http.post(TEXT, json=text("ok", max_tokens=2)).json()["choices"][0]["text"] == "ok"
-    assert fast.engine.stats.kv_chunks_used == 0
+    assert fast.engine.stats.kv.chunks_used == 0
 
 
 def test_refusal_of_the_template_is_told(fast: Running) -> None:

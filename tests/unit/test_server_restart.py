@@ -165,4 +165,4 @@ def test_window_of_the_limit_is_uptime() -> None:
 def test_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="engine_timeout_s"):
         EngineConfig(**wrong)
-    assert EngineConfig().restart
+    assert EngineConfig().server.restart

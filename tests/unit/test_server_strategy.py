@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from headrace.cli.engine import figures
-from headrace.server.status import StatusLines
-from headrace.types import EngineStats, Metrics
+from headrace.stats import EngineStats, KVStats, RankStats, SchedulerStats
+from headrace.types import Metrics
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.fake_server import TEXT, serving, text, until
 
@@ -73,14 +73,19 @@ def test_line_of_the_command_line() -> None:
 
 
 def test_sum_of_two_engines() -> None:
-    earlier = EngineStats(running=3, kv_chunks_total=9, steps=5, step_s=0.5, strategies={"chain": 1, "single": 2})
-    own = EngineStats(running=1, kv_chunks_total=7, steps=2, step_s=0.25, strategies={"chain": 4, "ring-kv": 1})
+    earlier = EngineStats(
+        SchedulerStats(running=3, steps=5, step_s=0.5), kv=KVStats(9), ranks=RankStats({"chain": 1, "single": 2})
+    )
+    own = EngineStats(
+        SchedulerStats(running=1, steps=2, step_s=0.25), kv=KVStats(7), ranks=RankStats({"chain": 4, "ring-kv": 1})
+    )
     both = own.after(earlier)
-    assert (both.running, both.kv_chunks_total, both.steps, both.step_s) == (1, 7, 7, 0.75)
-    assert both.strategies == {"chain": 5, "single": 2, "ring-kv": 1}
-    assert own.strategies == {"chain": 4, "ring-kv": 1} and earlier.strategies == {"chain": 1, "single": 2}
+    told = both.scheduler
+    assert (told.running, both.kv.chunks_total, told.steps, told.step_s) == (1, 7, 7, 0.75)
+    assert both.ranks.prefills == {"chain": 5, "single": 2, "ring-kv": 1}
+    assert own.ranks.prefills == {"chain": 4, "ring-kv": 1} and earlier.ranks.prefills == {"chain": 1, "single": 2}
 
 
 async def test_status_lines_leave_the_strategies_out() -> None:
-    copied = StatusLines(lambda: EngineStats(strategies={"chain": 1}))._copy()
-    assert "steps" in copied and "strategies" not in copied
+    copied = EngineStats(ranks=RankStats({"chain": 1})).flat()
+    assert "scheduler.steps" in copied and "ranks.prefills" not in copied

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
 
 from headrace.cli.engine import figures
 from headrace.config import EngineConfig
+from headrace.config.tiers import without_password
 from headrace.engine import messages as m
-from headrace.offload.tiers.redis_connection import without_password
-from headrace.server import metrics as told_metrics
-from headrace.server.status import StatusLines, status_line, tier_lines
-from headrace.types import STATS_TABLES, TIER_GAUGES, EngineStats, Metrics, TierStats
+from headrace.server.status import status_line, tier_lines
+from headrace.stats import EngineStats, RestoreStats, TierStats
+from headrace.types import Metrics
 from tests.unit.fake_engine import FakeCapacity, FakeEngine
 from tests.unit.fake_server import TEXT, serving, text, until
 
@@ -28,7 +28,7 @@ DISK = TierStats(used_bytes=1000, budget_bytes=4000, blobs=3, reads=7, misses=1,
 def restoring(number: int, engine: FakeEngine) -> None:
     engine.restored_tokens, engine.restore_reason = 64, REASON
     engine.stats.tiers = {"host": TierStats(reads=1), "disk": DISK}
-    engine.stats.restores, engine.stats.restored_tokens, engine.stats.writeback_pending = 3, 64, 12
+    engine.stats.restore.restores, engine.stats.restore.loaded_tokens, engine.stats.restore.unstored = 3, 64, 12
 
 
 def given(reply: str) -> dict[str, Any]:
@@ -70,13 +70,15 @@ def test_metrics_of_tiers() -> None:
 
 
 def test_every_field_has_a_metric() -> None:
-    tables = (told_metrics.TIER_GAUGES, told_metrics.TIER_COUNTERS)
-    shown = {source for table in tables for _, source in table.values()}
-    assert shown == {f.name for f in fields(TierStats)} - {"reason"}
-    assert {source for _, source in told_metrics.TIER_GAUGES.values()} == set(TIER_GAUGES) - {"reason"}
-    engine = {source for table in (told_metrics.GAUGES, told_metrics.COUNTERS) for _, source in table.values()}
-    engine |= set(told_metrics.FINISHES.values()) | set(STATS_TABLES)
-    assert engine == {f.name for f in fields(EngineStats)}
+    made = EngineStats()
+    parts = [getattr(made, room.name) for room in fields(made)]
+    rooms = [TierStats, *(type(part) for part in parts if is_dataclass(part))]
+    assert len(rooms) == len(fields(EngineStats))
+    for room in rooms:
+        told = {f.name for f in fields(room) if f.metadata.get("figures") or "by" in f.metadata}
+        assert told == {f.name for f in fields(room)} - {"reason"}
+    metrics = [(figure.metric, *figure.labels.values()) for figure, _ in EngineStats.figures()]
+    assert len(set(metrics)) == len(metrics) > 40
 
 
 def test_counters_go_on_across_restarts() -> None:
@@ -90,10 +92,14 @@ def test_counters_go_on_across_restarts() -> None:
 
 
 def test_sum_of_two_engines() -> None:
-    earlier = EngineStats(restored_tokens=5, writeback_pending=9, tiers={"disk": DISK, "host": TierStats(reads=4)})
-    own = EngineStats(restored_tokens=6, writeback_pending=1, tiers={"disk": TierStats(blobs=1, reads=2, errors=1)})
+    earlier = EngineStats(
+        restore=RestoreStats(loaded_tokens=5, unstored=9), tiers={"disk": DISK, "host": TierStats(reads=4)}
+    )
+    own = EngineStats(
+        restore=RestoreStats(loaded_tokens=6, unstored=1), tiers={"disk": TierStats(blobs=1, reads=2, errors=1)}
+    )
     both = own.after(earlier)
-    assert (both.restored_tokens, both.writeback_pending) == (11, 1)
+    assert (both.restore.loaded_tokens, both.restore.unstored) == (11, 1)
     disk = both.tiers["disk"]
     assert (disk.blobs, disk.used_bytes, disk.degraded) == (1, 0, False)
     assert (disk.reads, disk.errors, disk.bad) == (9, 1, 2)
@@ -102,20 +108,21 @@ def test_sum_of_two_engines() -> None:
 
 
 def test_over_the_socket() -> None:
-    stats = EngineStats(writeback_pending=3, restore_s=0.5, tiers={"disk": DISK, "host": TierStats(reason="full")})
+    stats = EngineStats(
+        restore=RestoreStats(unstored=3, seconds=0.5), tiers={"disk": DISK, "host": TierStats(reason="full")}
+    )
     events = m.Events([], [], {}, stats)
     assert m.from_engine(m.frame(events)[m.LENGTH.size :]) == events
 
 
 def test_status_lines(caplog: pytest.LogCaptureFixture) -> None:
-    lines = StatusLines(lambda: EngineStats(tiers={"disk": DISK}, restored_tokens=10, writeback_pending=2))
-    now = lines._copy()
-    assert not set(STATS_TABLES) & set(now)
-    before = {**now, "restored_tokens": 4}
+    now = EngineStats(tiers={"disk": DISK}, restore=RestoreStats(loaded_tokens=10, unstored=2)).flat()
+    assert "tiers" not in now
+    before = {**now, "restore.loaded_tokens": 4}
     assert status_line(before, now, 1.0).endswith("if unshared), restored 6 tokens, 2 chunks to be stored")
-    failed = status_line(before, {**now, "restore_failures": 1}, 1.0)
+    failed = status_line(before, {**now, "restore.failures": 1}, 1.0)
     assert failed.endswith("restored 6 tokens, 1 restores failed, 2 chunks to be stored")
-    quiet = {**now, "writeback_pending": 0}
+    quiet = {**now, "restore.unstored": 0}
     assert status_line(quiet, quiet, 1.0).endswith("if unshared)")
 
 
@@ -149,7 +156,6 @@ def test_tokens_of_rounding_tiers() -> None:
 def test_urls_without_passwords() -> None:
     assert without_password("redis://:p@h:1/0") == "redis://h:1/0"
     assert without_password("unix://u:p@/run/kv.sock?password=x") == "unix:///run/kv.sock"
-    assert without_password(None) is None
 
 
 def test_line_of_the_command_line() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, KVTiers, OffloadFormat
+from headrace.config.offload import OffloadSettings
+from headrace.config.tiers import DiskTierSettings, TierSettings
 from headrace.offload.tiers import open as opening
 from headrace.offload.tiers.base import Tier
 from headrace.offload.tiers.disk import DiskTier
@@ -92,21 +96,32 @@ def test_a_blob_that_is_being_read_is_not_overwritten() -> None:
     assert all(buffer is not seen for buffer in tier._buffers.values())
 
 
-def test_a_new_tier_is_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only those asked for are opened, in the order of the list; what is said of each, it says itself."""
+@dataclass(frozen=True, slots=True)
+class TapeSettings(TierSettings):
+    kind: ClassVar[str] = "tape"
+    label: ClassVar[str] = "tape"
+    opens: ClassVar[str] = "tape:open_tier"
 
-    def open_tape(config: EngineConfig) -> HostTier:
-        tape = HostTier(10)
-        tape.kind = "tape"  # type: ignore[misc]
+    size: float = 1.0
+    format: OffloadFormat = "raw"
+
+
+def test_a_new_tier_is_a_record_and_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those asked for are opened, in their order; what is said of each, it says itself."""
+
+    def open_tape(own: TapeSettings, shared: OffloadSettings) -> HostTier:
+        tape = HostTier(int(own.size))
+        tape.kind = own.kind  # type: ignore[misc]
         return tape
 
-    tape = SimpleNamespace(open_tier=open_tape, findings=lambda config, free_memory: {"tape": "rewound"})
+    tape = SimpleNamespace(open_tier=open_tape, findings=lambda own, shared, free_memory: {"tape": "rewound"})
     monkeypatch.setitem(sys.modules, "tape", tape)
-    monkeypatch.setattr(opening, "MODULES", ("tape", *opening.MODULES))
-    config = EngineConfig(kv_offload_path=str(tmp_path), kv_disk_format="int8", kv_offload_disk_size=0.5)
-    tiers = opening.open_tiers(config)
+    asked = KVTiers(each=(TapeSettings(), DiskTierSettings(path=str(tmp_path), format="int8", size=0.5)))
+    tiers = opening.open_tiers(asked)
     assert [(tier.kind, tier.format) for tier in tiers.tiers] == [("tape", "raw"), ("disk", "int8")]
     assert tiers.tiers[1].stats().budget_bytes == 1 << 29
     tiers.close(1.0)
     monkeypatch.setattr("headrace.offload.tiers.disk_check.PROBE_BYTES", 1 << 60)
+    config = EngineConfig()
+    object.__setattr__(config, "outside", asked)
     assert list(opening.findings(config, 0)) == ["tape", "disk", "disk free GiB", "disk rates"]

@@ -9,6 +9,7 @@ import pytest
 
 from headrace.config import EngineConfig
 from headrace.engine import torchrun
+from headrace.parallel.torchrun_environment import VARIABLES, started_this
 
 pytestmark = pytest.mark.unit
 
@@ -19,7 +20,7 @@ FOUR = EngineConfig(context_parallel_size=2, tensor_parallel_size=2)
 @pytest.fixture(autouse=True)
 def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As they were; and a torchrun that started these tests is not seen."""
-    for name in torchrun.SAYS:
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
@@ -37,13 +38,13 @@ def test_without_torchrun_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> No
     before = signal.getsignal(signal.SIGTERM)
     torchrun.serve_if_worker(FOUR)
     torchrun.leave_signals_to_rank_0()
-    assert not torchrun.started_this() and signal.getsignal(signal.SIGTERM) is before != signal.SIG_IGN
+    assert not started_this() and signal.getsignal(signal.SIGTERM) is before != signal.SIG_IGN
 
 
 def test_rank_0_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, 0)
     torchrun.serve_if_worker(FOUR)
-    assert torchrun.started_this()
+    assert started_this()
 
 
 @pytest.mark.parametrize("rank", [0, 3])

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention.plan import Plan, Span, build
-from headrace.bench import attention_testbed as beds
+from headrace.bench import attention_testbed as testbeds
 from headrace.bench.attention_testbed import Repeated
 from headrace.bench.limits import seconds, threads
 from headrace.kernels import extension, ops
@@ -105,10 +105,10 @@ def _git(*arguments: str) -> bytes:
     return done.stdout if done.returncode == 0 else sys.exit(done.returncode)
 
 
-def heads_of(text: str) -> beds.Heads:
+def heads_of(text: str) -> testbeds.Heads:
     """'32/8x128': 32 query heads and 8 KV heads of 128."""
     heads, kv_heads, dim = map(int, re.fullmatch(r"([1-9]\d*)/([1-9]\d*)x([1-9]\d*)", text).groups())  # type: ignore[union-attr]
-    return beds.Heads(text, heads, kv_heads, dim)
+    return testbeds.Heads(text, heads, kv_heads, dim)
 
 
 def case(text: str) -> Callable[[], Repeated]:
@@ -124,44 +124,44 @@ def case(text: str) -> Callable[[], Repeated]:
         raise ValueError(f"no case {text!r}; {CASES}") from None
 
 
-def _decode(heads: beds.Heads, sequences: int, length: int) -> Repeated:
-    paths = beds.private(sequences, length)
-    return _attention(heads, paths, build(beds.decode_spans(paths, length)))
+def _decode(heads: testbeds.Heads, sequences: int, length: int) -> Repeated:
+    paths = testbeds.private(sequences, length)
+    return _attention(heads, paths, build(testbeds.decode_spans(paths, length)))
 
 
 def _shared_plan(prefix: int, sequences: int, own: int) -> tuple[list[list[int]], Plan]:
-    paths = beds.shared([sequences], [prefix], own)
-    return paths, build(beds.decode_spans(paths, prefix + own))
+    paths = testbeds.shared([sequences], [prefix], own)
+    return paths, build(testbeds.decode_spans(paths, prefix + own))
 
 
-def _shared(heads: beds.Heads, prefix: int, sequences: int, own: int) -> Repeated:
+def _shared(heads: testbeds.Heads, prefix: int, sequences: int, own: int) -> Repeated:
     return _attention(heads, *_shared_plan(prefix, sequences, own))
 
 
-def _first(heads: beds.Heads, prefix: int, sequences: int) -> Repeated:
+def _first(heads: testbeds.Heads, prefix: int, sequences: int) -> Repeated:
     paths, plan = _shared_plan(prefix, sequences, CHUNK)
-    return _attention(heads, paths, beds.chunk_first(plan))
+    return _attention(heads, paths, testbeds.chunk_first(plan))
 
 
-def _own(heads: beds.Heads, prefix: int, sequences: int, own: int) -> Repeated:
+def _own(heads: testbeds.Heads, prefix: int, sequences: int, own: int) -> Repeated:
     paths, plan = _shared_plan(prefix, sequences, own)
     return _attention(heads, paths, replace(plan, items=plan.items[plan.shared :].copy()))
 
 
-def _tree(heads: beds.Heads) -> Repeated:
-    paths = beds.shared([4, 8], [1024, 3072], CHUNK)
-    return _attention(heads, paths, build(beds.decode_spans(paths, 4096 + CHUNK)))
+def _tree(heads: testbeds.Heads) -> Repeated:
+    paths = testbeds.shared([4, 8], [1024, 3072], CHUNK)
+    return _attention(heads, paths, build(testbeds.decode_spans(paths, 4096 + CHUNK)))
 
 
-def _prefill(heads: beds.Heads, new: int, cached: int) -> Repeated:
-    paths = beds.private(1, new + cached)
+def _prefill(heads: testbeds.Heads, new: int, cached: int) -> Repeated:
+    paths = testbeds.private(1, new + cached)
     return _attention(heads, paths, build([Span(np.array(paths[0], dtype=np.int32), cached, new)]))
 
 
-def _attention(heads: beds.Heads, paths: list[list[int]], plan: Plan) -> Repeated:
-    slots = beds.slots_of(paths)
+def _attention(heads: testbeds.Heads, paths: list[list[int]], plan: Plan) -> Repeated:
+    slots = testbeds.slots_of(paths)
     layers = max(1, round(SPREAD / (slots * CHUNK * heads.token_bytes)))
-    return beds.Bed(heads, slots, "cpu", layers=layers).attend(plan)
+    return testbeds.AttentionTestbed(heads, slots, "cpu", layers=layers).attend(plan)
 
 
 def _linear(rows: int, outputs: int, inputs: int, scheme: Any) -> Repeated:

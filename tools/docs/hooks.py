@@ -10,7 +10,6 @@ import logging
 import posixpath
 import re
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +46,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def settings() -> str:
-    """A page with every field of EngineConfig: flag, environment twin, default and help."""
+    """A page with every setting by room: flag, environment twin, default and help."""
     sys.path.insert(0, str(ROOT / "src"))
-    from headrace.config import EngineConfig, env_name
+    from headrace.config import SETTINGS
 
     lines = ["# Every setting", "", "What `headrace serve --help` says. A flag wins over its environment twin.", ""]
     lines += ["| flag | environment | default | |", "|---|---|---|---|"]
-    for item in fields(EngineConfig):
-        flag = item.name.replace("_", "-")
-        names = ["MODEL"] if flag == "model" else [f"--{flag}", *item.metadata.get("aliases", ())]
-        names += [f"--no-{flag}"] if item.type in (bool, "bool") else []
+    for item in SETTINGS.values():
+        names = ["MODEL"] if item.name == "model" else [item.flag, *item.aliases]
+        names += [f"--no-{item.flag[2:]}"] if item.kind is bool else []
         flags = [f"`{name}`" for name in names]
         default = "" if item.default is None else f"`{item.default}`"
-        text = item.metadata.get("help", "").replace("|", "\\|")
-        lines.append(f"| {', '.join(flags)} | `{env_name(item.name)}` | {default} | {text} |")
+        text = item.help.replace("|", "\\|")
+        lines.append(f"| {', '.join(flags)} | `{item.env}` | {default} | {text} |")
     return "\n".join(lines) + "\n"
 
 

@@ -22,7 +22,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from headrace.attention.plan import Plan, Span, batch_order, build
 from headrace.bench.result import machine
-from headrace.kernels.triton import backend
+from headrace.kernels.records import Mask, Pool
+from headrace.kernels.triton import attention
 from headrace.types import CHUNK
 
 CUDA = torch.device("cuda", 0)
@@ -78,9 +79,9 @@ def ours(plan: Plan, slots: int, heads: int, kv_heads: int, dim: int) -> float:
     )
     q = torch.randn(plan.rows, heads, dim, device=CUDA).bfloat16()
     items, positions = torch.from_numpy(plan.items), torch.from_numpy(plan.positions)
-    work = backend.Work(items, positions, heads, kv_heads, dim, CUDA)
-    there = positions.int().to(CUDA)
-    return timed(lambda: work.run(q, k, v, there, dim**-0.5, None, None))
+    work = attention.TileWork(items, positions, heads, kv_heads, dim, CUDA)
+    mask = Mask(items, positions.int().to(CUDA), scale=dim**-0.5)
+    return timed(lambda: work.run(q, Pool(k, v), mask))
 
 
 def theirs(sequences: int, rows: int, keys: int, heads: int, kv_heads: int, dim: int) -> float:

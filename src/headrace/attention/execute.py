@@ -2,84 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from headrace.attention.plan import Plan
+from headrace.attention.plan import Plan, PlannedStep
 from headrace.config import AttentionSpec
-from headrace.kernels import cpu, reference
-from headrace.kernels.cpu_step import Pools, Step, StepOver
+from headrace.kernels.backend import Attend, Backend, PreparedStep
+from headrace.kernels.cpu_step import Pools
+from headrace.kernels.records import Mask
 from headrace.kv.storage import KVStorage
 from headrace.types import CHUNK
 
-BACKENDS = {"reference": reference, "cpu": cpu}
-"""Each has, with the same parameters: append and attend; empty_fold, partial, finish, states_of, fold_blocks and merge
-for attention in pieces (docs/attention.md). kernels.dispatch chooses among them."""
+__all__ = ["Attend", "KeepActivations", "PlanAttention", "StepAttention", "items_of"]
 
 
-def kernels_of(backend: str) -> Any:
-    """One of BACKENDS, or 'triton', which has append and attend alone and is imported where it is used first."""
-    if backend != "triton":
-        return BACKENDS[backend]
-    from headrace.kernels.triton import backend as gpu
-
-    return gpu
-
-
-class Attend(Protocol):
-    """Attention of one step, as a model calls it once per layer.
-
-    Stores the new keys and values (already rotated) in the cache, then attends: q [T, Hq, D], k and v [T, Hkv, D]
-    -> [T, Hq, D] in q's dtype. T counts the rows of all sequences of the step. The next layer writes its q, k and v
-    over these: whoever needs them after returning copies them.
-
-    rows, int64 [n], ascending: of these rows alone the result is wanted, [n, Hq, D]; keys and values are stored of all.
-    """
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor: ...
-
-
-class PlanAttention:
-    """Attend for one step: a plan, the storage it reads and writes, and the backend (see BACKENDS) that runs it.
+class PlanAttention(Attend):
+    """Attend for one step: a plan, the storage it reads and writes, and the backend that runs it.
 
     key_bias: fp32 [Hq, positions] for ALiBi, else None.
     """
 
     def __init__(
-        self, plan: Plan, storage: KVStorage, spec: AttentionSpec, backend: str, key_bias: Tensor | None = None
+        self, plan: Plan, storage: KVStorage, spec: AttentionSpec, backend: Backend, key_bias: Tensor | None = None
     ) -> None:
         self.plan, self.storage, self.spec, self.key_bias = plan, storage, spec, key_bias
-        self.kernels: Any = kernels_of(backend)
+        self.kernels = backend
         self.positions = torch.from_numpy(plan.positions)
         self.row_slots = torch.from_numpy(plan.row_slots)
         self.row_offsets = torch.from_numpy(plan.row_offsets)
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in set(spec.windows)}
-        self.step: Any = self._step(backend)
-        self.over: StepOver | None = (
-            self.step.over(_pools(storage), spec.windows) if isinstance(self.step, Step) else None
-        )
+        self.masks = self._masks()
+        self.step = self._step()
+        if self.step is not None and backend.capabilities.all_layers:
+            self.prepared = self.step.over(_pools(storage), spec.windows)
 
-    def go_on(self, plan: Plan) -> bool:
-        """Takes the plan of the next step if it is this one's with other positions (planning.Planner), which costs less
-        than a new PlanAttention; False, with nothing changed, if it is not. Items that have left a window since stay:
-        they are masked, as for any row that sees none of them."""
-        if plan.items is not self.plan.items:
-            return False
+    def advance(self, plan: Plan) -> None:
+        """Takes the plan of a later step of the same run (plan.PlannedStep): other positions for the same items.
+
+        Items that have left a window since stay: they are masked, as for any row that sees none of them."""
         positions, offsets = torch.from_numpy(plan.positions), torch.from_numpy(plan.row_offsets)
         if self.step is not None:
             self.step.go_on(positions, offsets)
         self.plan, self.positions, self.row_offsets = plan, positions, offsets
-        return True
+        self.masks = self._masks()
 
-    def _step(self, backend: str) -> Any:
+    def _step(self) -> PreparedStep | None:
         """append and attend in one call, prepared once for all layers, where the backend has that."""
-        if backend == "reference" or self.storage.dtype == torch.int8:
+        if not self.kernels.capabilities.prepared_step or self.storage.dtype == torch.int8:
             return None
-        kind: Any = Step if backend == "cpu" else self.kernels.Step
-        return kind(
+        return self.kernels.prepare(
             self.items,
             self.positions,
             self.row_slots,
@@ -91,29 +66,40 @@ class PlanAttention:
             bias=self.key_bias,
         )
 
+    def _masks(self) -> dict[int | None, Mask]:
+        """What the rows see, by a layer's window."""
+        at, bias, scale = self.positions, self.key_bias, self.spec.scale
+        return {w: Mask(items, at, window=w, bias=bias, scale=scale) for w, items in self.items.items()}
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        pool_k, pool_v = self.storage.k[layer], self.storage.v[layer]
-        window = self.spec.windows[layer]
+        pool, window = self.storage.pool(layer), self.spec.windows[layer]
         if self.step is not None and rows is None:
-            attended: Tensor = self.step(pool_k, pool_v, q, k, v, window)
-            return attended
-        scales = {"k_scale": self.storage.k_scale[layer], "v_scale": self.storage.v_scale[layer]}
-        self.kernels.append(pool_k, pool_v, k, v, self.row_slots, self.row_offsets, **scales)
-        items, positions = self.items[window], self.positions
+            return self.step(pool, q, k, v, window)
+        self.kernels.append(pool, k, v, self.row_slots, self.row_offsets)
+        mask = self.masks[window]
         if rows is not None:
-            q, items, positions = q[rows], items_of(items, rows), positions[rows]
-        out: Tensor = self.kernels.attend(
-            q,
-            pool_k,
-            pool_v,
-            items,
-            positions,
-            scale=self.spec.scale,
-            window=window,
-            bias=self.key_bias,
-            **scales,
-        )
-        return out
+            q = q[rows]
+            mask = replace(mask, items=items_of(mask.items, rows), positions=mask.positions[rows])
+        return self.kernels.attend(q, pool, mask)
+
+
+class StepAttention:
+    """The PlanAttention of one step after another, made once for each run of steps (plan.PlannedStep)."""
+
+    def __init__(
+        self, storage: KVStorage, spec: AttentionSpec, backend: Backend, key_bias: Tensor | None = None
+    ) -> None:
+        self._make = partial(PlanAttention, storage=storage, spec=spec, backend=backend, key_bias=key_bias)
+        self._first: Plan | None = None
+        self._attention: PlanAttention | None = None
+
+    def at(self, step: PlannedStep) -> PlanAttention:
+        """Attention of the step; valid until the next call."""
+        if self._attention is None or step.first is not self._first:
+            self._first, self._attention = step.first, self._make(step.plan)
+        else:
+            self._attention.advance(step.plan)
+        return self._attention
 
 
 _known: WeakKeyDictionary[KVStorage, Pools] = WeakKeyDictionary()
@@ -123,7 +109,7 @@ def _pools(storage: KVStorage) -> Pools:
     """The pools of a storage, checked once: they stay where they are."""
     pools = _known.get(storage)
     if pools is None:
-        _known[storage] = pools = Pools(storage.k, storage.v)
+        _known[storage] = pools = Pools(storage.pools)
     return pools
 
 

@@ -10,8 +10,9 @@ right either way, since whatever is shared lies before whatever is not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,29 +70,80 @@ def batch_order(tables: list[Int32]) -> list[int]:
     return sorted(range(len(paths)), key=paths.__getitem__)
 
 
+class Chunks(Protocol):
+    """The chunks of a sequence (kv.chunk_table.ChunkTable); `changes` counts how often they have changed."""
+
+    @property
+    def slots(self) -> Int32: ...
+
+    @property
+    def changes(self) -> int: ...
+
+
+class TableRows(NamedTuple):
+    """Tokens start .. start+rows-1 of the sequence that owns the table."""
+
+    table: Chunks
+    start: int
+    rows: int
+
+
+class PlannedStep(NamedTuple):
+    """A step, as the plan `first` of the step that began a run of steps, and how many `steps` later this one is.
+
+    In a run every sequence goes on by one token in the chunk in which it was: most steps of decoding are such. 0: the
+    step begins a run. order: the planned parts in the order of their rows.
+    """
+
+    first: Plan
+    order: list[int]
+    steps: int
+
+    @property
+    def plan(self) -> Plan:
+        """The step's own plan. Its items are the object `first.items`."""
+        if not self.steps:
+            return self.first
+        first, steps = self.first, self.steps
+        moved = (first.row_offsets + steps).astype(np.int32, copy=False)
+        return replace(first, positions=first.positions + steps, row_offsets=moved)
+
+
 class Planner:
-    """Plans of one step after another. Where every sequence has gone on by one token, in the chunk in which it was, the
-    plan is the last one with other positions: most steps of decoding are such."""
+    """Plans one step after another, and decides which steps follow the one before (PlannedStep)."""
 
     def __init__(self) -> None:
-        self._tables: list[bytes] = []
-        self._order: list[int] = []
-        self._next: list[int] | None = None
-        self._plan = build([])
+        self._known: list[tuple[Chunks, int, int]] = []
+        self._step = PlannedStep(build([]), [], 0)
 
-    def plan(self, spans: list[Span]) -> tuple[list[int], Plan]:
-        """The order in which `build` takes the spans (see batch_order), and its plan."""
-        tables = [span.slots.tobytes() for span in spans]
-        starts = [span.start for span in spans]
-        if starts != self._next or tables != self._tables or any(span.rows > 1 for span in spans):
-            self._tables, self._order = tables, batch_order([span.slots for span in spans])
-            self._plan = build([spans[i] for i in self._order])
-        else:
-            before = self._plan
-            self._plan = replace(before, positions=before.positions + 1, row_offsets=before.row_offsets + 1)
-        same = all(s.rows == 1 and s.start % CHUNK < CHUNK - 1 and s.start // CHUNK == len(s.slots) - 1 for s in spans)
-        self._next = [start + 1 for start in starts] if same else None
-        return self._order, self._plan
+    def plan(self, parts: Sequence[TableRows]) -> PlannedStep:
+        """The plan of a step over these parts, in batch order (see batch_order)."""
+        before = self._step
+        if self._follows(parts):
+            self._step = PlannedStep(before.first, before.order, before.steps + 1)
+            return self._step
+        slots = [part.table.slots for part in parts]
+        order = batch_order(slots)
+        first = build([Span(slots[i], parts[i].start, parts[i].rows) for i in order])
+        # A chunk beyond the row's own would have an item that begins with a later row at each step.
+        decodes = all(p.rows == 1 and p.start // CHUNK == len(p.table.slots) - 1 for p in parts)
+        self._known = [(part.table, part.table.changes, part.start) for part in parts] if decodes else []
+        self._step = PlannedStep(first, order, 0)
+        return self._step
+
+    def _follows(self, parts: Sequence[TableRows]) -> bool:
+        """Whether these are the sequences of the step before, in its order, each with its next token, which stands in
+        the chunk of the one before."""
+        if not parts or len(parts) != len(self._known):
+            return False
+        ahead = self._step.steps + 1
+        for (table, start, rows), (known, changes, first) in zip(parts, self._known, strict=True):
+            # A table belongs to one sequence, and changes where a chunk begins.
+            if table is not known or table.changes != changes or start != first + ahead or rows != 1:
+                return False
+            if start % CHUNK == 0:
+                return False
+        return True
 
 
 def build(spans: list[Span]) -> Plan:

@@ -1,1 +1,1 @@
-"""Benchmarks: what is measured, on which testbed, how results are written. cli.bench runs them."""
+"""Benchmarks (registry.py lists them), the testbeds they measure on, `headrace tune` and the demo. No command line."""

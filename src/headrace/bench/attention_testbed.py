@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from headrace.attention.execute import PlanAttention
 from headrace.attention.plan import Int32, Plan, Span, build
 from headrace.config import AttentionSpec
+from headrace.kernels import registry
 from headrace.kv.storage import KVStorage
 from headrace.types import CHUNK, chunks_for
 
@@ -65,16 +65,6 @@ GQA = Heads("gqa", 32, 8, 128)
 H64 = Heads("h64", 32, 32, 64)
 
 
-class _AttendOnly:
-    """A backend that stores nothing, so that attention is timed alone."""
-
-    def __init__(self, backend: Any) -> None:
-        self.attend = backend.attend
-
-    def append(self, *_: Any, **__: Any) -> None:
-        pass
-
-
 @dataclass(frozen=True, slots=True)
 class Repeated:
     """A call that does the same work several times: what is timed is one of them."""
@@ -86,13 +76,13 @@ class Repeated:
         return self.run()
 
 
-class Bed:
+class AttentionTestbed:
     """`slots` chunks of random keys and values for each of some layers of that shape."""
 
     def __init__(
         self, heads: Heads, slots: int, backend: str, stored: torch.dtype = torch.bfloat16, layers: int = 1
     ) -> None:
-        self.heads, self.backend = heads, backend
+        self.heads, self.backend = heads, registry.backend(backend)
         self.spec = replace(heads.spec, layers=layers, windows=(None,) * layers)
         self.storage = KVStorage(self.spec, slots, stored)
         block = 16 * CHUNK
@@ -106,19 +96,18 @@ class Bed:
                 row_slots=np.repeat(np.arange(first, first + count // CHUNK, dtype=np.int32), CHUNK),
                 row_offsets=np.tile(np.arange(CHUNK, dtype=np.int32), count // CHUNK),
             )
-            store = PlanAttention(plan, self.storage, self.spec, backend)
+            store = PlanAttention(plan, self.storage, self.spec, self.backend)
             for layer in range(layers):
                 store(layer, q[:count], k[:count], v[:count])
 
     def attend(self, plan: Plan) -> Repeated:
         """Attention of random rows by `plan` in every layer, one after another as in a step."""
-        run = PlanAttention(plan, self.storage, self.spec, self.backend)
-        run.step, run.kernels = None, _AttendOnly(run.kernels)
-        q, k, v = self.heads.rows(plan.rows), self.heads.keys(plan.rows), self.heads.keys(plan.rows)
+        mask = PlanAttention(plan, self.storage, self.spec, self.backend).masks[None]
+        q = self.heads.rows(plan.rows)
 
         def step() -> Tensor:
             for layer in range(self.spec.layers):
-                out = run(layer, q, k, v)
+                out = self.backend.attend(q, self.storage.pool(layer), mask)
             return out
 
         return Repeated(step, self.spec.layers)

@@ -6,13 +6,18 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from headrace.bench.benchmark import Benchmark, Case, option
 from headrace.bench.shapes import SHAPES, write_checkpoint
-from headrace.kv.cache import KVCache
+from headrace.console import working
 from headrace.types import CHUNK
+
+if TYPE_CHECKING:
+    from headrace.kv.cache import KVCache
 
 NODES = 100_000
 PROMPT = 100_000
@@ -20,8 +25,28 @@ SEQUENCES = 256
 SHARED = 2048
 
 
-def match_case(repeats: int = 7) -> dict[str, Any]:
+@dataclass
+class CacheBench(Benchmark):
+    """Cost of the prefix tree and the plan: matching a long prompt, and book-keeping as a share of a decode step."""
+
+    name = "cache"
+    model: str = option("Shape of the decode step: S1, S2, S3 (random weights) or tiny.", "S1")
+
+    def __post_init__(self) -> None:
+        if self.model not in (*SHAPES, "tiny"):
+            raise ValueError(f"model must be one of {', '.join(SHAPES)}, tiny; got {self.model!r}")
+
+    def cases(self) -> Iterator[Case]:
+        for run in (match_case, lambda: bookkeeping_case(self.model)):
+            with working("measuring"):
+                case = run()
+            yield case
+
+
+def match_case(repeats: int = 7) -> Case:
     """Time to match 100,000 tokens, hashing included, against a tree of 100,000 nodes that has all of them."""
+    from headrace.kv.cache import KVCache
+
     rng = random.Random(0)
     prompt = [rng.randrange(32_000) for _ in range(PROMPT)]
     cache = KVCache(NODES + PROMPT // CHUNK + 100)
@@ -51,7 +76,7 @@ def _fill(cache: KVCache, tokens: list[int]) -> None:
     cache.close(table)
 
 
-def bookkeeping_case(shape: str, steps: int = 40) -> dict[str, Any]:
+def bookkeeping_case(shape: str, steps: int = 40) -> Case:
     """Share of scheduling, tree, plan and commit in a decode step of 256 sequences on 2,048 shared tokens."""
     from headrace.engine.llm import LLM
 

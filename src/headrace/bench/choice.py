@@ -4,57 +4,79 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-import msgspec
+from headrace.bench import prefill_grid
+from headrace.bench.benchmark import MODEL_HELP, Case, integers, one_of, option
+from headrace.bench.prefill_grid import PrefillGrid, link_bandwidths
+from headrace.console import err, out
 
-from headrace.bench.prefill import Plan, check_table, in_turns, limited, set_link
-from headrace.bench.prefill_testbed import Bed, open_bed
-from headrace.console import err
-from headrace.planner.choice import ALLOWED, Choice, Rule, choose, layout
-
-Case = dict[str, Any]
+if TYPE_CHECKING:
+    from headrace.bench.prefill_testbed import PrefillTestbed
+    from headrace.planner.choice import StrategyChoice
 
 
-@dataclass(slots=True)
-class ChoiceBench:
-    """The cells of a plan (its strategies, repeats in turn; not its searches), cached chunks placed alike for all.
+@dataclass
+class ChoiceBench(PrefillGrid):
+    """What the planner picks beside the best of all strategies, measured, and where pass-Q starts to win."""
 
-    rule: of planner.choice. profile: figures of the machine, by ranks, once measured.
-    """
-
-    plan: Plan
-    rule: Rule = "cost"
-    profile: dict[str, Any] = field(default_factory=dict)
+    name = "choice"
+    model: str = option(MODEL_HELP, "tiny", argument=True)
+    ranks: tuple[int, ...] = option(prefill_grid.RANKS_HELP, "2", parse=integers)
+    tokens: tuple[int, ...] = option(prefill_grid.TOKENS_HELP, "64,256,1024,4096", parse=integers)
+    cached: tuple[int, ...] = option(prefill_grid.CACHED_HELP, "0,2048,8192", parse=integers)
+    bandwidth: tuple[float | None, ...] = option(prefill_grid.BANDWIDTH_HELP, "0.1,1", parse=link_bandwidths)
+    latency_ms: float = option(prefill_grid.LATENCY_HELP, 0.0)
+    link: str = option(prefill_grid.LINK_HELP, "limited", parse=one_of("limited", "netns"))
+    repeats: int = option("Repetitions of each cell, the strategies in turn.", 5, min=1)
+    threads: int = option(prefill_grid.THREADS_HELP, 1, min=1)
+    dtype: str = option(prefill_grid.DTYPE_HELP, "auto")
+    table: Path | None = option("Table of `headrace tune`: blocks and corrections.", None)
+    rule: Literal["cost", "alg1", "alg5", "heuristic"] = option(
+        "How the planner chooses: cost, alg1, alg5, heuristic.",
+        "cost",
+        parse=one_of("cost", "alg1", "alg5", "heuristic"),
+    )
+    placement: Literal["round", "last"] = option(
+        "Cached chunks: round (in turn) or last (on the last rank).", "round", parse=one_of("round", "last")
+    )
 
     def cases(self) -> Iterator[Case]:
-        plan = self.plan
-        for ranks in plan.ranks:
-            with open_bed(plan.config(ranks), netns=plan.netns) as bed:
-                self.profile[f"profile_{ranks}_ranks"] = msgspec.to_builtins(bed.machine)
-                check_table(plan.table, bed)
-                for link in plan.links:
-                    set_link(bed, link)
-                    yield from (self._cell(bed, T, P) for P in plan.cached for T in plan.tokens)
+        """Cell by cell; cached chunks are placed alike for all strategies."""
+        for testbed in self.testbeds():
+            yield from (self._cell(testbed, T, P) for P in self.cached for T in self.tokens)
 
-    def _cell(self, bed: Bed, T: int, P: int) -> Case:
-        err.print(f"{bed.size} ranks, {T} tokens on {P}, link {bed.link}", style="dim")
-        plan, machine = self.plan, limited(bed.machine, self.plan.table, bed.link)
-        held = bed.cached_on("ring-kv", P, plan.placement)
-        choice = choose(machine, bed.shape, bed.size, T, P, held, plan.table, rule=self.rule)
-        cuts = {name: layout(name, machine, bed.shape, bed.size, T, P, held, plan.table) for name in ALLOWED}
-        runs = bed.runs(cuts, P, plan.placement)
-        found = {name: [run.seconds for run in each] for name, each in in_turns(runs, plan.repeats).items()}
-        return _case(bed, T, P, choice, found)
+    def line(self, case: Case) -> str:
+        times = ", ".join(f"{name} {seconds:.4f}" for name, seconds in sorted(case["measured_s"].items(), key=_second))
+        lost = f"{100 * (case['over_best'] - 1):.1f}% slower than {case['best']}{', a tie' if case['tie'] else ''}"
+        how = "the best" if case["chosen"] == case["best"] else lost
+        return f"  {case['chosen']}: {how}  ({times} s)"
+
+    def finish(self, done: list[Case]) -> None:
+        out.print(summary(done))
+
+    def _cell(self, testbed: PrefillTestbed, T: int, P: int) -> Case:
+        from headrace.bench.prefill_search import in_turns
+        from headrace.planner.choice import choose, shards_for
+        from headrace.strategies import OFFERED
+
+        err.print(f"{testbed.size} ranks, {T} tokens on {P}, link {testbed.link}", style="dim")
+        machine, held = testbed.planned_on(self.tuned), testbed.cached_on("ring-kv", P, self.placement)
+        where = (machine, testbed.shape, testbed.size, T, P, held, self.tuned)
+        choice = choose(*where, rule=self.rule)
+        runs = testbed.runs({name: shards_for(name, *where) for name in OFFERED}, P, self.placement)
+        found = {name: [run.seconds for run in each] for name, each in in_turns(runs, self.repeats).items()}
+        return _case(testbed, T, P, choice, found)
 
 
-def _case(bed: Bed, T: int, P: int, choice: Choice, found: dict[str, list[float]]) -> Case:
+def _case(testbed: PrefillTestbed, T: int, P: int, choice: StrategyChoice, found: dict[str, list[float]]) -> Case:
     measured = {name: statistics.median(times) for name, times in found.items()}
     best = min(measured, key=measured.__getitem__)
     return {
-        "tokens": T, "cached": P, "ranks": bed.size, "bandwidth_gbps": bed.link.bandwidth_gbps,
-        "latency_ms": bed.link.latency_s * 1e3, "chosen": choice.strategy, "best": best,
+        "tokens": T, "cached": P, "ranks": testbed.size, "bandwidth_gbps": testbed.link.bandwidth_gbps,
+        "latency_ms": testbed.link.latency_s * 1e3, "chosen": choice.strategy, "best": best,
         "over_best": measured[choice.strategy] / measured[best], "tie": tie(found[choice.strategy], found[best]),
         "pass_q_wins": measured["ring-q"] < measured["ring-kv"], "measured_s": measured,
         "predicted_s": dict(choice.predicted_s), "ttfts": found, "reason": choice.reason,
@@ -69,14 +91,6 @@ def tie(chosen: Sequence[float], best: Sequence[float]) -> bool:
         return ordered[round(share * (len(ordered) - 1))]
 
     return quartile(chosen, 0.25) <= quartile(best, 0.75)
-
-
-def line(case: Case) -> str:
-    """A cell for people."""
-    times = ", ".join(f"{name} {seconds:.4f}" for name, seconds in sorted(case["measured_s"].items(), key=_second))
-    lost = f"{100 * (case['over_best'] - 1):.1f}% slower than {case['best']}{', a tie' if case['tie'] else ''}"
-    how = "the best" if case["chosen"] == case["best"] else lost
-    return f"  {case['chosen']}: {how}  ({times} s)"
 
 
 def _second(pair: tuple[str, float]) -> float:

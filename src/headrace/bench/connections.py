@@ -15,16 +15,15 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import httpx
-
+from headrace.bench.benchmark import Benchmark, Case, option
 from headrace.bench.load import ask_all, first_error, new_client, quantile
+from headrace.bench.server_process import ServerProcess
 
 DESCRIPTORS = 1024
 KEY = "a key of the bench"
@@ -32,34 +31,41 @@ READY_S = 120.0
 PROMPT = "The code of the harbour is 4821. The code of the mill is 1093. What is the code of the harbour? "
 
 
+@dataclass
+class ConnectionsBench(Benchmark):
+    """Time to first token beside silent connections, more of them than the server has file descriptors (1,024)."""
+
+    name = "connections"
+    idle: int = option("Silent connections that strangers hold.", 1100, min=1)
+    clients: int = option("Clients with a key that ask at once.", 64, min=1)
+    each: int = option("Requests of each in a round.", 8, min=1)
+    repeats: int = option("Rounds without and with the strangers, in turns.", 5, min=1)
+
+    def cases(self) -> Iterator[Case]:
+        """Rounds in turns, and the ratio of their medians last."""
+        ways = {"none": (0, False), "silent": (self.idle, False), "again": (self.idle, True)}
+        p99: dict[str, list[float]] = {way: [] for way in ways}
+        with serving() as (port, pid, log):
+            asyncio.run(_round(port, self.clients, 1))  # warm
+            for repeat in range(self.repeats):
+                for way, (count, again) in ways.items():
+                    case = _measured(port, pid, log, count, again, self.clients, self.each)
+                    p99[way].append(case["p99_ttft_ms"])
+                    yield {"name": way, "repeat": repeat, "idle": count, "clients": self.clients} | case
+        medians = {way: statistics.median(values) for way, values in p99.items()}
+        none = medians.pop("none")
+        for way, ms in medians.items():
+            yield {"name": f"{way}_ratio", "p99_ttft_ratio": round(ms / none, 3), "without_ms": none, "with_ms": ms}
+
+
 @contextmanager
 def serving() -> Iterator[tuple[int, int, Path]]:
     """A server of the shipped model with few descriptors: its port, process and log."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0})); "
     code = limit.format(DESCRIPTORS) + "runpy.run_module('headrace.cli.main', run_name='__main__', alter_sys=True)"
-    command = [sys.executable, "-c", code, "serve", "tiny", "--port", str(port), "--threads", "1"]
-    with tempfile.NamedTemporaryFile() as log:
-        environment = os.environ | {"HEADRACE_API_KEY": KEY}
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        try:
-            _wait_ready(port, process)
-            yield port, process.pid, Path(log.name)
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def _wait_ready(port: int, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + READY_S
-    while time.monotonic() < end and process.poll() is None:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                return
-        time.sleep(0.1)
-    raise RuntimeError("the server did not start")
+    with ServerProcess(("tiny", "--threads", "1"), os.environ | {"HEADRACE_API_KEY": KEY}, ("-c", code)) as server:
+        server.wait_ready(READY_S)
+        yield server.port, server.process.pid, server.log
 
 
 @contextmanager
@@ -102,24 +108,9 @@ def hold(port: int, count: int, again: bool) -> None:
         time.sleep(0.01)
 
 
-def cases(idle: int, clients: int, each: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """Rounds in turns, and the ratio of their medians last."""
-    ways = {"none": (0, False), "silent": (idle, False), "again": (idle, True)}
-    p99: dict[str, list[float]] = {way: [] for way in ways}
-    with serving() as (port, pid, log):
-        asyncio.run(_round(port, clients, 1))  # warm
-        for repeat in range(repeats):
-            for way, (count, again) in ways.items():
-                case = _measured(port, pid, log, count, again, clients, each)
-                p99[way].append(case["p99_ttft_ms"])
-                yield {"name": way, "repeat": repeat, "idle": count, "clients": clients} | case
-    medians = {way: statistics.median(values) for way, values in p99.items()}
-    for way in ("silent", "again"):
-        ratio = round(medians[way] / medians["none"], 3)
-        yield {"name": f"{way}_ratio", "p99_ttft_ratio": ratio, "without_ms": medians["none"], "with_ms": medians[way]}
+def _measured(port: int, pid: int, log: Path, count: int, again: bool, clients: int, each: int) -> Case:
+    import httpx
 
-
-def _measured(port: int, pid: int, log: Path, count: int, again: bool, clients: int, each: int) -> dict[str, Any]:
     with strangers(port, count, again) if count else contextlib.nullcontext():
         time.sleep(1)
         written, used, began = log.stat().st_size, _cpu_s(pid), time.monotonic()

@@ -21,17 +21,17 @@ READ_BYTES = 256 << 20
 GEMM_SIZE = 2048
 PEAK_ROUNDS = 100_000
 
-Timed = Callable[[], object]
+TimedCall = Callable[[], object]
 
 
-def seconds(run: Timed) -> float:
+def seconds(run: TimedCall) -> float:
     """Wall time of one call."""
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
 
 
-def alternate(runs: dict[str, Timed], repeats: int) -> dict[str, float]:
+def alternate(runs: dict[str, TimedCall], repeats: int) -> dict[str, float]:
     """Median seconds of each, called in turn after one call each to warm up, every round in another order: whatever
     drifts, and what the run before leaves in the caches, meets all of them alike.
     """
@@ -62,7 +62,7 @@ class threads:
 def product_type(size: int = 512) -> torch.dtype:
     """bf16, or fp32 where torch multiplies that faster: on some processors bf16 takes a hundred times as long."""
 
-    def product(dtype: torch.dtype) -> Timed:
+    def product(dtype: torch.dtype) -> TimedCall:
         square = torch.randn(size, size).to(dtype)
         return lambda: square @ square
 
@@ -86,10 +86,10 @@ class Limits:
         self._a, self._b = (torch.randn(gemm_size, gemm_size).to(self.type) for _ in range(2))
         self._best: dict[int, str] = {}
 
-    def ways(self, count: int) -> dict[str, Timed]:
+    def ways(self, count: int) -> dict[str, TimedCall]:
         """Ways to read the whole buffer on `count` threads."""
         words = self._buffer.view(torch.int32)
-        ours: dict[str, Timed] = {"plain loop": lambda: probe.read(self._buffer, count)} if cpu.available() else {}
+        ours: dict[str, TimedCall] = {"plain loop": lambda: probe.read(self._buffer, count)} if cpu.available() else {}
         return ours | {
             "sum of float32": self._buffer.sum,
             "sum of int32": lambda: words.sum(dtype=torch.int32),
@@ -98,7 +98,7 @@ class Limits:
             "memchr": self._memchr(count),
         }
 
-    def _memchr(self, count: int) -> Timed:
+    def _memchr(self, count: int) -> TimedCall:
         """libc's search for a byte that is not there, a share of the buffer per thread."""
         find = ctypes.CDLL(None).memchr
         find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
@@ -117,13 +117,13 @@ class Limits:
             self._best[count] = min(times, key=times.__getitem__)
         return self._best[count]
 
-    def read(self, count: int) -> Timed:
+    def read(self, count: int) -> TimedCall:
         return self.ways(count)[self.best_way(count)]
 
     def gemm(self) -> object:
         return self._a @ self._b
 
-    def peak(self, count: int) -> Timed:
+    def peak(self, count: int) -> TimedCall:
         """Multiply-adds on `count` threads; without the C++ kernels, torch's product stands for them."""
         return (lambda: probe.multiply(PEAK_ROUNDS, count)) if cpu.available() else self.gemm
 
@@ -141,7 +141,7 @@ class Limits:
         found: dict[str, object] = {}
         for count in counts:
             with threads(count):
-                runs: dict[str, Timed] = {"read": self.read(count), "gemm": self.gemm, "peak": self.peak(count)}
+                runs: dict[str, TimedCall] = {"read": self.read(count), "gemm": self.gemm, "peak": self.peak(count)}
                 times = alternate(runs, repeats)
             found[f"read_gbps_{count}"] = round(self.gbps(times["read"]), 1)
             found[f"gemm_gflops_{count}"] = round(self.gflops(times["gemm"]), 1)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Message = dict[str, str]
+ChatMessage = dict[str, str]
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ def new_client(base_url: str, api_key: str | None) -> Any:
     return AsyncOpenAI(base_url=base_url, api_key=api_key or "none", max_retries=0, timeout=600)
 
 
-async def ask(client: Any, model: str, messages: list[Message], **options: Any) -> Sample:
+async def ask(client: Any, model: str, messages: list[ChatMessage], **options: Any) -> Sample:
     """One streaming chat request."""
     began, first, texts, usage = time.perf_counter(), 0.0, [], None
     stream = await client.chat.completions.create(
@@ -54,7 +54,7 @@ async def ask(client: Any, model: str, messages: list[Message], **options: Any) 
 async def ask_all(
     client: Any,
     model: str,
-    conversations: Sequence[list[Message]],
+    conversations: Sequence[list[ChatMessage]],
     at_once: int,
     done: Callable[[], None] = lambda: None,
     **options: Any,
@@ -62,7 +62,7 @@ async def ask_all(
     """All of them, at most `at_once` at a time, in the order given. The first failure ends the rest."""
     turn = asyncio.Semaphore(at_once)
 
-    async def one(messages: list[Message]) -> Sample:
+    async def one(messages: list[ChatMessage]) -> Sample:
         async with turn:
             sample = await ask(client, model, messages, **options)
         done()

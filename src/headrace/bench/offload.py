@@ -6,20 +6,18 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.limits import alternate
+from headrace.bench.benchmark import MODEL_HELP, Benchmark, Case, one_of, option
 from headrace.bench.shapes import SHAPES, write_checkpoint
 from headrace.console import err
 
-Case = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class OffloadSetup:
     """An engine under test: how it streams, and how many sequences of how many tokens it decodes."""
 
     name: str
@@ -28,72 +26,98 @@ class Form:
     context: int
 
 
-@dataclass(slots=True)
-class OffloadBench:
-    """Decode steps of one engine after another, the ways to decode in turn within each.
+def numbers(name: str, text: str) -> tuple[float, ...]:
+    """Numbers by commas."""
+    return tuple(float(part) for part in text.split(","))
 
-    rates: GB/s of the emulated link, each way. shares: further fixed shares of chunks to project, to see how near the
-    best the solver comes. repeats: rounds of `steps` decode steps for each way.
-    """
 
-    shape: str = "S2"
-    rates: Sequence[float] = (0.25, 0.5, 1.0, 2.0)
-    shares: Sequence[float] = ()
-    sequences: int = 16
-    context: int = 1024
-    batches: int = 4
-    repeats: int = 5
-    steps: int = 2
-    threads: int | None = None
-    latency_ms: float = 0.0
-    schedules: Sequence[str] = ("row", "column")
-    machine: dict[str, Any] = field(default_factory=dict)
+def some_numbers(name: str, text: str) -> tuple[float, ...]:
+    """The same, or none."""
+    return tuple(float(part) for part in text.split(",") if part)
 
-    def forms(self) -> list[Form]:
+
+def schedules(name: str, text: str) -> tuple[str, ...]:
+    """Schedules by commas."""
+    return tuple(one_of("row", "column")(name, part) for part in text.split(","))
+
+
+@dataclass
+class OffloadBench(Benchmark):
+    """Decode on KV behind an emulated link: what the solver projects beside loading everything, row and column."""
+
+    name = "offload"
+    model: str = option(MODEL_HELP, "S2", argument=True)
+    rates: tuple[float, ...] = option("GB/s of the emulated link each way, by commas.", "0.25,0.5,1,2", parse=numbers)
+    shares: tuple[float, ...] = option("Further shares of chunks to project, by commas.", "", parse=some_numbers)
+    schedules: tuple[str, ...] = option("Schedules, by commas: row, column.", "row,column", parse=schedules)
+    sequences: int = option("Sequences decoded together.", 16, min=1)
+    context: int = option("Tokens of each before the first step.", 1024, min=1)
+    batches: int = option("Batches of the column schedule.", 4, min=1)
+    repeats: int = option("Rounds, the ways to decode in turn.", 5, min=1)
+    steps: int = option("Decode steps of each way in a round.", 2, min=1)
+    threads: int | None = option("Threads. Default: all cores.", None, min=1)
+    latency_ms: float = option("Milliseconds that each transfer takes longer.", 0.0, min=0.0)
+
+    def line(self, case: Case) -> str:
+        """A case for people."""
+        speeds = ", ".join(f"{name} {value:.2f}" for name, value in case["tokens_s"].items())
+        fine = f", fine order {case['fine_over_coarse']:.3f} of coarse" if "fine_over_coarse" in case else ""
+        return (
+            f"  {case['name']} at {case['gbps']:g} GB/s: {case['gain']:.2f} times load all, "
+            f"{100 * case['projected_share']:.0f}% projected{fine}  ({speeds} tokens/s; predicted "
+            f"{case['predicted_over_measured']['solver']:.2f} of measured)"
+        )
+
+    def setups(self) -> list[OffloadSetup]:
         """Row: weights and X at hand. Column: weights and X cross the link like K and V."""
         row = {"offload_schedule": "row", "offload_x_resident": True}
         column = {"offload_schedule": "column", "weight_offload": True, "offload_batches": self.batches}
         known = {"row": row, "column": column}
-        return [Form(name, known[name], self.sequences, self.context) for name in self.schedules]
+        return [OffloadSetup(name, known[name], self.sequences, self.context) for name in self.schedules]
 
     def cases(self) -> Iterator[Case]:
-        for form in self.forms():
+        for setup in self.setups():
             with tempfile.TemporaryDirectory() as folder:
-                model = self.shape
+                model = self.model
                 if model in SHAPES:
-                    model = str(write_checkpoint(SHAPES[self.shape], Path(folder) / self.shape))
-                bed = Bed(model, form, self)
+                    model = str(write_checkpoint(SHAPES[self.model], Path(folder) / self.model))
+                testbed = OffloadTestbed(model, setup, self)
             try:
                 for rate in self.rates:
-                    yield self._case(bed, form, rate)
+                    err.print(f"{setup.name}, {rate:g} GB/s", style="dim")
+                    testbed.set_link(rate, self.latency_ms / 1e3)
+                    yield self._case(setup, rate, self._measured(testbed, setup))
             finally:
-                bed.close()
+                testbed.close()
 
-    def ways(self, form: Form) -> dict[str, dict[str, Any]]:
+    def ways(self, setup: OffloadSetup) -> dict[str, dict[str, Any]]:
         """Name -> options of the streamer."""
         ways: dict[str, dict[str, Any]] = {"load all": {"share": 0.0}, "solver": {}}
         ways |= {f"share {share:g}": {"share": share} for share in self.shares}
-        if form.name == "column":
+        if setup.name == "column":
             # Orders of weights are compared at one split: the solver's own varies from run to run.
             ways |= {"half, fine": {"share": 0.5}, "half, coarse": {"share": 0.5, "fine": False}}
         return ways
 
-    def _case(self, bed: Bed, form: Form, rate: float) -> Case:
-        err.print(f"{form.name}, {rate:g} GB/s", style="dim")
-        bed.set_link(rate, self.latency_ms / 1e3)
-        results: dict[str, list[Run]] = {}
+    def _measured(self, testbed: OffloadTestbed, setup: OffloadSetup) -> dict[str, list[DecodeRun]]:
+        """Each way's rounds; the round that warms up, and shows the rates, is left out."""
+        from headrace.bench.limits import alternate
+
+        results: dict[str, list[DecodeRun]] = {}
 
         def way(name: str, options: dict[str, Any]) -> Callable[[], object]:
-            return lambda: results.setdefault(name, []).append(bed.run(options, self.steps))
+            return lambda: results.setdefault(name, []).append(testbed.run(options, self.steps))
 
-        alternate({name: way(name, options) for name, options in self.ways(form).items()}, self.repeats)
-        kept = {name: runs[1:] for name, runs in results.items()}  # the first warms up, and shows the rates
+        alternate({name: way(name, options) for name, options in self.ways(setup).items()}, self.repeats)
+        return {name: runs[1:] for name, runs in results.items()}
+
+    def _case(self, setup: OffloadSetup, rate: float, kept: dict[str, list[DecodeRun]]) -> Case:
         tokens = {name: statistics.median(run.tokens_s for run in runs) for name, runs in kept.items()}
         solved = kept["solver"]
         case = {
-            "name": form.name, "shape": self.shape, "gbps": rate, "latency_ms": self.latency_ms,
-            "sequences": form.sequences, "context": form.context,
-            "batches": self.batches if form.name == "column" else 1, "tokens_s": tokens,
+            "name": setup.name, "shape": self.model, "gbps": rate, "latency_ms": self.latency_ms,
+            "sequences": setup.sequences, "context": setup.context,
+            "batches": self.batches if setup.name == "column" else 1, "tokens_s": tokens,
             "gain": tokens["solver"] / tokens["load all"],
             "projected_share": statistics.median(run.share for run in solved),
             "predicted_over_measured": {
@@ -102,7 +126,7 @@ class OffloadBench:
             "link_busy": {name: statistics.median(run.busy for run in runs) for name, runs in kept.items()},
             "runs": {name: [round(run.tokens_s, 3) for run in runs] for name, runs in kept.items()},
         }  # fmt: skip
-        if form.name == "column":
+        if setup.name == "column":
             case["fine_over_coarse"] = tokens["half, fine"] / tokens["half, coarse"]
         best = max((name for name in tokens if name.startswith("share ") or name in ("load all", "solver")),
                    key=tokens.__getitem__)  # fmt: skip
@@ -110,7 +134,7 @@ class OffloadBench:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DecodeRun:
     """Some decode steps: tokens a second, seconds of the layers, those predicted, the share of chunks projected, and
     the share of the time in which bytes crossed the link in, at its rate."""
 
@@ -121,29 +145,29 @@ class Run:
     busy: float
 
 
-class Bed:
+class OffloadTestbed:
     """An engine with all its sequences prefilled, ready to decode."""
 
-    def __init__(self, model: str, form: Form, bench: OffloadBench) -> None:
+    def __init__(self, model: str, setup: OffloadSetup, bench: OffloadBench) -> None:
         from headrace.engine.llm import LLM
 
         rounds = (bench.repeats + 1) * bench.steps * (4 + len(bench.shares)) * len(bench.rates)
-        length = form.context + rounds + 16
+        length = setup.context + rounds + 16
         self.llm = LLM(
-            model, dtype="bfloat16", threads=bench.threads, max_model_len=length, max_sequences=form.sequences,
-            enable_prefix_caching=False, kv_offloading_size=16.0, offload_staging_mb=2048, **form.settings,
+            model, dtype="bfloat16", threads=bench.threads, max_model_len=length, max_sequences=setup.sequences,
+            enable_prefix_caching=False, kv_offloading_size=16.0, offload_staging_mb=2048, **setup.settings,
         )  # fmt: skip
-        self.streamer: Any = self.llm.engine.loaded.runner.streamer  # type: ignore[union-attr]
-        self._prefill(form, rounds + 8)
+        self.streamer: Any = self.llm.engine.loaded.executor.streamer  # type: ignore[attr-defined]
+        self._prefill(setup, rounds + 8)
 
-    def _prefill(self, form: Form, tokens: int) -> None:
+    def _prefill(self, setup: OffloadSetup, tokens: int) -> None:
         from headrace.types import Request, SamplingParams
 
         rng = random.Random(0)
         engine = self.llm.engine
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        for index in range(form.sequences):
-            prompt = [rng.randrange(10, self.llm.capacity.vocab_size) for _ in range(form.context)]
+        for index in range(setup.sequences):
+            prompt = [rng.randrange(10, self.llm.capacity.vocab_size) for _ in range(setup.context)]
             engine.add(Request(str(index), prompt, params, arrival_s=time.monotonic()))
         while engine.scheduler.waiting or any(each.remaining > 1 for each in engine.scheduler.running):
             engine.step()
@@ -156,7 +180,7 @@ class Bed:
         self.streamer.transfers.throughput.link.forget()
         self.streamer.transfers.throughput.link.observe(1 / (rate * 1e9))
 
-    def run(self, options: dict[str, Any], steps: int) -> Run:
+    def run(self, options: dict[str, Any], steps: int) -> DecodeRun:
         """Decode steps under these options of the streamer."""
         engine, streamer = self.llm.engine, self.streamer
         before = streamer.options
@@ -172,21 +196,10 @@ class Bed:
         loaded, projected = after.loaded - totals.loaded, after.projected - totals.projected
         busy = (after.bytes_in - totals.bytes_in) / (self.rate * 1e9) / seconds
         layers, predicted = after.seconds - totals.seconds, after.predicted_s - totals.predicted_s
-        return Run(tokens / seconds, layers, predicted, projected / max(1, loaded + projected), busy)
+        return DecodeRun(tokens / seconds, layers, predicted, projected / max(1, loaded + projected), busy)
 
     def close(self) -> None:
         """Ends the requests and the copy streams."""
         for request in list(self.llm.engine._active):
             self.llm.engine.abort(request)
         self.llm.close()
-
-
-def line(case: Case) -> str:
-    """A case for people."""
-    speeds = ", ".join(f"{name} {value:.2f}" for name, value in case["tokens_s"].items())
-    fine = f", fine order {case['fine_over_coarse']:.3f} of coarse" if "fine_over_coarse" in case else ""
-    return (
-        f"  {case['name']} at {case['gbps']:g} GB/s: {case['gain']:.2f} times load all, "
-        f"{100 * case['projected_share']:.0f}% projected{fine}  ({speeds} tokens/s; predicted "
-        f"{case['predicted_over_measured']['solver']:.2f} of measured)"
-    )

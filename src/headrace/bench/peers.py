@@ -1,7 +1,7 @@
 """The engines that `headrace bench engine` knows, how each is set up, and whether it can run here.
 
 Peers live in environments of their own under .venv-peers, made by `make bench-peers`; tools/bench_peers has their
-scripts, which speak bench_protocol. What is set for a process stands here and nowhere else, so that Contender.setup
+scripts, which speak protocol. What is set for a process stands here and nowhere else, so that Contender.setup
 says what is done.
 """
 
@@ -55,7 +55,7 @@ class Contender:
         return {name: text.format(**words) for name, text in self.variables.items()}
 
     def setup(self, found: dict[str, str]) -> str:
-        """How the engine was set up. found: what its process says of itself (see bench_protocol)."""
+        """How the engine was set up. found: what its process says of itself (see protocol)."""
         said = dict(found)
         parts = [said.pop("versions", ""), self.precision]
         if preloaded := said.pop("preloaded", ""):
@@ -68,9 +68,9 @@ class Contender:
     def obstacle(self) -> str | None:
         """Why the engine cannot be started; None where it can be tried."""
         if self.gpu:
-            from headrace.kernels.dispatch import no_triton
+            from headrace.kernels.registry import backend
 
-            if (reason := no_triton()) is not None:
+            if (reason := backend("triton").missing()) is not None:
                 return reason
         if self.peer is None:
             return None

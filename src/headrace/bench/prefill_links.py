@@ -1,4 +1,4 @@
-"""What joins the ranks of a bench: the plain link, one limited in the ranks, or network namespaces limited by tc."""
+"""Links between the ranks of a prefill testbed: plain, limited in the ranks, or network namespaces limited by tc."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ import msgspec
 
 from headrace.config import EngineConfig
 from headrace.parallel import launch
-from headrace.parallel.messages import Group, Part, Step
-from headrace.parallel.rate_limit import Limited
+from headrace.parallel.messages import RankStep, StepGroup, StepPart
+from headrace.parallel.rate_limit import RateLimitedTransport
 from headrace.parallel.supervisor import WorkerProcess
 from headrace.parallel.transport import Transport
 from headrace.planner.machine import Machine
@@ -29,9 +29,9 @@ BURST_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class RankLink:
     """bandwidth_gbps: 1e9 bytes a second each way between two ranks, None for as fast as it goes. latency_s, jitter,
-    seed: see parallel.rate_limit.Limited. Raises ValueError naming the option."""
+    seed: see parallel.rate_limit.RateLimitedTransport. Raises ValueError naming the option."""
 
     bandwidth_gbps: float | None = None
     latency_s: float = 0.0
@@ -67,22 +67,19 @@ class Link:
         """Whether a transport of that rate can imitate the bandwidth, the fastest draw of the jitter included."""
         return self.bandwidth_gbps is None or own_bytes_s * (1 - self.jitter) >= self.bandwidth_gbps * 1e9
 
-    def step(self, own_bytes_s: float) -> Step:
+    def step(self, own_bytes_s: float) -> RankStep:
         """The step that tells a rank of this link; own_bytes_s: what the ranks' own transport carries."""
         own = own_bytes_s if self.bandwidth_gbps is not None and self.imitable(own_bytes_s) else 0
         told = (1e9 * (self.bandwidth_gbps or 0), 1e9 * self.latency_s, 1e6 * self.jitter, self.seed, own)
-        return Step(LINK, [Group("single", [Part([round(x) for x in told], 0, [], [], [])])])
+        return RankStep(LINK, [StepGroup("single", [StepPart([round(x) for x in told], 0, [], [], [])])])
 
 
-def apply(step: Step, transport: Transport) -> Transport:
+def apply(step: RankStep, transport: Transport) -> Transport:
     """The transport behind the link that the step names."""
     bandwidth, latency, jitter, seed, own = step.groups[0].parts[0].tokens
     if not bandwidth and not latency:
         return transport
-    return Limited(transport, bandwidth or math.inf, latency / 1e9, jitter / 1e6, seed, own or None)
-
-
-Start = Callable[[EngineConfig, str, str, ExitStack], Mapping[int, WorkerProcess]]
+    return RateLimitedTransport(transport, bandwidth or math.inf, latency / 1e9, jitter / 1e6, seed, own or None)
 
 
 class Namespaces:
@@ -111,13 +108,13 @@ class Namespaces:
     def start(self, config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, WorkerProcess]:
         """launch.Starter: each worker in its namespace."""
         return {
-            rank: launch.Child(
+            rank: launch.ChildProcess(
                 launch.spawn_one(rank, address, self._address(rank), secret, ["ip", "netns", "exec", self._space(rank)])
             )
             for rank in range(1, self.ranks)
         }
 
-    def limit(self, link: Link) -> None:
+    def limit(self, link: RankLink) -> None:
         """From now on. Raises ValueError for latency or jitter, which tbf does not have."""
         if link.latency_s or link.jitter:
             raise ValueError("latency-ms and jitter need --link limited: tbf limits the bandwidth only")

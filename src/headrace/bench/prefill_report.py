@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-Case = dict[str, Any]
+from headrace.bench.benchmark import Case
+from headrace.bench.report import plotter
 
 
 def ratios(cases: Sequence[Case]) -> str:
@@ -68,15 +69,3 @@ def _panel(axis: Any, cases: Sequence[Case], key: str) -> None:
     last = " (last: unlimited)" if any(case[key] is None for case in cases) else ""
     axis.set_xlabel("tokens" if key == "tokens" else f"bandwidth, GB/s{last}")
     axis.legend(fontsize=7)
-
-
-def plotter() -> Any:
-    """matplotlib's pyplot without a display. Raises ValueError with the remedy."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("plot needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot

@@ -1,8 +1,7 @@
 """A group of ranks on which single prefills are measured: time to the first token, waiting, bytes sent.
 
-Chunk i of the one token sequence that all prefills are pieces of always lies in slot i of a rank's pool, whoever
-computed it. Cached chunks laid once are so right for every later prefill, and a prefill may write over what another
-one wrote.
+All prefills are pieces of one token sequence, whose chunk i always lies in slot i of a rank's pool. Cached chunks laid
+once are therefore right for every later prefill, and a prefill may write over the chunks of another.
 
 T: new tokens, P: cached ones.
 """
@@ -14,41 +13,39 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import msgspec
 import torch
 
-from headrace.bench.prefill_links import LINK, Link, Namespaces, apply
+from headrace.bench.prefill_links import Namespaces, RankLink
+from headrace.bench.prefill_worker import FIGURES, MAKER, MeasuredRank, pin, uncounted
 from headrace.config import EngineConfig
+from headrace.console import err
 from headrace.engine import ranks as engine_ranks
-from headrace.engine.driver import KEEPS_ALL, ending_in
+from headrace.engine.driver import ending_in
 from headrace.engine.ranks import Ranks
 from headrace.models.decoder import Decoder
-from headrace.models.weights import Progress
-from headrace.parallel.group import Group
-from headrace.parallel.messages import Group as StepGroup
-from headrace.parallel.messages import Part, Step, encode
+from headrace.models.weights import OnProgress
+from headrace.parallel.messages import RankStep, StepGroup, StepPart, encode
 from headrace.parallel.rank import Hidden, Rank
-from headrace.parallel.rate_limit import Limited
 from headrace.parallel.supervisor import WorkerSupervisor
-from headrace.parallel.torch_transport import TorchTransport
-from headrace.parallel.transport import LAST, LoopbackHub, Tag
-from headrace.planner.choice import Layout
+from headrace.parallel.transport import LoopbackHub
+from headrace.planner.machine import Machine
 from headrace.planner.partition import zigzag, zigzag_ranks
+from headrace.planner.schedule import Shards
+from headrace.planner.tuned_table import TunedTable
+from headrace.strategies import KEEPS_ALL
 from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
 
-MAKER = "headrace.bench.prefill_testbed:make"
-FIGURES = Tag(510, LAST, 1)
-"""Under which a worker tells what it measured; hidden states have piece 0."""
-
-Placement = Literal["own", "round", "last"]
+CachedPlacement = Literal["own", "round", "last"]
 """Where cached chunks lie: as the strategy itself places new ones; blocks of 2,048 tokens in turn; on the last rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PrefillRun:
     """One prefill: seconds from the order to the logits of the last token; per rank seconds waited, bytes sent."""
 
     seconds: float
@@ -56,102 +53,38 @@ class Run:
     bytes_sent: tuple[int, ...]
 
 
-def median(runs: Sequence[Run]) -> Run:
+def median(runs: Sequence[PrefillRun]) -> PrefillRun:
     """Each figure's median; bytes are those of the last run."""
     waits = zip(*(run.wait_s for run in runs), strict=True)
-    return Run(
+    return PrefillRun(
         statistics.median(run.seconds for run in runs), tuple(map(statistics.median, waits)), runs[-1].bytes_sent
     )
 
 
-@dataclass(slots=True)
-class _Measured:
-    """A rank whose link can be set and whose steps are counted. waited: seconds, in the last step."""
-
-    rank: Rank
-    waited: float = 0.0
-    _before: int = 0
-
-    def link(self, step: Step) -> None:
-        transport = self.rank.transport
-        if isinstance(transport, Limited):
-            transport.close()
-            transport = transport.transport
-        self.rank.transport = apply(step, transport)
-
-    def run(self, step: Step) -> Hidden:
-        traffic = self.rank.transport.traffic
-        waited, self._before = traffic.wait_s, sum(traffic.bytes.values())
-        hidden = self.rank.run(step)
-        self.waited = traffic.wait_s - waited
-        return hidden
-
-    def sent(self) -> int:
-        """Bytes sent for the last step, once what nobody waited for has gone too (the last layer's keys, relays):
-        the links are idle when all ranks have returned."""
-        self.rank.workspace.drain()
-        return sum(self.rank.transport.traffic.bytes.values()) - self._before
-
-
-class BedRank:
-    """A worker: sets its link, or computes a step and tells its figures, by links that are not counted."""
-
-    def __init__(self, rank: Rank, group: Group) -> None:
-        self.measured, self.links = _Measured(rank), uncounted(group)
-
-    def run(self, step: Step) -> None:
-        if step.number == LINK:
-            self.measured.link(step)
-            return
-        self.measured.run(step)
-        figures = torch.tensor([self.measured.waited, self.measured.sent()], dtype=torch.float64)
-        self.links.isend(figures, 0, FIGURES).wait()
-
-
-def make(config: EngineConfig, group: Group) -> BedRank:
-    """What a worker serves with (parallel.launch)."""
-    rank = engine_ranks.make(config, group)
-    pin(config, group.rank)
-    return BedRank(rank, group)
-
-
-def uncounted(group: Group) -> TorchTransport:
-    """The links of the context group with counters of their own."""
-    return TorchTransport(group.mesh.get_group("context"))
-
-
-def pin(config: EngineConfig, rank: int) -> None:
-    """This thread, and those that it will start, on cores of the rank's own, where there are as many.
-
-    For when the links are made: their threads run where there is room.
-    """
-    cores, threads = sorted(os.sched_getaffinity(0)), config.threads or 1
-    if len(cores) >= threads * engine_ranks.count(config):
-        os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])
-
-
 @contextmanager
-def open_bed(config: EngineConfig, *, netns: bool = False, progress: Progress | None = None) -> Iterator[Bed]:
+def open_testbed(
+    config: EngineConfig, *, netns: bool = False, progress: OnProgress | None = None
+) -> Iterator[PrefillTestbed]:
     """A group as the settings say, with room for config.kv_cache_tokens on each rank; closed at the end.
 
     netns: its workers in network namespaces. Raises what engine.ranks.open_ranks and Namespaces raise.
     """
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    spaces = Namespaces(config.context_parallel_size) if netns else None
+    spaces = Namespaces(config.ranks.context) if netns else None
     if spaces is not None:
-        config = replace(config, rank_interface=spaces.interface)
+        config = config.replace(rank_interface=spaces.interface)
     try:
         engine_ranks.set_threads(config)
-        config = replace(config, threads=torch.get_num_threads())
+        config = config.replace(threads=torch.get_num_threads())
         start = None if spaces is None else spaces.start
         opened, decoder = engine_ranks.open_ranks(config, progress, MAKER, start)
         pin(config, 0)
-        bed = Bed(config, opened, decoder, spaces)
+        testbed = PrefillTestbed(config, opened, decoder, spaces)
         try:
-            yield bed
+            yield testbed
         finally:
             opened.close()
-            bed.close()
+            testbed.close()
     finally:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(threads)
@@ -159,8 +92,8 @@ def open_bed(config: EngineConfig, *, netns: bool = False, progress: Progress | 
             spaces.close()
 
 
-class Bed:
-    """The driver.
+class PrefillTestbed:
+    """The driver of the group.
 
     machine: the profile as measured, with the ranks' own link; link: the one in force. logits: of the last prefill's
     last token, [1, vocabulary].
@@ -169,12 +102,12 @@ class Bed:
     def __init__(self, config: EngineConfig, opened: Ranks, decoder: Decoder, spaces: Namespaces | None) -> None:
         self.config, self.machine, self.shape = config, opened.machine, opened.shape
         self.group, self.size = opened.group, opened.group.context.size
-        self.link, self._spaces, self._links = Link(), spaces, uncounted(opened.group)
-        self._crew.on_failure(self._links.fail)
-        self._rank, self.steps = _Measured(opened.rank), 0
+        self.link, self._spaces, self._links = RankLink(), spaces, uncounted(opened.group)
+        self._workers.on_failure(self._links.fail)
+        self._rank, self.steps = MeasuredRank(opened.rank), 0
         storage = opened.rank.storage
-        alone = Rank(decoder, storage, opened.rank.kernels.backend, LoopbackHub(1).transport(0))
-        self._alone, self._slots = _Measured(alone), storage.slots
+        alone = Rank(decoder, storage, opened.rank.kernels.backend.capabilities.name, LoopbackHub(1).transport(0))
+        self._alone, self._slots = MeasuredRank(alone), storage.slots
         drawn = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(decoder.config.vocab_size, (storage.slots * CHUNK,), generator=drawn).tolist()
         self.logits = torch.empty(0)
@@ -182,12 +115,12 @@ class Bed:
         """(rank, chunk) that hold the whole chunk."""
 
     def close(self) -> None:
-        """Ends the threads of the bed's own links; the group is closed by its owner."""
-        self._rank.link(Link().step(0))
+        """Ends the threads of the testbed's own links; the group is closed by its owner."""
+        self._rank.link(RankLink().step(0))
         self._links.close()
 
-    def set_link(self, link: Link) -> None:
-        """From now on. Raises ValueError for what the link cannot be."""
+    def set_link(self, link: RankLink) -> None:
+        """Sets the link, and warns if the ranks' own is too slow for it. Raises ValueError for what it cannot be."""
         if self._spaces is not None:
             self._spaces.limit(link)
         else:
@@ -195,9 +128,25 @@ class Bed:
             self._send(step)
             self._rank.link(step)
         self.link = link
+        if not link.imitable(self.machine.link_bytes_s):
+            own = self.machine.link_bytes_s / 1e9
+            err.print(f"the ranks' own link carries {own:.2f} GB/s: {link} is not reached", style="yellow")
 
-    def run(self, strategy: str, cut: Layout, P: int = 0, placement: Placement = "own") -> Run:
-        """Prefills cut.bounds[0] .. cut.bounds[-1] by one of parallel.rank.STRATEGIES on P cached tokens, which are
+    def check_table(self, table: TunedTable | None) -> None:
+        """Raises ValueError for a table of another machine, model or group; only says that it is for another link."""
+        if table is None:
+            return
+        here = engine_ranks.stamp(self.config, self.shape, self.machine)
+        table.check(msgspec.structs.replace(here, link=table.stamp.link))
+        if table.stamp.link != here.link:
+            err.print(f"the table was tuned on another link: {table.stamp.link}", style="yellow")
+
+    def planned_on(self, table: TunedTable | None) -> Machine:
+        """What the planner goes by: the table's profile, else the measured one, behind the link in force."""
+        return self.link.profile(self.machine if table is None else table.machine)
+
+    def run(self, strategy: str, cut: Shards, P: int = 0, placement: CachedPlacement = "own") -> PrefillRun:
+        """Prefills cut.bounds[0] .. cut.bounds[-1] by one of headrace.strategies on P cached tokens, which are
         laid first where they are not there. Raises ValueError for what does not fit, RankLost."""
         end = cut.bounds[-1]
         self._check(P, end)
@@ -210,31 +159,33 @@ class Bed:
         finally:
             self._wrote(part, owners)
 
-    def runs(self, cuts: Mapping[str, Layout], P: int, placement: Placement) -> dict[str, Callable[[], Run]]:
+    def runs(
+        self, cuts: Mapping[str, Shards], P: int, placement: CachedPlacement
+    ) -> dict[str, Callable[[], PrefillRun]]:
         """`run` of each strategy, to be called."""
         return {name: partial(self.run, name, cut, P, placement) for name, cut in cuts.items()}
 
-    def alone(self, T: int, P: int = 0) -> Run:
+    def alone(self, T: int, P: int = 0) -> PrefillRun:
         """The same on rank 0 by itself, without the group."""
         self._check(P, P + T)
         self._lay([0] * (P // CHUNK))
         owners = [0] * chunks_for(P + T)
         part = self._part(P, (P, P + T), (0,), owners)
-        step = Step(0, [StepGroup("single", [part])])
+        step = RankStep(0, [StepGroup("single", [part])])
         began = time.perf_counter()
         hidden = self._alone.run(step)
         self._logits(hidden, part)
         seconds = time.perf_counter() - began
         self._wrote(part, owners)
-        return Run(seconds, (self._alone.waited,), (self._alone.sent(),))
+        return PrefillRun(seconds, (self._alone.waited,), (self._alone.sent(),))
 
-    def cached(self, strategy: str, P: int, placement: Placement) -> list[int]:
+    def cached(self, strategy: str, P: int, placement: CachedPlacement) -> list[int]:
         """The rank that holds each cached chunk."""
         if placement == "last" or (placement == "own" and strategy in KEEPS_ALL):
             return [self.size - 1] * (P // CHUNK)
         return [chunk // BLOCK_CHUNKS % self.size for chunk in range(P // CHUNK)]
 
-    def cached_on(self, strategy: str, P: int, placement: Placement) -> list[float]:
+    def cached_on(self, strategy: str, P: int, placement: CachedPlacement) -> list[float]:
         """Cached tokens on each rank, as the planner asks for them."""
         cached = self.cached(strategy, P, placement)
         return [float(CHUNK * cached.count(rank)) for rank in range(self.size)]
@@ -247,10 +198,10 @@ class Bed:
         if end > self._slots * CHUNK:
             raise ValueError(f"{end} tokens do not fit in the {self._slots * CHUNK} of each rank's cache")
 
-    def _part(self, P: int, bounds: Sequence[int], ranks: Sequence[int], owners: Sequence[int]) -> Part:
+    def _part(self, P: int, bounds: Sequence[int], ranks: Sequence[int], owners: Sequence[int]) -> StepPart:
         end = bounds[-1]
         slots = [owner * self._slots + chunk for chunk, owner in enumerate(owners)]
-        return Part(self.tokens[P:end], P, slots, list(bounds), list(ranks), 1, end)
+        return StepPart(self.tokens[P:end], P, slots, list(bounds), list(ranks), 1, end)
 
     def _lay(self, cached: list[int]) -> None:
         """Fills cached chunks that are not there by one prefill of them all; not timed."""
@@ -261,25 +212,25 @@ class Bed:
         self._timed("ring-kv", part)
         self._wrote(part, cached)
 
-    def _wrote(self, part: Part, owners: Sequence[int]) -> None:
+    def _wrote(self, part: StepPart, owners: Sequence[int]) -> None:
         new = range(part.start // CHUNK, chunks_for(part.end))
         self._laid |= {(owners[chunk], chunk) for chunk in new}
         if part.end % CHUNK:
             self._laid.discard((owners[new[-1]], new[-1]))
 
-    def _timed(self, strategy: str, part: Part) -> Run:
+    def _timed(self, strategy: str, part: StepPart) -> PrefillRun:
         self.steps += 1
-        step = Step(self.steps, [StepGroup(strategy, [part])])  # type: ignore[arg-type]
+        step = RankStep(self.steps, [StepGroup(strategy, [part])])
         body = encode(step)
         began = time.perf_counter()
-        self._crew.send(body)
+        self._workers.send(body)
         hidden = self._rank.run(step)
         self._logits(hidden, part)
         seconds = time.perf_counter() - began
         told = [[self._rank.waited, self._rank.sent()], *self._heard()]
-        return Run(seconds, tuple(wait for wait, _ in told), tuple(round(size) for _, size in told))
+        return PrefillRun(seconds, tuple(wait for wait, _ in told), tuple(round(size) for _, size in told))
 
-    def _logits(self, hidden: Hidden, part: Part) -> None:
+    def _logits(self, hidden: Hidden, part: StepPart) -> None:
         with torch.inference_mode():
             self.logits = self._alone.rank.decoder.logits(hidden[0, 0, part.end - 1][None])
 
@@ -291,13 +242,13 @@ class Bed:
         return [x.tolist() for x in told]
 
     @property
-    def _crew(self) -> WorkerSupervisor:
-        crew = self.group.crew
-        assert crew is not None, "rank 0 has the crew"
-        return crew
+    def _workers(self) -> WorkerSupervisor:
+        workers = self.group.workers
+        assert workers is not None, "rank 0 supervises the workers"
+        return workers
 
-    def _send(self, step: Step) -> None:
-        self._crew.send(encode(step))
+    def _send(self, step: RankStep) -> None:
+        self._workers.send(encode(step))
 
 
 def _owners(

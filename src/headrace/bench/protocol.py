@@ -16,20 +16,19 @@ import statistics
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 Times = list[list[float]]
 
 
-class Engine(Protocol):
+class EngineUnderTest(Protocol):
     """An engine under test, greedy, never ending an answer early. One with more to say of itself has `facts`."""
 
     def run(self, prompts: list[list[int]], max_tokens: list[int]) -> Times: ...
 
 
-def serve(load: Callable[[Path, dict[str, Any]], Engine], *packages: str) -> None:
+def serve(load: Callable[[Path, dict[str, Any]], EngineUnderTest], *packages: str) -> None:
     """The main function of an engine's process: load(checkpoint, options), then runs until standard input ends.
 
     packages: those whose versions are told.
@@ -56,6 +55,8 @@ def serve(load: Callable[[Path, dict[str, Any]], Engine], *packages: str) -> Non
 
 def _versions(packages: tuple[str, ...]) -> str:
     """Those of the packages that are installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
     found = []
     for package in packages:
         with suppress(PackageNotFoundError):

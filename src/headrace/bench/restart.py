@@ -1,118 +1,85 @@
-"""A server that answered a long prompt ends and comes again: what the same prompt costs then."""
+"""`headrace bench restart`: time to first token of a long prompt whose chunks an earlier server process stored."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from headrace.bench.benchmark import Benchmark, Case, option
+from headrace.bench.server_process import ServerProcess
+from headrace.bench.shapes import checkpoint
 
 READY_S = 300.0
 STORED_S = 300.0
 ENDS = {"SIGTERM": signal.SIGTERM, "kill -9": signal.SIGKILL}
 
 
-class Server:
-    """`headrace serve` as a process of its own, on a free port."""
+@dataclass
+class RestartBench(Benchmark):
+    """A server ends, by SIGTERM and by kill -9, and starts again: time to first token of the same prompt."""
 
-    def __init__(self, model: str, directory: Path, options: list[str]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        command = [sys.executable, "-m", "headrace.cli.main", "serve", model, "--port", str(self.port)]
-        command += ["--kv-offload-path", str(directory), *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    name = "restart"
+    model: str = option("Model folder, 'tiny', or a shape: S1, S2, S3.", "S1", argument=True)
+    tokens: int = option("Tokens of the prompt.", 16_384, min=65)
+    repeats: int = option("Repetitions of each way to end.", 3, min=1)
+    directory: Path | None = option("Where to make the directories. Default: /tmp.", None)
+    prefault: bool = option("Map the pool's memory at the server's start.", True)
 
-    def _get(self, path: str, body: dict[str, Any] | None = None) -> bytes:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
-        with urllib.request.urlopen(request, timeout=READY_S) as reply:
-            found: bytes = reply.read()
-        return found
-
-    def wait_ready(self) -> None:
-        """Raises RuntimeError if the server ends, or is not ready in time."""
-        end = time.monotonic() + READY_S
-        while time.monotonic() < end and self.process.poll() is None:
-            try:
-                self._get("/health")
-                return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
-        raise RuntimeError("the server did not start")
-
-    def ask(self, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
-        """A greedy answer of 8 tokens, and what it cost."""
-        model = json.loads(self._get("/v1/models"))["data"][0]["id"]
-        body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True,
-                "return_token_ids": True}  # fmt: skip
-        reply = json.loads(self._get("/v1/completions", body))
-        return reply["choices"][0]["token_ids"], reply["headrace"]
-
-    def wait_stored(self) -> float:
-        """Seconds until /metrics says that every chunk is stored. Raises RuntimeError if it does not."""
-        began = time.monotonic()
-        while time.monotonic() - began < STORED_S:
-            lines = self._get("/metrics").decode().splitlines()
-            if any(x.startswith("headrace:kv_unstored_chunks") and float(x.split()[-1]) == 0 for x in lines):
-                return time.monotonic() - began
-            time.sleep(0.02)
-        raise RuntimeError("the chunks were not stored")
-
-    def end(self, sign: signal.Signals) -> None:
-        """SIGTERM to the server; SIGKILL to it and its engine at once."""
-        pids = [self.process.pid]
-        if sign == signal.SIGKILL:
-            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-            pids += [int(pid) for pid in children.read_text().split()]
-        for pid in pids:
-            os.kill(pid, sign)
-        self.process.wait(READY_S)
+    def cases(self) -> Iterator[Case]:
+        """One case for each way to end and repetition; the directory is a new one each time."""
+        model = "tiny" if self.model == "tiny" else str(checkpoint(self.model))
+        options = ["--kv-cache-tokens", str(self.tokens + 1024), *(["--kv-cache-prefault"] if self.prefault else [])]
+        for repeat in range(self.repeats):
+            for name, sign in ENDS.items():
+                with tempfile.TemporaryDirectory(dir=self.directory) as directory:
+                    yield {"end": name} | _once(model, self.tokens, sign, options, Path(directory), seed=repeat)
 
 
 @contextmanager
-def serving(model: str, directory: Path, options: list[str]) -> Iterator[Server]:
-    server = Server(model, directory, options)
-    try:
-        server.wait_ready()
+def serving(model: str, directory: Path, options: list[str]) -> Iterator[ServerProcess]:
+    with ServerProcess((model, "--kv-offload-path", str(directory), *options)) as server:
+        server.wait_ready(READY_S)
         yield server
-    finally:
-        if server.process.poll() is None:
-            server.end(signal.SIGTERM)
+        server.end(within_s=READY_S)
 
 
-def cases(model: str, tokens: int, repeats: int, options: list[str], within: Path | None) -> Iterator[dict[str, Any]]:
-    """One case for each way to end and repetition; the directory is a new one each time, in `within`."""
-    for repeat in range(repeats):
-        for name, sign in ENDS.items():
-            with tempfile.TemporaryDirectory(dir=within) as directory:
-                yield {"end": name} | _once(model, tokens, sign, options, Path(directory), seed=repeat)
+def ask(server: ServerProcess, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
+    """A greedy answer of 8 tokens, and what it cost."""
+    model = json.loads(server.get("/v1/models"))["data"][0]["id"]
+    body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True}  # fmt: skip
+    reply = json.loads(server.get("/v1/completions", body))
+    return reply["choices"][0]["token_ids"], reply["headrace"]
 
 
-def _once(
-    model: str, tokens: int, sign: signal.Signals, options: list[str], directory: Path, seed: int
-) -> dict[str, Any]:
+def wait_stored(server: ServerProcess) -> float:
+    """Seconds until /metrics says that every chunk is stored. Raises RuntimeError if it does not."""
+    began = time.monotonic()
+    while time.monotonic() - began < STORED_S:
+        if server.metrics().get("kv_unstored_chunks") == 0:
+            return time.monotonic() - began
+        time.sleep(0.02)
+    raise RuntimeError("the chunks were not stored")
+
+
+def _once(model: str, tokens: int, sign: signal.Signals, options: list[str], directory: Path, seed: int) -> Case:
     source = random.Random(seed)
     prompt = [source.randrange(10, 2_000) for _ in range(tokens)]
     with serving(model, directory, options) as server:
-        first, cold = server.ask(prompt)
-        stored_s = server.wait_stored() if sign == signal.SIGKILL else None
-        server.end(sign)
+        first, cold = ask(server, prompt)
+        stored_s = wait_stored(server) if sign == signal.SIGKILL else None
+        server.end(sign, READY_S)
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     with serving(model, directory, options) as server:
-        second, again = server.ask(prompt)
+        second, again = ask(server, prompt)
     return {
         "tokens": tokens,
         "cold_s": cold["ttft_s"],

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.bench.shapes import Shape, write_checkpoint
+from headrace.bench.shapes import CheckpointShape, write_checkpoint
 from headrace.engine.llm import LLM
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.offload.restore.rates import Rates
@@ -22,14 +22,14 @@ STORE_S = 60.0
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
-class At(NamedTuple):
+class SplitPoint(NamedTuple):
     """A split: chunks recomputed from tokens, and chunks projected; the rest is loaded."""
 
     tokens: int
     x: int
 
 
-class Timed(NamedTuple):
+class TimedRestore(NamedTuple):
     """One restore. seconds: from the solver's call to the first token; ttft_s: from the request to it. link_s: the
     copy stream was at work, of which the engine waited waited_s. predicted: by the rates as they were then."""
 
@@ -41,11 +41,11 @@ class Timed(NamedTuple):
 
 
 @dataclass(slots=True)
-class RestoreBed:
+class RestoreTestbed:
     """Opens an engine of a shape whose host tier lies behind a link, prefills a prompt of `chunks` chunks and `suffix`
     tokens, and has it stored. gbps None: as fast as memory is. Raises ValueError for settings that cannot work."""
 
-    shape: Shape
+    shape: CheckpointShape
     folder: Path
     gbps: float | None
     chunks: int
@@ -95,7 +95,7 @@ class RestoreBed:
             raise ValueError(f"the prompt was not stored within {STORE_S:.0f} s; see the log")
         self._llm.engine.cache.tree.clear()
 
-    def time(self, at: At) -> Timed:
+    def time(self, at: SplitPoint) -> TimedRestore:
         """Restores by this split, whatever the solver thinks of it. Raises ValueError where not all of it came back."""
         counters = self.offload.counters
         link, waited, failures = counters.link_s, counters.waited_s, counters.failures
@@ -106,15 +106,15 @@ class RestoreBed:
         if self._asked is None or counters.failures > failures:
             raise ValueError("the stored prompt did not come back whole; see the log")
         asked, predicted = self._asked
-        return Timed(ttft - (asked - began), ttft, counters.link_s - link, counters.waited_s - waited, predicted)
+        return TimedRestore(ttft - (asked - began), ttft, counters.link_s - link, counters.waited_s - waited, predicted)
 
     def choice(self) -> tuple[StoredRun, Split]:
         """What the solver takes by the rates as they are now."""
         found: list[tuple[StoredRun, Split]] = []
 
-        def choose(run: StoredRun, rates: Rates) -> At:
+        def choose(run: StoredRun, rates: Rates) -> SplitPoint:
             found.append((run, restore_split(run, rates, self.max_batch_tokens)))
-            return At(found[0][1].tokens, found[0][1].x)
+            return SplitPoint(found[0][1].tokens, found[0][1].x)
 
         self.offload.choose = self._choosing(choose)
         self.ask()
@@ -122,7 +122,7 @@ class RestoreBed:
             raise ValueError("no stored chunk was found; see the log")
         return found[0]
 
-    def _choosing(self, pick: Callable[[StoredRun, Rates], At]) -> Callable[[StoredRun, Rates, int], Split]:
+    def _choosing(self, pick: Callable[[StoredRun, Rates], SplitPoint]) -> Callable[[StoredRun, Rates, int], Split]:
         def choose(run: StoredRun, rates: Rates, most: int) -> Split:
             at = pick(run, rates)
             predicted = predict(run, rates, at.tokens, at.x, most)

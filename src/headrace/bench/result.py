@@ -6,17 +6,13 @@ import json
 import platform
 import signal
 import sys
-from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from headrace import __version__, cores, host
+from headrace.bench.benchmark import Benchmark, Case
 from headrace.console import err, out
-
-JsonFile = Annotated[Path | None, typer.Option("--json", help="File that takes the result.")]
 
 
 def machine() -> dict[str, Any]:
@@ -35,55 +31,31 @@ def machine() -> dict[str, Any]:
     return facts
 
 
-def result(cases: list[dict[str, Any]], limits: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The fixed format: date, machine, command, cases. A case is flat: names to numbers and strings.
-
-    limits: what the machine was measured to do at best in the same run.
-    """
+def result(cases: list[Case], measured: dict[str, Any]) -> dict[str, Any]:
+    """The fixed format: date, machine, command, cases. measured: figures of the machine from the same run."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine() | (limits or {}),
+        "machine": machine() | measured,
         "command": " ".join(["headrace", *sys.argv[1:]]),
         "cases": cases,
     }
 
 
-def write_result(path: Path | None, cases: list[dict[str, Any]], limits: dict[str, Any] | None = None) -> None:
-    """Writes the result of a benchmark to `path`; nothing where it is None."""
-    if path is not None:
-        path.write_text(json.dumps(result(cases, limits), indent=1) + "\n", encoding="utf-8")
-        err.print(f"wrote {path}", style="dim")
-
-
-def flat(case: dict[str, Any]) -> str:
-    return "  ".join(f"{name} {value}" for name, value in case.items() if value is not None)
-
-
-def measure_cases(
-    cases: Iterable[dict[str, Any]],
-    path: Path | None,
-    limits: dict[str, Any] | None = None,
-    line: Callable[[dict[str, Any]], str] = flat,
-) -> list[dict[str, Any]]:
-    """Prints cases as they come and writes what there is, an interruption or not. limits: may grow meanwhile.
+def measure(bench: Benchmark, json_file: Path | None = None) -> list[Case]:
+    """Prints cases as they come and writes what there is to the file, interrupted or not; then what sums them up.
 
     SIGTERM interrupts as ctrl-c does: by KeyboardInterrupt, at which whoever makes the cases ends the processes it has.
     """
-    done: list[dict[str, Any]] = []
+    done: list[Case] = []
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        for case in cases:
+        for case in bench.cases():
             done.append(case)
-            out.print(line(case), soft_wrap=True)
+            out.print(bench.line(case), soft_wrap=True)
     finally:
         signal.signal(signal.SIGTERM, before)
-        if done:
-            write_result(path, done, limits)
+        if done and json_file is not None:
+            json_file.write_text(json.dumps(result(done, bench.machine), indent=1) + "\n", encoding="utf-8")
+            err.print(f"wrote {json_file}", style="dim")
+    bench.finish(done)
     return done
-
-
-def one_of(name: str, given: str, known: tuple[str, ...]) -> Any:
-    """Raises ValueError naming the option."""
-    if given not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}")
-    return given

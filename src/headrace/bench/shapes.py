@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CheckpointShape:
     """Sizes of a Llama: `mlp` is the width between gate and down."""
 
     hidden: int
@@ -22,13 +22,27 @@ class Shape:
 
 
 SHAPES = {
-    "S1": Shape(hidden=1024, layers=16, heads=16, kv_heads=4, head_dim=64, mlp=2816),
-    "S2": Shape(hidden=1024, layers=8, heads=8, kv_heads=8, head_dim=128, mlp=2816),
-    "S3": Shape(hidden=2048, layers=22, heads=32, kv_heads=4, head_dim=64, mlp=5632),
+    "S1": CheckpointShape(hidden=1024, layers=16, heads=16, kv_heads=4, head_dim=64, mlp=2816),
+    "S2": CheckpointShape(hidden=1024, layers=8, heads=8, kv_heads=8, head_dim=128, mlp=2816),
+    "S3": CheckpointShape(hidden=2048, layers=22, heads=32, kv_heads=4, head_dim=64, mlp=5632),
 }
 
 
-def write_checkpoint(shape: Shape, folder: Path, seed: int = 0) -> Path:
+FOLDER = Path("build/bench")
+"""Checkpoints, and what peers convert them to, are kept here."""
+
+
+def checkpoint(model: str) -> Path:
+    """The folder of a random-weight shape, written on first use. Raises ValueError for an unknown shape."""
+    if model not in SHAPES:
+        raise ValueError(f"model must be one of {', '.join(SHAPES)}; got {model!r}")
+    folder = FOLDER / model
+    if not (folder / "config.json").exists():
+        write_checkpoint(SHAPES[model], folder)
+    return folder.resolve()
+
+
+def write_checkpoint(shape: CheckpointShape, folder: Path, seed: int = 0) -> Path:
     """Writes config.json and bf16 weights of the shape into `folder` (no tokenizer); returns the folder."""
     import torch
     from safetensors.torch import save_file
@@ -60,7 +74,7 @@ def write_checkpoint(shape: Shape, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def _config(shape: Shape) -> dict[str, object]:
+def _config(shape: CheckpointShape) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,4 +1,4 @@
-"""Headrace as an engine under test: see bench_protocol."""
+"""Headrace as an engine under test: see protocol."""
 
 from __future__ import annotations
 

@@ -4,14 +4,14 @@ where none is meant to."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 VOCABULARY = 32_000
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class WorkloadRun:
     """Requests that arrive at once, after `prime` has been answered with one token."""
 
     prompts: list[list[int]]
@@ -21,13 +21,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`make(rng, scale)` draws a run, lengths divided by `scale`. overall: see bench_protocol.figures."""
+    """`make(rng, scale)` draws a run, lengths divided by `scale`. overall: see protocol.figures."""
 
     name: str
-    make: Callable[[random.Random, int], Run]
+    make: Callable[[random.Random, int], WorkloadRun]
     overall: bool = False
 
-    def draw(self, repetition: int, scale: int) -> Run:
+    def draw(self, repetition: int, scale: int) -> WorkloadRun:
         return self.make(random.Random(f"{self.name} {repetition}"), scale)
 
 
@@ -37,21 +37,21 @@ def _ids(rng: random.Random, count: int) -> list[int]:
 
 def _first_token(length: int) -> Workload:
     """W1: one prompt, one token."""
-    return Workload(f"W1_{length}", lambda rng, scale: Run([_ids(rng, length // scale)], [1]))
+    return Workload(f"W1_{length}", lambda rng, scale: WorkloadRun([_ids(rng, length // scale)], [1]))
 
 
 def _decode(length: int) -> Workload:
     """W2: one prompt, 64 tokens."""
-    return Workload(f"W2_{length}", lambda rng, scale: Run([_ids(rng, length // scale)], [max(64 // scale, 4)]))
+    return Workload(f"W2_{length}", lambda rng, scale: WorkloadRun([_ids(rng, length // scale)], [max(64 // scale, 4)]))
 
 
 def _shared(prefix: int, primed: bool) -> Workload:
     """W3: 16 sequences on a shared prefix with 64 own tokens, 32 generated each."""
 
-    def make(rng: random.Random, scale: int) -> Run:
+    def make(rng: random.Random, scale: int) -> WorkloadRun:
         common = _ids(rng, prefix // scale)
         prompts = [common + _ids(rng, 64 // scale) for _ in range(16)]
-        return Run(prompts, [max(32 // scale, 4)] * 16, common if primed else [])
+        return WorkloadRun(prompts, [max(32 // scale, 4)] * 16, common if primed else [])
 
     return Workload(f"W3_{prefix}" + ("" if primed else "_cold"), make)
 
@@ -59,11 +59,11 @@ def _shared(prefix: int, primed: bool) -> Workload:
 def _tree() -> Workload:
     """W4: 4 groups of 8 sequences; 4,096 tokens are shared within a group, the first 1,024 of them with everyone."""
 
-    def make(rng: random.Random, scale: int) -> Run:
+    def make(rng: random.Random, scale: int) -> WorkloadRun:
         common = _ids(rng, 1024 // scale)
         groups = [common + _ids(rng, 3072 // scale) for _ in range(4)]
         prompts = [group + _ids(rng, 64 // scale) for group in groups for _ in range(8)]
-        return Run(prompts, [max(32 // scale, 4)] * 32)
+        return WorkloadRun(prompts, [max(32 // scale, 4)] * 32)
 
     return Workload("W4", make)
 
@@ -74,10 +74,10 @@ def _chat() -> Workload:
     def length(rng: random.Random, median: float, spread: float, scale: int) -> int:
         return max(2, min(1024, int(rng.lognormvariate(median, spread))) // scale)
 
-    def make(rng: random.Random, scale: int) -> Run:
+    def make(rng: random.Random, scale: int) -> WorkloadRun:
         fixed = random.Random(0)  # the same lengths in every repetition
         sizes = [(length(fixed, 4.4, 1.2, scale), length(fixed, 5.5, 0.8, scale)) for _ in range(64)]
-        return Run([_ids(rng, prompt) for prompt, _ in sizes], [answer for _, answer in sizes])
+        return WorkloadRun([_ids(rng, prompt) for prompt, _ in sizes], [answer for _, answer in sizes])
 
     return Workload("W5", make, overall=True)
 
@@ -91,7 +91,7 @@ WORKLOADS = [
 ]
 
 
-def chosen(names: list[str]) -> list[Workload]:
+def chosen(names: Sequence[str]) -> list[Workload]:
     """Workloads by family (W1) or by name (W1_8192). Raises ValueError for a name that is neither."""
     known = {workload.name for workload in WORKLOADS} | {workload.name.split("_")[0] for workload in WORKLOADS}
     for name in names:

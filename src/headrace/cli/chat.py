@@ -9,13 +9,11 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.engine import Answer, engine, figures
+from headrace.cli.engine import CollectedAnswer, engine, figures
 from headrace.cli.generate import read_text
 from headrace.config import EngineConfig
 from headrace.console import err, out
 from headrace.types import InvalidRequest, SamplingParams
-
-Message = dict[str, str]
 
 
 class Conversation:
@@ -23,7 +21,7 @@ class Conversation:
 
     def __init__(self, llm: Any, params: SamplingParams, system: str | None, quiet: bool) -> None:
         self.llm, self.params, self.quiet = llm, params, quiet
-        self.start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.start: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.start)
 
     def forget(self) -> None:
@@ -31,7 +29,7 @@ class Conversation:
 
     async def turn(self, text: str) -> None:
         asked = [*self.messages, {"role": "user", "content": text}]
-        answer = Answer()
+        answer = CollectedAnswer()
         try:
             async for delta in self.llm.generate(self.llm.tokenizer.apply_chat(asked), self.params):
                 answer.add(delta)

@@ -17,7 +17,7 @@ async def engine(config: EngineConfig, quiet: bool) -> AsyncIterator[Any]:
     from headrace.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM(config)
-    with nullcontext() if quiet else loading(config.model) as progress:
+    with nullcontext() if quiet else loading(config.model.folder) as progress:
         await llm.start(progress)
     try:
         yield llm
@@ -26,7 +26,7 @@ async def engine(config: EngineConfig, quiet: bool) -> AsyncIterator[Any]:
 
 
 @dataclass(slots=True)
-class Answer:
+class CollectedAnswer:
     """One sequence of an answer, put together from its deltas."""
 
     texts: list[str] = field(default_factory=list)

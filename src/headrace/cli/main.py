@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from headrace import __version__, console
-from headrace.cli import bench
-from headrace.cli.options import guarded, with_config, with_sampling
+from headrace.bench.tuning import Tuning
+from headrace.cli import bench, errors
+from headrace.cli.options import PanelledCommand, guarded, with_config, with_sampling
 from headrace.config import EngineConfig
-from headrace.engine import torchrun
+from headrace.parallel.torchrun_environment import started_this
 from headrace.types import SamplingParams
 
 log = logging.getLogger("headrace")
@@ -38,7 +39,7 @@ def shared(
     debug: Annotated[bool, typer.Option(help="Show the whole traceback of an error.", envvar="HEADRACE_DEBUG")] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
 ) -> None:
-    console.set_debug(debug)
+    errors.set_debug(debug)
 
 
 def serve(config: EngineConfig) -> None:
@@ -48,10 +49,10 @@ def serve(config: EngineConfig) -> None:
     """
     from headrace.server.serve import serve as run
 
-    console.log_to_stderr()
-    if config.restart and torchrun.started_this():
+    errors.log_to_stderr()
+    if config.server.restart and started_this():
         log.info("torchrun started the ranks, and they cannot be started again from here: --no-restart holds")
-        config.restart = False
+        config = config.replace(restart=False)
     code = run(config)
     if code:
         raise typer.Exit(code)
@@ -105,48 +106,15 @@ def demo(
     seed: Annotated[int, typer.Option(help="Draws the document and the questions.")] = 1,
 ) -> None:
     """Start a server on the shipped model, ask many questions over one document, show what the cache saved."""
-    from headrace.cli.demo import run
+    from headrace.bench.demo import run
 
     run(requests, system_tokens, seed)
 
 
-def tune(
-    model: Annotated[str, typer.Argument(help="Model folder, 'tiny', or a shape with random weights: S1, S2, S3.")],
-    path: Annotated[Path, typer.Option("--out", help="The table; what it holds already is kept and gone on with.")],
-    ranks: Annotated[
-        int, typer.Option("--ranks", "--context-parallel-size", "-cp", help="Context ranks to tune for.")
-    ] = 2,
-    tokens: Annotated[
-        str, typer.Option(help="Lengths of prompts to search at, by commas; between them shares are interpolated.")
-    ] = "2048,8192,16384",
-    repeats: Annotated[int, typer.Option(min=1, help="Prefills of each point, of which the median counts.")] = 2,
-    stride: Annotated[int, typer.Option(help="Tokens between two bounds that are tried.")] = 64,
-    heuristic: Annotated[bool, typer.Option(help="Also fit h(T, P), for --strategy-rule heuristic.")] = False,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of each rank, as the engine will have. Default: its part.")
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Compute type, as the engine will have: bfloat16, float32, auto.")
-    ] = "auto",
-    bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s to limit each link to, for experiments; the engine refuses the table.")
-    ] = None,
-    latency_ms: Annotated[float, typer.Option(help="Milliseconds that each message takes longer, likewise.")] = 0.0,
-) -> None:
-    """Search the partitions of long prompts on this machine and write a table for --parallel-table.
+def tune(tuning: Tuning) -> None:
+    from headrace.bench.tune import run
 
-    Interrupted, the same command goes on where it was.
-    """
-    from headrace.bench import prefill
-    from headrace.bench.prefill_links import Link
-    from headrace.cli import tune as tuning
-
-    tuning.run(
-        tuning.Tuning(
-            model, path, ranks, prefill.numbers("tokens", tokens), repeats, stride, threads, dtype, heuristic,
-            Link(bandwidth, latency_ms / 1e3),
-        )
-    )  # fmt: skip
+    run(tuning)
 
 
 COMMANDS = (
@@ -155,10 +123,10 @@ COMMANDS = (
     with_config(with_sampling(generate, temperature=0.0, max_tokens=128), server=False, model_argument=False),
     doctor,
     demo,
-    tune,
 )
 for command in COMMANDS:
-    app.command()(guarded(command))
+    app.command(cls=PanelledCommand)(guarded(command))
+app.command()(bench.command_of(Tuning, "tune", tune))
 app.add_typer(bench.app, name="bench")
 
 

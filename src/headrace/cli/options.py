@@ -1,51 +1,34 @@
-"""Options made from the fields of EngineConfig and SamplingParams, so that no flag is written down twice."""
+"""Options made from SETTINGS and SamplingParams, so that no flag is written down twice; help texts in panels."""
 
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, Field, fields
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import fields
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
-from headrace.config import EngineConfig, config_from_env, env_name
-from headrace.console import one_line_errors
+from headrace.cli.errors import one_line_errors
+from headrace.config import SETTINGS, Setting, config_from_env
+from headrace.config.server import ServerSettings
 from headrace.engine import torchrun
 from headrace.types import SamplingParams
 
-SERVER_ONLY = {
-    "host",
-    "port",
-    "api_key",
-    "served_model_name",
-    "max_queued_requests",
-    "max_queued_tokens",
-    "log_interval_s",
-    "restart",
-}
+SERVER_ONLY = {item.name for item in SETTINGS.values() if item.record is ServerSettings and not item.everywhere}
 """Settings that mean nothing without a server."""
 
-SAMPLING_HELP = {  # --seed is a setting of the engine already
-    "max_tokens": "Most tokens of an answer. Default: as many as the context allows.",
-    "min_tokens": "Fewest tokens of an answer.",
-    "temperature": "0 takes the most likely token; higher is more varied.",
-    "top_k": "Draw from so many most likely tokens; 0: all.",
-    "top_p": "Draw from the most likely tokens that have this probability together.",
-    "min_p": "Leave out tokens less likely than this share of the most likely one.",
-    "stop": "Text that ends the answer; may be given several times.",
-    "presence_penalty": "Against tokens that were used already.",
-    "frequency_penalty": "Against tokens by how often they were used.",
-    "repetition_penalty": "Against tokens of prompt and answer; 1: none.",
-    "ignore_eos": "Go on past the end-of-text token.",
-}
+COMMON_PANEL = "Options that most people need"
+SAMPLING_PANEL = "Sampling"
 
 Option = inspect.Parameter
 
 
-def engine_fields(server: bool) -> list[Field[Any]]:
-    return [item for item in fields(EngineConfig) if item.name != "model" and (server or item.name not in SERVER_ONLY)]
+def engine_settings(server: bool) -> list[Setting]:
+    """All but the model, those that most people need first."""
+    found = [item for item in SETTINGS.values() if item.name != "model" and (server or item.name not in SERVER_ONLY)]
+    return sorted(found, key=lambda item: not item.common)
 
 
 def with_config(command: Callable[..., None], *, server: bool, model_argument: bool) -> Callable[..., None]:
@@ -54,7 +37,7 @@ def with_config(command: Callable[..., None], *, server: bool, model_argument: b
     What is given on the command line wins over the environment, that over the default. Under torchrun the command
     runs on rank 0; the other ranks are its workers.
     """
-    options = [_model(model_argument), *(_engine_option(item) for item in engine_fields(server))]
+    options = [_model(model_argument), *(_engine_option(item) for item in engine_settings(server))]
     names = [option.name for option in options]
 
     def run(**given: Any) -> None:
@@ -68,19 +51,23 @@ def with_config(command: Callable[..., None], *, server: bool, model_argument: b
 
 
 def with_sampling(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
-    """`command(params=..., ...)` with options for the sampling parameters in SAMPLING_HELP."""
+    """`command(params=..., ...)` with options for the sampling parameters that have a help text for it."""
     hints = get_type_hints(SamplingParams)
-    own = {item.name: item.default for item in fields(SamplingParams)}
     options = []
-    for name, told in SAMPLING_HELP.items():
-        kind, default = hints[name], defaults.get(name, own[name])
-        if name == "stop":
-            kind, default = list[str], []
-        options.append(_option(name, kind, default, typer.Option(*_flags(name, kind), help=told)))
+    for item in fields(SamplingParams):
+        name, told = item.name, item.metadata["cli"]
+        if told:
+            kind, default = hints[name], defaults.get(name, item.default)
+            if get_origin(kind) is tuple:
+                kind, default = list[get_args(kind)[0]], []  # type: ignore[misc]
+            info = typer.Option(*_flags("--" + name.replace("_", "-"), kind), help=told, rich_help_panel=SAMPLING_PANEL)
+            options.append(_option(name, kind, default, info))
+    names = [option.name for option in options]
 
     def run(**given: Any) -> None:
-        sampling = {name: given.pop(name) for name in SAMPLING_HELP}
-        command(params=SamplingParams(**{**sampling, "stop": tuple(sampling["stop"] or ())}), **given)
+        sampling = {name: given.pop(name) for name in names}
+        lists = {name: tuple(value) for name, value in sampling.items() if isinstance(value, list)}
+        command(params=SamplingParams(**sampling | lists), **given)
 
     return _dressed(run, command, "params", options)
 
@@ -108,42 +95,49 @@ def _dressed(
 
 
 def _model(argument: bool) -> Option:
-    told, default = _help_of("model"), "tiny"
+    item = SETTINGS["model"]
     made: Any = typer.Argument if argument else typer.Option
-    info = made(help=told, envvar=env_name("model"), show_default=default)
+    panel = {} if argument else {"rich_help_panel": COMMON_PANEL}
+    info = made(help=item.help, envvar=item.env, show_default=item.default, **panel)
     return _option("model", str | None, None, info)
 
 
-def _engine_option(item: Field[Any]) -> Option:
-    kind = get_type_hints(EngineConfig)[item.name]
-    assert item.default is not MISSING
-    shown = None if item.default is None else str(item.default)
+def _engine_option(item: Setting) -> Option:
     info = typer.Option(
-        *_flags(item.name, kind),
-        *item.metadata["aliases"],
-        help=_help_of(item.name),
-        envvar=env_name(item.name),
-        show_default=shown or False,
+        *_flags(item.flag, item.kind),
+        *item.aliases,
+        help=item.help,
+        envvar=item.env,
+        show_default=False if item.default is None else str(item.default),
         show_envvar=True,
+        rich_help_panel=COMMON_PANEL if item.common else item.record.title,
     )
-    return _option(item.name, kind if _is_optional(kind) else kind | None, None, info)
+    return _option(item.name, item.kind if item.optional else item.kind | None, None, info)
 
 
-def _help_of(name: str) -> str:
-    told: str = next(item.metadata["help"] for item in fields(EngineConfig) if item.name == name)
-    return told
-
-
-def _flags(name: str, kind: Any) -> tuple[str, ...]:
-    flag = "--" + name.replace("_", "-")
+def _flags(flag: str, kind: Any) -> tuple[str, ...]:
     return (f"{flag}/--no-{flag[2:]}",) if kind is bool else (flag,)
-
-
-def _is_optional(kind: Any) -> bool:
-    return get_origin(kind) in (Union, types.UnionType) and type(None) in get_args(kind)
 
 
 def _option(name: str, kind: Any, default: Any, info: Any) -> Option:
     if get_origin(kind) is Literal:
         kind = kind | None
     return Option(name, Option.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+
+
+class PanelledCommand(TyperCommand):
+    """A command whose plain help lists options under the headings that `rich_help_panel` names, in order of appearance.
+
+    typer's own panels are tables, which cut the names of flags off on narrow terminals.
+    """
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            told = param.get_help_record(ctx)
+            if told is not None:
+                usual = "Arguments" if param.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(told)
+        for heading, rows in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)

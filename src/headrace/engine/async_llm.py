@@ -15,17 +15,8 @@ from headrace.engine import messages as m
 from headrace.engine import process
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.tokenizer import Tokenizer
-from headrace.types import (
-    CHUNK,
-    MAX_N,
-    Delta,
-    EngineDead,
-    EngineStats,
-    InvalidRequest,
-    Overloaded,
-    Request,
-    SamplingParams,
-)
+from headrace.stats import EngineStats, KVStats
+from headrace.types import CHUNK, MAX_N, Delta, EngineDead, InvalidRequest, Overloaded, Request, SamplingParams
 
 Item = Delta | Exception
 
@@ -85,13 +76,13 @@ class AsyncLLM:
     async def start(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Starts the engine and returns when it is ready. Raises ValueError for settings or a model that cannot work,
         EngineDead for any other failure."""
-        folder = model_folder(self.config.model)
+        folder = model_folder(self.config.model.folder)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "headrace.engine.worker", str(theirs.fileno())]
         with theirs:
             self._process = process.start(command, theirs.fileno())
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._send(m.Load(self.config))
+        self._send(m.LoadModel(self.config.flat))
         self._watch = asyncio.create_task(self._keep_watch(self._process))
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, folder))  # while the weights arrive
         try:
@@ -108,15 +99,15 @@ class AsyncLLM:
     async def _until_ready(self, reader: asyncio.StreamReader, progress: Callable[[int, int], None] | None) -> None:
         while self._capacity is None:
             message = await self._receive(reader)
-            if isinstance(message, m.Ready):
+            if isinstance(message, m.EngineReady):
                 self._capacity = message.capacity
-                self.stats = EngineStats(kv_chunks_total=message.capacity.kv_cache_tokens // CHUNK)
-            elif isinstance(message, m.Progress) and progress is not None:
+                self.stats = EngineStats(kv=KVStats(chunks_total=message.capacity.kv_cache_tokens // CHUNK))
+            elif isinstance(message, m.LoadProgress) and progress is not None:
                 progress(message.done, message.total)
-            elif isinstance(message, m.Failed) or message is None:
+            elif isinstance(message, m.EngineFailed) or message is None:
                 told = message.reason if message else "the engine process ended while loading"
                 self.failure = self.failure or told
-                settings = isinstance(message, m.Failed) and message.settings
+                settings = isinstance(message, m.EngineFailed) and message.settings
                 raise ValueError(self.failure) if settings else EngineDead(self.failure)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
@@ -126,7 +117,7 @@ class AsyncLLM:
             while (message := await self._receive(reader)) is not None:
                 if isinstance(message, m.Events):
                     self._hand_out(message)
-                elif isinstance(message, m.Failed):  # it may yet take seconds to end
+                elif isinstance(message, m.EngineFailed):  # it may yet take seconds to end
                     reason = message.reason
                     break
         except Exception as error:  # whatever it is, those who wait must hear of it
@@ -138,9 +129,9 @@ class AsyncLLM:
 
         Silence is counted in our own ticks, so that time in which this process stood still does not count.
         """
-        tick_s = min(PING_S, self.config.engine_timeout_s / 4)
+        tick_s = min(PING_S, self.config.server.engine_timeout_s / 4)
         while self._silence_s < self._most_silence_s:
-            self._send(m.Ping())
+            self._send(m.EnginePing())
             await asyncio.sleep(tick_s)
             self._silence_s += tick_s
         if self.failure is None:
@@ -149,7 +140,7 @@ class AsyncLLM:
 
     @property
     def _most_silence_s(self) -> float:
-        limit = self.config.engine_timeout_s
+        limit = self.config.server.engine_timeout_s
         return max(limit, LOADING_S) if self._capacity is None else limit
 
     async def _receive(self, reader: asyncio.StreamReader) -> m.FromEngine | None:
@@ -248,8 +239,8 @@ class AsyncLLM:
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         tokens, waiting = len(request.prompt_token_ids), sum(self._queued.values())
-        full = len(self._queued) >= self.config.max_queued_requests
-        if full or (self._queued and waiting + tokens > self.config.max_queued_tokens):
+        full = len(self._queued) >= self.config.server.max_queued_requests
+        if full or (self._queued and waiting + tokens > self.config.server.max_queued_tokens):
             raise Overloaded(
                 f"{len(self._queued)} requests with {waiting} prompt tokens are waiting already; try again later",
                 self._retry_after(waiting),
@@ -262,7 +253,7 @@ class AsyncLLM:
 
     def _retry_after(self, waiting: int) -> float:
         """Seconds that the waiting prompts take at the rate so far; between 1 and 60."""
-        rate = self.stats.prefilled_tokens / self.stats.step_s if self.stats.step_s else 1000.0
+        rate = self.stats.tokens.prefilled / self.stats.scheduler.step_s if self.stats.scheduler.step_s else 1000.0
         return min(60.0, max(1.0, waiting / max(rate, 1.0)))
 
     def _send(self, message: m.ToEngine) -> None:
@@ -278,7 +269,7 @@ class AsyncLLM:
         if self._writer is not None:
             self._writer.close()
         if self._process is not None:
-            seconds = process.STORE_S if self.config.offloads else process.END_S
+            seconds = process.STORE_S if self.config.tiers is not None else process.END_S
             await asyncio.to_thread(process.end, self._process, seconds)
         await _cancel(self._listener)
         self._die("the engine was shut down")

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from headrace.engine.detokenizer import Detokenizer
-from headrace.engine.driver import Driver
+from headrace.engine.executor import Computed
 from headrace.engine.loader import Loaded
-from headrace.engine.runner import Computed, Runner
 from headrace.engine.sampler import (
     BadLogits,
     History,
@@ -30,14 +29,11 @@ from headrace.engine.sampler import (
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.stopping import finish_reason
-from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kv.chunk_table import ChunkTable
-from headrace.types import CHUNK, Delta, EngineStats, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
+from headrace.stats import EngineStats, KVStats
+from headrace.types import CHUNK, Delta, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
 
 log = logging.getLogger(__name__)
-
-TIERS_S = 0.2
-"""Between two looks at the tiers' counters."""
 
 Observer = Callable[[SequenceState, int, Tensor], None]
 """Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
@@ -58,7 +54,7 @@ class _Active:
 
 
 @dataclass(slots=True, eq=False)
-class _Stream:
+class _Output:
     """What the engine keeps of a sequence beside the scheduler's record."""
 
     sequence: SequenceState
@@ -77,22 +73,20 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.cache,
             self._open_table,
-            loaded.config.max_batch_tokens,
-            loaded.config.max_sequences,
+            loaded.config.scheduler.max_batch_tokens,
+            loaded.config.scheduler.max_sequences,
             align=1 if self.cache.ranks == 1 else CHUNK,
+            owners=loaded.executor.owners,
+            below=loaded.below,
         )
-        if isinstance(loaded.runner, Driver):
-            self.scheduler.owners = loaded.runner.owners
-        self.offload = loaded.offload
-        self.scheduler.below = loaded.offload
+        self.offload, self.below = loaded.offload, loaded.below
         self.on_logits: Observer | None = None
         self._active: dict[str, _Active] = {}
-        self._streams: dict[SequenceState, _Stream] = {}
+        self._outputs: dict[SequenceState, _Output] = {}
         self._order = 0
-        self._stats = EngineStats(kv_chunks_total=self.cache.pool.total)
+        self._stats = EngineStats(kv=KVStats(chunks_total=self.cache.pool.total))
         self._started: list[str] = []
         self._storing = False
-        self._ask_tiers_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -104,12 +98,12 @@ class EngineCore:
         if request.request_id in self._active:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         seed = request.params.seed
-        active = _Active(request, self.loaded.config.seed + (self._order << 20) if seed is None else seed)
+        active = _Active(request, self.loaded.config.scheduler.seed + (self._order << 20) if seed is None else seed)
         for index in range(request.params.n):
             active.sequences.append(self._new_sequence(active, index, want_logits))
         active.unfinished = request.params.n
         self._active[request.request_id] = active
-        self._stats.prompt_tokens += len(request.prompt_token_ids)
+        self._stats.tokens.prompt += len(request.prompt_token_ids)
 
     def _new_sequence(self, active: _Active, index: int, want_logits: bool) -> SequenceState:
         request = active.request
@@ -119,7 +113,7 @@ class EngineCore:
         tokenizer, eos = self.loaded.tokenizer, self.loaded.capacity.eos_token_ids
         detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params, eos) if tokenizer else None
         history = History(request.prompt_token_ids) if needs_history(request.params) else None
-        self._streams[sequence] = _Stream(sequence, active, detokenizer, history, is_plain(request.params))
+        self._outputs[sequence] = _Output(sequence, active, detokenizer, history, is_plain(request.params))
         self.scheduler.add(sequence)
         return sequence
 
@@ -132,7 +126,7 @@ class EngineCore:
             public_tokens=request.public_prefix_tokens,
             # Length-dependent rotary scaling: keys of prompts of different lengths differ.
             namespace=f"length {sequence.prompt_len}" if stretched else "",
-            shares=self.loaded.config.enable_prefix_caching and not sequence.wants_all_logits,
+            shares=self.loaded.config.cache.prefix_caching and not sequence.wants_all_logits,
         )
 
     def abort(self, request_id: str) -> bool:
@@ -141,46 +135,44 @@ class EngineCore:
         if active is None:
             return False
         for sequence in active.sequences:
-            if sequence in self._streams:
+            if sequence in self._outputs:
                 self._drop(sequence)
-        self._stats.finished_abort += 1
+        self._stats.finished.abort += 1
         return True
 
     def _drop(self, sequence: SequenceState) -> None:
-        del self._streams[sequence]
+        del self._outputs[sequence]
         self.scheduler.remove(sequence)
 
     def step(self) -> list[Delta]:
         """Computes one step; what it added to each sequence."""
         began = time.monotonic()
-        if self.offload is not None:
-            self.offload.settle()
+        self.below.settle()
         slices = self.scheduler.schedule()
         if not slices:
-            if self.offload is not None and self.has_work:
-                self.offload.wait()
+            if self.has_work:
+                self.below.wait()
             return []
         self._note_start(slices, began)
-        self._stats.prefilled_tokens += sum(part.length for part in slices if not part.decodes)
+        self._stats.tokens.prefilled += sum(part.length for part in slices if not part.decodes)
         computed = self._compute(slices)
         self.cache.commit()
         self._observe(computed)
         deltas = self._advance(computed)
-        self._stats.steps += 1
-        self._stats.step_s += time.monotonic() - began
+        self._stats.scheduler.steps += 1
+        self._stats.scheduler.step_s += time.monotonic() - began
         return deltas
 
     def _compute(self, slices: list[Slice]) -> Computed:
         """The step's logits; those that a failed restore has spoilt are left out."""
-        if self.offload is None:
-            return self.loaded.runner.run(slices)
-        assert isinstance(self.loaded.runner, Runner), "what lies below the pool lies below that of one rank"
-        restores = self.offload.closing(slices)
+        restores = self.below.closing(slices)
         began = time.perf_counter()
-        computed = self.loaded.runner.run(slices, restores)
+        computed = self.loaded.executor.run(slices, restores)
         if not restores:
-            self.offload.observe(slices, time.perf_counter() - began)
-        void = self.offload.confirm(slices)
+            self.below.observe(slices, time.perf_counter() - began)
+        void = self.below.confirm(slices)
+        if not void:
+            return computed
         return computed._replace(parts=[each for each in computed.parts if each[0].sequence not in void])
 
     def _note_start(self, slices: list[Slice], now: float) -> None:
@@ -192,12 +184,10 @@ class EngineCore:
 
     def settle(self) -> bool:
         """While there is nothing to do: whether chunks are still being stored, or were when this was last asked."""
-        if self.offload is None:
-            return False
-        before, self._storing = self._storing, False
-        self.offload.settle()
-        idle = not self.has_work and self.offload.writeback.store_idle()
-        self._storing = idle or self.offload.pending
+        before = self._storing
+        self.below.settle()
+        idle = not self.has_work and self.below.store_idle()
+        self._storing = idle or self.below.pending
         return before or self._storing
 
     def take_started(self) -> list[str]:
@@ -239,11 +229,11 @@ class EngineCore:
 
     def _advance(self, computed: Computed) -> list[Delta]:
         """Samples the next token of each sequence and sees which are finished."""
-        rows = [(self._streams[part.sequence], span[-1]) for part, span in computed.parts if part.samples]
+        rows = [(self._outputs[part.sequence], span[-1]) for part, span in computed.parts if part.samples]
         broken: list[Delta] = []
         while rows:
             try:
-                inputs = [self._sample_input(stream) for stream, _ in rows]
+                inputs = [self._sample_input(output) for output, _ in rows]
                 logits, greatest = computed.pick([row for _, row in rows])
                 sampled = sample(logits, inputs, greatest=greatest)
             except BadLogits as error:
@@ -259,61 +249,61 @@ class EngineCore:
         """Aborts a request whose logits nothing can be chosen from; all others go on."""
         log.error("request %s aborted: %s", request_id, reason)
         active = self._active[request_id]
-        open_ones = [sequence.index for sequence in active.sequences if sequence in self._streams]
+        open_ones = [sequence.index for sequence in active.sequences if sequence in self._outputs]
         self.abort(request_id)
         deltas = [Delta(request_id, index, finish_reason="abort", stop_reason=reason) for index in open_ones]
         deltas[-1].metrics = self._metrics(active, time.monotonic())
         return deltas
 
-    def _sample_input(self, stream: _Stream) -> SampleInput | None:
+    def _sample_input(self, output: _Output) -> SampleInput | None:
         """None where the greatest logit is the answer."""
-        sequence = stream.sequence
+        sequence = output.sequence
         params = sequence.request.params
         forbidden = forbidden_tokens(params, sequence.n_output, self.loaded.capacity.eos_token_ids)
-        if stream.plain and not forbidden:
+        if output.plain and not forbidden:
             return None
         return SampleInput(
             params=params,
             prompt=sequence.request.prompt_token_ids,
             output=sequence.output,
             index=sequence.index,
-            seed=stream.active.seed,
+            seed=output.active.seed,
             forbidden=forbidden,
-            history=stream.history,
+            history=output.history,
         )
 
-    def _push(self, stream: _Stream, sampled: Sampled, now: float) -> Delta:
+    def _push(self, output: _Output, sampled: Sampled, now: float) -> Delta:
         """Adds a token to a sequence; its delta."""
-        sequence, active = stream.sequence, stream.active
+        sequence, active = output.sequence, output.active
         sequence.tokens.append(sampled.token)
         if active.first_token_s is None:
             active.first_token_s = now
         active.output_tokens += 1
-        self._stats.generated_tokens += 1
+        self._stats.tokens.generated += 1
         delta = Delta(active.request.request_id, sequence.index, token_ids=[sampled.token])
         if sampled.logprobs is not None:
             delta.logprobs = [self._with_text(sampled.logprobs) or {}]
         if sequence.index == 0:
             delta.prompt_logprobs, active.prompt_logprobs = active.prompt_logprobs, None
-        self._text_and_end(stream, delta)
+        self._text_and_end(output, delta)
         if delta.finish_reason is not None:
             self._finish(active, sequence, delta, now)
         return delta
 
-    def _text_and_end(self, stream: _Stream, delta: Delta) -> None:
-        sequence = stream.sequence
+    def _text_and_end(self, output: _Output, delta: Delta) -> None:
+        sequence = output.sequence
         params = sequence.request.params
         room = self.loaded.capacity.max_model_len - sequence.prompt_len
         eos = self.loaded.capacity.eos_token_ids
         ended = finish_reason(params, delta.token_ids[-1], sequence.n_output, eos, room)
-        if stream.detokenizer is not None:
-            piece = stream.detokenizer.push(delta.token_ids[-1])
+        if output.detokenizer is not None:
+            piece = output.detokenizer.push(delta.token_ids[-1])
             delta.text = piece.text
             if isinstance(piece.stop, str):
                 delta.finish_reason, delta.stop_reason = "stop", piece.stop
                 return
             if ended is not None:
-                delta.text += stream.detokenizer.flush()
+                delta.text += output.detokenizer.flush()
         if ended is not None:
             delta.finish_reason, delta.stop_reason = ended
 
@@ -324,11 +314,11 @@ class EngineCore:
             return
         del self._active[active.request.request_id]
         if delta.finish_reason == "stop":
-            self._stats.finished_stop += 1
+            self._stats.finished.stop += 1
         else:
-            self._stats.finished_length += 1
+            self._stats.finished.length += 1
         delta.metrics = self._metrics(active, now)
-        self._stats.cached_tokens += delta.metrics.cached_tokens
+        self._stats.tokens.cached += delta.metrics.cached_tokens
 
     @staticmethod
     def _metrics(active: _Active, now: float) -> Metrics:
@@ -349,27 +339,13 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Counters and gauges as they stand; the same record each time."""
         stats = self._stats
-        stats.running, stats.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        stats.kv_chunks_used, stats.kv_chunks_unshared = self.cache.used, self.cache.unshared
-        stats.kv_chunks_cached = len(self.cache.tree.idle)
-        stats.preemptions, stats.evictions = self.scheduler.preemptions, self.cache.tree.evictions
-        if isinstance(self.loaded.runner, Driver):
-            stats.strategies = dict(self.loaded.runner.counts)
-        if self.offload is not None:
-            self._note_offload(stats, self.offload)
+        stats.scheduler.running, stats.scheduler.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        stats.kv.chunks_used, stats.kv.chunks_unshared = self.cache.used, self.cache.unshared
+        stats.kv.chunks_cached = len(self.cache.tree.idle)
+        stats.scheduler.preemptions, stats.kv.evictions = self.scheduler.preemptions, self.cache.tree.evictions
+        self.loaded.executor.add_stats(stats)
+        self.below.add_stats(stats)
         return stats
-
-    def _note_offload(self, stats: EngineStats, offload: StoredPrefixes) -> None:
-        """The tiers are asked now and then only, since they look up what they tell, and when all is stored."""
-        own, now, before = offload.counters, time.monotonic(), stats.writeback_pending
-        stats.restores, stats.restore_failures, stats.restore_s = own.restores, own.failures, own.restore_s
-        stats.restored_tokens, stats.projected_tokens = own.loaded_tokens, own.projected_tokens
-        stats.recomputed_tokens = own.recomputed_tokens
-        stats.restore_link_s, stats.restore_waited_s = own.link_s, own.waited_s
-        waiting = offload.writeback.unstored + offload.writeback.let_go
-        stats.writeback_pending = waiting + offload.tiers.queued_blobs
-        if now >= self._ask_tiers_s or (before and not stats.writeback_pending):
-            stats.tiers, self._ask_tiers_s = offload.stats(), now + TIERS_S
 
 
 def _named(logprob: Logprob, text: str) -> Logprob:

@@ -1,6 +1,6 @@
 """Text of a sequence while it grows: only what is final, cut at the first stop string.
 
-token ids -> _Stream (whole characters only) -> StopMatcher (holds back what may begin a stop string) -> pieces
+token ids -> _TokenStream (whole characters only) -> StopMatcher (holds back what may begin a stop string) -> pieces
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _WINDOW = 32
 """Tokens after which the window decoder gives up waiting for a character to become whole."""
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Text that became final. `stop` is the stop string, or the stop or end-of-sequence token, that ended the sequence.
 
-    `tokens` counts the pushed tokens that belong to the answer, the stopping one included.
+    `tokens`: 1, or 0 for a token that came after the stop.
     """
 
     text: str
@@ -54,27 +54,16 @@ class Detokenizer:
         self._count = 0
         self._stop: str | int | None = None
 
-    def push(self, token: int) -> Piece:
-        """The text that `token` makes final. After a stop it takes no more tokens (Piece("", stop, 0))."""
+    def push(self, token: int) -> TextPiece:
+        """The text that `token` makes final. After a stop it takes no more tokens (TextPiece("", stop, 0))."""
         if self._stop is not None:
-            return Piece("", self._stop, 0)
+            return TextPiece("", self._stop, 0)
         self._count += 1
         if ends_sequence(self._params, token, self._count, self._eos_ids):
             self._stop = token
             text = self._stream.push(token) if self._params.include_stop_str_in_output else ""
-            return Piece(self._release() + text, token)
-        return Piece(self._take(self._stream.push(token)), self._stop)
-
-    def push_all(self, tokens: Sequence[int]) -> Piece:
-        """push for several tokens; `tokens` of the piece tells how many were taken before the stop."""
-        texts, taken = [], 0
-        for token in tokens:
-            piece = self.push(token)
-            texts.append(piece.text)
-            taken += piece.tokens
-            if piece.stop is not None:
-                break
-        return Piece("".join(texts), self._stop, taken)
+            return TextPiece(self._release() + text, token)
+        return TextPiece(self._take(self._stream.push(token)), self._stop)
 
     def flush(self) -> str:
         """The text still held back, once no more tokens come; an incomplete character is dropped."""
@@ -102,12 +91,12 @@ class Detokenizer:
 # ---- tokens to whole characters --------------------------------------------------------------------------------------
 
 
-class _Stream(Protocol):
+class _TokenStream(Protocol):
     def push(self, token: int) -> str:
         """The characters that this token completes."""
 
 
-def _open_stream(tokenizer: Tokenizer | None, prompt_ids: Sequence[int], skip_special: bool) -> _Stream:
+def _open_stream(tokenizer: Tokenizer | None, prompt_ids: Sequence[int], skip_special: bool) -> _TokenStream:
     if tokenizer is None:
         return _NoStream()
     if tokenizer.has_pieces:

@@ -20,42 +20,42 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from headrace.engine.runner import Computed
+from headrace.engine.executor import Computed, Executor, table_of, wanted_of
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
+from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.parallel import messages
-from headrace.parallel.messages import Group, Part
+from headrace.parallel.messages import StepGroup, StepPart
 from headrace.parallel.rank import Rank
-from headrace.planner.choice import Choice
+from headrace.planner.choice import StrategyChoice
+from headrace.planner.schedule import keeper_of
+from headrace.stats import EngineStats
+from headrace.strategies import FALLBACK, KEEPS_ALL, STRATEGIES
 from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
 
-FUSED = ("gather", "gather-full", "ring-kv", "ring-q")
-"""Strategies that compute several sequences in one group; a chain takes one after the other, and so overlaps them."""
-
-KEEPS_ALL = ("chain", "single")
-
-Advise = Callable[[int, int, Sequence[float], tuple[str, ...]], Choice]
-"""(new tokens, cached tokens, of these on each rank, strategies allowed) -> Choice: see planner.choice.choose."""
+Advise = Callable[[int, int, Sequence[float], tuple[str, ...]], StrategyChoice]
+"""(new tokens, cached tokens, of these on each rank, strategies allowed) -> StrategyChoice: see planner.choice."""
 
 
 @dataclass(slots=True)
-class Driver:
-    """What engine.runner.Runner is to one rank. send(step) hands a step to all other ranks, or raises RankLost.
+class Driver(Executor):
+    """Has steps computed by all ranks. send(step) hands a step to all other ranks, or raises RankLost.
 
-    counts: prefills by strategy.
+    counts: prefills by strategy. end(): ends the other ranks.
     """
 
     rank: Rank
     cache: KVCache
     send: Callable[[bytes], None]
     advise: Advise
-    allowed: tuple[str, ...] = messages.STRATEGIES
+    allowed: tuple[str, ...] = tuple(STRATEGIES)
     counts: dict[str, int] = field(default_factory=dict)
     steps: int = 0
-    _planned: dict[SequenceState, Choice] = field(default_factory=dict)
+    end: Callable[[], None] = lambda: None
+    _planned: dict[SequenceState, StrategyChoice] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -70,10 +70,12 @@ class Driver:
         if sequence.remaining == 1:
             return None
         keeper = self._keeper(table, start, count)
-        allowed = self.allowed if keeper is not None else tuple(set(self.allowed) - set(KEEPS_ALL)) or ("ring-kv",)
+        allowed = self.allowed if keeper is not None else tuple(set(self.allowed) - set(KEEPS_ALL)) or (FALLBACK,)
         cached_on = self._cached_on(table)
         if count <= CHUNK and keeper is not None and "single" in allowed and sum(cached_on) == cached_on[keeper]:
-            choice = Choice("single", (start, start + count), (keeper,), {}, "single: one chunk")  # nothing to share
+            choice = StrategyChoice(
+                "single", (start, start + count), (keeper,), {}, "single: one chunk"
+            )  # nothing to share
         else:
             choice = self.advise(count, start, cached_on, allowed)
         if choice.strategy in KEEPS_ALL and keeper is not None:
@@ -81,7 +83,7 @@ class Driver:
             return lambda chunk: keeper
         self._planned[sequence] = choice
         first = max(range(self.size), key=self.cache.available_on)
-        return lambda chunk: (first + chunk // BLOCK_CHUNKS) % self.size
+        return lambda chunk: keeper_of(chunk // BLOCK_CHUNKS, self.size, first)
 
     def _keeper(self, table: ChunkTable, start: int, count: int) -> int | None:
         """The rank that would keep all new chunks; None if none has room for them."""
@@ -98,19 +100,25 @@ class Driver:
             counts[table.owner(chunk)] += CHUNK
         return counts
 
+    def add_stats(self, stats: EngineStats) -> None:
+        stats.ranks.prefills = dict(self.counts)
+
+    def close(self) -> None:
+        self.end()
+
     # -- when the step is computed
 
-    def run(self, slices: Sequence[Slice]) -> Computed:
-        """Computes the slices on all ranks. Logits are those of Runner.run. Raises RankLost."""
+    def run(self, slices: Sequence[Slice], restores: Sequence[RestoreTransfer] = ()) -> Computed:
+        """See Executor.run. Raises RankLost."""
         groups, places = self._groups(slices)
-        step = messages.Step(self.steps, groups)
+        step = messages.RankStep(self.steps, groups)
         self.steps += 1
         self.send(messages.encode(step))
         hidden = self.rank.run(step)
         rows: list[Tensor] = []
         parts: list[tuple[Slice, range]] = []
         for index, part in enumerate(slices):
-            count = _wanted(part)
+            count = wanted_of(part)
             if count:
                 parts.append((part, range(len(rows), len(rows) + count)))
                 rows += [hidden[(*places[index], position)] for position in range(part.end - count, part.end)]
@@ -119,26 +127,25 @@ class Driver:
         with torch.inference_mode():
             return Computed(self.rank.decoder.logits(torch.stack(rows)), parts)
 
-    def _groups(self, slices: Sequence[Slice]) -> tuple[list[Group], list[tuple[int, int]]]:
+    def _groups(self, slices: Sequence[Slice]) -> tuple[list[StepGroup], list[tuple[int, int]]]:
         """The groups in an order in which a chunk is written before another sequence reads it, and where each slice
         stands: (group, part)."""
-        found: list[tuple[str, list[Part]]] = []
+        found: list[tuple[str, list[StepPart]]] = []
         kinds: list[tuple[str, bool]] = []
         places = []
         for part in slices:
             strategy, made = self._part(part)
             # Single tokens are computed together, whole prompts of single ranks one after the other.
-            kind = (strategy, strategy in FUSED or (strategy == "single" and part.length == 1))
+            kind = (strategy, STRATEGIES[strategy].fused or (strategy == "single" and part.length == 1))
             if not (found and kinds[-1] == kind and kind[1]):
                 found.append((strategy, []))
                 kinds.append(kind)
             found[-1][1].append(made)
             places.append((len(found) - 1, len(found[-1][1]) - 1))
-        return [Group(strategy, parts) for strategy, parts in found], places  # type: ignore[arg-type]
+        return [StepGroup(strategy, parts) for strategy, parts in found], places
 
-    def _part(self, part: Slice) -> tuple[str, Part]:
-        table = part.sequence.table
-        assert table is not None, "a scheduled sequence has a table"
+    def _part(self, part: Slice) -> tuple[str, StepPart]:
+        table = table_of(part)
         choice = self._planned.pop(part.sequence, None)
         if choice is None:
             strategy, bounds, ranks = self._decode(part, table)
@@ -148,24 +155,24 @@ class Driver:
             self._note(part, choice)
         tokens = part.sequence.tokens[part.start : part.end]
         slots = table.slots[: chunks_for(part.end)].tolist()
-        return strategy, Part(tokens, part.start, slots, bounds, ranks, _wanted(part), part.sequence.prompt_len)
+        return strategy, StepPart(tokens, part.start, slots, bounds, ranks, wanted_of(part), part.sequence.prompt_len)
 
     def _decode(self, part: Slice, table: ChunkTable) -> tuple[str, list[int], list[int]]:
         home = table.owner(part.start // CHUNK)
         alone = bool((table.slots // self.cache.pool.per_rank == home).all())
         return "single" if alone else "ring-q", [part.start, part.end], [home]
 
-    def _possible(self, choice: Choice, part: Slice, table: ChunkTable) -> Choice:
+    def _possible(self, choice: StrategyChoice, part: Slice, table: ChunkTable) -> StrategyChoice:
         """The choice, or pass-KV where chunks had to be placed on ranks that would not see them."""
         if choice.strategy not in KEEPS_ALL:
             return choice
         owners = {table.owner(chunk) for chunk in range(part.start // CHUNK, chunks_for(part.end))}
         if owners == {choice.ranks[-1]}:
             return choice
-        other = self.advise(part.length, part.start, self._cached_on(table), ("ring-kv",))
+        other = self.advise(part.length, part.start, self._cached_on(table), (FALLBACK,))
         return replace(other, reason=f"{choice.strategy} had no room on rank {choice.ranks[-1]}: {other.reason}")
 
-    def _note(self, part: Slice, choice: Choice) -> None:
+    def _note(self, part: Slice, choice: StrategyChoice) -> None:
         self.counts[choice.strategy] = self.counts.get(choice.strategy, 0) + 1
         part.sequence.strategy, part.sequence.strategy_reason = choice.strategy, choice.reason
         log.info("%s: %d tokens on %d: %s", part.sequence.request.request_id, part.length, part.start, choice.reason)
@@ -178,10 +185,3 @@ def ending_in(ranks: Sequence[int], keeper: int) -> tuple[int, ...]:
         order[order.index(keeper)] = order[-1]
     order[-1] = keeper
     return tuple(order)
-
-
-def _wanted(part: Slice) -> int:
-    """Last tokens of a slice whose logits are needed."""
-    if part.sequence.wants_all_logits and part.start < part.sequence.prompt_len:
-        return part.length
-    return int(part.samples)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,8 +12,9 @@ import torch
 from headrace import host
 from headrace.config import EngineConfig, Quantization
 from headrace.engine import ranks, tiers, torchrun
+from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
-from headrace.engine.driver import Driver
+from headrace.engine.executor import Executor
 from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
 from headrace.engine.stored_prefixes import StoredPrefixes
@@ -28,6 +28,7 @@ from headrace.models.config import ModelConfig, read_config
 from headrace.models.decoder import Decoder, compute_dtype, load_decoder
 from headrace.models.files import MAX_JSON
 from headrace.models.shards import shard
+from headrace.models.weights import OnProgress
 from headrace.offload.streaming import open as streaming
 from headrace.types import CHUNK, chunks_for
 
@@ -36,28 +37,57 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Loaded:
-    """All that a running engine consists of."""
+    """All that a running engine consists of. ranks: of several, the group; offload: what is below the pool, if tiers
+    are."""
 
     config: EngineConfig
     capacity: Capacity
     decoder: Decoder
     tokenizer: Tokenizer | None
     cache: KVCache
-    runner: Runner | Driver | StreamRunner
+    executor: Executor
     ranks: Ranks | None = None
     offload: StoredPrefixes | None = None
 
+    @property
+    def below(self) -> Below:
+        """What lies below the pool."""
+        return NothingBelow(self.cache) if self.offload is None else self.offload
+
     def close(self) -> None:
-        """Ends the other ranks and copy streams, if any, and stores what is to be stored. May be called again."""
-        if self.ranks is not None:
-            self.ranks.close()
-        if self.offload is not None:
-            self.offload.close()
-        if isinstance(self.runner, StreamRunner):
-            self.runner.close()
+        """Ends ranks and threads, and stores what is to be stored. May be called again."""
+        self.executor.close()
+        self.below.close()
 
 
-def load(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Loaded:
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """What is known before any weight is read. per_rank: tokens of KV cache of each rank; hidden: width of the inputs
+    of the projections, where the pool keeps them."""
+
+    config: EngineConfig
+    model: ModelConfig
+    capacity: Capacity
+    tokenizer: Tokenizer | None
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    per_rank: int
+    hidden: int | None
+
+    def cache(self) -> KVCache:
+        config, capacity = self.config, self.capacity
+        folder = model_folder(config.model.folder)
+        outlives = config.tiers is not None and config.tiers.outlive
+        identity = tiers.identity(config, capacity) if outlives else _identity(folder, capacity)
+        return KVCache(capacity.kv_cache_tokens // CHUNK, identity, config.ranks.context)
+
+    def decoder(self, progress: OnProgress | None) -> Decoder:
+        config = self.config
+        folder, device = model_folder(config.model.folder), device_of(config)
+        return load_decoder(folder, config.model.dtype, progress, config.model.quantization, device=device)
+
+
+def load(config: EngineConfig, progress: OnProgress | None = None) -> Loaded:
     """Loads the model and sizes its cache, and starts the other ranks if there are to be any.
 
     progress(done, total) is called as weights arrive. Raises ValueError or UnsupportedModel, naming what is wrong, and
@@ -67,40 +97,56 @@ def load(config: EngineConfig, progress: Callable[[int, int], None] | None = Non
     if ranks.count(config) > 1:
         torchrun.serve_if_worker(config)
     ranks.set_threads(config)
-    folder = model_folder(config.model)
+    sized = _size(config)
+    if ranks.count(config) > 1:
+        return _several_ranks(sized, progress)
+    return _streamed(sized, progress) if config.streaming is not None else _one_rank(sized, progress)
+
+
+def _one_rank(sized: Sized, progress: OnProgress | None) -> Loaded:
+    config, capacity, cache = sized.config, sized.capacity, sized.cache()
+    decoder = sized.decoder(progress)
+    slots, device = sized.per_rank // CHUNK, device_of(config)
+    storage = KVStorage(decoder.config.attention, slots, sized.kv_dtype, sized.hidden, sized.dtype, device)
+    if config.cache.prefault:
+        storage.prefault()
+    offload = tiers.open_offload(config, capacity, cache, decoder, storage) if config.tiers is not None else None
+    runner = Runner(decoder, storage, capacity.backend)
+    return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner, offload=offload)
+
+
+def _streamed(sized: Sized, progress: OnProgress | None) -> Loaded:
+    config, capacity, cache = sized.config, sized.capacity, sized.cache()
+    decoder = sized.decoder(progress)
+    streamer = streaming.open_streamer(config, decoder, sized.per_rank // CHUNK, sized.kv_dtype, capacity.backend)
+    runner = StreamRunner(streamer, streaming.asked_of(config).batches)
+    return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner)
+
+
+def _several_ranks(sized: Sized, progress: OnProgress | None) -> Loaded:
+    config, cache = sized.config, sized.cache()
+    group, decoder = ranks.open_ranks(config.replace(kv_cache_tokens=sized.per_rank), progress)
+    capacity = replace(sized.capacity, ranks=group.told)
+    return Loaded(config, capacity, decoder, sized.tokenizer, cache, group.driver(cache, config), group)
+
+
+def _size(config: EngineConfig) -> Sized:
+    folder = model_folder(config.model.folder)
     model = read_config(folder)
-    dtype = compute_dtype(model, config.dtype)
-    backend = dispatch.choose(config.attention_backend, dtype, device_of(config), model.attention.head_dim)
-    kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
-    share = shard(model, 0, config.tensor_parallel_size)
-    bytes_per_token = KVStorage.bytes_per_token(share, kv_dtype)
+    dtype = compute_dtype(model, config.model.dtype)
+    backend = dispatch.choose(config.model.backend, dtype, device_of(config), model.attention.head_dim)
+    kv_dtype = torch.int8 if config.cache.dtype == "int8" else dtype
+    bytes_per_token = KVStorage.bytes_per_token(shard(model, 0, config.ranks.tensor), kv_dtype)
     hidden = model.hidden_size if tiers.keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
-    pool_bytes = bytes_per_token + model.attention.layers * (hidden or 0) * dtype.itemsize
-    if config.streams:
+    if config.streaming is not None:
         per_rank, max_len = streaming.sizes(config, model, kv_dtype, dtype)
     else:
+        pool_bytes = bytes_per_token + model.attention.layers * (hidden or 0) * dtype.itemsize
         per_rank, max_len = _sizes(config, model.max_model_len, pool_bytes)
     capacity = _capacity(config, model, backend, dtype, kv_dtype, per_rank, bytes_per_token, max_len)
     tokenizer = Tokenizer.load(folder)
     capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer))
-    identity = tiers.identity(config, capacity) if config.outlives else _identity(folder, capacity)
-    cache = KVCache(capacity.kv_cache_tokens // CHUNK, identity, config.context_parallel_size)
-    if ranks.count(config) == 1:
-        device = device_of(config)
-        decoder = load_decoder(folder, config.dtype, progress, config.quantization, device=device)
-        if config.streams:
-            streamer = streaming.open_streamer(config, decoder, per_rank // CHUNK, kv_dtype, capacity.backend)
-            streamed = StreamRunner(streamer, config.offload_batches)
-            return Loaded(config, capacity, decoder, tokenizer, cache, streamed)
-        storage = KVStorage(share, per_rank // CHUNK, kv_dtype, hidden, dtype, device)
-        if config.kv_cache_prefault:
-            storage.prefault()
-        offload = tiers.open_offload(config, capacity, cache, decoder, storage) if config.offloads else None
-        runner = Runner(decoder, storage, capacity.backend)
-        return Loaded(config, capacity, decoder, tokenizer, cache, runner, offload=offload)
-    group, decoder = ranks.open_ranks(replace(config, kv_cache_tokens=per_rank), progress)
-    capacity = replace(capacity, ranks=group.told)
-    return Loaded(config, capacity, decoder, tokenizer, cache, group.driver(cache, config), group)
+    return Sized(config, model, capacity, tokenizer, dtype, kv_dtype, per_rank, hidden)
 
 
 def _capacity(
@@ -113,22 +159,22 @@ def _capacity(
     bytes_per_token: int,
     max_len: int,
 ) -> Capacity:
-    align = 1 if config.context_parallel_size == 1 else CHUNK
+    align = 1 if config.ranks.context == 1 else CHUNK
     return Capacity(
-        model=config.served_model_name or config.model,
-        folder=str(model_folder(config.model)),
+        model=config.server.model_name or config.model.folder,
+        folder=str(model_folder(config.model.folder)),
         dtype=str(dtype).removeprefix("torch."),
-        quantization=config.quantization,
+        quantization=config.model.quantization,
         backend=backend,
         kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
-        kv_cache_tokens=per_rank * config.context_parallel_size,
+        kv_cache_tokens=per_rank * config.ranks.context,
         kv_bytes_per_token=bytes_per_token,
         max_model_len=max_len,
-        max_sequences=min(config.max_sequences, config.max_batch_tokens - align + 1),
+        max_sequences=min(config.scheduler.max_sequences, config.scheduler.max_batch_tokens - align + 1),
         vocab_size=model.vocab_size,
-        kernels=_kernels(config.quantization, backend),
-        context_parallel_size=config.context_parallel_size,
-        tensor_parallel_size=config.tensor_parallel_size,
+        kernels=_kernels(config.model.quantization, backend),
+        context_parallel_size=config.ranks.context,
+        tensor_parallel_size=config.ranks.tensor,
     )
 
 
@@ -141,23 +187,23 @@ def _kernels(quantization: Quantization, backend: str) -> dict[str, str]:
 
 def device_of(config: EngineConfig) -> torch.device:
     """Where an engine of one rank computes."""
-    return torch.device("cuda", 0) if config.attention_backend == "triton" else torch.device("cpu")
+    return torch.device("cuda", 0) if config.model.backend == "triton" else torch.device("cpu")
 
 
 def _sizes(config: EngineConfig, model_len: int, bytes_per_token: int) -> tuple[int, int]:
     """(tokens of KV cache on each rank, whole chunks; longest sequence, which all context ranks together can hold)."""
-    if config.max_model_len is not None and config.max_model_len > model_len:
-        raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's {model_len}")
-    wanted, parts = config.max_model_len or model_len, config.context_parallel_size
-    if config.kv_cache_tokens is not None:
-        tokens = config.kv_cache_tokens // CHUNK * CHUNK
-        if config.max_model_len is not None and config.max_model_len > tokens * parts:
+    if config.model.max_len is not None and config.model.max_len > model_len:
+        raise ValueError(f"max_model_len {config.model.max_len} exceeds the model's {model_len}")
+    wanted, parts = config.model.max_len or model_len, config.ranks.context
+    if config.cache.tokens is not None:
+        tokens = config.cache.tokens // CHUNK * CHUNK
+        if config.model.max_len is not None and config.model.max_len > tokens * parts:
             raise ValueError(
-                f"kv_cache_tokens {config.kv_cache_tokens} holds no sequence of max_model_len {config.max_model_len}"
+                f"kv_cache_tokens {config.cache.tokens} holds no sequence of max_model_len {config.model.max_len}"
             )
         return tokens, min(wanted, tokens * parts)
     affordable = _free_memory(config) // bytes_per_token // CHUNK * CHUNK
-    tokens = min(affordable, config.max_sequences * chunks_for(wanted) * CHUNK)
+    tokens = min(affordable, config.scheduler.max_sequences * chunks_for(wanted) * CHUNK)
     if tokens < CHUNK:
         raise ValueError(f"no memory for a KV cache: {bytes_per_token} bytes a token; set kv_cache_tokens")
     return tokens, min(wanted, tokens * parts)

@@ -7,18 +7,18 @@ from typing import Any
 
 import msgspec
 
-from headrace.config import EngineConfig
 from headrace.engine.capacity import Capacity
-from headrace.types import Delta, EngineStats, Request
+from headrace.stats import EngineStats
+from headrace.types import Delta, Request
 
 LENGTH = struct.Struct(">I")
 MAX_MESSAGE = 1 << 30
 
 
-class Load(msgspec.Struct, tag=True):
-    """To the engine, first of all: what to load."""
+class LoadModel(msgspec.Struct, tag=True):
+    """To the engine, first of all: what to load, as EngineConfig.flat."""
 
-    config: EngineConfig
+    settings: dict[str, Any]
 
 
 class Add(msgspec.Struct, tag=True):
@@ -33,22 +33,22 @@ class Abort(msgspec.Struct, tag=True):
     request_id: str
 
 
-class Ping(msgspec.Struct, tag=True):
-    """To the engine: are you there? Its reading thread answers Pong, however long the step under way takes."""
+class EnginePing(msgspec.Struct, tag=True):
+    """To the engine: are you there? Its reading thread answers EnginePong, however long the step under way takes."""
 
 
-class Pong(msgspec.Struct, tag=True):
-    """From the engine: the answer to Ping."""
+class EnginePong(msgspec.Struct, tag=True):
+    """From the engine: the answer to EnginePing."""
 
 
-class Progress(msgspec.Struct, tag=True):
+class LoadProgress(msgspec.Struct, tag=True):
     """From the engine: weights loaded so far."""
 
     done: int
     total: int
 
 
-class Ready(msgspec.Struct, tag=True):
+class EngineReady(msgspec.Struct, tag=True):
     """From the engine: it takes requests."""
 
     capacity: Capacity
@@ -63,15 +63,15 @@ class Events(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-class Failed(msgspec.Struct, tag=True):
+class EngineFailed(msgspec.Struct, tag=True):
     """From the engine, last of all: why it ends. `settings`: the settings or the model are at fault, not the engine."""
 
     reason: str
     settings: bool = False
 
 
-ToEngine = Load | Add | Abort | Ping
-FromEngine = Progress | Ready | Events | Failed | Pong
+ToEngine = LoadModel | Add | Abort | EnginePing
+FromEngine = LoadProgress | EngineReady | Events | EngineFailed | EnginePong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: Any = msgspec.msgpack.Decoder(ToEngine)

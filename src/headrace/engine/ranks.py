@@ -9,10 +9,12 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import torch
 
+import headrace
 from headrace import cores
 from headrace.config import EngineConfig
 from headrace.engine import torchrun
@@ -22,17 +24,18 @@ from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
-from headrace.models.weights import Progress
+from headrace.models.weights import OnProgress
 from headrace.parallel import launch, measure
-from headrace.parallel.group import Group, interface_name
+from headrace.parallel.group import Group, interface_name, unless_failed
 from headrace.parallel.rank import Rank
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.tensor import TensorGroup
+from headrace.parallel.torchrun_environment import started_this
 from headrace.parallel.transport import RankLost
-from headrace.planner.choice import ALLOWED, Choice, choose
-from headrace.planner.machine import Machine, Shape
-from headrace.planner.tuned_table import Stamp, TunedTable
-from headrace.planner.tuned_table import load as load_table
+from headrace.planner.choice import StrategyChoice, choose
+from headrace.planner.machine import Machine, ModelShape
+from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
+from headrace.strategies import OFFERED
 from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
@@ -40,11 +43,11 @@ log = logging.getLogger(__name__)
 MAKER = "headrace.engine.ranks:make"
 
 VERDICT_S = 2.0
-"""So long after a link broke the crew may take to find out why."""
+"""So long after a link broke the supervisor may take to find out why."""
 
 
 def count(config: EngineConfig) -> int:
-    return config.context_parallel_size * config.tensor_parallel_size
+    return config.ranks.context * config.ranks.tensor
 
 
 def on_this_host(config: EngineConfig) -> int:
@@ -55,8 +58,8 @@ def on_this_host(config: EngineConfig) -> int:
 def set_threads(config: EngineConfig) -> None:
     """Threads of this rank: as given, else its part of the cores that may be used, and no more than OMP_NUM_THREADS."""
     ranks = on_this_host(config)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    if config.model.threads is not None:
+        torch.set_num_threads(config.model.threads)
     elif ranks > 1:
         torch.set_num_threads(max(1, cores.usable() // ranks))
     else:
@@ -72,17 +75,19 @@ def make(config: EngineConfig, group: Group) -> Rank:
     return rank
 
 
-def load_share(config: EngineConfig, group: Group | None, progress: Progress | None = None) -> Decoder:
+def load_share(config: EngineConfig, group: Group | None, progress: OnProgress | None = None) -> Decoder:
     tensor = TensorGroup(group.tensor) if group is not None and group.tensor.size > 1 else None
-    return load_decoder(model_folder(config.model), config.dtype, progress, config.quantization, tensor)
+    return load_decoder(
+        model_folder(config.model.folder), config.model.dtype, progress, config.model.quantization, tensor
+    )
 
 
 def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
-    backend = dispatch.choose(config.attention_backend, decoder.dtype, torch.device("cpu"))
-    kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else decoder.dtype
-    assert config.kv_cache_tokens is not None, "the driver sizes the cache"
-    storage = KVStorage(decoder.config.attention, config.kv_cache_tokens // CHUNK, kv_dtype)
-    if config.kv_cache_prefault:
+    backend = dispatch.choose(config.model.backend, decoder.dtype, torch.device("cpu"))
+    kv_dtype = torch.int8 if config.cache.dtype == "int8" else decoder.dtype
+    assert config.cache.tokens is not None, "the driver sizes the cache"
+    storage = KVStorage(decoder.config.attention, config.cache.tokens // CHUNK, kv_dtype)
+    if config.cache.prefault:
         storage.prefault()
     return Rank(decoder, storage, backend, group.context)
 
@@ -97,41 +102,41 @@ class Ranks:
     group: Group
     rank: Rank
     machine: Machine
-    shape: Shape
+    shape: ModelShape
     table: TunedTable | None
     told: str
 
     def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
-        return Driver(self.rank, cache, self._crew.send, self._advise(config), allowed(config))
+        return Driver(self.rank, cache, self._workers.send, self._advise(config), allowed(config), end=self.close)
 
     @property
-    def _crew(self) -> WorkerSupervisor:
-        assert self.group.crew is not None, "rank 0 has the crew"
-        return self.group.crew
+    def _workers(self) -> WorkerSupervisor:
+        assert self.group.workers is not None, "rank 0 supervises the workers"
+        return self.group.workers
 
     def _advise(self, config: EngineConfig) -> Advise:
         ranks = self.group.context.size
 
-        def advise(tokens: int, cached: int, cached_on: Sequence[float], allow: tuple[str, ...]) -> Choice:
+        def advise(tokens: int, cached: int, cached_on: Sequence[float], allow: tuple[str, ...]) -> StrategyChoice:
             return choose(
                 self.machine, self.shape, ranks, tokens, cached, cached_on, self.table,
-                rule=config.strategy_rule, allowed=allow,
+                rule=config.ranks.rule, allowed=allow,
             )  # fmt: skip
 
         return advise
 
     def on_failure(self, callback: Callable[[str], None]) -> None:
-        """callback(reason) as soon as a worker is gone, hangs or gives up, on a thread of the crew."""
-        self._crew.on_failure(callback)
+        """callback(reason) as soon as a worker is gone, hangs or gives up, on a thread of the supervisor."""
+        self._workers.on_failure(callback)
 
     def why_lost(self, error: RankLost) -> str:
-        """The crew's reason, which says how a process ended; what the link said if the crew knows of nothing."""
-        self._crew.failed.wait(VERDICT_S)
-        return self._crew.reason or str(error)
+        """The supervisor's reason, which says how a process ended; what the link said if it knows of none."""
+        self._workers.failed.wait(VERDICT_S)
+        return self._workers.reason or str(error)
 
     def end_workers(self) -> None:
         """Without closing the links, which a transfer under way may hold up. For a process that ends itself."""
-        self._crew.close()
+        self._workers.close()
 
     def close(self) -> None:
         self.group.close()
@@ -139,12 +144,12 @@ class Ranks:
 
 def allowed(config: EngineConfig) -> tuple[str, ...]:
     """Strategies that the planner may choose; a forced one falls back to pass-KV where it cannot be."""
-    return ALLOWED if config.prefill_strategy == "auto" else (config.prefill_strategy,)
+    return OFFERED if config.ranks.strategy == "auto" else (config.ranks.strategy,)
 
 
 def open_ranks(
     config: EngineConfig,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     maker: str = MAKER,
     start: launch.Starter | None = None,
 ) -> tuple[Ranks, Decoder]:
@@ -155,14 +160,14 @@ def open_ranks(
     """
     group = launch.open_group(config, maker, start)
     try:
-        assert group.crew is not None
+        assert group.workers is not None
         decoder = load_share(config, group, progress)
         rank = _make(config, group, decoder)
-        measured = launch.unless_failed(group.crew, lambda: measure.take_part(rank))
-        group.crew.wait_ready()
-        machine, shape = measure.machine(*measured), Shape.of(decoder.config, decoder.dtype.itemsize)
+        measured = unless_failed(group.workers, lambda: measure.take_part(rank))
+        group.workers.wait_ready()
+        machine, shape = measure.machine(*measured), ModelShape.of(decoder.config, decoder.dtype.itemsize)
         tuned = _table(config, shape, machine)
-        told = describe(config) + (_profile(config, machine) if config.context_parallel_size > 1 else "")
+        told = describe(config) + (_profile(config, machine) if config.ranks.context > 1 else "")
         log.info("%s", told)
         return Ranks(group, rank, machine if tuned is None else tuned.machine, shape, tuned, told), decoder
     except BaseException:
@@ -172,30 +177,34 @@ def open_ranks(
 
 def describe(config: EngineConfig) -> str:
     """The group that the settings ask for. Raises ValueError for a rank_interface that this host does not have."""
-    context, tensor = config.context_parallel_size, config.tensor_parallel_size
+    context, tensor = config.ranks.context, config.ranks.tensor
     if context * tensor == 1:
         return "1 rank, no links"
-    starter = "torchrun" if torchrun.started_this() else config.distributed_backend
-    interface = f"{interface_name(config.rank_interface)} ({config.rank_interface})"
+    starter = "torchrun" if started_this() else config.ranks.launcher
+    interface = f"{interface_name(config.ranks.interface)} ({config.ranks.interface})"
     return f"{context * tensor} ranks ({context} context x {tensor} tensor) started by {starter}, gloo on {interface}"
 
 
 def _profile(config: EngineConfig, machine: Machine) -> str:
     """What the planner goes by, and how it chooses."""
-    how = f"by {config.strategy_rule}" if config.prefill_strategy == "auto" else f"is {config.prefill_strategy}"
-    tuned = f", table {config.parallel_table}" if config.parallel_table else ""
+    how = f"by {config.ranks.rule}" if config.ranks.strategy == "auto" else f"is {config.ranks.strategy}"
+    tuned = f", table {config.ranks.table}" if config.ranks.table else ""
     return f"; {measure.describe(machine)}; strategy {how}{tuned}"
 
 
-def _table(config: EngineConfig, shape: Shape, machine: Machine) -> TunedTable | None:
+def _table(config: EngineConfig, shape: ModelShape, machine: Machine) -> TunedTable | None:
     """The tuned table that the settings name. Raises ValueError where it does not fit this group."""
-    if config.parallel_table is None:
+    if config.ranks.table is None:
         return None
-    tuned = load_table(Path(config.parallel_table))
+    tuned = load_table(Path(config.ranks.table))
     tuned.check(stamp(config, shape, machine))
     return tuned
 
 
-def stamp(config: EngineConfig, shape: Shape, machine: Machine) -> Stamp:
+def stamp(config: EngineConfig, shape: ModelShape, machine: Machine) -> TableStamp:
     """What a tuned table of this group is made for."""
-    return measure.stamp(model_folder(config.model).name, shape, config.context_parallel_size, config, machine)
+    return TableStamp(
+        machine=machine.fingerprint, model=model_folder(config.model.folder).name, shape=shape,
+        ranks=config.ranks.context, link=f"gloo on {config.ranks.interface}", version=headrace.__version__,
+        date=date.today().isoformat(),
+    )  # fmt: skip

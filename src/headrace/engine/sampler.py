@@ -13,7 +13,7 @@ sorted head of the row serves all of them, and only as much of it is sorted as t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,7 +34,6 @@ __all__ = [
     "forbidden_tokens",
     "is_plain",
     "needs_history",
-    "prompt_logprobs",
     "sample",
     "target_logprobs",
     "uniform",
@@ -43,7 +42,6 @@ __all__ = [
 Row = npt.NDArray[np.float64]
 """Logits of one row, [V]."""
 Ids = npt.NDArray[np.int64]
-Decode = Callable[[int], str]
 
 _HEADS = (64, 2048, 16384)
 """Sizes of the sorted head that are tried before the whole row is sorted."""
@@ -142,10 +140,9 @@ def is_plain(params: SamplingParams) -> bool:
 def sample(
     logits: torch.Tensor,
     inputs: Sequence[SampleInput | None],
-    decode: Decode | None = None,
     greatest: Greatest | None = None,
 ) -> list[Sampled]:
-    """The next token of each row of `logits` [R, V]. `decode` (token id -> text) fills the text of log probabilities.
+    """The next token of each row of `logits` [R, V]. Log probabilities come without text.
 
     None for an input: `is_plain`, and no token is forbidden. greatest: of each row, if it is known.
 
@@ -161,7 +158,7 @@ def sample(
             _check(row, values[row])
             results.append(Sampled(best[row], None))
         else:
-            results.append(_sample_row(_to_row(logits[row], row), row, item, decode))
+            results.append(_sample_row(_to_row(logits[row], row), row, item))
     return results
 
 
@@ -174,26 +171,12 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (int(np.random.Philox(key=key, counter=position).random_raw()) >> 11) * 2.0**-53
 
 
-def prompt_logprobs(
-    logits: torch.Tensor, token_ids: Sequence[int], top: int, decode: Decode | None = None
-) -> list[TokenLogprobs | None]:
-    """Log probability of each prompt token given those before it, with `top` alternatives; the first has none.
-
-    Row i of `logits` [T, V] predicts token i + 1; T is the number of tokens, or one less (the last row goes unused).
-    """
-    if len(logits) not in (len(token_ids), len(token_ids) - 1):
-        raise ValueError(f"{len(token_ids)} tokens need as many rows of logits or one less, got {len(logits)}")
-    return [None, *target_logprobs(logits[: len(token_ids) - 1], token_ids[1:], top, decode)][: len(token_ids)]
-
-
-def target_logprobs(
-    logits: torch.Tensor, targets: Sequence[int], top: int, decode: Decode | None = None
-) -> list[TokenLogprobs]:
+def target_logprobs(logits: torch.Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
     """Log probability of targets[i] under row i of `logits` [T, V], with `top` alternatives: for a prefill chunk."""
     if len(logits) != len(targets):
         raise ValueError(f"{len(targets)} targets need as many rows of logits, got {len(logits)}")
     rows = logits.detach()
-    return [_logprobs(_to_row(rows[i], i), token, top, decode) for i, token in enumerate(targets)]
+    return [_logprobs(_to_row(rows[i], i), token, top) for i, token in enumerate(targets)]
 
 
 # ---- one row ---------------------------------------------------------------------------------------------------------
@@ -217,7 +200,7 @@ def _check(number: int, greatest: float) -> None:
         raise BadLogits(number, f"{reason}; the model's output is broken")
 
 
-def _sample_row(raw: Row, number: int, item: SampleInput, decode: Decode | None) -> Sampled:
+def _sample_row(raw: Row, number: int, item: SampleInput) -> Sampled:
     """The draw of one row; log probabilities are those of the raw logits."""
     params = item.params
     row = _adjusted(raw, item)
@@ -227,7 +210,7 @@ def _sample_row(raw: Row, number: int, item: SampleInput, decode: Decode | None)
     if not params.greedy:
         token = _draw(row, params, uniform(item.seed, item.index, len(item.output)))
     wanted = params.logprobs
-    return Sampled(token, None if wanted is None else _logprobs(raw, token, wanted, decode))
+    return Sampled(token, None if wanted is None else _logprobs(raw, token, wanted))
 
 
 def _adjusted(raw: Row, item: SampleInput) -> Row:
@@ -338,7 +321,7 @@ def _kept(weights: Row, mass: Row, total: float, params: SamplingParams) -> int 
 # ---- log probabilities -----------------------------------------------------------------------------------------------
 
 
-def _logprobs(raw: Row, token: int, top: int, decode: Decode | None) -> TokenLogprobs:
+def _logprobs(raw: Row, token: int, top: int) -> TokenLogprobs:
     """log_softmax of the raw row at `token` and at its `top` greatest, most likely first; impossible ones left out."""
     peak = raw.max()
     norm = peak + np.log(np.exp(raw - peak).sum())
@@ -350,5 +333,5 @@ def _logprobs(raw: Row, token: int, top: int, decode: Decode | None) -> TokenLog
     for place, i in enumerate(ids):
         # Whatever beats one of the greatest is among them; only the last one may be the token from outside.
         rank = 1 + int(np.count_nonzero((raw if place == top else greatest) > raw[i]))
-        entries[i] = Logprob(float(raw[i] - norm), rank, decode(i) if decode else "")
+        entries[i] = Logprob(float(raw[i] - norm), rank, "")
     return entries

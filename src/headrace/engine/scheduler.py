@@ -17,25 +17,18 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
-from typing import Protocol
 
+from headrace.engine.below import Below, NothingBelow
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
 
+ChooseOwners = Callable[[SequenceState, int, int], Owners | None]
 
-class Below(Protocol):
-    """What lies below the pool (engine.stored_prefixes): brings stored chunks back, stores those of ended sequences."""
 
-    def until(self, sequence: SequenceState, alone: bool) -> int:
-        """Up to which token a prompt, which has a table, may be computed now; where that is no further than it has
-        come, it waits. May attach chunks to the table. alone: no other sequence would wait with it."""
-
-    def leave(self, sequence: SequenceState, table: ChunkTable, ended: bool) -> None:
-        """Closes the table of a sequence that has ended, or that is preempted."""
-
-    def make_room(self) -> None:
-        """Lets go of chunks that are held for no sequence's sake."""
+def cache_chooses(sequence: SequenceState, start: int, count: int) -> Owners | None:
+    """No owners are given: the cache chooses."""
+    return None
 
 
 def _by_order(sequence: SequenceState) -> int:
@@ -47,10 +40,9 @@ class Scheduler:
 
     open_table(sequence) gives a new sequence its empty table.
     align: see above; 1 with one rank, the chunk size with several.
-    owners: may be set to a function of (sequence, start, count), the slice that is about to be taken: who shall own
-    its new chunks (see KVCache.extend), or None where the cache shall choose.
-
-    below: may be set, with one rank.
+    owners: a function of (sequence, start, count), the slice that is about to be taken: who shall own its new chunks
+    (see KVCache.extend), or None where the cache shall choose.
+    below: what lies below the pool, with one rank.
 
     There are at most max_batch_tokens - align + 1 sequences at a time: with a prompt among them, the others leave at
     least `align` tokens of each step, so that the first prompt in the order of arrival goes on at every step.
@@ -65,6 +57,8 @@ class Scheduler:
         max_batch_tokens: int,
         max_sequences: int,
         align: int = 1,
+        owners: ChooseOwners = cache_chooses,
+        below: Below | None = None,
     ) -> None:
         if align < 1:
             raise ValueError(f"align must be at least 1, got {align}")
@@ -76,8 +70,8 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = min(max_sequences, max_batch_tokens - align + 1)
         self.align = align
-        self.owners: Callable[[SequenceState, int, int], Owners | None] | None = None
-        self.below: Below | None = None
+        self.owners = owners
+        self.below = NothingBelow(cache) if below is None else below
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.preemptions = 0
@@ -149,22 +143,21 @@ class Scheduler:
         self._take(sequence, table, count)
 
     def _until(self, sequence: SequenceState) -> int:
-        if self.below is None or sequence.wants_all_logits:
+        if sequence.wants_all_logits:
             return len(sequence.tokens)
         return self.below.until(sequence, alone=len(self.running) == 1)
 
     def _room(self, table: ChunkTable, least: int) -> int:
         """Tokens by which the table can be extended, after making room if they are less than `least`."""
         room = self.cache.room(table)
-        if room < least and self.below is not None:
+        if room < least:
             self.below.make_room()
             room = self.cache.room(table)
         return room
 
     def _take(self, sequence: SequenceState, table: ChunkTable, count: int) -> None:
         start = table.length
-        owners = self.owners(sequence, start, count) if self.owners else None
-        extended = self.cache.extend(table, count, owners)
+        extended = self.cache.extend(table, count, self.owners(sequence, start, count))
         assert extended, "room() promised the chunks"
         self._slices[sequence] = Slice(sequence, start, count)
         self._budget -= count
@@ -187,7 +180,7 @@ class Scheduler:
 
     def _affordable(self, chunks: int) -> bool:
         """Whether more than so many chunks can be had."""
-        if chunks >= self.cache.available and self.below is not None:
+        if chunks >= self.cache.available:
             self.below.make_room()
         return chunks < self.cache.available
 
@@ -211,10 +204,7 @@ class Scheduler:
     def _close(self, sequence: SequenceState, ended: bool) -> None:
         table, sequence.table = sequence.table, None
         assert table is not None
-        if self.below is None:
-            self.cache.close(table)
-        else:
-            self.below.leave(sequence, table, ended)
+        self.below.leave(sequence, table, ended)
 
     def check(self) -> None:
         """Raises AssertionError unless queues, tables and cache agree. For tests."""

@@ -1,4 +1,4 @@
-"""Stored prefixes on their way back into the pool, as the scheduler and the engine see them (scheduler.Below).
+"""Stored prefixes on their way back into the pool, as the scheduler and the engine see them (engine.below).
 
 A prompt that begins with stored chunks goes through these states, forwards only. Its sequence may leave at any of them.
 
@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from headrace.engine.below import Below
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
@@ -28,8 +29,8 @@ from headrace.kv.tree import Node
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.report import RestoreCounters, RestoreReport
 from headrace.offload.restore.solver import Prediction, Split, StoredRun, predict, restore_split
-from headrace.offload.tiers.base import TierStats
 from headrace.offload.tiers.stack import Tiers
+from headrace.stats import EngineStats
 from headrace.types import CHUNK, chunks_for
 
 if TYPE_CHECKING:  # these need torch
@@ -39,6 +40,8 @@ if TYPE_CHECKING:  # these need torch
 
 log = logging.getLogger(__name__)
 
+TIERS_S = 0.2
+"""Between two looks at the tiers' counters."""
 CLOSE_S = 30.0
 """So long may it take to store what is not stored yet when the engine ends."""
 
@@ -91,7 +94,7 @@ SETTLED = Settled()
 
 
 @dataclass(slots=True, eq=False)
-class StoredPrefixes:
+class StoredPrefixes(Below):
     """choose: the solver; may be set to force a split, for tests and benchmarks."""
 
     cache: KVCache
@@ -104,12 +107,13 @@ class StoredPrefixes:
     _states: dict[SequenceState, State] = field(default_factory=dict)
     _arriving: dict[bytes, RestoreTransfer] = field(default_factory=dict)
     _leaving: list[tuple[RestoreTransfer, list[Node]]] = field(default_factory=list)
+    _ask_tiers_s: float = 0.0
 
     @property
     def tiers(self) -> Tiers:
         return self.source.tiers
 
-    # -- scheduler.Below
+    # -- for the scheduler
 
     def until(self, sequence: SequenceState, alone: bool) -> int:
         table = sequence.table
@@ -287,8 +291,18 @@ class StoredPrefixes:
         """Whether threads have work that `settle` will have to end."""
         return bool(self._leaving or self.writeback.unstored or self.tiers.queued_blobs)
 
-    def stats(self) -> dict[str, TierStats]:
-        return self.tiers.stats()
+    def store_idle(self) -> bool:
+        return self.writeback.store_idle()
+
+    def add_stats(self, stats: EngineStats) -> None:
+        """Tiers are asked now and then only, since they look up what they tell, and when all is stored."""
+        own, told, now, before = self.counters, stats.restore, time.monotonic(), stats.restore.unstored
+        told.restores, told.failures, told.seconds = own.restores, own.failures, own.restore_s
+        told.loaded_tokens, told.projected_tokens = own.loaded_tokens, own.projected_tokens
+        told.recomputed_tokens, told.link_s, told.waited_s = own.recomputed_tokens, own.link_s, own.waited_s
+        told.unstored = self.writeback.unstored + self.writeback.let_go + self.tiers.queued_blobs
+        if now >= self._ask_tiers_s or (before and not told.unstored):
+            stats.tiers, self._ask_tiers_s = self.tiers.stats(), now + TIERS_S
 
     def close(self) -> None:
         """Stores what is not stored yet, for at most CLOSE_S, and ends all threads. May be called again."""

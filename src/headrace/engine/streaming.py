@@ -9,24 +9,26 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.attention import plan as planning
-from headrace.engine.runner import Computed, batch_of, prompts_of, slots_of, wanted
+from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
+from headrace.engine.programs import batch_of, prompts_of
 from headrace.engine.sequence import Slice
+from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.offload.streaming.step import StreamBatch
 from headrace.offload.streaming.streamer import Streamer
 from headrace.types import CHUNK, chunks_for
 
 
-class StreamRunner:
-    """As engine.runner.Runner, over a streamer. batches: into how many the column schedule divides a step."""
+class StreamRunner(Executor):
+    """Computes steps over a streamer. batches: into how many the column schedule divides a step."""
 
     def __init__(self, streamer: Streamer, batches: int) -> None:
         self.streamer, self.batches = streamer, batches
         self.decoder = streamer.decoder
 
     @torch.inference_mode()
-    def run(self, slices: Seq[Slice]) -> Computed:
-        """Computes the slices, each in one batch. Logits as of Runner.run."""
-        tables = [slots_of(part) for part in slices]
+    def run(self, slices: Seq[Slice], restores: Seq[RestoreTransfer] = ()) -> Computed:
+        """See Executor.run: each slice in one batch."""
+        tables = [table_of(part).slots for part in slices]
         order = planning.batch_order(tables)
         spans = [planning.Span(tables[i], slices[i].start, slices[i].length) for i in order]
         ordered = [slices[i] for i in order]
@@ -42,7 +44,7 @@ class StreamRunner:
 
     def _batch(self, slices: list[Slice], spans: list[planning.Span]) -> tuple[StreamBatch, list[tuple[Slice, range]]]:
         plan = planning.build(spans)
-        rows, parts = wanted(slices)
+        rows, parts = wanted_rows(slices)
         prompts = prompts_of(slices) if self.decoder.config.rope_depends_on_length else None
         some = None if len(rows) == plan.rows else torch.tensor(rows, dtype=torch.int64)
         return StreamBatch(batch_of(self.decoder.config, slices, plan.positions), plan, some, prompts), parts

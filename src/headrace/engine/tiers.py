@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.config import EngineConfig
+from headrace.config.tiers import DiskTierSettings
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.stored_prefixes import StoredPrefixes
+from headrace.kernels import registry
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
@@ -26,23 +28,24 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
 
     They pay where they are smaller than K and V, which is not so where several query heads share a KV head.
     """
-    if not config.offloads or config.kv_offload_activations == "off":
+    if config.tiers is None or config.tiers.activations == "off":
         return False
     spec = model.attention
     smaller = model.hidden_size * element_bytes < 2 * spec.kv_heads * spec.head_dim * kv_element_bytes
-    return smaller or config.kv_offload_activations == "on"
+    return smaller or config.tiers.activations == "on"
 
 
 def identity(config: EngineConfig, capacity: Capacity) -> bytes:
     """What names the chunks that outlive this engine: the content of the model, not its place."""
-    directory = Path(config.kv_offload_path) if config.kv_offload_path else None
+    assert config.tiers is not None
+    paths = [Path(own.path) for own in config.tiers.each if isinstance(own, DiskTierSettings) and own.path]
     return chunk_identity(
-        model_identity(model_folder(config.model), directory),
+        model_identity(model_folder(config.model.folder), paths[0] if paths else None),
         dtype=capacity.dtype,
         kv_dtype=capacity.kv_cache_dtype,
         quantization=capacity.quantization,
         backend=capacity.backend,
-        formats=(config.kv_host_format, config.kv_disk_format, config.kv_remote_format),
+        formats=config.tiers.formats,
     )
 
 
@@ -50,16 +53,19 @@ def open_offload(
     config: EngineConfig, capacity: Capacity, cache: KVCache, decoder: Decoder, storage: KVStorage
 ) -> StoredPrefixes:
     """Opens the tiers and measures what the solver needs to know. Raises ValueError as open_tiers does."""
-    tiers = open_tiers(config)
+    assert config.tiers is not None
+    tiers = open_tiers(config.tiers)
     spec = decoder.config.attention
-    codec, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, capacity.backend) for _ in range(2))
-    link = EmulatedLink(config.kv_link_gbps * 1e9 if config.kv_link_gbps else None, config.kv_link_latency_ms / 1e3)
-    rates = measure(decoder, storage, capacity.backend, tiers.tiers)
+    backend = registry.backend(capacity.backend)
+    layout = backend.layout(decoder.dtype, spec.head_dim)
+    codec, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, layout) for _ in range(2))
+    link = EmulatedLink(config.tiers.link.bytes_s, config.tiers.link.latency_s)
+    rates = measure(decoder, storage, backend, tiers.tiers)
     probe(tiers, rates)
     return StoredPrefixes(
         cache=cache,
         source=StoredChunks(tiers, codec, ThreadStream("restore", link), ThreadStream("look")),
         rates=rates.behind(link.bytes_s, link.latency_s),
         writeback=Writeback(cache, tiers, codec, other),
-        max_batch_tokens=config.max_batch_tokens,
+        max_batch_tokens=config.scheduler.max_batch_tokens,
     )

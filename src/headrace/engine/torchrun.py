@@ -11,36 +11,21 @@ import sys
 import threading
 
 from headrace.config import EngineConfig
-
-SAYS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables by which torchrun is known."""
-
-
-def started_this() -> bool:
-    return all(name in os.environ for name in SAYS)
-
-
-def check(config: EngineConfig) -> None:
-    """Raises ValueError where torchrun started another number of processes than the settings ask for."""
-    wanted = config.context_parallel_size * config.tensor_parallel_size
-    if started_this() and int(os.environ["WORLD_SIZE"]) != wanted:
-        raise ValueError(
-            f"torchrun started {os.environ['WORLD_SIZE']} processes, but context_parallel_size * tensor_parallel_size "
-            f"is {wanted}: make them equal"
-        )
+from headrace.parallel.torchrun_environment import check_size, started_this
 
 
 def serve_if_worker(config: EngineConfig) -> None:
     """On ranks other than 0 serves as a worker and ends the process. Returns on rank 0, and without torchrun.
 
-    Raises ValueError as `check` does, and where hosts cannot reach each other.
+    Raises ValueError where torchrun started another number of processes than the settings have ranks, and where hosts
+    cannot reach each other.
     """
-    check(config)
+    check_size(config.ranks.context * config.ranks.tensor)
     if not started_this() or os.environ["RANK"] == "0":
         return
     from headrace.parallel.launch import run_if_worker
 
-    status = run_if_worker(config.rank_interface)
+    status = run_if_worker(config.ranks.interface)
     if not status:
         sys.exit(0)
     sys.stdout.flush()

@@ -20,9 +20,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
 from headrace import logs
+from headrace.config import EngineConfig
 from headrace.engine import messages as m
 from headrace.engine import process
-from headrace.types import EngineStats, InvalidRequest, UnsupportedModel
+from headrace.stats import EngineStats
+from headrace.types import InvalidRequest, UnsupportedModel
 
 if TYPE_CHECKING:
     from headrace.engine.core import EngineCore
@@ -51,7 +53,7 @@ def main(descriptor: int) -> int:
         except Exception as error:
             log.exception("the engine has failed")
             settings = isinstance(error, ValueError | UnsupportedModel) and not isinstance(error, InvalidRequest)
-            _report(link, m.Failed(f"{type(error).__name__}: {error}", settings))
+            _report(link, m.EngineFailed(f"{type(error).__name__}: {error}", settings))
             return 1
 
 
@@ -120,8 +122,8 @@ class Inbox:
     def _read(self) -> None:
         try:
             while (message := self._link.receive()) is not None:
-                if isinstance(message, m.Ping):
-                    self._link.send(m.Pong())
+                if isinstance(message, m.EnginePing):
+                    self._link.send(m.EnginePong())
                 else:
                     self._messages.put(message)
         except (BrokenPipeError, ConnectionResetError):
@@ -136,7 +138,7 @@ class Inbox:
         end.start()
 
 
-def _report(link: Link, failure: m.Failed) -> None:
+def _report(link: Link, failure: m.EngineFailed) -> None:
     with contextlib.suppress(OSError):  # nobody may be listening any more
         link.send(failure)
 
@@ -154,7 +156,7 @@ class RankWatch:
 
     def end(self, reason: str) -> NoReturn:
         self._once.acquire()
-        _report(self._link, m.Failed(reason))
+        _report(self._link, m.EngineFailed(reason))
         self._ranks.end_workers()
         _leave(1)
 
@@ -168,13 +170,13 @@ def _leave(status: int) -> NoReturn:
 
 def _serve(link: Link, inbox: Inbox, closing: ExitStack) -> int:
     first = inbox.get()
-    if not isinstance(first, m.Load):
+    if not isinstance(first, m.LoadModel):
         return 0
     from headrace.engine.core import EngineCore
     from headrace.engine.loader import load
     from headrace.parallel.transport import RankLost
 
-    loaded = load(first.config, lambda done, total: link.send(m.Progress(done, total)))
+    loaded = load(EngineConfig(**first.settings), lambda done, total: link.send(m.LoadProgress(done, total)))
     closing.callback(loaded.close)
     watch = RankWatch(link, loaded.ranks) if loaded.ranks is not None else None
     try:
@@ -187,7 +189,7 @@ def _serve(link: Link, inbox: Inbox, closing: ExitStack) -> int:
 def _step_on(core: EngineCore, link: Link, inbox: Inbox) -> int:
     """Steps until the other side is gone."""
     inbox.serving.set()
-    link.send(m.Ready(core.loaded.capacity))
+    link.send(m.EngineReady(core.loaded.capacity))
     while True:
         refused: dict[str, str] = {}
         if not _drain(core, inbox, refused):

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from headrace.config import AttentionSpec
 from headrace.kernels import cpu, dispatch
-from headrace.kernels.cpu_step import StepOver
+from headrace.kernels.backend import Attend
 from headrace.kernels.extension import check, require
 from headrace.kernels.ops import Weight
-from headrace.kernels.quantized import Quantized
+
+if TYPE_CHECKING:
+    from headrace.kernels import _cpu as native
 
 MATRICES = ("qkv", "out", "up", "down")
 
 
-Attend = Callable[..., Tensor]
-"""See attention.execute.Attend. Where it has an attribute `over`, a StepOver, all layers go in one call."""
 Watch = Callable[[int, Tensor], object]
 """watch(layer, x [T, H]): x is what enters the layer, and is overwritten after the call."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LayerShape:
     """What the layers of a model have in common. order: pre, post or parallel (models.spec.Block). activation:
     silu_mul (a gated MLP), gelu, gelu_tanh or relu. rms: the norm is RMS norm where it has weights, else LayerNorm."""
 
@@ -60,11 +60,7 @@ def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype) -> str | None:
     choice = dispatch.layer_choice()
     if choice.implementation != "cpu":
         return choice.reason
-    loose = [
-        name
-        for name in MATRICES
-        if any(not isinstance(each.matrices[f"{name}.weight"], cpu.Packed | Quantized) for each in layers)
-    ]
+    loose = [name for name in MATRICES if any(isinstance(each.matrices[f"{name}.weight"], Tensor) for each in layers)]
     if loose:
         return f"not packed: {', '.join(loose)}"
     return None if dtype == torch.bfloat16 else "not in bfloat16"
@@ -73,7 +69,7 @@ def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype) -> str | None:
 class Blocks:
     """The layers of a model, called like decoder.OneByOne. Raises ValueError for weights that do not fit `shape`."""
 
-    def __init__(self, shape: Shape, layers: Sequence[LayerWeights]) -> None:
+    def __init__(self, shape: LayerShape, layers: Sequence[LayerWeights]) -> None:
         self.shape = shape
         self.layers = layers  # keeps the memory that the blocks point to
         self.blocks = [_block(shape, layer, query=True) for layer in layers]
@@ -102,15 +98,14 @@ class Blocks:
         x_at, qkv_at, scratch_at = x.data_ptr(), qkv.data_ptr(), scratch.data_ptr()
         turn_at, turned = self.turn_of(cos_sin, rows)
         last = len(self.blocks) - 1
-        over: StepOver | None = getattr(attend, "over", None)
         begin = 0
-        if over is not None and watch is None:
+        if attend.prepared is not None and watch is None:
             begin = last + (some is None)
-            over.run(self.blocks[:begin], x, (turn_at, turned), qkv, scratch, threads)
+            attend.prepared.run(self.blocks[:begin], x, (turn_at, turned), qkv, scratch, threads)
         for index, block in enumerate(self.blocks[begin:], begin):
             if watch is not None:
                 watch(index, x)
-            block.before(x_at, turn_at, turned, qkv_at, scratch_at, rows, threads)
+            block.before(x_at, turn_at, qkv_at, scratch_at, rotary=turned, rows=rows, threads=threads)
             if index == last and some is not None:
                 attended, x, q = attend(index, q, k, v, some).contiguous(), x[some], q[some]
                 x_at, rows = x.data_ptr(), len(some)
@@ -130,8 +125,11 @@ class Blocks:
             block, queries = self.without_queries[layer], 0
         heads = torch.empty((rows, queries + 2 * spec.kv_heads, spec.head_dim), dtype=x.dtype)
         scratch = torch.empty(block.scratch(rows), dtype=x.dtype)
-        turn = self.turn_of(cos_sin, rows)
-        block.before(x.data_ptr(), *turn, heads.data_ptr(), scratch.data_ptr(), rows, torch.get_num_threads())
+        turn_at, turned = self.turn_of(cos_sin, rows)
+        block.before(
+            x.data_ptr(), turn_at, heads.data_ptr(), scratch.data_ptr(), rotary=turned, rows=rows,
+            threads=torch.get_num_threads(),
+        )  # fmt: skip
         _, k, v = heads.split((queries, spec.kv_heads, spec.kv_heads), dim=1)
         return k, v
 
@@ -146,7 +144,7 @@ class Blocks:
         return cos_sin.data_ptr(), width
 
 
-def _block(shape: Shape, layer: LayerWeights, *, query: bool) -> Any:
+def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Block:
     """The C++ block, which holds addresses only; without queries it has keys and values alone."""
     ext, spec = require(), shape.attention
     heads = spec.heads * spec.head_dim
@@ -156,45 +154,37 @@ def _block(shape: Shape, layer: LayerWeights, *, query: bool) -> Any:
         "up": (shape.inner * (2 if shape.activation == "silu_mul" else 1), shape.hidden),
         "down": (shape.hidden, shape.inner),
     }
-    matrices = [
+    qkv, out, up, down = (
         matrix_of(layer.weights, layer.matrices, name, sizes[name], 0 if query or name != "qkv" else heads)
         for name in MATRICES
-    ]
+    )
     # A parallel block without a norm of its own for the MLP feeds both halves from the same one.
-    norms = [
+    attention_norm, mlp_norm = (
         norm_of(shape, layer.weights, name)
         for name in ("attention_norm", "mlp_norm" if shape.mlp_norm else "attention_norm")
-    ]
-    head_norms = [
+    )
+    q_norm, k_norm = (
         _vector(layer.weights, f"{name}.weight", spec.head_dim) if shape.qk_norm and (query or name == "k_norm") else 0
         for name in ("q_norm", "k_norm")
-    ]
-    order, activation = getattr(ext.Order, shape.order), getattr(ext.Activation, shape.activation)
-    queries = spec.heads if query else 0
-    return ext.Block(
-        order, activation, queries, spec.kv_heads, spec.head_dim, shape.eps, *matrices, *norms, *head_norms
     )
+    return ext.Block(
+        order=getattr(ext.Order, shape.order), activation=getattr(ext.Activation, shape.activation),
+        heads=spec.heads if query else 0, kv_heads=spec.kv_heads, dim=spec.head_dim, eps=shape.eps, qkv=qkv, out=out,
+        up=up, down=down, attention_norm=attention_norm, mlp_norm=mlp_norm, q_norm=q_norm, k_norm=k_norm,
+    )  # fmt: skip
 
 
 def matrix_of(
     weights: Mapping[str, Tensor], matrices: Mapping[str, Weight], name: str, shape: tuple[int, int], first: int = 0
-) -> Any:
+) -> native.Matrix:
     """The outputs of a matrix of this shape from `first` on, as C++ takes it."""
     weight = matrices[f"{name}.weight"]
-    if not isinstance(weight, cpu.Packed | Quantized) or weight.shape != shape:
+    if isinstance(weight, Tensor) or weight.shape != shape:
         raise ValueError(f"{name}.weight must be packed and {list(shape)}, got {list(weight.shape)}")
-    form, bias = require().Form, _vector(weights, f"{name}.bias", shape[0], first)
-    weight = weight.outputs_from(first)
-    outputs, inputs = weight.shape
-    if isinstance(weight, cpu.Packed):
-        return require().Matrix(
-            form.pairs if weight.pairs else form.plain, weight.blocks.data_ptr(), 0, bias, inputs, outputs, weight.gated
-        )
-    kind, codes, scales = form.int8 if weight.bits == 8 else form.int4, weight.codes, weight.scales
-    return require().Matrix(kind, codes.data_ptr(), scales.data_ptr(), bias, inputs, outputs, weight.gated)
+    return weight.outputs_from(first).matrix(_vector(weights, f"{name}.bias", shape[0], first))
 
 
-def norm_of(shape: Shape, weights: Mapping[str, Tensor], name: str) -> Any:
+def norm_of(shape: LayerShape, weights: Mapping[str, Tensor], name: str) -> native.Scale:
     """The norm of that name, as C++ takes it."""
     weight, bias = (_vector(weights, f"{name}.{kind}", shape.hidden) for kind in ("weight", "bias"))
     return require().Scale(shape.rms and weight != 0, weight, bias)

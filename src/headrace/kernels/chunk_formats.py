@@ -26,89 +26,69 @@ All run on the calling thread alone and let other Python threads run meanwhile (
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from headrace.config import OffloadFormat as Format
+from headrace.config import OffloadFormat
 from headrace.kernels import chunk_formats_torch, cpu_attention, dispatch
-from headrace.kernels.chunk_formats_torch import Plane
-from headrace.kernels.extension import check, require
+from headrace.kernels.chunk_formats_torch import FORMATS, Plane
+from headrace.kernels.extension import address, check, require
+from headrace.kernels.records import Layout, Pool
 from headrace.types import CHUNK
 
-Layout = Literal["natural", "paired"]
 ALIGN = 64
 """Sections are filled up to a multiple of this."""
-ELEMENTS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
-FORMATS: dict[Format, int] = {"raw": 0, "int8": 1, "int4": 2}
+ELEMENTS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8"}
+"""C++ names of the types that pools may have."""
 
 
-def kv_bytes(kv_heads: int, dim: int, dtype: torch.dtype, format: Format) -> int:
+def kv_bytes(kv_heads: int, dim: int, dtype: torch.dtype, format: OffloadFormat) -> int:
     """Bytes of a section of keys and values of a pool of this type."""
     return _section(2 * kv_heads * CHUNK * dim, 2 * kv_heads * CHUNK, dtype, format)
 
 
-def x_bytes(hidden: int, dtype: torch.dtype, format: Format) -> int:
+def x_bytes(hidden: int, dtype: torch.dtype, format: OffloadFormat) -> int:
     """Bytes of a section of activations."""
     return _section(CHUNK * hidden, CHUNK, dtype, format)
 
 
-def _section(numbers: int, tokens: int, dtype: torch.dtype, format: Format) -> int:
+def _section(numbers: int, tokens: int, dtype: torch.dtype, format: OffloadFormat) -> int:
     if dtype not in ELEMENTS or format not in FORMATS:
         raise ValueError(f"cannot store {dtype} as {format!r}; formats: {', '.join(FORMATS)}")
-    if format == "int4":
-        size = numbers // chunk_formats_torch.GROUP * 36
-    elif format == "int8" or dtype == torch.int8:
-        size = numbers + 4 * tokens
-    else:
-        size = numbers * dtype.itemsize
-    return -(-size // ALIGN) * ALIGN
-
-
-def layout_of(backend: str, dtype: torch.dtype, dim: int) -> Layout:
-    """How an attention backend ('reference' or 'cpu') arranges the pools where it computes in `dtype`."""
-    return "paired" if backend == "cpu" and cpu_attention.layout(dtype, dim) == "paired" else "natural"
+    return -(-sum(FORMATS[format].sizes(numbers, tokens, dtype)) // ALIGN) * ALIGN
 
 
 def store_kv_many(
     buffer: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
+    pool: Pool,
     slots: Tensor,
-    format: Format,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    format: OffloadFormat,
     dtype: torch.dtype | None = None,
     layout: Layout | None = None,
 ) -> list[bool]:
-    """Fills buffer, uint8 [n, kv_bytes(...)], from chunks `slots`, int32 [n], of one layer.
+    """Fills buffer, uint8 [n, kv_bytes(...)], from chunks `slots`, int32 [n], of one layer's pool.
 
-    Returns which could be. k_pool [slots, Hkv, D, 64], v_pool [slots, Hkv, 64, D], with scales [slots, Hkv, 64] if
-    int8. Rows of the buffer may lie apart. dtype: the type computed in (default: the pool's). layout: see layout_of
-    (default: the C++ kernels').
+    Returns which could be. Rows of the buffer may lie apart. dtype: the type computed in (default: the pool's). layout:
+    how the pool lies (default: as the C++ kernels have it).
     """
-    planes = _kv_planes(k_pool, v_pool, k_scale, v_scale, dtype, layout)
-    return _store(buffer, planes, slots, format, kv_bytes(k_pool.shape[1], k_pool.shape[2], k_pool.dtype, format))
+    planes = _kv_planes(pool, dtype, layout)
+    return _store(buffer, planes, slots, format, kv_bytes(*pool.shape[1:], pool.k.dtype, format))
 
 
 def load_kv_many(
     buffer: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
+    pool: Pool,
     slots: Tensor,
-    format: Format,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    format: OffloadFormat,
     dtype: torch.dtype | None = None,
     layout: Layout | None = None,
 ) -> None:
     """The way back, into chunks `slots`, no two the same; parameters as in store_kv_many."""
-    planes = _kv_planes(k_pool, v_pool, k_scale, v_scale, dtype, layout)
-    _load(buffer, planes, slots, format, kv_bytes(k_pool.shape[1], k_pool.shape[2], k_pool.dtype, format))
+    planes = _kv_planes(pool, dtype, layout)
+    _load(buffer, planes, slots, format, kv_bytes(*pool.shape[1:], pool.k.dtype, format))
 
 
-def store_x_many(buffer: Tensor, x_pool: Tensor, slots: Tensor, format: Format) -> list[bool]:
+def store_x_many(buffer: Tensor, x_pool: Tensor, slots: Tensor, format: OffloadFormat) -> list[bool]:
     """Fills buffer, uint8 [n, x_bytes(...)], from chunks `slots` (int32 [n]) of x_pool [slots, 64, H].
 
     Returns which could be.
@@ -116,37 +96,31 @@ def store_x_many(buffer: Tensor, x_pool: Tensor, slots: Tensor, format: Format) 
     return _store(buffer, _x_planes(x_pool), slots, format, x_bytes(x_pool.shape[-1], x_pool.dtype, format))
 
 
-def load_x_many(buffer: Tensor, x_pool: Tensor, slots: Tensor, format: Format) -> None:
+def load_x_many(buffer: Tensor, x_pool: Tensor, slots: Tensor, format: OffloadFormat) -> None:
     """The way back, into chunks `slots`, no two the same."""
     _load(buffer, _x_planes(x_pool), slots, format, x_bytes(x_pool.shape[-1], x_pool.dtype, format))
 
 
-def _kv_planes(
-    k_pool: Tensor,
-    v_pool: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    dtype: torch.dtype | None,
-    layout: Layout | None,
-) -> list[Plane]:
-    if k_pool.dim() != 4 or k_pool.dtype not in ELEMENTS:
-        raise ValueError(f"k_pool must be [slots, Hkv, D, 64], got {list(k_pool.shape)} of {k_pool.dtype}")
-    slots, heads, dim, _ = k_pool.shape
-    check("k_pool", k_pool, k_pool.dtype, (slots, heads, dim, CHUNK))
-    check("v_pool", v_pool, k_pool.dtype, (slots, heads, CHUNK, dim))
-    if (k_scale is None) != (v_scale is None) or (k_scale is None) == (k_pool.dtype == torch.int8):
-        raise ValueError(f"int8 pools, and no others, have k_scale and v_scale; these are of {k_pool.dtype}")
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+def _kv_planes(pool: Pool, dtype: torch.dtype | None, layout: Layout | None) -> list[Plane]:
+    stored = pool.k.dtype
+    if pool.k.dim() != 4 or stored not in ELEMENTS:
+        raise ValueError(f"k_pool must be [slots, Hkv, D, 64], got {list(pool.k.shape)} of {stored}")
+    slots, heads, dim = pool.shape
+    check("k_pool", pool.k, stored, (slots, heads, dim, CHUNK))
+    check("v_pool", pool.v, stored, (slots, heads, CHUNK, dim))
+    if (pool.k_scale is None) != (pool.v_scale is None) or (pool.k_scale is None) == (stored == torch.int8):
+        raise ValueError(f"int8 pools, and no others, have k_scale and v_scale; these are of {stored}")
+    for name, scale in (("k_scale", pool.k_scale), ("v_scale", pool.v_scale)):
         if scale is not None:
             check(name, scale, torch.float32, (slots, heads, CHUNK))
-    if k_pool.dtype == torch.int8 and dtype is None and layout is None:
+    if stored == torch.int8 and dtype is None and layout is None:
         raise ValueError("int8 pools lie as the type that is computed in asks for: say dtype or layout")
     if layout is None:
-        layout = layout_of("cpu" if dispatch.in_cpp() else "reference", dtype or k_pool.dtype, dim)
-    if layout == "paired" and dim % 2:
+        layout = cpu_attention.layout(dtype or stored, dim) if dispatch.in_cpp() else "plain"
+    vnni = layout == "vnni"
+    if vnni and dim % 2:
         raise ValueError(f"heads of {dim} elements do not lie in pairs")
-    paired = layout == "paired"
-    return [Plane(k_pool, k_scale, True, paired), Plane(v_pool, v_scale, False, paired)]
+    return [Plane(pool.k, pool.k_scale, True, vnni), Plane(pool.v, pool.v_scale, False, vnni)]
 
 
 def _x_planes(x_pool: Tensor) -> list[Plane]:
@@ -157,40 +131,43 @@ def _x_planes(x_pool: Tensor) -> list[Plane]:
     return [Plane(x_pool.view(slots, 1, CHUNK, hidden), None, False, False)]
 
 
-def _store(buffer: Tensor, planes: list[Plane], slots: Tensor, format: Format, size: int) -> list[bool]:
+def _store(buffer: Tensor, planes: list[Plane], slots: Tensor, format: OffloadFormat, size: int) -> list[bool]:
     _check(buffer, slots, size)
     buffer[:, _used(planes, format) :] = 0  # nothing of what was in memory before goes to disk
     if not dispatch.in_cpp():
         _check_slots(planes, slots)
-        return chunk_formats_torch.store(buffer, planes, slots.long(), format)
+        return chunk_formats_torch.store(buffer, planes, slots.long(), FORMATS[format])
     fits = torch.empty(len(slots), dtype=torch.bool)
     _move(fits.data_ptr(), buffer, planes, slots, format)
     return fits.tolist()
 
 
-def _load(buffer: Tensor, planes: list[Plane], slots: Tensor, format: Format, size: int) -> None:
+def _load(buffer: Tensor, planes: list[Plane], slots: Tensor, format: OffloadFormat, size: int) -> None:
     _check(buffer, slots, size)
     if dispatch.in_cpp():
         return _move(0, buffer, planes, slots, format)
     if not len(slots):
         return
     _check_slots(planes, slots)
-    chunk_formats_torch.load(buffer, planes, slots.long(), format)
+    chunk_formats_torch.load(buffer, planes, slots.long(), FORMATS[format])
 
 
-def _used(planes: list[Plane], format: Format) -> int:
+def _used(planes: list[Plane], format: OffloadFormat) -> int:
     """Bytes of a section before it is filled up."""
-    return sum(sum(chunk_formats_torch.sizes(plane, format)) for plane in planes)
+    return sum(sum(plane.sizes(FORMATS[format])) for plane in planes)
 
 
-def _move(fits: int, buffer: Tensor, planes: list[Plane], slots: Tensor, format: Format) -> None:
-    values, keys = planes[-1], planes[0] if len(planes) == 2 else None
+def _move(fits: int, buffer: Tensor, planes: list[Plane], slots: Tensor, format: OffloadFormat) -> None:
+    ext, values, keys = require(), planes[-1], planes[0] if len(planes) == 2 else None
     slot_count, heads, _, dim = values.pool.shape
-    k, k_scale = (0, None) if keys is None else (keys.pool.data_ptr(), keys.scale)
-    require().move_chunks(
-        fits, buffer.data_ptr(), buffer.stride(0), slots.data_ptr(), len(slots), k, values.pool.data_ptr(),
-        0 if k_scale is None else k_scale.data_ptr(), 0 if values.scale is None else values.scale.data_ptr(),
-        slot_count, heads, dim, ELEMENTS[values.pool.dtype], FORMATS[format], values.paired,
+    pool = ext.Pool(
+        0 if keys is None else keys.pool.data_ptr(), values.pool.data_ptr(),
+        0 if keys is None else address(keys.scale), address(values.scale), slots=slot_count, kv_heads=heads, dim=dim,
+    )  # fmt: skip
+    ext.move_chunks(
+        fits, buffer.data_ptr(), slots.data_ptr(), pool, stride=buffer.stride(0), count=len(slots),
+        element=getattr(ext.Element, ELEMENTS[values.pool.dtype]), format=getattr(ext.Format, format),
+        vnni=values.vnni,
     )  # fmt: skip
 
 

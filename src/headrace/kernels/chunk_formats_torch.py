@@ -1,16 +1,17 @@
 """Chunks <-> stored sections in torch: the slow truth beside csrc/stored.cpp, with the same bits, and its stand-in.
 
-n: chunks; heads: Hkv, or 1 for activations; a plane is [heads, D, 64] (K) or [heads, 64, D] (V, X), in natural order.
+n: chunks; heads: Hkv, or 1 for activations; a plane is [heads, D, 64] (K) or [heads, 64, D] (V, X), in plain order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from headrace.config import OffloadFormat as Format
+from headrace.config import OffloadFormat
 from headrace.types import CHUNK
 
 GROUP = 64
@@ -21,24 +22,24 @@ MOST_HALF = 65504.0
 class Plane:
     """One kind of numbers of a layer: its pool [slots, heads, rows, cols], and scales [slots, heads, 64] if int8.
 
-    by_column: an int8 scale is for one column (a key's), not for one row. paired: see kernels.cpu_attention.layout.
+    by_column: an int8 scale is for one column (a key's), not for one row. vnni: see kernels.cpu_attention.layout.
     """
 
     pool: Tensor
     scale: Tensor | None
     by_column: bool
-    paired: bool
+    vnni: bool
 
     def get(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Numbers [n, heads, rows, cols] and scales of these chunks, in natural order."""
+        """Numbers [n, heads, rows, cols] and scales of these chunks, in plain order."""
         x = self.pool[slots]
-        if self.paired:
+        if self.vnni:
             count, heads, rows, cols = x.shape
             x = x.view(count, heads, rows // 2, cols, 2).transpose(3, 4).reshape(x.shape)
         return x, None if self.scale is None else self.scale[slots]
 
     def set(self, slots: Tensor, x: Tensor, scale: Tensor | None) -> None:
-        if self.paired:
+        if self.vnni:
             count, heads, rows, cols = x.shape
             x = x.view(count, heads, rows // 2, 2, cols).transpose(3, 4).reshape(x.shape)
         self.pool[slots] = x
@@ -46,16 +47,92 @@ class Plane:
             assert scale is not None
             self.scale[slots] = scale
 
+    def shape(self, count: int) -> tuple[int, ...]:
+        """Of the numbers of so many chunks."""
+        return (count, *self.pool.shape[1:])
+
+    def sizes(self, format: ChunkFormat) -> tuple[int, int]:
+        """Bytes of a chunk's numbers and of its scales."""
+        _, heads, rows, cols = self.pool.shape
+        return format.sizes(heads * rows * cols, heads * CHUNK, self.pool.dtype)
+
     def spread(self, scale: Tensor) -> Tensor:
         """Scales [n, heads, 64] as they multiply numbers."""
         return scale[..., None, :] if self.by_column else scale[..., None]
 
 
-def store(buffer: Tensor, planes: list[Plane], slots: Tensor, format: Format) -> list[bool]:
+class ChunkFormat(Protocol):
+    """How a plane's chunks are stored. Another one is a class here, its name in config.OffloadFormat, and its C++ side
+    (Format and csrc/stored.cpp)."""
+
+    def sizes(self, numbers: int, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes of `numbers` numbers of a pool's type and of the scales beside them. tokens: one for each head."""
+
+    def encode(self, plane: Plane, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Numbers, scales and whether the format holds them, of each chunk."""
+
+    def decode(self, plane: Plane, code: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Numbers and scales as the pool has them, of bytes [n, ...] each."""
+
+
+class Raw:
+    """As the pool has it."""
+
+    def sizes(self, numbers: int, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
+        return numbers * dtype.itemsize, 4 * tokens if dtype == torch.int8 else 0
+
+    def encode(self, plane: Plane, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, scale = plane.get(slots)
+        none = torch.empty(len(slots), 0)
+        return x, none if scale is None else scale, torch.ones(len(slots), dtype=torch.bool)
+
+    def decode(self, plane: Plane, code: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+        stored = None if plane.scale is None else scale.view(torch.float32).view(len(code), -1, CHUNK)
+        return code.view(plane.pool.dtype).view(plane.shape(len(code))), stored
+
+
+class Int8(Raw):
+    """Codes under a scale for each token and head; an int8 pool as it is."""
+
+    def sizes(self, numbers: int, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
+        return numbers, 4 * tokens
+
+    def encode(self, plane: Plane, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if plane.scale is not None:
+            return super().encode(plane, slots)
+        wide = plane.get(slots)[0].float()
+        return *_quantise8(plane, wide), wide.isfinite().flatten(1).all(1)
+
+    def decode(self, plane: Plane, code: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+        if plane.scale is not None:
+            return super().decode(plane, code, scale)
+        scales = plane.spread(scale.view(torch.float32).view(len(code), -1, CHUNK))
+        return (code.view(torch.int8).view(plane.shape(len(code))) * scales).to(plane.pool.dtype), None
+
+
+class Int4:
+    """Codes in groups of 64 numbers that follow one another."""
+
+    def sizes(self, numbers: int, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
+        return numbers // 2, numbers // GROUP * 4
+
+    def encode(self, plane: Plane, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, scale = plane.get(slots)
+        return _quantise4(x.float() if scale is None else x.float() * plane.spread(scale))
+
+    def decode(self, plane: Plane, code: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+        wide = _widen4(code, scale).view(plane.shape(len(code)))
+        return (wide.to(plane.pool.dtype), None) if plane.scale is None else _quantise8(plane, wide)
+
+
+FORMATS: dict[OffloadFormat, ChunkFormat] = {"raw": Raw(), "int8": Int8(), "int4": Int4()}
+
+
+def store(buffer: Tensor, planes: list[Plane], slots: Tensor, format: ChunkFormat) -> list[bool]:
     """Fills the rows of buffer [n, bytes]: for each, whether the format holds its numbers."""
     codes, scales, fits = [], [], torch.ones(len(slots), dtype=torch.bool)
     for plane in planes:
-        code, scale, good = _encode(plane, slots, format)
+        code, scale, good = format.encode(plane, slots)
         fits &= good
         codes.append(_bytes(code))
         scales.append(_bytes(scale))
@@ -64,48 +141,13 @@ def store(buffer: Tensor, planes: list[Plane], slots: Tensor, format: Format) ->
     return fits.tolist()
 
 
-def load(buffer: Tensor, planes: list[Plane], slots: Tensor, format: Format) -> None:
+def load(buffer: Tensor, planes: list[Plane], slots: Tensor, format: ChunkFormat) -> None:
     """Fills the chunks `slots` [n] from the rows of `buffer`."""
-    empty = [sizes(plane, format) for plane in planes]
+    empty = [plane.sizes(format) for plane in planes]
     cuts = [code for code, _ in empty] + [scale for _, scale in empty]
     parts = buffer[:, : sum(cuts)].split(cuts, dim=1)
     for plane, code, scale in zip(planes, parts[: len(planes)], parts[len(planes) :], strict=True):
-        plane.set(slots, *_decode(plane, code.contiguous(), scale.contiguous(), format))
-
-
-def sizes(plane: Plane, format: Format) -> tuple[int, int]:
-    """Bytes of a chunk's numbers and of its scales."""
-    _, heads, rows, cols = plane.pool.shape
-    numbers = heads * rows * cols
-    if format == "int4":
-        return numbers // 2, numbers // GROUP * 4
-    if format == "int8" or plane.scale is not None:
-        return numbers, heads * CHUNK * 4
-    return numbers * plane.pool.element_size(), 0
-
-
-def _encode(plane: Plane, slots: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers, scales and whether they fit, of each chunk."""
-    x, scale = plane.get(slots)
-    fine = torch.ones(len(slots), dtype=torch.bool)
-    if format == "raw" or (format == "int8" and scale is not None):
-        return x, torch.empty(len(slots), 0) if scale is None else scale, fine
-    wide = x.float() if scale is None else x.float() * plane.spread(scale)
-    if format == "int4":
-        return _quantise4(wide)
-    return *_quantise8(plane, wide), wide.isfinite().flatten(1).all(1)
-
-
-def _decode(plane: Plane, code: Tensor, scale: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
-    shape = (len(code), *plane.pool.shape[1:])
-    if format == "raw" or (format == "int8" and plane.scale is not None):
-        stored = scale.view(torch.float32).view(len(code), -1, CHUNK) if plane.scale is not None else None
-        return code.view(plane.pool.dtype).view(shape), stored
-    if format == "int4":
-        wide = _widen4(code, scale).view(shape)
-    else:
-        wide = code.view(torch.int8).view(shape) * plane.spread(scale.view(torch.float32).view(len(code), -1, CHUNK))
-    return (wide.to(plane.pool.dtype), None) if plane.scale is None else _quantise8(plane, wide)
+        plane.set(slots, *format.decode(plane, code.contiguous(), scale.contiguous()))
 
 
 def _quantise8(plane: Plane, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,18 @@ tensors it cannot take, and for an instruction set in HEADRACE_ISA that this mac
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Protocol
+
 import torch
 from torch import Tensor
 
+from headrace.kernels.backend import Capabilities
 from headrace.kernels.cpu_attention import append, arrange, attend, layout, partial
-from headrace.kernels.cpu_states import empty_fold, finish, fold_blocks, fold_into, merge, states_of
+from headrace.kernels.cpu_states import empty_running, finish, merge_blocks, merge_into, merge_states, states_of
+from headrace.kernels.cpu_step import Step as prepare
 from headrace.kernels.extension import (
-    PAIRED,
+    TYPES,
+    VNNI_ISAS,
     available,
     available_isas,
     describe,
@@ -22,21 +27,36 @@ from headrace.kernels.extension import (
     use_isa,
     use_l1,
 )
+from headrace.kernels.extension import address as _address
 from headrace.kernels.extension import check as _check
 from headrace.kernels.extension import heads_of as _heads
 from headrace.kernels.extension import require as _require
 from headrace.kernels.extension import type_of as _type_of
+from headrace.kernels.extension import unavailable_reason as missing
 from headrace.memory import copied
 
+if TYPE_CHECKING:
+    from headrace.kernels import _cpu as native
+
 __all__ = [
-    "append", "arrange", "attend", "available", "available_isas", "describe", "empty_fold", "finish", "fold_blocks",
-    "fold_into",
-    "isa", "layout", "merge", "partial", "states_of", "supports", "unavailable_reason", "use_isa", "use_l1",
+    "append", "arrange", "attend", "available", "available_isas", "capabilities", "describe", "described",
+    "empty_running", "finish", "isa", "layout", "merge_blocks", "merge_into", "merge_states", "missing", "partial",
+    "prepare", "states_of", "supports", "unavailable_reason", "use_isa", "use_l1",
 ]  # fmt: skip
-"""What comes from the other files: callers need to know of one module only."""
+"""What comes from the other files: callers need to know of one module only. It is a backend (kernels.backend)."""
+
+capabilities = Capabilities(
+    name="cpu", kernels="the C++ kernels", spoken_of="they", devices=("cpu",), dtypes=tuple(TYPES), int8=True,
+    pieces=True, prepared_step=True, all_layers=True, automatic=True,
+)  # fmt: skip
 
 COLUMNS = 64
 """Outputs in a block of packed weights."""
+
+
+def described(device: torch.device) -> str:
+    """The kernels in use."""
+    return describe()
 
 
 class Packed:
@@ -67,6 +87,14 @@ class Packed:
         """Whether inputs lie in pairs."""
         return self.blocks.dim() == 4
 
+    def matrix(self, bias: int) -> native.Matrix:
+        """See StoredWeight."""
+        form, (outputs, inputs) = _require().Form, self.shape
+        return _require().Matrix(
+            form.pairs if self.pairs else form.plain, self.blocks.data_ptr(), 0, bias, inputs=inputs, outputs=outputs,
+            gated=self.gated,
+        )  # fmt: skip
+
     def outputs_from(self, first: int) -> Packed:
         """The outputs from `first` on, a multiple of 64: a view."""
         tail = object.__new__(Packed)
@@ -82,7 +110,8 @@ class Packed:
 
 def in_turn(weight: Tensor) -> Tensor:
     """weight [2 I, K] with 64 rows of the first half, then 64 of the second, and so on. I is a multiple of 64."""
-    return weight.unflatten(0, (2, -1, COLUMNS)).transpose(0, 1).flatten(0, 2)
+    halves: Tensor = weight.unflatten(0, (2, -1, COLUMNS))
+    return halves.transpose(0, 1).flatten(0, 2)
 
 
 def whole_blocks(outputs: int) -> int:
@@ -94,7 +123,7 @@ def whole_blocks(outputs: int) -> int:
 
 def has_pairs() -> bool:
     """Whether the instruction set in use multiplies bf16 in pairs."""
-    return available() and isa() in PAIRED
+    return available() and isa() in VNNI_ISAS
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -108,21 +137,35 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, wide: bool = F
 
     Raises ValueError for a weight in pairs on an instruction set without them.
     """
-    outputs, inputs = weight.shape
-    dtype = weight.blocks.dtype
+    inputs, dtype = weight.shape[1], weight.blocks.dtype
     if x.dtype != dtype or not x.is_cpu or x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
         raise ValueError(
             f"x must be a CPU tensor [T, {inputs}] of {dtype} with contiguous rows, "
             f"got {list(x.shape)} of {x.dtype} on {x.device}"
         )
+    return product(x, weight, bias, wide)
+
+
+class StoredWeight(Protocol):
+    """A weight [N, K] in a form that the C++ products read. gated: `product` gives N / 2 outputs (see Packed)."""
+
+    shape: tuple[int, int]
+    gated: bool
+
+    def matrix(self, bias: int) -> native.Matrix:
+        """The weight with a bias at that address (0: none), as the extension takes it."""
+
+
+def product(x: Tensor, weight: StoredWeight, bias: Tensor | None, wide: bool) -> Tensor:
+    """x [T, K], checked, times a weight, plus bias: [T, N] (gated: [T, N / 2]), fp32 if `wide`, else as x."""
+    outputs, _ = weight.shape
     if bias is not None:
-        _check("bias", bias, dtype, (outputs,))
+        _check("bias", bias, x.dtype, (outputs,))
     width = outputs // 2 if weight.gated else outputs
-    out = torch.empty((x.shape[0], width), dtype=torch.float32 if wide else dtype)
+    out = torch.empty((x.shape[0], width), dtype=torch.float32 if wide else x.dtype)
     _require().linear(
-        _type_of(x), weight.pairs, x.data_ptr(), weight.blocks.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        out.data_ptr(), x.shape[0], x.stride(0), inputs, outputs, weight.gated, wide,
-        torch.get_num_threads(),
+        _type_of(x), x.data_ptr(), weight.matrix(_address(bias)), out.data_ptr(), rows=x.shape[0],
+        x_stride=x.stride(0), wide=wide, threads=torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -139,23 +182,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     _check("weight", weight, x.dtype, (width,))
     out = torch.empty_like(x)
     _require().rms_norm(
-        _type_of(x), x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps, torch.get_num_threads()
-    )
+        _type_of(x), x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows=rows, width=width, eps=eps,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
     return out
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, rounded once."""
     x, rows, width = _rows(x)
-    addresses = []
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
             _check(name, vector, x.dtype, (width,))
-        addresses.append(0 if vector is None else vector.data_ptr())
     out = torch.empty_like(x)
     _require().layer_norm(
-        _type_of(x), x.data_ptr(), *addresses, out.data_ptr(), rows, width, eps, torch.get_num_threads()
-    )
+        _type_of(x), x.data_ptr(), _address(weight), _address(bias), out.data_ptr(), rows=rows, width=width, eps=eps,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
     return out
 
 
@@ -210,8 +253,8 @@ def rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
     _check("cos_sin", cos_sin, torch.float32, (rows, width))
     out = torch.empty((rows, heads, dim), dtype=x.dtype)
     _require().rotary(
-        _type_of(x), x.data_ptr(), out.data_ptr(), cos_sin.data_ptr(), rows, x_stride, heads, dim, width,
-        torch.get_num_threads(),
+        _type_of(x), x.data_ptr(), cos_sin.data_ptr(), out.data_ptr(), rows=rows, x_stride=x_stride, heads=heads,
+        dim=dim, width=width, threads=torch.get_num_threads(),
     )  # fmt: skip
     return out
 

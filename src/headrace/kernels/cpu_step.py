@@ -7,27 +7,30 @@ T: rows; Hq, Hkv: query and KV heads; D: head size. Index data is checked once f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from headrace.kernels.extension import TYPES, check, require, supports
+from headrace.kernels.extension import TYPES, address, check, require, supports
+from headrace.kernels.records import Pool
 from headrace.types import CHUNK
+
+if TYPE_CHECKING:
+    from headrace.kernels import _cpu as native
 
 
 class Pools:
-    """Keys and values of all layers, k [slots, Hkv, D, 64] and v [slots, Hkv, 64, D] each, as the extension takes them.
-    Raises ValueError unless all are alike."""
+    """The pools of all layers, checked once. Raises ValueError unless all are alike."""
 
-    def __init__(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
-        slots, kv_heads, dim, _ = k[0].shape
-        self.shape, self.dtype = (slots, kv_heads, dim), k[0].dtype
-        for each_k, each_v in zip(k, v, strict=True):
-            check("k_pool", each_k, self.dtype, (slots, kv_heads, dim, CHUNK))
-            check("v_pool", each_v, self.dtype, (slots, kv_heads, CHUNK, dim))
-        self.k, self.v = [each.data_ptr() for each in k], [each.data_ptr() for each in v]
-        self._keep = (k, v)  # the addresses are theirs
+    def __init__(self, pools: Sequence[Pool]) -> None:
+        self.layers = pools
+        self.shape, self.dtype = pools[0].shape, pools[0].k.dtype
+        slots, kv_heads, dim = self.shape
+        for each in pools:
+            check("k_pool", each.k, self.dtype, (slots, kv_heads, dim, CHUNK))
+            check("v_pool", each.v, self.dtype, (slots, kv_heads, CHUNK, dim))
+        self.addresses = [(each.k.data_ptr(), each.v.data_ptr()) for each in pools]
 
 
 class Step:
@@ -59,10 +62,10 @@ class Step:
         check("offsets", offsets, torch.int32, (rows,))
         if bias is not None:
             check("bias", bias, torch.float32, (heads, bias.shape[-1]))
-        self.handle: Any = require().Step(
-            TYPES[dtype], positions.data_ptr(), slots.data_ptr(), offsets.data_ptr(),
-            0 if bias is None else bias.data_ptr(), 0 if bias is None else bias.shape[-1], rows, heads, kv_heads, dim,
-            slot_count, scale, torch.get_num_threads(),
+        self.handle = require().AttentionStep(
+            TYPES[dtype], positions.data_ptr(), slots.data_ptr(), offsets.data_ptr(), address(bias),
+            bias_len=0 if bias is None else bias.shape[-1], rows=rows, heads=heads, kv_heads=kv_heads, dim=dim,
+            slot_count=slot_count, scale=scale, threads=torch.get_num_threads(),
         )  # fmt: skip
         self._kinds = {window: self._add(window, each) for window, each in items.items()}
 
@@ -76,33 +79,34 @@ class Step:
 
     def _add(self, window: int | None, items: Tensor) -> int:
         check("items", items, torch.int32, (items.shape[0], 4))
-        kind: int = self.handle.add_items(items.data_ptr(), items.shape[0], window or 0)
-        return kind
+        return self.handle.add_items(items.data_ptr(), items.shape[0], window or 0)
 
-    def __call__(self, k_pool: Tensor, v_pool: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """Stores k, v [T, Hkv, D] in the pools, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory.
+    def __call__(self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory.
 
         Rows of q, k and v must be contiguous each, but may lie apart.
         """
-        check("k_pool", k_pool, self.dtype, self.k_pool_shape)
-        check("v_pool", v_pool, self.dtype, self.v_pool_shape)
+        check("k_pool", pool.k, self.dtype, self.k_pool_shape)
+        check("v_pool", pool.v, self.dtype, self.v_pool_shape)
         q_stride = self._row_stride("q", q, self.q_shape)
         k_stride, v_stride = self._row_stride("k", k, self.kv_shape), self._row_stride("v", v, self.kv_shape)
         out = torch.empty(self.q_shape, dtype=self.dtype)
+        layer = require().StepLayer(self._kinds[window], pool.k.data_ptr(), pool.v.data_ptr())
         self.handle.run(
-            self._kinds[window], q.data_ptr(), q_stride, k.data_ptr(), k_stride, v.data_ptr(), v_stride,
-            k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr(),
+            layer, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), q_stride=q_stride, k_stride=k_stride,
+            v_stride=v_stride,
         )  # fmt: skip
         return out
 
     def over(self, pools: Pools, windows: Sequence[int | None]) -> StepOver:
         """The step in layers with these pools and windows. Raises ValueError for pools of another shape or type."""
-        if (pools.shape, pools.dtype) != (self.shape, self.dtype) or len(windows) != len(pools.k):
+        if (pools.shape, pools.dtype) != (self.shape, self.dtype) or len(windows) != len(pools.layers):
             raise ValueError(
                 f"{len(windows)} layers need pools of {self.shape} in {self.dtype}, "
-                f"got {len(pools.k)} of {pools.shape} in {pools.dtype}"
+                f"got {len(pools.layers)} of {pools.shape} in {pools.dtype}"
             )
-        return StepOver(self, pools, [self._kinds[window] for window in windows])
+        layer, places = require().StepLayer, zip(windows, pools.addresses, strict=True)
+        return StepOver(self, pools, [layer(self._kinds[window], *at) for window, at in places])
 
     def _row_stride(self, name: str, x: Tensor, shape: tuple[int, int, int]) -> int:
         """Elements from row to row of x."""
@@ -117,11 +121,17 @@ class Step:
 class StepOver:
     """A step's attention in the layers of a model, made by Step.over."""
 
-    def __init__(self, step: Step, pools: Pools, kinds: list[int]) -> None:
-        self.step, self.pools, self.kinds = step, pools, kinds
+    def __init__(self, step: Step, pools: Pools, layers: list[native.StepLayer]) -> None:
+        self.step, self.pools, self.layers = step, pools, layers
 
     def run(
-        self, blocks: Sequence[Any], x: Tensor, turn: tuple[int, int], qkv: Tensor, scratch: Tensor, threads: int
+        self,
+        blocks: Sequence[native.Block],
+        x: Tensor,
+        turn: tuple[int, int],
+        qkv: Tensor,
+        scratch: Tensor,
+        threads: int,
     ) -> None:
         """The first layers, whose C++ blocks these are: x [T, H] becomes what the last of them leaves.
 
@@ -133,6 +143,6 @@ class StepOver:
         check("x", x, self.step.dtype, (rows, x.shape[-1]))
         attended = torch.empty(self.step.q_shape, dtype=self.step.dtype)
         self.step.handle.run_blocks(
-            list(blocks), self.kinds, self.pools.k, self.pools.v, x.data_ptr(), *turn, qkv.data_ptr(),
-            attended.data_ptr(), scratch.data_ptr(), rows, threads,
+            list(blocks), self.layers, x.data_ptr(), qkv.data_ptr(), attended.data_ptr(), scratch.data_ptr(),
+            cos_sin=turn[0], rotary=turn[1], rows=rows, threads=threads,
         )  # fmt: skip

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from headrace.config import Backend
-from headrace.kernels import cpu
+from headrace.config import Backend, Quantization
+from headrace.kernels import cpu, registry
+from headrace.kernels.backend import listed
 
 log = logging.getLogger(__name__)
 
@@ -20,13 +20,13 @@ Implementation = Literal["cpu", "torch", "ops"]
 """ops: a layer of the decoder one operation at a time, whatever implements those."""
 
 NATIVE_OPS = ("attend", "append", "rms_norm", "layer_norm", "silu_mul", "gelu", "relu", "rotary", "greatest")
-LARGEST_TRITON_HEAD = 256
+QUANTIZED = tuple(scheme for scheme in get_args(Quantization) if scheme != "none")
 TRITON_OPS = ("attend", "append", "rms_norm", "linear")
 TORCH_LINEAR = "torch's matrix product, 32 rows at a time"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OpChoice:
     """One row of the table."""
 
     implementation: Implementation
@@ -82,35 +82,35 @@ def in_cpp() -> bool:
     return cpu.available() and _forced != "torch"
 
 
-def table() -> dict[str, Choice]:
+def table() -> dict[str, OpChoice]:
     """The choice for each operation on CPU tensors of bfloat16 or float32."""
-    products = {"linear": _linear_choice()} | {f"linear_{scheme}": _quantized_choice() for scheme in ("int8", "int4")}
+    products = {"linear": _linear_choice()} | {f"linear_{scheme}": _quantized_choice() for scheme in QUANTIZED}
     return {name: _native_choice() for name in NATIVE_OPS} | products | {"layer": layer_choice()}
 
 
-def layer_choice() -> Choice:
+def layer_choice() -> OpChoice:
     """How the layers of a decoder are computed whose weights are all packed; all others go op by op."""
     if _forced in ("torch", "ops"):
-        return Choice("ops", "forced")
+        return OpChoice("ops", "forced")
     native = _native_choice()
     if native.implementation == "cpu":
         how = "two calls beside attention (bfloat16; float32 one operation at a time)"
-        return Choice("cpu", f"{native.reason}, {how}")
-    return Choice("ops", "one operation at a time, since linear is torch's")
+        return OpChoice("cpu", f"{native.reason}, {how}")
+    return OpChoice("ops", "one operation at a time, since linear is torch's")
 
 
-def _linear_choice() -> Choice:
+def _linear_choice() -> OpChoice:
     native = _native_choice()
     if native.implementation == "torch":
-        return Choice("torch", f"{native.reason}: {TORCH_LINEAR}")
-    return Choice("cpu", f"{native.reason}, packed weights, {_how()}")
+        return OpChoice("torch", f"{native.reason}: {TORCH_LINEAR}")
+    return OpChoice("cpu", f"{native.reason}, packed weights, {_how()}")
 
 
-def _quantized_choice() -> Choice:
+def _quantized_choice() -> OpChoice:
     native = _native_choice()
     if native.implementation == "torch":
-        return Choice("torch", f"{native.reason}: weights are rounded, but kept in full size")
-    return Choice("cpu", f"{native.reason}, {_how()}")
+        return OpChoice("torch", f"{native.reason}: weights are rounded, but kept in full size")
+    return OpChoice("cpu", f"{native.reason}, {_how()}")
 
 
 def _how() -> str:
@@ -118,11 +118,11 @@ def _how() -> str:
     return "bfloat16 in pairs (float32 plainly)" if cpu.has_pairs() else "weights to fp32 as they are multiplied"
 
 
-def _native_choice() -> Choice:
+def _native_choice() -> OpChoice:
     reason = cpu.unavailable_reason()
     if reason is not None:
-        return Choice("torch", reason)
-    return Choice("torch", "forced") if _forced == "torch" else Choice("cpu", cpu.describe())
+        return OpChoice("torch", reason)
+    return OpChoice("torch", "forced") if _forced == "torch" else OpChoice("cpu", cpu.describe())
 
 
 def reasons(gpu: bool = False) -> dict[str, str]:
@@ -137,49 +137,42 @@ def reasons(gpu: bool = False) -> dict[str, str]:
     )
 
 
-def choose(
-    backend: Backend, dtype: torch.dtype, device: torch.device | str = "cpu", head_dim: int = 0
-) -> Literal["reference", "cpu", "triton"]:
-    """The attention backend for `backend` on a device and heads of a size, logged once with its reason.
+def choose(backend: Backend, dtype: torch.dtype, device: torch.device | str = "cpu", head_dim: int = 0) -> str:
+    """The name of the attention backend for `backend` on a device and heads of a size, logged once with its reason.
 
     Raises ValueError, with the remedy, where the one asked for cannot run here.
     """
-    device_type = torch.device(device).type
-    if backend == "triton":
-        reason = no_triton() or (None if device_type == "cuda" else f"it runs on a CUDA device, not on {device_type}")
-        if reason is None and head_dim > LARGEST_TRITON_HEAD:
-            reason = f"it takes heads of up to {LARGEST_TRITON_HEAD}, the model's are {head_dim}"
-        if reason is not None:
-            raise ValueError(f"attention_backend 'triton': {reason}; use 'auto', 'cpu' or 'reference'")
-        _log_choice("triton", f"asked for, on {torch.cuda.get_device_name(device)}")
-        return "triton"
-    obstacle = _obstacle(dtype, device_type)
-    if backend == "cpu" and obstacle is not None:
-        raise ValueError(f"attention_backend 'cpu': {obstacle}; use 'auto' or 'reference'")
-    if backend == "reference":
-        _log_choice("reference", "asked for")
-        return "reference"
-    if obstacle is not None:
-        _log_choice("reference", f"the C++ kernels cannot be used: {obstacle}")
-        return "reference"
-    _log_choice("cpu", cpu.describe())
-    return "cpu"
+    place, names = torch.device(device), list(registry.BACKENDS)
+    if backend == "auto":
+        return _best(dtype, place, head_dim)
+    reason = obstacle(backend, dtype, place, head_dim)
+    if reason is not None:
+        others = ["auto", *names[names.index(backend) + 1 :]]
+        remedy = listed([repr(each) for each in others], "or")
+        raise ValueError(f"attention_backend {backend!r}: {reason}; use {remedy}")
+    _log_choice(backend, registry.backend(backend).described(place))
+    return backend
 
 
-def no_triton() -> str | None:
-    """Why there are no Triton kernels here; None where there are."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    return None if find_spec("triton") else "the package triton is missing, which comes with torch's builds for CUDA"
+def _best(dtype: torch.dtype, device: torch.device, head_dim: int) -> str:
+    """The first backend that may be chosen and has no obstacle."""
+    why = None
+    for name in registry.BACKENDS:
+        kernels = registry.backend(name)
+        if not kernels.capabilities.automatic:
+            continue
+        reason = obstacle(name, dtype, device, head_dim)
+        if reason is None:
+            _log_choice(name, why or kernels.described(device))
+            return name
+        why = why or f"{kernels.capabilities.kernels} cannot be used: {reason}"
+    raise ValueError(f"no attention backend computes in {dtype} on {device}")
 
 
-def _obstacle(dtype: torch.dtype, device_type: str) -> str | None:
-    """Why the C++ kernels cannot serve this type and device; None where they can."""
-    if not cpu.available():
-        return cpu.unavailable_reason()
-    if device_type != "cpu":
-        return f"they run on the CPU, not on {device_type}"
-    return None if cpu.supports(dtype) else f"they compute in bfloat16 and float32, not {dtype}"
+def obstacle(name: str, dtype: torch.dtype, device: torch.device, head_dim: int = 0) -> str | None:
+    """Why a backend cannot serve this type, device and head size; None where it can."""
+    kernels = registry.backend(name)
+    return kernels.missing() or kernels.capabilities.obstacle(dtype, device.type, head_dim)
 
 
 @cache

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from headrace.kernels._cpu import Extension
+
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
 """The C++ kernels' numbers of the types that they compute in."""
-PAIRED = ("avx512bf16", "amx")
+VNNI_ISAS = ("avx512bf16", "amx")
 """Instruction sets that multiply bf16 in pairs: they share a layout of chunks, and states in base 2."""
 
 
-def _load() -> tuple[Any, str | None]:
+def _load() -> tuple[Extension | None, str | None]:
     """The extension, or why there is none."""
     try:
         return usable(import_module("headrace.kernels._cpu"))
@@ -32,7 +35,7 @@ def _load() -> tuple[Any, str | None]:
         return None, f"extension does not load: {error}"
 
 
-def usable(built: Any) -> tuple[Any, str | None]:
+def usable(built: Extension) -> tuple[Extension | None, str | None]:
     """The extension, or why it is of no use here: it may have been built for one processor and taken to another."""
     if built.available_isas():
         return built, None
@@ -55,7 +58,7 @@ def unavailable_reason() -> str | None:
 
 def isa() -> str:
     """The instruction set in use, one of `available_isas`. Raises ValueError if HEADRACE_ISA names another."""
-    return str(require().isa())
+    return require().isa()
 
 
 def available_isas() -> tuple[str, ...]:
@@ -83,11 +86,16 @@ def supports(dtype: torch.dtype) -> bool:
     return dtype in TYPES
 
 
-def require() -> Any:
+def require() -> Extension:
     """The C++ module. Raises ValueError with the reason where there is none."""
     if _ext is None:
         raise ValueError(f"the C++ kernels are not available ({unavailable_reason()})")
     return _ext
+
+
+def address(x: Tensor | None) -> int:
+    """Where a tensor lies, as the extension takes it: 0 for none."""
+    return 0 if x is None else x.data_ptr()
 
 
 def type_of(x: Tensor) -> int:

@@ -36,7 +36,7 @@ class Ends:
     Raises ValueError for those that do not fit layers of `shape`.
     """
 
-    def __init__(self, shape: block.Shape, weights: Mapping[str, Tensor], matrices: Mapping[str, Weight]) -> None:
+    def __init__(self, shape: block.LayerShape, weights: Mapping[str, Tensor], matrices: Mapping[str, Weight]) -> None:
         embed, head = weights["embed.weight"], matrices["head.weight"]
         check("embed.weight", embed, torch.bfloat16, (len(embed), shape.hidden))
         norm, matrix = block.norm_of(shape, weights, "final_norm"), (head.shape[0], shape.hidden)
@@ -58,14 +58,14 @@ class ModelStep:
     def __init__(self, ends: Ends, blocks: block.Blocks, over: StepOver, turns: Tensor | None) -> None:
         spec, (rows, heads, dim) = blocks.shape.attention, over.step.q_shape
         ours = (len(blocks.blocks), spec.heads, spec.kv_heads, spec.head_dim)
-        theirs = (len(over.kinds), heads, over.step.kv_shape[1], dim)
+        theirs = (len(over.layers), heads, over.step.kv_shape[1], dim)
         if ours != theirs:
             raise ValueError(f"the step is of (layers, heads, KV heads, head size) {theirs}, the model of {ours}")
         count = 0 if turns is None else len(turns)
         table, width = blocks.turn_of(turns, count)
-        self._step, pools = over.step.handle, over.pools
-        self._whole = require().Whole(
-            ends.handle, blocks.blocks, self._step, over.kinds, pools.k, pools.v, table, count, width
+        self._step = over.step.handle
+        self._whole = require().ModelStep(
+            ends.handle, blocks.blocks, self._step, over.layers, turns=table, turn_rows=count, rotary=width
         )
         self._keep = (ends, blocks, over, turns)  # what the C++ object refers to
         self.logits = torch.empty((rows, ends.width))

@@ -2,7 +2,7 @@
 torch would add up in an order of its own, torch otherwise.
 
 T: rows, H: width, I: MLP width, D: head size. Every operation gives a row the same bits whatever other rows ride along
-(DESIGN, section 3, rule 2). C++ and torch differ in the last bit; `table.force` selects either.
+(docs/architecture.md, rule 2). C++ and torch differ in the last bit; `dispatch.force` selects either.
 """
 
 from __future__ import annotations

@@ -8,17 +8,92 @@ eighth less error in all; llama.cpp's Q4_0 does the same in groups of 32).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Protocol
+
 import torch
 from torch import Tensor
 
 from headrace.config import Quantization
 from headrace.kernels import cpu
-from headrace.kernels.extension import check, require, type_of
+from headrace.kernels.backend import listed
+from headrace.kernels.extension import require, type_of
 from headrace.memory import copied
 
-BITS: dict[Quantization, int] = {"int8": 8, "int4": 4}
+if TYPE_CHECKING:
+    from headrace.kernels import _cpu as native
+
 GROUP = 64
 """Inputs under one scale in int4."""
+
+
+class WeightFormat(Protocol):
+    """How weights are rounded, and how the C++ product reads them. Another one is a class here, its name in
+    config.Quantization, and its C++ side (Form and its kernel)."""
+
+    inputs: int
+    """A matrix's inputs are a multiple of this."""
+    codes: tuple[int, int]
+    """The least and the greatest."""
+
+    def scales(self, weight: Tensor) -> Tensor:
+        """Scales fp32 [N, G] of a weight fp32 [N, K]: K / G inputs in a row share one."""
+
+    def pack_codes(self, codes: Tensor) -> Tensor:
+        """Codes int8 [64 n, K], with outputs in the order of `in_turn` where gated, as C++ reads them: [n, ...]."""
+
+    def pack_scales(self, scales: Tensor) -> Tensor:
+        """Scales fp32 [64 n, G] as C++ reads them: [n, ...] or [64 n]."""
+
+    def form(self) -> native.Form:
+        """Its name in C++."""
+
+
+class Int8:
+    """One scale per output, fp32 [64 n]; codes int8 [n, K / 2, 4, 2, 16]."""
+
+    inputs, codes = 2, (-127, 127)
+
+    def scales(self, weight: Tensor) -> Tensor:
+        return weight.abs().amax(-1, keepdim=True) / 127
+
+    def pack_codes(self, codes: Tensor) -> Tensor:
+        return copied(_blocks(codes).permute(0, 3, 1, 4, 2))
+
+    def pack_scales(self, scales: Tensor) -> Tensor:
+        return scales.view(-1)
+
+    def form(self) -> native.Form:
+        return require().Form.int8
+
+
+class Int4:
+    """One scale per output and 64 inputs, bf16 [n, K / 64, 64]; nibbles uint8 [n, K / 2, 16, 2, 2]."""
+
+    inputs, codes = GROUP, (-8, 7)
+
+    def scales(self, weight: Tensor) -> Tensor:
+        """Values of bf16: the element furthest from 0 becomes -8."""
+        groups = weight.view(len(weight), -1, GROUP)
+        furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+        return (furthest.squeeze(-1) / -8).bfloat16().float()
+
+    def pack_codes(self, codes: Tensor) -> Tensor:
+        nibbles = _blocks((codes + 8).view(torch.uint8)).permute(0, 3, 2, 4, 1)
+        return copied(nibbles[..., 0::2] | nibbles[..., 1::2] << 4)
+
+    def pack_scales(self, scales: Tensor) -> Tensor:
+        return scales.view(-1, cpu.COLUMNS, scales.shape[-1]).transpose(1, 2).contiguous().bfloat16()
+
+    def form(self) -> native.Form:
+        return require().Form.int4
+
+
+FORMATS: dict[Quantization, WeightFormat] = {"int8": Int8(), "int4": Int4()}
+
+
+def _blocks(codes: Tensor) -> Tensor:
+    """Codes [64 n, K] as [n, 4, 16, K / 2, 2]."""
+    return codes.view(-1, 4, 16, codes.shape[1] // 2, 2)
 
 
 class Rounded:
@@ -27,16 +102,16 @@ class Rounded:
     Raises ValueError for a weight that is not finite or that the scheme cannot cut into pairs (int8) or groups (int4).
     """
 
-    __slots__ = ("bits", "codes", "scales")
+    __slots__ = ("codes", "format", "scales")
 
     def __init__(self, weight: Tensor, scheme: Quantization) -> None:
         _check(weight, scheme)
-        self.bits = BITS[scheme]
+        self.format = FORMATS[scheme]
         outputs, inputs = weight.shape
-        groups = weight.float().view(outputs, -1, GROUP if scheme == "int4" else inputs)
-        self.scales = _int4_scales(groups) if scheme == "int4" else groups.abs().amax(-1) / 127
+        wide = weight.float()
+        self.scales = self.format.scales(wide)
         steps = torch.where(self.scales == 0, 1, self.scales)[..., None]
-        codes = (groups / steps).round_().clamp_(*((-8, 7) if scheme == "int4" else (-127, 127)))
+        codes = (wide.view(outputs, steps.shape[1], -1) / steps).round_().clamp_(*self.format.codes)
         self.codes = codes.to(torch.int8).view(outputs, inputs)
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -47,35 +122,34 @@ class Rounded:
 
 
 class Quantized:
-    """A rounded weight [N, K] as the C++ product reads it, outputs beyond N zero: see csrc/linear_quant.cpp.
+    """A rounded weight [N, K] as the C++ product reads it, outputs beyond N zero: codes and scales as its format says
+    (and csrc/linear_quant.cpp). gated: as in cpu.Packed."""
 
-    codes: int8 [ceil(N / 64), K / 2, 4, 2, 16], or nibbles uint8 [ceil(N / 64), K / 2, 16, 2, 2].
-    scales: fp32 [64 ceil(N / 64)], or bf16 [ceil(N / 64), K / 64, 64]. gated: as in cpu.Packed.
-    """
-
-    __slots__ = ("bits", "codes", "gated", "scales", "shape")
+    __slots__ = ("codes", "format", "gated", "scales", "shape")
 
     def __init__(self, rounded: Rounded, gated: bool = False) -> None:
-        self.bits, self.gated = rounded.bits, gated
+        self.format, self.gated = rounded.format, gated
         outputs, inputs = rounded.codes.shape
         self.shape: tuple[int, int] = (outputs, inputs)
         more = (0, 0, 0, -outputs % cpu.COLUMNS)
         ordered = [cpu.in_turn(each) if gated else each for each in (rounded.codes, rounded.scales)]
         codes, scales = (torch.nn.functional.pad(each, more) for each in ordered)
-        if self.bits == 8:
-            self.codes = copied(codes.view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 4, 2))
-            self.scales = scales.view(-1)
-            return
-        nibbles = (codes + 8).view(torch.uint8).view(-1, 4, 16, inputs // 2, 2).permute(0, 3, 2, 4, 1)
-        self.codes = copied(nibbles[..., 0::2] | nibbles[..., 1::2] << 4)
-        self.scales = scales.view(-1, cpu.COLUMNS, inputs // GROUP).transpose(1, 2).contiguous().bfloat16()
+        self.codes, self.scales = self.format.pack_codes(codes), self.format.pack_scales(scales)
+
+    def matrix(self, bias: int) -> native.Matrix:
+        """See cpu.StoredWeight."""
+        (outputs, inputs), codes, scales = self.shape, self.codes.data_ptr(), self.scales.data_ptr()
+        return require().Matrix(
+            self.format.form(), codes, scales, bias, inputs=inputs, outputs=outputs, gated=self.gated
+        )
 
     def outputs_from(self, first: int) -> Quantized:
         """The outputs from `first` on, a multiple of 64: a view."""
         blocks = cpu.whole_blocks(first)
         tail = object.__new__(Quantized)
-        tail.bits, tail.shape, tail.gated = self.bits, (self.shape[0] - first, self.shape[1]), self.gated
-        tail.codes, tail.scales = self.codes[blocks:], self.scales[first if self.bits == 8 else blocks :]
+        tail.format, tail.shape, tail.gated = self.format, (self.shape[0] - first, self.shape[1]), self.gated
+        tail.codes = self.codes[blocks:]
+        tail.scales = self.scales[blocks * (len(self.scales) // len(self.codes)) :]
         return tail
 
     @property
@@ -87,37 +161,25 @@ class Quantized:
 def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None, wide: bool = False) -> Tensor:
     """x [T, K] in bf16 or fp32 times weight [N, K] transposed, plus bias [N]: [T, N], fp32 if `wide`, else as x.
     With a gated weight [T, N / 2], as cpu.linear."""
-    outputs, inputs = weight.shape
+    inputs = weight.shape[1]
     if x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
         raise ValueError(f"x must be [T, {inputs}] with contiguous rows, got {list(x.shape)}")
-    kind = type_of(x)
-    if bias is not None:
-        check("bias", bias, x.dtype, (outputs,))
-    width = outputs // 2 if weight.gated else outputs
-    out = torch.empty((x.shape[0], width), dtype=torch.float32 if wide else x.dtype)
-    require().linear_quant(
-        kind, weight.bits, x.data_ptr(), weight.codes.data_ptr(), weight.scales.data_ptr(),
-        0 if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0), inputs, outputs, weight.gated,
-        wide, torch.get_num_threads(),
-    )  # fmt: skip
-    return out
+    type_of(x)
+    return cpu.product(x, weight, bias, wide)
 
 
 def _check(weight: Tensor, scheme: Quantization) -> None:
-    if scheme not in BITS:
-        raise ValueError(f"quantization must be one of {', '.join(BITS)} here, got {scheme!r}")
-    step = GROUP if scheme == "int4" else 2
+    if scheme not in FORMATS:
+        raise ValueError(f"quantization must be one of {', '.join(FORMATS)} here, got {scheme!r}")
+    step = FORMATS[scheme].inputs
     if weight.dim() != 2 or weight.shape[1] % step or not weight.numel():
-        remedy = "use int8 or none" if scheme == "int4" and weight.shape[-1] % 2 == 0 else "use none"
+        others = [
+            name for name, other in FORMATS.items() if other.inputs < step and weight.shape[-1] % other.inputs == 0
+        ]
+        remedy = f"use {listed([*others, 'none'], 'or')}"
         raise ValueError(
             f"quantization {scheme} takes matrices whose inputs are a multiple of {step}, got {list(weight.shape)}; "
             f"{remedy}"
         )
     if not weight.isfinite().all():
         raise ValueError(f"quantization {scheme}: a weight {list(weight.shape)} holds infinities or NaN; use none")
-
-
-def _int4_scales(groups: Tensor) -> Tensor:
-    """Scales [N, G] of groups [N, G, 64], values of bf16: the element furthest from 0 becomes -8."""
-    furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    return (furthest.squeeze(-1) / -8).bfloat16().float()

@@ -1,4 +1,4 @@
-"""The slow truth: attention over chunks in plain torch, in the canonical fold order of docs/attention.md.
+"""The slow truth: attention over chunks in plain torch, in the canonical merge order of docs/attention.md.
 
 r: rows of an item, Hq: query heads, G: query heads per KV head, Hk: KV heads, D: head size, 64: keys of a chunk.
 Runs on any machine and in any dtype; every kernel is tested against it.
@@ -6,28 +6,51 @@ Runs on any machine and in any dtype; every kernel is tested against it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from headrace.kernels.backend import Capabilities, PreparedStep
+from headrace.kernels.records import Layout, Mask, Pool
 from headrace.kernels.state import (
     AttnState,
-    FoldState,
     Partial,
+    RunningState,
     choose,
     empty_partial,
-    fold,
-    fold_blocks,
-    merge,
+    merge_blocks,
+    merge_partials,
+    merge_states,
     normalise,
 )
-from headrace.kernels.state import empty_fold as state_of_none
+from headrace.kernels.state import empty_running as state_of_none
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
-__all__ = ["append", "attend", "empty_fold", "finish", "fold_blocks", "fold_into", "merge", "partial", "states_of"]
-"""What a backend has (attention.execute.BACKENDS)."""
+__all__ = [
+    "append", "attend", "capabilities", "described", "empty_running", "finish", "layout", "merge_blocks", "merge_into",
+    "merge_states", "missing", "partial", "prepare", "states_of",
+]  # fmt: skip
+"""What a backend has (kernels.backend)."""
+
+capabilities = Capabilities(
+    name="reference", kernels="the reference", spoken_of="it", int8=True, pieces=True, automatic=True
+)
 
 ROW_TILE = 16
 """Rows are padded to a multiple of this: torch adds up fewer rows in another order."""
+
+
+def missing() -> str | None:
+    return None
+
+
+def described(device: torch.device) -> str:
+    return "asked for"
+
+
+def layout(dtype: torch.dtype, dim: int) -> Layout:
+    return "plain"
 
 
 def visible(positions: Tensor, key_start: int, window: int | None) -> Tensor:
@@ -51,7 +74,7 @@ def chunk_partial(
     """Attention of q [r, Hq, D] over one chunk: k [Hk, D, 64], v [Hk, 64, D], seen [r, 64], bias [Hq, 64] -> Partial.
 
     Probabilities are rounded to q's dtype relative to the chunk's own maximum, so that a chunk contributes the same
-    whatever came before it (DESIGN, section 3, rule 3). scales [Hk, 64] each: those of int8 keys, which multiply the
+    whatever came before it (docs/architecture.md, rule 3). scales [Hk, 64] each: those of int8 keys, which multiply the
     scores, and of int8 values, which multiply the probabilities before they are rounded.
     """
     rows, heads, dim = q.shape
@@ -86,30 +109,30 @@ def _rows(tile: Tensor, rows: int, heads: int) -> Tensor:
     )
 
 
-class Folder:
-    """Running states of all rows of a step: chunks are folded into a block, full blocks into the total."""
+class RunningRows:
+    """Running states of all rows of a step: chunks are merged into a block, full blocks into the total."""
 
-    def __init__(self, start: FoldState) -> None:
+    def __init__(self, start: RunningState) -> None:
         """Goes on from `start`, which stays as it is."""
         self.total, self.block, self.block_of = _copy(start.total), _copy(start.block), start.block_of.clone()
 
     def add(self, begin: int, end: int, key_start: int, chunk: Partial) -> None:
-        """Folds one chunk's Partial into rows begin .. end-1."""
+        """Merges one chunk's Partial into rows begin .. end-1."""
         rows = slice(begin, end)
         block = key_start // (CHUNK * BLOCK_CHUNKS)
         if bool((self.block_of[rows] != block).any()):
             self._close(rows, self.block_of[rows] != block)
             self.block_of[rows] = block
-        _store(self.block, rows, fold(_load(self.block, rows), chunk))
+        _store(self.block, rows, merge_partials(_load(self.block, rows), chunk))
 
     def _close(self, rows: slice, which: Tensor) -> None:
-        """Folds the finished blocks of the rows in `which` into their totals and begins new ones."""
+        """Merges the finished blocks of the rows in `which` into their totals and begins new ones."""
         total, block = _load(self.total, rows), _load(self.block, rows)
-        _store(self.total, rows, choose(which, fold(total, block), total))
+        _store(self.total, rows, choose(which, merge_partials(total, block), total))
         _store(self.block, rows, choose(which, empty_partial(*block.acc.shape), block))
 
-    def state(self) -> FoldState:
-        return FoldState(self.total, self.block, self.block_of)
+    def state(self) -> RunningState:
+        return RunningState(self.total, self.block, self.block_of)
 
 
 def _copy(partial: Partial) -> Partial:
@@ -124,106 +147,85 @@ def _store(partial: Partial, rows: slice, value: Partial) -> None:
     partial.acc[rows], partial.m[rows], partial.l[rows] = value.acc, value.m, value.l
 
 
-def partial(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    items: Tensor,
-    positions: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    bias: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    state: FoldState | None = None,
-) -> FoldState:
-    """Folds the chunks of `items` for q [R, Hq, D] on from `state` (None: from nothing): a new state.
+def partial(q: Tensor, pool: Pool, mask: Mask, state: RunningState | None = None) -> RunningState:
+    """Merges the mask's chunks for q [R, Hq, D] on from `state` (None: from nothing): a new state.
 
-    k [slots, Hk, D, 64], v [slots, Hk, 64, D]; items int32 [n, 4] and positions int64 [R] as in attention.plan.Plan,
-    each row's chunks in ascending order, from call to call too; bias fp32 [Hq, keys] by absolute position; k_scale and
-    v_scale fp32 [slots, Hk, 64] where k and v are int8. However the items are cut into calls, `finish` gives the bits
-    of one `attend`.
+    Each row's chunks come in ascending order, from call to call too. However the items are cut into calls, `finish`
+    gives the bits of one `attend`.
     """
-    _check_scales(k, k_scale, v_scale)
+    _check_scales(pool)
     if state is not None:
         state.expect(tuple(q.shape), 1.0)
-    folder = Folder(state or state_of_none(*q.shape))
-    for slot, key, begin, end in items.tolist():
-        seen = visible(positions[begin:end], key, window)
-        near = None if bias is None else bias[:, key : key + CHUNK]
+    running = RunningRows(state or state_of_none(*q.shape))
+    for slot, key, begin, end in mask.items.tolist():
+        seen = visible(mask.positions[begin:end], key, mask.window)
+        near = None if mask.bias is None else mask.bias[:, key : key + CHUNK]
         if near is not None and near.shape[-1] < CHUNK:
             near = torch.nn.functional.pad(near, (0, CHUNK - near.shape[-1]))
-        scales = None if k_scale is None or v_scale is None else (k_scale[slot], v_scale[slot])
-        folder.add(begin, end, key, chunk_partial(q[begin:end], k[slot], v[slot], seen, scale, near, scales))
-    return folder.state()
+        scales = None if pool.k_scale is None or pool.v_scale is None else (pool.k_scale[slot], pool.v_scale[slot])
+        chunk = chunk_partial(q[begin:end], pool.k[slot], pool.v[slot], seen, mask.scale, near, scales)
+        running.add(begin, end, key, chunk)
+    return running.state()
 
 
-def _check_scales(pool: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    if [k_scale is None, v_scale is None] != [pool.dtype != torch.int8] * 2:
-        raise ValueError(f"int8 pools need both k_scale and v_scale, others neither; the pools are {pool.dtype}")
+def _check_scales(pool: Pool) -> None:
+    if [pool.k_scale is None, pool.v_scale is None] != [pool.k.dtype != torch.int8] * 2:
+        raise ValueError(f"int8 pools need both k_scale and v_scale, others neither; the pools are {pool.k.dtype}")
 
 
-def empty_fold(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> FoldState:
+def empty_running(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> RunningState:
     """The state of rows that have met no chunk. `dtype` is the one computed in, which only kernels care about."""
     return state_of_none(rows, heads, head_dim)
 
 
-def fold_into(total: Partial, block: Partial, unit: float) -> None:
-    """total [R, Hq, D] becomes the fold of itself and then `block`, in place; both count in `unit` (FoldState)."""
+def merge_into(total: Partial, block: Partial, unit: float) -> None:
+    """total [R, Hq, D] becomes the merge of itself and then `block`, in place; both count in `unit` (RunningState)."""
     if unit != 1.0:
-        raise ValueError(f"the reference folds in natural logarithms, the state counts in {unit:.4f}")
-    _store(total, slice(None), fold(total, block))
+        raise ValueError(f"the reference merges in natural logarithms, the state counts in {unit:.4f}")
+    _store(total, slice(None), merge_partials(total, block))
 
 
-def states_of(state: FoldState) -> AttnState:
-    """The attention of what was folded, as a value that merges."""
+def states_of(state: RunningState) -> AttnState:
+    """The attention of what was merged, as a value that merges."""
     state.expect(state.shape, 1.0)
-    return normalise(fold(state.total, state.block))
+    return normalise(merge_partials(state.total, state.block))
 
 
-def finish(state: FoldState, dtype: torch.dtype) -> Tensor:
-    """The attention of what was folded: [R, Hq, D] in `dtype`."""
+def finish(state: RunningState, dtype: torch.dtype) -> Tensor:
+    """The attention of what was merged: [R, Hq, D] in `dtype`."""
     return states_of(state).out.to(dtype)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    items: Tensor,
-    positions: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    bias: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
+def attend(q: Tensor, pool: Pool, mask: Mask) -> Tensor:
     """The finished attention of a plan's rows over all of its items: [R, Hq, D] in q's dtype. See `partial`."""
-    done = partial(q, k, v, items, positions, scale=scale, window=window, bias=bias, k_scale=k_scale, v_scale=v_scale)
-    return finish(done, q.dtype)
+    return finish(partial(q, pool, mask), q.dtype)
 
 
-def append(
-    pool_k: Tensor,
-    pool_v: Tensor,
-    k: Tensor,
-    v: Tensor,
+def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Tensor) -> None:
+    """Writes k_new, v_new [T, Hk, D] into the pool as key offsets[t] of chunk slots[t], int32 [T] each."""
+    _check_scales(pool)
+    chunk, key = slots.long(), offsets.long()
+    if pool.k_scale is not None and pool.v_scale is not None:
+        k_new, pool.k_scale[chunk, :, key] = quantise(k_new)
+        v_new, pool.v_scale[chunk, :, key] = quantise(v_new)
+    pool.k[chunk, :, :, key] = k_new
+    pool.v[chunk, :, key] = v_new
+
+
+def prepare(
+    items: Mapping[int | None, Tensor],
+    positions: Tensor,
     slots: Tensor,
     offsets: Tensor,
     *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    """Writes k, v [T, Hk, D] into the pools as key offsets[t] of chunk slots[t], int32 [T] each."""
-    _check_scales(pool_k, k_scale, v_scale)
-    chunk, key = slots.long(), offsets.long()
-    if k_scale is not None and v_scale is not None:
-        k, k_scale[chunk, :, key] = quantise(k)
-        v, v_scale[chunk, :, key] = quantise(v)
-    pool_k[chunk, :, :, key] = k
-    pool_v[chunk, :, key] = v
+    heads: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    scale: float,
+    bias: Tensor | None = None,
+) -> PreparedStep | None:
+    """None: there is nothing to prepare."""
+    return None
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
 """The primitive: attention over a segment of keys is a value, and such values can be merged.
 
 T: rows, Hq: query heads, D: head size. Everything is fp32 with natural logarithms; EMPTY = (0, -inf).
-docs/attention.md has the mathematics. A `Partial` is the same value unnormalised, the form in which kernels fold:
-out = acc / l, lse = m + log l. A `FoldState` is where rows stand in the canonical fold: what goes from one call of a
-backend to the next, or from one rank to another.
+docs/attention.md has the mathematics. A `Partial` is the same value unnormalised, the form in which kernels merge:
+out = acc / l, lse = m + log l. A `RunningState` is where rows stand in the canonical merge: what goes from one call of
+a backend to the next, or from one rank to another.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class FoldState:
-    """Rows in the midst of the canonical fold, with all that is needed to go on to the same bits.
+class RunningState:
+    """Rows in the midst of the canonical merge, with all that is needed to go on to the same bits.
 
-    total: the blocks that are finished, folded; block: the one that is not; block_of int32 [T]: its index (position of
+    total: the blocks that are finished, merged; block: the one that is not; block_of int32 [T]: its index (position of
     a key // 2,048), -1 before the first. m counts in `unit` natural logarithms: 1, or log 2 in kernels that work in
-    base 2. It stays in the unit of the kernels that folded, because a conversion would cost bits; only these kernels
-    can go on folding.
+    base 2. It stays in the unit of the kernels that merged, because a conversion would cost bits; only these kernels
+    can go on merging.
     """
 
     total: Partial
@@ -60,7 +60,7 @@ class FoldState:
         if self.unit != unit:
             raise ValueError(
                 f"the state counts in {self.unit:.4f} natural logarithms, these kernels in {unit:.4f}: "
-                "finish it with the backend and the instruction set that folded it"
+                "finish it with the backend and the instruction set that merged it"
             )
 
 
@@ -74,10 +74,10 @@ def empty_partial(rows: int, heads: int, head_dim: int) -> Partial:
     return Partial(state.out, state.lse, torch.zeros(rows, heads))
 
 
-def empty_fold(rows: int, heads: int, head_dim: int, unit: float = 1.0) -> FoldState:
+def empty_running(rows: int, heads: int, head_dim: int, unit: float = 1.0) -> RunningState:
     """The state of rows that have met no chunk."""
     total, block = empty_partial(rows, heads, head_dim), empty_partial(rows, heads, head_dim)
-    return FoldState(total, block, torch.full((rows,), -1, dtype=torch.int32), unit)
+    return RunningState(total, block, torch.full((rows,), -1, dtype=torch.int32), unit)
 
 
 def _shift(m: Tensor, top: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ def _shift(m: Tensor, top: Tensor) -> Tensor:
     return torch.where(m == -torch.inf, 0.0, torch.exp(m - torch.where(top == -torch.inf, 0.0, top)))
 
 
-def fold(left: Partial, right: Partial) -> Partial:
-    """Both segments' attention, unnormalised (ChunkAttention, equation 2). Folding EMPTY changes no bit."""
+def merge_partials(left: Partial, right: Partial) -> Partial:
+    """Both segments' attention, unnormalised (ChunkAttention, equation 2). Merging EMPTY changes no bit."""
     top = torch.maximum(left.m, right.m)
     x, y = _shift(left.m, top), _shift(right.m, top)
     return Partial(left.acc * x[..., None] + right.acc * y[..., None], top, left.l * x + right.l * y)
@@ -98,21 +98,23 @@ def choose(which: Tensor, left: Partial, right: Partial) -> Partial:
     return Partial(*(torch.where(which.reshape(-1, *[1] * (a.dim() - 1)), a, b) for a, b in pairs))
 
 
-def fold_blocks(left: FoldState, right: FoldState, folded: Callable[[Partial, Partial], Partial] = fold) -> FoldState:
-    """The fold of left, continued by a block that was folded elsewhere from nothing: the same bits as in one go.
+def merge_blocks(
+    left: RunningState, right: RunningState, merged: Callable[[Partial, Partial], Partial] = merge_partials
+) -> RunningState:
+    """The merge of left, continued by a block that was merged elsewhere from nothing: the same bits as in one go.
 
     Right holds at most one block per row, which begins behind left's: cut at multiples of 2,048 keys. Otherwise this
-    would not be the canonical order: ValueError. `folded` is how a backend folds.
+    would not be the canonical order: ValueError. `merged` is how a backend merges.
     """
     right.expect(left.shape, left.unit)
     joins = right.block_of >= 0
     if bool((right.total.l > 0).any()) or bool((joins & (right.block_of <= left.block_of)).any()):
         raise ValueError(
-            "only a single block that begins behind the left one's can be folded: cut at multiples of 2,048"
+            "only a single block that begins behind the left one's can be merged: cut at multiples of 2,048"
         )
-    total = choose(joins, folded(left.total, left.block), left.total)
+    total = choose(joins, merged(left.total, left.block), left.total)
     block = choose(joins, right.block, left.block)
-    return FoldState(total, block, torch.where(joins, right.block_of, left.block_of), left.unit)
+    return RunningState(total, block, torch.where(joins, right.block_of, left.block_of), left.unit)
 
 
 def normalise(partial: Partial) -> AttnState:
@@ -122,7 +124,7 @@ def normalise(partial: Partial) -> AttnState:
     return AttnState(out, torch.where(seen, partial.m + torch.log(torch.where(seen, partial.l, 1.0)), -torch.inf))
 
 
-def merge(left: AttnState, right: AttnState) -> AttnState:
+def merge_states(left: AttnState, right: AttnState) -> AttnState:
     """Attention over the union of two disjoint segments (context parallelism, equation 4). Two EMPTY give EMPTY."""
     top = torch.maximum(left.lse, right.lse)
     x, y = _shift(left.lse, top), _shift(right.lse, top)

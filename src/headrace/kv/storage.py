@@ -1,30 +1,32 @@
 """The pool's memory: keys and values of every layer behind the slots.
 
-Hk: KV heads, D: head size. Naturally, keys lie as [slots, Hk, D, 64] and values as [slots, Hk, 64, D]: scores then
+Hk: KV heads, D: head size. Plainly, keys lie as [slots, Hk, D, 64] and values as [slots, Hk, 64, D]: scores then
 vectorise over the keys of a chunk and outputs over the head, with no sum across a vector. A kernel may arrange the
-elements of a chunk and head otherwise (kernels.cpu.layout); nobody but append and attend looks inside. Stored as int8,
-each key and each value has a scale of its own per head and layer: [slots, Hk, 64].
+elements of a chunk and head otherwise (kernels.records.Layout); nobody but append and attend looks inside. Stored as
+int8, each key and each value has a scale of its own per head and layer: [slots, Hk, 64].
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from headrace.config import AttentionSpec
+from headrace.kernels.records import Allocate, Pool
 from headrace.memory import zeros
 from headrace.types import CHUNK
 
 LAYOUT = "chunk64-dk-kd-1"
-"""Name of the natural layout; part of a chunk's identity."""
+"""Name of the plain layout; part of a chunk's identity."""
 
 
 class KVStorage:
     """Memory for `slots` chunks of a model. Untouched slots cost no physical memory.
 
-    dtype: bfloat16, float32, or int8, which has scales (k_scale, v_scale: fp32 per layer, else None). With `hidden`,
+    dtype: bfloat16, float32, or int8, which has scales. pools: one for each layer. With `hidden`,
     the model's hidden size H, activations are kept as well: x, [slots, 64, H] per layer in x_dtype, the type computed
     in. Otherwise x is None. device: of keys and values; the CPU, if it is not given.
     """
@@ -42,17 +44,16 @@ class KVStorage:
             raise ValueError(f"KV is stored as bfloat16, float32 or int8, not {dtype}")
         self.slots = slots
         self.dtype = dtype
-        on_cpu = device is None or device.type == "cpu"
-        new = zeros if on_cpu else partial(torch.zeros, device=device)
-        self.k = [new((slots, spec.kv_heads, spec.head_dim, CHUNK), dtype=dtype) for _ in range(spec.layers)]
-        self.v = [new((slots, spec.kv_heads, CHUNK, spec.head_dim), dtype=dtype) for _ in range(spec.layers)]
-        self.k_scale, self.v_scale = ([self._scales(spec) for _ in range(spec.layers)] for _ in range(2))
+        new: Allocate = zeros
+        if device is not None and device.type != "cpu":
+            new = partial(_zeros_on, device)
+        self.pools = [Pool.make(slots, spec.kv_heads, spec.head_dim, dtype, new) for _ in range(spec.layers)]
         self.x: list[Tensor] | None = None
         if hidden is not None:
             self.x = [zeros((slots, CHUNK, hidden), _computed(x_dtype)) for _ in range(spec.layers)]
 
-    def _scales(self, spec: AttentionSpec) -> Tensor | None:
-        return zeros((self.slots, spec.kv_heads, CHUNK), torch.float32) if self.dtype == torch.int8 else None
+    def pool(self, layer: int) -> Pool:
+        return self.pools[layer]
 
     @property
     def keeps_activations(self) -> bool:
@@ -60,9 +61,8 @@ class KVStorage:
 
     def prefault(self) -> None:
         """Writes zeros everywhere, so that the system maps all of the memory now."""
-        for each in (*self.k, *self.v, *self.k_scale, *self.v_scale, *(self.x or ())):
-            if each is not None:
-                each.zero_()
+        for each in (*(tensor for pool in self.pools for tensor in pool.tensors), *(self.x or ())):
+            each.zero_()
 
     @staticmethod
     def bytes_per_token(
@@ -72,6 +72,10 @@ class KVStorage:
         scales = 2 * spec.layers * spec.kv_heads * 4 if dtype == torch.int8 else 0
         activations = 0 if hidden is None else spec.layers * hidden * _computed(x_dtype).itemsize
         return spec.kv_bytes_per_token(dtype.itemsize) + scales + activations
+
+
+def _zeros_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _computed(dtype: torch.dtype | None) -> torch.dtype:

@@ -29,7 +29,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     folder = Path(folder)
     path = folder / "config.json"
     raw = read_json(path)
-    schema.check(raw, schema.Config, path)
+    schema.check(raw, schema.ConfigFields, path)
     try:
         family = _family(raw)
         _refuse_fields(raw)

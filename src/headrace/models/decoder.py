@@ -2,8 +2,8 @@
 
 T: rows (tokens) of a step, of all sequences together. H: hidden size, E: embedding and head width, V: vocabulary,
 Hq, Hkv: query and KV heads, D: head size.
-Nothing here lets a row's bits depend on other rows (DESIGN, section 3): sums run inside headrace.kernels.ops or within
-one row, and whatever is elementwise is add, multiply or a table look-up.
+No row's bits depend on other rows here (docs/architecture.md, rule 2): sums run inside
+headrace.kernels.ops or within one row, and whatever is elementwise is add, multiply or a table look-up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,18 +20,16 @@ from torch.nn import functional as F
 
 from headrace.config import Quantization
 from headrace.kernels import block, ops
+from headrace.kernels.backend import Attend
 from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.rope import Rope
-from headrace.models.shards import Group, Share, Width
-from headrace.models.weights import LEARNED_OFFSET, Progress, load_weights
+from headrace.models.shards import ShardGroup, Share, Width
+from headrace.models.spec import LEARNED_OFFSET
+from headrace.models.weights import OnProgress, load_weights
 from headrace.types import CHUNK
-
-if TYPE_CHECKING:
-    from headrace.attention.execute import Attend
-    from headrace.kernels.cpu_step import StepOver
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +184,11 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, quantization: Quantization = "none", tensor: Group | None = None
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        quantization: Quantization = "none",
+        tensor: ShardGroup | None = None,
     ) -> None:
         share = _share(config, tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
@@ -207,7 +209,7 @@ class Decoder:
         if self.key_bias is not None:
             self.key_bias = self.key_bias.to(self.device)
 
-    def _layers(self, share: Share | None, tensor: Group | None) -> block.Blocks | OneByOne:
+    def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
         whole = _alone if share is None or tensor is None else _gathered(share, tensor)
         layers = [Layer(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
         reason = block.obstacle(layers, self.dtype) if share is None else f"shared by {share.size} tensor ranks"
@@ -224,15 +226,20 @@ class Decoder:
             return None
         return Ends(self.layers.shape, self.weights, self.matrices)
 
-    def prepare(self, positions: Tensor, attend: Attend) -> ModelStep | None:
+    @property
+    def runs_whole(self) -> bool:
+        """Whether `prepare` can: all layers and what is beside them are C++."""
+        return self._ends is not None and isinstance(self.layers, block.Blocks)
+
+    def prepare(self, positions: Tensor, attend: Attend) -> ModelStep:
         """The step of rows at these positions, int64 [T], from tokens to logits in one call, and those behind it up to
-        the ends of their chunks: the bits of `forward` and `logits`. None where the model or `attend` needs more.
+        the ends of their chunks: the bits of `forward` and `logits`. Raises ValueError unless `runs_whole` and
+        `attend.prepared`.
         """
-        over: StepOver | None = getattr(attend, "over", None)
-        if over is None or self._ends is None or not isinstance(self.layers, block.Blocks):
-            return None
+        if self._ends is None or attend.prepared is None or not isinstance(self.layers, block.Blocks):
+            raise ValueError("this model, or its attention, is not computed in C++ as a whole")
         turns = self.rope.table(positions | (CHUNK - 1)) if self.rope else None
-        return ModelStep(self._ends, self.layers, over, turns)
+        return ModelStep(self._ends, self.layers, attend.prepared, turns)
 
     def forward(
         self, batch: TokenBatch, attend: Attend, rows: Tensor | None = None, watch: block.Watch | None = None
@@ -286,19 +293,19 @@ class Decoder:
         return x
 
 
-def _share(config: ModelConfig, tensor: Group | None) -> Share | None:
+def _share(config: ModelConfig, tensor: ShardGroup | None) -> Share | None:
     """What this rank computes; None: everything."""
     return None if tensor is None or tensor.size == 1 else Share(config, tensor.rank, tensor.size)
 
 
-def _gathered(share: Share, tensor: Group) -> Whole:
+def _gathered(share: Share, tensor: ShardGroup) -> Whole:
     widths: dict[Width, list[int]] = {width: share.widths(width) for width in get_args(Width)}
     return lambda width, x: tensor.gather(x, widths[width])
 
 
-def _shape(config: ModelConfig) -> block.Shape:
+def _shape(config: ModelConfig) -> block.LayerShape:
     """What kernels.block needs to know of the layers."""
-    return block.Shape(
+    return block.LayerShape(
         attention=config.attention,
         hidden=config.hidden_size,
         inner=config.intermediate_size,
@@ -334,9 +341,9 @@ def compute_dtype(config: ModelConfig, dtype: Literal["auto", "bfloat16", "float
 def load_decoder(
     folder: str | Path,
     dtype: Literal["auto", "bfloat16", "float32"] = "auto",
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     quantization: Quantization = "none",
-    tensor: Group | None = None,
+    tensor: ShardGroup | None = None,
     device: torch.device | None = None,
 ) -> Decoder:
     """Reads the model in `folder`; `auto` computes in the checkpoint's type, float16 as bfloat16.

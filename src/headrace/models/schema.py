@@ -21,7 +21,7 @@ MAX_LENGTH = 1 << 30
 
 Count = Annotated[int, Meta(ge=1, le=1 << 16)] | None | UnsetType
 Layers = Annotated[int, Meta(ge=1, le=4096)] | None | UnsetType
-Width = Annotated[int, Meta(ge=1, le=1 << 24)] | None | UnsetType
+WideCount = Annotated[int, Meta(ge=1, le=1 << 24)] | None | UnsetType
 Length = Annotated[int, Meta(ge=1, le=MAX_LENGTH)] | None | UnsetType
 Small = Annotated[int, Meta(ge=-1, le=1 << 30)]
 Epsilon = Annotated[float, Meta(gt=0, le=1)] | None | UnsetType
@@ -29,15 +29,15 @@ Theta = Annotated[float, Meta(gt=0, le=1e15)] | None | UnsetType
 Factor = Annotated[float, Meta(gt=0, le=1e6)] | None | UnsetType
 Scale = Annotated[float, Meta(ge=0, le=1e6)] | None | UnsetType
 Flag = bool | None | UnsetType
-Name = Annotated[str, Meta(max_length=200)] | None | UnsetType
+ShortText = Annotated[str, Meta(max_length=200)] | None | UnsetType
 Tokens = Small | Annotated[list[Small], Meta(max_length=1024)] | None | UnsetType
 
 
-class Rope(msgspec.Struct):
+class RopeFields(msgspec.Struct):
     """rope_parameters, or rope_scaling as it was called."""
 
-    rope_type: Name = UNSET
-    type: Name = UNSET
+    rope_type: ShortText = UNSET
+    type: ShortText = UNSET
     rope_theta: Theta = UNSET
     factor: Factor = UNSET
     original_max_position_embeddings: Length = UNSET
@@ -52,22 +52,22 @@ class Rope(msgspec.Struct):
     truncate: Flag = UNSET
 
 
-class Config(msgspec.Struct):
+class ConfigFields(msgspec.Struct):
     """config.json, of all families together."""
 
     architectures: Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=16)] | UnsetType | None = UNSET
-    model_type: Name = UNSET
-    dtype: Name = UNSET
-    torch_dtype: Name = UNSET
+    model_type: ShortText = UNSET
+    dtype: ShortText = UNSET
+    torch_dtype: ShortText = UNSET
     auto_map: dict[str, Any] | UnsetType | None = UNSET
     is_causal: Flag = UNSET
-    vocab_size: Width = UNSET
-    hidden_size: Width = UNSET
-    n_embed: Width = UNSET
-    intermediate_size: Width = UNSET
-    ffn_hidden_size: Width = UNSET
-    ffn_dim: Width = UNSET
-    word_embed_proj_dim: Width = UNSET
+    vocab_size: WideCount = UNSET
+    hidden_size: WideCount = UNSET
+    n_embed: WideCount = UNSET
+    intermediate_size: WideCount = UNSET
+    ffn_hidden_size: WideCount = UNSET
+    ffn_dim: WideCount = UNSET
+    word_embed_proj_dim: WideCount = UNSET
     num_hidden_layers: Layers = UNSET
     num_attention_heads: Count = UNSET
     num_key_value_heads: Count = UNSET
@@ -76,9 +76,9 @@ class Config(msgspec.Struct):
     max_position_embeddings: Length = UNSET
     rms_norm_eps: Epsilon = UNSET
     layer_norm_epsilon: Epsilon = UNSET
-    hidden_act: Name = UNSET
-    activation: Name = UNSET
-    activation_function: Name = UNSET
+    hidden_act: ShortText = UNSET
+    activation: ShortText = UNSET
+    activation_function: ShortText = UNSET
     attention_bias: Flag = UNSET
     mlp_bias: Flag = UNSET
     bias: Flag = UNSET
@@ -101,8 +101,8 @@ class Config(msgspec.Struct):
     rope_theta: Theta = UNSET
     partial_rotary_factor: Factor = UNSET
     original_max_position_embeddings: Length = UNSET
-    rope_parameters: Rope | UnsetType | None = UNSET
-    rope_scaling: Rope | UnsetType | None = UNSET
+    rope_parameters: RopeFields | UnsetType | None = UNSET
+    rope_scaling: RopeFields | UnsetType | None = UNSET
     bos_token_id: Tokens = UNSET
     eos_token_id: Tokens = UNSET
     pad_token_id: Tokens = UNSET
@@ -138,4 +138,4 @@ def _floats(record: msgspec.Struct, prefix: str = "") -> list[tuple[str, float]]
 
 def known(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields that are read."""
-    return {name: value for name, value in raw.items() if name in Config.__struct_fields__}
+    return {name: value for name, value in raw.items() if name in ConfigFields.__struct_fields__}

@@ -29,7 +29,7 @@ LEAST = 32
 and its elementwise functions compute by 32."""
 
 
-class Group(Protocol):
+class ShardGroup(Protocol):
     """The ranks that compute a decoder together, seen from one of them."""
 
     @property
@@ -126,7 +126,7 @@ class Share:
         return name != "head.weight" or self.rank == 0
 
     def rows(self, name: str) -> list[range] | None:
-        """Rows of our tensor `name` (see models.weights) that this rank holds, in order; None: all of them.
+        """Rows of our tensor `name` (see models.spec) that this rank holds, in order; None: all of them.
 
         Embeddings, norms and the projections around the layers are small or cheap, and whole on every rank.
         """

@@ -1,4 +1,11 @@
-"""What a decoder is made of, as plain records: read once from config.json, used by every room. Imports no torch."""
+"""What a decoder is made of, as plain records: read once from config.json, used by every room. Imports no torch.
+
+A new fact of a family is a field of ModelConfig, the tensors that it brings (`expected`), the family's `facts` that
+fill it in, the field of config.json in schema.py, and what decoder.py does with it.
+
+H: hidden size, E: embedding width, I: MLP width, V: vocabulary, Hq, Hkv: query and KV heads, D: head size.
+Fused rows: qkv [(Hq + 2 Hkv) D, H] = (q, k, v); up [2 I, H] = (gate, up) where the MLP is gated, else [I, H].
+"""
 
 from __future__ import annotations
 
@@ -14,6 +21,9 @@ Block = Literal["pre", "post", "parallel"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Positions = Literal["rope", "learned", "alibi"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+LEARNED_OFFSET = 2
+"""OPT's table of positions begins with two rows that no position uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +73,55 @@ class ModelConfig:
     def rope_depends_on_length(self) -> bool:
         """Whether a token's rotation depends on the length of its sequence (dynamic NTK): see models.rope."""
         return self.rope is not None and self.rope.kind == "dynamic"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Shape that one of our tensors must have: the row counts of its parts, and the columns (None for a vector)."""
+
+    parts: tuple[int, ...]
+    columns: int | None = None
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        return (rows,) if self.columns is None else (rows, self.columns)
+
+
+def expected(config: ModelConfig) -> dict[str, Slot]:
+    """Our tensors and their shapes, from the model's facts alone."""
+    hidden, embed = config.hidden_size, config.embed_size
+    slots = {"embed.weight": Slot((config.vocab_size,), embed)}
+    if config.positions == "learned":
+        slots["positions.weight"] = Slot((config.max_model_len + LEARNED_OFFSET,), hidden)
+    if embed != hidden:
+        slots |= _linear("project_in", (hidden,), embed, False) | _linear("project_out", (embed,), hidden, False)
+    for index in range(config.layers):
+        slots |= _layer(config, f"layers.{index}.")
+    if config.final_norm:
+        slots |= _norm(config, "final_norm")
+    return slots | _linear("head", (config.vocab_size,), embed, False)
+
+
+def _layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:
+    hidden, inner, spec = config.hidden_size, config.intermediate_size, config.attention
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    slots = _norm(config, prefix + "attention_norm")
+    slots |= _linear(prefix + "qkv", (q, kv, kv), hidden, config.qkv_bias)
+    if config.qk_norm:
+        slots |= {prefix + name: Slot((spec.head_dim,)) for name in ("q_norm.weight", "k_norm.weight")}
+    slots |= _linear(prefix + "out", (hidden,), q, config.out_bias)
+    if config.mlp_norm:
+        slots |= _norm(config, prefix + "mlp_norm")
+    slots |= _linear(prefix + "up", (inner, inner) if config.gated else (inner,), hidden, config.mlp_bias)
+    return slots | _linear(prefix + "down", (hidden,), inner, config.mlp_bias)
+
+
+def _linear(name: str, parts: tuple[int, ...], columns: int, bias: bool) -> dict[str, Slot]:
+    weight = {name + ".weight": Slot(parts, columns)}
+    return weight | {name + ".bias": Slot(parts)} if bias else weight
+
+
+def _norm(config: ModelConfig, name: str) -> dict[str, Slot]:
+    if not config.norm_affine:
+        return {}
+    kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
+    return {f"{name}.{kind}": Slot((config.hidden_size,)) for kind in kinds}

@@ -1,15 +1,10 @@
-"""Weights from safetensors into the tensors of the decoder: renamed, fused, converted, and checked by name and shape.
-
-H: hidden size, E: embedding width, I: MLP width, V: vocabulary, Hq, Hkv: query and KV heads, D: head size.
-Fused rows: qkv [(Hq + 2 Hkv) D, H] = (q, k, v); up [2 I, H] = (gate, up) where the MLP is gated, else [I, H].
-"""
+"""Weights from safetensors into the decoder's tensors (models.spec.expected): renamed, fused, converted, checked."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -23,27 +18,13 @@ from headrace.models.families import FAMILIES
 from headrace.models.families.base import Names
 from headrace.models.files import weight_files
 from headrace.models.shards import Share
-from headrace.models.spec import ModelConfig
+from headrace.models.spec import ModelConfig, Slot, expected
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) while weights load."""
-
-LEARNED_OFFSET = 2
-"""OPT's table of positions begins with two rows that no position uses."""
 
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias)$")
 """Buffers that old checkpoints carry and no forward pass reads."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Shape that one of our tensors must have: the row counts of its parts, and the columns (None for a vector)."""
-
-    parts: tuple[int, ...]
-    columns: int | None = None
-
-    def shape(self, rows: int) -> tuple[int, ...]:
-        return (rows,) if self.columns is None else (rows, self.columns)
 
 
 class Checkpoint:
@@ -85,7 +66,7 @@ def load_weights(
     folder: Path,
     config: ModelConfig,
     dtype: torch.dtype,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     share: Share | None = None,
 ) -> dict[str, Tensor]:
     """The decoder's tensors by our names, in `dtype`, each with memory of its own; of `share` only what it holds.
@@ -110,47 +91,6 @@ def load_weights(
     if config.tied and "head.weight" in weights and torch.equal(weights["head.weight"], weights["embed.weight"]):
         weights["head.weight"] = weights["embed.weight"]
     return weights
-
-
-def expected(config: ModelConfig) -> dict[str, Slot]:
-    """Our tensors and their shapes, from the model's facts alone."""
-    hidden, embed = config.hidden_size, config.embed_size
-    slots = {"embed.weight": Slot((config.vocab_size,), embed)}
-    if config.positions == "learned":
-        slots["positions.weight"] = Slot((config.max_model_len + LEARNED_OFFSET,), hidden)
-    if embed != hidden:
-        slots |= _linear("project_in", (hidden,), embed, False) | _linear("project_out", (embed,), hidden, False)
-    for index in range(config.layers):
-        slots |= _layer(config, f"layers.{index}.")
-    if config.final_norm:
-        slots |= _norm(config, "final_norm")
-    return slots | _linear("head", (config.vocab_size,), embed, False)
-
-
-def _layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:
-    hidden, inner, spec = config.hidden_size, config.intermediate_size, config.attention
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    slots = _norm(config, prefix + "attention_norm")
-    slots |= _linear(prefix + "qkv", (q, kv, kv), hidden, config.qkv_bias)
-    if config.qk_norm:
-        slots |= {prefix + name: Slot((spec.head_dim,)) for name in ("q_norm.weight", "k_norm.weight")}
-    slots |= _linear(prefix + "out", (hidden,), q, config.out_bias)
-    if config.mlp_norm:
-        slots |= _norm(config, prefix + "mlp_norm")
-    slots |= _linear(prefix + "up", (inner, inner) if config.gated else (inner,), hidden, config.mlp_bias)
-    return slots | _linear(prefix + "down", (hidden,), inner, config.mlp_bias)
-
-
-def _linear(name: str, parts: tuple[int, ...], columns: int, bias: bool) -> dict[str, Slot]:
-    weight = {name + ".weight": Slot(parts, columns)}
-    return weight | {name + ".bias": Slot(parts)} if bias else weight
-
-
-def _norm(config: ModelConfig, name: str) -> dict[str, Slot]:
-    if not config.norm_affine:
-        return {}
-    kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
-    return {f"{name}.{kind}": Slot((config.hidden_size,)) for kind in kinds}
 
 
 def _sources(config: ModelConfig, slots: dict[str, Slot], present: set[str]) -> dict[str, tuple[str, ...]]:

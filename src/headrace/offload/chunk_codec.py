@@ -5,13 +5,12 @@ kind "k": keys and values. kind "x": activations, the residual stream as it ente
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from headrace.config import AttentionSpec
 from headrace.kernels import chunk_formats
+from headrace.kernels.records import Layout
 from headrace.kv.storage import KVStorage
 from headrace.offload import frame
 from headrace.offload.tiers.base import BlobFormat, BlobKind, BlobParts
@@ -20,14 +19,16 @@ from headrace.offload.tiers.base import BlobFormat, BlobKind, BlobParts
 class ChunkCodec:
     """The pool of a model as blobs. identity: 32 bytes that the model, its types and arithmetic went into.
 
+    layout: how chunks lie in the pool (Backend.layout).
+
     `encode` may be called by one thread at a time, beside others that load: its result is valid until the next call.
     """
 
     def __init__(
-        self, storage: KVStorage, spec: AttentionSpec, identity: bytes, dtype: torch.dtype, backend: str
+        self, storage: KVStorage, spec: AttentionSpec, identity: bytes, dtype: torch.dtype, layout: Layout
     ) -> None:
         self.storage, self.spec, self.identity, self.dtype = storage, spec, identity, dtype
-        self.layout = chunk_formats.layout_of(backend, dtype, spec.head_dim)
+        self.layout = layout
         self.header_bytes = frame.header_bytes(spec.layers)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -62,19 +63,13 @@ class ChunkCodec:
         where = torch.tensor([slot], dtype=torch.int32)
         if kind == "x":
             return chunk_formats.store_x_many(section[None], self.activations(layer), where, form)[0]
-        return chunk_formats.store_kv_many(section[None], *self._pools(layer), where, form, **self._facts(layer))[0]
-
-    def _pools(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.storage.k[layer], self.storage.v[layer]
+        pool = self.storage.pool(layer)
+        return chunk_formats.store_kv_many(section[None], pool, where, form, self.dtype, self.layout)[0]
 
     def activations(self, layer: int) -> Tensor:
         """The pool [slots, 64, H] of a layer."""
         assert self.storage.x is not None, "the pool keeps no activations"
         return self.storage.x[layer]
-
-    def _facts(self, layer: int) -> dict[str, Any]:
-        scales = {"k_scale": self.storage.k_scale[layer], "v_scale": self.storage.v_scale[layer]}
-        return {**scales, "dtype": self.dtype, "layout": self.layout}
 
     def header(self, data: memoryview, digest: bytes, kind: BlobKind) -> frame.BlobHeader:
         """Raises frame.DamagedBlob for a blob that is not this chunk's, or not as this pool needs it."""
@@ -90,4 +85,4 @@ class ChunkCodec:
         if kind == "x":
             chunk_formats.load_x_many(sections, self.activations(layer), where, form)
         else:
-            chunk_formats.load_kv_many(sections, *self._pools(layer), where, form, **self._facts(layer))
+            chunk_formats.load_kv_many(sections, self.storage.pool(layer), where, form, self.dtype, self.layout)

@@ -7,60 +7,56 @@ anywhere. In the last layer a rank whose hidden states nobody wants sends its ke
 
 from __future__ import annotations
 
-from headrace.parallel.context import Context
+from headrace.parallel.group_context import GroupContext
+from headrace.parallel.group_layout import KVPiece
 from headrace.parallel.kv_exchange import KVExchange
-from headrace.parallel.layout import Piece
 from headrace.parallel.merging import Arrival
-from headrace.parallel.workspace import Buffer
+from headrace.parallel.workspace import LayerBuffer
+from headrace.planner.schedule import chain_next
 
 
 class Chain(KVExchange):
     """One rank of the chain. All sequences of the group have the same ranks, in the same order."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: GroupContext) -> None:
         orders = {tuple(part.ranks) for part in context.group.parts}
         self.order = next(iter(orders))
         if len(orders) > 1 or len(set(self.order)) < len(self.order):
             raise ValueError(f"a chain goes once through the same ranks for all sequences, got {sorted(orders)}")
         self.place = self.order.index(context.rank) if context.rank in self.order else None
+        following = None if self.place is None else chain_next(self.place, len(self.order))
+        self.after = None if following is None else self.order[following]
         super().__init__(context)
 
-    def _neighbour(self, step: int) -> int | None:
-        """The rank before (-1) or after (+1) this one."""
-        if self.place is None or not 0 <= self.place + step < len(self.order):
-            return None
-        return self.order[self.place + step]
-
-    def _passing(self) -> list[Piece]:
+    def _passing(self) -> list[KVPiece]:
         """Pieces that come from the rank before."""
         place = self.place
         return [] if place is None else [p for p in self.layout.pieces if not p.cached and p.first < place]
 
-    def _own(self) -> list[Piece]:
+    def _own(self) -> list[KVPiece]:
         """Pieces that this rank writes in."""
         place = self.place
         return [] if place is None else [p for p in self.layout.pieces if not p.cached and p.first <= place <= p.last]
 
-    def receives(self, layer: int, buffer: Buffer) -> list[Arrival]:
+    def receives(self, layer: int, buffer: LayerBuffer) -> list[Arrival]:
         arrivals = self.exchange_cached(layer, buffer)
-        before, after = self._neighbour(-1), self._neighbour(1)
         for piece in self._passing():
-            assert before is not None and self.place is not None
-            relay = after if piece.last < self.place else None
+            assert self.place, "the first rank of a chain receives nothing"
+            before = self.order[self.place - 1]
+            relay = self.after if piece.last < self.place else None
             tokens = piece.filled[self.place]
             arrivals.append(self.receive(layer, buffer, piece, before, relay, tokens))
         return arrivals
 
-    def before_writing(self, layer: int, buffer: Buffer) -> None:
+    def before_writing(self, layer: int, buffer: LayerBuffer) -> None:
         """A chunk that the rank before has begun must be there before it is gone on with."""
         cut = {(p.begin, p.end) for p in self._passing() if self.place is not None and p.last >= self.place}
         for arrival in self.arrivals[layer]:
             if (arrival.begin, arrival.end) in cut:
                 arrival.wait()
 
-    def send_own(self, layer: int, buffer: Buffer) -> None:
-        after = self._neighbour(1)
-        if after is None or self.place is None:
+    def send_own(self, layer: int, buffer: LayerBuffer) -> None:
+        if self.after is None or self.place is None:
             return
         for piece in self._own():
-            self.send(layer, buffer, piece, after, piece.filled[self.place])
+            self.send(layer, buffer, piece, self.after, piece.filled[self.place])

@@ -50,7 +50,7 @@ class Refused(ValueError):
     """The other side does not know the secret, or a frame is not what it sent."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class WorkerHello(msgspec.Struct, frozen=True, tag=True):
     """A worker's first words."""
 
     rank: int
@@ -58,7 +58,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     host: str
 
 
-class Join(msgspec.Struct, frozen=True, tag=True):
+class JoinGroup(msgspec.Struct, frozen=True, tag=True):
     """What a worker needs to know. `config`: an EngineConfig as msgpack. `maker`: see launch.open_group."""
 
     size: int
@@ -68,19 +68,19 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     maker: str
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
+class RunStep(msgspec.Struct, frozen=True, tag=True):
     """A step, as parallel.messages.encode made it."""
 
     body: bytes
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     """The worker's rank is made. `report`: what that said of itself."""
 
     report: bytes
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
     """The worker gives up. `lost`: because it lost another rank, whose own failure says more."""
 
     reason: str
@@ -111,27 +111,29 @@ class StoreValue(msgspec.Struct, frozen=True, tag=True):
     value: bytes | None
 
 
-class Ping(msgspec.Struct, frozen=True, tag=True):
+class DriverPing(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Pong(msgspec.Struct, frozen=True, tag=True):
+class WorkerPong(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class StopWorker(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
 StoreAsk = StoreSet | StoreGet | StoreAdd
-Message = Hello | Join | Run | Ready | Failed | StoreAsk | StoreValue | Ping | Pong | Stop
+FromDriver = JoinGroup | RunStep | StoreValue | DriverPing | StopWorker
+FromWorker = WorkerHello | WorkerReady | WorkerFailed | StoreAsk | WorkerPong
+ControlMessage = FromDriver | FromWorker
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: Any = msgspec.msgpack.Decoder(Message)
+_decoder: Any = msgspec.msgpack.Decoder(ControlMessage)
 _length = struct.Struct("!I")
 
 
-class Incoming:
+class IncomingFrames:
     """Checks the frames of one direction in order. `most`: bytes of a frame's body."""
 
     def __init__(self, key: bytes, most: int) -> None:
@@ -145,13 +147,13 @@ class Incoming:
             raise Refused(f"a frame of {count} bytes is too long; at most {self.most}")
         return count
 
-    def opened(self, header: bytes, body: bytes) -> Message:
+    def opened(self, header: bytes, body: bytes) -> ControlMessage:
         """Raises Refused for a frame that the other side did not send as the next one, or that holds no message."""
         if not hmac.compare_digest(header[_length.size :], _frame_mac(self._key, self._number, body)):
             raise Refused("a frame does not carry the right code")
         self._number += 1
         try:
-            message: Message = _decoder.decode(body)
+            message: ControlMessage = _decoder.decode(body)
         except (ValueError, RecursionError) as error:
             raise Refused(f"a frame holds no message: {shown(error)}") from error
         return message
@@ -160,13 +162,13 @@ class Incoming:
 class Channel:
     """One end of a control link, after the handshake. `send` may be called by several threads, `receive` by one."""
 
-    def __init__(self, link: socket.socket, send_key: bytes, incoming: Incoming) -> None:
+    def __init__(self, link: socket.socket, send_key: bytes, incoming: IncomingFrames) -> None:
         self._link = link
         self._key, self._sent = send_key, 0
         self._incoming = incoming
         self._sending = threading.Lock()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         """Raises OSError where the link is gone or takes nothing for the time set."""
         body = _encoder.encode(message)
         if len(body) > MOST_BYTES:
@@ -176,7 +178,7 @@ class Channel:
             self._sent += 1
             self._link.sendall(_length.pack(len(body)) + mac + body)
 
-    def receive(self) -> Message | None:
+    def receive(self) -> ControlMessage | None:
         """The next message; None at the end. Raises OSError, and Refused for what the other side did not send."""
         header = _exactly(self._link, HEADER)
         if header is None:
@@ -197,7 +199,7 @@ class Channel:
         self._link.close()
 
 
-Greeting = Generator[tuple[bytes, int], bytes, tuple[Channel, Hello]]
+Greeting = Generator[tuple[bytes, int], bytes, tuple[Channel, WorkerHello]]
 """Yields what to send and how many bytes to pass in next; raises Refused."""
 
 
@@ -212,11 +214,11 @@ def greet(link: socket.socket, secret: str) -> Greeting:
     both = ours + answer[:NONCE]
     if not hmac.compare_digest(answer[NONCE:], _mac(key, b"worker", both)):
         raise Refused("the other side does not know the secret")
-    incoming = Incoming(_mac(key, b"to driver", both), MOST_HELLO)
+    incoming = IncomingFrames(_mac(key, b"to driver", both), MOST_HELLO)
     header = yield _mac(key, b"driver", both), HEADER
     body = yield b"", incoming.length(header)
     hello = incoming.opened(header, body)
-    if not isinstance(hello, Hello):
+    if not isinstance(hello, WorkerHello):
         raise Refused("its first message is not a greeting")
     incoming.most = MOST_FROM_WORKER
     return _channel(link, _mac(key, b"to worker", both), incoming), hello
@@ -254,7 +256,7 @@ def _attempt(address: tuple[str, int], key: bytes, interface: str) -> Channel:
         link.sendall(ours + _mac(key, b"worker", both))
         if not hmac.compare_digest(_part(link, MAC), _mac(key, b"driver", both)):
             raise Refused("the driver did not prove that it knows the secret, or does not take ours")
-        incoming = Incoming(_mac(key, b"to worker", both), MOST_BYTES)
+        incoming = IncomingFrames(_mac(key, b"to worker", both), MOST_BYTES)
         return _channel(link, _mac(key, b"to driver", both), incoming)
     except BaseException:
         link.close()
@@ -280,7 +282,7 @@ def proof(secret: str, *parts: bytes) -> bytes:
     return _mac(checked(secret), *(_length.pack(len(part)) + part for part in parts))
 
 
-def _channel(link: socket.socket, send_key: bytes, incoming: Incoming) -> Channel:
+def _channel(link: socket.socket, send_key: bytes, incoming: IncomingFrames) -> Channel:
     """A host that vanishes without a word is noticed after about a minute, also by one that has nothing to send."""
     link.settimeout(None)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

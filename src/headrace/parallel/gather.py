@@ -11,23 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.parallel.context import Context
+from headrace.parallel.group_context import GroupContext
+from headrace.parallel.group_layout import KVPiece
 from headrace.parallel.kv_exchange import KVExchange, bytes_of, view
-from headrace.parallel.layout import Piece
 from headrace.parallel.merging import Arrival, Rows
-from headrace.parallel.transport import Work
-from headrace.parallel.workspace import Buffer
+from headrace.parallel.transport import Transfer
+from headrace.parallel.workspace import LayerBuffer
 from headrace.types import CHUNK
 
 
 class Gather(KVExchange):
     """One rank. Shards may lie in any order and begin anywhere."""
 
-    def __init__(self, context: Context) -> None:
-        self.sides: list[tuple[Piece, list[Tensor], list[Work]]] = []
+    def __init__(self, context: GroupContext) -> None:
+        self.sides: list[tuple[KVPiece, list[Tensor], list[Transfer]]] = []
         super().__init__(context)
 
-    def receives(self, layer: int, buffer: Buffer) -> list[Arrival]:
+    def receives(self, layer: int, buffer: LayerBuffer) -> list[Arrival]:
         arrivals = self.exchange_cached(layer, buffer)
         for piece in self._new():
             if piece.cut:  # filled by several ranks: each sends what it has, and bits are put together in _attend
@@ -37,10 +37,10 @@ class Gather(KVExchange):
                 arrivals.append(self.receive(layer, buffer, piece, piece.holder, None, 0))
         return arrivals
 
-    def _new(self) -> list[Piece]:
+    def _new(self) -> list[KVPiece]:
         return [piece for piece in self.layout.pieces if not piece.cached]
 
-    def _writers(self, piece: Piece) -> dict[int, int]:
+    def _writers(self, piece: KVPiece) -> dict[int, int]:
         """Ranks that write in a piece, and how many tokens."""
         written: dict[int, int] = {}
         part = self.context.group.parts[0] if len(self.context.group.parts) == 1 else None
@@ -51,7 +51,7 @@ class Gather(KVExchange):
                     written[each.ranks[shard]] = written.get(each.ranks[shard], 0) + count
         return written
 
-    def send_own(self, layer: int, buffer: Buffer) -> None:
+    def send_own(self, layer: int, buffer: LayerBuffer) -> None:
         mine = self.context.rank
         for piece in self._new():
             writers = self._writers(piece) if piece.cut else {piece.holder: piece.filled[piece.last]}
@@ -63,18 +63,18 @@ class Gather(KVExchange):
                 if piece.cut and other in writers:
                     self._expect(layer, buffer, piece, other)
 
-    def _send(self, layer: int, buffer: Buffer, piece: Piece, other: int, tokens: int) -> None:
+    def _send(self, layer: int, buffer: LayerBuffer, piece: KVPiece, other: int, tokens: int) -> None:
         tensors = view(buffer, piece)
         if piece.cut:
             tensors = [x.clone() for x in tensors]  # others' bits are about to be put in
         buffer.works += self.context.send(tensors, other, layer, piece.index, tokens)
 
-    def _expect(self, layer: int, buffer: Buffer, piece: Piece, other: int) -> None:
+    def _expect(self, layer: int, buffer: LayerBuffer, piece: KVPiece, other: int) -> None:
         side = [torch.empty_like(x) for x in view(buffer, piece)]
         works = self.context.receive(side, other, layer, piece.index)
         self.sides.append((piece, side, works))
 
-    def before_attending(self, layer: int, buffer: Buffer) -> None:
+    def before_attending(self, layer: int, buffer: LayerBuffer) -> None:
         for arrival in self.arrivals[layer]:
             arrival.wait()
         for piece, side, works in self.sides:
@@ -88,7 +88,7 @@ class Gather(KVExchange):
 class GatherFull(Gather):
     """With the masked half of the rectangle computed: every row meets every key of its sequence."""
 
-    def after_attention(self, layer: int, q: Tensor, buffer: Buffer, rows: Rows) -> None:
+    def after_attention(self, layer: int, q: Tensor, buffer: LayerBuffer, rows: Rows) -> None:
         begin = 0
         for run in rows.runs:
             slots = self.context.group.parts[run.part].slots
@@ -100,5 +100,5 @@ class GatherFull(Gather):
             everywhere = torch.full((run.rows,), len(slots) * CHUNK - 1, dtype=torch.int64)
             if len(chunks):
                 part = q[begin : begin + run.rows]
-                self.context.kernels.attend(layer, part, buffer.tensors, torch.from_numpy(items), everywhere)
+                self.context.kernels.attend(layer, part, buffer.pool, torch.from_numpy(items), everywhere)
             begin += run.rows

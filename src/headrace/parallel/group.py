@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace.parallel.control import Refused, proof
+from headrace.parallel.link_store import LinkStore
 from headrace.parallel.listeners import stop_accepting
-from headrace.parallel.store import LinkStore
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.torch_transport import TorchTransport
 from headrace.parallel.transport import Tag, Transport
@@ -43,7 +43,7 @@ class Group:
 
     World rank = context rank * tensor size + tensor rank. `context` links the ranks of equal tensor rank, and numbers
     them by context rank; `tensor` the other way round; `tensor_group` is the latter for torch's collectives.
-    crew: on the driver, rank 0; None elsewhere. store: torch calls it for as long as the process groups live.
+    workers: on the driver, rank 0; None elsewhere. store: torch calls it for as long as the process groups live.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class Group:
     context: TorchTransport
     tensor: TorchTransport
     store: LinkStore
-    crew: WorkerSupervisor | None = None
+    workers: WorkerSupervisor | None = None
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
@@ -68,8 +68,8 @@ class Group:
 
         To be called before the interpreter ends: threads that wait in torch then would abort the process.
         """
-        if self.crew is not None:
-            self.crew.close()
+        if self.workers is not None:
+            self.workers.close()
         for name, transport in (("context", self.context), ("tensor", self.tensor)):
             if not transport.close():
                 log.warning("threads of the %s links still wait for ranks that did not end", name)
@@ -164,8 +164,8 @@ def interface_name(address: str) -> str:
     return known[address]
 
 
-def unless_failed(crew: WorkerSupervisor, call: Callable[[], Any], limit_s: float | None = None) -> Any:
-    """call(), given up with RankLost when the crew fails meanwhile: torch's own waiting cannot be interrupted.
+def unless_failed(workers: WorkerSupervisor, call: Callable[[], Any], limit_s: float | None = None) -> Any:
+    """call(), given up with RankLost when a worker fails meanwhile: torch's own waiting cannot be interrupted.
 
     Raises TimeoutError after limit_s.
     """
@@ -180,10 +180,10 @@ def unless_failed(crew: WorkerSupervisor, call: Callable[[], Any], limit_s: floa
         done.set()
 
     threading.Thread(target=run, name="headrace-form", daemon=True).start()
-    crew.on_failure(lambda _: done.set())
+    workers.on_failure(lambda _: done.set())
     done.wait(limit_s)
     if not outcome:
-        crew.check()
+        workers.check()
         raise TimeoutError(f"the ranks did not make their links within {limit_s:g} s")
     if isinstance(outcome[0], BaseException):
         raise outcome[0]

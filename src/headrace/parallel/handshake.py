@@ -1,4 +1,4 @@
-"""Where workers come in: a listening socket of the driver, open until all of them are there.
+"""The driver's listening socket, on which workers connect and prove that they know the secret, until all are there.
 
 One thread serves all connections. One that has not proved to know the secret gets PROVE_S in all, however its bytes
 trickle in, and there are at most MOST_STRANGERS of them: the oldest makes way for the newest. A worker that had to make
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from headrace.logs import shown
-from headrace.parallel.control import REFUSAL, Channel, Hello, Refused, greet
+from headrace.parallel.control import REFUSAL, Channel, Refused, WorkerHello, greet
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ MOST_STRANGERS = 256
 PROVE_S = 2.0
 """So long a connection may take to its proof."""
 HELLO_S = 10.0
-"""So long a worker that has proved to know the secret may take to its Hello."""
+"""So long a worker that has proved to know the secret may take to its WorkerHello."""
 LOG_S = 5.0
 """Refused connections share one line in the log per so many seconds."""
 
@@ -53,12 +53,12 @@ class Handshake:
         self.address = f"{host}:{port}"
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
-        self._strangers: dict[socket.socket, _Visitor] = {}  # the oldest first, here and below
-        self._proved: dict[socket.socket, _Visitor] = {}
+        self._strangers: dict[socket.socket, _PendingConnection] = {}  # the oldest first, here and below
+        self._proved: dict[socket.socket, _PendingConnection] = {}
         self._refusals = _Refusals()
-        self._admitted: queue.SimpleQueue[tuple[Channel, Hello]] = queue.SimpleQueue()
+        self._admitted: queue.SimpleQueue[tuple[Channel, WorkerHello]] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="headrace-gate", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="headrace-handshake", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Handshake:
@@ -74,12 +74,14 @@ class Handshake:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
 
-    def admit(self, ranks: range, timeout_s: float, check: Callable[[], None]) -> dict[int, tuple[Channel, Hello]]:
+    def admit(
+        self, ranks: range, timeout_s: float, check: Callable[[], None]
+    ) -> dict[int, tuple[Channel, WorkerHello]]:
         """Links to all of `ranks`. `check` is called now and then and may raise (a worker has ended, say).
 
         Raises TimeoutError, naming the ranks that are missing.
         """
-        inside: dict[int, tuple[Channel, Hello]] = {}
+        inside: dict[int, tuple[Channel, WorkerHello]] = {}
         end = time.monotonic() + timeout_s
         try:
             while len(inside) < len(ranks):
@@ -128,14 +130,14 @@ class Handshake:
                 self._make_room(len(self._strangers) // 2)
                 self._closed.wait(PAUSE_S)
                 return
-            visitor = _Visitor(link, f"{peer[0]}:{peer[1]}", self._secret)
+            visitor = _PendingConnection(link, f"{peer[0]}:{peer[1]}", self._secret)
             self._strangers[link] = visitor
             self._selector.register(link, selectors.EVENT_READ, visitor)
             self._go_on(visitor)
             self._make_room(MOST_STRANGERS)
 
-    def _go_on(self, visitor: _Visitor) -> None:
-        """Goes on with a handshake as far as the bytes that are there allow."""
+    def _go_on(self, visitor: _PendingConnection) -> None:
+        """Advances a handshake by the bytes that have arrived."""
         try:
             admitted = visitor.hear()
         except (OSError, ValueError) as error:
@@ -157,12 +159,12 @@ class Handshake:
             while visitors and (oldest := next(iter(visitors.values()))).end < now:
                 self._refuse(oldest, f"took too long to {missing}")
 
-    def _refuse(self, visitor: _Visitor, why: str, tell: bool = False) -> None:
+    def _refuse(self, visitor: _PendingConnection, why: str, tell: bool = False) -> None:
         self._refusals.add(visitor.peer, why)
         self._forget(visitor)
         visitor.drop(tell)
 
-    def _forget(self, visitor: _Visitor) -> None:
+    def _forget(self, visitor: _PendingConnection) -> None:
         self._selector.unregister(visitor.link)
         self._strangers.pop(visitor.link, None)
         self._proved.pop(visitor.link, None)
@@ -179,8 +181,8 @@ class Handshake:
                 self._admitted.get_nowait()[0].close()
 
 
-class _Visitor:
-    """A connection from its beginning to the worker's Hello. `end`: when its time is over."""
+class _PendingConnection:
+    """A connection from its beginning to the worker's WorkerHello. `end`: when its time is over."""
 
     def __init__(self, link: socket.socket, peer: str, secret: str) -> None:
         link.setblocking(False)
@@ -191,7 +193,7 @@ class _Visitor:
         self._begun = False
         self._wanted, self._got = 0, b""
 
-    def hear(self) -> tuple[Channel, Hello] | None:
+    def hear(self) -> tuple[Channel, WorkerHello] | None:
         """Takes in what has come: at most what the next part of the handshake needs. The link, after the last part.
 
         Raises Refused, OSError.
@@ -209,7 +211,7 @@ class _Visitor:
             try:
                 step = self._greeting.send(self._got)
             except StopIteration as done:
-                admitted: tuple[Channel, Hello] = done.value
+                admitted: tuple[Channel, WorkerHello] = done.value
                 return admitted
             if not self.proved:
                 self.proved, self.end = True, time.monotonic() + HELLO_S

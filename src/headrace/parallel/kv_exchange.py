@@ -12,25 +12,26 @@ import torch
 from torch import Tensor
 
 from headrace.attention.plan import Int32
-from headrace.parallel import layout
-from headrace.parallel.context import Context
-from headrace.parallel.layout import Piece
+from headrace.kernels.backend import Attend
+from headrace.parallel import group_layout
+from headrace.parallel.group_context import GroupContext
+from headrace.parallel.group_layout import KVPiece
 from headrace.parallel.merging import Arrival, Rows
-from headrace.parallel.workspace import Buffer, copy_chunks, pools
+from headrace.parallel.workspace import LayerBuffer, copy_chunks
 
 
-class KVExchange:
-    """Attend (attention.execute.Attend) of one group on one rank. Subclasses say what is exchanged."""
+class KVExchange(Attend):
+    """Attention of one group on one rank. Subclasses say what is exchanged."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: GroupContext) -> None:
         self.context = context
         group, rank = context.group, context.rank
-        self.layout = layout.arrange(group, context.slots_per_rank)
-        runs = layout.runs(group, rank)
-        tables = [self.layout.table(layout.slots_of(group, run)) for run in runs]
+        self.layout = group_layout.arrange(group, context.slots_per_rank)
+        runs = group_layout.runs(group, rank)
+        tables = [self.layout.table(group_layout.slots_of(group, run)) for run in runs]
         self.rows = Rows(runs, tables, context.kernels)
-        wanted = layout.runs(group, rank, wanted=True)
-        tables = [self.layout.table(layout.slots_of(group, run)) for run in wanted]
+        wanted = group_layout.runs(group, rank, wanted=True)
+        tables = [self.layout.table(group_layout.slots_of(group, run)) for run in wanted]
         self.wanted = Rows(wanted, tables, context.kernels)
         self.kept_from, self.kept_in = self._kept()
         context.workspace.reserve(self.layout.chunks)
@@ -50,21 +51,21 @@ class KVExchange:
 
     # -- what a strategy decides
 
-    def receives(self, layer: int, buffer: Buffer) -> list[Arrival]:
+    def receives(self, layer: int, buffer: LayerBuffer) -> list[Arrival]:
         """Posts the receives of a layer; what is to be sent on goes on by relay."""
         raise NotImplementedError
 
-    def send_own(self, layer: int, buffer: Buffer) -> None:
+    def send_own(self, layer: int, buffer: LayerBuffer) -> None:
         """Sends what this rank has just written."""
         raise NotImplementedError
 
-    def before_writing(self, layer: int, buffer: Buffer) -> None:
+    def before_writing(self, layer: int, buffer: LayerBuffer) -> None:
         """Called before the rank's own keys and values are written."""
 
-    def before_attending(self, layer: int, buffer: Buffer) -> None:
+    def before_attending(self, layer: int, buffer: LayerBuffer) -> None:
         """Called before the rows attend to what has arrived."""
 
-    def after_attention(self, layer: int, q: Tensor, buffer: Buffer, rows: Rows) -> None:
+    def after_attention(self, layer: int, q: Tensor, buffer: LayerBuffer, rows: Rows) -> None:
         """Called when the rows have attended."""
 
     # -- one layer
@@ -75,7 +76,7 @@ class KVExchange:
             self._post(layer + 1)
         self.before_writing(layer, buffer)
         if len(self.rows):
-            self.context.kernels.append(buffer.tensors, k, v, self.rows.slots, self.rows.offsets)
+            self.context.kernels.backend.append(buffer.pool, k, v, self.rows.slots, self.rows.offsets)
         self.send_own(layer, buffer)
         self.before_attending(layer, buffer)
         chosen = self.rows if rows is None else self.wanted
@@ -83,19 +84,19 @@ class KVExchange:
         self.after_attention(layer, q if rows is None else q[rows], buffer, chosen)
         return out
 
-    def _attend(self, layer: int, q: Tensor, buffer: Buffer, rows: Rows) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, buffer: LayerBuffer, rows: Rows) -> Tensor:
         """The rows' attention; without rows nothing but what this rank keeps is waited for."""
         arrivals = self.arrivals.pop(layer)
         if len(rows):
-            q = rows.attend(layer, q, buffer.tensors, arrivals)
+            q = rows.attend(layer, q, buffer.pool, arrivals)
         elif len(self.kept_from):
             for each in arrivals:
                 each.wait()
         self._keep(layer, buffer)
         return q
 
-    def _keep(self, layer: int, buffer: Buffer) -> None:
-        copy_chunks(buffer.tensors, self.kept_from, pools(self.context.storage, layer), self.kept_in)
+    def _keep(self, layer: int, buffer: LayerBuffer) -> None:
+        copy_chunks(buffer.pool, self.kept_from, self.context.storage.pool(layer), self.kept_in)
 
     def _post(self, layer: int) -> None:
         buffer = self.context.workspace.at(layer)
@@ -105,11 +106,11 @@ class KVExchange:
         for arrival in self.arrivals[layer]:
             buffer.works += arrival.works
 
-    def _load_cached(self, layer: int, buffer: Buffer) -> None:
+    def _load_cached(self, layer: int, buffer: LayerBuffer) -> None:
         """Cached chunks that this rank owns, from its pool."""
         for slots, begin in self._cached_here():
             at = np.arange(begin, begin + len(slots), dtype=np.int32)
-            copy_chunks(pools(self.context.storage, layer), slots, buffer.tensors, at)
+            copy_chunks(self.context.storage.pool(layer), slots, buffer.pool, at)
 
     def _cached_here(self) -> list[tuple[Int32, int]]:
         """(local slots, first chunk in the workspace) of each cached piece that this rank holds."""
@@ -125,14 +126,16 @@ class KVExchange:
 
     # -- for strategies
 
-    def receive(self, layer: int, buffer: Buffer, piece: Piece, source: int, relay: int | None, tokens: int) -> Arrival:
+    def receive(
+        self, layer: int, buffer: LayerBuffer, piece: KVPiece, source: int, relay: int | None, tokens: int
+    ) -> Arrival:
         works = self.context.receive(view(buffer, piece), source, layer, piece.index, relay, tokens)
         return Arrival(works, piece.begin, piece.end)
 
-    def send(self, layer: int, buffer: Buffer, piece: Piece, to: int, tokens: int) -> None:
+    def send(self, layer: int, buffer: LayerBuffer, piece: KVPiece, to: int, tokens: int) -> None:
         buffer.works += self.context.send(view(buffer, piece), to, layer, piece.index, tokens)
 
-    def exchange_cached(self, layer: int, buffer: Buffer) -> list[Arrival]:
+    def exchange_cached(self, layer: int, buffer: LayerBuffer) -> list[Arrival]:
         """Every rank sends the cached chunks that it owns to all others that have rows."""
         mine, arrivals = self.context.rank, []
         readers = {rank for part in self.context.group.parts for rank in part.ranks}
@@ -147,8 +150,8 @@ class KVExchange:
         return arrivals
 
 
-def view(buffer: Buffer, piece: Piece) -> list[Tensor]:
-    return [x[piece.begin : piece.end] for x in buffer.tensors]
+def view(buffer: LayerBuffer, piece: KVPiece) -> list[Tensor]:
+    return [x[piece.begin : piece.end] for x in buffer.pool.tensors]
 
 
 def bytes_of(x: Tensor) -> Tensor:

@@ -26,10 +26,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from headrace.config import EngineConfig
 from headrace.files import open_own
-from headrace.parallel.control import FORM_S, Channel, Hello, Join
+from headrace.parallel import torchrun_environment
+from headrace.parallel.control import FORM_S, Channel, JoinGroup, WorkerHello
 from headrace.parallel.group import Group, form, unless_failed
 from headrace.parallel.handshake import Handshake
-from headrace.parallel.store import LinkStore
+from headrace.parallel.link_store import LinkStore
 from headrace.parallel.supervisor import WorkerProcess, WorkerSupervisor, end_processes
 from headrace.parallel.transport import RankLost
 from headrace.parallel.worker import encode_config, rank_main
@@ -49,7 +50,7 @@ def open_group(config: EngineConfig, maker: str, start: Starter | None = None) -
     Raises ValueError for settings that cannot work, RankLost where a worker ends, TimeoutError where one does
     not come.
     """
-    size = config.context_parallel_size * config.tensor_parallel_size
+    size = config.ranks.context * config.ranks.tensor
     if size < 2:
         raise ValueError("one rank needs no group: raise context_parallel_size or tensor_parallel_size")
     if dist.is_initialized():
@@ -57,22 +58,22 @@ def open_group(config: EngineConfig, maker: str, start: Starter | None = None) -
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
     with ExitStack() as undo:
         processes, links = _meet(config, secret, start or _starter(config), undo)
-        crew = WorkerSupervisor(links, config.rank_timeout_s, processes)
-        undo.callback(crew.close)
-        group = _join(crew, config, maker, secret)
+        workers = WorkerSupervisor(links, config.ranks.timeout_s, processes)
+        undo.callback(workers.close)
+        group = _join(workers, config, maker, secret)
         undo.pop_all()
         return group
 
 
 def _meet(
     config: EngineConfig, secret: str, start: Starter, undo: ExitStack
-) -> tuple[Mapping[int, WorkerProcess], dict[int, tuple[Channel, Hello]]]:
+) -> tuple[Mapping[int, WorkerProcess], dict[int, tuple[Channel, WorkerHello]]]:
     """The workers' processes, whose end is left to `undo`, and their links. The port where they came in is closed."""
-    size = config.context_parallel_size * config.tensor_parallel_size
-    with Handshake(config.rank_interface, secret) as gate, ExitStack() as met:
-        processes = start(config, gate.address, secret, met)
+    size = config.ranks.context * config.ranks.tensor
+    with Handshake(config.ranks.interface, secret) as handshake, ExitStack() as met:
+        processes = start(config, handshake.address, secret, met)
         undo.callback(end_processes, processes)
-        return processes, gate.admit(range(1, size), FORM_S, lambda: _all_run(processes))
+        return processes, handshake.admit(range(1, size), FORM_S, lambda: _all_run(processes))
 
 
 def run_if_worker(interface: str) -> int | None:
@@ -86,13 +87,15 @@ def run_if_worker(interface: str) -> int | None:
     return rank_main(address, _read_secret(kept) if kept else os.environ[SECRET], environment.rank, interface)
 
 
-def _join(crew: WorkerSupervisor, config: EngineConfig, maker: str, secret: str) -> Group:
-    context, tensor = config.context_parallel_size, config.tensor_parallel_size
-    crew.join(Join(context * tensor, context, tensor, encode_config(config), maker))
-    store = LinkStore(crew.ask)
-    group: Group = unless_failed(crew, lambda: form(0, context, tensor, store, config.rank_interface, secret), FORM_S)
-    group.crew = crew
-    crew.on_failure(group.fail)
+def _join(workers: WorkerSupervisor, config: EngineConfig, maker: str, secret: str) -> Group:
+    context, tensor = config.ranks.context, config.ranks.tensor
+    workers.join(JoinGroup(context * tensor, context, tensor, encode_config(config), maker))
+    store = LinkStore(workers.ask)
+    group: Group = unless_failed(
+        workers, lambda: form(0, context, tensor, store, config.ranks.interface, secret), FORM_S
+    )
+    group.workers = workers
+    workers.on_failure(group.fail)
     return group
 
 
@@ -106,12 +109,12 @@ def _starter(config: EngineConfig) -> Starter:
         if environment.rank != 0:
             raise ValueError("only rank 0 opens the group; the others call run_if_worker")
         return environment.invite
-    if config.distributed_backend == "ray":
+    if config.ranks.launcher == "ray":
         from headrace.parallel.on_ray import start
 
         return start
-    if not config.rank_interface.startswith(LOOPBACK):
-        log.info("workers of this host talk over %s, not over the loopback interface", config.rank_interface)
+    if not config.ranks.interface.startswith(LOOPBACK):
+        log.info("workers of this host talk over %s, not over the loopback interface", config.ranks.interface)
     return spawn
 
 
@@ -122,7 +125,7 @@ def _all_run(processes: Mapping[int, WorkerProcess]) -> None:
 
 
 @dataclass
-class Child:
+class ChildProcess:
     """A worker that this process started."""
 
     popen: subprocess.Popen[bytes]
@@ -146,8 +149,8 @@ def spawn(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Ma
     """Workers as children of this process. They get the secret through a pipe, which no process list shows."""
     processes: dict[int, WorkerProcess] = {}
     try:
-        for rank in range(1, config.context_parallel_size * config.tensor_parallel_size):
-            processes[rank] = Child(spawn_one(rank, address, config.rank_interface, secret))
+        for rank in range(1, config.ranks.context * config.ranks.tensor):
+            processes[rank] = ChildProcess(spawn_one(rank, address, config.ranks.interface, secret))
     except BaseException:
         end_processes(processes)
         raise
@@ -180,10 +183,9 @@ class TorchRun:
     @staticmethod
     def read() -> TorchRun | None:
         """None where torchrun did not start this process."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if not all(name in os.environ for name in names):
+        if not torchrun_environment.started_this():
             return None
-        return TorchRun(*(int(os.environ[name]) for name in names[:3]))
+        return TorchRun(*(int(os.environ[name]) for name in torchrun_environment.VARIABLES[:3]))
 
     def check(self, interface: str) -> None:
         """Raises ValueError where several hosts lack a secret, or an address to reach each other."""
@@ -199,12 +201,8 @@ class TorchRun:
 
     def invite(self, config: EngineConfig, address: str, secret: str, met: ExitStack) -> Mapping[int, WorkerProcess]:
         """Leaves the driver's address where the other ranks look for it. Their processes are torchrun's to end."""
-        wanted = config.context_parallel_size * config.tensor_parallel_size
-        if wanted != self.size:
-            raise ValueError(
-                f"torchrun started {self.size} processes, but context_parallel_size * tensor_parallel_size is {wanted}"
-            )
-        self.check(config.rank_interface)
+        torchrun_environment.check_size(config.ranks.context * config.ranks.tensor)
+        self.check(config.ranks.interface)
         store = self.store()
         met.callback(lambda: store)  # it may live in this process, and the others have yet to read it
         store.set("headrace/secret", "" if os.environ.get(SECRET) else _write_secret(secret, met))

@@ -16,14 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import headrace
-from headrace.config import EngineConfig
 from headrace.kernels import dispatch, ops
+from headrace.parallel.merging import Kernels
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import Tag
-from headrace.parallel.workspace import Buffer
-from headrace.planner.machine import Machine, Shape
-from headrace.planner.tuned_table import Stamp
+from headrace.parallel.workspace import LayerBuffer
+from headrace.planner.machine import Machine
 from headrace.types import CHUNK
 
 KEYS = 2048
@@ -68,14 +66,6 @@ def describe(machine: Machine) -> str:
     )
 
 
-def stamp(model: str, shape: Shape, ranks: int, config: EngineConfig, profile: Machine) -> Stamp:
-    """What a tuned table of this group is stamped with."""
-    return Stamp(
-        machine=profile.fingerprint, model=model, shape=shape, ranks=ranks, link=f"gloo on {config.rank_interface}",
-        version=headrace.__version__, date=date.today().isoformat(),
-    )  # fmt: skip
-
-
 def _cpu() -> str:
     """The processor's name."""
     try:
@@ -115,14 +105,14 @@ def _linear(rank: Rank) -> dict[str, float]:
 def _attend_once(rank: Rank, rows: int, keys: int) -> Callable[[], object]:
     spec, kernels = rank.kernels.spec, rank.kernels
     chunks = keys // CHUNK
-    buffer = Buffer(spec, chunks, rank.storage.dtype)
+    buffer = LayerBuffer(spec, chunks, rank.storage.dtype)
     q = torch.ones(rows, spec.heads, spec.head_dim, dtype=rank.decoder.dtype)
     items = torch.tensor([[chunk, chunk * CHUNK, 0, rows] for chunk in range(chunks)], dtype=torch.int32)
     positions = torch.full((rows,), keys - 1, dtype=torch.int64)
     bias = kernels.bias
     if bias is not None and bias.shape[1] < keys:
-        kernels = type(kernels)(kernels.backend, spec, torch.zeros(spec.heads, keys))
-    return lambda: kernels.attend(0, q, buffer.tensors, items, positions)
+        kernels = Kernels(kernels.backend, spec, torch.zeros(spec.heads, keys))
+    return lambda: kernels.attend(0, q, buffer.pool, items, positions)
 
 
 def _attention(rank: Rank, rows: int) -> float:

@@ -1,69 +1,53 @@
 """Attention of a rank's rows over chunks that arrive one by one, in the canonical order whatever comes first.
 
-T: rows, Hq: query heads, D: head size. If everything is there, it is one `attend`. Otherwise each run folds its chunks
-from left to right as far as they are there; beyond a gap, whole blocks of 2,048 keys are folded apart and put in when
-their turn comes (kernels.state.fold_blocks). The bits are those of one `attend` in any case (docs/attention.md).
+T: rows, Hq: query heads, D: head size. If everything is there, it is one `attend`. Otherwise each run merges its chunks
+from left to right as far as they are there; beyond a gap, whole blocks of 2,048 keys are merged apart and put in when
+their turn comes (kernels.state.merge_blocks). The bits are those of one `attend` in any case (docs/attention.md).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.attention import plan as planning
-from headrace.attention.execute import BACKENDS
 from headrace.attention.plan import Int32
 from headrace.config import AttentionSpec
-from headrace.kernels.state import FoldState
-from headrace.parallel.layout import Run
-from headrace.parallel.transport import Work
-from headrace.parallel.workspace import scales
+from headrace.kernels.backend import Backend
+from headrace.kernels.records import Mask, Pool
+from headrace.kernels.registry import in_pieces
+from headrace.kernels.state import RunningState
+from headrace.parallel.group_layout import RowRange
+from headrace.parallel.transport import Transfer
 from headrace.types import BLOCK_CHUNKS, CHUNK
-
-Tensors = list[Tensor]
-"""K, V and, for int8, their scales, of all chunks in reach: see parallel.workspace."""
 
 
 class Kernels:
-    """A backend with what is the same in all of its calls."""
+    """A backend with what is the same in all of its calls. Raises ValueError for one that cannot attend in pieces."""
 
-    def __init__(self, backend: str, spec: AttentionSpec, bias: Tensor | None) -> None:
-        self.ops: Any = BACKENDS[backend]
-        self.backend, self.spec, self.bias = backend, spec, bias
+    def __init__(self, backend: Backend, spec: AttentionSpec, bias: Tensor | None) -> None:
+        self.backend, self.spec, self.bias = in_pieces(backend), spec, bias
 
-    def empty(self, q: Tensor) -> FoldState:
-        """The state of rows q [T, Hq, D] that have met no chunk."""
-        state: FoldState = self.ops.empty_fold(*q.shape, q.dtype)
-        return state
-
-    def append(self, pools: Tensors, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
-        self.ops.append(pools[0], pools[1], k, v, slots, offsets, **scales(pools))
-
-    def attend(self, layer: int, q: Tensor, pools: Tensors, items: Tensor, positions: Tensor) -> Tensor:
-        out: Tensor = self.ops.attend(q, pools[0], pools[1], items, positions, **self._fixed(layer, pools))
-        return out
+    def attend(self, layer: int, q: Tensor, pool: Pool, items: Tensor, positions: Tensor) -> Tensor:
+        return self.backend.attend(q, pool, self._mask(layer, items, positions))
 
     def partial(
-        self, layer: int, q: Tensor, pools: Tensors, items: Tensor, positions: Tensor, state: FoldState | None
-    ) -> FoldState:
-        fixed = self._fixed(layer, pools)
-        done: FoldState = self.ops.partial(q, pools[0], pools[1], items, positions, state=state, **fixed)
-        return done
+        self, layer: int, q: Tensor, pool: Pool, items: Tensor, positions: Tensor, state: RunningState | None
+    ) -> RunningState:
+        return self.backend.partial(q, pool, self._mask(layer, items, positions), state)
 
-    def _fixed(self, layer: int, pools: Tensors) -> dict[str, Any]:
-        window = self.spec.windows[layer]
-        return {"scale": self.spec.scale, "window": window, "bias": self.bias, **scales(pools)}
+    def _mask(self, layer: int, items: Tensor, positions: Tensor) -> Mask:
+        return Mask(items, positions, window=self.spec.windows[layer], bias=self.bias, scale=self.spec.scale)
 
 
 @dataclass(slots=True)
 class Arrival:
     """Chunks that a transfer brings: a receive of each tensor, and the workspace's chunks begin .. end-1."""
 
-    works: list[Work]
+    works: list[Transfer]
     begin: int
     end: int
 
@@ -79,7 +63,7 @@ class Arrival:
 class Rows:
     """A rank's rows in a group, its plan over the workspace, and the tables of its runs."""
 
-    def __init__(self, runs: list[Run], tables: list[Int32], kernels: Kernels) -> None:
+    def __init__(self, runs: list[RowRange], tables: list[Int32], kernels: Kernels) -> None:
         self.runs, self.tables, self.kernels = runs, tables, kernels
         plan = planning.build([planning.Span(t, r.start, r.rows) for r, t in zip(runs, tables, strict=True)])
         self.positions = torch.from_numpy(plan.positions)
@@ -90,32 +74,32 @@ class Rows:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def attend(self, layer: int, q: Tensor, pools: Tensors, arrivals: list[Arrival]) -> Tensor:
+    def attend(self, layer: int, q: Tensor, pool: Pool, arrivals: list[Arrival]) -> Tensor:
         """q [T, Hq, D] over all that the rows see -> [T, Hq, D]. Returns when every arrival has come."""
         pending = [each for each in arrivals if not each.done]
         if not pending:
             items = self.items[self.kernels.spec.windows[layer]]
-            return self.kernels.attend(layer, q, pools, items, self.positions)
-        ready = np.ones(len(pools[0]), dtype=bool)
+            return self.kernels.attend(layer, q, pool, items, self.positions)
+        ready = np.ones(len(pool.k), dtype=bool)
         for each in pending:
             ready[each.begin : each.end] = False
-        folds = self._folds(layer, q, pools)
-        while not all(fold.finished for fold in folds):
+        merging = self._runs(layer, q, pool)
+        while not all(run.finished for run in merging):
             pending = _note(pending, ready)
-            if any([fold.advance(ready) for fold in folds]) or any(fold.look_ahead(ready) for fold in folds):
+            if any([run.advance(ready) for run in merging]) or any(run.look_ahead(ready) for run in merging):
                 continue
             pending[0].wait()
         for each in pending:
             each.wait()
-        return torch.cat([fold.finish(q.dtype) for fold in folds])
+        return torch.cat([run.finish(q.dtype) for run in merging])
 
-    def _folds(self, layer: int, q: Tensor, pools: Tensors) -> list[_Fold]:
-        folds, begin = [], 0
+    def _runs(self, layer: int, q: Tensor, pool: Pool) -> list[_MergingRun]:
+        merging, begin = [], 0
         for run, table in zip(self.runs, self.tables, strict=True):
             rows = slice(begin, begin + run.rows)
-            folds.append(_Fold(self.kernels, layer, q[rows], pools, table, self.positions[rows], run.start))
+            merging.append(_MergingRun(self.kernels, layer, q[rows], pool, table, self.positions[rows], run.start))
             begin += run.rows
-        return folds
+        return merging
 
 
 def _note(pending: list[Arrival], ready: np.ndarray) -> list[Arrival]:
@@ -130,19 +114,19 @@ def _note(pending: list[Arrival], ready: np.ndarray) -> list[Arrival]:
 
 
 @dataclass(slots=True)
-class _Fold:
-    """Where one run stands: chunks before `next` are folded into `state`; `early` holds blocks folded apart."""
+class _MergingRun:
+    """Where one run stands: chunks before `next` are merged into `state`; `early` holds blocks merged apart."""
 
     kernels: Kernels
     layer: int
     q: Tensor
-    pools: Tensors
+    pool: Pool
     table: Int32
     positions: Tensor
     start: int
     next: int = 0
-    state: FoldState | None = None
-    early: dict[int, FoldState] = field(default_factory=dict)
+    state: RunningState | None = None
+    early: dict[int, RunningState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         window = self.kernels.spec.windows[self.layer]
@@ -154,7 +138,7 @@ class _Fold:
         return self.next == len(self.table)
 
     def advance(self, ready: np.ndarray) -> bool:
-        """Folds on as far as chunks are there; False if that is nowhere."""
+        """Merges on as far as chunks are there; False if that is nowhere."""
         before = self.next
         while not self.finished:
             block = self.next // BLOCK_CHUNKS
@@ -169,18 +153,18 @@ class _Fold:
         return self.next > before
 
     def _reach(self, ready: np.ndarray) -> int:
-        """The chunk before which the next call must stop: one that is not there, or in a block folded apart."""
+        """The chunk before which the next call must stop: one that is not there, or in a block merged apart."""
         missing = np.flatnonzero(~ready[self.table[self.next :]])
         end = self.next + int(missing[0]) if len(missing) else len(self.table)
         return min([end, *(block * BLOCK_CHUNKS for block in self.early)])
 
     def _put_in(self, block: int) -> None:
         right = self.early.pop(block)
-        self.state = right if self.state is None else self.kernels.ops.fold_blocks(self.state, right)
+        self.state = right if self.state is None else self.kernels.backend.merge_blocks(self.state, right)
         self.next = min((block + 1) * BLOCK_CHUNKS, len(self.table))
 
     def look_ahead(self, ready: np.ndarray) -> bool:
-        """Folds one whole block beyond the gap, apart; False if there is none."""
+        """Merges one whole block beyond the gap, apart; False if there is none."""
         for block in range(self.next // BLOCK_CHUNKS + 1, -(-len(self.table) // BLOCK_CHUNKS)):
             begin, end = block * BLOCK_CHUNKS, min((block + 1) * BLOCK_CHUNKS, len(self.table))
             if block not in self.early and ready[self.table[begin:end]].all():
@@ -188,14 +172,13 @@ class _Fold:
                 return True
         return False
 
-    def _partial(self, begin: int, end: int, state: FoldState | None) -> FoldState:
+    def _partial(self, begin: int, end: int, state: RunningState | None) -> RunningState:
         chunks = np.arange(begin, end, dtype=np.int32)
         items = np.empty((len(chunks), 4), dtype=np.int32)
         items[:, 0], items[:, 1] = self.table[begin:end], chunks * CHUNK
         items[:, 2], items[:, 3] = np.maximum(0, chunks * CHUNK - self.start), len(self.q)
-        return self.kernels.partial(self.layer, self.q, self.pools, torch.from_numpy(items), self.positions, state)
+        return self.kernels.partial(self.layer, self.q, self.pool, torch.from_numpy(items), self.positions, state)
 
     def finish(self, dtype: torch.dtype) -> Tensor:
         assert self.state is not None, "a row sees its own chunk"
-        out: Tensor = self.kernels.ops.finish(self.state, dtype)
-        return out
+        return self.kernels.backend.finish(self.state, dtype)

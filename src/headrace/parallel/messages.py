@@ -1,20 +1,19 @@
 """What a step is made of when several ranks compute it: plain records, sent as msgpack, the same to every rank.
 
 Slots are global: slot g of the cache lies in the pool of rank g // slots_per_rank, as its slot g % slots_per_rank.
-Each rank derives from a Step what is its own to do (parallel.layout); nothing else needs to be said between ranks.
+Each rank derives from a RankStep what is its own to do (parallel.group_layout): ranks need to say nothing else.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import msgspec
 
-Strategy = Literal["single", "gather", "gather-full", "chain", "ring-kv", "ring-q"]
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
+from headrace.strategies import StrategyName
 
 
-class Part(msgspec.Struct, frozen=True):
+class StepPart(msgspec.Struct, frozen=True):
     """New tokens of one sequence: positions start .. start+len(tokens)-1.
 
     slots: global slots of its chunks from position 0 to the last new token, cached ones and new ones.
@@ -36,29 +35,29 @@ class Part(msgspec.Struct, frozen=True):
         return self.start + len(self.tokens)
 
 
-class Group(msgspec.Struct, frozen=True):
+class StepGroup(msgspec.Struct, frozen=True):
     """Sequences that are computed together, layer by layer, in one way."""
 
-    strategy: Strategy
-    parts: list[Part]
+    strategy: StrategyName
+    parts: list[StepPart]
 
 
-class Step(msgspec.Struct, frozen=True):
+class RankStep(msgspec.Struct, frozen=True):
     """Groups that a rank computes one after another; it does not wait for the others between them."""
 
     number: int
-    groups: list[Group]
+    groups: list[StepGroup]
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: Any = msgspec.msgpack.Decoder(Step)
+_decoder: Any = msgspec.msgpack.Decoder(RankStep)
 
 
-def encode(step: Step) -> bytes:
+def encode(step: RankStep) -> bytes:
     return _encoder.encode(step)
 
 
-def decode(body: bytes) -> Step:
+def decode(body: bytes) -> RankStep:
     """Raises msgspec.ValidationError (a ValueError) for anything that is no step."""
-    step: Step = _decoder.decode(body)
+    step: RankStep = _decoder.decode(body)
     return step

@@ -41,9 +41,9 @@ def start(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Ma
     if missing is not None:
         raise ValueError(f"distributed_backend ray needs the package: pip install 'headrace[ray]' ({missing})")
     _attach()
-    _check_hosts(config.rank_interface)
-    workers = config.context_parallel_size * config.tensor_parallel_size - 1
-    cpus = config.threads or 1
+    _check_hosts(config.ranks.interface)
+    workers = config.ranks.context * config.ranks.tensor - 1
+    cpus = config.model.threads or 1
     group = placement_group([{"CPU": cpus}] * workers, strategy="SPREAD")
     if not group.wait(PLACE_S):
         remove_placement_group(group)
@@ -52,8 +52,8 @@ def start(config: EngineConfig, address: str, secret: str, met: ExitStack) -> Ma
             "add nodes, or ask for fewer ranks or --threads"
         )
     ranks = range(1, workers + 1)
-    place = Place(group, set(ranks))
-    return {rank: Actor(place, rank, cpus, (address, secret, config.rank_interface)) for rank in ranks}
+    place = RayPlacement(group, set(ranks))
+    return {rank: RayWorker(place, rank, cpus, (address, secret, config.ranks.interface)) for rank in ranks}
 
 
 def _attach() -> None:
@@ -80,7 +80,7 @@ def _check_hosts(interface: str) -> None:
         )
 
 
-class Member:
+class RayMember:
     """The actor: its one call is the worker's life."""
 
     def serve(self, address: str, secret: str, rank: int, driver_interface: str) -> int:
@@ -89,7 +89,7 @@ class Member:
 
 
 @dataclass
-class Place:
+class RayPlacement:
     """The placement group and its actors that have not ended; it is given back with the last of them."""
 
     group: Any
@@ -102,13 +102,13 @@ class Place:
                 remove_placement_group(self.group)
 
 
-class Actor:
+class RayWorker:
     """A WorkerProcess."""
 
-    def __init__(self, place: Place, rank: int, cpus: int, where: tuple[str, str, str]) -> None:
+    def __init__(self, place: RayPlacement, rank: int, cpus: int, where: tuple[str, str, str]) -> None:
         address, secret, interface = where
         strategy = PlacementGroupSchedulingStrategy(placement_group=place.group, placement_group_bundle_index=rank - 1)
-        made = ray.remote(Member).options(num_cpus=cpus, max_restarts=0, scheduling_strategy=strategy)
+        made = ray.remote(RayMember).options(num_cpus=cpus, max_restarts=0, scheduling_strategy=strategy)
         self._place, self._rank = place, rank
         self._actor = made.remote()
         self._life = self._actor.serve.remote(address, secret, rank, interface)

@@ -8,33 +8,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.attention.execute import Attend
+from headrace.kernels import registry
+from headrace.kernels.backend import Attend
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
-from headrace.parallel import layout, single
-from headrace.parallel.chain import Chain
-from headrace.parallel.context import Context, Counters
-from headrace.parallel.gather import Gather, GatherFull
+from headrace.parallel import group_layout
+from headrace.parallel.group_context import GroupContext, TokenCounters
 from headrace.parallel.merging import Kernels
-from headrace.parallel.messages import Group, Step
-from headrace.parallel.ring_kv import RingKV
-from headrace.parallel.ring_q import RingQ
-from headrace.parallel.transport import LAST, Tag, Transport, Work
+from headrace.parallel.messages import RankStep, StepGroup
+from headrace.parallel.transport import LAST, Tag, Transfer, Transport
 from headrace.parallel.workspace import Workspace
+from headrace.strategies import STRATEGIES, load
 
-STRATEGIES: dict[str, Callable[[Context], Attend]] = {
-    "single": single.make,
-    "gather": Gather,
-    "gather-full": GatherFull,
-    "chain": Chain,
-    "ring-kv": RingKV,
-    "ring-q": RingQ,
-}
+RUNS: dict[str, Callable[[GroupContext], Attend | None]] = {name: load(each.runs) for name, each in STRATEGIES.items()}
 
 Hidden = dict[tuple[int, int, int], Tensor]
 """(group, part, position) -> hidden state [E]."""
 
-Coming = tuple[int, list[tuple[int, int]], Tensor, Work]
+PendingHidden = tuple[int, list[tuple[int, int]], Tensor, Transfer]
 """A receive of hidden states under way: group, (part, position) of each row, the rows, the receive."""
 
 
@@ -44,27 +35,27 @@ class Rank:
     def __init__(self, decoder: Decoder, storage: KVStorage, backend: str, transport: Transport) -> None:
         self.decoder, self.storage, self.transport = decoder, storage, transport
         spec = decoder.config.attention
-        self.kernels = Kernels(backend, spec, decoder.key_bias)
+        self.kernels = Kernels(registry.backend(backend), spec, decoder.key_bias)
         self.workspace = Workspace(spec, storage.dtype)
-        self.counters = Counters()
+        self.counters = TokenCounters()
         self.groups = 0
 
     @torch.inference_mode()
-    def run(self, step: Step) -> Hidden:
+    def run(self, step: RankStep) -> Hidden:
         """Computes this rank's rows of the step. Rank 0 returns all wanted hidden states, the others nothing.
 
         Raises ValueError for a step that cannot be, RankLost if another rank is gone.
         """
         for group in step.groups:
-            layout.check(group, self.transport.size)
+            group_layout.check(group, self.transport.size)
         found: Hidden = {}
-        coming: list[Coming] = []
-        going: list[Work] = []
+        coming: list[PendingHidden] = []
+        going: list[Transfer] = []
         first = self.groups
         self.groups += len(step.groups)
         for index, group in enumerate(step.groups):
             hidden = self._compute(group, first + index)
-            mine = layout.wanted(group, self.transport.rank)
+            mine = group_layout.wanted(group, self.transport.rank)
             if self.transport.rank == 0:
                 found |= {(index, *key): row for key, row in zip(mine, hidden, strict=True)}
                 coming += self._expect(index, group, first + index)
@@ -77,27 +68,27 @@ class Rank:
             work.drain()
         return found
 
-    def _expect(self, index: int, group: Group, number: int) -> list[Coming]:
+    def _expect(self, index: int, group: StepGroup, number: int) -> list[PendingHidden]:
         """Receives of the hidden states that other ranks have."""
         width, dtype = self.decoder.config.embed_size, self.decoder.dtype
         found = []
         for rank in range(1, self.transport.size):
-            keys = layout.wanted(group, rank)
+            keys = group_layout.wanted(group, rank)
             if keys:
                 rows = torch.empty(len(keys), width, dtype=dtype)
                 found.append((index, keys, rows, self.transport.irecv(rows, rank, Tag(number, LAST, 0))))
         return found
 
-    def _compute(self, group: Group, number: int) -> Tensor:
+    def _compute(self, group: StepGroup, number: int) -> Tensor:
         """The wanted hidden states of this rank's rows, in their order: [n, E]."""
-        context = Context(
+        context = GroupContext(
             group, number, self.transport, self.storage, self.kernels, self.workspace, self.storage.slots, self.counters
         )
-        runs = layout.runs(group, self.transport.rank)
+        runs = group_layout.runs(group, self.transport.rank)
         none = torch.empty(0, self.decoder.config.embed_size, dtype=self.decoder.dtype)
-        if group.strategy == "single" and not runs and not single.shares(context):
+        attend = RUNS[group.strategy](context)
+        if attend is None:
             return none
-        attend = STRATEGIES[group.strategy](context)
         if not runs:
             self._pass_on(attend)
             return none
@@ -112,7 +103,7 @@ class Rank:
         for layer in range(spec.layers):
             attend(layer, q, kv, kv)
 
-    def _batch(self, group: Group, runs: list[layout.Run]) -> TokenBatch:
+    def _batch(self, group: StepGroup, runs: list[group_layout.RowRange]) -> TokenBatch:
         tokens: list[int] = []
         for run in runs:
             part = group.parts[run.part]
@@ -125,7 +116,7 @@ class Rank:
         return TokenBatch(torch.tensor(tokens), torch.from_numpy(positions), lengths)
 
 
-def _wanted_rows(group: Group, runs: list[layout.Run]) -> list[int]:
+def _wanted_rows(group: StepGroup, runs: list[group_layout.RowRange]) -> list[int]:
     rows: list[int] = []
     begin = 0
     for run in runs:

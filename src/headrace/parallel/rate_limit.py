@@ -1,4 +1,4 @@
-"""A transport as slow as one likes: bandwidth, latency and jitter of each link, for experiments."""
+"""A transport with limited bandwidth, latency and jitter on each link, for experiments (`bench prefill`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headrace.parallel.transport import RankLost, Tag, Traffic, Transport, Work
+from headrace.parallel.transport import RankLost, Tag, Traffic, Transfer, Transport
 from headrace.parallel.waiters import Waiters
 
 
-class Limited:
+class RateLimitedTransport:
     """Each link (sender -> receiver) of `transport` as a serial line of `bandwidth_bytes_s`.
 
     A message leaves when the line is free, occupies it for bytes / bandwidth * (1 + u), u uniform in [-jitter, jitter]
@@ -48,8 +48,8 @@ class Limited:
         self.own_s_per_byte = 0.0 if own_bytes_s is None else 1 / own_bytes_s
         self.traffic = Traffic()
         self._lock = threading.Lock()
-        self._lines: dict[int, _Line] = {}
-        self._waiters = Waiters("headrace-limited")
+        self._lines: dict[int, _LimitedLink] = {}
+        self._waiters = Waiters("headrace-rate-limit")
 
     @property
     def rank(self) -> int:
@@ -59,21 +59,21 @@ class Limited:
     def size(self) -> int:
         return self.transport.size
 
-    def isend(self, x: Tensor, to: int, tag: Tag) -> _Sent:
+    def isend(self, x: Tensor, to: int, tag: Tag) -> _LimitedSend:
         with self._lock:
             self.traffic.sent(to, x)
             if to not in self._lines:
-                self._lines[to] = _Line(self, to)
+                self._lines[to] = _LimitedLink(self, to)
             return self._lines[to].put(x, tag)
 
-    def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Work:
-        received = _Received(self.traffic, self.transport.irecv(x, source, tag))
+    def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Transfer:
+        received = _LimitedReceive(self.traffic, self.transport.irecv(x, source, tag))
         if relay is not None:
-            received.relayed = _Sent(self.traffic)
+            received.relayed = _LimitedSend(self.traffic)
             self._waiters.run(lambda: self._relay(received, x, relay, tag))
         return received
 
-    def _relay(self, received: _Received, x: Tensor, relay: int, tag: Tag) -> None:
+    def _relay(self, received: _LimitedReceive, x: Tensor, relay: int, tag: Tag) -> None:
         assert received.relayed is not None
         try:
             received.inner.wait()
@@ -97,27 +97,27 @@ class Limited:
 
 
 @dataclass(eq=False, slots=True)
-class _Message:
+class _QueuedMessage:
     x: Tensor
     tag: Tag
     asked: float
-    work: _Sent
+    work: _LimitedSend
 
 
-class _Line:
+class _LimitedLink:
     """The way to one receiver, and the thread that sends on it."""
 
-    def __init__(self, end: Limited, to: int) -> None:
+    def __init__(self, end: RateLimitedTransport, to: int) -> None:
         self.end, self.to = end, to
         self.free = 0.0
         self.random = random.Random(f"{end.seed} {end.rank} {to}")
-        self.messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[_QueuedMessage | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._send, name=f"headrace-line-{to}", daemon=True)
         self.thread.start()
 
-    def put(self, x: Tensor, tag: Tag) -> _Sent:
-        work = _Sent(self.end.traffic)
-        self.messages.put(_Message(x, tag, time.perf_counter(), work))
+    def put(self, x: Tensor, tag: Tag) -> _LimitedSend:
+        work = _LimitedSend(self.end.traffic)
+        self.messages.put(_QueuedMessage(x, tag, time.perf_counter(), work))
         return work
 
     def leaves(self, size: int, asked: float) -> float:
@@ -141,15 +141,15 @@ class _Line:
 
 
 @dataclass(eq=False)
-class _Sent:
+class _LimitedSend:
     """A message on its line, later the send it became."""
 
     traffic: Traffic
-    inner: Work | None = None
+    inner: Transfer | None = None
     error: Exception | None = None
     handed_on: threading.Event = field(default_factory=threading.Event)
 
-    def finish(self, inner: Work | None, error: Exception | None) -> None:
+    def finish(self, inner: Transfer | None, error: Exception | None) -> None:
         self.inner, self.error = inner, error
         self.handed_on.set()
 
@@ -174,12 +174,12 @@ class _Sent:
 
 
 @dataclass(eq=False)
-class _Received:
+class _LimitedReceive:
     """A receive, and the relay that follows it."""
 
     traffic: Traffic
-    inner: Work
-    relayed: _Sent | None = None
+    inner: Transfer
+    relayed: _LimitedSend | None = None
 
     @property
     def done(self) -> bool:

@@ -7,16 +7,17 @@ receives at once and attends meanwhile to what it has. Nothing is padded: the pl
 
 from __future__ import annotations
 
-from headrace.parallel.context import Context
+from headrace.parallel.group_context import GroupContext
 from headrace.parallel.kv_exchange import KVExchange
 from headrace.parallel.merging import Arrival
-from headrace.parallel.workspace import Buffer
+from headrace.parallel.workspace import LayerBuffer
+from headrace.planner.schedule import ring_next, ring_origin
 
 
 class RingKV(KVExchange):
     """One rank of the ring 0 -> 1 -> .. -> N-1 -> 0."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: GroupContext) -> None:
         super().__init__(context)
         self._refuse_cuts()
 
@@ -27,22 +28,22 @@ class RingKV(KVExchange):
 
     @property
     def _next(self) -> int:
-        return (self.context.rank + 1) % self.context.transport.size
+        return ring_next(self.context.rank, self.context.transport.size)
 
-    def receives(self, layer: int, buffer: Buffer) -> list[Arrival]:
+    def receives(self, layer: int, buffer: LayerBuffer) -> list[Arrival]:
         """What rank s holds arrives after (rank - s) hops; the last rank before s again keeps it."""
         rank, size = self.context.rank, self.context.transport.size
         arrivals = []
         for hops in range(1, size):
-            holder = (rank - hops) % size
+            holder = ring_origin(rank, hops, size)
             relay = self._next if hops < size - 1 else None
             for piece in self.layout.pieces:
                 if piece.holder == holder:
                     tokens = piece.filled[max(piece.last, 0)]
-                    arrivals.append(self.receive(layer, buffer, piece, (rank - 1) % size, relay, tokens))
+                    arrivals.append(self.receive(layer, buffer, piece, ring_origin(rank, 1, size), relay, tokens))
         return arrivals
 
-    def send_own(self, layer: int, buffer: Buffer) -> None:
+    def send_own(self, layer: int, buffer: LayerBuffer) -> None:
         if self.context.transport.size == 1:
             return
         for piece in self.layout.pieces:

@@ -3,7 +3,7 @@
 Queries go round the ring; every rank attends for them to the keys that it owns, and the states come home by all-to-all.
 T: rows of a rank in the group, Hq: query heads, D: head size.
 
-What comes home is one unnormalised state for each row and block of 2,048 keys, not one for each rank: the home folds
+What comes home is one unnormalised state for each row and block of 2,048 keys, not one for each rank: the home merges
 blocks from left to right, which gives the bits of one rank where a block has one owner, and 1e-6 where it has several.
 New keys go first of all to the owner of their chunk. A rank that has no rows sends none, and one that owns none of
 the chunks is not visited: small batches need no dummy queries.
@@ -19,12 +19,14 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.plan import Int32
-from headrace.kernels.state import FoldState, Partial
-from headrace.parallel import layout
-from headrace.parallel.context import Context
-from headrace.parallel.merging import Kernels
-from headrace.parallel.transport import Tag, Work
-from headrace.parallel.workspace import pools
+from headrace.kernels.backend import Attend
+from headrace.kernels.records import Pool
+from headrace.kernels.state import Partial, RunningState
+from headrace.parallel import group_layout
+from headrace.parallel.group_context import GroupContext
+from headrace.parallel.messages import StepGroup
+from headrace.parallel.transport import Tag, Transfer
+from headrace.planner.schedule import ring_hops, ring_next, ring_origin
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
 QUERIES, STATES, KEYS = 0, 1, 2
@@ -67,11 +69,11 @@ class Visit:
         return torch.cat([q[each.begin : each.end] for each in self.segments])
 
 
-def visit(context: Context, runs: list[layout.Run], host: int, window: int | None) -> Visit:
+def visit(context: GroupContext, runs: list[group_layout.RowRange], host: int, window: int | None) -> Visit:
     """What the rows of a home, in `runs`, have to do on `host`; no segments if it owns nothing that they see."""
     spans, per_rank = [], context.slots_per_rank
     for run in runs:
-        slots = layout.slots_of(context.group, run)
+        slots = group_layout.slots_of(context.group, run)
         here = np.where(slots // per_rank == host, slots % per_rank, -1).astype(np.int32)
         spans.append(planning.Span(here, run.start, run.rows))
     plan = planning.build(spans)
@@ -98,16 +100,16 @@ def _by_block(items: Int32, positions: planning.Int64) -> Visit:
     )
 
 
-class RingQ:
-    """Attend of one group on one rank."""
+class RingQ(Attend):
+    """Attention of one group on one rank."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: GroupContext) -> None:
         self.context = context
         self.size, self.rank = context.transport.size, context.rank
         group, per_rank = context.group, context.slots_per_rank
         windows = context.kernels.spec.windows
-        self.visits = {window: _Visits(context, window, wanted=False) for window in set(windows)}
-        self.last = _Visits(context, windows[-1], wanted=True)
+        self.visits = {window: _QueryVisits(context, window, wanted=False) for window in set(windows)}
+        self.last = _QueryVisits(context, windows[-1], wanted=True)
         self.places = {
             (home, owner): places
             for home in range(self.size)
@@ -117,7 +119,7 @@ class RingQ:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         context = self.context
-        stored = pools(context.storage, layer)
+        stored = context.storage.pool(layer)
         visits = self.visits[context.kernels.spec.windows[layer]] if layer + 1 < context.layers else self.last
         q = q if rows is None else q[rows]
         coming = self._expect_keys(layer, k)
@@ -131,12 +133,12 @@ class RingQ:
             for work in works:
                 work.wait()
             outgoing += visits.send_states(layer, home, visits.attend(layer, theirs, home, stored))
-        out = visits.fold(own, homecoming, q)
+        out = visits.merged(own, homecoming, q)
         for work in (*outgoing, *(work for _, works in guests.values() for work in works)):
             work.drain()
         return out
 
-    def _expect_keys(self, layer: int, k: Tensor) -> dict[int, tuple[Tensor, Work]]:
+    def _expect_keys(self, layer: int, k: Tensor) -> dict[int, tuple[Tensor, Transfer]]:
         """Posts the receives of keys and values that other ranks compute for chunks of this one: [2, n, Hkv, D]."""
         found = {}
         for (home, owner), places in self.places.items():
@@ -146,7 +148,7 @@ class RingQ:
                 found[home] = (both, self.context.transport.irecv(both, home, tag))
         return found
 
-    def _send_keys(self, layer: int, k: Tensor, v: Tensor) -> list[Work]:
+    def _send_keys(self, layer: int, k: Tensor, v: Tensor) -> list[Transfer]:
         works = []
         for (home, owner), places in self.places.items():
             if home == self.rank != owner:
@@ -155,20 +157,20 @@ class RingQ:
                 works.append(self.context.transport.isend(both, owner, tag))
         return works
 
-    def _store(self, stored: list[Tensor], k: Tensor, v: Tensor, coming: dict[int, tuple[Tensor, Work]]) -> None:
+    def _store(self, stored: Pool, k: Tensor, v: Tensor, coming: dict[int, tuple[Tensor, Transfer]]) -> None:
         own = self.places.get((self.rank, self.rank))
         if own is not None:
             whole = len(own.rows) == len(k)
             mine = (k, v) if whole else (k[own.rows], v[own.rows])
-            self.context.kernels.append(stored, *mine, own.slots, own.offsets)
+            self.context.kernels.backend.append(stored, *mine, own.slots, own.offsets)
         for home, (both, work) in coming.items():
             work.wait()
             places = self.places[home, self.rank]
-            self.context.kernels.append(stored, both[0], both[1], places.slots, places.offsets)
+            self.context.kernels.backend.append(stored, both[0], both[1], places.slots, places.offsets)
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class KeyPlaces:
     """Rows of a home whose keys one rank keeps, and where: its local slots, and offsets in them."""
 
     rows: Tensor
@@ -176,23 +178,23 @@ class Places:
     offsets: Tensor
 
 
-def _places(group: layout.Group, home: int, per_rank: int) -> dict[int, Places]:
+def _places(group: StepGroup, home: int, per_rank: int) -> dict[int, KeyPlaces]:
     """By owner."""
-    runs = layout.runs(group, home)
-    plan = planning.build([planning.Span(layout.slots_of(group, run), run.start, run.rows) for run in runs])
+    runs = group_layout.runs(group, home)
+    plan = planning.build([planning.Span(group_layout.slots_of(group, run), run.start, run.rows) for run in runs])
     owners = plan.row_slots // per_rank
     found = {}
     for owner in np.unique(owners).tolist():
         rows = np.flatnonzero(owners == owner)
         slots, offsets = plan.row_slots[rows] % per_rank, plan.row_offsets[rows]
-        found[owner] = Places(torch.from_numpy(rows), torch.from_numpy(slots), torch.from_numpy(offsets))
+        found[owner] = KeyPlaces(torch.from_numpy(rows), torch.from_numpy(slots), torch.from_numpy(offsets))
     return found
 
 
-class _Visits:
+class _QueryVisits:
     """Who visits whom, for layers with the same window."""
 
-    def __init__(self, context: Context, window: int | None, *, wanted: bool) -> None:
+    def __init__(self, context: GroupContext, window: int | None, *, wanted: bool) -> None:
         """wanted: of the rows whose hidden states are wanted only.
 
         hosting[home]: that rank's rows here; abroad[host]: own rows there; last[home]: hops its queries make;
@@ -204,23 +206,22 @@ class _Visits:
         self.last: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
         for home in range(self.size):
-            self._add(home, layout.runs(context.group, home, wanted=wanted), window)
+            self._add(home, group_layout.runs(context.group, home, wanted=wanted), window)
 
-    def _add(self, home: int, runs: list[layout.Run], window: int | None) -> None:
+    def _add(self, home: int, runs: list[group_layout.RowRange], window: int | None) -> None:
         self.lengths[home] = sum(run.rows for run in runs)
         if not runs:
             return
         hosts = {host: visit(self.context, runs, host, window) for host in range(self.size)}
-        visited = [(host - home) % self.size for host, each in hosts.items() if each.rows]
-        self.last[home] = max(visited, default=0)
+        self.last[home] = ring_hops(home, (host for host, each in hosts.items() if each.rows), self.size)
         self.hosting[home] = hosts[self.rank]
         if home == self.rank:
             self.abroad = hosts
 
-    def expect(self, layer: int, q: Tensor) -> dict[int, tuple[Tensor, list[Work]]]:
+    def expect(self, layer: int, q: Tensor) -> dict[int, tuple[Tensor, list[Transfer]]]:
         """Posts the receives of queries that come by, and sends them on where they have further to go."""
         guests = {}
-        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        before, after = ring_origin(self.rank, 1, self.size), ring_next(self.rank, self.size)
         for home, hops in self.last.items():
             distance = (self.rank - home) % self.size
             if home == self.rank or distance > hops:
@@ -234,27 +235,27 @@ class _Visits:
     def _tag(self, layer: int, kind: int, rank: int) -> Tag:
         return self.context.tag(layer, kind * self.size + rank)
 
-    def send_queries(self, layer: int, q: Tensor) -> list[Work]:
+    def send_queries(self, layer: int, q: Tensor) -> list[Transfer]:
         if not self.last.get(self.rank):
             return []
         tag = self._tag(layer, QUERIES, self.rank)
-        return [self.context.transport.isend(q, (self.rank + 1) % self.size, tag)]
+        return [self.context.transport.isend(q, ring_next(self.rank, self.size), tag)]
 
-    def attend(self, layer: int, q: Tensor, home: int, stored: list[Tensor]) -> FoldState | None:
+    def attend(self, layer: int, q: Tensor, home: int, stored: Pool) -> RunningState | None:
         """The states of a home's rows over what is stored here."""
         visit = self.hosting.get(home)
         if visit is None or not visit.rows:
             return None
-        kernels: Kernels = self.context.kernels
-        return kernels.partial(layer, visit.repeat(q), stored, visit.items, visit.positions, None)
+        queries = visit.repeat(q)
+        return self.context.kernels.partial(layer, queries, stored, visit.items, visit.positions, None)
 
-    def send_states(self, layer: int, home: int, state: FoldState | None) -> list[Work]:
+    def send_states(self, layer: int, home: int, state: RunningState | None) -> list[Transfer]:
         if state is None:
             return []
         flat = torch.cat([x.reshape(-1) for x in (state.block.acc, state.block.m, state.block.l)])
         return [self.context.transport.isend(flat, home, self._tag(layer, STATES, self.rank))]
 
-    def expect_states(self, layer: int, q: Tensor) -> dict[int, tuple[Partial, Work]]:
+    def expect_states(self, layer: int, q: Tensor) -> dict[int, tuple[Partial, Transfer]]:
         found = {}
         for host, visit in self.abroad.items():
             if host != self.rank and visit.rows:
@@ -263,7 +264,7 @@ class _Visits:
                 found[host] = (_unflatten(flat, visit.rows, *q.shape[1:]), work)
         return found
 
-    def fold(self, own: FoldState | None, homecoming: dict[int, tuple[Partial, Work]], q: Tensor) -> Tensor:
+    def merged(self, own: RunningState | None, homecoming: dict[int, tuple[Partial, Transfer]], q: Tensor) -> Tensor:
         """All states of this rank's rows, from left to right: [T, Hq, D] in q's dtype."""
         if not len(q):
             return q
@@ -271,16 +272,16 @@ class _Visits:
         for host, (partial, work) in homecoming.items():
             work.wait()
             states[host] = partial
-        kernels = self.context.kernels
-        total = kernels.empty(q)
+        backend = self.context.kernels.backend
+        rows, heads, dim = q.shape
+        total = backend.empty_running(rows, heads, dim, q.dtype)
         for _, _, host, offset, segment in self._in_order(states):
-            kernels.ops.fold_into(
+            backend.merge_into(
                 _rows(total.total, segment.begin, segment.end),
                 _rows(states[host], offset, offset + segment.rows),
                 total.unit,
             )
-        out: Tensor = kernels.ops.finish(total, q.dtype)
-        return out
+        return backend.finish(total, q.dtype)
 
     def _in_order(self, states: dict[int, Partial]) -> list[tuple[int, int, int, int, Segment]]:
         """(block, first chunk, host, first row of the segment in the host's states, segment), sorted."""
@@ -298,5 +299,5 @@ def _rows(partial: Partial, begin: int, end: int) -> Partial:
 
 
 def _unflatten(flat: Tensor, rows: int, heads: int, dim: int) -> Partial:
-    acc, m, l = flat.split((rows * heads * dim, rows * heads, rows * heads))  # noqa: E741
+    acc, m, l = torch.split(flat, [rows * heads * dim, rows * heads, rows * heads])  # noqa: E741
     return Partial(acc.view(rows, heads, dim), m.view(rows, heads), l.view(rows, heads))

@@ -1,4 +1,4 @@
-"""The workers as the driver sees them: it sends them steps, notices when one is gone, and ends them all."""
+"""The driver's side of its workers: sends them steps, notices when one is gone, and ends them all."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from headrace.logs import shown
 from headrace.parallel.control import (
     FORM_S,
     Channel,
-    Failed,
-    Hello,
-    Join,
-    Message,
-    Ping,
-    Pong,
-    Ready,
-    Run,
-    Stop,
+    ControlMessage,
+    DriverPing,
+    JoinGroup,
+    RunStep,
+    StopWorker,
     StoreAsk,
     StoreValue,
+    WorkerFailed,
+    WorkerHello,
+    WorkerPong,
+    WorkerReady,
 )
-from headrace.parallel.store import Values
+from headrace.parallel.link_store import StoreValues
 from headrace.parallel.transport import RankLost
 
 log = logging.getLogger(__name__)
@@ -55,12 +55,12 @@ class WorkerSupervisor:
     """Workers by rank, each with its control link.
 
     failed: set once a worker is gone, hangs or gave up; `reason` then says which and why, and stays.
-    on_failure: called once with the reason, on a thread of the crew; at once where it has failed already.
+    on_failure: called once with the reason, on a thread of the supervisor; at once where one has failed already.
     """
 
     def __init__(
         self,
-        links: Mapping[int, tuple[Channel, Hello]],
+        links: Mapping[int, tuple[Channel, WorkerHello]],
         timeout_s: float,
         processes: Mapping[int, WorkerProcess] | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class WorkerSupervisor:
         self._processes = dict(processes or {})
         self._changed = threading.Condition()
         self._reports: dict[int, bytes] = {}
-        self._values = Values()
+        self._values = StoreValues()
         self._callbacks: list[Callable[[str], None]] = []
         self._closed = threading.Event()
         self._heard = dict.fromkeys(self._channels, time.monotonic())
@@ -89,17 +89,17 @@ class WorkerSupervisor:
             callback(reason)
 
     def check(self) -> None:
-        """Raises RankLost, naming rank and cause, if the crew has failed."""
+        """Raises RankLost, naming rank and cause, if a worker has failed."""
         if self.reason is not None:
             raise RankLost(self.reason)
 
-    def join(self, join: Join) -> None:
+    def join(self, join: JoinGroup) -> None:
         """Tells every worker what group to form. Raises RankLost."""
         self._send_all(join)
 
     def send(self, step: bytes) -> None:
         """Sends a step (messages.encode) to every worker. Raises RankLost."""
-        self._send_all(Run(step))
+        self._send_all(RunStep(step))
 
     def ask(self, what: StoreAsk) -> StoreValue:
         """The driver's own access to the store that it keeps for the ranks. Raises RankLost, ValueError beyond it."""
@@ -127,14 +127,14 @@ class WorkerSupervisor:
         for channel in self._channels.values():
             with contextlib.suppress(OSError):
                 if self.reason is None:
-                    channel.send(Stop())
+                    channel.send(StopWorker())
         if self.reason is None:
             _until_ended(self._processes, STOP_S)
         for channel in self._channels.values():
             channel.close()
         end_processes(self._processes)
 
-    def _send_all(self, message: Message) -> None:
+    def _send_all(self, message: ControlMessage) -> None:
         self.check()
         for rank, channel in self._channels.items():
             try:
@@ -154,18 +154,18 @@ class WorkerSupervisor:
             cause = f"its link failed: {error}"
         self._gone(rank, cause)
 
-    def _take(self, rank: int, channel: Channel, message: Message) -> None:
-        if isinstance(message, Ready):
+    def _take(self, rank: int, channel: Channel, message: ControlMessage) -> None:
+        if isinstance(message, WorkerReady):
             with self._changed:
                 self._reports[rank] = message.report
                 self._changed.notify_all()
-        elif isinstance(message, Failed) and message.lost:
+        elif isinstance(message, WorkerFailed) and message.lost:
             threading.Timer(GRACE_S, self._fail, args=(_failure(rank, message),)).start()
-        elif isinstance(message, Failed):
+        elif isinstance(message, WorkerFailed):
             self._fail(_failure(rank, message))
         elif isinstance(message, StoreAsk):
             channel.send(self._values.answer(message))
-        elif not isinstance(message, Pong):
+        elif not isinstance(message, WorkerPong):
             self._fail(f"rank {rank} sent a {type(message).__name__}, which no worker sends")
 
     def _gone(self, rank: int, cause: str) -> None:
@@ -204,7 +204,7 @@ class WorkerSupervisor:
                 self._fail(f"rank {rank} did not answer for {silent:.0f} s while it loaded")
                 return
             try:
-                channel.send(Ping())
+                channel.send(DriverPing())
             except OSError as error:
                 self._gone(rank, f"its link took nothing: {error}")
 
@@ -221,7 +221,7 @@ class WorkerSupervisor:
             callback(reason)
 
 
-def _failure(rank: int, message: Failed) -> str:
+def _failure(rank: int, message: WorkerFailed) -> str:
     return f"rank {rank} failed: {shown(message.reason, MOST_REASON)}"
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.parallel.transport import RankLost, Tag, Traffic, Work
+from headrace.parallel.transport import RankLost, Tag, Traffic, Transfer
 from headrace.parallel.waiters import Waiters
 
 
@@ -41,15 +41,15 @@ class TorchTransport:
         self._name_of = name_of or (lambda rank: f"rank {dist.get_global_rank(self.group, rank)}")
         self._waiters = Waiters("headrace-link")
         self._lock = threading.Lock()
-        self._under_way: set[_Transfer] = set()
+        self._under_way: set[_TorchTransfer] = set()
 
-    def isend(self, x: Tensor, to: int, tag: Tag) -> Work:
+    def isend(self, x: Tensor, to: int, tag: Tag) -> Transfer:
         """Raises ValueError for an empty or a scattered tensor, RankLost at once where a link is known to be gone."""
         _check(x)
         self.traffic.sent(to, x)
         return self._begin(x, to, "to", lambda: self.group.send([_flat(x)], to, tag.number))
 
-    def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Work:
+    def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Transfer:
         """As isend."""
         _check(x)
         after = None if relay is None else lambda: self.isend(x, relay, tag)
@@ -77,9 +77,9 @@ class TorchTransport:
         return self._waiters.close(timeout_s)
 
     def _begin(
-        self, x: Tensor, other: int, way: str, post: Callable[[], Any], after: Callable[[], Work] | None = None
-    ) -> Work:
-        transfer = _Transfer(self)
+        self, x: Tensor, other: int, way: str, post: Callable[[], Any], after: Callable[[], Transfer] | None = None
+    ) -> Transfer:
+        transfer = _TorchTransfer(self)
         with self._lock:
             if self.broken:
                 raise RankLost(self.broken)
@@ -93,7 +93,13 @@ class TorchTransport:
         return transfer
 
     def _attend(
-        self, transfer: _Transfer, handle: Any, x: Tensor, other: int, way: str, after: Callable[[], Work] | None
+        self,
+        transfer: _TorchTransfer,
+        handle: Any,
+        x: Tensor,
+        other: int,
+        way: str,
+        after: Callable[[], Transfer] | None,
     ) -> None:
         try:
             _complete(handle, x)
@@ -113,14 +119,14 @@ class TorchTransport:
         self.fail(f"{self._name_of(other)} is gone (transfer {way} it: {cause})")
 
 
-class _Transfer:
-    """A Work. `relayed` is the send that carries on what was received."""
+class _TorchTransfer:
+    """A Transfer. `relayed` is the send that carries on what was received."""
 
     def __init__(self, end: TorchTransport) -> None:
         self._end = end
         self._event = threading.Event()
         self._error: str | None = None
-        self.relayed: Work | None = None
+        self.relayed: Transfer | None = None
 
     def finish(self, error: str | None) -> None:
         if not self._event.is_set():

@@ -42,7 +42,7 @@ LAST = 1023
 """In place of a layer: the hidden states that go to rank 0."""
 
 
-class Work(Protocol):
+class Transfer(Protocol):
     """A send or a receive under way."""
 
     @property
@@ -61,7 +61,7 @@ class Work(Protocol):
 
 @dataclass(slots=True)
 class Traffic:
-    """What one rank sent and how long it waited: messages and bytes by receiving rank, seconds in Work.wait.
+    """What one rank sent and how long it waited: messages and bytes by receiving rank, seconds in Transfer.wait.
 
     `sent` may be called from several threads: the rank sends, and so does each relay.
     """
@@ -89,18 +89,18 @@ class Transport(Protocol):
     @property
     def traffic(self) -> Traffic: ...
 
-    def isend(self, x: Tensor, to: int, tag: Tag) -> Work:
+    def isend(self, x: Tensor, to: int, tag: Tag) -> Transfer:
         """Sends x, which must be contiguous."""
         ...
 
-    def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Work:
+    def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Transfer:
         """Receives into x, contiguous and of the sender's size and type; `relay`: a rank to send it on to."""
         ...
 
 
 def all_gather(
     transport: Transport, mine: Sequence[Tensor], theirs: Sequence[Sequence[Tensor]], tag: Tag
-) -> list[Work]:
+) -> list[Transfer]:
     """Sends `mine` to every other rank and receives theirs[rank] from each. theirs[own rank] is not looked at.
 
     Empty tensors are not sent. Returns what is under way; pieces of the tag count up from tag.piece.
@@ -156,16 +156,16 @@ class Loopback:
         self.hub, self.rank, self.size = hub, rank, hub.size
         self.traffic = Traffic()
 
-    def isend(self, x: Tensor, to: int, tag: Tag) -> Work:
+    def isend(self, x: Tensor, to: int, tag: Tag) -> Transfer:
         self.traffic.sent(to, x)
         self.hub.put((self.rank, to, tag.number), x)
-        return _Sent()
+        return _LoopbackSend()
 
-    def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Work:
-        return _Receive(self, x, source, tag, relay)
+    def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Transfer:
+        return _LoopbackReceive(self, x, source, tag, relay)
 
 
-class _Sent:
+class _LoopbackSend:
     done = True
 
     def wait(self) -> None: ...
@@ -173,7 +173,7 @@ class _Sent:
     def drain(self) -> None: ...
 
 
-class _Receive:
+class _LoopbackReceive:
     """A thread waits for the message, so that it is relayed while its receiver computes."""
 
     def __init__(self, end: Loopback, x: Tensor, source: int, tag: Tag, relay: int | None) -> None:

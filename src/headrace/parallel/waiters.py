@@ -1,4 +1,4 @@
-"""Threads that wait for transfers: taken when one is needed, kept for the next, never a limit to how many wait."""
+"""A pool of threads without a limit, for waiting on transfers: a thread is reused when it is idle."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -26,21 +25,21 @@ from headrace.config import EngineConfig
 from headrace.parallel import messages
 from headrace.parallel.control import (
     Channel,
-    Failed,
-    Hello,
-    Join,
-    Message,
-    Ping,
-    Pong,
-    Ready,
-    Run,
-    Stop,
+    ControlMessage,
+    DriverPing,
+    JoinGroup,
+    RunStep,
+    StopWorker,
     StoreAsk,
     StoreValue,
+    WorkerFailed,
+    WorkerHello,
+    WorkerPong,
+    WorkerReady,
     connect,
 )
 from headrace.parallel.group import Group, form
-from headrace.parallel.store import LinkStore
+from headrace.parallel.link_store import LinkStore
 from headrace.parallel.transport import RankLost
 
 log = logging.getLogger(__name__)
@@ -53,18 +52,18 @@ GONE = 3
 
 
 class RankLike(Protocol):
-    """What a maker makes. `report` (optional) is sent to the driver with Ready: see WorkerSupervisor.wait_ready."""
+    """What a maker makes. Its `report`, if any, goes to the driver: see WorkerSupervisor.wait_ready."""
 
-    def run(self, step: messages.Step) -> object: ...
+    def run(self, step: messages.RankStep) -> object: ...
 
 
 Maker = Callable[[EngineConfig, Group], RankLike]
 
 
 class DriverLink:
-    """The worker's end of its control link. `steps` gets what Run carries, and None after Stop.
+    """The worker's end of its control link. `steps` gets what RunStep carries, and None after StopWorker.
 
-    When the link ends the process does: with status 0 after Stop, GONE otherwise.
+    When the link ends the process does: with status 0 after StopWorker, GONE otherwise.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -87,14 +86,14 @@ class DriverLink:
                 self._take(message)
         os._exit(self._status)
 
-    def _take(self, message: Message) -> None:
-        if isinstance(message, Ping):
-            self.channel.send(Pong())
-        elif isinstance(message, Run):
+    def _take(self, message: ControlMessage) -> None:
+        if isinstance(message, DriverPing):
+            self.channel.send(WorkerPong())
+        elif isinstance(message, RunStep):
             self.steps.put(message.body)
         elif isinstance(message, StoreValue):
             self._answers.put(message)
-        elif isinstance(message, Stop):
+        elif isinstance(message, StopWorker):
             self._status = 0
             self.steps.put(None)
         else:
@@ -106,7 +105,7 @@ class DriverLink:
             self.channel.send(what)
             return self._answers.get()
 
-    def tell(self, message: Ready | Failed) -> None:
+    def tell(self, message: WorkerReady | WorkerFailed) -> None:
         with contextlib.suppress(OSError):  # the listening thread notices
             self.channel.send(message)
 
@@ -118,10 +117,10 @@ def rank_main(address: str, secret: str, rank: int, interface: str) -> int:
     """
     host, _, port = address.rpartition(":")
     channel = connect((host, int(port)), secret, interface)
-    channel.send(Hello(rank, os.getpid(), socket.gethostname()))
+    channel.send(WorkerHello(rank, os.getpid(), socket.gethostname()))
     join = channel.receive()
-    if not isinstance(join, Join):
-        return 0 if join is None or isinstance(join, Stop) else 1
+    if not isinstance(join, JoinGroup):
+        return 0 if join is None or isinstance(join, StopWorker) else 1
     link = DriverLink(channel)
     link.listen()
     try:
@@ -130,16 +129,16 @@ def rank_main(address: str, secret: str, rank: int, interface: str) -> int:
         if link.stopped and isinstance(error, RankLost):
             return 0  # the others end as well, and nobody wants the rest of the step
         log.exception("rank %d has failed", rank)
-        link.tell(Failed(f"{type(error).__name__}: {error}", isinstance(error, RankLost)))
+        link.tell(WorkerFailed(f"{type(error).__name__}: {error}", isinstance(error, RankLost)))
         return 1
 
 
-def _serve(link: DriverLink, join: Join, rank: int, interface: str, secret: str) -> int:
-    config = replace(decode_config(join.config), rank_interface=interface)
+def _serve(link: DriverLink, join: JoinGroup, rank: int, interface: str, secret: str) -> int:
+    config = decode_config(join.config).replace(rank_interface=interface)
     make = named(join.maker)
     group = form(rank, join.context, join.tensor, LinkStore(link.ask), interface, secret)
     made = make(config, group)
-    link.tell(Ready(getattr(made, "report", b"")))
+    link.tell(WorkerReady(getattr(made, "report", b"")))
     while (body := link.steps.get()) is not None:
         made.run(messages.decode(body))
     group.context.settle(SETTLE_S)
@@ -157,14 +156,12 @@ def named(maker: str) -> Maker:
 
 def encode_config(config: EngineConfig) -> bytes:
     """As msgpack; without the key of the API, which is no worker's business."""
-    return msgspec.msgpack.encode(replace(config, api_key=None))
+    return msgspec.msgpack.encode(config.flat | {"api_key": None})
 
 
 def decode_config(body: bytes) -> EngineConfig:
-    """Raises msgspec.ValidationError (a ValueError) for what is no config."""
-    decoder: Any = msgspec.msgpack.Decoder(EngineConfig)
-    config: EngineConfig = decoder.decode(body)
-    return config
+    """Raises ValueError for values that cannot work and for what is no config."""
+    return EngineConfig(**msgspec.msgpack.decode(body, type=dict[str, Any]))
 
 
 def main(rank: str, address: str, interface: str, descriptor: str) -> int:

@@ -5,44 +5,27 @@ C: chunks; Hk: KV heads, D: head size, in the layout of the pools (kv.storage). 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headrace.attention.plan import Int32
 from headrace.config import AttentionSpec
-from headrace.kv.storage import KVStorage
+from headrace.kernels.records import Pool
 from headrace.memory import zeros
-from headrace.parallel.transport import Work
-from headrace.types import CHUNK
+from headrace.parallel.transport import Transfer
 
 DEPTH = 3
 """Layers that have a buffer each: one is received ahead, one is computed, one is still being sent."""
 
 
-def pools(storage: KVStorage, layer: int) -> list[Tensor]:
-    """K and V of a layer, and their scales where they have any: each [slots, ...]."""
-    every = (storage.k[layer], storage.v[layer], storage.k_scale[layer], storage.v_scale[layer])
-    return [x for x in every if x is not None]
-
-
-def scales(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Keywords of append, attend and partial for the scales among K, V, K scales, V scales."""
-    return dict(zip(("k_scale", "v_scale"), tensors[2:], strict=False))
-
-
-class Buffer:
+class LayerBuffer:
     """K, V (and scales) of C chunks; `works` are the transfers that use it."""
 
     def __init__(self, spec: AttentionSpec, chunks: int, dtype: torch.dtype) -> None:
-        shapes = [(spec.kv_heads, spec.head_dim, CHUNK), (spec.kv_heads, CHUNK, spec.head_dim)]
-        self.tensors = [zeros((chunks, *shape), dtype) for shape in shapes]
-        if dtype == torch.int8:
-            self.tensors += [zeros((chunks, spec.kv_heads, CHUNK), torch.float32) for _ in range(2)]
-        self.works: list[Work] = []
+        self.pool = Pool.make(chunks, spec.kv_heads, spec.head_dim, dtype, zeros)
+        self.works: list[Transfer] = []
 
     def drain(self) -> None:
         """Waits until nobody reads or writes the buffer any more."""
@@ -57,16 +40,16 @@ class Workspace:
     def __init__(self, spec: AttentionSpec, dtype: torch.dtype) -> None:
         self.spec, self.dtype = spec, dtype
         self.chunks = 0
-        self.buffers: list[Buffer] = []
+        self.buffers: list[LayerBuffer] = []
 
     def reserve(self, chunks: int) -> None:
         """Makes room for `chunks` chunks a layer; what is under way is finished first if it must move."""
         if chunks > self.chunks:
             self.drain()
             self.chunks = chunks
-            self.buffers = [Buffer(self.spec, chunks, self.dtype) for _ in range(DEPTH)]
+            self.buffers = [LayerBuffer(self.spec, chunks, self.dtype) for _ in range(DEPTH)]
 
-    def at(self, layer: int) -> Buffer:
+    def at(self, layer: int) -> LayerBuffer:
         return self.buffers[layer % DEPTH]
 
     def drain(self) -> None:
@@ -74,7 +57,7 @@ class Workspace:
             buffer.drain()
 
 
-def copy_chunks(source: Sequence[Tensor], source_at: Int32, target: Sequence[Tensor], target_at: Int32) -> None:
+def copy_chunks(source: Pool, source_at: Int32, target: Pool, target_at: Int32) -> None:
     """target[target_at[i]] = source[source_at[i]] for each tensor, by stretches that are contiguous in both."""
     if not len(source_at):
         return
@@ -82,5 +65,5 @@ def copy_chunks(source: Sequence[Tensor], source_at: Int32, target: Sequence[Ten
     edges = [0, *breaks.tolist(), len(source_at)]
     for begin, end in pairwise(edges):
         here, there, count = int(source_at[begin]), int(target_at[begin]), end - begin
-        for x, y in zip(source, target, strict=True):
+        for x, y in zip(source.tensors, target.tensors, strict=True):
             y[there : there + count].copy_(x[here : here + count])

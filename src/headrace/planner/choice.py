@@ -5,32 +5,30 @@ The engine asks this for every request; nothing else decides.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
-from headrace.planner import cost, rings
-from headrace.planner.clocks import Cost
-from headrace.planner.heuristic import Heuristic, Ring, algorithm1, algorithm5, guarded
-from headrace.planner.machine import Machine, Shape
-from headrace.planner.optimum import best_chain
-from headrace.planner.partition import Bounds, align, even, zigzag, zigzag_ranks
+from headrace.config.ranks import StrategyRule
+from headrace.planner.heuristic import Heuristic, RingRates, algorithm1, algorithm5, guarded
+from headrace.planner.machine import Machine, ModelShape
+from headrace.planner.partition import Bounds
+from headrace.planner.schedule import Shards
+from headrace.planner.shards import Prefill
+from headrace.planner.timeline import Cost, CostModel
 from headrace.planner.tuned_table import TunedTable
+from headrace.strategies import FALLBACK, OFFERED, STRATEGIES, known, load
 from headrace.types import CHUNK
 
-Rule = Literal["cost", "alg1", "alg5", "heuristic"]
-"""cost: the least predicted time of all allowed strategies. The others decide between ring-kv and ring-q only."""
-
-STRATEGIES = ("single", "gather", "gather-full", "chain", "ring-kv", "ring-q")
-ALLOWED = ("single", "gather", "chain", "ring-kv", "ring-q")
-"""What is considered unless a caller says otherwise: gather-full computes more than gather and is a baseline only."""
+SHARDS: dict[str, Callable[[Prefill], Shards]] = {name: load(each.shards) for name, each in STRATEGIES.items()}
+COST: dict[str, CostModel] = {name: load(each.cost) for name, each in STRATEGIES.items()}
 
 MARGIN = 0.03
 """Several ranks must be predicted to gain this much on one: a tie goes to the strategy that leaves ranks free."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class StrategyChoice:
     """bounds are absolute positions from P to P + T; shard i, bounds[i] .. bounds[i+1]-1, is computed by ranks[i].
 
     predicted_s: seconds to the first token by strategy, as far as considered. reason: one line for people.
@@ -43,69 +41,37 @@ class Choice:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Who computes which new tokens: see Choice."""
-
-    bounds: Bounds
-    ranks: tuple[int, ...]
-
-
-def layout(
+def shards_for(
     strategy: str,
     machine: Machine,
-    shape: Shape,
+    shape: ModelShape,
     ranks: int,
     T: int,
     P: int = 0,
     cached_on: Sequence[float] | None = None,
     table: TunedTable | None = None,
     unit: int = CHUNK,
-) -> Layout:
-    """The cut that a strategy would use. The chain's comes from the table where nothing is cached, else from the model.
-
-    Raises ValueError for an unknown strategy.
-    """
-    if strategy == "single":
-        return Layout((P, P + T), (cost.home(cached_on, ranks),))
-    if strategy in ("gather", "gather-full"):
-        return Layout(align(tuple(P + bound for bound in even(T, ranks)), unit), tuple(range(ranks)))
-    if strategy in ("ring-kv", "ring-q"):
-        return Layout(zigzag(T, ranks, unit, P), zigzag_ranks(ranks))
-    if strategy == "chain":
-        if table is not None and table.entries and P == 0:
-            return Layout(table.lookup(T, P, unit), tuple(range(ranks)))
-        return Layout(best_chain(machine, shape, ranks, T, P, cached_on, unit), tuple(range(ranks)))
-    raise ValueError(f"unknown strategy {strategy!r}: one of {', '.join(STRATEGIES)}")
+) -> Shards:
+    """How a strategy would cut the new tokens: see planner.shards. Raises ValueError for an unknown strategy."""
+    return SHARDS[known(strategy).name](Prefill(machine, shape, ranks, T, P, cached_on, table, unit))
 
 
 def predict(
     strategy: str,
     machine: Machine,
-    shape: Shape,
+    shape: ModelShape,
     ranks: int,
     bounds: Sequence[int],
     P: int = 0,
     cached_on: Sequence[float] | None = None,
 ) -> Cost:
-    """The cost model's figures for a strategy with these bounds (as `layout` gives them)."""
-    T = bounds[-1] - P
-    if strategy == "single":
-        return cost.single(machine, shape, ranks, T, P, cached_on)
-    if strategy == "chain":
-        return cost.chain(machine, shape, bounds, P, cached_on)
-    if strategy in ("gather", "gather-full"):
-        full = strategy == "gather-full"
-        return cost.gather(machine, shape, ranks, T, P, cached_on, bounds=bounds, full=full)
-    ring = {"ring-kv": rings.ring_kv, "ring-q": rings.ring_q}.get(strategy)
-    if ring is None:
-        raise ValueError(f"unknown strategy {strategy!r}: one of {', '.join(STRATEGIES)}")
-    return ring(machine, shape, ranks, T, P, cached_on, bounds=bounds)
+    """The cost model's figures for a strategy with these bounds (as `shards_for` gives them): see planner.cost."""
+    return COST[known(strategy).name](machine, shape, ranks, bounds, P, cached_on)
 
 
 def choose(
     machine: Machine,
-    shape: Shape,
+    shape: ModelShape,
     ranks: int,
     T: int,
     P: int = 0,
@@ -113,43 +79,44 @@ def choose(
     table: TunedTable | None = None,
     heuristic: Heuristic | None = None,
     *,
-    rule: Rule = "cost",
-    allowed: Collection[str] = ALLOWED,
+    rule: StrategyRule = "cost",
+    allowed: Collection[str] = OFFERED,
     unit: int = CHUNK,
-) -> Choice:
+) -> StrategyChoice:
     """How to compute T new tokens on P cached ones on so many ranks.
 
     cached_on: any measure of the cached tokens on each rank (None: spread evenly). table: of this machine and model
     (the caller has had it checked); its corrections scale the predictions. heuristic: instead of the table's.
-    unit: inner bounds are its multiples. Pass-Q is not used where nothing is cached (pass-KV instead). Where one rank
-    is predicted to be as fast, it is `single` under every rule. Raises ValueError for T < 1, an unknown rule or
+    rule: "cost" takes the least predicted time of all allowed strategies, the others decide between ring-kv and ring-q
+    only. unit: inner bounds are its multiples. Pass-Q is not used where nothing is cached (pass-KV instead). Where one
+    rank is predicted to be as fast, it is `single` under every rule. Raises ValueError for T < 1, an unknown rule or
     strategy, nothing left that is allowed, or rule "heuristic" without coefficients.
     """
     _check(ranks, T, P, rule, allowed, table)
     considered = [name for name in STRATEGIES if name in allowed and (ranks > 1 or name == "single")]
-    considered = [name for name in considered if P or name != "ring-q"]
+    considered = [name for name in considered if P or not STRATEGIES[name].needs_cached]
     if not considered:  # one rank is always single; pass-Q with nothing cached is pass-KV
-        considered = ["single"] if ranks == 1 else ["ring-kv"]
+        considered = ["single"] if ranks == 1 else [FALLBACK]
     corrections = table.corrections if table else {}
-    layouts = {name: layout(name, machine, shape, ranks, T, P, cached_on, table, unit) for name in considered}
+    cuts = {name: shards_for(name, machine, shape, ranks, T, P, cached_on, table, unit) for name in considered}
     predicted = {
         name: predict(name, machine, shape, ranks, cut.bounds, P, cached_on).ttft_s * corrections.get(name, 1.0)
-        for name, cut in layouts.items()
+        for name, cut in cuts.items()
     }
     if rule == "cost":
         name, why = _cheapest(predicted), ""
     else:
         coefficients = heuristic or (table.heuristic if table else None)
-        name, why = _ruled(rule, Ring.of(machine, shape, ranks), coefficients, predicted, T, P)
-    cut = layouts[name]
-    return Choice(name, cut.bounds, cut.ranks, predicted, _reason(name, why, predicted))
+        name, why = _ruled(rule, RingRates.of(machine, shape, ranks), coefficients, predicted, T, P)
+    cut = cuts[name]
+    return StrategyChoice(name, cut.bounds, cut.ranks, predicted, _reason(name, why, predicted))
 
 
 def _check(ranks: int, T: int, P: int, rule: str, allowed: Collection[str], table: TunedTable | None) -> None:
     if ranks < 1 or T < 1 or P < 0:
         raise ValueError(f"nothing to choose for {T} new tokens on {P} cached ones and {ranks} ranks")
-    if rule not in get_args(Rule):
-        raise ValueError(f"unknown rule {rule!r}: one of {', '.join(get_args(Rule))}")
+    if rule not in get_args(StrategyRule):
+        raise ValueError(f"unknown rule {rule!r}: one of {', '.join(get_args(StrategyRule))}")
     unknown = sorted(set(allowed) - set(STRATEGIES))
     if unknown or not allowed:
         raise ValueError(f"allowed must name some of {', '.join(STRATEGIES)}, got {sorted(allowed)}")
@@ -164,7 +131,7 @@ def _cheapest(predicted: Mapping[str, float]) -> str:
 
 
 def _ruled(
-    rule: str, ring: Ring, heuristic: Heuristic | None, predicted: Mapping[str, float], T: int, P: int
+    rule: str, ring: RingRates, heuristic: Heuristic | None, predicted: Mapping[str, float], T: int, P: int
 ) -> tuple[str, str]:
     """Strategy and reason by a rule between the two rings; where only one of them may be used it is that one."""
     rings = [name for name in ("ring-kv", "ring-q") if name in predicted]
@@ -195,36 +162,3 @@ def _reason(chosen: str, why: str, predicted: Mapping[str, float]) -> str:
 def _seconds(seconds: float) -> str:
     """Two digits after the point, or two significant ones below a tenth."""
     return f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.2g}"
-
-
-def break_even(
-    machine: Machine, shape: Shape, ranks: int, P: int = 0, cached_on: Sequence[float] | None = None
-) -> int | None:
-    """New tokens from which several ranks are worth it, to a chunk; None where they are not below a million."""
-    low, high = 0, CHUNK
-    while choose(machine, shape, ranks, high, P, cached_on).strategy == "single":
-        low, high = high, 2 * high
-        if high > 2**20:
-            return None
-    while high - low > CHUNK:
-        middle = (low + high) // 2 // CHUNK * CHUNK
-        if choose(machine, shape, ranks, middle, P, cached_on).strategy == "single":
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def crossover(
-    machine: Machine, shape: Shape, ranks: int, total: int, cached_on: Sequence[float] | None = None
-) -> int | None:
-    """Of `total` = T + P tokens, the most new ones with which pass-Q is predicted to beat pass-KV; None: never.
-
-    Looked up at four token counts per octave, whole chunks each.
-    """
-    counts = sorted({int(total / 2 ** (i / 4)) // CHUNK * CHUNK for i in range(1, 49)} - {0})
-    rings = ("ring-kv", "ring-q")
-    wins = [
-        T for T in counts if choose(machine, shape, ranks, T, total - T, cached_on, allowed=rings).strategy == "ring-q"
-    ]
-    return max(wins, default=None)

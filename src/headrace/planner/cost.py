@@ -11,12 +11,12 @@ the strategies do, in causal pairs (gather_full: in rectangles):
   ring_kv    zigzag shards; K, V go round in N - 1 transfers under the attention (context parallelism, Algorithm 2).
   ring_q     zigzag shards; Q goes round, states come home and are folded (Algorithm 3).
 
-The rings are in planner.rings. Positions 0 .. P-1 are cached: `cached_on` says which share of them lies on each rank.
-Bounds cut P .. P+T.
+The rings are in planner.ring_cost. Positions 0 .. P-1 are cached: `cached_on` says which share of them lies on each
+rank. Bounds cut P .. P+T.
 
 In the last layer the projections of all rows are computed and K, V exchanged, then the last row's attention, output
 projection and MLP alone, on the rank that has it. The others wait there for K, V only if they keep some of it (gather:
-in any case). `whole`: the last layer is as the others, as in the papers.
+in any case). `full_last_layer`: the last layer is as the others, as in the papers.
 
 Beside that: what goes between the pools and the workspace is read and written once (cached tokens by their holders, a
 layer ahead; new tokens by those who keep them: the last rank of a chain all, else blocks in turn), and a link may take
@@ -28,29 +28,32 @@ last layer computes no row), and sliding windows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
-from headrace.planner.clocks import Cost, Range, Run, check, last_row, length, placed
-from headrace.planner.machine import Machine, Shape, Times, shares
-from headrace.planner.partition import causal_pairs, even
+from headrace.planner.machine import LayerTimes, Machine, ModelShape, shares
+from headrace.planner.partition import causal_pairs
+from headrace.planner.schedule import Range, chain_next, last_row, length, placed
+from headrace.planner.timeline import Cost, Timeline, check_bounds
 
 
 def single(
     machine: Machine,
-    shape: Shape,
+    shape: ModelShape,
     ranks: int,
-    T: int,
+    bounds: Sequence[int],
     P: int = 0,
     cached_on: Sequence[float] | None = None,
     *,
-    whole: bool = False,
+    full_last_layer: bool = False,
 ) -> Cost:
     """All rows on the rank that holds most of the cached tokens (`home`), which fetches the others' K and V.
 
     Where it holds all of them, nothing goes through the workspace.
     """
-    times = Times(machine, shape)
-    run, rank, lies, end = Run(times, ranks, whole), home(cached_on, ranks), shares(cached_on, ranks), P + T
+    check_bounds(bounds, 1, P)
+    times, T, end = LayerTimes(machine, shape), bounds[-1] - P, bounds[-1]
+    run, rank, lies = Timeline(times, ranks, full_last_layer), home(cached_on, ranks), shares(cached_on, ranks)
     copied = P > 0 and lies[rank] < 1
     fetched = _ahead(run, [rank], P, lies)[rank] if copied else []
     for more, tail in run.layers():
@@ -70,8 +73,10 @@ def home(cached_on: Sequence[float] | None, ranks: int) -> int:
     return lies.index(max(lies))
 
 
-def _ahead(run: Run, readers: Sequence[int], P: int, lies: Sequence[float]) -> dict[int, list[tuple[float, float]]]:
-    """Cached K and V of one layer on their way to every reader: see Run.fetch."""
+def _ahead(
+    run: Timeline, readers: Sequence[int], P: int, lies: Sequence[float]
+) -> dict[int, list[tuple[float, float]]]:
+    """Cached K and V of one layer on their way to every reader: see Timeline.fetch."""
     run.load(P, lies)
     return {rank: run.fetch(rank, P, lies) for rank in readers}
 
@@ -82,26 +87,24 @@ def _latest(parts: Sequence[tuple[float, float]]) -> float:
 
 def gather(
     machine: Machine,
-    shape: Shape,
+    shape: ModelShape,
     ranks: int,
-    T: int,
+    bounds: Sequence[int],
     P: int = 0,
     cached_on: Sequence[float] | None = None,
     *,
-    bounds: Sequence[int] | None = None,
     full: bool = False,
-    whole: bool = False,
+    full_last_layer: bool = False,
 ) -> Cost:
     """TSP: everybody's new K and V to everybody after the projections, cached ones a layer ahead.
 
-    `full`: the paper's form, which computes the masked products too. Even blocks unless `bounds` says otherwise.
+    `full`: the paper's form, which computes the masked products too.
     """
-    bounds = tuple(P + bound for bound in even(T, ranks)) if bounds is None else tuple(bounds)
-    check(bounds, ranks, P)
-    times, lies, end = Times(machine, shape), shares(cached_on, ranks), P + T
-    run, blocks = Run(times, ranks, whole), list(pairwise(bounds))
+    check_bounds(bounds, ranks, P)
+    times, lies, end = LayerTimes(machine, shape), shares(cached_on, ranks), bounds[-1]
+    run, blocks = Timeline(times, ranks, full_last_layer), list(pairwise(bounds))
     last, tails = last_row([[block] for block in blocks])
-    kept = [sum(map(length, mine)) for mine in placed(ranks, T, P)]
+    kept = [sum(map(length, mine)) for mine in placed(ranks, P, end)]
     readers = [rank for rank in range(ranks) if length(blocks[rank])]
     fetched = _ahead(run, readers, P, lies)
     for more, tail in run.layers():
@@ -120,7 +123,10 @@ def gather(
     return run.cost(last)
 
 
-def _everybody_to_everybody(run: Run, sizes: Sequence[float], arrived: list[float]) -> None:
+gather_full = partial(gather, full=True)
+
+
+def _everybody_to_everybody(run: Timeline, sizes: Sequence[float], arrived: list[float]) -> None:
     """Books the all-gather; `arrived` becomes the moment at which a rank has all."""
     ready = list(run.clock)
     for step in range(1, run.ranks):
@@ -132,12 +138,13 @@ def _everybody_to_everybody(run: Run, sizes: Sequence[float], arrived: list[floa
 
 def chain(
     machine: Machine,
-    shape: Shape,
+    shape: ModelShape,
+    ranks: int,
     bounds: Sequence[int],
     P: int = 0,
     cached_on: Sequence[float] | None = None,
     *,
-    whole: bool = False,
+    full_last_layer: bool = False,
 ) -> Cost:
     """KV-Runahead with any contiguous partition of P .. P+T, one shard per rank, some of which may be empty.
 
@@ -145,11 +152,11 @@ def chain(
     keeps all new ones, whether it has rows or not. Ranks are counted along the chain; that rank 0 of the group,
     wherever it stands, has to be through as well is left out.
     """
-    ranks = len(bounds) - 1
-    check(bounds, ranks, P)
-    times, lies, blocks = Times(machine, shape), shares(cached_on, ranks), list(pairwise(bounds))
-    run = Run(times, ranks, whole)
+    check_bounds(bounds, ranks, P)
+    times, lies, blocks = LayerTimes(machine, shape), shares(cached_on, ranks), list(pairwise(bounds))
+    run = Timeline(times, ranks, full_last_layer)
     last, tails = last_row([[block] for block in blocks])
+    after, sizes = [chain_next(rank, ranks) for rank in range(ranks)], [length(b) * shape.kv_bytes for b in blocks]
     readers = [rank for rank in range(ranks) if length(blocks[rank])]
     fetched = _ahead(run, readers, P, lies)
     for more, tail in run.layers():
@@ -166,17 +173,15 @@ def chain(
                 rows = tails[rank][0] if tail else blocks[rank]
                 _attend_chain(run, rank, rows, blocks[rank], [*cached.get(rank, []), *earlier])
             relayed = sorted([*relayed, (own, rank)])
-            if rank < ranks - 1:
-                relayed = [
-                    (run.send(rank, rank + 1, length(blocks[block]) * shape.kv_bytes, ready), block)
-                    for ready, block in relayed
-                ]
+            to = after[rank]
+            if to is not None:
+                relayed = [(run.send(rank, to, sizes[block], ready), block) for ready, block in relayed]
         run.until(ranks - 1, _latest(relayed))
         run.work(ranks - 1, times.copy(bounds[-1] - P))
     return run.cost(last)
 
 
-def _attend_chain(run: Run, rank: int, rows: Range, block: Range, pieces: Sequence[tuple[float, float]]) -> None:
+def _attend_chain(run: Timeline, rank: int, rows: Range, block: Range, pieces: Sequence[tuple[float, float]]) -> None:
     """Rows of a rank's block attend to it, then to the pieces (arrival, tokens) as they come; the rest of the layer."""
     count, times = length(rows), run.times
     if not count:

@@ -9,12 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-
-from headrace.files import read_given
 
 STATE_BYTES = 4
 """States travel in fp32: head_dim numbers and two more (maximum, sum) per row and head."""
@@ -50,15 +47,15 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         rates |= {f"attention_flops_s at {rows} rows": rate for rows, rate in self.attention_flops_s}
         for name, value in rates.items():
             if not value > 0:
-                raise ValueError(f"profile: {name} must be above 0, got {value}; run `headrace profile` again")
+                raise ValueError(f"profile: {name} must be above 0, got {value}; measure it again (`headrace tune`)")
         for name in ("latency_s", "attention_call_s", "layer_s", "link_cpu_s_per_byte"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"profile: {name} must be at least 0; run `headrace profile` again")
+                raise ValueError(f"profile: {name} must be at least 0; measure it again (`headrace tune`)")
         rows = [pair[0] for pair in self.attention_flops_s]
         if not rows or rows[0] < 1 or any(a >= b for a, b in pairwise(rows)):
             raise ValueError(
                 f"profile: attention_flops_s needs rising row counts from 1 up, got {rows}; "
-                "run `headrace profile` again"
+                "measure it again (`headrace tune`)"
             )
 
     @property
@@ -89,7 +86,7 @@ class _Attention(Protocol):
     def head_dim(self) -> int: ...
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a decoder as one rank computes it (divide heads, mlp and vocab by the tensor-parallel size).
 
     mlp is the inner width; gated: three matrices instead of two. element_bytes: of weights, K, V, Q.
@@ -111,7 +108,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"shape: {name} must be at least 1, got {getattr(self, name)}")
 
     @classmethod
-    def of(cls, model: Any, element_bytes: int = 2, tensor_ranks: int = 1) -> Shape:
+    def of(cls, model: Any, element_bytes: int = 2, tensor_ranks: int = 1) -> ModelShape:
         """Of a headrace.models.spec.ModelConfig (or anything with its fields), for one of `tensor_ranks` ranks."""
         spec: _Attention = model.attention
         return cls(
@@ -163,11 +160,11 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class LayerTimes:
     """Seconds of one layer's pieces on one rank; no rows or no pairs take no time."""
 
     machine: Machine
-    shape: Shape
+    shape: ModelShape
 
     def linear(self, rows: int, weights: int) -> float:
         if not rows:
@@ -213,15 +210,3 @@ def shares(cached_on: Sequence[float] | None, ranks: int) -> tuple[float, ...]:
     if len(cached_on) != ranks or min(cached_on) < 0:
         raise ValueError(f"cached_on must be {ranks} figures of at least 0, one per rank, got {list(cached_on)}")
     return tuple(x / sum(cached_on) for x in cached_on)
-
-
-MOST_BYTES = 1 << 20
-"""Of a profile, which has some kilobytes."""
-
-
-def load_machine(path: Path) -> Machine:
-    """The profile that `headrace profile` wrote; ValueError where there is none or it cannot be read."""
-    try:
-        return msgspec.json.decode(read_given(path, MOST_BYTES), type=Machine)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ValueError(f"no usable machine profile in {path} ({error}); run `headrace profile`") from error

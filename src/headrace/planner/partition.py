@@ -1,4 +1,4 @@
-"""How the new tokens of a prompt are cut into shards, and what a cut costs in products and entries.
+"""How the new tokens of a prompt are cut into shards.
 
 Bounds are absolute positions that cut [start, start + tokens) into n shards: n + 1 numbers that never fall; a shard may
 be empty. 'Entry' is one (K, V) pair of one token in one layer; 'product' is one row meeting one key, masked or not.
@@ -116,23 +116,3 @@ def causal_pairs(rows: tuple[int, int], keys: tuple[int, int]) -> int:
 def _below(n: int) -> int:
     """1 + 2 + .. + n, and 0 for negative n."""
     return n * (n + 1) // 2 if n > 0 else 0
-
-
-def gather_entries(bounds: Sequence[int]) -> int:
-    """Equations 4 and 5: entries that an all-gather moves in one layer, (p - 1) C for every partition."""
-    return sum(bounds[-1] - bounds[0] - size for size in sizes_of(bounds))
-
-
-def chain_entries(bounds: Sequence[int]) -> int:
-    """Equations 6 and 7: entries that the chain hands over in one layer; (p - 1) C / 2 for an even partition."""
-    return sum(bound - bounds[0] for bound in bounds[1:-1])
-
-
-def gather_products(bounds: Sequence[int]) -> tuple[int, ...]:
-    """Products of each rank in the paper's gather: its rows times all tokens, masked ones included (figure 4)."""
-    return tuple(size * (bounds[-1] - bounds[0]) for size in sizes_of(bounds))
-
-
-def chain_products(bounds: Sequence[int]) -> tuple[int, ...]:
-    """Products of each rank in the paper's chain: its rows times all tokens up to its last (figure 5)."""
-    return tuple((right - left) * (right - bounds[0]) for left, right in pairwise(bounds))

@@ -14,31 +14,31 @@ import msgspec
 
 from headrace.files import read_given
 from headrace.planner.heuristic import Heuristic
-from headrace.planner.machine import Machine, Shape
+from headrace.planner.machine import Machine, ModelShape
 from headrace.planner.partition import Bounds, Fractions, cut, fractions_of, interpolate
 
 
-class Stamp(msgspec.Struct, frozen=True, kw_only=True):
+class TableStamp(msgspec.Struct, frozen=True, kw_only=True):
     """What a table holds for. `machine` is Machine.fingerprint; `model` its identity (name and revision, or a hash);
     `link` names what joins the ranks ("gloo, lo"). `date` and the last part of `version` may differ on use."""
 
     machine: str
     model: str
-    shape: Shape
+    shape: ModelShape
     ranks: int
     link: str
     version: str
     date: str
 
 
-class Entry(msgspec.Struct, frozen=True):
+class TableEntry(msgspec.Struct, frozen=True):
     """The searched partition at one token count and the time to first token measured with it."""
 
     fractions: Fractions
     ttft_s: float
 
 
-class Point(msgspec.Struct, frozen=True):
+class MeasuredPoint(msgspec.Struct, frozen=True):
     """One measurement of a search; kept, so that an interrupted one is resumed."""
 
     bounds: Bounds
@@ -48,14 +48,14 @@ class Point(msgspec.Struct, frozen=True):
 class TunedTable(msgspec.Struct, kw_only=True):
     """entries and measured go by token count. corrections: by strategy, measured over predicted time to first token."""
 
-    stamp: Stamp
+    stamp: TableStamp
     machine: Machine
-    entries: dict[int, Entry] = msgspec.field(default_factory=dict)
+    entries: dict[int, TableEntry] = msgspec.field(default_factory=dict)
     heuristic: Heuristic | None = None
     corrections: dict[str, float] = msgspec.field(default_factory=dict)
-    measured: dict[int, list[Point]] = msgspec.field(default_factory=dict)
+    measured: dict[int, list[MeasuredPoint]] = msgspec.field(default_factory=dict)
 
-    def check(self, stamp: Stamp) -> None:
+    def check(self, stamp: TableStamp) -> None:
         """Raises ValueError naming what differs when the table is used on something else than it was tuned on."""
         different = [
             f"{name}: tuned for {_said(getattr(self.stamp, name))}, used with {_said(getattr(stamp, name))}"
@@ -73,16 +73,16 @@ class TunedTable(msgspec.Struct, kw_only=True):
         return cut(fractions, tokens, start, unit)
 
     def points(self, tokens: int) -> dict[Bounds, float]:
-        """What was measured at this token count, for Search(measured=...)."""
+        """What was measured at this token count, for PartitionSearch(measured=...)."""
         return {point.bounds: point.seconds for point in self.measured.get(tokens, [])}
 
     def keep(self, tokens: int, points: dict[Bounds, float]) -> None:
         """Takes over the measurements of a search under way."""
-        self.measured[tokens] = [Point(bounds, seconds) for bounds, seconds in points.items()]
+        self.measured[tokens] = [MeasuredPoint(bounds, seconds) for bounds, seconds in points.items()]
 
     def finish(self, tokens: int, bounds: Bounds, ttft_s: float) -> None:
         """A search has ended: its entry replaces the single measurements."""
-        self.entries[tokens] = Entry(fractions_of(bounds), ttft_s)
+        self.entries[tokens] = TableEntry(fractions_of(bounds), ttft_s)
         self.measured.pop(tokens, None)
 
     def save(self, path: Path) -> None:
@@ -105,7 +105,7 @@ MOST_BYTES = 16 << 20
 """Of a table; one of a thousand lengths has some hundred kilobytes."""
 
 
-def load(path: Path) -> TunedTable:
+def load_table(path: Path) -> TunedTable:
     """A saved table. Raises ValueError, with the remedy, where it is missing, broken or of another form."""
     try:
         table = msgspec.json.decode(read_given(path, MOST_BYTES), type=TunedTable)
@@ -120,7 +120,7 @@ def load(path: Path) -> TunedTable:
     return table
 
 
-def _sound(entry: Entry, ranks: int) -> bool:
+def _sound(entry: TableEntry, ranks: int) -> bool:
     fractions = entry.fractions
     return len(fractions) == ranks and min(fractions) >= 0 and abs(sum(fractions) - 1) < 1e-6
 
@@ -130,6 +130,6 @@ def _release(version: str) -> list[str]:
 
 
 def _said(value: object) -> str:
-    if isinstance(value, Shape):
+    if isinstance(value, ModelShape):
         return ", ".join(f"{name} {getattr(value, name)}" for name in value.__struct_fields__)
     return repr(value) if isinstance(value, str) else str(value)

@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from headrace.config import EngineConfig
-from headrace.server.engine import Engine
+from headrace.server.engine import ServedEngine
 from headrace.server.errors import install_handlers
 from headrace.server.guard import Guard
 from headrace.server.routes import install_routes
 from headrace.server.state import MakeEngine, ServerState
 
 
-def create_app(engine: Engine | MakeEngine, config: EngineConfig) -> FastAPI:
+def create_app(engine: ServedEngine | MakeEngine, config: EngineConfig) -> FastAPI:
     """`engine` is started when the application starts, in the background: until then every route answers 503.
 
     It may also be a coroutine function that makes the engine, so that slow imports happen after the port is bound, and

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
-from headrace.types import Delta, EngineStats, SamplingParams
+from headrace.stats import EngineStats
+from headrace.types import Delta, SamplingParams
 
 
-class Tokenizer(Protocol):
+class ServedTokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, token_ids: list[int]) -> str: ...
@@ -22,7 +23,7 @@ class Tokenizer(Protocol):
     def token_bytes(self, token: int) -> bytes: ...
 
 
-class Capacity(Protocol):
+class ServedCapacity(Protocol):
     """What the loaded engine can hold, and with what it computes."""
 
     @property
@@ -49,7 +50,7 @@ class Capacity(Protocol):
     def ranks(self) -> str: ...
 
 
-class Engine(Protocol):
+class ServedEngine(Protocol):
     """`generate` raises InvalidRequest, Overloaded or EngineDead at the call or at the first item; closing its
     iterator early, or cancelling the task that waits on it, aborts the request and frees its chunks."""
 

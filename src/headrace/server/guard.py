@@ -23,7 +23,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app, self.state = app, state
-        key = state.config.api_key
+        key = state.config.server.api_key
         self.key = None if key is None else _digest(key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,13 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.server.engine import Engine
-from headrace.types import Delta, EngineStats, Metrics, SamplingParams, TokenLogprobs
+from headrace.server.engine import ServedEngine
+from headrace.stats import EngineStats
+from headrace.types import Delta, Metrics, SamplingParams, TokenLogprobs
 
 
 @dataclass(slots=True)
 class Prompt:
-    """`text` is set where a reply repeats it (echo); `params` are resolved for this prompt by Engine.check."""
+    """`text` is set where a reply repeats it (echo); `params` are resolved for this prompt by ServedEngine.check."""
 
     ids: list[int]
     params: SamplingParams
@@ -23,7 +24,7 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Choice:
+class ReplyChoice:
     """What one sequence has produced so far."""
 
     index: int
@@ -45,7 +46,7 @@ class Choice:
 class Event:
     """One delta, with the choice it belongs to. `first`: the choice had none before."""
 
-    choice: Choice
+    choice: ReplyChoice
     delta: Delta
     first: bool
 
@@ -60,7 +61,7 @@ class Job:
     cache_salt: str | None = None
     public_prefix_tokens: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[ReplyChoice] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
     first_s: float | None = None
     end_s: float | None = None
@@ -68,7 +69,7 @@ class Job:
 
     def __post_init__(self) -> None:
         each = [prompt for prompt in self.prompts for _ in range(prompt.params.n)]
-        self.choices = [Choice(index, prompt) for index, prompt in enumerate(each)]
+        self.choices = [ReplyChoice(index, prompt) for index, prompt in enumerate(each)]
 
     @property
     def n(self) -> int:
@@ -107,7 +108,7 @@ class Job:
     def done(self) -> bool:
         return all(choice.finish_reason for choice in self.choices)
 
-    async def events(self, engine: Engine, note: Callable[[EngineStats], None]) -> AsyncIterator[Event]:
+    async def events(self, engine: ServedEngine, note: Callable[[EngineStats], None]) -> AsyncIterator[Event]:
         """Runs every prompt; closing this iterator, or cancelling its task, aborts what still runs.
 
         `note` is told the engine's counters as they stand at each delta.
@@ -121,7 +122,7 @@ class Job:
             self.end_s = time.monotonic()
             await aclose(deltas)
 
-    def _take(self, choice: Choice, delta: Delta) -> Event:
+    def _take(self, choice: ReplyChoice, delta: Delta) -> Event:
         now = time.monotonic()
         first = not choice.last_s
         if delta.token_ids:
@@ -139,12 +140,12 @@ class Job:
             self.metrics.append(delta.metrics)
         return Event(choice, delta, first)
 
-    def _deltas(self, engine: Engine) -> AsyncIterator[tuple[int, Delta]]:
+    def _deltas(self, engine: ServedEngine) -> AsyncIterator[tuple[int, Delta]]:
         if len(self.prompts) == 1:
             return self._one(engine, 0, self.request_id)
         return self._many(engine)
 
-    async def _one(self, engine: Engine, p: int, request_id: str) -> AsyncIterator[tuple[int, Delta]]:
+    async def _one(self, engine: ServedEngine, p: int, request_id: str) -> AsyncIterator[tuple[int, Delta]]:
         stream = engine.generate(
             self.prompts[p].ids,
             self.prompts[p].params,
@@ -158,7 +159,7 @@ class Job:
         finally:
             await aclose(stream)
 
-    async def _many(self, engine: Engine) -> AsyncIterator[tuple[int, Delta]]:
+    async def _many(self, engine: ServedEngine) -> AsyncIterator[tuple[int, Delta]]:
         """All prompts at once. The first failure ends the others."""
         queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
         tasks = [

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Literal, TypeVar
+from dataclasses import fields
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model, field_validator
 
 from headrace.server.errors import ApiError, invalid
-from headrace.types import SamplingParams, check_sharing, field_names
+from headrace.types import SamplingParams, check_sharing
 
 IGNORED = {
     "metadata",
@@ -46,8 +48,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 
-PLAIN = [name for name in field_names(SamplingParams) if name not in ("logit_bias", "logprobs", "max_tokens")]
-"""Fields of SamplingParams that requests have under the same name and in the same form."""
+SPECIAL = ("logit_bias", "max_tokens")
+"""Sampling parameters of a body that need more than to be handed on."""
 
 RESERVED = {"self", "messages", "tools", "add_generation_prompt"}
 """Names that are no variables of a chat template; the tokenizer knows of more."""
@@ -98,28 +100,38 @@ class Message(_Strict):
         return told if self.name is None else {**told, "name": self.name}
 
 
-class _Body(_Strict):
+def _json_form(kind: Any) -> Any:
+    """The type that JSON has for a sampling parameter's: lists for tuples, strings as keys."""
+    own = next((arg for arg in get_args(kind) if arg is not type(None)), kind) if _is_union(kind) else kind
+    if get_origin(own) is tuple:
+        own = list[get_args(own)[0]]  # type: ignore[misc]
+    if get_origin(own) is dict:
+        own = dict[str, get_args(own)[1]]  # type: ignore[misc]
+    return own | None
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, UnionType)
+
+
+SAMPLING = {
+    item.name: _json_form(get_type_hints(SamplingParams)[item.name])
+    for item in fields(SamplingParams)
+    if item.metadata["body"]
+}
+"""Sampling parameters that all bodies have, and their types there."""
+
+
+class _Head(_Strict):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    prompt_logprobs: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
+
+
+_Sampling: Any = create_model("_Sampling", __base__=_Head, **{name: (kind, None) for name, kind in SAMPLING.items()})  # type: ignore[call-overload]
+
+
+class _Body(_Sampling):
     response_format: ResponseFormat | None = None
     cache_salt: str | None = None
     public_prefix_tokens: int | None = None
@@ -140,7 +152,8 @@ class _Body(_Strict):
 
     def sampling(self, **special: Any) -> SamplingParams:
         """Raises InvalidRequest for values out of range."""
-        given = {name: getattr(self, name) for name in PLAIN if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in SAMPLING if name not in SPECIAL}
+        given = {name: value for name, value in given.items() if value is not None}
         if self.logit_bias:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
         return SamplingParams(**given, **special)

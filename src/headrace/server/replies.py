@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from headrace.server.engine import Tokenizer
-from headrace.server.job import Choice, Event, Job
+from headrace.server.engine import ServedTokenizer
+from headrace.server.job import Event, Job, ReplyChoice
 from headrace.types import Logprob, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
@@ -54,7 +54,7 @@ class Replies:
     object = ""
     chunk_object = ""
 
-    def __init__(self, job: Job, model: str, tokenizer: Tokenizer | None, return_token_ids: bool) -> None:
+    def __init__(self, job: Job, model: str, tokenizer: ServedTokenizer | None, return_token_ids: bool) -> None:
         self.job, self.model, self.tokenizer, self.return_token_ids = job, model, tokenizer, return_token_ids
 
     def whole(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Replies:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.job.request_id, "object": kind, "created": self.job.created, "model": self.model}
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: ReplyChoice) -> dict[str, Any]:
         out = {"index": choice.index, **self._body(choice)}
         out["finish_reason"] = choice.finish_reason
         out["stop_reason"] = choice.stop_reason
@@ -93,7 +93,7 @@ class Replies:
             out["token_ids"], out["prompt_token_ids"] = choice.token_ids, choice.prompt.ids
         return out
 
-    def _body(self, choice: Choice) -> dict[str, Any]:
+    def _body(self, choice: ReplyChoice) -> dict[str, Any]:
         raise NotImplementedError
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ class Replies:
             return info.text
         return str(token) if self.tokenizer is None else self.tokenizer.token_text(token)
 
-    def prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | None:
+    def prompt_logprobs(self, choice: ReplyChoice) -> list[dict[str, Any] | None] | None:
         """As vLLM gives them: per position, token id -> logprob, rank, decoded_token."""
         if choice.prompt_logprobs is None:
             return None
@@ -128,7 +128,7 @@ class ChatReplies(Replies):
             out["prompt_logprobs"] = self.prompt_logprobs(self.job.choices[0])
         return out
 
-    def _body(self, choice: Choice) -> dict[str, Any]:
+    def _body(self, choice: ReplyChoice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         return {"message": message, "logprobs": self._logprobs(choice, choice.token_ids, choice.logprobs)}
 
@@ -142,11 +142,17 @@ class ChatReplies(Replies):
         return out
 
     def _delta(
-        self, choice: Choice, body: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
+        self,
+        choice: ReplyChoice,
+        body: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish: str | None = None,
     ) -> dict[str, Any]:
         return {"index": choice.index, "delta": body, "logprobs": logprobs, "finish_reason": finish}
 
-    def _logprobs(self, choice: Choice, tokens: list[int], rows: list[TokenLogprobs] | None) -> dict[str, Any] | None:
+    def _logprobs(
+        self, choice: ReplyChoice, tokens: list[int], rows: list[TokenLogprobs] | None
+    ) -> dict[str, Any] | None:
         top = choice.prompt.params.logprobs
         if top is None or not rows:
             return None
@@ -167,12 +173,14 @@ class CompletionReplies(Replies):
 
     object = chunk_object = "text_completion"
 
-    def __init__(self, job: Job, model: str, tokenizer: Tokenizer | None, return_token_ids: bool, echo: bool) -> None:
+    def __init__(
+        self, job: Job, model: str, tokenizer: ServedTokenizer | None, return_token_ids: bool, echo: bool
+    ) -> None:
         super().__init__(job, model, tokenizer, return_token_ids)
         self.echo = echo
         self.offsets = [0] * len(job.choices)
 
-    def _body(self, choice: Choice) -> dict[str, Any]:
+    def _body(self, choice: ReplyChoice) -> dict[str, Any]:
         self.offsets[choice.index] = 0
         text = choice.prompt.text + choice.text if self.echo else choice.text
         logprobs = self._logprobs(choice, choice.token_ids, choice.logprobs, self.echo)
@@ -193,7 +201,7 @@ class CompletionReplies(Replies):
         return [{"index": choice.index, **body}]
 
     def _logprobs(
-        self, choice: Choice, tokens: list[int], rows: list[TokenLogprobs], echo: bool
+        self, choice: ReplyChoice, tokens: list[int], rows: list[TokenLogprobs], echo: bool
     ) -> dict[str, Any] | None:
         """OpenAI's older format: parallel lists; offsets count characters of the choice's `text`."""
         if choice.prompt.params.logprobs is None or not (rows or echo):
@@ -207,7 +215,7 @@ class CompletionReplies(Replies):
             self._add_token(out, choice, token, row)
         return out
 
-    def _add_token(self, out: dict[str, list[Any]], choice: Choice, token: int, row: TokenLogprobs | None) -> None:
+    def _add_token(self, out: dict[str, list[Any]], choice: ReplyChoice, token: int, row: TokenLogprobs | None) -> None:
         text = self._text(token, row[token] if row else None)
         out["tokens"].append(text)
         out["token_logprobs"].append(finite(row[token].logprob) if row else None)
@@ -217,7 +225,7 @@ class CompletionReplies(Replies):
         if not self._unseen_start(choice, at, text):
             self.offsets[choice.index] += len(text)
 
-    def _unseen_start(self, choice: Choice, at: int, text: str) -> bool:
+    def _unseen_start(self, choice: ReplyChoice, at: int, text: str) -> bool:
         """Whether this is the beginning-of-text token that the tokenizer put before an echoed prompt."""
         return self.echo and at == 0 and not choice.prompt.text.startswith(text)
 

@@ -65,7 +65,7 @@ def _model_card(state: ServerState) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "headrace",
-        "root": state.config.model,
+        "root": state.config.model.folder,
         "max_model_len": state.engine.capacity.max_model_len,
     }
 
@@ -83,7 +83,7 @@ def _health(state: ServerState) -> Response:
     if state.phase == "loading":
         told = f"the model is still loading ({state.loaded:.0%})"
     else:
-        told = "the engine has failed" if state.config.api_key else str(state.reason)
+        told = "the engine has failed" if state.config.server.api_key else str(state.reason)
         if state.phase == "restarting":
             told += f"; it is being started again ({state.loaded:.0%} loaded)"
     return JsonReply({"status": state.phase, **ApiError(503, told, None, state.phase).body()}, status_code=503)
@@ -119,7 +119,7 @@ async def _read(request: Request) -> bytes:
 @contextmanager
 def _admission(state: ServerState) -> Iterator[None]:
     """Bounds what is read and tokenized at one time, before the engine's own queue bounds what waits."""
-    if state.admitting >= state.config.max_queued_requests:
+    if state.admitting >= state.config.server.max_queued_requests:
         raise Overloaded(f"{state.admitting} requests are being read", RETRY_S)
     state.admitting += 1
     try:
@@ -212,8 +212,8 @@ async def _chat_prompt(state: ServerState, body: ChatBody, params: SamplingParam
 
 async def _text_prompts(state: ServerState, body: CompletionBody, params: SamplingParams) -> list[Prompt]:
     given = body.prompts()
-    if len(given) > state.config.max_queued_requests:
-        raise invalid(f"at most {state.config.max_queued_requests} prompts in one request", "prompt")
+    if len(given) > state.config.server.max_queued_requests:
+        raise invalid(f"at most {state.config.server.max_queued_requests} prompts in one request", "prompt")
     return [await _text_prompt(state, prompt, params, bool(body.echo)) for prompt in given]
 
 

@@ -10,10 +10,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from types import FrameType
 
 import uvicorn
@@ -22,7 +21,7 @@ from fastapi import FastAPI
 from headrace.config import EngineConfig
 from headrace.server.app import create_app
 from headrace.server.connections import ACCEPTED_AT_ONCE, KEEP_ALIVE_S, Connection, Connections, Seldom, limit
-from headrace.server.engine import Engine
+from headrace.server.engine import ServedEngine
 from headrace.server.state import MakeEngine, ServerState
 from headrace.server.status import address
 
@@ -46,12 +45,12 @@ FINISH_S = 10
 def serve(config: EngineConfig, make_engine: MakeEngine | None = None) -> int:
     """Serves until a signal or a last failure. Returns the exit code: 0 after a signal, 1 after a failure, 2 where the
     settings or the model cannot work. Raises OSError where the port cannot be bound."""
+    sock = bind(config.server.host, config.server.port)
+    config = config.replace(port=sock.getsockname()[1])
     app = create_app(make_engine or _engine_maker(config), config)
-    sock = bind(config.host, config.port)
-    config.port = sock.getsockname()[1]
     server = make_server(app)
     server.state.on_failure = lambda: _end_after_failure(server)
-    if config.api_key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
+    if config.server.api_key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
         log.warning("anybody who reaches %s can use this server: there is no --api-key", address(config))
     asyncio.run(server.serve(sockets=[sock]))
     return server.exit_code()
@@ -71,7 +70,7 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-class Server(uvicorn.Server):
+class HTTPServer(uvicorn.Server):
     """uvicorn raises a caught signal again at its end, which would make a clean end look like a kill."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, connections: Connections) -> None:
@@ -85,7 +84,7 @@ class Server(uvicorn.Server):
         for sock in sockets or ():
             sock.listen(BACKLOG)  # asyncio has set it to what it accepts at once
         log.info("listening on %s, up to %d connections at once, loading %s",
-                 address(self.state.config), self.connections.most, self.state.config.model)  # fmt: skip
+                 address(self.state.config), self.connections.most, self.state.config.model.folder)  # fmt: skip
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.asked_to_end = self.asked_to_end or self.state.phase != "failed"
@@ -105,12 +104,12 @@ class Server(uvicorn.Server):
         yield
 
 
-def make_server(app: FastAPI) -> Server:
+def make_server(app: FastAPI) -> HTTPServer:
     """Raises ValueError where the settings ask for more connections than there are file descriptors."""
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(SELDOM)
-    connections = Connections(limit(app.state.headrace.config.max_connections))
-    return Server(
+    connections = Connections(limit(app.state.headrace.config.server.max_connections))
+    return HTTPServer(
         uvicorn.Config(
             app,
             http=partial(Connection, connections),  # type: ignore[arg-type]
@@ -130,15 +129,19 @@ def make_server(app: FastAPI) -> Server:
 
 
 def _engine_maker(config: EngineConfig) -> MakeEngine:
-    async def make() -> Engine:
-        module = await asyncio.to_thread(import_module, "headrace.engine.async_llm")
-        engine: Engine = module.AsyncLLM(config)
-        return engine
+    async def make() -> ServedEngine:
+        return (await asyncio.to_thread(_engine_class))(config)
 
     return make
 
 
-def _end_after_failure(server: Server) -> None:
+def _engine_class() -> Callable[[EngineConfig], ServedEngine]:
+    from headrace.engine.async_llm import AsyncLLM
+
+    return AsyncLLM
+
+
+def _end_after_failure(server: HTTPServer) -> None:
     """A server that never worked ends at once; one that did shows its failure for GRACE_S first."""
     watchdog = threading.Timer(DEADLINE_S, os._exit, (server.exit_code(),))
     watchdog.daemon = True

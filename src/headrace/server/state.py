@@ -11,17 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
 from headrace.config import EngineConfig
-from headrace.server.engine import Capacity, Engine
+from headrace.server.engine import ServedCapacity, ServedEngine
 from headrace.server.job import Job, cancel
 from headrace.server.metrics import ServerMetrics
 from headrace.server.restarts import MOST, WINDOW_S, RestartLimit
 from headrace.server.status import StatusLines, capacity_lines, job_line
-from headrace.types import EngineDead, EngineStats
+from headrace.stats import EngineStats
+from headrace.types import EngineDead
 
 log = logging.getLogger("headrace.server")
 
 Phase = Literal["loading", "ready", "restarting", "failed"]
-MakeEngine = Callable[[], Awaitable[Engine]]
+MakeEngine = Callable[[], Awaitable[ServedEngine]]
 T = TypeVar("T")
 
 RENDERING = 2
@@ -36,9 +37,9 @@ class ServerState:
     why it failed, `error` is what stopped it from loading, `loaded` the share of the model that is in.
     """
 
-    def __init__(self, engine: Engine | MakeEngine, config: EngineConfig) -> None:
+    def __init__(self, engine: ServedEngine | MakeEngine, config: EngineConfig) -> None:
         self.config = config
-        self.model = config.served_model_name or config.model
+        self.model = config.server.model_name or config.model.folder
         self.phase: Phase = "loading"
         self.reason: str | None = None
         self.error: BaseException | None = None
@@ -52,13 +53,13 @@ class ServerState:
         self._uptime_s = self._ready_s = self._load_s = self._load_start_s = 0.0
         self.created = int(time.time())
         self._given = engine
-        self._engine: Engine | None = None
+        self._engine: ServedEngine | None = None
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")  # one thread: tokenizers are not all thread-safe
         self._rendering = ThreadPoolExecutor(RENDERING, "templates")
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> ServedEngine:
         """The engine that answers. Raises EngineDead where there is none (any more)."""
         if self._engine is None or self.phase != "ready":
             raise EngineDead(self.reason or "the model is still loading")
@@ -75,7 +76,7 @@ class ServerState:
         own = self._engine.stats if self._engine is not None and self._was_ready else EngineStats()
         return own.after(self._earlier)
 
-    def capacity(self) -> Capacity | None:
+    def capacity(self) -> ServedCapacity | None:
         """What the engine holds; None before it is ready."""
         return self._engine.capacity if self._engine is not None and self._was_ready else None
 
@@ -103,7 +104,7 @@ class ServerState:
             self.error = error
             self._fail(f"the model cannot be served: {error or repr(error)}")
             return
-        lines = asyncio.create_task(StatusLines(self.stats).run(self.config.log_interval_s))
+        lines = asyncio.create_task(StatusLines(self.stats).run(self.config.server.log_interval_s))
         try:
             reason = await self._watch(engine)
             while self._may_restart():
@@ -112,7 +113,7 @@ class ServerState:
         finally:
             await cancel(lines)
 
-    async def _load(self) -> Engine:
+    async def _load(self) -> ServedEngine:
         self._load_start_s = time.monotonic()
         engine = await self._given() if callable(self._given) else self._given
         self._engine = engine
@@ -124,7 +125,7 @@ class ServerState:
         self._load_s = self._ready_s - self._load_start_s
         return engine
 
-    async def _watch(self, engine: Engine) -> str:
+    async def _watch(self, engine: ServedEngine) -> str:
         """Waits until the engine has failed; what is to be said of it."""
         try:
             return f"the engine has failed: {await engine.wait_dead()}"
@@ -134,7 +135,7 @@ class ServerState:
             self._uptime_s += time.monotonic() - self._ready_s
 
     def _may_restart(self) -> bool:
-        if not self.config.restart or not callable(self._given):
+        if not self.config.server.restart or not callable(self._given):
             return False
         allowed = self._limit.allows(self._uptime_s)
         if not allowed:
@@ -160,7 +161,7 @@ class ServerState:
         """Tells of every tenth of the loading."""
         before, self.loaded = self.loaded, done / max(1, total)
         if int(before * 10) < int(self.loaded * 10):
-            log.info("loading %s: %.0f %%", self.config.model, self.loaded * 100)
+            log.info("loading %s: %.0f %%", self.config.model.folder, self.loaded * 100)
 
     def _fail(self, reason: str) -> None:
         self.phase, self.reason = "failed", reason

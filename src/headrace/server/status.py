@@ -8,18 +8,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headrace.config import EngineConfig
-from headrace.offload.tiers.redis_connection import without_password
+from headrace.config import EngineConfig, KVStreaming
 from headrace.server.job import Job
 from headrace.server.replies import figures
-from headrace.types import STATS_TABLES, EngineStats
+from headrace.stats import EngineStats
 
 log = logging.getLogger("headrace.server")
 
 
 def address(config: EngineConfig) -> str:
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"http://{host}:{config.port}"
+    host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
+    return f"http://{host}:{config.server.port}"
 
 
 def capacity_lines(capacity: Any, config: EngineConfig, model: str) -> list[str]:
@@ -36,7 +35,8 @@ def capacity_lines(capacity: Any, config: EngineConfig, model: str) -> list[str]
         f"{capacity.kv_cache_dtype})",
         f"concurrency: {tokens / length:.1f} sequences of {length:,} tokens, unshared; "
         f"at most {capacity.max_sequences} at once; "
-        f"up to {config.max_queued_requests:,} requests and {config.max_queued_tokens:,} prompt tokens may wait",
+        f"up to {config.server.max_queued_requests:,} requests and {config.server.max_queued_tokens:,} prompt tokens "
+        "may wait",
     ]
 
 
@@ -46,28 +46,25 @@ BYTES_PER_ELEMENT = {"int8": 1.0625, "int4": 0.5625}
 
 def tier_lines(capacity: Any, config: EngineConfig) -> list[str]:
     """Where KV is kept below the pool, how much of it and in which format; passwords are left out."""
-    if config.streams:
-        return [_streamed_line(config)]
+    if config.streaming is not None:
+        return [_streamed_line(config.streaming)]
+    if config.tiers is None:
+        return []
     element = {"bfloat16": 2.0, "float32": 4.0}.get(capacity.kv_cache_dtype, 1.0625)
     lines = []
-    for kind, where, gib, form in (
-        ("host memory", "", config.kv_offloading_size, config.kv_host_format),
-        ("disk", config.kv_offload_path, config.kv_offload_disk_size, config.kv_disk_format),
-        ("remote", without_password(config.kv_remote_url), config.kv_remote_size, config.kv_remote_format),
-    ):
-        if where is None or (not where and not gib):
-            continue
-        tokens = gib * 2**30 / capacity.kv_bytes_per_token * element / BYTES_PER_ELEMENT.get(form, element)
-        size = f"{gib:g} GiB, about {tokens:,.0f} tokens" if gib else "as much as the server keeps"
-        lines.append(f"KV in {kind}: {where + ', ' if where else ''}{size}, stored as {form}")
+    for tier in config.tiers.each:
+        each = BYTES_PER_ELEMENT.get(tier.format, element)
+        tokens = tier.size * 2**30 / capacity.kv_bytes_per_token * element / each
+        size = f"{tier.size:g} GiB, about {tokens:,.0f} tokens" if tier.size else "as much as the server keeps"
+        lines.append(f"KV in {tier.label}: {tier.place + ', ' if tier.place else ''}{size}, stored as {tier.format}")
     return lines
 
 
-def _streamed_line(config: EngineConfig) -> str:
-    where = "host memory" if config.kv_offload_path is None else f"a file in {config.kv_offload_path}"
-    gib = config.kv_offloading_size or config.kv_offload_disk_size
-    weights = "; the weights too" if config.weight_offload else ""
-    return f"KV lies in {where}, {gib:g} GiB, and is streamed at each step, schedule {config.offload_schedule}{weights}"
+def _streamed_line(asked: KVStreaming) -> str:
+    where = "host memory" if asked.path is None else f"a file in {asked.path}"
+    weights = "; the weights too" if asked.weights else ""
+    _, gib = asked.room
+    return f"KV lies in {where}, {gib:g} GiB, and is streamed at each step, schedule {asked.schedule}{weights}"
 
 
 def job_line(job: Job, outcome: str) -> str:
@@ -94,37 +91,34 @@ class StatusLines:
         self.stats = stats
 
     async def run(self, interval_s: float) -> None:
-        before, at = self._copy(), time.monotonic()
+        before, at = self.stats().flat(), time.monotonic()
         while True:
             await asyncio.sleep(interval_s)
-            now, clock = self._copy(), time.monotonic()
-            if now["running"] or now["waiting"] or now["steps"] != before["steps"]:
+            now, clock = self.stats().flat(), time.monotonic()
+            busy = now["scheduler.running"] or now["scheduler.waiting"]
+            if busy or now["scheduler.steps"] != before["scheduler.steps"]:
                 log.info(status_line(before, now, clock - at))
             before, at = now, clock
-
-    def _copy(self) -> dict[str, float]:
-        stats = self.stats()
-        return {name: getattr(stats, name) for name in EngineStats.__dataclass_fields__ if name not in STATS_TABLES}
 
 
 def status_line(before: dict[str, float], now: dict[str, float], seconds: float) -> str:
     """Rates are those of the interval, levels those of its end."""
     grown = {name: now[name] - before[name] for name in now}
-    share = grown["cached_tokens"] / grown["prompt_tokens"] if grown["prompt_tokens"] else 0.0
+    share = grown["tokens.cached"] / grown["tokens.prompt"] if grown["tokens.prompt"] else 0.0
     return (
-        f"running {now['running']}, waiting {now['waiting']}, "
-        f"prefill {grown['prefilled_tokens'] / seconds:,.0f} tok/s, "
-        f"decode {grown['generated_tokens'] / seconds:,.1f} tok/s, "
-        f"cached share {share:.0%}, KV in use {now['kv_chunks_used'] / max(1, now['kv_chunks_total']):.1%} "
-        f"({now['kv_chunks_used']:,.0f} chunks; {now['kv_chunks_unshared']:,.0f} if unshared)"
+        f"running {now['scheduler.running']}, waiting {now['scheduler.waiting']}, "
+        f"prefill {grown['tokens.prefilled'] / seconds:,.0f} tok/s, "
+        f"decode {grown['tokens.generated'] / seconds:,.1f} tok/s, "
+        f"cached share {share:.0%}, KV in use {now['kv.chunks_used'] / max(1, now['kv.chunks_total']):.1%} "
+        f"({now['kv.chunks_used']:,.0f} chunks; {now['kv.chunks_unshared']:,.0f} if unshared)"
         f"{_tier_levels(grown, now)}"
     )
 
 
 def _tier_levels(grown: dict[str, float], now: dict[str, float]) -> str:
     """Empty where no tier is in use."""
-    back = grown["restored_tokens"] + grown["projected_tokens"]
-    if not (back or grown["restore_failures"] or now["writeback_pending"]):
+    back = grown["restore.loaded_tokens"] + grown["restore.projected_tokens"]
+    if not (back or grown["restore.failures"] or now["restore.unstored"]):
         return ""
-    failed = f", {grown['restore_failures']:,.0f} restores failed" if grown["restore_failures"] else ""
-    return f", restored {back:,.0f} tokens{failed}, {now['writeback_pending']:,.0f} chunks to be stored"
+    failed = f", {grown['restore.failures']:,.0f} restores failed" if grown["restore.failures"] else ""
+    return f", restored {back:,.0f} tokens{failed}, {now['restore.unstored']:,.0f} chunks to be stored"

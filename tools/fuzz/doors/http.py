@@ -73,7 +73,7 @@ class Http:
     def close(self) -> None:
         stats = self._server.engine.stats
         self._closing.close()
-        assert stats.kv_chunks_used == 0, "chunks stay taken"
+        assert stats.kv.chunks_used == 0, "chunks stay taken"
 
 
 def _pieces(raw: bytes, rng: Random) -> list[bytes]:

@@ -21,20 +21,20 @@ from headrace.parallel.control import (
     MOST_FROM_WORKER,
     NONCE,
     Channel,
-    Failed,
-    Hello,
-    Join,
-    Message,
-    Ping,
-    Pong,
-    Ready,
+    ControlMessage,
+    DriverPing,
+    JoinGroup,
     Refused,
-    Run,
-    Stop,
+    RunStep,
+    StopWorker,
     StoreAdd,
     StoreGet,
     StoreSet,
     StoreValue,
+    WorkerFailed,
+    WorkerHello,
+    WorkerPong,
+    WorkerReady,
     connect,
 )
 from headrace.parallel.handshake import Handshake
@@ -82,16 +82,16 @@ class RanksDoor:
 
     def _port(self, rng: Random) -> str:
         """Strangers, and then a true worker."""
-        with Handshake(HOST, SECRET) as gate, ExitStack() as held:
+        with Handshake(HOST, SECRET) as handshake, ExitStack() as held:
             for _ in range(rng.choice((1, 4, 16, 300))):
                 with suppress(OSError):
-                    link = held.enter_context(socket.create_connection(_address(gate), timeout=LIMIT_S))
+                    link = held.enter_context(socket.create_connection(_address(handshake), timeout=LIMIT_S))
                     self._attack(link, rng)
-            worker = connect(_address(gate), SECRET, HOST, LIMIT_S)
-            worker.send(Hello(1, 1, HOST))
-            driver, _ = gate.admit(range(1, 2), LIMIT_S, lambda: None)[1]
-            driver.send(Stop())
-            assert worker.receive() == Stop()
+            worker = connect(_address(handshake), SECRET, HOST, LIMIT_S)
+            worker.send(WorkerHello(1, 1, HOST))
+            driver, _ = handshake.admit(range(1, 2), LIMIT_S, lambda: None)[1]
+            driver.send(StopWorker())
+            assert worker.receive() == StopWorker()
             driver.close()
             worker.close()
         return "worker came in"
@@ -119,7 +119,7 @@ class RanksDoor:
                 link.sendall(changed if changed[:64] != answer else changed[:32])
             else:
                 link.sendall(answer)
-                frame = _frame(control._mac(key, b"to driver", both), 0, _body(Hello(1, 1, HOST)))
+                frame = _frame(control._mac(key, b"to driver", both), 0, _body(WorkerHello(1, 1, HOST)))
                 changed = damaged(frame, rng)
                 link.sendall(rng.choice((b"", frame[:-1], _cut(changed, frame), b"\xff" * 40)))
 
@@ -150,7 +150,7 @@ class RanksDoor:
     def _worker(self, rng: Random) -> str:
         """A worker that knows the secret and sends whatever comes to its mind."""
         driver, worker = pair()
-        crew = WorkerSupervisor({1: (driver, Hello(1, 1, HOST))}, LIMIT_S)
+        workers = WorkerSupervisor({1: (driver, WorkerHello(1, 1, HOST))}, LIMIT_S)
         worker._link.settimeout(LIMIT_S)
         try:
             with suppress(OSError):
@@ -162,24 +162,24 @@ class RanksDoor:
             with suppress(OSError):
                 worker.send(StoreGet("end"))
                 worker._link.shutdown(socket.SHUT_WR)
-            assert crew.failed.wait(LIMIT_S), "the end of the link is the end of the rank"
+            assert workers.failed.wait(LIMIT_S), "the end of the link is the end of the rank"
             try:
-                crew.send(b"")
+                workers.send(b"")
             except RankLost as lost:
                 return "lost: " + str(lost).split(":")[0][:40]
             raise AssertionError("a lost rank was sent a step")
         finally:
             worker.close()
-            crew.close()
+            workers.close()
 
     def _greetings(self, rng: Random) -> str:
         """A worker that knows the secret and says something odd at first."""
-        with Handshake(HOST, SECRET) as gate:
-            worker = connect(_address(gate), SECRET, HOST, LIMIT_S)
+        with Handshake(HOST, SECRET) as handshake:
+            worker = connect(_address(handshake), SECRET, HOST, LIMIT_S)
             with suppress(OSError):
-                worker.send(Hello(_number(rng), _number(rng), rng.choice(TEXTS[:6] + TEXTS[7:])))
+                worker.send(WorkerHello(_number(rng), _number(rng), rng.choice(TEXTS[:6] + TEXTS[7:])))
             try:
-                links = gate.admit(range(1, 3), 0.05, lambda: None)
+                links = handshake.admit(range(1, 3), 0.05, lambda: None)
             except (ValueError, TimeoutError) as error:
                 return type(error).__name__
             finally:
@@ -205,14 +205,14 @@ class _Wire:
 
 
 def pair() -> tuple[Channel, Channel]:
-    with Handshake(HOST, SECRET) as gate:
-        worker = connect(_address(gate), SECRET, HOST, LIMIT_S)
-        worker.send(Hello(1, 1, HOST))
-        return gate.admit(range(1, 2), LIMIT_S, lambda: None)[1][0], worker
+    with Handshake(HOST, SECRET) as handshake:
+        worker = connect(_address(handshake), SECRET, HOST, LIMIT_S)
+        worker.send(WorkerHello(1, 1, HOST))
+        return handshake.admit(range(1, 2), LIMIT_S, lambda: None)[1][0], worker
 
 
-def _address(gate: Handshake) -> tuple[str, int]:
-    host, _, port = gate.address.partition(":")
+def _address(handshake: Handshake) -> tuple[str, int]:
+    host, _, port = handshake.address.partition(":")
     return host, int(port)
 
 
@@ -222,7 +222,7 @@ def _answer(nonce: bytes, rng: Random) -> tuple[bytes, bytes, bytes]:
     return ours + control._mac(key, b"worker", nonce + ours), key, nonce + ours
 
 
-def _body(message: Message) -> bytes:
+def _body(message: ControlMessage) -> bytes:
     return bytes(control._encoder.encode(message))
 
 
@@ -268,21 +268,21 @@ def _bytes(rng: Random) -> bytes:
     return rng.choice((b"", b"7", b"no number", bytes(21), bytes(100_000), bytes((1 << 20) + 1)))
 
 
-def _message(rng: Random) -> Message:
+def _message(rng: Random) -> ControlMessage:
     made: list[Any] = [
         StoreSet(rng.choice("abc") if rng.random() < 0.5 else _text(rng), _bytes(rng)),
         StoreSet("x" * rng.choice((511, 512, 513)), b""),
         StoreGet(_text(rng)),
         StoreAdd(rng.choice("abc"), _number(rng)),
         StoreValue(None),
-        Ready(_bytes(rng)),
-        Failed(_text(rng), rng.random() < 0.5),
-        Pong(),
-        Ping(),
-        Stop(),
-        Run(_bytes(rng)),
-        Hello(_number(rng), _number(rng), _text(rng)),
-        Join(_number(rng), 0, -1, b"", _text(rng)),
+        WorkerReady(_bytes(rng)),
+        WorkerFailed(_text(rng), rng.random() < 0.5),
+        WorkerPong(),
+        DriverPing(),
+        StopWorker(),
+        RunStep(_bytes(rng)),
+        WorkerHello(_number(rng), _number(rng), _text(rng)),
+        JoinGroup(_number(rng), 0, -1, b"", _text(rng)),
     ]
-    message: Message = rng.choice(made)
+    message: ControlMessage = rng.choice(made)
     return message

@@ -1,9 +1,9 @@
-"""Attention over chunks on a GPU, in Triton: how one task walks its chunks, and how the spans of a row are folded.
+"""Attention over chunks on a GPU, in Triton: how one task walks its chunks, and how the spans of a row are merged.
 
 L: lanes of a task, D: head size, P: D rounded up to a power of two, 64: keys of a chunk. A lane is one (row, query
 head). A lane's bits depend on nothing but its own query and the keys it sees: every task has the same number of lanes,
-whether they are taken or not, probabilities are rounded relative to their own chunk's maximum (DESIGN, section 3), a
-chunk that a lane does not see changes nothing, and every fold is the same three operations, whose rounding is spelled
+whether they are taken or not, probabilities are rounded relative to their own chunk's maximum (docs/architecture.md), a
+chunk that a lane does not see changes nothing, and every merge is the same three operations, whose rounding is spelled
 out.
 Scores are in units of log 2.
 """
@@ -18,8 +18,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _fold(m, z, acc, m2, z2, acc2):
-    """(m, z, acc) [L], [L], [L, P] folded with what comes after it, unnormalised. What is empty has m = -inf, and is
+def _merge(m, z, acc, m2, z2, acc2):
+    """(m, z, acc) [L], [L], [L, P] merged with what comes after it, unnormalised. What is empty has m = -inf, and is
     left out whatever else it holds: 0 times the NaN of another sequence is NaN."""
     new = tl.maximum(m, m2)
     base = tl.where(new == float("-inf"), 0.0, new)
@@ -38,6 +38,7 @@ def _probabilities(scores, seen, factor):
     return tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, -base[:, None])), top
 
 
+# One kernel, long as it is: what its parts would hand to one another lives in registers.
 @triton.jit
 def walk(
     q, k, v, items, tasks, positions, bias, acc_of, m_of, z_of, out, factor, q_stride, bias_len, spans, window,
@@ -45,7 +46,7 @@ def walk(
     P: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr, RESUME: tl.constexpr,
     WINDOW: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One task of one KV head, or of PART of its query heads. See cut.Cut for tasks and items.
+    """One task of one KV head, or of PART of its query heads. See TileSchedule for tasks and items.
 
     q [R, HEADS, D], rows q_stride apart; k [slots, KV_HEADS, D, 64], v [slots, KV_HEADS, 64, D]; positions int32 [R];
     bias fp32 [HEADS, bias_len]. SPLIT: leaves acc_of [R, spans, HEADS, D], m_of and z_of [R, spans, HEADS], going on
@@ -94,7 +95,7 @@ def walk(
             chunk_v = tl.load(v_pairs, mask=there[:, None] & fits[None, :], other=0.0)
         if not SPLIT:  # noqa: SIM102 (this one is decided when the kernel is compiled)
             if key // SPAN != span:
-                total_m, total_z, total = _fold(total_m, total_z, total, m, z, acc)
+                total_m, total_z, total = _merge(total_m, total_z, total, m, z, acc)
                 m = tl.full((LANES,), float("-inf"), tl.float32)
                 z = tl.zeros((LANES,), tl.float32)
                 acc = tl.zeros((LANES, P), tl.float32)
@@ -111,21 +112,21 @@ def walk(
         else:
             p, top = _probabilities(scores, seen, factor)
         values = tl.dot(p.to(chunk_v.dtype), chunk_v, input_precision=PRECISION)
-        m, z, acc = _fold(m, z, acc, top, tl.sum(p, 1), values)
+        m, z, acc = _merge(m, z, acc, top, tl.sum(p, 1), values)
 
     if SPLIT:
         tl.store(m_of + state, m, mask=taken)
         tl.store(z_of + state, z, mask=taken)
         tl.store(acc_of + state[:, None] * D + d[None, :], acc, mask=taken[:, None] & fits[None, :])
     else:
-        total_m, total_z, total = _fold(total_m, total_z, total, m, z, acc)
+        total_m, total_z, total = _merge(total_m, total_z, total, m, z, acc)
         result = total / tl.where(total_z == 0.0, 1.0, total_z)[:, None]
         at = out + (row.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
         tl.store(at, result.to(out.dtype.element_ty), mask=taken[:, None] & fits[None, :])
 
 
 @triton.jit
-def fold_spans(
+def merge_spans(
     acc_of, m_of, z_of, positions, out, spans, window,
     HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, TOGETHER: tl.constexpr, SPAN: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -144,7 +145,7 @@ def fold_spans(
         m2 = tl.load(m_of + state, mask=taken, other=float("-inf"))
         z2 = tl.load(z_of + state, mask=taken, other=0.0)
         acc2 = tl.load(acc_of + state[:, None] * D + d[None, :], mask=taken[:, None] & fits[None, :], other=0.0)
-        m, z, acc = _fold(m, z, acc, m2, z2, acc2)
+        m, z, acc = _merge(m, z, acc, m2, z2, acc2)
     result = acc / tl.where(z == 0.0, 1.0, z)[:, None]
     at = out + (row * HEADS + head)[:, None] * D + d[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=taken[:, None] & fits[None, :])

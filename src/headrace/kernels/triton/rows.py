@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.triton import row_kernels
-from headrace.kernels.triton.backend import processors
+from headrace.kernels.triton.attention import processors
 
 ROWS = 64
 """Of a tensor core's product: fewer would be another instruction, with other sums."""

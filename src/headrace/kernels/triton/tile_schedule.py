@@ -1,11 +1,11 @@
 """How a plan becomes work for a GPU: tasks of some rows, each of which walks some chunks. Plain data, no tensors.
 
-A lane is one (row, query head). Keys are cut into spans of fixed length at fixed positions. A row's chunks are folded
+A lane is one (row, query head). Keys are cut into spans of fixed length at fixed positions. A row's chunks are merged
 from left to right within a span, and its spans from left to right: that order is the GPU's canonical one (docs/gpu.md),
 whichever of two ways is taken.
 
-    flash   a task walks all chunks of its rows and folds span by span: for many rows
-    split   a task walks one span, and leaves its state to be folded: for few rows, so that many tasks are under way.
+    flash   a task walks all chunks of its rows and merges span by span: for many rows
+    split   a task walks one span, and leaves its state to be merged: for few rows, so that many tasks are under way.
             Rows of one task part where the tree does: those with the later chunks go on from the state of their parent,
             in the next round (ChunkAttention, arXiv 2402.15220, section 3.3, at every level of the tree)
 """
@@ -26,21 +26,21 @@ LANES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class TileRound:
     """tasks int32 [n, 4]: (first row, row after the last, first item, number of items). None needs another."""
 
     tasks: Int32
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TileSchedule:
     """items int32 [m, 4]: those of a plan in the order of the tasks that walk them, some of them several times.
 
     rounds: one after another; each but the first goes on from the states that those before it left. split: see above.
     """
 
     items: Int32
-    rounds: list[Round]
+    rounds: list[TileRound]
     split: bool
 
 
@@ -59,7 +59,7 @@ def rows_together(group: int) -> int:
     return max(1, LANES // group)
 
 
-def flash(items: Int32, rows: int, group: int) -> Cut:
+def flash(items: Int32, rows: int, group: int) -> TileSchedule:
     """Tasks that walk all chunks of their rows. items as in Plan, of `rows` rows in all."""
     by_key = items[np.argsort(items[:, 1], kind="stable")]
     begins = np.arange(0, rows, rows_together(group), dtype=np.int32)
@@ -71,10 +71,12 @@ def flash(items: Int32, rows: int, group: int) -> Cut:
     tasks = np.stack((begins, ends, firsts, counts), axis=1).astype(np.int32)
     # The longest first: what is left at the end is short.
     order = np.argsort(-counts, kind="stable")
-    return Cut(np.ascontiguousarray(by_key[which]), [Round(np.ascontiguousarray(tasks[order]))], split=False)
+    return TileSchedule(
+        np.ascontiguousarray(by_key[which]), [TileRound(np.ascontiguousarray(tasks[order]))], split=False
+    )
 
 
-def split(items: Int32, rows: int, group: int) -> Cut:
+def split(items: Int32, rows: int, group: int) -> TileSchedule:
     """Tasks of one span each. items as in Plan, of `rows` rows in all."""
     tasks = _spans(items, rows)
     walked: list[int] = []
@@ -85,8 +87,8 @@ def split(items: Int32, rows: int, group: int) -> Cut:
             mine = [i for i in task.items if items[i, 2] < end and items[i, 3] > begin]
             rounds[task.depth].append((begin, end, len(walked), len(mine)))
             walked += mine
-    made = [Round(np.array(each, dtype=np.int32)) for each in rounds]
-    return Cut(np.ascontiguousarray(items[walked]), made, split=True)
+    made = [TileRound(np.array(each, dtype=np.int32)) for each in rounds]
+    return TileSchedule(np.ascontiguousarray(items[walked]), made, split=True)
 
 
 def _spans(items: Int32, rows: int) -> list[_Task]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from headrace.attention import plan as planning
-from headrace.attention.execute import BACKENDS, PlanAttention
+from headrace.attention.execute import PlanAttention
 from headrace.kernels import ops
+from headrace.kernels.backend import Backend
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.offload import frame
@@ -22,7 +23,7 @@ from headrace.offload.restore.estimators import LinearRate, PrefillRate
 from headrace.offload.restore.rates import Rates
 from headrace.offload.tiers.base import Read, Tier, name_of
 from headrace.offload.tiers.stack import Tiers
-from headrace.planner.machine import Shape
+from headrace.planner.machine import ModelShape
 from headrace.types import CHUNK
 
 LINEAR_ROWS = 256
@@ -40,10 +41,10 @@ PROBES = 3
 
 
 @torch.inference_mode()
-def measure(decoder: Decoder, storage: KVStorage, backend: str, tiers: Sequence[Tier]) -> Rates:
+def measure(decoder: Decoder, storage: KVStorage, backend: Backend, tiers: Sequence[Tier]) -> Rates:
     """Rates of projecting, prefilling and moving chunks, in about a second or less. Writes to the first slots of the
     pool, which must be empty. A tier that is not in memory begins as it guesses itself; see `probe`."""
-    shape = Shape.of(decoder.config, decoder.dtype.itemsize)
+    shape = ModelShape.of(decoder.config, decoder.dtype.itemsize)
     prefill, project = _prefill(decoder, shape), timing.projection_rate(_Projection(decoder, storage, backend))
     move = _Move()
     moves = {tier.kind: timing.read_rate(move) for tier in tiers if tier.in_memory} or {
@@ -77,7 +78,7 @@ def probe(tiers: Tiers, rates: Rates) -> None:
 class _Projection:
     """K and V of some tokens of the first layer, projected and put into the pool, as restores do it."""
 
-    def __init__(self, decoder: Decoder, storage: KVStorage, backend: str) -> None:
+    def __init__(self, decoder: Decoder, storage: KVStorage, backend: Backend) -> None:
         self.decoder, self.storage, self.backend = decoder, storage, backend
 
     def __call__(self, tokens: int) -> None:
@@ -88,9 +89,7 @@ class _Projection:
         k, v = self.decoder.project(0, x, positions, lengths)
         slots = (torch.arange(chunks, dtype=torch.int32) % pool.slots).repeat_interleave(CHUNK)
         offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(chunks)
-        BACKENDS[self.backend].append(
-            pool.k[0], pool.v[0], k, v, slots, offsets, k_scale=pool.k_scale[0], v_scale=pool.v_scale[0]
-        )
+        self.backend.append(pool.pool(0), k, v, slots, offsets)
 
     def _activations(self, chunks: int) -> Tensor:
         if self.storage.x is None:
@@ -111,7 +110,7 @@ class _Move:
             frame.checksum(self.into[at:end].numpy().data)
 
 
-def _prefill(decoder: Decoder, shape: Shape) -> PrefillRate:
+def _prefill(decoder: Decoder, shape: ModelShape) -> PrefillRate:
     """By the products of the first layer: at many rows, and of one row, which reads the weights."""
     matrices = [w for name, w in decoder.matrices.items() if name.startswith("layers.0.")]
     elements = sum(w.shape[0] * w.shape[1] for w in matrices)
@@ -124,7 +123,7 @@ def _prefill(decoder: Decoder, shape: Shape) -> PrefillRate:
     return timing.prefill_rate(shape, 2 * LINEAR_ROWS * elements / many, elements * decoder.dtype.itemsize / one)
 
 
-def _forward(decoder: Decoder, storage: KVStorage, backend: str, found: Rates) -> None:
+def _forward(decoder: Decoder, storage: KVStorage, backend: Backend, found: Rates) -> None:
     """Tells `found` what a short prompt takes, and a short step after it, where that is soon done."""
     most = min(storage.slots * CHUNK, decoder.config.max_model_len)
     for tokens in FORWARD:
@@ -140,7 +139,7 @@ def _forward(decoder: Decoder, storage: KVStorage, backend: str, found: Rates) -
 class _Forward:
     """A step of `count` tokens, all of them number 0, after `start` others in the first slots of the pool."""
 
-    def __init__(self, decoder: Decoder, storage: KVStorage, backend: str, start: int, count: int) -> None:
+    def __init__(self, decoder: Decoder, storage: KVStorage, backend: Backend, start: int, count: int) -> None:
         self.decoder, end = decoder, start + count
         slots = np.arange(-(-end // CHUNK), dtype=np.int32)
         lengths = torch.full((count,), end) if decoder.config.rope_depends_on_length else None

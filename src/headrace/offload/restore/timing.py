@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from headrace.offload.restore.estimators import LinearRate, PrefillRate
-from headrace.planner.machine import Shape
+from headrace.planner.machine import ModelShape
 
 SIZES = (1 << 18, 1 << 23)
 """Bytes of the transfers that are timed."""
@@ -40,7 +40,7 @@ def read_rate(read: Callable[[int], object]) -> tuple[LinearRate, float]:
     return LinearRate(byte_s, max(small - byte_s * SIZES[0], 0.0)), min(taken, byte_s)
 
 
-def prefill_rate(shape: Shape, flops_s: float, memory_bytes_s: float = MEMORY_BYTES_S) -> PrefillRate:
+def prefill_rate(shape: ModelShape, flops_s: float, memory_bytes_s: float = MEMORY_BYTES_S) -> PrefillRate:
     """From the rate of the linear layers alone."""
     weights = shape.layers * (shape.qkv_weights + shape.rest_weights) * shape.element_bytes
     pair_s = shape.layers * shape.pair_flops / (ATTENTION * flops_s)

@@ -22,7 +22,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from headrace.attention.execute import Attend
+from headrace.kernels.backend import Attend
 from headrace.offload import frame
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
@@ -201,8 +201,8 @@ class RestoreTransfer:
             self.report.projections.append(projection)
 
 
-class RestoringAttend:
-    """Attend (attention.execute) of a step for which chunks are still on their way."""
+class RestoringAttend(Attend):
+    """Attention of a step for which chunks are still on their way."""
 
     def __init__(self, attend: Attend, restores: Sequence[RestoreTransfer], project: Project) -> None:
         self.attend, self.restores, self.project = attend, restores, project

@@ -8,8 +8,10 @@ import math
 import torch
 
 from headrace import memory
-from headrace.config import EngineConfig
-from headrace.memory import Allocate
+from headrace.config import EngineConfig, KVStreaming
+from headrace.kernels import registry
+from headrace.kernels.records import Allocate, Pool
+from headrace.kernels.registry import in_pieces
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
 from headrace.offload.copy_streams import open_copy_streams
@@ -18,7 +20,7 @@ from headrace.offload.streaming.profile import measure
 from headrace.offload.streaming.schedule import Schedule
 from headrace.offload.streaming.staging import Staging
 from headrace.offload.streaming.step import StreamingOptions
-from headrace.offload.streaming.store import FileMemory, OutsideStore, bytes_per_chunk, room, shapes
+from headrace.offload.streaming.store import FileMemory, OutsideStore, bytes_per_chunk, room
 from headrace.offload.streaming.streamer import Streamer
 from headrace.offload.streaming.transfers import Transfers
 from headrace.offload.weights.layers import layers_of, tensors_of
@@ -30,52 +32,50 @@ log = logging.getLogger(__name__)
 
 def check(config: EngineConfig) -> None:
     """Raises ValueError for settings of streaming that do not go together (others: EngineConfig)."""
-    if not config.streams:
+    asked = config.streaming
+    if asked is None:
         return
-    if config.offload_x_resident and config.kv_offload_activations == "off":
+    if asked.x_resident and asked.activations == "off":
         raise ValueError("offload_x_resident needs activations: set kv_offload_activations to auto or on")
-    for name in ("kv_host_format", "kv_disk_format"):
-        if getattr(config, name) != "raw":
+    for name, form in (("kv_host_format", asked.host.format), ("kv_disk_format", asked.disk.format)):
+        if form != "raw":
             raise ValueError(
-                f"{name} {getattr(config, name)}: offload_schedule streams KV as the kernels read it; set {name} to "
+                f"{name} {form}: offload_schedule streams KV as the kernels read it; set {name} to "
                 "raw (kv_cache_dtype int8 halves what crosses the link)"
             )
 
 
-def schedule_of(config: EngineConfig) -> Schedule:
+def schedule_of(asked: KVStreaming) -> Schedule:
     """Row where the weights are resident, column where they are streamed, unless one is asked for."""
-    if config.offload_schedule == "row" or (config.offload_schedule == "auto" and not config.weight_offload):
-        return "row"
-    return "column"
+    return "row" if asked.schedule == "row" or (asked.schedule == "auto" and not asked.weights) else "column"
 
 
-def hidden_kept(config: EngineConfig, model: ModelConfig, kv_dtype: torch.dtype, rows: torch.dtype) -> int:
+def hidden_kept(asked: KVStreaming, model: ModelConfig, kv_dtype: torch.dtype, rows: torch.dtype) -> int:
     """Width of the X that is kept; 0 where none is: by default where it is not smaller than K and V and would have to
     cross the link (models whose queries share KV heads)."""
-    if config.kv_offload_activations == "off":
+    if asked.activations == "off":
         return 0
     kv = bytes_per_chunk(model.attention, kv_dtype, rows, 0) // model.attention.layers
     smaller = CHUNK * model.hidden_size * rows.itemsize < kv
-    kept = smaller or config.offload_x_resident or config.kv_offload_activations == "on"
+    kept = smaller or asked.x_resident or asked.activations == "on"
     return model.hidden_size if kept else 0
 
 
 def sizes(config: EngineConfig, model: ModelConfig, kv_dtype: torch.dtype, rows: torch.dtype) -> tuple[int, int]:
     """(tokens that the store holds, whole chunks; longest sequence). Raises ValueError naming the field."""
-    hidden = 0 if config.offload_x_resident else hidden_kept(config, model, kv_dtype, rows)
+    asked = asked_of(config)
+    hidden = 0 if asked.x_resident else hidden_kept(asked, model, kv_dtype, rows)
     each = bytes_per_chunk(model.attention, kv_dtype, rows, hidden)
-    name, size = "kv_offloading_size", config.kv_offloading_size
-    if not size:
-        name, size = "kv_offload_disk_size", config.kv_offload_disk_size
+    name, size = asked.room
     chunks = int(size * 2**30) // each
-    if config.kv_cache_tokens is not None:
-        chunks = min(chunks, config.kv_cache_tokens // CHUNK)
-    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
-        raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's {model.max_model_len}")
-    wanted = config.max_model_len or model.max_model_len
-    chunks = min(chunks, config.max_sequences * chunks_for(wanted))
-    if not chunks or (config.max_model_len is not None and config.max_model_len > chunks * CHUNK):
-        least = (chunks_for(config.max_model_len or 1) * each) / 2**30
+    if config.cache.tokens is not None:
+        chunks = min(chunks, config.cache.tokens // CHUNK)
+    if config.model.max_len is not None and config.model.max_len > model.max_model_len:
+        raise ValueError(f"max_model_len {config.model.max_len} exceeds the model's {model.max_model_len}")
+    wanted = config.model.max_len or model.max_model_len
+    chunks = min(chunks, config.scheduler.max_sequences * chunks_for(wanted))
+    if not chunks or (config.model.max_len is not None and config.model.max_len > chunks * CHUNK):
+        least = (chunks_for(config.model.max_len or 1) * each) / 2**30
         raise ValueError(
             f"{name} {size} GiB holds {chunks * CHUNK} tokens: raise it to at least {least:.4f}, or lower max_model_len"
         )
@@ -85,56 +85,60 @@ def sizes(config: EngineConfig, model: ModelConfig, kv_dtype: torch.dtype, rows:
 def open_streamer(config: EngineConfig, decoder: Decoder, slots: int, kv_dtype: torch.dtype, backend: str) -> Streamer:
     """Store, staging and copy streams for a decoder, whose matrices leave it if weight_offload is set. Measures link
     and projection."""
-    model, dtype = decoder.config, decoder.dtype
-    hidden = hidden_kept(config, model, kv_dtype, dtype)
-    outside = _outside(config, decoder, slots, kv_dtype, hidden)
+    asked, model, dtype = asked_of(config), decoder.config, decoder.dtype
+    hidden = hidden_kept(asked, model, kv_dtype, dtype)
+    outside = _outside(asked, decoder, slots, kv_dtype, hidden)
     store = OutsideStore(
-        model.attention, slots, kv_dtype, dtype, hidden, outside, memory.zeros if config.offload_x_resident else None
+        model.attention, slots, kv_dtype, dtype, hidden, outside, memory.zeros if asked.x_resident else None
     )
-    if config.kv_cache_prefault:
+    if config.cache.prefault:
         store.prefault()
-    staging = Staging(model.attention, _capacity(config, store), kv_dtype, dtype, hidden)
-    streams = open_copy_streams(torch.device("cpu"), _link(config))
+    staging = Staging(model.attention, _capacity(asked, store), kv_dtype, dtype, hidden)
+    streams = open_copy_streams(torch.device("cpu"), EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
     layers: ResidentLayers | StreamedLayers = ResidentLayers(decoder)
     weight_bytes = 0
-    if config.weight_offload:
-        layers = StreamedLayers(decoder, streams.into, outside if config.kv_offload_path else None)
+    if asked.weights:
+        layers = StreamedLayers(decoder, streams.into, outside if asked.path else None)
         weight_bytes = layers.bytes_per_layer
-    options = StreamingOptions(schedule_of(config), config.weight_offload)
+    options = StreamingOptions(schedule_of(asked), asked.weights)
     log.info(
         "streaming %s: %d chunks outside (%s), staging of %d, X %s", options.schedule, slots,
-        config.kv_offload_path or "host memory", staging.capacity,
-        "not kept" if not hidden else "in memory" if config.offload_x_resident else "outside",
+        asked.path or "host memory", staging.capacity,
+        "not kept" if not hidden else "in memory" if asked.x_resident else "outside",
     )  # fmt: skip
-    transfers = Transfers(store, staging, layers, streams, backend, weight_bytes, config.offload_x_resident)
+    transfers = Transfers(
+        store, staging, layers, streams, in_pieces(registry.backend(backend)), weight_bytes, asked.x_resident
+    )
     measure(decoder, transfers)
     return Streamer(decoder, transfers, options)
 
 
-def _link(config: EngineConfig) -> EmulatedLink:
-    rate = None if config.kv_link_gbps is None else config.kv_link_gbps * 1e9
-    return EmulatedLink(rate, config.kv_link_latency_ms / 1e3)
+def asked_of(config: EngineConfig) -> KVStreaming:
+    """The settings of streaming, which must be asked for."""
+    assert config.streaming is not None
+    return config.streaming
 
 
-def _capacity(config: EngineConfig, store: OutsideStore) -> int:
+def _capacity(asked: KVStreaming, store: OutsideStore) -> int:
     """Chunks that a staging buffer holds."""
     each = 2 * (store.chunk_bytes + store.x_bytes)
-    count = min(store.slots, config.offload_staging_mb * 2**20 // each)
+    count = min(store.slots, asked.staging_mb * 2**20 // each)
     if count < 1:
-        raise ValueError(f"offload_staging_mb {config.offload_staging_mb} holds no chunk of {each} bytes: raise it")
+        raise ValueError(f"offload_staging_mb {asked.staging_mb} holds no chunk of {each} bytes: raise it")
     return count
 
 
-def _outside(config: EngineConfig, decoder: Decoder, slots: int, kv_dtype: torch.dtype, hidden: int) -> Allocate:
+def _outside(asked: KVStreaming, decoder: Decoder, slots: int, kv_dtype: torch.dtype, hidden: int) -> Allocate:
     """Memory for the store, and for weights where they leave too: the host's, or a file."""
-    if config.kv_offload_path is None:
+    if asked.path is None:
         return memory.zeros
     spec = decoder.config.attention
-    layer = [slots * math.prod(shape) * kind.itemsize for shape, kind in shapes(spec, kv_dtype).values()]
-    if hidden and not config.offload_x_resident:
+    parts = Pool.parts(slots, spec.kv_heads, spec.head_dim, kv_dtype)
+    layer = [math.prod(shape) * kind.itemsize for shape, kind in parts]
+    if hidden and not asked.x_resident:
         layer.append(slots * CHUNK * hidden * decoder.dtype.itemsize)
     sizes = layer * spec.layers
-    if config.weight_offload:
+    if asked.weights:
         matrices = [weight for each in layers_of(decoder) for weight in each.matrices.values()]
         sizes += [x.nbytes for weight in matrices for x in tensors_of(weight).values()]
-    return FileMemory(config.kv_offload_path, sum(room(size) for size in sizes))
+    return FileMemory(asked.path, sum(room(size) for size in sizes))

@@ -19,7 +19,7 @@ PROJECTED = 4
 
 def measure(decoder: Decoder, transfers: Transfers) -> None:
     """Tells transfers.throughput. The second of two calls counts. Writes to the first staging buffer."""
-    pool = transfers.staging.kv[0]["k"].view(-1)[:COPY_ELEMENTS]
+    pool = transfers.staging.kv[0].k.view(-1)[:COPY_ELEMENTS]
     source = torch.zeros_like(pool)
     for _ in range(2):
         ticket = transfers.streams.into.submit(partial(copy_alone, pool, source), pool.nbytes, "kv")

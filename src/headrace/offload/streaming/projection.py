@@ -35,5 +35,5 @@ def project(
         k, v = compute(x, None if cos_sin is None else cos_sin[rows])
         slots = torch.arange(low, high, dtype=torch.int32).repeat_interleave(CHUNK)
         offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(high - low)
-        transfers.append(staging.kv[buffer], k, v, slots, offsets)
+        transfers.kernels.append(staging.kv[buffer], k, v, slots, offsets)
     return time.perf_counter() - began

@@ -20,8 +20,9 @@ from torch import Tensor
 from headrace import memory
 from headrace.attention.plan import Int32, Plan
 from headrace.config import AttentionSpec
+from headrace.kernels.records import Pool
 from headrace.offload.copy_streams import copy_alone
-from headrace.offload.streaming.store import OutsideStore, shapes
+from headrace.offload.streaming.store import OutsideStore
 from headrace.types import CHUNK
 
 
@@ -133,16 +134,13 @@ class Staging:
 
     def __init__(self, spec: AttentionSpec, capacity: int, dtype: torch.dtype, rows: torch.dtype, hidden: int) -> None:
         self.capacity = capacity
-        self.kv = [
-            {name: memory.zeros((capacity, *shape), kind) for name, (shape, kind) in shapes(spec, dtype).items()}
-            for _ in range(2)
-        ]
+        self.kv = [Pool.make(capacity, spec.kv_heads, spec.head_dim, dtype, memory.zeros) for _ in range(2)]
         self.x = [memory.zeros((capacity, CHUNK, hidden), rows) for _ in range(2 if hidden else 0)]
 
     def load_kv(self, buffer: int, store: OutsideStore, layer: int, piece: StagingPiece) -> None:
         """Copies K and V of the piece's loaded chunks; the rest of the buffer is left alone."""
-        for name, pool in store.fields[layer].items():
-            gather(self.kv[buffer][name], pool, piece.to_load, piece.projected)
+        for into, pool in zip(self.kv[buffer].tensors, store.pools[layer].tensors, strict=True):
+            gather(into, pool, piece.to_load, piece.projected)
 
     def load_x(self, buffer: int, store: OutsideStore, layer: int, piece: StagingPiece) -> None:
         """Copies X of the piece's projected chunks."""

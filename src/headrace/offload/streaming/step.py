@@ -15,8 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.attention.execute import BACKENDS, items_of
+from headrace.attention.execute import items_of
 from headrace.attention.plan import Plan
+from headrace.kernels.backend import Attend
+from headrace.kernels.records import Mask, Pool
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.offload.streaming.projection import project
 from headrace.offload.streaming.schedule import Prefetch, Schedule, Stage, StepShape, first_loads, stages
@@ -217,8 +219,8 @@ class StreamStep:
         self.waited += time.perf_counter() - began
 
 
-class _StagedAttend:
-    """Attention of one operation over staging: see attention.execute.Attend. x: what entered the layer, to be kept."""
+class _StagedAttend(Attend):
+    """Attention of one operation over staging. x: what entered the layer, to be kept."""
 
     def __init__(self, step: StreamStep, at: int, count: int, x: Tensor | None) -> None:
         self.step, self.at, self.count, self.x = step, at, count, x
@@ -229,25 +231,24 @@ class _StagedAttend:
         positions = torch.from_numpy(batch.plan.positions)
         if rows is not None:
             q, positions = q[rows], positions[rows]
-        kernels: Any = BACKENDS[transfers.backend]
+        kernels, window, bias = transfers.kernels, step.spec.windows[layer], step.decoder.key_bias
         state, out = None, None
         for index in range(self.count):
             pool, items = self._arrive(index, k, v)
-            given = {
-                "scale": step.spec.scale, "window": step.spec.windows[layer], "bias": step.decoder.key_bias,
-                "k_scale": pool.get("k_scale"), "v_scale": pool.get("v_scale"),
-            }  # fmt: skip
+            mask = Mask(items, positions, window=window, bias=bias, scale=step.spec.scale)
             if self.count == 1:
-                out = kernels.attend(q, pool["k"], pool["v"], items, positions, **given)
+                out = kernels.attend(q, pool, mask)
             else:
-                state = kernels.partial(q, pool["k"], pool["v"], items, positions, state=state, **given)
+                state = kernels.partial(q, pool, mask, state)
         # Each call of a OneLayer has memory of its own for these: nothing is written over them.
         transfers.write(layer, batch.plan, k, v, self.x)
         step._wait_weights(layer, "out", "up", "down")
-        result: Tensor = kernels.finish(state, q.dtype) if out is None else out
-        return result
+        if out is not None:
+            return out
+        assert state is not None, "an operation has pieces"
+        return kernels.finish(state, q.dtype)
 
-    def _arrive(self, index: int, k: Tensor, v: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def _arrive(self, index: int, k: Tensor, v: Tensor) -> tuple[Pool, Tensor]:
         """The buffer with the chunks of piece `index`, this step's rows among them, and the items over it."""
         step, at = self.step, self.at + index
         stage = step.stages[at]
@@ -260,7 +261,7 @@ class _StagedAttend:
         if len(piece.rows):
             every = len(piece.rows) == len(k)
             mine = torch.from_numpy(piece.rows)
-            step.transfers.append(
+            step.transfers.kernels.append(
                 pool, k if every else k[mine], v if every else v[mine], torch.from_numpy(piece.row_slots),
                 torch.from_numpy(piece.row_offsets),
             )  # fmt: skip

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from headrace import memory
 from headrace.config import AttentionSpec
-from headrace.memory import Allocate
+from headrace.kernels.records import Allocate, Pool
+from headrace.kv.storage import KVStorage
 from headrace.types import CHUNK
 
 PAGE = 4096
@@ -71,22 +72,19 @@ class OutsideStore:
         x_memory: Allocate | None = None,
     ) -> None:
         self.slots, self.dtype, self.rows, self.hidden = slots, dtype, rows, hidden
-        self.fields: list[dict[str, Tensor]] = [
-            {name: allocate((slots, *shape), kind) for name, (shape, kind) in shapes(spec, dtype).items()}
-            for _ in range(spec.layers)
-        ]
+        self.pools = [Pool.make(slots, spec.kv_heads, spec.head_dim, dtype, allocate) for _ in range(spec.layers)]
         place = x_memory or allocate
         self.x = [place((slots, CHUNK, hidden), rows) for _ in range(spec.layers)] if hidden else []
 
     def prefault(self) -> None:
         """Writes zeros everywhere, so that the system maps all of the memory now."""
-        for tensor in (*self.x, *(tensor for layer in self.fields for tensor in layer.values())):
+        for tensor in (*self.x, *(tensor for pool in self.pools for tensor in pool.tensors)):
             tensor.zero_()
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of K and V of one chunk of one layer, scales included."""
-        return sum(tensor.nbytes for tensor in self.fields[0].values()) // max(1, self.slots)
+        return sum(tensor.nbytes for tensor in self.pools[0].tensors) // max(1, self.slots)
 
     @property
     def x_bytes(self) -> int:
@@ -94,18 +92,7 @@ class OutsideStore:
         return CHUNK * self.hidden * self.rows.itemsize
 
 
-def shapes(spec: AttentionSpec, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape of one chunk, and type, of each tensor of a layer: k, v, and of int8 k_scale, v_scale."""
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "k": ((spec.kv_heads, spec.head_dim, CHUNK), dtype),
-        "v": ((spec.kv_heads, CHUNK, spec.head_dim), dtype),
-    }
-    if dtype == torch.int8:
-        found |= {name: ((spec.kv_heads, CHUNK), torch.float32) for name in ("k_scale", "v_scale")}
-    return found
-
-
 def bytes_per_chunk(spec: AttentionSpec, dtype: torch.dtype, rows: torch.dtype, hidden: int) -> int:
     """Bytes of K, V and X of one chunk over all layers."""
-    kv = sum(math.prod(shape) * kind.itemsize for shape, kind in shapes(spec, dtype).values())
-    return spec.layers * (kv + CHUNK * hidden * rows.itemsize)
+    kv = KVStorage.bytes_per_token(spec, dtype) * CHUNK
+    return kv + spec.layers * CHUNK * hidden * rows.itemsize

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headrace.attention.execute import BACKENDS
 from headrace.attention.plan import Plan
+from headrace.kernels.backend import PiecewiseBackend
 from headrace.offload.copy_streams import CopyStreams, copy_alone
 from headrace.offload.streaming.staging import Staging, StagingPiece, gather
 from headrace.offload.streaming.store import OutsideStore
@@ -53,7 +53,7 @@ class Transfers:
     staging: Staging
     layers: LayerSource
     streams: CopyStreams
-    backend: str
+    kernels: PiecewiseBackend
     weight_bytes: int = 0
     x_resident: bool = False
     totals: StreamingTotals = field(default_factory=StreamingTotals)
@@ -119,7 +119,7 @@ class Transfers:
         size = 2 * k.numel() * self.store.dtype.itemsize + (x.nbytes if x is not None and outside else 0)
 
         def run() -> None:
-            self.append(self.store.fields[layer], k, v, slots, offsets)
+            self.kernels.append(self.store.pools[layer], k, v, slots, offsets)
             if x is not None and outside:
                 self._keep(layer, slots, offsets, x)
 
@@ -136,12 +136,6 @@ class Transfers:
         self._writes.append(ticket)
         self.totals.bytes_out += size
         return ticket
-
-    def append(self, pool: dict[str, Tensor], k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
-        """Rows of keys and values into a pool: see kernels.cpu.append."""
-        BACKENDS[self.backend].append(
-            pool["k"], pool["v"], k, v, slots, offsets, k_scale=pool.get("k_scale"), v_scale=pool.get("v_scale")
-        )
 
     def settle(self) -> None:
         """Until all that was written is in the store. Raises what a copy raised."""

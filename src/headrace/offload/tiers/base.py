@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from headrace.types import TierStats
+from headrace.config import OffloadFormat as BlobFormat
+from headrace.stats import TierStats
 
 __all__ = ["BlobFormat", "BlobKind", "BlobParts", "Read", "ReadGuess", "Tier", "TierStats", "flat", "name_of"]
 
 BlobKind = Literal["k", "x"]
-BlobFormat = Literal["raw", "int8", "int4"]
-"""How numbers are stored: as the pool has them, or rounded (docs/offload.md states the errors)."""
 
 BlobParts = Sequence[bytes | bytearray | memoryview]
 

@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.config import EngineConfig
+from headrace.config.offload import OffloadSettings
+from headrace.config.tiers import DiskTierSettings
 from headrace.offload.tiers import disk_check
 from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, ReadGuess, TierStats, flat
 from headrace.offload.tiers.files import BlobFiles, DamagedFile, Draft, OpenFile, OpenFiles, tenant_mark
@@ -326,19 +327,14 @@ class DiskTier:
         self._delete(index.trim())
 
 
-def open_tier(config: EngineConfig) -> DiskTier | None:
+def open_tier(own: DiskTierSettings, shared: OffloadSettings) -> DiskTier:
     """Raises ValueError for a path that cannot be a directory."""
-    if config.kv_offload_path is None:
-        return None
-    budget = int(config.kv_offload_disk_size * disk_check.GIB)
-    quota, timeout_s = config.kv_tenant_quota, config.kv_offload_timeout_s
-    return DiskTier(config.kv_offload_path, budget, config.kv_disk_format, quota, timeout_s)
+    budget = int(own.size * disk_check.GIB)
+    return DiskTier(own.place, budget, own.format, shared.tenant_quota, shared.timeout_s)
 
 
-def findings(config: EngineConfig, free_memory: int) -> dict[str, Any]:
-    if config.kv_offload_path is None:
-        return {}
-    return disk_check.check(Path(config.kv_offload_path), config.kv_offload_disk_size)
+def findings(own: DiskTierSettings, shared: OffloadSettings, free_memory: int) -> dict[str, Any]:
+    return disk_check.check(Path(own.place), own.size)
 
 
 def descriptors() -> int:

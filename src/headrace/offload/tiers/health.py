@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 from headrace.logs import shown
-from headrace.types import TierStats
+from headrace.stats import TierStats
 
 log = logging.getLogger(__name__)
 

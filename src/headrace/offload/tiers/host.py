@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.config import EngineConfig
+from headrace.config.offload import OffloadSettings
+from headrace.config.tiers import HostTierSettings
 from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, ReadGuess, TierStats, flat
 from headrace.offload.tiers.index import BlobEntry, Index
 
@@ -169,18 +170,14 @@ class HostTier:
                 self._free_bytes = 0
 
 
-def open_tier(config: EngineConfig) -> HostTier | None:
-    if not config.kv_offloading_size:
-        return None
-    return HostTier(int(config.kv_offloading_size * GIB), config.kv_host_format, config.kv_tenant_quota)
+def open_tier(own: HostTierSettings, shared: OffloadSettings) -> HostTier:
+    return HostTier(int(own.size * GIB), own.format, shared.tenant_quota)
 
 
-def findings(config: EngineConfig, free_memory: int) -> dict[str, Any]:
+def findings(own: HostTierSettings, shared: OffloadSettings, free_memory: int) -> dict[str, Any]:
     """Whether the memory is there."""
-    if not config.kv_offloading_size:
-        return {}
-    room = "" if config.kv_offloading_size * GIB < free_memory else ": MORE THAN IS FREE"
-    return {"host memory": f"{config.kv_offloading_size:g} of {free_memory / GIB:,.1f} GiB free{room}"}
+    room = "" if own.size * GIB < free_memory else ": MORE THAN IS FREE"
+    return {"host memory": f"{own.size:g} of {free_memory / GIB:,.1f} GiB free{room}"}
 
 
 def fill(buffer: HostBuffer, parts: Iterable[memoryview]) -> None:

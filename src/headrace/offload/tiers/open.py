@@ -1,9 +1,11 @@
-"""The tiers that the settings ask for, and what `headrace doctor` finds of them. No tier is known here but by name.
+"""The tiers that the settings ask for, and what `headrace doctor` finds of them. A tier is known by its record alone.
 
-A tier's module has two functions:
+A record of settings (config.tiers) names its module by `opens`. The module has two functions:
 
-    open_tier(config) -> Tier | None              None where it is not asked for
-    findings(config, free_memory) -> dict         name of a finding -> what was found; empty where it is not asked for
+    open_tier(own, shared) -> Tier
+    findings(own, shared, free_memory) -> dict    name of a finding -> what was found
+
+own: the tier's record; shared: what all tiers share.
 """
 
 from __future__ import annotations
@@ -11,23 +13,27 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, KVTiers
+from headrace.config.offload import OffloadSettings
+from headrace.config.tiers import TierSettings
 from headrace.offload.tiers.stack import Tiers
 
-MODULES = ("headrace.offload.tiers.host", "headrace.offload.tiers.disk", "headrace.offload.tiers.remote")
-"""Fastest first. A module is imported when it is asked."""
 
-
-def open_tiers(config: EngineConfig) -> Tiers:
+def open_tiers(asked: KVTiers) -> Tiers:
     """The tiers asked for, fastest first. Raises ValueError for a path or URL that cannot work."""
-    asked = [import_module(name).open_tier(config) for name in MODULES]
-    tiers = [tier for tier in asked if tier is not None]
-    return Tiers(tiers, queue_bytes=config.kv_offload_queue_mb << 20, timeout_s=config.kv_offload_timeout_s)
+    tiers = [_module(own).open_tier(own, asked) for own in asked.each]
+    return Tiers(tiers, queue_bytes=asked.queue_mb << 20, timeout_s=asked.timeout_s)
 
 
 def findings(config: EngineConfig, free_memory: int) -> dict[str, Any]:
-    """How each tier does. What does not work is a finding, not an error."""
+    """How each place of KV does. What does not work is a finding, not an error."""
+    outside = config.tiers or config.streaming
+    shared = config.tiers or OffloadSettings()
     found: dict[str, Any] = {}
-    for name in MODULES:
-        found |= import_module(name).findings(config, free_memory)
+    for own in outside.each if outside is not None else ():
+        found |= _module(own).findings(own, shared, free_memory)
     return found
+
+
+def _module(own: TierSettings) -> Any:
+    return import_module(own.opens.partition(":")[0])

@@ -86,14 +86,6 @@ def redis_module() -> Any:
 URL_FORM = "redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], or rediss:// for TLS, or unix://[[USER]:PASSWORD@]/PATH[?db=DB]"
 
 
-def without_password(url: str | None) -> str | None:
-    """The URL of a server without user, password and options."""
-    if url is None:
-        return None
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
 def settings_of(url: str, redis: Any) -> dict[str, Any]:
     """redis-py's settings of a connection. Raises ValueError that does not show the URL, which may hold a password."""
     try:

@@ -17,7 +17,8 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from headrace.config import EngineConfig
+from headrace.config.offload import OffloadSettings
+from headrace.config.tiers import RemoteTierSettings
 from headrace.logs import shown
 from headrace.offload.tiers import quotas, redis_connection
 from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, ReadGuess, TierStats, flat
@@ -286,34 +287,29 @@ class RemoteTier:
             return error
 
 
-def open_tier(config: EngineConfig) -> RemoteTier | None:
+def open_tier(own: RemoteTierSettings, shared: OffloadSettings) -> RemoteTier:
     """Raises ValueError as RemoteTier does."""
-    if config.redis_url is None:
-        return None
-    budget, timeout_s = int(config.kv_remote_size * GIB) or None, config.kv_offload_timeout_s
-    return RemoteTier(config.redis_url, config.kv_remote_format, timeout_s, budget, config.kv_tenant_quota)
+    budget = int(own.size * GIB) or None
+    return RemoteTier(own.redis_url, own.format, shared.timeout_s, budget, shared.tenant_quota)
 
 
-def findings(config: EngineConfig, free_memory: int) -> dict[str, Any]:
+def findings(own: RemoteTierSettings, shared: OffloadSettings, free_memory: int) -> dict[str, Any]:
     """Whether the server answers, which it is, and how long a round trip takes."""
-    if config.kv_remote_url is None:
-        return {}
-    shown_url = redis_connection.without_password(config.kv_remote_url)
     try:
         import redis
     except ImportError:
-        return {"remote": f"{shown_url} CANNOT BE USED: pip install 'headrace[remote]'"}
-    timeout_s = config.kv_offload_timeout_s
-    client = redis.Redis.from_url(config.redis_url or "", socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+        return {"remote": f"{own.place} CANNOT BE USED: pip install 'headrace[remote]'"}
+    timeout_s = shared.timeout_s
+    client = redis.Redis.from_url(own.redis_url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
     try:
         facts: Any = client.info("server")
         times = [_round_trip(client) for _ in range(ROUND_TRIPS)]
     except (redis.RedisError, OSError) as error:
-        return {"remote": f"{shown_url} CANNOT BE REACHED: {error}"}
+        return {"remote": f"{own.place} CANNOT BE REACHED: {error}"}
     finally:
         client.close()
     version = facts.get("valkey_version") or facts.get("redis_version", "of unknown version")
-    return {"remote": f"{shown_url} answers ({version}), round trip {min(times) * 1e3:.2f} ms"}
+    return {"remote": f"{own.place} answers ({version}), round trip {min(times) * 1e3:.2f} ms"}
 
 
 def _round_trip(client: Any) -> float:

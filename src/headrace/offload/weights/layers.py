@@ -9,16 +9,16 @@ from copy import copy
 
 from torch import Tensor
 
-from headrace.attention.execute import Attend
 from headrace.config import AttentionSpec
 from headrace.kernels import block, cpu, ops
+from headrace.kernels.backend import Attend
 from headrace.models.decoder import Decoder, Layer, OneByOne
 
 
 class OneLayer:
     """Layer `layer` of a model. In C++ where the model's other layers are."""
 
-    def __init__(self, layer: Layer, shape: block.Shape | None) -> None:
+    def __init__(self, layer: Layer, shape: block.LayerShape | None) -> None:
         self.index = layer.index
         self.run: block.Blocks | OneByOne = block.Blocks(shape, [layer]) if shape is not None else OneByOne([layer])
         spec = layer.config.attention
@@ -27,18 +27,24 @@ class OneLayer:
 
     def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H] (maybe in x's memory), or [n, H] of `rows` alone: as models.decoder.Layer."""
-
-        def renamed(layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-            return attend(self.index, q, k, v, rows)
-
-        return self.run(x, cos_sin, renamed, rows)
+        return self.run(x, cos_sin, _AtLayer(attend, self.index), rows)
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """X [T, H] as it entered the layer -> keys and values [T, Hkv, D]: Decoder.project."""
         return self.run.project(0, x, cos_sin)
 
 
-def shape_of(decoder: Decoder) -> block.Shape | None:
+class _AtLayer(Attend):
+    """Attention of a model whose only layer is this one of another."""
+
+    def __init__(self, attend: Attend, layer: int) -> None:
+        self.attend, self.layer = attend, layer
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        return self.attend(self.layer, q, k, v, rows)
+
+
+def shape_of(decoder: Decoder) -> block.LayerShape | None:
     """What the decoder's C++ layers have in common; None where it has none."""
     return decoder.layers.shape if isinstance(decoder.layers, block.Blocks) else None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace import memory
 from headrace.kernels import cpu, ops
-from headrace.memory import Allocate
+from headrace.kernels.records import Allocate
 from headrace.models.decoder import Decoder, Layer, OneByOne
 from headrace.offload.copy_streams import CopyStream, copy_alone
 from headrace.offload.ticket import Ticket

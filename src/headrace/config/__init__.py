@@ -1,0 +1,31 @@
+"""Settings of the engine and its server, by room, and the facts of a model that every room may need.
+
+Each setting is a field of its room's record. Its flat name (kv_cache_tokens) is a keyword of EngineConfig, a flag
+(`--kv-cache-tokens`) and has an environment twin (`HEADRACE_KV_CACHE_TOKENS`); the command line is generated from the
+records. Imports no torch.
+"""
+
+from headrace.config.attention import AttentionSpec
+from headrace.config.engine import EngineConfig, config_from_env
+from headrace.config.fields import Setting, env_name
+from headrace.config.model import Backend, DType, Quantization
+from headrace.config.offload import KVTiers
+from headrace.config.streaming import KVStreaming
+from headrace.config.tiers import OffloadFormat
+from headrace.config.together import SETTINGS, Outside
+
+__all__ = [
+    "SETTINGS",
+    "AttentionSpec",
+    "Backend",
+    "DType",
+    "EngineConfig",
+    "KVStreaming",
+    "KVTiers",
+    "OffloadFormat",
+    "Outside",
+    "Quantization",
+    "Setting",
+    "config_from_env",
+    "env_name",
+]

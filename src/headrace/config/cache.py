@@ -1,0 +1,31 @@
+"""Settings of the KV cache in the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from headrace.config.fields import SettingsRecord, at_least, setting
+from headrace.types import CHUNK
+
+KVDType = Literal["auto", "int8"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings(SettingsRecord):
+    prefix: ClassVar[str] = "kv_cache_"
+    title: ClassVar[str] = "KV cache"
+
+    tokens: int | None = setting(
+        None,
+        "KV cache of each rank, in tokens. Default: a quarter of the free memory.",
+        check=at_least(CHUNK),
+        common=True,
+    )
+    dtype: KVDType = setting(
+        "auto", "Type of the cached keys and values: auto (the compute type) or int8 (half of bfloat16, lossy)."
+    )
+    prefault: bool = setting(
+        False, "Touch all of the KV cache's memory at start, so that no request waits for the system to map it."
+    )
+    prefix_caching: bool = setting(True, "Share and keep the KV of common prefixes.", name="enable_prefix_caching")

@@ -1,0 +1,70 @@
+"""EngineConfig: all settings, made from their flat names and read by room."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from headrace.config.cache import CacheSettings
+from headrace.config.model import ModelSettings
+from headrace.config.offload import KVTiers
+from headrace.config.ranks import RankSettings
+from headrace.config.scheduler import SchedulerSettings
+from headrace.config.server import ServerSettings
+from headrace.config.streaming import KVStreaming
+from headrace.config.together import SETTINGS, Outside, Records
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class EngineConfig:
+    """All settings: made as EngineConfig(model="tiny", kv_cache_tokens=4096), by the names in SETTINGS, and read as
+    config.cache.tokens. Raises ValueError, naming the setting and the remedy, for values that cannot work.
+
+    `flat`: all values by those names, which EngineConfig can be made of again; this is how settings travel.
+    """
+
+    model: ModelSettings
+    cache: CacheSettings
+    scheduler: SchedulerSettings
+    outside: Outside
+    ranks: RankSettings
+    server: ServerSettings
+    flat: dict[str, Any] = field(repr=False)
+
+    def __init__(self, **flat: Any) -> None:
+        unknown = next((name for name in flat if name not in SETTINGS), None)
+        if unknown is not None:
+            raise TypeError(f"EngineConfig has no setting {unknown!r}")
+        values = {name: flat.get(name, item.default) for name, item in SETTINGS.items()}
+        if values["max_batch_tokens"] == 0:
+            several = isinstance(values["context_parallel_size"], int) and values["context_parallel_size"] > 1
+            values["max_batch_tokens"] = 16384 if several else 2048
+        made = Records(values)
+        found = dict(
+            model=made.of(ModelSettings), cache=made.of(CacheSettings), scheduler=made.of(SchedulerSettings),
+            outside=made.outside(), ranks=made.of(RankSettings), server=made.of(ServerSettings), flat=values,
+        )  # fmt: skip
+        for item in fields(self):
+            object.__setattr__(self, item.name, found[item.name])
+
+    @property
+    def tiers(self) -> KVTiers | None:
+        """The tiers below the pool, if KV is kept there."""
+        return self.outside if isinstance(self.outside, KVTiers) else None
+
+    @property
+    def streaming(self) -> KVStreaming | None:
+        """How KV is streamed, if it stays outside the pool."""
+        return self.outside if isinstance(self.outside, KVStreaming) else None
+
+    def replace(self, **flat: Any) -> EngineConfig:
+        """These settings with others in place of some, by their flat names."""
+        return EngineConfig(**{**self.flat, **flat})
+
+
+def config_from_env(**given: Any) -> EngineConfig:
+    """EngineConfig from what is given, then the environment, then the defaults."""
+    found = {name: os.environ.get(item.env) for name, item in SETTINGS.items() if name not in given}
+    told = {name: SETTINGS[name].parse(text) for name, text in found.items() if text is not None}
+    return EngineConfig(**given, **told)

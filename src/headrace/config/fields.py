@@ -1,0 +1,164 @@
+"""How a setting is declared: as a field of its room's record, which names it for users and checks it."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+ENV_PREFIX = "HEADRACE_"
+Check = Callable[[str, Any], None]
+
+
+def setting(
+    default: Any,
+    help: str,
+    *aliases: str,
+    name: str = "",
+    check: Check | None = None,
+    common: bool = False,
+    everywhere: bool = False,
+) -> Any:
+    """A field with its help text and further flag names (vLLM's, where the meaning is the same).
+
+    `name`: its flat name, if that is not the record's prefix and the field's name. `check` raises ValueError for values
+    that cannot work whatever the others are. `common`: most users need it. `everywhere`: a setting of the server that
+    commands without one have too.
+    """
+    told = dict(help=help, aliases=aliases, name=name, check=check, common=common, everywhere=everywhere)
+    return field(default=default, metadata=told)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. `name`: its keyword of EngineConfig; `record` and `field`: where it is read."""
+
+    name: str
+    record: type[SettingsRecord]
+    field: str
+    kind: Any
+    default: Any
+    help: str
+    aliases: tuple[str, ...]
+    common: bool
+    everywhere: bool
+    check: Check | None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return env_name(self.name)
+
+    @property
+    def optional(self) -> bool:
+        return get_origin(self.kind) in (Union, types.UnionType) and type(None) in get_args(self.kind)
+
+    def checked(self, value: Any) -> None:
+        """Raises ValueError naming the setting for a value that cannot work."""
+        if value is None and self.optional:
+            return
+        if get_origin(self.kind) is Literal and value not in get_args(self.kind):
+            raise ValueError(f"{self.name} must be one of {', '.join(get_args(self.kind))}, got {value!r}")
+        if self.check is not None:
+            self.check(self.name, value)
+
+    def parse(self, text: str) -> Any:
+        """The value from its text form. Raises ValueError naming the setting."""
+        kinds = [kind for kind in get_args(self.kind) if isinstance(kind, type)] or [self.kind]
+        if bool in kinds:
+            if text.lower() not in ("1", "0", "true", "false", "yes", "no"):
+                raise ValueError(f"{self.name} must be true or false, got {text!r}")
+            return text.lower() in ("1", "true", "yes")
+        for kind, told in ((int, "an integer"), (float, "a number")):
+            if kind in kinds:
+                try:
+                    return kind(text)
+                except ValueError:
+                    raise ValueError(f"{self.name} must be {told}, got {text!r}") from None
+        return text
+
+
+class SettingsRecord:
+    """Settings of one room, a frozen dataclass of `setting` fields. `prefix` begins their flat names, `title` heads
+    them in help texts. Raises ValueError, naming the setting and the remedy, for values that cannot work."""
+
+    __slots__ = ()
+    prefix: ClassVar[str] = ""
+    title: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for item in settings_of(type(self)):
+            item.checked(getattr(self, item.field))
+        self.check_together()
+
+    def check_together(self) -> None:
+        """Raises ValueError for settings of this record that do not fit each other."""
+
+
+_DECLARED: dict[type[SettingsRecord], tuple[Setting, ...]] = {}
+
+
+def settings_of(record: type[SettingsRecord]) -> tuple[Setting, ...]:
+    """The settings that a record declares, in order."""
+    if record not in _DECLARED:
+        _DECLARED[record] = _declared(record)
+    return _DECLARED[record]
+
+
+def _declared(record: type[SettingsRecord]) -> tuple[Setting, ...]:
+    hints = get_type_hints(record)
+    found = []
+    for item in fields(record):  # type: ignore[arg-type]
+        told = dict(item.metadata)
+        if told:
+            name = told.pop("name") or record.prefix + item.name
+            found.append(Setting(name, record, item.name, hints[item.name], item.default, **told))
+    return tuple(found)
+
+
+def env_name(name: str) -> str:
+    """Environment twin of a setting: kv_cache_tokens -> HEADRACE_KV_CACHE_TOKENS."""
+    return ENV_PREFIX + name.upper()
+
+
+def need(given: bool, met: bool, name: str, what: str) -> None:
+    """Raises ValueError if `name` is given without what it needs."""
+    if given and not met:
+        raise ValueError(f"{name} needs {what}")
+
+
+def listed(names: Sequence[str], last: str) -> str:
+    """a, b or c."""
+    return f"{', '.join(names[:-1])} {last} {names[-1]}"
+
+
+def at_least(low: int) -> Check:
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+    return check
+
+
+def _finite(wanted: str, fits: Callable[[float], bool]) -> Check:
+    def check(name: str, value: Any) -> None:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and math.isfinite(value) and fits(value)):
+            raise ValueError(f"{name} must be {wanted} and finite, got {value!r}")
+
+    return check
+
+
+def seconds(name: str, value: Any) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be above 0 and finite, got {value}")
+
+
+NOT_NEGATIVE = _finite("0 or more", lambda value: value >= 0)
+POSITIVE = _finite("above 0", lambda value: value > 0)
+SHARE = _finite("between 0 and 1", lambda value: 0 <= value <= 1)

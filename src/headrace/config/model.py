@@ -1,0 +1,45 @@
+"""Settings of the model and of how it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from headrace.config.fields import SettingsRecord, at_least, setting
+
+DType = Literal["auto", "bfloat16", "float32"]
+Quantization = Literal["none", "int8", "int4"]
+Backend = Literal["auto", "reference", "cpu", "triton"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings(SettingsRecord):
+    title: ClassVar[str] = "Model and computing"
+
+    folder: str = setting("tiny", "Model folder in Hugging Face form, or 'tiny' for the shipped model.", name="model")
+    dtype: DType = setting(
+        "auto", "Compute type: bfloat16, float32, or auto (the checkpoint's; float16 becomes bfloat16)."
+    )
+    quantization: Quantization = setting(
+        "none",
+        "Weights rounded as they load: none, int8 (a scale per output), int4 (a scale per 64 inputs).",
+        common=True,
+    )
+    max_len: int | None = setting(
+        None,
+        "Longest sequence, prompt and answer together, in tokens.",
+        name="max_model_len",
+        check=at_least(1),
+        common=True,
+    )
+    backend: Backend = setting(
+        "auto",
+        "Attention kernels: auto, reference (slow truth), cpu (C++), or triton: everything on a CUDA device.",
+        name="attention_backend",
+    )
+    threads: int | None = setting(
+        None,
+        "CPU threads of the engine. Default: all cores that it may use (affinity, CPU quota).",
+        check=at_least(1),
+        common=True,
+    )

@@ -1,0 +1,72 @@
+"""Settings that all tiers below the pool share, and KVTiers: KV kept in tiers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from headrace.config.fields import NOT_NEGATIVE, POSITIVE, SHARE, SettingsRecord, at_least, setting
+from headrace.config.tiers import TIERS, OffloadFormat, TierSettings
+
+Switch = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadSettings(SettingsRecord):
+    """What all tiers share."""
+
+    prefix: ClassVar[str] = "kv_offload_"
+    title: ClassVar[str] = TierSettings.title
+
+    activations: Switch = setting(
+        "auto", "Store the inputs of the K and V projections too: auto (where they are smaller than K and V), on, off."
+    )
+    timeout_s: float = setting(
+        1.0, "Longest time that a call to a tier may take; then it is left alone.", check=POSITIVE
+    )
+    queue_mb: int = setting(256, "MiB that may wait to be written to each tier.", check=at_least(1))
+    tenant_quota: float = setting(
+        0.25,
+        "Share of each tier that no other tenant can take from one (cache_salt).",
+        name="kv_tenant_quota",
+        check=SHARE,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings(SettingsRecord):
+    """An emulated link to where KV is kept. gbps None: as fast as it is."""
+
+    prefix: ClassVar[str] = "kv_link_"
+    title: ClassVar[str] = TierSettings.title
+
+    gbps: float | None = setting(
+        None, "Emulate a link of so many GB/s to where KV is kept. For experiments.", check=POSITIVE
+    )
+    latency_ms: float = setting(0.0, "Latency of the emulated link, per transfer.", check=NOT_NEGATIVE)
+
+    @property
+    def bytes_s(self) -> float | None:
+        return None if self.gbps is None else self.gbps * 1e9
+
+    @property
+    def latency_s(self) -> float:
+        return self.latency_ms / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class KVTiers(OffloadSettings):
+    """KV that leaves the pool is kept in each of these tiers, fastest first, and comes back when a prompt needs it."""
+
+    each: tuple[TierSettings, ...] = ()
+    link: LinkSettings = LinkSettings()
+
+    @property
+    def outlive(self) -> bool:
+        """Whether KV outlives the engine, on disk or remotely."""
+        return any(tier.outlives for tier in self.each)
+
+    @property
+    def formats(self) -> tuple[OffloadFormat, ...]:
+        """The format of each of TIERS; raw for those that are not in use."""
+        return tuple(next((own.format for own in self.each if isinstance(own, kind)), "raw") for kind in TIERS)

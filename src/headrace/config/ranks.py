@@ -1,0 +1,68 @@
+"""Settings of several ranks: how many, who starts them, how they talk and how they share a prompt."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from headrace.config.fields import SettingsRecord, at_least, seconds, setting
+from headrace.strategies import OFFERED, PrefillStrategy
+
+DistributedBackend = Literal["mp", "ray"]
+StrategyRule = Literal["cost", "alg1", "alg5", "heuristic"]
+
+
+def _one_interface(name: str, value: Any) -> None:
+    try:
+        given = ipaddress.IPv4Address(value)
+    except ValueError:
+        raise ValueError(f"{name} must be an IPv4 address, got {value!r}") from None
+    if given.is_unspecified or given.is_multicast:
+        raise ValueError(f"{name} must be the address of one interface, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings(SettingsRecord):
+    prefix: ClassVar[str] = "rank_"
+    title: ClassVar[str] = "Ranks"
+
+    context: int = setting(
+        1,
+        "Ranks that share the tokens of a sequence and its KV cache.",
+        "-cp",
+        name="context_parallel_size",
+        check=at_least(1),
+        common=True,
+    )
+    tensor: int = setting(
+        1,
+        "Ranks that share the weights, within each context rank.",
+        "-tp",
+        name="tensor_parallel_size",
+        check=at_least(1),
+    )
+    launcher: DistributedBackend = setting(
+        "mp",
+        "Who starts the ranks: mp (this process, or torchrun where it did) or ray (a Ray cluster).",
+        name="distributed_backend",
+    )
+    strategy: PrefillStrategy = setting(
+        "auto",
+        f"How several ranks compute a prompt: auto (as the planner says), {', '.join(OFFERED)}.",
+        name="prefill_strategy",
+    )
+    rule: StrategyRule = setting(
+        "cost",
+        "How the planner chooses: cost (predicted time), or between the rings alg1, alg5 or heuristic.",
+        name="strategy_rule",
+    )
+    table: str | None = setting(
+        None, "Table that `headrace tune` wrote for this machine, model and group.", name="parallel_table"
+    )
+    interface: str = setting("127.0.0.1", "IPv4 address that ranks bind to talk to each other.", check=_one_interface)
+    timeout_s: float = setting(10.0, "Seconds of silence after which a rank counts as lost.", check=seconds)
+
+    @property
+    def count(self) -> int:
+        return self.context * self.tensor

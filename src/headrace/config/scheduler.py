@@ -1,0 +1,24 @@
+"""Settings of the scheduler and of the requests that it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from headrace.config.fields import SettingsRecord, at_least, setting
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings(SettingsRecord):
+    """EngineConfig replaces max_batch_tokens 0 by a default that depends on the ranks."""
+
+    title: ClassVar[str] = "Scheduler"
+
+    max_batch_tokens: int = setting(
+        0,
+        "Most tokens computed in one step. Default (0): 2048, with several ranks 16384.",
+        "--max-num-batched-tokens",
+        check=at_least(1),
+    )
+    max_sequences: int = setting(256, "Most sequences running at once.", "--max-num-seqs", check=at_least(1))
+    seed: int = setting(0, "Seed of requests that bring none.")

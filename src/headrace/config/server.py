@@ -1,0 +1,53 @@
+"""Settings of the HTTP server, and of the watch on its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from headrace.config.fields import SettingsRecord, at_least, seconds, setting
+
+
+def _a_port(name: str, value: Any) -> None:
+    if not 0 <= value <= 65535:
+        raise ValueError(f"{name} must be between 0 and 65535, got {value}")
+
+
+def _a_key(name: str, value: Any) -> None:
+    if not value.strip():
+        raise ValueError(f"{name} must not be empty; leave it out to serve without one")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings(SettingsRecord):
+    title: ClassVar[str] = "Server"
+
+    host: str = setting("127.0.0.1", "Address the server binds.", common=True)
+    port: int = setting(8000, "Port the server binds.", check=_a_port, common=True)
+    api_key: str | None = setting(
+        None,
+        "Key that clients must send as 'Authorization: Bearer KEY' (all routes but /health).",
+        check=_a_key,
+        common=True,
+    )
+    model_name: str | None = setting(
+        None, "Name of the model in the API. Default: the model as given.", name="served_model_name"
+    )
+    max_connections: int | None = setting(
+        None,
+        "Connections open at once; then idle ones make room. Default: as file descriptors allow, at most 10,000.",
+        check=at_least(1),
+        everywhere=True,
+    )
+    max_queued_requests: int = setting(512, "Requests that may wait; more are refused with 429.", check=at_least(1))
+    max_queued_tokens: int = setting(
+        1_000_000, "Prompt tokens that may wait; more are refused with 429.", check=at_least(1)
+    )
+    log_interval_s: float = setting(5.0, "Seconds between status lines while busy.", check=seconds)
+    restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")
+    engine_timeout_s: float = setting(
+        10.0,
+        "An engine process silent for so many seconds counts as hung and is killed.",
+        check=seconds,
+        everywhere=True,
+    )

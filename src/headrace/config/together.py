@@ -1,0 +1,99 @@
+"""The records made from flat values, and what settings of different rooms ask of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from headrace.config.cache import CacheSettings
+from headrace.config.fields import Setting, SettingsRecord, listed, need, settings_of
+from headrace.config.model import ModelSettings
+from headrace.config.offload import KVTiers, LinkSettings, OffloadSettings
+from headrace.config.ranks import RankSettings
+from headrace.config.scheduler import SchedulerSettings
+from headrace.config.server import ServerSettings
+from headrace.config.streaming import KVStreaming, StreamSettings
+from headrace.config.tiers import (
+    SWITCHES,
+    TIERS,
+    DiskTierSettings,
+    HostTierSettings,
+)
+
+RECORDS: tuple[type[SettingsRecord], ...] = (
+    ModelSettings, CacheSettings, SchedulerSettings, *TIERS, OffloadSettings, LinkSettings, StreamSettings,
+    RankSettings, ServerSettings,
+)  # fmt: skip
+SETTINGS: Mapping[str, Setting] = {item.name: item for record in RECORDS for item in settings_of(record)}
+"""Every setting by its flat name: a keyword of EngineConfig, a flag, and a variable of the environment."""
+
+Outside = KVTiers | KVStreaming | None
+"""Where KV lies besides the pool: in tiers from which it comes back, outside for good and streamed, or nowhere."""
+
+R = TypeVar("R", bound=SettingsRecord)
+
+
+class Records:
+    """One record of each room. Raises ValueError for values that cannot work, alone or together."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._made = {record: record(**self._own(record)) for record in RECORDS}
+        self.tiers = tuple(tier for kind in TIERS if (tier := self.of(kind)).given)
+        self.streams = self.of(StreamSettings).schedule != "off"
+        self._check_places()
+        self._check_ranks()
+        self._check_gpu()
+
+    def of(self, record: type[R]) -> R:
+        made = self._made[record]
+        assert isinstance(made, record)
+        return made
+
+    def outside(self) -> Outside:
+        host, disk, link = self.of(HostTierSettings), self.of(DiskTierSettings), self.of(LinkSettings)
+        if self.streams:
+            activations = self.of(OffloadSettings).activations
+            return KVStreaming(**self._own(StreamSettings), host=host, disk=disk, activations=activations, link=link)
+        return KVTiers(**self._own(OffloadSettings), each=self.tiers, link=link) if self.tiers else None
+
+    def _own(self, record: type[SettingsRecord]) -> dict[str, Any]:
+        return {item.field: self._values[item.name] for item in settings_of(record)}
+
+    def _check_places(self) -> None:
+        """What needs KV outside the pool, and what that needs."""
+        outside, link = bool(self.tiers), self.of(LinkSettings)
+        a_tier = f"a tier: set {listed(SWITCHES, 'or')}"
+        far = outside or self.of(StreamSettings).weights
+        need(self.of(OffloadSettings).activations != "auto", outside, "kv_offload_activations", a_tier)
+        need(link.gbps is not None, far, "kv_link_gbps", a_tier)
+        need(link.latency_ms > 0, far, "kv_link_latency_ms", a_tier)
+        place = self.of(HostTierSettings).given or self.of(DiskTierSettings).given
+        need(self.streams, place, "offload_schedule", "a place for KV: set kv_offloading_size or kv_offload_path")
+        names = "the names that prefix caching gives to chunks: leave enable_prefix_caching on"
+        need(outside and not self.streams, self.of(CacheSettings).prefix_caching, "offloading", names)
+        for tier in self.tiers:
+            if self.streams and not isinstance(tier, HostTierSettings | DiskTierSettings):
+                told = "offload_schedule streams KV from host memory or disk only: leave out"
+                raise ValueError(f"{told} {tier.switch}")
+
+    def _check_ranks(self) -> None:
+        ranks = self.of(RankSettings).count
+        if ranks > 1 and (self.tiers or self.streams):
+            names = listed([*SWITCHES, "offload_schedule"], "and")
+            raise ValueError(f"offloading works on one rank: leave out context_parallel_size and tensor_parallel_size "
+                             f"({ranks} ranks), or {names}")  # fmt: skip
+
+    def _check_gpu(self) -> None:
+        """Raises ValueError for settings that a GPU cannot follow yet."""
+        model, ranks = self.of(ModelSettings), self.of(RankSettings)
+        if model.backend != "triton":
+            return
+        others = {
+            "context_parallel_size": ranks.context > 1, "tensor_parallel_size": ranks.tensor > 1,
+            "kv_cache_dtype": self.of(CacheSettings).dtype == "int8", "quantization": model.quantization != "none",
+            **{tier.switch: True for tier in self.tiers}, "offload_schedule": self.streams,
+        }  # fmt: skip
+        for name, given in others.items():
+            if given:
+                raise ValueError(f"attention_backend 'triton' works without {name} only: leave one of them out")

@@ -1,0 +1,1 @@
+"""Findings about this machine: what `headrace doctor` shows."""

@@ -1,0 +1,158 @@
+"""Three ways to compute a step from its tokens to its logits: eagerly, as one call of C++, as a CUDA graph.
+
+Between two steps of decoding the weights pass through the caches, and all that Python touches comes back from memory:
+what a step costs besides its arithmetic is how many things Python looks at. The second and the third way prepare a run
+of steps (attention.plan.PlannedStep) once, and then look at little but the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.attention.execute import KeepActivations, PlanAttention, StepAttention
+from headrace.attention.plan import Int64, Plan, PlannedStep
+from headrace.engine.sequence import Slice
+from headrace.kernels.model_step import Greatest, ModelStep
+from headrace.kv.storage import KVStorage
+from headrace.models.config import ModelConfig
+from headrace.models.decoder import Decoder, TokenBatch
+from headrace.offload.restore.transfer import Project, RestoreTransfer, RestoringAttend
+
+
+class Logits(NamedTuple):
+    """Logits of the wanted rows, fp32 [R, V], valid until the next step; none were wanted: no rows, of any width.
+    greatest: of each row, where it was found with them."""
+
+    values: Tensor
+    greatest: Greatest | None = None
+
+
+@dataclass(slots=True)
+class StepRows:
+    """The rows of a step. slices: in the order of the rows; wanted: rows whose logits are asked for, None for all."""
+
+    planned: PlannedStep
+    slices: list[Slice]
+    wanted: list[int] | None
+    restores: Seq[RestoreTransfer] = ()
+
+    def tokens(self) -> list[int]:
+        """Tokens of the rows."""
+        if self.planned.steps:
+            return [part.sequence.tokens[part.start] for part in self.slices]
+        return [token for part in self.slices for token in part.sequence.tokens[part.start : part.end]]
+
+
+class Program(Protocol):
+    """A way to compute a step. All give the same bits, but for a GPU's, whose canonical order is its own."""
+
+    def run(self, step: StepRows) -> Logits: ...
+
+
+class Eager:
+    """Any step, one layer or operation at a time. Each layer's attention waits for that layer of the restores."""
+
+    def __init__(self, decoder: Decoder, storage: KVStorage, attention: StepAttention, project: Project) -> None:
+        self.decoder, self.storage, self.attention, self.project = decoder, storage, attention, project
+
+    @torch.inference_mode()
+    def run(self, step: StepRows) -> Logits:
+        attention, plan = self.attention.at(step.planned), step.planned.plan
+        attend = RestoringAttend(attention, step.restores, self.project) if step.restores else attention
+        keep = KeepActivations(plan, self.storage) if self.storage.keeps_activations else None
+        rows = None if step.wanted is None else torch.tensor(step.wanted, dtype=torch.int64)
+        batch = batch_of(self.decoder.config, step.slices, plan.positions)
+        hidden = self.decoder.forward(batch, attend, rows, keep)
+        return Logits(hidden if step.wanted == [] else self.decoder.logits(hidden).cpu())
+
+
+class InCpp:
+    """Steps all of whose logits are wanted, by one call of C++ each (kernels.model_step)."""
+
+    def __init__(self, decoder: Decoder, attention: StepAttention) -> None:
+        self.decoder, self.attention = decoder, attention
+        self._first: Plan | None = None
+        self._steps = 0
+        self._prepared: ModelStep | None = None
+
+    def run(self, step: StepRows) -> Logits:
+        # After an error rows may have gone on: the next step is prepared anew.
+        prepared, self._prepared = self._prepared, None
+        planned = step.planned
+        if prepared is not None and planned.first is self._first and planned.steps == self._steps + 1:
+            greatest = prepared.run_next(step.tokens())
+        else:
+            del prepared  # its logits
+            prepared = self._prepare(planned)
+            greatest = prepared.run(step.tokens())
+        self._first, self._steps, self._prepared = planned.first, planned.steps, prepared
+        return Logits(prepared.logits, greatest)
+
+    @torch.inference_mode()
+    def _prepare(self, planned: PlannedStep) -> ModelStep:
+        attention = self.attention.at(planned)
+        return self.decoder.prepare(attention.positions, attention)
+
+
+class CudaGraph:
+    """Steps all of whose logits are wanted, on a CUDA device, recorded once and replayed: what a step costs is then its
+    kernels, not their launches. The first step of a run is computed as it is, and compiles what is not compiled yet;
+    the second is recorded. Positions lie in memory that the recording reads (PlanAttention.advance).
+    """
+
+    def __init__(self, decoder: Decoder, attention: StepAttention) -> None:
+        self.decoder, self.attention = decoder, attention
+        self.replayed = 0
+        self._first: Plan | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._x, self._turns, self._logits = torch.empty(0), torch.empty(0), torch.empty(0)
+
+    @torch.inference_mode()
+    def run(self, step: StepRows) -> Logits:
+        attention, batch = self.attention.at(step.planned), self._batch(step)
+        x, turns = self.decoder.enter(batch)
+        if step.planned.first is not self._first:
+            self._first, self._graph = step.planned.first, None
+            return Logits(self._rest(x, turns, attention).cpu())
+        if self._graph is None:
+            self._graph = self._record(x, turns, attention)
+        self._x.copy_(x)
+        if turns is not None:
+            self._turns.copy_(turns)
+        self._graph.replay()
+        self.replayed += 1
+        return Logits(self._logits.cpu())  # tokens are chosen on the CPU
+
+    def _batch(self, step: StepRows) -> TokenBatch:
+        return batch_of(self.decoder.config, step.slices, step.planned.plan.positions)
+
+    def _rest(self, x: Tensor, turns: Tensor | None, attention: PlanAttention) -> Tensor:
+        """All that comes behind the embeddings."""
+        return self.decoder.logits(self.decoder.leave(self.decoder.layers(x, turns, attention)))
+
+    def _record(self, x: Tensor, turns: Tensor | None, attention: PlanAttention) -> torch.cuda.CUDAGraph:
+        self._x, graph = x.clone(), torch.cuda.CUDAGraph()
+        self._turns = self._turns if turns is None else turns.clone()
+        with torch.cuda.graph(graph):
+            self._logits = self._rest(self._x, None if turns is None else self._turns, attention)
+        return graph
+
+
+def batch_of(config: ModelConfig, slices: Seq[Slice], positions: Int64) -> TokenBatch:
+    """The rows of the slices as a model takes them."""
+    tokens = np.concatenate([part.sequence.tokens[part.start : part.end] for part in slices])
+    lengths = None
+    if config.rope_depends_on_length:
+        lengths = torch.from_numpy(np.maximum(prompts_of(slices), positions + 1))
+    return TokenBatch(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(positions), lengths)
+
+
+def prompts_of(slices: Seq[Slice]) -> Int64:
+    """Length of each row's prompt."""
+    return np.repeat([part.sequence.prompt_len for part in slices], [part.length for part in slices])

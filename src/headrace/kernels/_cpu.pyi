@@ -1,0 +1,276 @@
+"""The C++ extension as csrc's binding defines it. Tensors come as addresses, 0 for none; sizes in elements.
+
+type: 0 for bf16, 1 for fp32 (extension.TYPES). threads: at most so many. Addresses stay those of the caller's tensors.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+class Pool:
+    """kernels.records.Pool; no k: v holds activations."""
+
+    def __init__(self, k: int, v: int, k_scale: int, v_scale: int, *, slots: int, kv_heads: int, dim: int) -> None: ...
+
+class Mask:
+    """kernels.records.Mask. count: of the items. window: 0 for none."""
+
+    def __init__(
+        self, items: int, positions: int, bias: int, *, count: int, window: int, bias_len: int, scale: float
+    ) -> None: ...
+
+class Order:
+    pre: Order
+    post: Order
+    parallel: Order
+
+class Activation:
+    silu_mul: Activation
+    gelu: Activation
+    gelu_tanh: Activation
+    relu: Activation
+
+class Form:
+    """How a weight lies."""
+
+    plain: Form
+    pairs: Form
+    int8: Form
+    int4: Form
+
+class Element:
+    bf16: Element
+    fp32: Element
+    int8: Element
+
+class Format:
+    """How chunks are stored."""
+
+    raw: Format
+    int8: Format
+    int4: Format
+
+class Matrix:
+    def __init__(
+        self, form: Form, weight: int, scales: int, bias: int, *, inputs: int, outputs: int, gated: bool
+    ) -> None: ...
+
+class Scale:
+    def __init__(self, rms: bool, weight: int, bias: int) -> None: ...
+
+class Block:
+    def __init__(
+        self,
+        *,
+        order: Order,
+        activation: Activation,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        eps: float,
+        qkv: Matrix,
+        out: Matrix,
+        up: Matrix,
+        down: Matrix,
+        attention_norm: Scale,
+        mlp_norm: Scale,
+        q_norm: int,
+        k_norm: int,
+    ) -> None: ...
+    def scratch(self, rows: int) -> int: ...
+    def before(self, x: int, cos_sin: int, qkv: int, scratch: int, *, rotary: int, rows: int, threads: int) -> None: ...
+    def after(self, x: int, attended: int, scratch: int, rows: int, threads: int) -> None: ...
+
+class StepLayer:
+    def __init__(self, kind: int, k_pool: int, v_pool: int) -> None: ...
+
+class AttentionStep:
+    def __init__(
+        self,
+        type: int,
+        positions: int,
+        slots: int,
+        offsets: int,
+        bias: int,
+        *,
+        bias_len: int,
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        slot_count: int,
+        scale: float,
+        threads: int,
+    ) -> None: ...
+    def add_items(self, items: int, count: int, window: int) -> int: ...
+    def go_on(self, positions: int, offsets: int, threads: int) -> None: ...
+    def go_on_by_one(self, threads: int) -> None: ...
+    def run(
+        self, layer: StepLayer, q: int, k: int, v: int, out: int, *, q_stride: int, k_stride: int, v_stride: int
+    ) -> None: ...
+    def run_blocks(
+        self,
+        blocks: Sequence[Block],
+        layers: Sequence[StepLayer],
+        x: int,
+        qkv: int,
+        attended: int,
+        scratch: int,
+        *,
+        cos_sin: int,
+        rotary: int,
+        rows: int,
+        threads: int,
+    ) -> None: ...
+
+class Ends:
+    def __init__(self, embed: int, vocabulary: int, norm: Scale, eps: float, head: Matrix) -> None: ...
+
+class ModelStep:
+    def __init__(
+        self,
+        ends: Ends,
+        blocks: Sequence[Block],
+        step: AttentionStep,
+        layers: Sequence[StepLayer],
+        *,
+        turns: int,
+        turn_rows: int,
+        rotary: int,
+    ) -> None: ...
+    def scratch(self) -> int: ...
+    def run(self, tokens: Sequence[int], scratch: int, logits: int, threads: int) -> tuple[list[float], list[int]]: ...
+
+# Inside the class below these names are its members.
+_Pool = Pool
+_Mask = Mask
+_Matrix = Matrix
+_Element = Element
+_Format = Format
+
+class Extension(Protocol):
+    """The module."""
+
+    @property
+    def Pool(self) -> type[Pool]: ...
+    @property
+    def Mask(self) -> type[Mask]: ...
+    @property
+    def Order(self) -> type[Order]: ...
+    @property
+    def Activation(self) -> type[Activation]: ...
+    @property
+    def Form(self) -> type[Form]: ...
+    @property
+    def Element(self) -> type[Element]: ...
+    @property
+    def Format(self) -> type[Format]: ...
+    @property
+    def Matrix(self) -> type[Matrix]: ...
+    @property
+    def Scale(self) -> type[Scale]: ...
+    @property
+    def Block(self) -> type[Block]: ...
+    @property
+    def StepLayer(self) -> type[StepLayer]: ...
+    @property
+    def AttentionStep(self) -> type[AttentionStep]: ...
+    @property
+    def Ends(self) -> type[Ends]: ...
+    @property
+    def ModelStep(self) -> type[ModelStep]: ...
+    def attend(
+        self,
+        type: int,
+        q: int,
+        pool: _Pool,
+        mask: _Mask,
+        out: int,
+        *,
+        rows: int,
+        q_stride: int,
+        heads: int,
+        start: Sequence[int],
+        left: Sequence[int],
+        threads: int,
+    ) -> None:
+        """start and left: a RunningState each (cpu_attention.addresses), or nothing. Fills `left`, or `out`."""
+    def append(
+        self,
+        type: int,
+        pool: _Pool,
+        k_new: int,
+        v_new: int,
+        slots: int,
+        offsets: int,
+        *,
+        rows: int,
+        k_stride: int,
+        v_stride: int,
+        threads: int,
+    ) -> None: ...
+    def finish(
+        self, type: int, state: Sequence[int], out: int, lse: int, *, lanes: int, dim: int, base2: bool, threads: int
+    ) -> None: ...
+    def merge_partials(
+        self, total: Sequence[int], block: Sequence[int], *, lanes: int, dim: int, base2: bool, threads: int
+    ) -> None: ...
+    def merge_states(
+        self,
+        left: tuple[int, int],
+        right: tuple[int, int],
+        merged: tuple[int, int],
+        *,
+        lanes: int,
+        dim: int,
+        threads: int,
+    ) -> None: ...
+    def rms_norm(
+        self, type: int, x: int, weight: int, out: int, *, rows: int, width: int, eps: float, threads: int
+    ) -> None: ...
+    def layer_norm(
+        self, type: int, x: int, weight: int, bias: int, out: int, *, rows: int, width: int, eps: float, threads: int
+    ) -> None: ...
+    def silu_mul(self, type: int, x: int, out: int, rows: int, width: int, threads: int) -> None: ...
+    def gelu(self, type: int, tanh: bool, x: int, out: int, elements: int, threads: int) -> None: ...
+    def relu(self, type: int, x: int, out: int, elements: int, threads: int) -> None: ...
+    def rotary(
+        self,
+        type: int,
+        x: int,
+        cos_sin: int,
+        out: int,
+        *,
+        rows: int,
+        x_stride: int,
+        heads: int,
+        dim: int,
+        width: int,
+        threads: int,
+    ) -> None: ...
+    def greatest(self, x: int, value: int, index: int, rows: int, width: int, threads: int) -> None: ...
+    def linear(
+        self, type: int, x: int, matrix: _Matrix, out: int, *, rows: int, x_stride: int, wide: bool, threads: int
+    ) -> None: ...
+    def move_chunks(
+        self,
+        fits: int,
+        sections: int,
+        slots: int,
+        pool: _Pool,
+        *,
+        stride: int,
+        count: int,
+        element: _Element,
+        format: _Format,
+        vnni: bool,
+    ) -> None:
+        """Stores, with room for `fits`; loads without."""
+    def exp(self, x: int, out: int, n: int) -> None: ...
+    def probe_read(self, data: int, bytes: int, threads: int) -> None: ...
+    def probe_multiply(self, rounds: int, threads: int) -> int: ...
+    def probe_handover(self, rounds: int) -> bool: ...
+    def available_isas(self) -> str: ...
+    def built_isas(self) -> str: ...
+    def isa(self) -> str: ...
+    def use_isa(self, name: str) -> None: ...
+    def use_l1(self, kilobytes: int) -> None: ...

@@ -1,0 +1,167 @@
+"""The contract of an attention backend: what it declares, and the calls that it takes.
+
+A backend is a module with these functions, named in kernels.registry. R, T: rows; Hq, Hkv: query and KV heads; D: head
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.cpu_step import Pools, StepOver
+from headrace.kernels.records import Layout, Mask, Pool
+from headrace.kernels.state import AttnState, Partial, RunningState
+
+DEVICES = {"cpu": "the CPU", "cuda": "a CUDA device"}
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do. kernels: what a sentence calls it, for `it` or `they`.
+
+    devices: types of torch devices, none: any; dtypes: those computed in, none: any; int8: whether keys and values may
+    be stored so; pieces: whether it is a PiecewiseBackend; prepared_step: whether `prepare` gives a step, for pools of
+    the rows' own type, and all_layers, whether that has `over`; graphs: whether steps are recorded as CUDA graphs;
+    automatic: whether 'auto' may choose it.
+    """
+
+    name: str
+    kernels: str
+    spoken_of: Literal["it", "they"]
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    int8: bool = False
+    pieces: bool = False
+    prepared_step: bool = False
+    all_layers: bool = False
+    graphs: bool = False
+    largest_head: int | None = None
+    automatic: bool = False
+
+    def obstacle(self, dtype: torch.dtype, device: str, head_dim: int) -> str | None:
+        """Why the backend does not take this type, type of device and head size; None where it does."""
+        if self.devices and device not in self.devices:
+            return f"{self._does('run')} on {listed([DEVICES[each] for each in self.devices])}, not on {device}"
+        if self.dtypes and dtype not in self.dtypes:
+            known = listed([str(each).removeprefix("torch.") for each in self.dtypes])
+            return f"{self._does('compute')} in {known}, not {dtype}"
+        if self.largest_head is not None and head_dim > self.largest_head:
+            return f"{self._does('take')} heads of up to {self.largest_head}, the model's are {head_dim}"
+        return None
+
+    def _does(self, verb: str) -> str:
+        return f"it {verb}s" if self.spoken_of == "it" else f"they {verb}"
+
+
+def listed(words: list[str], last: str = "and") -> str:
+    """'a, b and c'."""
+    return f" {last} ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+class Attend(Protocol):
+    """Attention of one step, as a model calls it once per layer.
+
+    Stores the new keys and values (already rotated) in the cache, then attends: q [T, Hq, D], k and v [T, Hkv, D]
+    -> [T, Hq, D] in q's dtype. T counts the rows of all sequences of the step. The next layer writes its q, k and v
+    over these: whoever needs them after returning copies them.
+
+    rows, int64 [n], ascending: of these rows alone the result is wanted, [n, Hq, D]; keys and values are stored of all.
+
+    prepared: attention of all layers as C++ can run it without calling this, where that is possible.
+    """
+
+    prepared: StepOver | None = None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor: ...
+
+
+class PreparedStep(Protocol):
+    """append and attend of one engine step, in one call for each layer. Index data was checked when it was made."""
+
+    def go_on(self, positions: Tensor, offsets: Tensor) -> None:
+        """Other positions and offsets for the rows of the same items. Raises ValueError, with nothing changed, where
+        they do not fit."""
+
+    def __call__(self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory."""
+
+    def over(self, pools: Pools, windows: Sequence[int | None]) -> StepOver:
+        """The step in layers with these pools and windows, from a backend that declares all_layers."""
+
+
+class Backend(Protocol):
+    """A module that attends over chunks. Every function raises ValueError for tensors that it does not take."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def missing(self) -> str | None:
+        """Why the backend cannot be used on this machine; None where it can."""
+
+    def described(self, device: torch.device) -> str:
+        """The kernels in use on a device, or why they are, for the log."""
+
+    def layout(self, dtype: torch.dtype, dim: int) -> Layout:
+        """How pools must lie where rows have this type and head size."""
+
+    def append(self, pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Tensor) -> None:
+        """Writes row t of k_new, v_new [T, Hkv, D] into the pool at key offsets[t] of chunk slots[t], int32 [T] each.
+
+        Into int8 goes x / scale, rounded to even, with scale = (greatest |x| of the D elements) / 127.
+        """
+
+    def attend(self, q: Tensor, pool: Pool, mask: Mask) -> Tensor:
+        """Attention of rows q [R, Hq, D] over the chunks of the mask's items: [R, Hq, D] in q's type, zeros for rows
+        that see no key. A row's items come in ascending key_start; otherwise any order gives the same bits."""
+
+    def prepare(
+        self,
+        items: Mapping[int | None, Tensor],
+        positions: Tensor,
+        slots: Tensor,
+        offsets: Tensor,
+        *,
+        heads: int,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        scale: float,
+        bias: Tensor | None = None,
+    ) -> PreparedStep | None:
+        """A step over pools of `shape` = (slots, Hkv, D); None from a backend that declares no prepared step.
+
+        items[window], positions, bias: see Mask; slots, offsets: see append.
+        """
+
+
+class PiecewiseBackend(Backend, Protocol):
+    """A backend that also attends in pieces: docs/attention.md. For the meaning see kernels.state."""
+
+    def empty_running(self, rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> RunningState:
+        """The state of rows that have met no chunk, for kernels that compute in `dtype`."""
+
+    def partial(self, q: Tensor, pool: Pool, mask: Mask, state: RunningState | None = None) -> RunningState:
+        """Merges the mask's chunks for q [R, Hq, D] on from `state` (None: from nothing): a new state.
+
+        A row's items come in ascending key_start from call to call too. However they are cut into calls, `finish` gives
+        the bits of one `attend`.
+        """
+
+    def finish(self, state: RunningState, dtype: torch.dtype) -> Tensor:
+        """The attention of what was merged: [R, Hq, D] in `dtype`, zeros for rows that saw no key."""
+
+    def states_of(self, state: RunningState) -> AttnState:
+        """The same as a value that merges: fp32, natural logarithms."""
+
+    def merge_blocks(self, left: RunningState, right: RunningState) -> RunningState:
+        """The merge of `left` continued by a block that was merged elsewhere."""
+
+    def merge_into(self, total: Partial, block: Partial, unit: float) -> None:
+        """total [R, Hq, D] becomes the merge of itself and then `block`, in place; both count in `unit`."""
+
+    def merge_states(self, left: AttnState, right: AttnState) -> AttnState:
+        """Attention over the union of two disjoint segments. Two EMPTY give EMPTY."""

@@ -1,0 +1,71 @@
+"""The records that attention works on: one layer's pool of chunks, and which of its keys the rows of a call see.
+
+Hq, Hkv: query and KV heads; D: head size; 64: tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headrace.types import CHUNK
+
+Layout = Literal["plain", "vnni"]
+"""How chunks lie in a pool. plain: K [Hkv, D, 64], V [Hkv, 64, D]. vnni: two elements of a pair side by side, K
+[Hkv, D/2, 64, 2], V [Hkv, 32, D, 2], under the same shapes."""
+Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pool:
+    """Keys and values of one layer: k [slots, Hkv, D, 64], v [slots, Hkv, 64, D]; int8 has a scale for each key and
+    value, k_scale and v_scale fp32 [slots, Hkv, 64]."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @classmethod
+    def make(cls, slots: int, kv_heads: int, dim: int, dtype: torch.dtype, allocate: Allocate) -> Pool:
+        """A pool in memory that `allocate` gives."""
+        return cls(*(allocate(*each) for each in cls.parts(slots, kv_heads, dim, dtype)))
+
+    @staticmethod
+    def parts(slots: int, kv_heads: int, dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each of a pool's tensors."""
+        scales = [((slots, kv_heads, CHUNK), torch.float32)] * (2 if dtype == torch.int8 else 0)
+        return [((slots, kv_heads, dim, CHUNK), dtype), ((slots, kv_heads, CHUNK, dim), dtype), *scales]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that the pool has, in the order of the fields."""
+        return tuple(each for each in (self.k, self.v, self.k_scale, self.v_scale) if each is not None)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(slots, Hkv, D)."""
+        slots, kv_heads, dim, _ = self.k.shape
+        return slots, kv_heads, dim
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mask:
+    """Which keys the rows of a call see, and what becomes of their scores.
+
+    items int32 [n, 4] = (slot, key_start, row_begin, row_end): the chunk in `slot` holds the keys at key_start ..
+    key_start + 63 and is offered to rows row_begin .. row_end - 1. A row at position p, of positions int64 [R], sees
+    the keys at p - window + 1 .. p (no window: 0 .. p). Scores are multiplied by `scale`; bias fp32 [Hq, keys] is added
+    to them by the key's position.
+    """
+
+    items: Tensor
+    positions: Tensor
+    _: KW_ONLY
+    window: int | None = None
+    bias: Tensor | None = None
+    scale: float

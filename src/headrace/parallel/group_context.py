@@ -1,0 +1,61 @@
+"""GroupContext: what a strategy gets from the rank that runs it for one group of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from headrace.kv.storage import KVStorage
+from headrace.parallel.merging import Kernels
+from headrace.parallel.messages import StepGroup
+from headrace.parallel.transport import Tag, Transfer, Transport
+from headrace.parallel.workspace import Workspace
+
+
+@dataclass(slots=True)
+class TokenCounters:
+    """Over a rank's life: token entries sent to each rank (K and V of one token in one layer count as one)."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+
+    def sent(self, to: int, tokens: int) -> None:
+        self.tokens[to] = self.tokens.get(to, 0) + tokens
+
+
+@dataclass(slots=True)
+class GroupContext:
+    """A rank, at one group. number counts the groups of all steps alike on every rank."""
+
+    group: StepGroup
+    number: int
+    transport: Transport
+    storage: KVStorage
+    kernels: Kernels
+    workspace: Workspace
+    slots_per_rank: int
+    counters: TokenCounters
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def layers(self) -> int:
+        return self.kernels.spec.layers
+
+    def tag(self, layer: int, piece: int) -> Tag:
+        return Tag(self.number, layer, piece)
+
+    def send(self, tensors: list[Tensor], to: int, layer: int, piece: int, tokens: int) -> list[Transfer]:
+        """Sends each tensor of a piece (K, V, scales) under its own tag."""
+        self.counters.sent(to, tokens)
+        return [self.transport.isend(x, to, self.tag(layer, 4 * piece + i)) for i, x in enumerate(tensors)]
+
+    def receive(
+        self, tensors: list[Tensor], source: int, layer: int, piece: int, relay: int | None = None, tokens: int = 0
+    ) -> list[Transfer]:
+        """Receives them; with `relay`, they are sent on to that rank, which counts as `tokens` sent."""
+        if relay is not None:
+            self.counters.sent(relay, tokens)
+        return [self.transport.irecv(x, source, self.tag(layer, 4 * piece + i), relay) for i, x in enumerate(tensors)]

@@ -1,0 +1,199 @@
+"""Counters and gauges of the engine by room, each with the name and the help of its metric.
+
+A new figure is a field here and the line that counts it: /metrics, sums over restarts and the socket follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, Self
+
+
+class Figure(NamedTuple):
+    """A metric of a field. `counts`: it only grows; else it is a gauge. `labels`: those that tell it from its like."""
+
+    metric: str
+    help: str
+    counts: bool
+    labels: Mapping[str, str] = {}
+
+
+def gauge(metric: str, help: str, default: Any = 0) -> Any:
+    """A field that tells how things stand."""
+    return field(default=default, metadata={"figures": (Figure(metric, help, False),), "counts": False})
+
+
+def counter(metric: str, help: str, *, also: tuple[str, str] | None = None, default: Any = 0, **labels: str) -> Any:
+    """A field that counts. `also`: a second metric that tells the same, and its help."""
+    told = [(metric, help)] + ([also] if also else [])
+    figures = tuple(Figure(name, text, True, labels) for name, text in told)
+    return field(default=default, metadata={"figures": figures, "counts": True})
+
+
+def by(label: str, kind: Any) -> Any:
+    """A field of several: a name, which becomes the metric's label, -> `kind`: a record, or the figure of a count."""
+    return field(default_factory=dict, metadata={"by": label, "kind": kind})
+
+
+class StatsRecord:
+    """Figures of one room: a dataclass of `gauge`, `counter` and `by` fields and of such records."""
+
+    __slots__ = ()
+
+    def after(self, earlier: Self) -> Self:
+        """These gauges, and these counters on top of those of an engine that ended. Both records stay as they are."""
+        found = {
+            item.name: _after(getattr(self, item.name), getattr(earlier, item.name), item.metadata.get("counts", True))
+            for item in fields(self)  # type: ignore[arg-type]
+        }
+        return replace(self, **found)  # type: ignore[type-var]
+
+    @classmethod
+    def figures(cls) -> Iterator[tuple[Figure, tuple[str, ...]]]:
+        """All metrics that the records of this kind have, with the names of their labels."""
+        made = cls()
+        for item in fields(made):  # type: ignore[arg-type]
+            own = getattr(made, item.name)
+            if isinstance(own, StatsRecord):
+                yield from own.figures()
+            elif "by" in item.metadata:
+                kind, label = item.metadata["kind"], item.metadata["by"]
+                inner = [(kind, ())] if isinstance(kind, Figure) else kind.figures()
+                yield from ((figure, (label, *more)) for figure, more in inner)
+            else:
+                yield from ((figure, tuple(figure.labels)) for figure in item.metadata.get("figures", ()))
+
+    def samples(self) -> Iterator[tuple[Figure, dict[str, str], float]]:
+        """Each metric with its labels and its value."""
+        for item in fields(self):  # type: ignore[arg-type]
+            own = getattr(self, item.name)
+            if isinstance(own, StatsRecord):
+                yield from own.samples()
+            elif "by" in item.metadata:
+                kind, label = item.metadata["kind"], item.metadata["by"]
+                for name, value in own.items():
+                    inner = [(kind, {}, value)] if isinstance(kind, Figure) else value.samples()
+                    yield from ((figure, {label: name, **labels}, number) for figure, labels, number in inner)
+            else:
+                yield from ((figure, dict(figure.labels), own) for figure in item.metadata.get("figures", ()))
+
+    def flat(self) -> dict[str, float]:
+        """The numbers by 'room.field'; tables of several are left out."""
+        return {
+            f"{room.name}.{item.name}": getattr(own, item.name)
+            for room in fields(self)  # type: ignore[arg-type]
+            if isinstance(own := getattr(self, room.name), StatsRecord)
+            for item in fields(own)  # type: ignore[arg-type]
+            if "by" not in item.metadata
+        }
+
+
+def _after(own: Any, earlier: Any, counts: bool) -> Any:
+    if isinstance(own, StatsRecord):
+        return own.after(earlier)
+    if isinstance(own, dict):
+        return earlier | {name: _after(value, earlier.get(name, type(value)()), True) for name, value in own.items()}
+    return own + earlier if counts else own
+
+
+@dataclass(slots=True)
+class SchedulerStats(StatsRecord):
+    """Times in seconds."""
+
+    running: int = gauge("num_requests_running", "Requests being computed.")
+    waiting: int = gauge("num_requests_waiting", "Requests waiting for their turn.")
+    preemptions: int = counter("num_preemptions", "Sequences put back into the queue for want of chunks.")
+    steps: int = counter("engine_steps", "Steps of the engine.")
+    step_s: float = counter("engine_step_seconds", "Time spent in steps.", default=0.0)
+
+
+@dataclass(slots=True)
+class TokenStats(StatsRecord):
+    prompt: int = counter(
+        "prompt_tokens",
+        "Prompt tokens of admitted requests.",
+        also=("prefix_cache_queries", "Prompt tokens looked up in the cache."),
+    )
+    cached: int = counter("prefix_cache_hits", "Prompt tokens found in the cache.")
+    prefilled: int = counter("prefilled_tokens", "Prompt tokens computed, not found in the cache.")
+    generated: int = counter("generation_tokens", "Tokens generated.")
+
+
+ENDED = ("request_success", "Requests by how they ended.")
+
+
+@dataclass(slots=True)
+class FinishedStats(StatsRecord):
+    stop: int = counter(*ENDED, finished_reason="stop")
+    length: int = counter(*ENDED, finished_reason="length")
+    abort: int = counter(*ENDED, finished_reason="abort")
+
+
+@dataclass(slots=True)
+class KVStats(StatsRecord):
+    chunks_total: int = gauge("kv_chunks_total", "Chunks in the KV pool.")
+    chunks_used: int = gauge("kv_chunks_used", "Chunks that running requests hold, shared ones once.")
+    chunks_cached: int = gauge("kv_chunks_cached", "Chunks that nobody uses, kept for later requests.")
+    chunks_unshared: int = gauge("kv_chunks_unshared", "Chunks that running requests would hold without sharing.")
+    evictions: int = counter("evictions", "Cached chunks given up for new ones.")
+
+
+@dataclass(slots=True)
+class RestoreStats(StatsRecord):
+    """Chunks on their way to the tiers and back; times in seconds."""
+
+    restores: int = counter("kv_restores", "Runs of stored chunks brought back.")
+    loaded_tokens: int = counter("kv_restored_tokens", "Tokens whose keys and values were loaded from a tier.")
+    projected_tokens: int = counter(
+        "kv_projected_tokens", "Tokens whose keys and values were made from stored activations."
+    )
+    recomputed_tokens: int = counter("kv_recomputed_tokens", "Stored tokens computed anew while others were loaded.")
+    seconds: float = counter("kv_restore_seconds", "Time spent bringing chunks back.", default=0.0)
+    link_s: float = counter("kv_restore_link_seconds", "Of these, time in which something was on its way.", default=0.0)
+    waited_s: float = counter(
+        "kv_restore_waited_seconds", "Of these, time in which the engine waited for it.", default=0.0
+    )
+    failures: int = counter("kv_restore_failures", "Restores that could not load all they had begun to load.")
+    unstored: int = gauge("kv_unstored_chunks", "Chunks and blobs waiting to be written to a tier; 0: all are.")
+
+
+@dataclass(slots=True)
+class RankStats(StatsRecord):
+    """`prefills` by the strategy that several ranks computed them with."""
+
+    prefills: dict[str, int] = by("strategy", Figure("prefills", "Prefills by several ranks, by strategy.", True))
+
+
+@dataclass(slots=True)
+class TierStats(StatsRecord):
+    """One tier. degraded: it is left alone for a while after a failure, of which `reason` tells."""
+
+    used_bytes: int = gauge("tier_used_bytes", "Bytes of KV in the tier.")
+    budget_bytes: int = gauge("tier_budget_bytes", "Bytes that the tier may hold; 0: its server decides.")
+    blobs: int = gauge("tier_blobs", "Blobs in the tier: keys and values, or activations, of one chunk each.")
+    reads: int = counter("tier_reads", "Reads of blobs or parts of them.")
+    read_bytes: int = counter("tier_read_bytes", "Bytes read.")
+    writes: int = counter("tier_writes", "Blobs written.")
+    written_bytes: int = counter("tier_written_bytes", "Bytes written.")
+    misses: int = counter("tier_misses", "Blobs or parts that were expected and not had.")
+    bad: int = counter("tier_bad", "Blobs found damaged or foreign.")
+    dropped: int = counter("tier_dropped", "Writes given up: no room, a full queue, a failure.")
+    evictions: int = counter("tier_evictions", "Blobs given up for others.")
+    errors: int = counter("tier_errors", "Calls that failed or took too long.")
+    queued_bytes: int = gauge("tier_queued_bytes", "Bytes waiting to be written to the tier.")
+    degraded: bool = gauge("tier_degraded", "1 while the tier is left alone after a failure.", default=False)
+    reason: str = field(default="", metadata={"counts": False})
+
+
+@dataclass(slots=True)
+class EngineStats(StatsRecord):
+    """All figures of the engine, taken between steps. `tiers`: of each tier by its kind (host, disk, remote)."""
+
+    scheduler: SchedulerStats = field(default_factory=SchedulerStats)
+    tokens: TokenStats = field(default_factory=TokenStats)
+    finished: FinishedStats = field(default_factory=FinishedStats)
+    kv: KVStats = field(default_factory=KVStats)
+    restore: RestoreStats = field(default_factory=RestoreStats)
+    ranks: RankStats = field(default_factory=RankStats)
+    tiers: dict[str, TierStats] = by("tier", TierStats)
