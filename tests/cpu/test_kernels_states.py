@@ -209,8 +209,8 @@ def test_states_are_those_of_fp64(isa: str, case: Case) -> None:
         scores = torch.einsum("hd,nhd->hn", case.q[row].double(), k) * case.scale
         if case.bias is not None:
             scores = scores + case.bias[:, positions].double()
-        # Where sums run on (csrc/running.h) a row's only key has its probability in l as it is multiplied, rounded by
-        # up to 2^-8.
+        # Where sums run on (csrc/attention/running.h) a row's only key has its probability in l as it is multiplied,
+        # rounded by up to 2^-8.
         error = 2e-5 + (2**-8 if runs_on and len(scores.T) == 1 else 0)
         torch.testing.assert_close(whole.lse[row].double(), scores.logsumexp(-1), rtol=1e-5, atol=error)
     cut = len(case.items) // 2

@@ -1,4 +1,4 @@
-"""The kernels' own threads (csrc/threads.cpp): whom they belong to, and that none is missed or left behind."""
+"""The kernels' own threads (csrc/common/threads.cpp): whom they belong to, and that none is missed or left behind."""
 
 from __future__ import annotations
 

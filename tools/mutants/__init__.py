@@ -34,8 +34,10 @@ class Mutant:
 
     @property
     def room(self) -> str:
-        """The folder of the file: kv/tiers, csrc; headrace for what lies beside the rooms."""
+        """The folder of the file: kv/tiers; csrc with all of its folders; headrace for what lies beside the rooms."""
         folder = PurePosixPath(self.file).parent
+        if folder.parts[0] == NATIVE:
+            return NATIVE
         return str(folder.relative_to("src")).removeprefix("headrace/") if folder.parts[0] == "src" else str(folder)
 
     @property

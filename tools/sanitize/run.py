@@ -92,8 +92,21 @@ def environment(name: str, package: Path) -> dict[str, str]:
     }
 
 
+def check_scratch() -> None:
+    """Exits unless a write between two pieces of scratch memory is reported, and one inside a piece is not."""
+    program = BUILD / "overrun"
+    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-g", "-fsanitize=address", "-DHEADRACE_NS=host"]
+    source = Path(__file__).with_name("overrun.cpp")
+    subprocess.run([*command, f"-I{ROOT / 'csrc'}", str(source), "-o", str(program)], check=True)
+    good, bad = (subprocess.run([program, *more], capture_output=True, text=True) for more in (["inside"], []))
+    if good.returncode or bad.returncode == 0 or "use-after-poison" not in bad.stderr:
+        sys.exit(f"address: overruns of scratch memory are not told apart: {good.stderr}{bad.stderr}")
+
+
 def check_that_it_looks(name: str, python: str, variables: dict[str, str], package: Path) -> None:
     """Exits unless the sanitized kernels are the ones in use and each deliberate error is reported."""
+    if name == "address":
+        check_scratch()
 
     def run(code: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([python, "-c", PROLOGUE + code], env=variables, capture_output=True, text=True)

@@ -1,7 +1,7 @@
 """Chunks of the pools <-> the bytes that tiers keep of them, in a layout that no kernel decides.
 
 n: chunks; Hkv: KV heads; D: head size; H: hidden size; 64: tokens of a chunk. A section is what is stored of one layer
-of one chunk: K [Hkv, D, 64], V [Hkv, 64, D], then scales; or activations X [64, H], then scales. csrc/stored.cpp
+of one chunk: K [Hkv, D, 64], V [Hkv, 64, D], then scales; or activations X [64, H], then scales. csrc/store/stored.cpp
 describes it to the byte. Three formats:
 
 raw: as the pool has it (int8 pools: codes and scales). The same bits come back.

@@ -1,4 +1,4 @@
-"""Chunks <-> stored sections in torch: the slow truth beside csrc/stored.cpp, with the same bits, and its stand-in.
+"""Chunks <-> stored sections in torch: the slow truth beside csrc/store/stored.cpp, bit for bit, and its stand-in.
 
 n: chunks; heads: Hkv, or 1 for activations; a plane is [heads, D, 64] (K) or [heads, 64, D] (V, X), in plain order.
 """

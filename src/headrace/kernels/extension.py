@@ -1,6 +1,7 @@
 """The C++ extension: loaded or why not, its instruction sets, and the checks of tensors that go into it.
 
-The kernels run on threads of their own (csrc/threads.cpp), as many as torch has; results do not depend on the number.
+The kernels run on threads of their own (csrc/common/threads.cpp), as many as torch has, and results do not
+depend on the number.
 """
 
 from __future__ import annotations

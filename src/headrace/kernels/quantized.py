@@ -123,7 +123,7 @@ class Rounded:
 
 class Quantized:
     """A rounded weight [N, K] as the C++ product reads it, outputs beyond N zero: codes and scales as its format says
-    (and csrc/linear_quant.cpp). gated: as in cpu.Packed."""
+    (and csrc/linear/linear_quant.cpp). gated: as in cpu.Packed."""
 
     __slots__ = ("codes", "format", "gated", "scales", "shape")
 

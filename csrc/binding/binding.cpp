@@ -1,0 +1,391 @@
+// Python binding: tensors come as addresses, because that costs a tenth of a DLPack exchange. headrace.kernels.cpu
+// checks shapes, types and layouts before it calls; nothing here is public.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include "common/checks.h"
+#include "common/threads.h"
+#include "isa/dispatch.h"
+#include "model/model_step.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace headrace;
+
+namespace {
+
+using Address = uint64_t;
+
+using Addresses = std::vector<Address>;
+
+template <typename T> T *at(Address address) { return reinterpret_cast<T *>(address); }
+
+Partial parts_at(const Address *three) { return {at<float>(three[0]), at<float>(three[1]), at<float>(three[2])}; }
+
+// acc, m and l of the total, the same of the block, and block_of; or nothing.
+RunningState running_at(const Addresses &state) {
+  if (state.size() != 7) return {};
+  return {parts_at(&state[0]), parts_at(&state[3]), at<int32_t>(state[6])};
+}
+
+// One layer's pool, as kernels.records.Pool; no k: v holds activations.
+struct Pool {
+  void *k, *v;
+  float *k_scale, *v_scale;
+  int64_t slots, kv_heads, dim;
+};
+
+// As kernels.records.Mask. count: of the items.
+struct Mask {
+  const Item *items;
+  const int64_t *positions;
+  const float *bias;
+  int64_t count, window, bias_len;
+  float scale;
+};
+
+void make_pool(Pool *self, Address k, Address v, Address k_scale, Address v_scale, int64_t slots, int64_t kv_heads,
+               int64_t dim) {
+  new (self) Pool{at<void>(k), at<void>(v), at<float>(k_scale), at<float>(v_scale), slots, kv_heads, dim};
+}
+
+void make_mask(Mask *self, Address items, Address positions, Address bias, int64_t count, int64_t window, int64_t bias_len,
+               float scale) {
+  new (self) Mask{at<Item>(items), at<int64_t>(positions), at<float>(bias), count, window, bias_len, scale};
+}
+
+void attend(int type, Address q, const Pool &pool, const Mask &mask, Address out, int64_t rows, int64_t q_stride, int64_t heads,
+            const Addresses &start, const Addresses &left, int threads) {
+  const Attend a = {
+      .q = at<void>(q),
+      .k = pool.k,
+      .v = pool.v,
+      .out = at<void>(out),
+      .items = mask.items,
+      .positions = mask.positions,
+      .bias = mask.bias,
+      .rows = rows,
+      .q_stride = q_stride,
+      .item_count = mask.count,
+      .heads = heads,
+      .kv_heads = pool.kv_heads,
+      .dim = pool.dim,
+      .window = mask.window,
+      .bias_len = mask.bias_len,
+      .scale = mask.scale,
+      .threads = threads,
+      .k_scale = pool.k_scale,
+      .v_scale = pool.v_scale,
+      .from = running_at(start),
+      .to = running_at(left),
+  };
+  check_items(a, pool.slots);
+  check_bias(a);
+  kernels().attend[type](a);
+}
+
+void append(int type, const Pool &pool, Address k_new, Address v_new, Address slots, Address offsets, int64_t rows,
+            int64_t k_stride, int64_t v_stride, int threads) {
+  const Append a = {
+      .k_new = at<void>(k_new),
+      .v_new = at<void>(v_new),
+      .k = pool.k,
+      .v = pool.v,
+      .slots = at<int32_t>(slots),
+      .offsets = at<int32_t>(offsets),
+      .rows = rows,
+      .k_stride = k_stride,
+      .v_stride = v_stride,
+      .kv_heads = pool.kv_heads,
+      .dim = pool.dim,
+      .threads = threads,
+      .k_scale = pool.k_scale,
+      .v_scale = pool.v_scale,
+  };
+  check_places(a, pool.slots);
+  kernels().append[type](a);
+}
+
+void finish(int type, const Addresses &from, Address out, Address lse, int64_t lanes, int64_t dim, bool base2, int threads) {
+  const RunningState state = running_at(from);
+  kernels().finish[type]({state.total, state.block, at<void>(out), at<float>(lse), lanes, dim, base2, threads});
+}
+
+void merge_partials(const Addresses &total, const Addresses &block, int64_t lanes, int64_t dim, bool base2, int threads) {
+  kernels().merge_partials({parts_at(total.data()), parts_at(block.data()), lanes, dim, base2, threads});
+}
+
+using State = std::pair<Address, Address>;  // out and lse
+
+void merge_states(State left, State right, State merged, int64_t lanes, int64_t dim, int threads) {
+  kernels().merge_states({at<float>(left.first), at<float>(left.second), at<float>(right.first), at<float>(right.second),
+                          at<float>(merged.first), at<float>(merged.second), lanes, dim, threads});
+}
+
+void rms_norm(int type, Address x, Address weight, Address out, int64_t rows, int64_t width, float eps, int threads) {
+  kernels().rms_norm[type]({at<void>(x), at<void>(weight), nullptr, at<void>(out), rows, width, 1, width, eps, threads});
+}
+
+void layer_norm(int type, Address x, Address weight, Address bias, Address out, int64_t rows, int64_t width, float eps,
+                int threads) {
+  kernels().layer_norm[type](
+      {at<void>(x), at<void>(weight), at<void>(bias), at<void>(out), rows, width, 1, width, eps, threads});
+}
+
+void silu_mul(int type, Address x, Address out, int64_t rows, int64_t width, int threads) {
+  kernels().silu_mul[type]({at<void>(x), at<void>(out), rows, width, threads});
+}
+
+void gelu(int type, bool tanh, Address x, Address out, int64_t elements, int threads) {
+  const auto &op = tanh ? kernels().gelu_tanh : kernels().gelu;
+  op[type]({at<void>(x), at<void>(out), 1, elements, threads});
+}
+
+void relu(int type, Address x, Address out, int64_t elements, int threads) {
+  kernels().relu[type]({at<void>(x), at<void>(out), 1, elements, threads});
+}
+
+void rotary(int type, Address x, Address cos_sin, Address out, int64_t rows, int64_t x_stride, int64_t heads, int64_t dim,
+            int64_t width, int threads) {
+  kernels().rotary[type](
+      {at<void>(x), at<void>(out), at<float>(cos_sin), rows, x_stride, heads * dim, heads, dim, width, threads});
+}
+
+void greatest(Address x, Address value, Address index, int64_t rows, int64_t width, int threads) {
+  kernels().greatest({at<float>(x), at<float>(value), at<int64_t>(index), rows, width, threads, nullptr});
+}
+
+void make_matrix(Matrix *self, Form form, Address weight, Address scales, Address bias, int64_t inputs, int64_t outputs,
+                 bool gated) {
+  new (self) Matrix{form, at<void>(weight), at<void>(scales), at<bf16>(bias), inputs, outputs, gated};
+}
+
+// The matrix's bias is of the type of x, whatever its own says.
+void linear(int type, Address x, const Matrix &m, Address out, int64_t rows, int64_t x_stride, bool wide, int threads) {
+  const Kernels &in_use = kernels();
+  const Epilogue epilogue = {.gated = m.gated};
+  switch (m.form) {
+    case Form::plain:
+    case Form::pairs: {
+      if (m.form == Form::pairs) check_pairs(in_use);
+      const auto op = m.form == Form::pairs ? in_use.linear_pairs : in_use.linear_plain[type];
+      return op({at<void>(x), m.weight, m.bias, at<void>(out), rows, x_stride, m.inputs, m.outputs, wide, threads, epilogue});
+    }
+    case Form::int8:
+    case Form::int4:
+      const int bits = m.form == Form::int8 ? 8 : 4;
+      return in_use.linear_quant[type]({at<void>(x), m.weight, m.scales, m.bias, at<void>(out), rows, x_stride, m.inputs,
+                                        m.outputs, bits, wide, threads, epilogue});
+  }
+}
+
+void make_scale(Scale *self, bool rms, Address weight, Address bias) {
+  new (self) Scale{rms, at<bf16>(weight), at<bf16>(bias)};
+}
+
+void make_block(DecoderLayer *self, Order order, Activation activation, int64_t heads, int64_t kv_heads, int64_t dim, float eps,
+                const Matrix &qkv, const Matrix &out, const Matrix &up, const Matrix &down, const Scale &attention_norm,
+                const Scale &mlp_norm, Address q_norm, Address k_norm) {
+  new (self) DecoderLayer{order,    activation,       heads,           kv_heads, dim, eps, qkv, out, up, down, attention_norm,
+                          mlp_norm, at<bf16>(q_norm), at<bf16>(k_norm)};
+}
+
+void before(const DecoderLayer &self, Address x, Address cos_sin, Address qkv, Address scratch, int64_t rotary, int64_t rows,
+            int threads) {
+  self.before(at<bf16>(x), at<float>(cos_sin), rotary, at<bf16>(qkv), at<bf16>(scratch), rows, threads);
+}
+
+void after(const DecoderLayer &self, Address x, Address attended, Address scratch, int64_t rows, int threads) {
+  self.after(at<bf16>(x), at<bf16>(attended), at<bf16>(scratch), rows, threads);
+}
+
+// bias_len: positions that the bias covers.
+void make_step(AttentionStep *self, int type, Address positions, Address slots, Address offsets, Address bias, int64_t bias_len,
+               int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t slot_count, float scale, int threads) {
+  Attend attend = {};
+  attend.positions = at<int64_t>(positions);
+  attend.bias = at<float>(bias);
+  attend.bias_len = bias_len;
+  attend.rows = rows;
+  attend.heads = heads;
+  attend.kv_heads = kv_heads;
+  attend.dim = dim;
+  attend.scale = scale;
+  attend.threads = threads;
+  Append append = {};
+  append.slots = at<int32_t>(slots);
+  append.offsets = at<int32_t>(offsets);
+  append.rows = rows;
+  append.kv_heads = kv_heads;
+  append.dim = dim;
+  append.threads = threads;
+  new (self) AttentionStep(type, attend, append, slot_count);
+}
+
+int64_t add_items(AttentionStep &self, Address items, int64_t count, int64_t window) {
+  return self.add_items(at<Item>(items), count, window);
+}
+
+void go_on(AttentionStep &self, Address positions, Address offsets, int threads) {
+  self.go_on(at<int64_t>(positions), at<int32_t>(offsets), threads);
+}
+
+void go_on_by_one(AttentionStep &self, int threads) { self.go_on(threads); }
+
+void make_layer(AttentionStep::Layer *self, int64_t kind, Address k_pool, Address v_pool) {
+  new (self) AttentionStep::Layer{kind, at<void>(k_pool), at<void>(v_pool)};
+}
+
+void run(const AttentionStep &self, const AttentionStep::Layer &layer, Address q, Address k, Address v, Address out,
+         int64_t q_stride, int64_t k_stride, int64_t v_stride) {
+  self.run(layer, {at<void>(q), q_stride}, {at<void>(k), k_stride}, {at<void>(v), v_stride}, at<void>(out));
+}
+
+typedef std::vector<const DecoderLayer *> Blocks;
+typedef std::vector<AttentionStep::Layer> Layers;
+
+// layers: one for each block, or more.
+void run_blocks(const AttentionStep &self, const Blocks &blocks, const Layers &layers, Address x, Address qkv, Address attended,
+                Address scratch, Address cos_sin, int64_t rotary, int64_t rows, int threads) {
+  if (layers.size() < blocks.size()) throw std::invalid_argument("fewer layers than blocks");
+  const LayerBuffers shared = {
+      .x = at<bf16>(x),
+      .cos_sin = at<float>(cos_sin),
+      .rotary = rotary,
+      .qkv = at<bf16>(qkv),
+      .attended = at<bf16>(attended),
+      .scratch = at<bf16>(scratch),
+      .rows = rows,
+      .threads = threads,
+  };
+  run_layers(blocks.data(), layers.data(), blocks.size(), self, shared);
+}
+
+void make_ends(EmbeddingAndHead *self, Address embed, int64_t vocabulary, const Scale &norm, float eps, const Matrix &head) {
+  new (self) EmbeddingAndHead{at<bf16>(embed), vocabulary, norm, eps, head};
+}
+
+void make_whole(ModelStep *self, const EmbeddingAndHead &ends, const Blocks &blocks, const AttentionStep &step,
+                const Layers &layers, Address turns, int64_t turn_rows, int64_t rotary) {
+  if (layers.size() != blocks.size()) throw std::invalid_argument("a model step needs as many layers as blocks");
+  new (self) ModelStep{ends, blocks, layers, step, at<float>(turns), turn_rows, rotary};
+}
+
+typedef std::pair<std::vector<float>, std::vector<int64_t>> Found;
+
+// The greatest logits and their places.
+Found run_whole(const ModelStep &self, const std::vector<int64_t> &tokens, Address scratch, Address logits, int threads) {
+  const size_t rows = self.step.rows();
+  if (tokens.size() != rows)
+    throw std::invalid_argument(std::to_string(tokens.size()) + " tokens for " + std::to_string(rows) + " rows");
+  Found found = {std::vector<float>(rows), std::vector<int64_t>(rows)};
+  self.run(tokens.data(), at<bf16>(scratch), at<float>(logits), found.first.data(), found.second.data(), threads);
+  return found;
+}
+
+// Stores where there is room for `fits`, else loads.
+void move_chunks(Address fits, Address sections, Address slots, const Pool &pool, int64_t stride, int64_t count,
+                 Element element, Format format, bool vnni) {
+  const Stored s = {
+      .sections = at<void>(sections),
+      .k = pool.k,
+      .v = pool.v,
+      .k_scale = pool.k_scale,
+      .v_scale = pool.v_scale,
+      .slots = at<int32_t>(slots),
+      .fits = at<bool>(fits),
+      .stride = stride,
+      .count = count,
+      .heads = pool.kv_heads,
+      .dim = pool.dim,
+      .element = element,
+      .format = format,
+      .vnni = vnni,
+  };
+  check_slots(s, pool.slots);
+  s.fits ? kernels().store_chunks(s) : kernels().load_chunks(s);
+}
+
+void probe_read(Address from, int64_t bytes, int threads) { kernels().probe_read(at<void>(from), bytes, threads); }
+
+int64_t probe_multiply(int64_t rounds, int threads) { return kernels().probe_multiply(rounds, threads); }
+
+void exp_many(Address x, Address out, int64_t n) { kernels().exp(at<float>(x), at<float>(out), n); }
+
+}  // namespace
+
+// Functions whose arguments are all tensors and few numbers take them by place; whatever else there is goes by name.
+NB_MODULE(_cpu, m) {
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  const auto named = nb::kw_only();
+  nb::class_<Pool>(m, "Pool").def("__init__", make_pool, "k"_a, "v"_a, "k_scale"_a, "v_scale"_a, named, "slots"_a, "kv_heads"_a,
+                                  "dim"_a);
+  nb::class_<Mask>(m, "Mask").def("__init__", make_mask, "items"_a, "positions"_a, "bias"_a, named, "count"_a, "window"_a,
+                                  "bias_len"_a, "scale"_a);
+  m.def("attend", attend, unlocked, "type"_a, "q"_a, "pool"_a, "mask"_a, "out"_a, named, "rows"_a, "q_stride"_a, "heads"_a,
+        "start"_a, "left"_a, "threads"_a);
+  m.def("append", append, unlocked, "type"_a, "pool"_a, "k_new"_a, "v_new"_a, "slots"_a, "offsets"_a, named, "rows"_a,
+        "k_stride"_a, "v_stride"_a, "threads"_a);
+  m.def("finish", finish, unlocked, "type"_a, "state"_a, "out"_a, "lse"_a, named, "lanes"_a, "dim"_a, "base2"_a, "threads"_a);
+  m.def("merge_partials", merge_partials, unlocked, "total"_a, "block"_a, named, "lanes"_a, "dim"_a, "base2"_a, "threads"_a);
+  m.def("merge_states", merge_states, unlocked, "left"_a, "right"_a, "merged"_a, named, "lanes"_a, "dim"_a, "threads"_a);
+  m.def("rms_norm", rms_norm, unlocked, "type"_a, "x"_a, "weight"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a, "threads"_a);
+  m.def("layer_norm", layer_norm, unlocked, "type"_a, "x"_a, "weight"_a, "bias"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a,
+        "threads"_a);
+  m.def("silu_mul", silu_mul, unlocked);
+  m.def("gelu", gelu, unlocked);
+  m.def("relu", relu, unlocked);
+  m.def("rotary", rotary, unlocked, "type"_a, "x"_a, "cos_sin"_a, "out"_a, named, "rows"_a, "x_stride"_a, "heads"_a, "dim"_a,
+        "width"_a, "threads"_a);
+  m.def("greatest", greatest, unlocked);
+  m.def("linear", linear, unlocked, "type"_a, "x"_a, "matrix"_a, "out"_a, named, "rows"_a, "x_stride"_a, "wide"_a, "threads"_a);
+  nb::enum_<Order>(m, "Order").value("pre", Order::pre).value("post", Order::post).value("parallel", Order::parallel);
+  nb::enum_<Activation>(m, "Activation")
+      .value("silu_mul", Activation::silu_mul)
+      .value("gelu", Activation::gelu)
+      .value("gelu_tanh", Activation::gelu_tanh)
+      .value("relu", Activation::relu);
+  nb::enum_<Form>(m, "Form")
+      .value("plain", Form::plain)
+      .value("pairs", Form::pairs)
+      .value("int8", Form::int8)
+      .value("int4", Form::int4);
+  nb::enum_<Element>(m, "Element").value("bf16", Element::bf16).value("fp32", Element::fp32).value("int8", Element::int8);
+  nb::enum_<Format>(m, "Format").value("raw", Format::raw).value("int8", Format::int8).value("int4", Format::int4);
+  nb::class_<Matrix>(m, "Matrix")
+      .def("__init__", make_matrix, "form"_a, "weight"_a, "scales"_a, "bias"_a, named, "inputs"_a, "outputs"_a, "gated"_a);
+  nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
+  nb::class_<DecoderLayer>(m, "Block")
+      .def("__init__", make_block, named, "order"_a, "activation"_a, "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a, "qkv"_a,
+           "out"_a, "up"_a, "down"_a, "attention_norm"_a, "mlp_norm"_a, "q_norm"_a, "k_norm"_a)
+      .def("scratch", &DecoderLayer::scratch)
+      .def("before", before, unlocked, "x"_a, "cos_sin"_a, "qkv"_a, "scratch"_a, named, "rotary"_a, "rows"_a, "threads"_a)
+      .def("after", after, unlocked);
+  nb::class_<AttentionStep::Layer>(m, "StepLayer").def("__init__", make_layer);
+  nb::class_<AttentionStep>(m, "AttentionStep")
+      .def("__init__", make_step, "type"_a, "positions"_a, "slots"_a, "offsets"_a, "bias"_a, named, "bias_len"_a, "rows"_a,
+           "heads"_a, "kv_heads"_a, "dim"_a, "slot_count"_a, "scale"_a, "threads"_a)
+      .def("add_items", add_items)
+      .def("go_on", go_on)
+      .def("go_on_by_one", go_on_by_one)
+      .def("run", run, unlocked, "layer"_a, "q"_a, "k"_a, "v"_a, "out"_a, named, "q_stride"_a, "k_stride"_a, "v_stride"_a)
+      .def("run_blocks", run_blocks, unlocked, "blocks"_a, "layers"_a, "x"_a, "qkv"_a, "attended"_a, "scratch"_a, named,
+           "cos_sin"_a, "rotary"_a, "rows"_a, "threads"_a);
+  nb::class_<EmbeddingAndHead>(m, "Ends").def("__init__", make_ends);
+  nb::class_<ModelStep>(m, "ModelStep")
+      .def("__init__", make_whole, "ends"_a, "blocks"_a, "step"_a, "layers"_a, named, "turns"_a, "turn_rows"_a, "rotary"_a)
+      .def("scratch", &ModelStep::scratch)
+      .def("run", run_whole, unlocked);
+  m.def("move_chunks", move_chunks, unlocked, "fits"_a, "sections"_a, "slots"_a, "pool"_a, named, "stride"_a, "count"_a,
+        "element"_a, "format"_a, "vnni"_a);
+  m.def("exp", exp_many, unlocked);
+  m.def("probe_read", probe_read, unlocked);
+  m.def("probe_multiply", probe_multiply, unlocked);
+  m.def("probe_handover", hand_over, unlocked);
+  m.def("available_isas", available_isas);
+  m.def("built_isas", built_isas);
+  m.def("isa", isa);
+  m.def("use_isa", use_isa);
+  m.def("use_l1", use_l1);
+}

@@ -1,0 +1,52 @@
+// Which instruction sets this processor, and the system on it, can run: has_NAME for each of HEADRACE_ISAS. What a set asks is
+// all that isas.cmake compiles it with.
+#pragma once
+
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace headrace {
+
+inline bool has_portable() { return true; }
+
+#ifdef __x86_64__
+
+// GCC 10 does not know the name.
+inline bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+inline bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
+inline bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+inline bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+#else
+
+inline bool has_avx2() { return false; }
+inline bool has_avx512() { return false; }
+inline bool has_avx512bf16() { return false; }
+
+#endif
+
+// Tiles are 8 KB more to save for each thread: Linux gives them to processes that ask (once, for all their threads).
+inline bool has_amx() {
+#if defined(HEADRACE_KNOWS_AMX) && defined(__linux__)
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+  static const bool given = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                            syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+  return given && has_avx512bf16();
+#else
+  return false;
+#endif
+}
+
+}  // namespace headrace

@@ -1,0 +1,124 @@
+// What products with packed weights have in common: how work is shared out, and how sums become results.
+#pragma once
+
+#include "common/arena.h"
+#include "common/shares.h"
+#include "isa/simd.h"
+#include "kernels.h"
+
+namespace headrace::HEADRACE_NS {
+
+constexpr int64_t COLUMNS = 64;  // outputs in a packed block
+static_assert(COLUMNS == TOPS);
+
+// n <= W outputs from `column` on, as their sums and the bias make them; their weights lie at `place` among all.
+template <typename T> HEADRACE_INLINE vf output(const Linear &a, const float *sums, int64_t column, int64_t, int64_t n) {
+  const T *bias = static_cast<const T *>(a.bias);
+  const vf y = load(sums);
+  return bias ? y + (n == W ? load(bias + column) : load_part(bias + column, n)) : y;
+}
+
+// int8 has a scale for each output.
+template <typename T>
+HEADRACE_INLINE vf output(const LinearQuant &a, const float *sums, int64_t column, int64_t place, int64_t n) {
+  const T *bias = static_cast<const T *>(a.bias);
+  const vf scale = a.bits == 8 ? load(static_cast<const float *>(a.scales) + place) : splat(1.0f);
+  return madd(load(sums), scale, bias ? load_part(bias + column, n) : vf{});
+}
+
+// `count` outputs of each row, COUNT of them if that is known beforehand.
+template <typename T, typename Out, int64_t COUNT, typename Any>
+void write_rows(const Any &a, int64_t column, int64_t first, int64_t last, const float *sums, int64_t count) {
+  if (COUNT) count = COUNT;
+  const T *residual = static_cast<const T *>(a.epilogue.residual);
+  for (int64_t row = first; row < last; ++row, sums += COLUMNS) {
+    const int64_t at = row * a.outputs + column;
+    Out *out = static_cast<Out *>(a.out) + at;
+    for (int64_t c = 0; c < count; c += W) {
+      const int64_t n = count - c < W ? count - c : W;
+      vf y = output<T>(a, sums + c, column + c, column + c, n);
+      if (residual) y = (n == W ? load(residual + at + c) : load_part(residual + at + c, n)) + round_as(residual, y);
+      n == W ? store(out + c, y) : store_part(out + c, y, n);
+    }
+  }
+}
+
+template <typename T, typename Out, typename Any>
+void write_block(const Any &a, int64_t column, int64_t first, int64_t last, const float *sums) {
+  const int64_t count = a.outputs - column;
+  count < COLUMNS ? write_rows<T, Out, 0>(a, column, first, last, sums, count)
+                  : write_rows<T, Out, COLUMNS>(a, column, first, last, sums, COLUMNS);
+}
+
+// The greatest of `count` numbers, at most 64; NaN if one of them is.
+HEADRACE_INLINE float top_of(const float *x, int64_t count) {
+  vf most = splat(-__builtin_inff());
+  vi broken = {};
+  int64_t c = 0;
+  for (; c + W <= count; c += W) {
+    const vf y = load(x + c);
+    most = max(y, most);
+    broken |= y != y;
+  }
+  bool nan = any(broken);
+  float top = greatest(most);
+  for (; c < count; ++c) {
+    nan |= x[c] != x[c];
+    top = x[c] > top ? x[c] : top;
+  }
+  return nan ? __builtin_nanf("") : top;
+}
+
+// The tops (see Epilogue) of what write_block has written, which lies in L1 still.
+template <typename Any> void write_tops(const Any &a, int64_t column, int64_t first, int64_t last) {
+  const int64_t left = a.outputs - column, count = left < COLUMNS ? left : COLUMNS;
+  float *tops = a.epilogue.tops + column / COLUMNS * tops_width(a.rows);
+  for (int64_t row = first; row < last; ++row)
+    tops[row] = top_of(static_cast<const float *>(a.out) + row * a.outputs + column, count);
+}
+
+// One block of outputs from its sums [last - first, 64].
+template <typename T, typename Any>
+void write(const Any &a, int64_t column, int64_t first, int64_t last, const float *sums) {
+  if (!a.wide) return write_block<T, T>(a, column, first, last, sums);
+  write_block<T, float>(a, column, first, last, sums);
+  if (a.epilogue.tops) write_tops(a, column, first, last);
+}
+
+// The same of a block of gates and the block that they let through.
+template <typename T, typename Any>
+void write_gated(const Any &a, int64_t column, int64_t first, int64_t last, const float *gates, const float *others) {
+  const int64_t width = a.outputs / 2;
+  for (int64_t row = first; row < last; ++row, gates += COLUMNS, others += COLUMNS) {
+    T *out = static_cast<T *>(a.out) + row * width + column;
+    for (int64_t c = 0; c < COLUMNS; c += W) {
+      const int64_t at = column + c, place = 2 * column + c;
+      const vf gate = round_as(out, output<T>(a, gates + c, at, place, W));
+      const vf other = round_as(out, output<T>(a, others + c, width + at, place + COLUMNS, W));
+      store(out + c, sigmoid_times(gate, gate) * other);
+    }
+  }
+}
+
+// multiply(block of outputs, first row, last row, sums, scratch) for each block and each `most` rows, and what becomes of
+// the sums. scratch: so many bytes for multiply's own use.
+template <typename T, typename Any, typename F> void each_block(const Any &a, int64_t most, int64_t scratch, F multiply) {
+  const int64_t all = (a.outputs + COLUMNS - 1) / COLUMNS, blocks = a.epilogue.gated ? all / 2 : all;
+  const int64_t ranges = (a.rows + most - 1) / most, size = most * COLUMNS;
+  share_out(blocks * ranges, a.threads, [&](int64_t i) {
+    const int64_t block = i % blocks, column = block * COLUMNS, first = i / blocks * most;
+    const int64_t last = first + most < a.rows ? first + most : a.rows;
+    Scratch memory = arena((a.epilogue.gated ? 2 : 1) * room<float>(size) + scratch);
+    float *sums = memory.take<float>(size);
+    if (a.epilogue.gated) {
+      float *others = memory.take<float>(size);
+      multiply(2 * block, first, last, sums, memory);
+      multiply(2 * block + 1, first, last, others, memory);
+      return write_gated<T>(a, column, first, last, sums, others);
+    }
+    multiply(block, first, last, sums, memory);
+    write<T>(a, column, first, last, sums);
+  });
+}
+
+}  // namespace headrace::HEADRACE_NS

@@ -1,0 +1,152 @@
+// Rows of x passing by a block of weights of 64 outputs and up to 64 inputs: sums[rows][64] += x[rows][inputs] . w, in fp32,
+// one chain of multiply-adds over ascending inputs for each sum. For processors that do not multiply bf16, and for fp32.
+//
+// What weights are is a policy: how many INPUTS a block has; BYTES of an input's 64 weights, where one input's lie behind the
+// other's; Same, the type in whose order (load_two) two vectors come; CHEAP, whether to read them costs no more than to read a
+// copy in fp32; memory(), where they begin; load(input, whether it is odd, column, vectors), which costs less if inputs go by
+// STEPS.
+#pragma once
+
+#include "isa/rows.h"
+#include "linear/linear.h"
+
+namespace headrace::HEADRACE_NS {
+
+constexpr int64_t PASS_INPUTS = 64;  // of a block: 16 KB of fp32 weights, two of which fit into L1; of bf16 twice as many
+constexpr int PASS_ROWS = 6;         // of a tile: with four (AVX-512) or two vectors side by side they fill the registers
+constexpr int OUTPUTS = COLUMNS;     // an int: divisions of 64 bits take long
+
+// Weights [inputs][64] of type S.
+template <typename S> struct PlainWeights {
+  static constexpr int BYTES = OUTPUTS * sizeof(S), STEPS = 1, INPUTS = PASS_INPUTS * sizeof(float) / sizeof(S);
+  static constexpr bool CHEAP = W == 8 || sizeof(S) == sizeof(float);
+  using Same = S;
+  const S *w;
+
+  const char *memory() const { return reinterpret_cast<const char *>(w); }
+
+  template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int, int64_t column, vf (&x)[C]) const {
+    load_columns(w + input * OUTPUTS + column, x);
+  }
+};
+
+// Vectors of sums side by side: few rows need more of them, so that enough chains are under way.
+constexpr int pass_width(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+
+// The sums of R rows and C W outputs. `scales` [64]: the block's products are multiplied by them, then added; or null.
+template <int R, int C, int FETCHED, typename Block>
+HEADRACE_APART void pass_tile(const float *x, int64_t x_stride, const Block &w, int64_t inputs, int64_t column,
+                              const bf16 *scales, float *sums, Coming next) {
+  if constexpr (C * W == OUTPUTS) column = 0;  // so that compilers know it
+  vf sum[R][C];
+  HEADRACE_EACH(r, R, { HEADRACE_EACH(c, C, sum[r][c] = scales ? vf{} : load(sums + r * OUTPUTS + column + c * W)); });
+  const auto weights = [&](int64_t i, auto odd, int at, auto &weight)
+                           HEADRACE_ALWAYS_INLINE { w.load(i, odd, column + at, weight); };
+  constexpr int STEPS = R * C + at_once(R, C) + 2 < REGISTERS ? Block::STEPS : 1;  // GCC loads too early if none is left
+  add_products<STEPS, FETCHED * C * W / OUTPUTS>(x, x_stride, 0, inputs, weights, next, true, sum);
+  HEADRACE_EACH(r, R, {
+    HEADRACE_EACH(c, C, {
+      float *to = sums + r * OUTPUTS + column + c * W;
+      store(to, scales ? madd(sum[r][c], load(scales + column + c * W), load(to)) : sum[r][c]);
+    });
+  });
+}
+
+struct Rows {
+  const float *x;
+  int64_t stride;
+};
+
+inline Rows fp32_rows(const float *x, int64_t stride, int64_t, int64_t, float *) { return {x, stride}; }
+
+inline Rows fp32_rows(const bf16 *x, int64_t stride, int64_t rows, int64_t inputs, float *to) {
+  for (int64_t row = 0; row < rows; ++row) widen(x + row * stride, to + row * inputs, inputs);
+  return {to, inputs};
+}
+
+constexpr int64_t FEW_ROWS = 16, MOST_WIDENED = 16 << 20;  // floats
+
+static inline float *memory_for_rows(int64_t floats) {
+  static thread_local Arena mine;
+  return mine.at_least(room<float>(floats)).take<float>(floats);
+}
+
+// f(x, x_stride): x [R, K] in fp32, or as it is where few rows, or so many that their copy took much memory, are widened
+// for 64 outputs at a time.
+template <typename T, typename Any, typename F> void with_rows(const Any &a, F f) {
+  const T *x = static_cast<const T *>(a.x);
+  const int64_t stride = (a.inputs + 31) / 16 * 16;  // no power of two: rows would share the same few places in L1
+  if (sizeof(T) == sizeof(float) || a.rows <= FEW_ROWS || a.rows * stride > MOST_WIDENED) return f(x, a.x_stride);
+  float *wide = memory_for_rows(a.rows * stride);
+  share_each(a.rows, a.threads, [&](int64_t row) { widen(x + row * a.x_stride, wide + row * stride, a.inputs); });
+  f(static_cast<const float *>(wide), stride);
+}
+
+// All rows, each group of them fetching its share of the block of BYTES for each input that comes next: in a step of all its
+// tiles FETCHED bytes at most.
+template <int BYTES, int FETCHED, typename Block>
+void pass(int rows, Rows x, const Block &w, int inputs, const bf16 *scales, float *sums, const char *next) {
+  by_rows<6, 5, 4, 3, 2, 1>(rows, [&](int row, auto count) {
+    constexpr int C = pass_width(count);
+    for (int column = 0; column < OUTPUTS; column += C * W) {
+      const int before = row * OUTPUTS + count * column, all = rows * OUTPUTS;
+      const Coming share = {next + inputs * BYTES * before / all, BYTES * count * C * W / all};
+      pass_tile<count, C, FETCHED>(x.x + row * x.stride, x.stride, w, inputs, column, scales, sums + row * OUTPUTS, share);
+    }
+  });
+}
+
+// Weights of a block in fp32.
+template <typename Block> void copy(const Block &w, int64_t inputs, float *to) {
+  const auto copy_input = [&](int64_t i, auto odd) {
+    for (int64_t column = 0; column < OUTPUTS; column += W) {
+      vf x[1];
+      w.load(i, odd, column, x);
+      store(to + i * OUTPUTS + column, x[0]);
+    }
+  };
+  for (int64_t i = 0; i < inputs; i += 2) {
+    copy_input(i, Constant<0>{});
+    if (i + 1 < inputs) copy_input(i + 1, Constant<1>{});
+  }
+}
+
+template <typename S> void order(int64_t rows, float *sums) {
+  for (int64_t i = 0; i < rows * OUTPUTS; i += 2 * W) {
+    vf first = load(sums + i), second = load(sums + i + W);
+    in_order(static_cast<const S *>(nullptr), first, second);
+    store(sums + i, first);
+    store(sums + i + W, second);
+  }
+}
+
+constexpr int64_t MOST_PASS_ROWS = 128;  // of a task: their sums (32 KB) and inputs stay in L2
+constexpr int64_t WIDE_W = OUTPUTS * PASS_INPUTS, WIDE_X = 2 * MOST_PASS_ROWS * PASS_INPUTS;
+constexpr int64_t PASS_SCRATCH = room<float>(WIDE_W) + room<float>(WIDE_X);  // bytes
+
+// `rows` rows of x by all inputs of 64 outputs. block(k): the weights from input k on; scales(k): theirs, or null. Few rows
+// read weights as they are stored, more of them a copy in fp32.
+template <typename T, typename F, typename G>
+void pass_all(const T *x, int64_t x_stride, int rows, int64_t inputs, F block, G scales, float *sums, Scratch memory) {
+  using Block = decltype(block(0));
+  const bool stored = Block::CHEAP || rows <= PASS_ROWS;
+  float *wide_w = memory.take<float>(WIDE_W), *wide_x = memory.take<float>(WIDE_X);
+  memset(sums, 0, rows * OUTPUTS * sizeof(float));
+  const int most = stored && rows > FEW_ROWS ? Block::INPUTS : PASS_INPUTS;  // few rows pass before the next block has come
+  for (int64_t k = 0; k < inputs; k += most) {
+    const int count = static_cast<int>(inputs - k < most ? inputs - k : most);
+    const Block w = block(k);
+    const char *next = w.memory() + count * Block::BYTES;
+    const Rows from = fp32_rows(x + k, x_stride, rows, count, wide_x);
+    if (stored) {
+      pass<Block::BYTES, Block::BYTES>(rows, from, w, count, scales(k), sums, next);
+    } else {
+      copy(w, count, wide_w);
+      constexpr int LINE = 64;  // a share is less: many rows
+      pass<Block::BYTES, LINE>(rows, from, PlainWeights<float>{wide_w}, count, scales(k), sums, next);
+    }
+  }
+  if (stored) order<typename Block::Same>(rows, sums);
+}
+
+}  // namespace headrace::HEADRACE_NS

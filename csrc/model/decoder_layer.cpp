@@ -1,0 +1,92 @@
+#include "model/decoder_layer.h"
+
+#include "model/operations.h"
+
+namespace headrace {
+namespace {
+
+constexpr int64_t TILE = 1024;  // rows that go through a layer together: bounds the scratch memory
+
+Operations operations(const DecoderLayer &block, int64_t rows, int threads) {
+  for (const Matrix *m : {&block.qkv, &block.out, &block.up, &block.down})
+    if (m->form == Form::pairs) check_pairs(kernels());
+  return {kernels(), rows, threads};
+}
+
+// f(first row, rows) for each tile.
+template <typename F> void tiles(int64_t rows, F f) {
+  for (int64_t first = 0; first < rows; first += TILE) f(first, rows - first < TILE ? rows - first : TILE);
+}
+
+// What the MLP holds before its activation, if that is not part of the product.
+int64_t inner_width(const DecoderLayer &block) { return block.up.gated ? 0 : block.up.outputs; }
+
+// Scratch of a tile: two rows of the hidden size, and the MLP's before and after its activation.
+struct Buffers {
+  bf16 *a, *b, *inner, *active;
+
+  Buffers(const DecoderLayer &block, bf16 *memory, int64_t rows)
+      : a(memory), b(a + rows * block.qkv.inputs), inner(b + rows * block.qkv.inputs),
+        active(inner + rows * inner_width(block)) {}
+};
+
+// y += MLP(x); y may be x.
+void add_mlp(const DecoderLayer &block, const Operations &run, const bf16 *x, bf16 *y, const Buffers &buffers) {
+  run.multiply(block.up, x, block.up.gated ? buffers.active : buffers.inner);
+  if (!block.up.gated) run.activate(block.activation, buffers.inner, buffers.active, block.down.inputs);
+  run.multiply(block.down, buffers.active, y, y);
+}
+
+void finish(const DecoderLayer &block, const Operations &run, bf16 *x, const bf16 *attended, const Buffers &buffers) {
+  const int64_t hidden = block.qkv.inputs;
+  bf16 *a = buffers.a, *b = buffers.b;
+  switch (block.order) {
+    case Order::pre:
+      run.multiply(block.out, attended, x, x);
+      run.norm(block.mlp_norm, block.eps, x, b, hidden);
+      return add_mlp(block, run, b, x, buffers);
+    case Order::post:
+      run.multiply(block.out, attended, x, x);
+      run.norm(block.attention_norm, block.eps, x, x, hidden);
+      add_mlp(block, run, x, x, buffers);
+      return run.norm(block.mlp_norm, block.eps, x, x, hidden);
+    case Order::parallel:
+      run.multiply(block.out, attended, a);
+      run.norm(block.mlp_norm, block.eps, x, b, hidden);
+      add_mlp(block, run, b, a, buffers);
+      return run.add(x, a, hidden);
+  }
+}
+
+}  // namespace
+
+int64_t DecoderLayer::scratch(int64_t rows) const {
+  return (rows < TILE ? rows : TILE) * (2 * qkv.inputs + inner_width(*this) + down.inputs);
+}
+
+void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *heads_out, bf16 *scratch, int64_t rows,
+                          int threads) const {
+  const int64_t hidden = qkv.inputs, width = qkv.outputs;
+  tiles(rows, [&](int64_t first, int64_t count) {
+    const Operations run = operations(*this, count, threads);
+    const bf16 *from = x + first * hidden;
+    bf16 *q = heads_out + first * width, *k = q + heads * dim;
+    if (order != Order::post) {
+      run.norm(attention_norm, eps, from, scratch, hidden);
+      from = scratch;
+    }
+    run.multiply(qkv, from, q);
+    if (q_norm) run.norm_heads(q_norm, eps, q, width, heads, dim);
+    if (k_norm) run.norm_heads(k_norm, eps, k, width, kv_heads, dim);
+    if (cos_sin) run.rotate(cos_sin + first * rotary, rotary, q, width, heads + kv_heads, dim);
+  });
+}
+
+void DecoderLayer::after(bf16 *x, const bf16 *attended, bf16 *scratch, int64_t rows, int threads) const {
+  tiles(rows, [&](int64_t first, int64_t count) {
+    finish(*this, operations(*this, count, threads), x + first * qkv.inputs, attended + first * out.inputs,
+           Buffers(*this, scratch, count));
+  });
+}
+
+}  // namespace headrace

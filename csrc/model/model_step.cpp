@@ -1,0 +1,70 @@
+#include "model/model_step.h"
+
+#include <cstring>
+#include <string>
+
+#include "common/arena.h"
+#include "model/operations.h"
+
+namespace headrace {
+
+using HEADRACE_NS::room;
+
+void run_layers(const DecoderLayer *const *blocks, const AttentionStep::Layer *layers, size_t count, const AttentionStep &step,
+                const LayerBuffers &r) {
+  for (size_t i = 0; i < count; ++i) {
+    const DecoderLayer &block = *blocks[i];
+    const int64_t stride = block.qkv.outputs;
+    bf16 *k = r.qkv + block.heads * block.dim, *v = k + block.kv_heads * block.dim;
+    block.before(r.x, r.cos_sin, r.rotary, r.qkv, r.scratch, r.rows, r.threads);
+    step.run(layers[i], {r.qkv, stride}, {k, stride}, {v, stride}, r.attended);
+    block.after(r.x, r.attended, r.scratch, r.rows, r.threads);
+  }
+}
+
+namespace {
+
+// rows [index[t]] of a table [count, width] -> out [T, width]. Throws for an index that is not in it.
+template <typename T>
+void look_up(const char *what, const T *table, int64_t count, int64_t width, const int64_t *index, int64_t rows, T *out) {
+  for (int64_t t = 0; t < rows; ++t) {
+    if (index[t] < 0 || index[t] >= count)
+      throw std::invalid_argument(std::string(what) + " of row " + std::to_string(t) + " is " + std::to_string(index[t]) +
+                                  ", of " + std::to_string(count));
+    memcpy(out + t * width, table + index[t] * width, width * sizeof(T));
+  }
+}
+
+}  // namespace
+
+int64_t ModelStep::scratch() const {
+  const DecoderLayer &first = *blocks.front();
+  const int64_t rows = step.rows();
+  const int64_t bytes = room<float>(rows * rotary) + room<bf16>(rows * first.qkv.inputs) +
+                        room<bf16>(rows * first.qkv.outputs) + room<bf16>(rows * first.out.inputs) +
+                        room<bf16>(first.scratch(rows)) + room<float>(tops_size(rows, ends.head.outputs));
+  return bytes / sizeof(bf16);
+}
+
+void ModelStep::run(const int64_t *tokens, bf16 *scratch, float *logits, float *greatest, int64_t *place, int threads) const {
+  const DecoderLayer &first = *blocks.front();
+  const int64_t rows = step.rows(), hidden = first.qkv.inputs;
+  HEADRACE_NS::Scratch memory(scratch);
+  float *cos_sin = memory.take<float>(rows * rotary);
+  LayerBuffers r = {nullptr, turns ? cos_sin : nullptr, rotary, nullptr, nullptr, nullptr, rows, threads};
+  r.x = memory.take<bf16>(rows * hidden);
+  r.qkv = memory.take<bf16>(rows * first.qkv.outputs);
+  r.attended = memory.take<bf16>(rows * first.out.inputs);
+  r.scratch = memory.take<bf16>(first.scratch(rows));
+  float *tops = memory.take<float>(tops_size(rows, ends.head.outputs));
+  look_up("token", ends.embed, ends.vocabulary, hidden, tokens, rows, r.x);
+  if (turns) look_up("position", turns, turn_rows, rotary, step.positions(), rows, cos_sin);
+  run_layers(blocks.data(), layers.data(), layers.size(), step, r);
+  if (ends.head.form == Form::pairs) check_pairs(kernels());
+  const Operations run = {kernels(), rows, threads};
+  run.norm(ends.norm, ends.eps, r.x, r.x, hidden);
+  run.multiply_wide(ends.head, r.x, logits, tops);
+  kernels().greatest({logits, greatest, place, rows, ends.head.outputs, threads, tops});
+}
+
+}  // namespace headrace

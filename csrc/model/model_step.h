@@ -1,0 +1,51 @@
+// Decoder layers with the attention of an engine step: several of them, or the step from its tokens to its logits.
+#pragma once
+
+#include <vector>
+
+#include "model/attention_step.h"
+#include "model/decoder_layer.h"
+
+namespace headrace {
+
+// Memory that layers share: x [T, H], which becomes the last one's output, qkv and attended as in DecoderLayer, cos_sin and rotary too.
+struct LayerBuffers {
+  bf16 *x;
+  const float *cos_sin;
+  int64_t rotary;
+  bf16 *qkv, *attended, *scratch;
+  int64_t rows;
+  int threads;
+};
+
+// `count` layers, one after another.
+void run_layers(const DecoderLayer *const *blocks, const AttentionStep::Layer *layers, size_t count, const AttentionStep &step,
+                const LayerBuffers &r);
+
+// What a model has before its layers and after them.
+struct EmbeddingAndHead {
+  const bf16 *embed;  // [V, H]
+  int64_t vocabulary;
+  Scale norm;
+  float eps;
+  Matrix head;
+};
+
+// A step from its tokens to its logits, as often as wanted.
+struct ModelStep {
+  const EmbeddingAndHead &ends;
+  std::vector<const DecoderLayer *> blocks;
+  std::vector<AttentionStep::Layer> layers;  // one for each block
+  const AttentionStep &step;
+  const float *turns;  // rotations of each position [turn_rows, rotary], or null
+  int64_t turn_rows, rotary;
+
+  // Elements of scratch memory that `run` needs.
+  int64_t scratch() const;
+
+  // tokens [T] -> logits fp32 [T, V], the greatest of each row [T] and where it is first, as Greatest says. Throws for
+  // tokens and positions that are in no table.
+  void run(const int64_t *tokens, bf16 *scratch, float *logits, float *greatest, int64_t *place, int threads) const;
+};
+
+}  // namespace headrace

@@ -1,0 +1,132 @@
+// Elementwise operations: activations, sums and rotary embedding, in fp32, rounded once. An element's bits do not depend on
+// its place: the last elements of a row go through the same vector code, padded.
+#include "common/shares.h"
+#include "isa/simd.h"
+#include "kernels.h"
+
+namespace headrace::HEADRACE_NS {
+
+namespace {
+
+constexpr int64_t MANY_ELEMENTS = 16384;  // elements below which waking the other threads costs more than it saves
+
+struct Gelu {
+  // x * Phi(x). erfc(z) = e^(-z^2) t P(t) with t = 1 / (1 + z / 3), P a Chebyshev fit for 0 <= z <= 10, error 2e-9.
+  static vf apply(vf x) {
+    const vf size = x < 0.0f ? -x : x;
+    const vf t = 1.0f / madd(size, splat(0.70710678f / 3.0f), splat(1.0f));
+    vf p = splat(0.05704096532f);
+    p = madd(p, t, splat(-0.2993730934f));
+    p = madd(p, t, splat(0.5528358778f));
+    p = madd(p, t, splat(-0.4642043544f));
+    p = madd(p, t, splat(0.4228917418f));
+    p = madd(p, t, splat(-0.01248239662f));
+    p = madd(p, t, splat(0.1958655789f));
+    p = madd(p, t, splat(0.1706077573f));
+    p = madd(p, t, splat(0.1887875917f));
+    p = madd(p, t, splat(0.1880303332f));
+    const vf tail = exp(x * x * splat(-0.5f)) * t * p * splat(0.5f);  // Phi(-|x|)
+    const vf phi = x < 0.0f ? tail : 1.0f - tail;
+    return x == -__builtin_inff() ? vf{} : x * phi;
+  }
+};
+
+struct GeluTanh {
+  // x (1 + tanh y) / 2 = x sigmoid(2 y) with y = sqrt(2 / pi) (x + 0.044715 x^3)
+  static vf apply(vf x) {
+    const vf cubic = madd(x * x * x, splat(0.044715f), x);
+    return x == -__builtin_inff() ? vf{} : sigmoid_times(x, cubic * splat(1.5957691f));
+  }
+};
+
+struct Relu {
+  static vf apply(vf x) { return x < 0.0f ? vf{} : x; }  // NaN stays
+};
+
+template <typename T, typename F> void map(const Unary &a) {
+  const int64_t total = a.rows * a.width, vectors = (total + W - 1) / W;
+  const T *x = static_cast<const T *>(a.x);
+  T *out = static_cast<T *>(a.out);
+  share_ranges(vectors, total > MANY_ELEMENTS ? a.threads : 1, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) {
+      const int64_t at = i * W, n = total - at;
+      if (n >= W)
+        store(out + at, F::apply(load(x + at)));
+      else
+        store_part(out + at, F::apply(load_part(x + at, n)), n);
+    }
+  });
+}
+
+}  // namespace
+
+template <typename T> void gelu(const Unary &a) { map<T, Gelu>(a); }
+template <typename T> void gelu_tanh(const Unary &a) { map<T, GeluTanh>(a); }
+template <typename T> void relu(const Unary &a) { map<T, Relu>(a); }
+
+template <typename T> void add(const Sum &a) {
+  const int64_t vectors = (a.elements + W - 1) / W;
+  const T *x = static_cast<const T *>(a.x), *y = static_cast<const T *>(a.y);
+  T *out = static_cast<T *>(a.out);
+  share_ranges(vectors, a.elements > MANY_ELEMENTS ? a.threads : 1, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) {
+      const int64_t at = i * W, n = a.elements - at;
+      if (n >= W)
+        store(out + at, load(x + at) + load(y + at));
+      else
+        store_part(out + at, load_part(x + at, n) + load_part(y + at, n), n);
+    }
+  });
+}
+
+// x [T, 2 I] = (gate, up) -> silu(gate) * up [T, I]
+template <typename T> void silu_mul(const Unary &a) {
+  share_each(a.rows, a.rows * a.width > MANY_ELEMENTS ? a.threads : 1, [&](int64_t t) {
+    const T *gate = static_cast<const T *>(a.x) + t * 2 * a.width, *up = gate + a.width;
+    T *out = static_cast<T *>(a.out) + t * a.width;
+    for (int64_t i = 0; i < a.width; i += W) {
+      const int64_t n = a.width - i;
+      auto get = [&](const T *p) { return n >= W ? load(p + i) : load_part(p + i, n); };
+      const vf g = get(gate), y = sigmoid_times(g, g) * get(up);
+      n >= W ? store(out + i, y) : store_part(out + i, y, n);
+    }
+  });
+}
+
+// Halves (a, b) of the first `width` elements -> (a cos - b sin, b cos + a sin).
+template <typename T> static void rotate(const T *x, T *out, const float *cos_sin, int64_t width) {
+  const int64_t half = width / 2;
+  for (int64_t i = 0; i < half; i += W) {
+    const int64_t n = half - i;
+    auto get = [&](const auto *p) { return n >= W ? load(p + i) : load_part(p + i, n); };
+    auto put = [&](T *p, vf y) { n >= W ? store(p + i, y) : store_part(p + i, y, n); };
+    const vf a = get(x), b = get(x + half), cos = get(cos_sin), sin = get(cos_sin + half);
+    put(out, madd(a, cos, -(b * sin)));
+    put(out + half, madd(b, cos, a * sin));
+  }
+}
+
+template <typename T> void rotary(const Rotary &a) {
+  share_each(a.rows, a.rows * a.heads * a.dim > MANY_ELEMENTS ? a.threads : 1, [&](int64_t t) {
+    for (int64_t h = 0; h < a.heads; ++h) {
+      const T *x = static_cast<const T *>(a.x) + t * a.x_stride + h * a.dim;
+      T *out = static_cast<T *>(a.out) + t * a.out_stride + h * a.dim;
+      rotate(x, out, a.cos_sin + t * a.rotary, a.rotary);
+      if (out != x) memcpy(out + a.rotary, x + a.rotary, (a.dim - a.rotary) * sizeof(T));
+    }
+  });
+}
+
+void exp(const float *x, float *out, int64_t n) {
+  for (int64_t i = 0; i < n; i += W)
+    n - i >= W ? store(out + i, exp(load(x + i))) : store_part(out + i, exp(load_part(x + i, n - i)), n - i);
+}
+
+HEADRACE_BOTH_TYPES(gelu, Unary)
+HEADRACE_BOTH_TYPES(gelu_tanh, Unary)
+HEADRACE_BOTH_TYPES(relu, Unary)
+HEADRACE_BOTH_TYPES(add, Sum)
+HEADRACE_BOTH_TYPES(silu_mul, Unary)
+HEADRACE_BOTH_TYPES(rotary, Rotary)
+
+}  // namespace headrace::HEADRACE_NS
