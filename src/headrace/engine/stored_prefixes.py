@@ -145,7 +145,7 @@ class StoredPrefixes(Below):
     # -- transitions, each of which returns the state after it
 
     def _next(self, sequence: SequenceState, table: ChunkTable, alone: bool) -> State:
-        """As far as a prompt comes now."""
+        """Takes all transitions that are possible now."""
         state = self._states.get(sequence) or self._look(table)
         if isinstance(state, Looking) and state.lookup.done and not self._arrives_for_another(table, state):
             state = self._plan(sequence, table, state)
@@ -283,7 +283,7 @@ class StoredPrefixes(Below):
             self.rates.observe_prefill(slices[0].start, slices[0].length, seconds)
 
     def wait(self) -> None:
-        """A moment, where no sequence can go on: threads are at work for all of them."""
+        """Sleeps for a moment: every sequence waits for a thread."""
         time.sleep(0.0005)
 
     @property

@@ -1,4 +1,4 @@
-"""What lies below the pool, made from the settings."""
+"""Opens what lies below the pool, from the settings: tiers, codec, copy streams, rates, write-back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
 
 
 def identity(config: EngineConfig, capacity: Capacity) -> bytes:
-    """What the chunks of this engine are named by where they outlive it: content, not place."""
+    """What names the chunks that outlive this engine: the content of the model, not its place."""
     assert config.tiers is not None
     paths = [Path(own.path) for own in config.tiers.each if isinstance(own, DiskTierSettings) and own.path]
     return chunk_identity(

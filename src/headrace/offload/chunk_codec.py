@@ -72,7 +72,7 @@ class ChunkCodec:
         return self.storage.x[layer]
 
     def header(self, data: memoryview, digest: bytes, kind: BlobKind) -> frame.BlobHeader:
-        """Raises frame.Damaged for a blob that is not this chunk's, or not as this pool needs it."""
+        """Raises frame.DamagedBlob for a blob that is not this chunk's, or not as this pool needs it."""
         header = frame.read_header(data, digest, kind, self.identity)
         if header.layers != self.spec.layers or header.section_bytes != self.section_bytes(kind, header.format):
             raise frame.DamagedBlob(f"{header.layers} layers of {header.section_bytes} bytes do not fit the pool")

@@ -68,7 +68,7 @@ class ThreadStream:
             try:
                 run()
                 self.link.carried(ticket.size, ticket.began_s)
-            except BaseException as raised:  # whatever it is, it belongs to who waits for the ticket
+            except BaseException as raised:  # of any kind: the caller that waits for the ticket gets it
                 error = raised
             ticket.end(error)
             del item, run, ticket, error

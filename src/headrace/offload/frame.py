@@ -4,9 +4,9 @@
     | magic  | version| kind| fmt | layers | section bytes | identity | digest | sums ... 0 | checksum |
 
 Numbers are little-endian. sums: a checksum of each section, 8 bytes each; then zeros, so that the header is a multiple
-of 64 bytes long and sections lie as tensors like to; its last 8 bytes are the checksum of all bytes before them. What a
-section holds is the business of chunk_formats. Checksums (XXH3, 64 bits) find damage, not malice: who can write to a
-tier is trusted with what it holds.
+of 64 bytes long and sections lie as tensors like to; its last 8 bytes are the checksum of all bytes before them. The
+layout of a section is defined by kernels.chunk_formats. Checksums (XXH3, 64 bits) find damage, not malice: whoever can
+write to a tier is trusted.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class BlobHeader(NamedTuple):
     sums: tuple[int, ...]
 
     def check(self, layer: int, section: Bytes) -> None:
-        """Raises Damaged unless these are the bytes of that layer's section."""
+        """Raises DamagedBlob unless these are the bytes of that layer's section."""
         size = memoryview(section).nbytes
         if size != self.section_bytes:
             raise DamagedBlob(f"section {layer} has {size} bytes instead of {self.section_bytes}")
@@ -108,8 +108,8 @@ def make_header(layout: BlobLayout, digest: bytes, sums: Sequence[int]) -> bytes
 def read_header(data: Bytes, digest: bytes, kind: BlobKind, identity: bytes) -> BlobHeader:
     """What the header at the start of `data` says; more bytes may follow it.
 
-    Raises Damaged where it is none, is cut off, of another version, harmed, or sound but of another model (identity),
-    chunk (digest) or kind.
+    Raises DamagedBlob if the header is missing, cut off, of another version or corrupt, or if it belongs to another
+    model (identity), chunk (digest) or kind.
     """
     view = memoryview(data).cast("B")
     if len(view) < _FIXED.size:

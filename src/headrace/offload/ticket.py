@@ -1,4 +1,4 @@
-"""A transfer under way, as whoever waits for it sees it."""
+"""A ticket: the handle of a transfer under way, to wait for it and to see how long it took."""
 
 from __future__ import annotations
 

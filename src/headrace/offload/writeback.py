@@ -1,7 +1,7 @@
 """Storing chunks below the pool: those of ended sequences by a thread, the others when they are evicted.
 
-A table whose sequence has ended is parked: it goes on holding its chunks, which therefore stay as they are, until the
-thread has stored them. When the pool runs short, parked tables are closed at once; what was not stored yet is stored
+A table whose sequence has ended is parked: it keeps holding its chunks, so that they stay unchanged, until the thread
+has stored them. When the pool runs short, parked tables are closed at once; what was not stored yet is stored
 when it is evicted or when there is nothing else to do, by the engine itself.
 """
 
@@ -43,7 +43,7 @@ class _Parked:
 class Writeback:
     """codec is used by the thread, engine_codec by the engine: each has memory of its own to encode in.
 
-    unstored: chunks that wait for the thread. let_go: chunks that nobody holds and that are not stored, as far as is
+    unstored: chunks that wait for the thread. let_go: chunks that no table holds and that are not stored, as far as is
     known. All methods are the engine's; the thread touches neither tree nor tables.
     """
 
@@ -98,8 +98,8 @@ class Writeback:
             self._close(parked)
 
     def store_idle(self) -> bool:
-        """While there is nothing else to do: stores some chunks that were let go before they were; whether there were
-        any. It looks through all that nobody holds."""
+        """Called by an idle engine: stores some chunks that no table holds any more and that were not stored; returns
+        whether there were any."""
         left, end = [node for node in self.cache.tree.idle.values() if not node.stored], time.monotonic() + IDLE_S
         for done, node in enumerate(left, 1):
             self._store(node, self.engine_codec)

@@ -1,7 +1,7 @@
-"""How fast link and arithmetic are while decoding streams: what streaming.decode_split is told at each step.
+"""How fast link and arithmetic are while decoding streams: the inputs of streaming.decode_split at each step.
 
-The paper's profiler measures once, at start; here each transfer, projection and operation counts, by the mean of the
-latest: on a machine that others use as well, what now and then takes twice as long takes more time in all.
+KVPR's profiler measures once, at start; here each transfer, projection and operation counts, by the mean of the latest
+(not the median: on a shared machine, operations that now and then take twice as long add to the total).
 """
 
 from __future__ import annotations

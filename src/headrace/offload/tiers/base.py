@@ -1,4 +1,4 @@
-"""What a tier is: a store of named blobs below the pool, which may lose any of them at any time.
+"""The interface of a tier: a store of named blobs below the pool, which may lose any of them at any time.
 
 A blob is one chunk's keys and values ("k") or its activations ("x"), of all layers (frame). Its name is the chunk's
 digest, which the model, the types, the tenant's salt and all tokens up to the chunk's end went into, and the kind.
@@ -46,9 +46,9 @@ class ReadGuess(NamedTuple):
 
 
 class Tier(Protocol):
-    """Safe to call from several threads. No method raises for what the world does to the store (full, gone, slow,
-    damaged, changed by another process): it is logged once per kind, counted, and the answer is "not there". No call
-    takes longer than the tier's time-out by much.
+    """Safe to call from several threads. No method raises if the store is full, gone, slow, damaged or changed by
+    another process: the failure is logged once per kind and counted, and the answer is "not there". No call takes much
+    longer than the tier's time-out.
     """
 
     @property
@@ -66,21 +66,21 @@ class Tier(Protocol):
     def read_guess(self) -> ReadGuess: ...
 
     def has(self, names: Sequence[bytes]) -> list[bool]:
-        """Whether each blob is there, as far as is known. Those that are count as used now, the first of them last:
-        name a run's chunks from its start, so that it loses its end first (no use without what comes before it)."""
+        """Whether each blob is there, as far as is known. Those that are count as used now, the first one last. Name a
+        run's chunks from its start: the run then loses its end first, which is of no use without its start."""
 
     def put(self, name: bytes, tenant: bytes, parts: BlobParts) -> bool:
-        """Stores a blob (the parts joined), all of it or nothing; whether it is there now. A blob of that name is
-        left as it is, whoever put it, and counts as used now. Where there is no room others go (offload.tiers.index,
-        docs/offload.md, tenants), the least recently used first: store a run's chunks from its end. False too while
-        another thread or process is writing that blob. The parts may be changed once the call has returned."""
+        """Stores a blob (the parts joined), all of it or nothing; returns whether it is there now. An existing blob of
+        that name is left as it is and counts as used now. If there is no room, other blobs are evicted, the least
+        recently used first (offload.tiers.index; docs/offload.md, tenants): store a run's chunks from its end.
+        Returns False too while another thread or process is writing that blob. The parts may be changed afterwards."""
 
     def read(self, reads: Sequence[Read]) -> list[bool]:
-        """Fills what it can; whether each was read whole (if not, `into` holds anything). Bytes are as stored: whoever
-        reads checks them (offload.frame). Reads of one blob that follow each other, in place and in order, cost one."""
+        """Fills what it can; returns whether each was read whole (if not, `into` holds anything). The caller checks the
+        bytes (offload.frame). Adjacent reads of one blob, in order, cost one call."""
 
     def drop(self, names: Sequence[bytes]) -> None:
-        """Forgets blobs, which turned out to be bad, and counts them so."""
+        """Removes blobs that turned out to be damaged, and counts them in `bad`."""
 
     def stats(self) -> TierStats:
         """A copy."""

@@ -18,7 +18,7 @@ from headrace.logs import shown
 log = logging.getLogger(__name__)
 
 MOST_REASON = 400
-"""Characters in the log; whoever gives a reason has shortened what is foreign in it already."""
+"""Characters in the log; callers have already shortened foreign text in a reason."""
 
 LONGEST_S = 60.0
 """Bound of the doubling: a tier that comes back is noticed within a minute."""

@@ -1,8 +1,8 @@
 """A directory as a tier: it survives restarts, kill -9, and what happens to its files (tiers.files, tiers.index).
 
-The files are the truth and the index says who has to go. At the start, and after damage of the index, the directory is
-looked through: files that the index lacks are taken in, entries without a file forgotten. Several processes may use one
-directory; they share the index and so the budget, and what one evicts is a miss for the others.
+The files are the truth; the index holds the order of eviction. At the start, and after damage of the index, the
+directory is looked through: files that the index lacks are taken in, entries without a file forgotten. Several
+processes may use one directory; they share the index and so the budget, and what one evicts is a miss for the others.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     blobs/3f/3f..6b-TENANT   a blob: its name in hex, and 16 hex digits that stand for the tenant
     tmp/3f..6b               a blob being written; its writer holds a lock (flock) on it, which ends with the process
     index.sqlite             what there is, by last use; made again from the names above if lost (offload.tiers.disk)
-    index.damaged            the last index that was found damaged, kept for whoever wants to know why
+    index.damaged            the last index that was found damaged, kept for inspection
     lock                     held while a process looks through the directory at its start
 
 Nothing is flushed to the platter: kill -9 loses nothing that has its name; after a power loss a file may be short,
@@ -42,7 +42,7 @@ def tenant_mark(tenant: bytes) -> bytes:
 
 
 class Draft:
-    """A file that nobody sees before `publish`, and that is gone after `close` otherwise."""
+    """A file that is invisible before `publish`; unless published, it is removed by `close`."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self._path = path

@@ -1,11 +1,11 @@
-"""What a tier holds, in SQLite: names, tenants, sizes, last use; and who has to go when there is no room.
+"""The index of a tier, in SQLite: names, tenants, sizes, last use; and which blobs are evicted when there is no room.
 
 Room is given back in two steps, so that no lock is held while a blob is written: `reserve` takes the victims out and
-counts the new blob, which nobody sees until `commit`.
+counts the new blob, which is invisible until `commit`.
 
-Whose blob goes (`choose`): the largest user's least recently used, the new blob counted. The largest user is above the
-quota if anybody is. So a tenant alone may fill the budget, and who is within the quota loses a blob to another only if
-that one stays within the quota too (more tenants than quotas fit); else the new blob is refused.
+Which blob is evicted (`choose`): the least recently used of the largest user, the new blob counted. The largest user is
+above the quota if any tenant is. So a tenant alone may fill the budget, and a tenant within its quota loses a blob to
+another only if that one stays within its quota too (more tenants than quotas fit); else the new blob is refused.
 """
 
 from __future__ import annotations

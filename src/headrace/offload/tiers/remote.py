@@ -43,7 +43,7 @@ LARGEST_BLOB = 512 << 20
 """proto-max-bulk-len, a server's default bound of one value."""
 
 SECRET_PREFIX = 8
-"""So many first characters of a password are not told either: whoever quotes one may cut it off."""
+"""A text that holds so many first characters of the password is masked too: a server may quote a part of it."""
 
 Command = tuple[redis_connection.CommandPieces, Expected]
 Take = Callable[[int, Any], None]

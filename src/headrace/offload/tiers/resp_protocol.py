@@ -95,7 +95,7 @@ class ReplyParser:
         self._sock, self._buffer = None, b""
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Whether anything has come, which nobody asked for. Raises ConnectionError if the other side has hung up."""
+        """Whether unrequested bytes have arrived. Raises ConnectionError if the other side has hung up."""
         if self._buffer:
             return True
         self._sock.settimeout(timeout)

@@ -2,7 +2,7 @@
 
 A tier in memory is written by the caller, which is a copy; each other one by a thread, behind a queue bounded in
 bytes. A tier that is left alone after a failure needs no special case: it answers "not there" at once, and
-its trial call after the cooldown is one of those made here.
+one of the calls made here is its trial call after the cooldown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.offload.tiers.writer import Write, Writer
 log = logging.getLogger(__name__)
 
 PROBED = ("reads", "read_bytes", "writes", "written_bytes", "dropped", "bad")
-"""What Tiers.leave_out leaves out; what went wrong counts."""
+"""Counters that Tiers.leave_out resets; errors still count."""
 
 
 class Tiers:
@@ -64,7 +64,7 @@ class Tiers:
         ]
 
     def doubtful(self, name: bytes) -> list[int]:
-        """The tiers that may lack it, asking only those that answer from memory: a put changes nothing where it is."""
+        """The tiers that may lack a blob; only those in memory are asked. A put of one that is there does nothing."""
         return [
             index
             for index, tier in enumerate(self.tiers)
@@ -72,7 +72,7 @@ class Tiers:
         ]
 
     def pending(self, index: int, name: bytes) -> bool:
-        """Whether it waits to be written to that tier."""
+        """Whether a blob waits to be written to that tier."""
         writer = self._writers[index]
         return writer is not None and writer.pending(name)
 
@@ -97,7 +97,7 @@ class Tiers:
             tier.drop(names)
 
     def leave_out(self) -> None:
-        """What was written, read and dropped so far was to try the tiers, and does not count."""
+        """Excludes what was written, read and dropped so far from the counters: it was the probe of the tiers."""
         self._probed = [tier.stats() for tier in self.tiers]
 
     def stats(self) -> dict[str, TierStats]:

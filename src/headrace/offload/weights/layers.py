@@ -1,5 +1,4 @@
-"""One layer at a time, where a decoder runs all of its own: for schedules that go by layers, and for weights that come
-and go.
+"""One layer of a decoder at a time, for schedules that go layer by layer and for streamed weights.
 
 T: rows, H: hidden size, Hq, Hkv: query and KV heads, D: head size.
 """
