@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.engine import StreamedAnswer, engine, figures
+from headrace.cli.engine import CollectedAnswer, engine, figures
 from headrace.cli.generate import read_text
 from headrace.config import EngineConfig
 from headrace.console import err, out
@@ -31,7 +31,7 @@ class Conversation:
 
     async def turn(self, text: str) -> None:
         asked = [*self.messages, {"role": "user", "content": text}]
-        answer = StreamedAnswer()
+        answer = CollectedAnswer()
         try:
             async for delta in self.llm.generate(self.llm.tokenizer.apply_chat(asked), self.params):
                 answer.add(delta)

@@ -26,7 +26,7 @@ async def engine(config: EngineConfig, quiet: bool) -> AsyncIterator[Any]:
 
 
 @dataclass(slots=True)
-class StreamedAnswer:
+class CollectedAnswer:
     """One sequence of an answer, put together from its deltas."""
 
     texts: list[str] = field(default_factory=list)

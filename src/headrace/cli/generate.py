@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.engine import StreamedAnswer, engine, figures
+from headrace.cli.engine import CollectedAnswer, engine, figures
 from headrace.config import EngineConfig
 from headrace.console import err
 from headrace.types import SamplingParams
@@ -51,8 +51,8 @@ async def _run(config: EngineConfig, params: SamplingParams, prompts: list[str],
             _show(prompt, answer, json_lines, streaming, quiet)
 
 
-async def _answer(llm: Any, prompt: str, params: SamplingParams, streaming: bool) -> StreamedAnswer:
-    answer = StreamedAnswer()
+async def _answer(llm: Any, prompt: str, params: SamplingParams, streaming: bool) -> CollectedAnswer:
+    answer = CollectedAnswer()
     async for delta in llm.generate(prompt, params):
         answer.add(delta)
         if streaming:
@@ -61,7 +61,7 @@ async def _answer(llm: Any, prompt: str, params: SamplingParams, streaming: bool
     return answer
 
 
-def _show(prompt: str, answer: StreamedAnswer, json_lines: bool, streamed: bool, quiet: bool) -> None:
+def _show(prompt: str, answer: CollectedAnswer, json_lines: bool, streamed: bool, quiet: bool) -> None:
     if json_lines:
         print(json.dumps(_record(prompt, answer), ensure_ascii=False), flush=True)
     else:
@@ -70,7 +70,7 @@ def _show(prompt: str, answer: StreamedAnswer, json_lines: bool, streamed: bool,
         err.print(figures(answer.metrics), style="dim")
 
 
-def _record(prompt: str, answer: StreamedAnswer) -> dict[str, Any]:
+def _record(prompt: str, answer: CollectedAnswer) -> dict[str, Any]:
     m = answer.metrics
     counts: dict[str, Any] = {}
     if m is not None:
