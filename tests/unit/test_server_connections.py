@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from headrace.server import connections
-from headrace.server.connections import RESERVED, Connections, Seldom, limit
+from headrace.server.connections import RESERVED, Connections, LogThrottle, limit
 from tests.unit.fake_server import TEXT, Running, open_request, serving, text, until
 
 pytestmark = pytest.mark.unit
@@ -208,7 +208,7 @@ def test_the_limit_lies_below_the_descriptors(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_message_that_comes_again_and_again_is_told_seldom() -> None:
     now = [0.0]
-    seldom = Seldom(lambda: now[0])
+    seldom = LogThrottle(lambda: now[0])
     record = logging.makeLogRecord({"msg": "Invalid HTTP request received."})
     assert [seldom.filter(record) for _ in range(3)] == [True, False, False]
     now[0] = connections.LOG_S + 1

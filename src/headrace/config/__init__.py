@@ -6,11 +6,13 @@ records. Imports no torch.
 """
 
 from headrace.config.attention import AttentionSpec
+from headrace.config.cache import KVDType
 from headrace.config.engine import EngineConfig, config_from_env
 from headrace.config.fields import Setting, env_name
 from headrace.config.model import Backend, DType, Quantization
-from headrace.config.offload import KVTiers
-from headrace.config.streaming import KVStreaming
+from headrace.config.offload import KVTiers, Switch
+from headrace.config.ranks import DistributedBackend, PrefillStrategy, StrategyRule
+from headrace.config.streaming import KVStreaming, OffloadSchedule
 from headrace.config.tiers import OffloadFormat
 from headrace.config.together import SETTINGS, Outside
 
@@ -19,13 +21,19 @@ __all__ = [
     "AttentionSpec",
     "Backend",
     "DType",
+    "DistributedBackend",
     "EngineConfig",
+    "KVDType",
     "KVStreaming",
     "KVTiers",
     "OffloadFormat",
+    "OffloadSchedule",
     "Outside",
+    "PrefillStrategy",
     "Quantization",
     "Setting",
+    "StrategyRule",
+    "Switch",
     "config_from_env",
     "env_name",
 ]

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 Weights = dict[str, Tensor]
 Matrices = dict[str, ops.Weight]
-Whole = Callable[[Width, Tensor], Tensor]
+GatherShares = Callable[[Width, Tensor], Tensor]
 """x [T, this rank's share of a width] -> [T, that width]."""
 LOOKED_UP = ("embed.weight", "positions.weight")
 """Tables of rows: looked up, not multiplied by."""
@@ -56,7 +56,7 @@ class TokenBatch:
 
 
 def _alone(width: Width, x: Tensor) -> Tensor:
-    """Whole, where one rank computes all."""
+    """GatherShares, where one rank computes all."""
     return x
 
 
@@ -68,7 +68,7 @@ class Layer:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: Whole = _alone
+        self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: GatherShares = _alone
     ) -> None:
         self.config = config
         self.index = index
@@ -298,7 +298,7 @@ def _share(config: ModelConfig, tensor: ShardGroup | None) -> Share | None:
     return None if tensor is None or tensor.size == 1 else Share(config, tensor.rank, tensor.size)
 
 
-def _gathered(share: Share, tensor: ShardGroup) -> Whole:
+def _gathered(share: Share, tensor: ShardGroup) -> GatherShares:
     widths: dict[Width, list[int]] = {width: share.widths(width) for width in get_args(Width)}
     return lambda width, x: tensor.gather(x, widths[width])
 

@@ -180,7 +180,7 @@ class Connection(H11Protocol):
             timer.cancel()
 
 
-class Seldom(logging.Filter):
+class LogThrottle(logging.Filter):
     """Passes a message once per LOG_S, whoever may cause it and how often: bad requests, failed accepts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

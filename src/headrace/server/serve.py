@@ -20,14 +20,14 @@ from fastapi import FastAPI
 
 from headrace.config import EngineConfig
 from headrace.server.app import create_app
-from headrace.server.connections import ACCEPTED_AT_ONCE, KEEP_ALIVE_S, Connection, Connections, Seldom, limit
+from headrace.server.connections import ACCEPTED_AT_ONCE, KEEP_ALIVE_S, Connection, Connections, LogThrottle, limit
 from headrace.server.engine import ServedEngine
 from headrace.server.state import MakeEngine, ServerState
 from headrace.server.status import address
 
 log = logging.getLogger("headrace.server")
 
-SELDOM = Seldom()
+LOG_THROTTLE = LogThrottle()
 
 GRACE_S = 3.0
 """After the last engine failure /health answers 503 for so long, for balancers to see; then the process ends."""
@@ -107,7 +107,7 @@ class HTTPServer(uvicorn.Server):
 def make_server(app: FastAPI) -> HTTPServer:
     """Raises ValueError where the settings ask for more connections than there are file descriptors."""
     for name in ("uvicorn.error", "asyncio"):
-        logging.getLogger(name).addFilter(SELDOM)
+        logging.getLogger(name).addFilter(LOG_THROTTLE)
     connections = Connections(limit(app.state.headrace.config.server.max_connections))
     return HTTPServer(
         uvicorn.Config(
