@@ -127,7 +127,7 @@ def test_settings(monkeypatch: pytest.MonkeyPatch, folder_of: FolderOf) -> None:
 
 
 def test_a_weight_that_has_no_groups_is_named(folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "GROUP", 128)
+    monkeypatch.setattr(quantized.FORMATS["int4"], "inputs", 128)
     with pytest.raises(ValueError, match=r"layers\.0\.down\.weight: .*multiple of 128.*use int8"):
         load_decoder(folder_of("llama"), quantization="int4")
 

@@ -67,7 +67,8 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        return self._hf.eos_token_id
+        token: int | None = self._hf.eos_token_id
+        return token
 
     @property
     def has_chat_template(self) -> bool:
@@ -162,9 +163,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of a token sequence, spaces as the model wrote them (no clean-up)."""
-        return self._hf.decode(
+        text: str = self._hf.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+        return text
 
     def token_text(self, token: int) -> str:
         """Text of one token by itself, special tokens included; U+FFFD where it holds only a part of a character."""
@@ -285,7 +287,7 @@ def _part_text(part: Any, where: str) -> str:
         raise InvalidRequest(f"{where}: type {kind!r} is not supported, only 'text' is", "messages")
     if not isinstance(part.get("text"), str):
         raise InvalidRequest(f"{where}.text must be a string", "messages")
-    return part["text"]
+    return str(part["text"])
 
 
 # ---- bytes of a token ------------------------------------------------------------------------------------------------
@@ -312,17 +314,18 @@ def _piece_rule(decoder: Any) -> PieceRule | None:
 
 def _space_mark(step: Mapping[str, Any]) -> str | None:
     """The character that this decoder step turns into a space, if that is what it does."""
+    found: str | None = None
     if step["type"] == "Metaspace":
-        return step["replacement"]
+        found = step["replacement"]
     if step["type"] == "Replace" and step["content"] == " ":
-        return step["pattern"].get("String")
-    return None
+        found = step["pattern"].get("String")
+    return found
 
 
 def _is_neutral(step: Mapping[str, Any]) -> bool:
     """Whether the step changes nothing inside a text, but for bytes and the text's first space."""
     if step["type"] == "Strip":
-        return step["content"] == " " and step["start"] <= 1 and step["stop"] == 0
+        return bool(step["content"] == " " and step["start"] <= 1 and step["stop"] == 0)
     return step["type"] in ("ByteFallback", "Fuse")
 
 

@@ -73,7 +73,7 @@ class Int4:
 
     def scales(self, weight: Tensor) -> Tensor:
         """Values of bf16: the element furthest from 0 becomes -8."""
-        groups = weight.view(len(weight), -1, GROUP)
+        groups = weight.view(len(weight), -1, self.inputs)
         furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
         return (furthest.squeeze(-1) / -8).bfloat16().float()
 
