@@ -56,7 +56,7 @@ def test_no_set_lends_its_bodies() -> None:
     library = extension.require().__file__
     symbols = output("nm", "-DCS", "--defined-only", library) + output("nm", "-CS", "--defined-only", library)
     bodies = shared_bodies(symbols)
-    assert any("std::vector" in name for _, _, name in bodies)  # else it looks at nothing
+    assert any("std::" in name for _, _, name in bodies)  # else it looks at nothing
     assert leaks(bodies, output("objdump", "-d", "--no-show-raw-insn", library)) == set()
 
 
