@@ -35,10 +35,10 @@ demo: $(USE) ## answer real requests on the shipped model and show what the cach
 	@$(BIN)/python -m headrace.cli.main demo
 
 test: $(DEV) ## all tests, of large matrices a pairwise sample (HEADRACE_TEST_SEED=2 for another)
-	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.scheduling -p tests.sampling
+	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.support.scheduling -p tests.support.sampling
 
 test-matrix: $(DEV) ## every case of the matrices from which make test draws
-	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.scheduling -p tests.sampling --matrices whole
+	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.support.scheduling -p tests.support.sampling --matrices whole
 
 test-sanitize: $(DEV) ## kernel tests under the address, undefined-behaviour and thread sanitizers (GCC)
 	@$(BIN)/python tools/sanitize/run.py

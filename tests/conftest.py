@@ -1,4 +1,7 @@
-"""Tests are sorted by what they need: unit (no torch), cpu (torch, one process), processes (several), gpu (CUDA)."""
+"""Tests are sorted by what they need: unit (no torch), cpu (torch, one process), processes (several), gpu (CUDA).
+
+What several test files share lies in support.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from hypothesis import settings
 
 HERE = Path(__file__).parent
 FOLDERS = ("unit", "cpu", "processes", "gpu")
+
+# Their assertions tell values as those of test files do.
+pytest.register_assert_rewrite(*(f"tests.support.{path.stem}" for path in HERE.glob("support/*.py")))
 
 # No test fails because the machine is busy.
 settings.register_profile("headrace", deadline=None)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headrace.engine.tokenizer import Tokenizer
 from headrace.kernels import cpu
-from headrace.models.decoder import Decoder, load_decoder
-from tests.cpu.checkpoints import make_checkpoint
-from tests.cpu.tokenizers_made import KINDS, save
+from headrace.models.decoder import load_decoder
+from tests.support.checkpoints import FolderOf, OursOf, TheirsOf, make_checkpoint
+from tests.support.small_tokenizers import KINDS, save
 
 transformers.utils.logging.disable_progress_bar()
-
-FolderOf = Callable[[str], Path]
-OursOf = Callable[..., Decoder]
-TheirsOf = Callable[..., PreTrainedModel]
 
 
 @pytest.fixture(params=cpu.available_isas() if cpu.available() else ())
@@ -52,7 +47,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
-    """folder_of(kind): the fp32 checkpoint of that kind. Not to be changed; see tests.cpu.checkpoints.KINDS."""
+    """folder_of(kind): the fp32 checkpoint of that kind. Not to be changed; see tests.support.checkpoints.KINDS."""
     return lru_cache(None)(lambda kind: make_checkpoint(kind, tmp_path_factory.mktemp(kind)))
 
 
@@ -87,5 +82,13 @@ def tokenizer(request: Any, tokenizers: dict[str, Tokenizer]) -> Tokenizer:
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def threads_kept() -> Iterator[None]:
+    """torch has as many threads after the test as before."""
+    before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

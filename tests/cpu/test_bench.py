@@ -43,7 +43,7 @@ from headrace.bench.shapes import SHAPES, CheckpointShape
 from headrace.bench.workloads import WORKLOADS, chosen
 from headrace.cli.main import app
 from headrace.types import CHUNK
-from tests.unit.fake_server import serving
+from tests.support.fake_server import serving
 
 pytestmark = pytest.mark.cpu
 

@@ -15,35 +15,16 @@ import pytest
 
 from headrace.config import EngineConfig
 from headrace.parallel import control
-from headrace.parallel.control import Channel, Refused, RunStep, StopWorker, WorkerHello, connect, proof
+from headrace.parallel.control import Refused, RunStep, StopWorker, WorkerHello, connect, proof
 from headrace.parallel.group import interface_name, prove
 from headrace.parallel.handshake import Handshake
 from headrace.parallel.launch import TorchRun, _read_secret, open_group
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.parallel.worker import decode_config, encode_config
+from tests.support.control_channels import SECRET, address, nothing, pair
 
-SECRET = "a secret of the ranks"
 OTHER = "another secret of theirs"
-
-
-def pair(meddle: Callable[[bytes], bytes] | None = None) -> tuple[Channel, Channel]:
-    """Driver's and worker's channel; `meddle` changes what passes from driver to worker after the handshake."""
-    with Handshake("127.0.0.1", SECRET) as listener:
-        theirs = connect(address(listener), SECRET, "127.0.0.1")
-        theirs.send(WorkerHello(1, 42, "here"))
-        driver = listener.admit(range(1, 2), 60, nothing)[1][0]
-    if meddle is not None:
-        near, far = socket.socketpair()
-        real, theirs._link = theirs._link, far
-        real.settimeout(0.5)
-
-        def pass_on() -> None:
-            near.sendall(meddle(real.recv(1 << 16)))
-            near.shutdown(socket.SHUT_WR)
-
-        threading.Thread(target=pass_on, daemon=True).start()
-    return driver, theirs
 
 
 def test_messages_pass_both_ways_and_end() -> None:
@@ -101,14 +82,6 @@ def test_a_frame_of_one_direction_is_none_of_the_other() -> None:
 def listener() -> Iterator[Handshake]:
     with Handshake("127.0.0.1", SECRET) as listener:
         yield listener
-
-
-def address(listener: Handshake) -> tuple[str, int]:
-    host, port = listener.address.split(":")
-    return host, int(port)
-
-
-def nothing() -> None: ...
 
 
 def test_handshake_lets_in_who_knows_the_secret_and_nobody_else(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.engine.detokenizer import Detokenizer, TextPiece
 from headrace.engine.tokenizer import Tokenizer
 from headrace.types import SamplingParams
-from tests.cpu.tokenizers_made import (
+from tests.support.small_tokenizers import (
     KINDS,
     SPECIAL,
 )

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.unit.docs_pages import ALL_BLOCKS, Block
+from tests.support.docs_pages import ALL_BLOCKS, Block
 
 pytestmark = pytest.mark.cpu
 

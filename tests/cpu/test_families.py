@@ -10,9 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams
-from tests.cpu.checkpoints import KINDS, VOCAB
-from tests.cpu.conftest import FolderOf, TheirsOf
-from tests.cpu.test_promise import run, same
+from tests.support.checkpoints import KINDS, VOCAB, FolderOf, TheirsOf
+from tests.support.traces import run, same
 
 LENGTHS = (300, 64, 1, 129, 37)
 SCHEDULED = [(kind, "cpu") for kind in KINDS] + [(k, "reference") for k in ("llama_gqa", "mistral_window", "falcon_rw")]

@@ -5,200 +5,30 @@ R: rows, Hq, Hkv: query and KV heads, D: head size, n: keys that a row sees.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from headrace.kernels import cpu, reference
-from headrace.kernels.records import Mask, Pool
+from headrace.kernels.records import Pool
 from headrace.memory import zeros
 from headrace.types import CHUNK
-
-pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
-
-SHARED_FIXTURE = settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+from tests.support.attention_cases import (
+    SHARED_FIXTURE,
+    Case,
+    Tree,
+    cases,
+    check,
+    make_case,
+    reordered,
+    seen_keys,
+    truth,
 )
 
-
-@dataclass(frozen=True, repr=False)
-class Case:
-    """One call of attend. items and positions as cpu.attend takes them."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    items: Tensor
-    positions: Tensor
-    scale: float
-    window: int | None = None
-    bias: Tensor | None = None
-
-    def __repr__(self) -> str:
-        kind, dims = self.q.dtype, (tuple(self.q.shape), tuple(self.k.shape))
-        bias = self.bias is not None
-        return f"Case({kind}, q and k {dims}, window {self.window}, bias {bias}, items {self.items.tolist()})"
-
-    @property
-    def pool(self) -> Pool:
-        """In plain order."""
-        return Pool(self.k, self.v)
-
-    @property
-    def mask(self) -> Mask:
-        return Mask(self.items, self.positions, window=self.window, bias=self.bias, scale=self.scale)
-
-    def run(self) -> Tensor:
-        return cpu.attend(self.q, cpu.arrange(self.pool), self.mask)
-
-    def rows(self, begin: int, end: int) -> Case:
-        """The same work for rows begin..end-1 only."""
-        items = self.items.clone()
-        items[:, 2:] = items[:, 2:].clamp(begin, end) - begin
-        kept = items[items[:, 2] < items[:, 3]]
-        return replace(self, q=self.q[begin:end], items=kept, positions=self.positions[begin:end].contiguous())
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-class Tree:
-    """A random prefix tree: sequences in depth-first order, each with a path of chunks and rows at its end."""
-
-    def __init__(self, generator: torch.Generator, sequences: int, depth: int, prefill: bool) -> None:
-        self.generator = generator
-        self.paths: list[list[int]] = [[] for _ in range(sequences)]
-        self.covers: list[tuple[int, int, int, int]] = []  # (slot, key_start, first sequence, last sequence + 1)
-        self._grow(0, sequences, 0, depth)
-        self.lengths = [CHUNK * (len(path) - 1) + self.draw(1, CHUNK) for path in self.paths]
-        self.row_counts = [self.draw(1, length) if prefill else 1 for length in self.lengths]
-
-    def draw(self, low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=self.generator))
-
-    def _grow(self, begin: int, end: int, level: int, depth: int) -> None:
-        """Gives sequences begin..end-1 a common chunk, then splits them; a sequence alone ends in a private chunk."""
-        for path in self.paths[begin:end]:
-            path.append(len(self.covers))
-        self.covers.append((len(self.covers), level * CHUNK, begin, end))
-        while begin < end and (level + 1 < depth or end - begin > 1):
-            middle = self.draw(begin + 1, end)
-            self._grow(begin, middle, level + 1, depth) if level + 1 < depth else self._private(
-                begin, middle, level + 1
-            )
-            begin = middle
-
-    def _private(self, begin: int, end: int, level: int) -> None:
-        for sequence in range(begin, end):
-            self.paths[sequence].append(len(self.covers))
-            self.covers.append((len(self.covers), level * CHUNK, sequence, sequence + 1))
-
-    def items(self) -> Tensor:
-        starts = torch.tensor([0, *self.row_counts]).cumsum(0).tolist()
-        return torch.tensor([(s, k, starts[a], starts[b]) for s, k, a, b in self.covers], dtype=torch.int32)
-
-    def positions(self) -> Tensor:
-        spans = [torch.arange(n - rows, n) for n, rows in zip(self.lengths, self.row_counts, strict=True)]
-        return torch.cat(spans)
-
-
-def make_case(tree: Tree, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, **options: object) -> Case:
-    """Random tensors for the tree; keys that no row sees are NaN."""
-    slots, rows = len(tree.covers), sum(tree.row_counts)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=tree.generator).to(dtype)
-
-    case = Case(
-        q=random(rows, heads, dim),
-        k=random(slots, kv_heads, dim, CHUNK),
-        v=random(slots, kv_heads, CHUNK, dim),
-        items=tree.items(),
-        positions=tree.positions(),
-        scale=dim**-0.5,
-    )
-    case = replace(case, **options)  # type: ignore[arg-type]
-    unseen = torch.ones(slots, CHUNK, dtype=torch.bool)
-    for row in range(rows):
-        slot, offset, _ = seen_keys(case, row)
-        unseen[slot, offset] = False
-    case.k.permute(0, 3, 1, 2)[unseen] = torch.nan
-    case.v.permute(0, 2, 1, 3)[unseen] = torch.nan
-    return case
-
-
-def seen_keys(case: Case, row: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(slot, offset in the chunk, position) of each key that the row sees: [n] each."""
-    mine = case.items[(case.items[:, 2] <= row) & (row < case.items[:, 3])].long()
-    slots = mine[:, 0].repeat_interleave(CHUNK)
-    offsets = torch.arange(CHUNK).repeat(len(mine))
-    positions = mine[:, 1].repeat_interleave(CHUNK) + offsets
-    here = int(case.positions[row])
-    seen = (positions <= here) & (positions > here - (case.window or here + 1))
-    return slots[seen], offsets[seen], positions[seen]
-
-
-def truth(case: Case) -> tuple[Tensor, Tensor]:
-    """fp64 attention [R, Hq, D], and the sum over keys of p |v|, to which errors are compared."""
-    group = case.q.shape[1] // case.k.shape[1]
-    outs, sizes = [], []
-    for row in range(len(case.q)):
-        slots, offsets, positions = seen_keys(case, row)
-        k = case.k[slots, :, :, offsets].double().repeat_interleave(group, dim=1)
-        v = case.v[slots, :, offsets].double().repeat_interleave(group, dim=1)
-        scores = torch.einsum("hd,nhd->hn", case.q[row].double(), k) * case.scale
-        if case.bias is not None:
-            scores = scores + case.bias[:, positions].double()
-        p = scores.softmax(-1)
-        outs.append(torch.einsum("hn,nhd->hd", p, v))
-        sizes.append(torch.einsum("hn,nhd->hd", p, v.abs()))
-    return torch.stack(outs), torch.stack(sizes)
-
-
-def check(case: Case) -> None:
-    """Error bound, relative to sum p |v|: 1e-5 in fp32; in bf16 also 2^-8 for P and 2^-8 for the output."""
-    expected, size = truth(case)
-    bound = 1e-5 + (2**-7 if case.q.dtype == torch.bfloat16 else 0)
-    error = (case.run().double() - expected).abs()
-    assert (error <= bound * size + 1e-30).all(), f"error {float((error / size).max()):.2e}, bound {bound:.2e}"
-
-
-def reordered(items: Tensor, generator: torch.Generator) -> Tensor:
-    """The items in another order that keeps each row's ascending, some cut in two."""
-    rows = [tuple(item) for item in items.tolist()]
-    for _ in range(4 * len(rows)):
-        i = int(torch.randint(0, max(len(rows) - 1, 1), (), generator=generator))
-        (_, _, a, b), (_, _, c, d) = rows[i], rows[min(i + 1, len(rows) - 1)]
-        if b <= c or d <= a:
-            rows[i], rows[i + 1] = rows[i + 1], rows[i]
-    cut = []
-    for slot, key, begin, end in rows:
-        middle = int(torch.randint(begin, end + 1, (), generator=generator))
-        cut += [(slot, key, begin, middle), (slot, key, middle, end)]
-    return torch.tensor(cut, dtype=torch.int32)
-
-
-@st.composite
-def cases(draw: st.DrawFn, most: int = 6) -> Case:
-    """Random trees, head layouts, windows, biases and types."""
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    tree = Tree(generator, draw(st.integers(1, most)), draw(st.integers(1, 4)), draw(st.booleans()))
-    heads, kv_heads = draw(st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (5, 1), (8, 1)]))
-    bias = 10 * torch.randn(heads, max(tree.lengths), generator=generator) if draw(st.booleans()) else None
-    return make_case(
-        tree, heads, kv_heads, draw(st.sampled_from([32, 64, 80, 96, 128, 256, 8, 20])),
-        draw(st.sampled_from([torch.float32, torch.bfloat16])), bias=bias,
-        window=draw(st.sampled_from([None, None, 1, 7, 64, 100])),
-    )  # fmt: skip
+pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
 
 
 @SHARED_FIXTURE
@@ -209,7 +39,9 @@ def test_matches_fp64(isa: str, case: Case) -> None:
 
 @SHARED_FIXTURE
 @given(case=cases(), seed=st.integers(0, 2**32))
-def test_same_bits_however_cut(isa: str, threads: None, first_caches: tuple[int, ...], case: Case, seed: int) -> None:
+def test_same_bits_however_cut(
+    isa: str, threads_kept: None, first_caches: tuple[int, ...], case: Case, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     torch.set_num_threads(1)
     whole = case.run()
@@ -227,7 +59,7 @@ def test_same_bits_however_cut(isa: str, threads: None, first_caches: tuple[int,
 @pytest.mark.parametrize("heads", [(4, 2), (8, 4)])
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 32), (torch.bfloat16, 32), (torch.bfloat16, 128)])
 def test_long_context_crosses_blocks(
-    isa: str, threads: None, dtype: torch.dtype, dim: int, heads: tuple[int, int]
+    isa: str, threads_kept: None, dtype: torch.dtype, dim: int, heads: tuple[int, int]
 ) -> None:
     """4,500 keys in three blocks, prefill rows at their end and one row alone.
 
@@ -248,7 +80,7 @@ def test_long_context_crosses_blocks(
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_rows_in_every_number(isa: str, threads: None, dim: int) -> None:
+def test_rows_in_every_number(isa: str, threads_kept: None, dim: int) -> None:
     """The tiles into which rows are cut differ with how many there are; their bits do not."""
     torch.set_num_threads(1)
     tree = Tree(torch.Generator().manual_seed(dim), 1, 4, False)
@@ -262,7 +94,7 @@ def test_rows_in_every_number(isa: str, threads: None, dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_met_together_end_with_their_block(isa: str, threads: None, dtype: torch.dtype) -> None:
+def test_chunks_met_together_end_with_their_block(isa: str, threads_kept: None, dtype: torch.dtype) -> None:
     """Where rows meet the first chunk in two groups, those that follow are met from another one on than else."""
     torch.set_num_threads(1)
     tree = Tree(torch.Generator().manual_seed(9), 1, 71, False)

@@ -19,7 +19,7 @@ from headrace.kernels.block import Blocks
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Pool
 from headrace.models.decoder import Decoder, OneByOne
-from tests.cpu.decoders_made import BIASED, PLAIN, Attention, AttentionOver, model, weights_of
+from tests.support.small_decoders import BIASED, PLAIN, Attention, AttentionOver, model, weights_of
 
 pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
 

@@ -17,16 +17,7 @@ from torch import Tensor
 from headrace.kernels import cpu, reference
 from headrace.kernels.records import Pool
 from headrace.types import CHUNK
-from tests.cpu.test_kernels_attend import (  # noqa: F401 (fixtures)
-    SHARED_FIXTURE,
-    Case,
-    Tree,
-    cases,
-    make_case,
-    reordered,
-    threads,
-    truth,
-)
+from tests.support.attention_cases import SHARED_FIXTURE, Case, Tree, cases, make_case, reordered, truth
 
 pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
 
@@ -91,7 +82,7 @@ def test_matches_fp64_of_the_stored_numbers(isa: str, case: Case) -> None:
 @given(case=cases(), seed=st.integers(0, 2**32))
 def test_same_bits_however_cut(
     isa: str,
-    threads: None,  # noqa: F811
+    threads_kept: None,
     first_caches: tuple[int, ...],
     case: Case,
     seed: int,

@@ -20,17 +20,7 @@ from headrace.kernels.extension import VNNI_ISAS
 from headrace.kernels.registry import in_pieces
 from headrace.kernels.state import AttnState, RunningState
 from headrace.types import BLOCK_CHUNKS, CHUNK
-from tests.cpu.test_kernels_attend import (  # noqa: F401 (fixtures)
-    SHARED_FIXTURE,
-    Case,
-    Tree,
-    cases,
-    make_case,
-    reordered,
-    seen_keys,
-    threads,
-    truth,
-)
+from tests.support.attention_cases import SHARED_FIXTURE, Case, Tree, cases, make_case, reordered, seen_keys, truth
 
 pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
 
@@ -74,7 +64,7 @@ def clean(case: Case) -> Case:
 @given(case=cases(), seed=st.integers(0, 2**32), by=st.sampled_from([0, BLOCK - CHUNK, BLOCK - 2 * CHUNK]))
 def test_merging_on_gives_the_bits_of_one_call(
     isa: str,
-    threads: None,  # noqa: F811
+    threads_kept: None,
     name: str,
     case: Case,
     seed: int,
@@ -130,7 +120,7 @@ def test_blocks_computed_apart_merge_to_the_bits_of_one_call(
 
 @pytest.mark.parametrize("flush", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
-def test_sums_that_are_hardly_numbers_merge_alike(isa: str, threads: None, count: int, flush: bool) -> None:  # noqa: F811
+def test_sums_that_are_hardly_numbers_merge_alike(isa: str, threads_kept: None, count: int, flush: bool) -> None:
     """Values at the edge of fp32: kernels of pairs make results below 1e-38 zero while they meet chunks, and keep them
     where blocks meet, on every thread and whatever the caller has set (`flush`)."""
     if flush and isa not in VNNI_ISAS:
@@ -167,7 +157,7 @@ def test_sums_that_are_hardly_numbers_merge_alike(isa: str, threads: None, count
 @pytest.mark.parametrize("window", [None, 2500])
 def test_more_threads_than_heads_take_blocks_apart(
     isa: str,
-    threads: None,  # noqa: F811
+    threads_kept: None,
     dtype: torch.dtype,
     dim: int,
     window: int | None,
@@ -226,7 +216,7 @@ def test_states_are_those_of_fp64(isa: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("dim", [32, 128])
-def test_what_came_before_changes_no_probability(isa: str, threads: None, dim: int) -> None:  # noqa: F811
+def test_what_came_before_changes_no_probability(isa: str, threads_kept: None, dim: int) -> None:
     """A chunk after one with greater scores, and alone: its 64,000 probabilities are rounded to the same numbers."""
     rows, generator = 1000, torch.Generator().manual_seed(dim)
     tree = Tree(generator, 1, 2, False)

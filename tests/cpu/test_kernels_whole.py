@@ -13,7 +13,7 @@ from headrace.kernels import cpu
 from headrace.kernels.model_step import ModelStep
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.models.spec import ModelConfig, RopeSpec
-from tests.cpu.decoders_made import BIASED, PLAIN, SLOTS, Attention, AttentionOver, model, weights_of
+from tests.support.small_decoders import BIASED, PLAIN, SLOTS, Attention, AttentionOver, model, weights_of
 
 pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.parallel import measure
-from tests.cpu.loopback_ranks import LoopbackRanks
+from tests.support.loopback_ranks import LoopbackRanks
 
 
 def on_all(loopback: LoopbackRanks, work: Any) -> list[Any]:

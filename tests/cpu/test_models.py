@@ -14,9 +14,17 @@ from headrace.kernels import dispatch
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.spec import ModelConfig
 from headrace.models.weights import load_weights
-from tests.cpu.checkpoints import KINDS, VOCAB
-from tests.cpu.conftest import FolderOf, OursOf, TheirsOf
-from tests.cpu.naive import BatchAttend, NaiveAttend, RowAttend, batch_of, greedy, join, naive, prompt_logits
+from tests.support.checkpoints import KINDS, VOCAB, FolderOf, OursOf, TheirsOf
+from tests.support.naive_attention import (
+    BatchAttend,
+    NaiveAttend,
+    RowAttend,
+    batch_of,
+    greedy,
+    join,
+    naive,
+    prompt_logits,
+)
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 

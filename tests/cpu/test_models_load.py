@@ -16,9 +16,8 @@ from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, Weights, load_decoder
 from headrace.models.weights import load_weights
 from headrace.types import UnsupportedModel
-from tests.cpu.checkpoints import GQA, LLAMA3_ROPE, WINDOW, edit_json, make_checkpoint
-from tests.cpu.conftest import FolderOf, OursOf
-from tests.cpu.naive import prompt_logits
+from tests.support.checkpoints import GQA, LLAMA3_ROPE, WINDOW, FolderOf, OursOf, edit_json, make_checkpoint
+from tests.support.naive_attention import prompt_logits
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 

@@ -15,8 +15,7 @@ from headrace.config import AttentionSpec
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import read_config
 from headrace.models.rope import Rope
-from tests.cpu.checkpoints import SHORT_LENGTH
-from tests.cpu.conftest import FolderOf
+from tests.support.checkpoints import SHORT_LENGTH, FolderOf
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 

@@ -18,8 +18,8 @@ from headrace import LLM, SamplingParams
 from headrace.offload import frame
 from headrace.offload.tiers.base import TierStats
 from headrace.types import CHUNK
-from tests.cpu.test_offload import forced
-from tests.unit.redis_servers import Proxy, fake_server
+from tests.support.offloading import forced
+from tests.support.redis_servers import Proxy, fake_server
 
 LAYERS, SECTION = 3, 2 * 4 * 32 * CHUNK * 2
 """Of the shipped model: bytes of K and V of a chunk in one layer."""

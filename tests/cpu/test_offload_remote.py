@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cpu.conftest import FolderOf
-from tests.cpu.test_offload import answer, counters, engine, flush, offloading, prompts_of, watched
-from tests.cpu.test_promise import same
-from tests.unit.redis_servers import Proxy, fake_server
+from tests.support.checkpoints import FolderOf
+from tests.support.offloading import answer, counters, engine, flush, offloading, prompts_of, watched
+from tests.support.redis_servers import Proxy, fake_server
+from tests.support.traces import same
 
 pytestmark = pytest.mark.cpu
 

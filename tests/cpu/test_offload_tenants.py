@@ -14,8 +14,8 @@ from headrace import LLM, SamplingParams
 from headrace.kv.cache import KVCache
 from headrace.offload.tiers.base import Read, Tier
 from headrace.types import CHUNK
-from tests.cpu.test_offload import forced
-from tests.unit.redis_servers import fake_server
+from tests.support.offloading import forced
+from tests.support.redis_servers import fake_server
 
 PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 POOL = 8 * CHUNK

@@ -12,7 +12,7 @@ from headrace import LLM, SamplingParams
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.offload.writeback import Writeback
 from headrace.types import CHUNK
-from tests.cpu.test_offload import forced
+from tests.support.offloading import forced
 
 PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 FIRST, SECOND = ([(i * 37 + i // 61) % 1900 + start for i in range(660)] for start in (50, 51))

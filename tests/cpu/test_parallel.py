@@ -14,8 +14,8 @@ from headrace.models.decoder import Decoder
 from headrace.parallel.messages import StepGroup
 from headrace.strategies import KEEPS_ALL
 from headrace.types import BLOCK_CHUNKS, CHUNK
-from tests.cpu.checkpoints import VOCAB
-from tests.cpu.loopback_ranks import Conversation, Late, LoopbackRanks, even, shard_of, zigzag
+from tests.support.checkpoints import VOCAB
+from tests.support.loopback_ranks import Conversation, Late, LoopbackRanks, even, shard_of, zigzag
 
 
 def tokens_of(count: int, seed: int) -> list[int]:

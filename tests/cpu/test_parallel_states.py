@@ -25,7 +25,7 @@ from headrace.parallel.ring_q import RingQ
 from headrace.parallel.transport import LoopbackHub
 from headrace.parallel.workspace import Workspace
 from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
-from tests.cpu.loopback_ranks import zigzag
+from tests.support.loopback_ranks import zigzag
 
 SPEC = AttentionSpec(layers=1, heads=4, kv_heads=2, head_dim=64, scale=0.125, windows=(None,))
 TOKENS, SLOTS = 5000, 80

@@ -13,8 +13,8 @@ from headrace.planner.machine import Machine, ModelShape
 from headrace.planner.schedule import BLOCK
 from headrace.strategies import STRATEGIES
 from headrace.types import CHUNK
-from tests.cpu.checkpoints import VOCAB
-from tests.cpu.loopback_ranks import Conversation, LoopbackRanks, zigzag
+from tests.support.checkpoints import VOCAB
+from tests.support.loopback_ranks import Conversation, LoopbackRanks, zigzag
 
 MACHINE = Machine(
     name="made up", cores=1, isa="none", date="2026-01-01", linear_flops_s=1e9, attention_flops_s=((1, 1e9),),

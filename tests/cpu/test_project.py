@@ -24,9 +24,8 @@ from headrace.kernels.block import Blocks
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
 from headrace.types import CHUNK, chunks_for
-from tests.cpu.checkpoints import KINDS, VOCAB
-from tests.cpu.conftest import FolderOf
-from tests.cpu.naive import BatchAttend, NaiveAttend, batch_of, join, naive
+from tests.support.checkpoints import KINDS, VOCAB, FolderOf
+from tests.support.naive_attention import BatchAttend, NaiveAttend, batch_of, join, naive
 
 pytestmark = pytest.mark.cpu
 

@@ -16,8 +16,8 @@ from headrace.cli import main
 from headrace.config import EngineConfig, Quantization
 from headrace.kernels import cpu, dispatch, quantized
 from headrace.models.decoder import load_decoder
-from tests.cpu.conftest import FolderOf
-from tests.cpu.test_promise import prompts_of, run, same
+from tests.support.checkpoints import FolderOf
+from tests.support.traces import prompts_of, run, same
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 

@@ -35,7 +35,7 @@ from headrace.parallel.listeners import LIBC, EpollEvent, _as_bytes, stop_accept
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.transport import RankLost
 from headrace.parallel.worker import DriverLink
-from tests.cpu.test_control import pair
+from tests.support.control_channels import pair
 
 ASKS = st.one_of(
     st.builds(StoreSet, st.text(max_size=12), st.binary(max_size=40)),

@@ -16,8 +16,7 @@ from headrace.offload.restore.solver import StoredRun, restore_split
 from headrace.offload.tiers.disk import DiskTier
 from headrace.offload.tiers.host import HostTier
 from headrace.types import CHUNK
-from tests.cpu.checkpoints import KINDS
-from tests.cpu.conftest import FolderOf
+from tests.support.checkpoints import KINDS, FolderOf
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,9 +9,8 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.kernels import cpu
-from tests.cpu.checkpoints import KINDS
-from tests.cpu.conftest import FolderOf
-from tests.cpu.test_promise import GREEDY, Trace, prompts_of, run, same, words
+from tests.support.checkpoints import KINDS, FolderOf
+from tests.support.traces import GREEDY, Trace, prompts_of, run, same, words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +46,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def truth(llm: LLM) -> list[Trace]:
-    """All prompts together on an engine without streaming: see tests.cpu.test_promise for alone."""
+    """All prompts together on an engine without streaming: see tests.support.traces.alone."""
     return run(llm, prompts_of(llm))
 
 

@@ -19,9 +19,9 @@ from headrace.engine import template_worker as worker
 from headrace.engine.templates import Renderer
 from headrace.engine.tokenizer import Tokenizer
 from headrace.types import InvalidRequest
-from tests.cpu.tokenizers_made import TEMPLATE, byte_level, save
-from tests.processes.test_server import process
-from tests.unit.fake_server import until
+from tests.support.fake_server import until
+from tests.support.server_process import process
+from tests.support.small_tokenizers import TEMPLATE, byte_level, save
 
 pytestmark = pytest.mark.cpu
 

@@ -19,9 +19,8 @@ from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.strategies import KEEPS_ALL, STRATEGIES
 from headrace.types import CHUNK
-from tests.cpu.checkpoints import VOCAB
-from tests.cpu.conftest import FolderOf, OursOf
-from tests.cpu.loopback_ranks import Conversation, LoopbackRanks, even, shard_of, zigzag
+from tests.support.checkpoints import VOCAB, FolderOf, OursOf
+from tests.support.loopback_ranks import Conversation, LoopbackRanks, even, shard_of, zigzag
 
 PROMPTS = (300, 64, 1, 130)
 

@@ -30,7 +30,7 @@ from headrace.models.weights import load_weights
 from headrace.parallel.tensor import TensorGroup, shard
 from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.types import chunks_for
-from tests.cpu.checkpoints import VOCAB, make_checkpoint
+from tests.support.checkpoints import VOCAB, make_checkpoint
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
@@ -54,7 +54,7 @@ MODELS: dict[str, Model] = {
     "falcon 40": ("falcon40", {}),
     "one norm": ("falcon11", {}),
 }
-"""Kind of tests.cpu.checkpoints, and fields of its configuration. All have 4 query heads, H 128, I 192 or 512."""
+"""Kind of tests.support.checkpoints, and fields of its configuration. All have 4 query heads, H 128, I 192 or 512."""
 UNEVEN: dict[str, Model] = {
     "llama": ("llama_gqa", dict(hidden_size=240, intermediate_size=330, num_attention_heads=6, num_key_value_heads=3)),
     "ALiBi": ("falcon_rw_odd", {}),

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from headrace.engine import tokenizer
 from headrace.engine.tokenizer import Tokenizer
 from headrace.types import InvalidRequest
-from tests.cpu.tokenizers_made import (
+from tests.support.small_tokenizers import (
     CORPUS,
     KINDS,
     byte_level,

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from headrace.kernels.records import Mask, Pool
 from headrace.kernels.triton import attention, backend
 from headrace.kernels.triton import rows as gpu_rows
 from headrace.types import CHUNK
-from tests.gpu.test_triton_attend import SHAPES, TREES, Bed, ends
+from tests.support.attention_testbed import SHAPES, TREES, PoolTestbed, ends
 
 CPU = torch.device("cpu")
 BOUND = 1e-5
@@ -41,20 +42,25 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
+def both(testbed: PoolTestbed, rows: list[tuple[int, int, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Attention of each of these rows in Triton, and by the reference."""
+    return zip(*(testbed.attend(rows, kernels, "cpu") for kernels in (backend, reference)), strict=True)
+
+
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 def test_attention(shape: tuple[int, int, int], tree: str, way: str) -> None:
-    bed = Bed(TREES[tree], shape, torch.float32, apart=False)
+    testbed = PoolTestbed(TREES[tree], shape, torch.float32, apart=False)
     for count in (1, 3):
-        rows = ends(bed, count)
-        for ours, truth in zip(bed.attend(rows, backend, "cpu"), bed.attend(rows, reference, "cpu"), strict=True):
+        rows = ends(testbed, count)
+        for ours, truth in both(testbed, rows):
             assert (ours - truth).abs().max() < BOUND
 
 
 @pytest.mark.parametrize("shape", SHAPES[3:], ids=str)
 def test_other_shapes(shape: tuple[int, int, int]) -> None:
-    bed = Bed(TREES["short"], shape, torch.float32, apart=False)
-    for ours, truth in zip(bed.attend(ends(bed), backend, "cpu"), bed.attend(ends(bed), reference, "cpu"), strict=True):
+    testbed = PoolTestbed(TREES["short"], shape, torch.float32, apart=False)
+    for ours, truth in both(testbed, ends(testbed)):
         assert (ours - truth).abs().max() < BOUND
 
 
@@ -62,41 +68,41 @@ def test_other_shapes(shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 def test_windows_and_bias(window: int, biased: bool, way: str) -> None:
     """Fewer sequences and heads than in tests/gpu: each program of the grid is interpreted."""
-    bed = Bed(TREES["shared"][:3], (4, 2, 32), torch.float32, apart=False)
+    testbed = PoolTestbed(TREES["shared"][:3], (4, 2, 32), torch.float32, apart=False)
     bias = torch.randn(4, 800, generator=torch.Generator().manual_seed(1)) if biased else None
-    rows = [*ends(bed)[:2], *ends(bed, 70)[2:]]
-    truths = bed.attend(rows, reference, "cpu", window=window, bias=bias)
-    for ours, truth in zip(bed.attend(rows, backend, "cpu", window=window, bias=bias), truths, strict=True):
+    rows = [*ends(testbed)[:2], *ends(testbed, 70)[2:]]
+    truths = testbed.attend(rows, reference, "cpu", window=window, bias=bias)
+    for ours, truth in zip(testbed.attend(rows, backend, "cpu", window=window, bias=bias), truths, strict=True):
         assert (ours - truth).abs().max() < BOUND
 
 
 def test_both_ways_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans are merged one by one either way. (One sequence: the interpreter's products are numpy's, whose bits may
     depend on a row's place.)"""
-    bed = Bed([(0, 1500)], (4, 2, 64), torch.float32, apart=False)
+    testbed = PoolTestbed([(0, 1500)], (4, 2, 64), torch.float32, apart=False)
     monkeypatch.setattr(attention, "processors", lambda device: 1 << 30)
-    (split,) = bed.attend(ends(bed), backend, "cpu")
+    (split,) = testbed.attend(ends(testbed), backend, "cpu")
     monkeypatch.setattr(attention, "STATE_BYTES", -1)
-    (flash,) = bed.attend(ends(bed), backend, "cpu")
+    (flash,) = testbed.attend(ends(testbed), backend, "cpu")
     assert torch.equal(split, flash)
 
 
 def test_what_is_no_number_stays_in_its_sequence(way: str) -> None:
     """One sequence's values are NaN: no other's answer is, though their rows may go through the same task."""
-    bed = Bed(TREES["none"], (4, 2, 64), torch.float32, apart=False)
-    before = bed.attend(ends(bed), backend, "cpu")
-    bed.v[torch.from_numpy(bed.tables[1]).long()] = float("nan")
-    after = bed.attend(ends(bed), backend, "cpu")
+    testbed = PoolTestbed(TREES["none"], (4, 2, 64), torch.float32, apart=False)
+    before = testbed.attend(ends(testbed), backend, "cpu")
+    testbed.v[torch.from_numpy(testbed.tables[1]).long()] = float("nan")
+    after = testbed.attend(ends(testbed), backend, "cpu")
     assert after[1].isnan().all()
     for number in (0, 2, 3):
         assert torch.equal(after[number], before[number])
 
 
 def test_scores_far_below_zero(way: str) -> None:
-    bed = Bed(TREES["shared"], (4, 2, 64), torch.float32, apart=False)
-    bed.k *= 100.0
-    rows = ends(bed)
-    for ours, truth in zip(bed.attend(rows, backend, "cpu"), bed.attend(rows, reference, "cpu"), strict=True):
+    testbed = PoolTestbed(TREES["shared"], (4, 2, 64), torch.float32, apart=False)
+    testbed.k *= 100.0
+    rows = ends(testbed)
+    for ours, truth in both(testbed, rows):
         assert ours.isfinite().all() and (ours - truth).abs().max() < 1e-4
 
 
@@ -174,7 +180,7 @@ def test_all_of_it_compiles_for_a_gpu(tmp_path: Path) -> None:
     """For an H100, which need not be there: products are its tensor cores' own instructions."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.cpu.triton_compiled"]
+    command = [sys.executable, "-m", "tests.support.compile_triton"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

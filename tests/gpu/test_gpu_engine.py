@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from tests.cpu.checkpoints import KINDS, VOCAB, build_model, make_checkpoint
-from tests.cpu.test_promise import Trace, alone, prompts_of, run, same, words
+from tests.support.checkpoints import KINDS, VOCAB, build_model, make_checkpoint
+from tests.support.traces import Trace, alone, prompts_of, run, same, words
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

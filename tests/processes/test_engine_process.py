@@ -19,7 +19,7 @@ from headrace.engine import process
 from headrace.engine.worker import Inbox, Link
 from headrace.stats import EngineStats, SchedulerStats
 from headrace.types import Delta
-from tests.unit.fake_server import until
+from tests.support.fake_server import until
 
 TINY = Path(process.__file__).parents[1] / "assets" / "tiny"
 

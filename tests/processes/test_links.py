@@ -10,11 +10,11 @@ import torch
 
 from headrace.parallel.group import Group
 from headrace.parallel.transport import Tag
-from tests.processes import fake_rank
-from tests.processes.fake_rank import MANY, message, step
-from tests.processes.groups import collect, echoes, importable, listening, opened
+from tests.support import fake_rank
+from tests.support.fake_rank import MANY, message, step
+from tests.support.rank_groups import collect, echoes, listening, opened
 
-__all__ = ["importable"]
+pytestmark = pytest.mark.usefixtures("importable")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.types import CHUNK
-from tests.processes.test_server import TEXT, Process, process, text, until
+from tests.support.fake_server import until
+from tests.support.server_process import TEXT, ServerProcess, process, text
 
 PROMPTS = [[(i * 37 + i // 61 + seed) % 1900 + 50 for i in range(3000)] for seed in range(4)]
 STORED = 2999 // CHUNK * CHUNK
@@ -28,18 +29,18 @@ def right() -> list[list[int]]:
     return [llm.generate([prompt], PARAMS)[0].token_ids for prompt in PROMPTS]
 
 
-def ask(server: Process, prompt: list[int], **more: Any) -> tuple[list[int], dict[str, Any]]:
+def ask(server: ServerProcess, prompt: list[int], **more: Any) -> tuple[list[int], dict[str, Any]]:
     """The answer and what it cost."""
     body = text(prompt, max_tokens=8, ignore_eos=True, return_token_ids=True, **more)
     reply = server.http.post(TEXT, json=body).json()
     return reply["choices"][0]["token_ids"], reply["headrace"]
 
 
-def until_stored(server: Process) -> None:
+def until_stored(server: ServerProcess) -> None:
     until(lambda: server.metric("kv_unstored_chunks") == 0, 30)
 
 
-def kill(server: Process) -> None:
+def kill(server: ServerProcess) -> None:
     """The server and its engine at once, as if the machine had lost its power."""
     family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
     for each in family:
@@ -91,7 +92,7 @@ def test_restarts(tmp_path: Path, right: list[list[int]]) -> None:
         assert server.stop() == 0, server.log.read_text()
 
 
-def beside_another(server: Process, kv: Path, right: list[list[int]]) -> None:
+def beside_another(server: ServerProcess, kv: Path, right: list[list[int]]) -> None:
     """Another engine on the server's directory: each finds what the other has stored."""
     other = LLM("tiny", kv_cache_tokens=4096, kv_offload_path=str(kv), kv_offload_disk_size=0.25)
     first = other.generate([PROMPTS[0]], PARAMS)[0]

@@ -16,11 +16,11 @@ from headrace.config import EngineConfig
 from headrace.parallel.launch import open_group, spawn
 from headrace.parallel.supervisor import WorkerProcess
 from headrace.parallel.transport import RankLost, Tag
-from tests.processes import fake_rank
-from tests.processes.fake_rank import step
-from tests.processes.groups import importable, opened, runs, until
+from tests.support import fake_rank
+from tests.support.fake_rank import step
+from tests.support.rank_groups import opened, runs, until
 
-__all__ = ["importable"]
+pytestmark = pytest.mark.usefixtures("importable")
 
 
 def test_two_level_mesh() -> None:
@@ -85,11 +85,11 @@ def test_maker_that_is_not_there() -> None:
     code = """if True:
         from headrace.config import EngineConfig
         from headrace.parallel.launch import open_group
-        group = open_group(EngineConfig(context_parallel_size=2), "tests.processes.fake_rank:nothing")
+        group = open_group(EngineConfig(context_parallel_size=2), "tests.support.fake_rank:nothing")
         group.workers.wait_ready()
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "RankLost: rank 1 failed: ValueError: no function 'nothing' in tests.processes.fake_rank" in done.stderr
+    assert "RankLost: rank 1 failed: ValueError: no function 'nothing' in tests.support.fake_rank" in done.stderr
 
 
 def test_worker_with_a_wrong_secret(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -100,7 +100,7 @@ def test_worker_with_a_wrong_secret(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
     monkeypatch.setattr("headrace.parallel.launch.spawn", spawn_with_another)
     with pytest.raises(RankLost, match=r"rank 1 is gone before it came: its process .* ended with status 1"):
-        open_group(EngineConfig(context_parallel_size=2), "tests.processes.fake_rank:FakeRank")
+        open_group(EngineConfig(context_parallel_size=2), "tests.support.fake_rank:FakeRank")
     assert "the other side does not know the secret" in caplog.text
 
 
@@ -109,8 +109,8 @@ def test_workers_end_with_their_driver() -> None:
     code = f"""if True:
         import time
         from headrace.config import EngineConfig
-        from tests.processes.groups import MAKER, open_group
-        from tests.processes.fake_rank import step
+        from tests.support.rank_groups import MAKER, open_group
+        from tests.support.fake_rank import step
         group = open_group(EngineConfig(context_parallel_size=3), MAKER)
         group.workers.wait_ready()
         group.workers.send(step(1, {fake_rank.WAIT_FOR}, 1))

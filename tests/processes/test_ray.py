@@ -15,13 +15,14 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.parallel.launch import open_group
 from headrace.parallel.transport import RankLost
-from tests.processes import fake_rank
-from tests.processes.fake_rank import step
-from tests.processes.groups import MAKER, ROOT, echoes, importable, opened, runs
-from tests.processes.test_server import process, until
-from tests.processes.test_server_ranks import CHAIN, answers, right
+from tests.support import fake_rank
+from tests.support.fake_rank import step
+from tests.support.fake_server import until
+from tests.support.rank_answers import CHAIN, answers
+from tests.support.rank_groups import MAKER, ROOT, echoes, opened, runs
+from tests.support.server_process import process
 
-__all__ = ["importable", "right"]
+pytestmark = pytest.mark.usefixtures("importable")
 
 
 @pytest.fixture(scope="module")

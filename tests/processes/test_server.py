@@ -6,13 +6,10 @@ import json
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,93 +20,21 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
-from tests.unit.fake_server import BAD_REQUESTS, check_refusal, metric, open_request, send_bad, until
+from tests.support.fake_server import BAD_REQUESTS, check_refusal, open_request, send_bad, until
+from tests.support.server_process import CHAT, PROMPT, TEXT, ServerProcess, process, text
 
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void;"
 MESSAGES = [
     {"role": "system", "content": "The code of Lisbon is 4821. The code of Paris is 1093. " + PROMPT * 4},
     {"role": "user", "content": "What is the code of Lisbon?"},
 ]
 
 
-class Process:
-    """`headrace serve tiny` on a free port, its log in a file. `launcher`: arguments of Python that run it."""
-
-    def __init__(self, folder: Path, *options: str, launcher: Sequence[str] = (), model: str = "tiny") -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder / f"{self.port}.log"
-        command = [sys.executable, *launcher, "-m", "headrace.cli.main", "serve", model, "--port", str(self.port)]
-        with self.log.open("wb") as sink:
-            self.process = subprocess.Popen([*command, *options], stdout=sink, stderr=subprocess.STDOUT)
-        self.key = options[options.index("--api-key") + 1] if "--api-key" in options else "none"
-        self.http = httpx.Client(base_url=self.url, timeout=60, headers={"Authorization": f"Bearer {self.key}"})
-
-    def health(self) -> int:
-        try:
-            return self.http.get("/health").status_code
-        except httpx.TransportError:
-            return 0
-
-    def wait_ready(self) -> None:
-        until(lambda: self.health() == 200 or self.process.poll() is not None, 120)
-        assert self.process.poll() is None, self.log.read_text()
-
-    def engine(self) -> psutil.Process:
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        return next(p for p in found if "headrace.engine.worker" in p.cmdline())
-
-    def template_processes(self) -> list[psutil.Process]:
-        found = psutil.Process(self.process.pid).children()
-        return [p for p in found if "headrace.engine.template_worker" in p.cmdline()]
-
-    def family(self) -> dict[str, psutil.Process]:
-        """The engine's process as "0", its workers by rank."""
-        engine = self.engine()
-        workers = [p for p in engine.children() if "headrace.parallel.worker" in p.cmdline()]
-        return {"0": engine} | {p.cmdline()[3]: p for p in workers}
-
-    def client(self, key: str | None = None) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", api_key=key or self.key, max_retries=0, timeout=60)
-
-    def metric(self, name: str, **labels: str) -> float:
-        return metric(self.http.get("/metrics").text, name, **labels)
-
-    def idle(self) -> bool:
-        names = ("num_requests_running", "num_requests_waiting", "kv_chunks_used")
-        return all(self.metric(name) == 0 for name in names)
-
-    def stop(self) -> int:
-        """Exit code after SIGTERM."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
-
-
-@contextmanager
-def process(folder: Path, *options: str, launcher: Sequence[str] = (), model: str = "tiny") -> Iterator[Process]:
-    server = Process(folder, "--kv-cache-tokens", "131072", "--threads", "1", *options, launcher=launcher, model=model)
-    try:
-        yield server
-    finally:
-        server.http.close()
-        if server.process.poll() is None:
-            server.process.kill()
-            server.process.wait()
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with process(tmp_path_factory.mktemp("server"), "--log-interval-s", "0.5") as started:
         started.wait_ready()
         yield started
         assert started.stop() == 0, started.log.read_text()
-
-
-def text(prompt: Any = PROMPT, **more: Any) -> dict[str, Any]:
-    return {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
 
 
 def joined(stream: Any) -> dict[int, str]:
@@ -125,14 +50,14 @@ def joined(stream: Any) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 11}])
-def test_stream_equals_whole(server: Process, sampling: dict[str, Any]) -> None:
+def test_stream_equals_whole(server: ServerProcess, sampling: dict[str, Any]) -> None:
     client = server.client()
     whole = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, **sampling)
     stream = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, stream=True, **sampling)
     assert joined(stream)[0] == whole.choices[0].text != ""
 
 
-def test_chat_stream_equals_whole_and_finds_the_cache(server: Process) -> None:
+def test_chat_stream_equals_whole_and_finds_the_cache(server: ServerProcess) -> None:
     client = server.client()
     ask: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "temperature": 0}
     whole = client.chat.completions.create(**ask)
@@ -149,7 +74,7 @@ def test_chat_stream_equals_whole_and_finds_the_cache(server: Process) -> None:
     assert figures["decode_tokens_per_s"] > 0 and figures["ttft_s"] > 0
 
 
-def test_salt_hides_the_cache(server: Process) -> None:
+def test_salt_hides_the_cache(server: ServerProcess) -> None:
     def cached(salt: str) -> int:
         body = {"messages": MESSAGES, "max_tokens": 1, "cache_salt": salt}
         return server.http.post(CHAT, json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -158,7 +83,7 @@ def test_salt_hides_the_cache(server: Process) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_n_sequences_by_seed(server: Process, stream: bool) -> None:
+def test_n_sequences_by_seed(server: ServerProcess, stream: bool) -> None:
     def draw(seed: int) -> dict[int, str]:
         made = server.client().completions.create(
             model="tiny", prompt=PROMPT, max_tokens=16, n=2, temperature=1.0, seed=seed, stream=stream
@@ -171,7 +96,7 @@ def test_n_sequences_by_seed(server: Process, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_ends_the_text_before_it(server: Process, stream: bool) -> None:
+def test_stop_ends_the_text_before_it(server: ServerProcess, stream: bool) -> None:
     whole = server.http.post(TEXT, json=text(max_tokens=40)).json()["choices"][0]["text"]
     stop = whole[len(whole) // 2 :][:3]
     made = server.client().completions.create(
@@ -183,7 +108,7 @@ def test_stop_ends_the_text_before_it(server: Process, stream: bool) -> None:
     until(server.idle)
 
 
-def test_logprobs(server: Process) -> None:
+def test_logprobs(server: ServerProcess) -> None:
     ask: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
     client = server.client()
     whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=3).choices[0]
@@ -198,7 +123,7 @@ def test_logprobs(server: Process) -> None:
     assert told.startswith(whole.message.content)
 
 
-def test_echo_gives_the_prompts_logprobs(server: Process) -> None:
+def test_echo_gives_the_prompts_logprobs(server: ServerProcess) -> None:
     made = server.client().completions.create(model="tiny", prompt=PROMPT, max_tokens=3, echo=True, logprobs=1)
     row = made.choices[0].logprobs
     assert made.choices[0].text.startswith(PROMPT)
@@ -207,12 +132,12 @@ def test_echo_gives_the_prompts_logprobs(server: Process) -> None:
         assert made.choices[0].text[at:].startswith(token)
 
 
-def test_logit_bias_forces_a_token(server: Process) -> None:
+def test_logit_bias_forces_a_token(server: ServerProcess) -> None:
     body = text(logit_bias={"1000": 100}, max_tokens=3, return_token_ids=True, ignore_eos=True)
     assert server.http.post(TEXT, json=body).json()["choices"][0]["token_ids"] == [1000] * 3
 
 
-def test_several_prompts_answer_as_alone(server: Process) -> None:
+def test_several_prompts_answer_as_alone(server: ServerProcess) -> None:
     prompts = ["And God said,", "The code of Paris is", PROMPT]
     together = joined([server.client().completions.create(model="tiny", prompt=prompts, max_tokens=8, temperature=0)])
     alone = [server.http.post(TEXT, json=text(p, max_tokens=8)).json()["choices"][0]["text"] for p in prompts]
@@ -223,18 +148,18 @@ def test_several_prompts_answer_as_alone(server: Process) -> None:
 
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
-def test_bad_request_is_refused_and_the_next_is_served(server: Process, name: str) -> None:
+def test_bad_request_is_refused_and_the_next_is_served(server: ServerProcess, name: str) -> None:
     check_refusal(*send_bad(server.http, name, "tiny"))
     assert server.http.post(TEXT, json=text(max_tokens=1)).json()["choices"][0]["finish_reason"] == "length"
 
 
-def test_openai_client_names_the_parameter(server: Process) -> None:
+def test_openai_client_names_the_parameter(server: ServerProcess) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         server.client().chat.completions.create(model="tiny", messages=MESSAGES, n=1000)
     assert caught.value.param == "n"
 
 
-def test_200_clients_leave_at_random_moments(server: Process) -> None:
+def test_200_clients_leave_at_random_moments(server: ServerProcess) -> None:
     rng = random.Random(3)
     gone, done = server.metric("clients_gone_total"), server.metric("e2e_request_latency_seconds_count")
     start, socks = time.monotonic(), []
@@ -254,7 +179,7 @@ def test_200_clients_leave_at_random_moments(server: Process) -> None:
     assert server.http.post(TEXT, json=text()).json()["choices"][0]["finish_reason"] == "length"
 
 
-def test_lines_of_the_log(server: Process) -> None:
+def test_lines_of_the_log(server: ServerProcess) -> None:
     """The status line is due at an interval: requests follow each other until one has met it, however fast they are."""
     for _ in range(200):
         server.http.post(TEXT, json=text(max_tokens=2000, ignore_eos=True))
@@ -266,7 +191,7 @@ def test_lines_of_the_log(server: Process) -> None:
     assert "done (length), prompt" in log
 
 
-def test_bench_serve(server: Process, tmp_path: Path) -> None:
+def test_bench_serve(server: ServerProcess, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = ["bench", "serve", "--url", server.url, "--requests", "6", "--at-once", "3", "--max-tokens", "4"]
     ran = CliRunner().invoke(app, [*command, "--shared-words", "200", "--json", str(file)])
@@ -283,12 +208,12 @@ SMALL = ("--api-key", "k3y", "--max-num-seqs", "1", "--max-queued-requests", "2"
 
 
 @pytest.fixture(scope="module")
-def small_ones(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Process]]:
+def small_ones(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], ServerProcess]]:
     """The small server; another one once a test has ended it."""
-    started: list[Process] = []
+    started: list[ServerProcess] = []
     with ExitStack() as stack:
 
-        def alive() -> Process:
+        def alive() -> ServerProcess:
             if not started or started[-1].process.poll() is not None:
                 started.append(stack.enter_context(process(tmp_path_factory.mktemp("small"), *SMALL)))
                 until(lambda: started[-1].health() == 503, 60)  # it listens before the model is loaded
@@ -299,11 +224,11 @@ def small_ones(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[]
 
 
 @pytest.fixture
-def small(small_ones: Callable[[], Process]) -> Process:
+def small(small_ones: Callable[[], ServerProcess]) -> ServerProcess:
     return small_ones()
 
 
-def test_key(small: Process) -> None:
+def test_key(small: ServerProcess) -> None:
     check_refusal(httpx.get(small.url + "/metrics"), 401, None)
     check_refusal(httpx.post(small.url + TEXT, json=text()), 401, None)
     with pytest.raises(openai.AuthenticationError):
@@ -311,7 +236,7 @@ def test_key(small: Process) -> None:
     assert small.client("k3y").models.list().data[0].id == "tiny"
 
 
-def test_full_queue(small: Process) -> None:
+def test_full_queue(small: ServerProcess) -> None:
     replies: list[httpx.Response] = []
     headers = {"Authorization": "Bearer k3y"}
 
@@ -331,7 +256,7 @@ def test_full_queue(small: Process) -> None:
         assert int(reply.headers["retry-after"]) >= 1
 
 
-def replace_engine(server: Process, number: signal.Signals) -> None:
+def replace_engine(server: ServerProcess, number: signal.Signals) -> None:
     """The engine is lost in the midst of a stream; another one gives the same answer."""
     right = server.http.post(TEXT, json=text()).json()["choices"][0]["text"]
     restarts, lost = server.metric("engine_restarts_total"), server.engine()
@@ -353,16 +278,16 @@ def replace_engine(server: Process, number: signal.Signals) -> None:
     assert server.engine().pid != lost.pid and not lost.is_running()
 
 
-def test_killed_engine_is_replaced(server: Process) -> None:
+def test_killed_engine_is_replaced(server: ServerProcess) -> None:
     """The server then ends as any other does: see its fixture."""
     replace_engine(server, signal.SIGKILL)
 
 
-def test_hung_engine_is_replaced(small: Process) -> None:
+def test_hung_engine_is_replaced(small: ServerProcess) -> None:
     replace_engine(small, signal.SIGSTOP)
 
 
-def test_killed_server_takes_its_engine_along(small: Process) -> None:
+def test_killed_server_takes_its_engine_along(small: ServerProcess) -> None:
     engine = small.engine()
     small.process.kill()
     small.process.wait()

@@ -15,36 +15,20 @@ import httpx
 import psutil
 import pytest
 
-from headrace import LLM, SamplingParams
-from tests.processes.groups import runs
-from tests.processes.test_server import PROMPT, TEXT, Process, process, text, until
-from tests.unit.fake_server import check_refusal
+from tests.support.fake_server import check_refusal, until
+from tests.support.rank_answers import CHAIN, LONG, answers
+from tests.support.rank_groups import runs
+from tests.support.server_process import TEXT, ServerProcess, process, text
 
-LONG = [(i * 37 + i // 61) % 1900 + 50 for i in range(5000)]
-QUESTIONS: list[Any] = [PROMPT, LONG, [*LONG[:3000], 7, 8, 9]]
 PROMISED_S = 10
 """Requests under way end with an error within this time of a failure."""
 FAST = ("--rank-timeout-s", "2", "--engine-timeout-s", "2")
-CHAIN = ("--prefill-strategy", "chain")
-
-
-@pytest.fixture(scope="module")
-def right() -> list[list[int]]:
-    """The answers of one rank."""
-    llm = LLM("tiny", kv_cache_tokens=32768)
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    return [llm.generate([q] if isinstance(q, list) else q, params)[0].outputs[0].token_ids for q in QUESTIONS]
-
-
-def answers(server: Process) -> list[list[int]]:
-    bodies = [text(question, max_tokens=16, ignore_eos=True, return_token_ids=True) for question in QUESTIONS]
-    return [server.http.post(TEXT, json=body).json()["choices"][0]["token_ids"] for body in bodies]
 
 
 class UnderWay:
     """A request on a thread, and how it ended."""
 
-    def __init__(self, server: Process, phase: str) -> None:
+    def __init__(self, server: ServerProcess, phase: str) -> None:
         self.phase, self.error = phase, ""
         if phase == "prefill":  # many steps of prompts, and nothing else
             body = text([[i, *LONG, *LONG] for i in range(10, 26)], max_tokens=1)
@@ -75,7 +59,7 @@ def gone(family: Iterable[psutil.Process]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with process(tmp_path_factory.mktemp("ranks"), "-cp", "2", *FAST, *CHAIN) as started:
         started.wait_ready()
         yield started
@@ -83,7 +67,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
         assert started.stop() == 0 and gone(family.values()), started.log.read_text()
 
 
-def test_answers_are_those_of_one_rank(server: Process, right: list[list[int]]) -> None:
+def test_answers_are_those_of_one_rank(server: ServerProcess, right: list[list[int]]) -> None:
     assert answers(server) == right
     assert server.metric("prefills_total", strategy="chain") > 0
     log = server.log.read_text()
@@ -101,7 +85,9 @@ LOST = [
 
 
 @pytest.mark.parametrize(("number", "phase", "rank"), LOST)
-def test_lost_rank(server: Process, right: list[list[int]], number: signal.Signals, phase: str, rank: str) -> None:
+def test_lost_rank(
+    server: ServerProcess, right: list[list[int]], number: signal.Signals, phase: str, rank: str
+) -> None:
     until(server.idle)
     restarts, family = server.metric("engine_restarts_total"), server.family()
     assert sorted(family) == ["0", "1"]
@@ -155,7 +141,7 @@ def test_under_torchrun(tmp_path: Any, right: list[list[int]]) -> None:
 
 SCRIPT = """
 from headrace import LLM, SamplingParams
-from tests.processes.test_server_ranks import LONG
+from tests.support.rank_answers import LONG
 llm = LLM("tiny", context_parallel_size=2, kv_cache_tokens=16384)
 out = llm.generate([LONG], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))[0]
 print("seen", out.outputs[0].token_ids, out.metrics.strategy)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.groups import ROOT, importable
+from tests.support.rank_groups import ROOT
 
-__all__ = ["importable"]
+pytestmark = pytest.mark.usefixtures("importable")
 
 
 def torchrun(processes: int, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -22,7 +22,7 @@ def torchrun(processes: int, **environment: str) -> subprocess.CompletedProcess[
         for name, value in environment.items():
             patch.setenv(name, value)
         return subprocess.run(
-            [*command, str(processes), str(ROOT / "tests/processes/rank_program.py")], capture_output=True, text=True
+            [*command, str(processes), str(ROOT / "tests/support/rank_program.py")], capture_output=True, text=True
         )
 
 
@@ -80,7 +80,7 @@ def test_torchrun_on_two_hosts(hosts: list[list[str]], secret: str | None, told:
         environment = {**os.environ, "HEADRACE_RANK_INTERFACE": f"10.77.0.{i + 1}"}
         environment |= {"HEADRACE_RANK_SECRET": secret} if secret else {}
         command = f"-m torch.distributed.run --nnodes 2 --node-rank {i} --nproc-per-node 1 --master-addr 10.77.0.1"
-        words = [*enter, sys.executable, *command.split(), str(ROOT / "tests/processes/rank_program.py")]
+        words = [*enter, sys.executable, *command.split(), str(ROOT / "tests/support/rank_program.py")]
         started.append(
             subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         )

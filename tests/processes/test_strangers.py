@@ -18,9 +18,9 @@ from headrace.config import EngineConfig
 from headrace.parallel import launch
 from headrace.parallel.group import Group
 from headrace.parallel.supervisor import WorkerProcess
-from tests.processes.groups import echoes, importable, opened
+from tests.support.rank_groups import echoes, opened
 
-__all__ = ["importable"]
+pytestmark = pytest.mark.usefixtures("importable")
 
 
 SPAWN = launch.spawn

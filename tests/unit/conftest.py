@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.redis_servers import REAL, Address, Proxy, fake_server, real_server
-from tests.unit.remote_tier import client
+from tests.support.redis_servers import REAL, Address, Proxy, fake_server, real_server
+from tests.support.remote_tier import client
 
 
 @pytest.fixture(scope="module", params=["fakeredis", "real"])

@@ -1,7 +1,9 @@
-"""No test file lies where pytest does not look, as once in a folder called dist, which it leaves out by default."""
+"""No test file lies where pytest does not look, as once in a folder called dist, which it leaves out by default; and
+none takes anything from another."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,9 @@ class Visits:
 pytest.main(["--collect-only", "--noconftest", "-qqs", "-c", sys.argv[1], sys.argv[2]], [Visits()])
 """
 
+FROM_TESTS = re.compile(r"^ *(?:from|import) tests\b.*\b(?:test_\w+|conftest)\b.*$", re.MULTILINE)
+"""An import of a test module or a conftest, in a script that a test starts too."""
+
 
 def visited(tests: Path) -> set[Path]:
     """Files that pytest takes for tests, by this project's settings. None is imported."""
@@ -46,3 +51,17 @@ def test_a_folder_that_is_left_out_would_be_noticed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "test_x.py").touch()
     assert visited(tmp_path) == {tmp_path / "cpu" / "test_x.py"}
+
+
+def test_shared_helpers_lie_in_support() -> None:
+    """Not in a test module or a conftest: what these define belongs to them and to pytest."""
+    files = [path for folder in ("tests", "tools") for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)): FROM_TESTS.findall(path.read_text()) for path in files}
+    assert not {name: lines for name, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize(
+    "module", ["tests.cpu.test_x import y", "tests.cpu import a, test_x", "tests.unit.conftest import y"]
+)
+def test_an_import_from_a_test_module_would_be_noticed(module: str) -> None:
+    assert FROM_TESTS.search(f"import os\n    from {module}\n")

@@ -20,7 +20,7 @@ import typer
 
 from headrace.cli.main import app
 from headrace.config import SETTINGS
-from tests.unit.docs_pages import ALL_BLOCKS, NOTES, PAGES, ROOT, Block, anchors, links, name, prose, spans
+from tests.support.docs_pages import ALL_BLOCKS, NOTES, PAGES, ROOT, Block, anchors, links, name, prose, spans
 
 pytestmark = pytest.mark.unit
 

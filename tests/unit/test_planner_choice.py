@@ -22,7 +22,7 @@ from headrace.planner.heuristic import (
 from headrace.planner.partition import zigzag_ranks
 from headrace.planner.tuned_table import TableEntry, TableStamp, TunedTable
 from headrace.strategies import STRATEGIES
-from tests.unit.planner_oracles import GQA, MACHINE, PRINTED, S2, TABLE_4, break_even, crossover
+from tests.support.planner_oracles import GQA, MACHINE, PRINTED, S2, TABLE_4, break_even, crossover
 
 pytestmark = pytest.mark.unit
 

@@ -16,7 +16,7 @@ from headrace.planner.chain_partition import _seconds, balanced, best_chain
 from headrace.planner.machine import LayerTimes, Machine, ModelShape, shares
 from headrace.planner.partition import bounds_of, cut, even, fractions_of, interpolate, zigzag
 from headrace.planner.timeline import Cost
-from tests.unit.planner_oracles import (
+from tests.support.planner_oracles import (
     GQA,
     H100,
     LLAMA_405B_TP8,

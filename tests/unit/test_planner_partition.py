@@ -21,7 +21,7 @@ from headrace.planner.partition import (
     zigzag,
     zigzag_ranks,
 )
-from tests.unit.planner_oracles import chain_entries, chain_products, gather_entries, gather_products
+from tests.support.planner_oracles import chain_entries, chain_products, gather_entries, gather_products
 
 pytestmark = pytest.mark.unit
 

@@ -15,7 +15,7 @@ import pytest
 from headrace.planner.choice import choose, predict, shards_for
 from headrace.planner.heuristic import Heuristic
 from headrace.strategies import STRATEGIES
-from tests.unit.planner_oracles import GQA, MACHINE, S2
+from tests.support.planner_oracles import GQA, MACHINE, S2
 
 pytestmark = pytest.mark.unit
 

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.planner.partition import Bounds, cut, even, fractions_of, interpolate
 from headrace.planner.partition_search import PartitionSearch
-from tests.unit.planner_oracles import TABLE_3_SINGLE, B, Toy, toy_fractions
+from tests.support.planner_oracles import TABLE_3_SINGLE, B, Toy, toy_fractions
 
 pytestmark = pytest.mark.unit
 

@@ -11,7 +11,7 @@ import pytest
 from headrace.planner.partition import Bounds
 from headrace.planner.partition_search import PartitionSearch
 from headrace.planner.tuned_table import TableEntry, TableStamp, TunedTable, load_table
-from tests.unit.planner_oracles import GQA, MACHINE, PRINTED, S2, Toy
+from tests.support.planner_oracles import GQA, MACHINE, PRINTED, S2, Toy
 
 pytestmark = pytest.mark.unit
 

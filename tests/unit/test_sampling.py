@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sampling import FEW, Case, draw, met
-from tests.scheduling import LONGEST, place
+from tests.support.sampling import FEW, Case, draw, met
+from tests.support.scheduling import LONGEST, place
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +64,7 @@ def test_plain(): pass
 )
 def test_every_case_is_in_one_of_both(matrices: str, drawn: int, others: set[str], tmp_path: Path) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)
-    options = ["--collect-only", "-q", "-p", "tests.sampling", "-p", "no:cacheprovider", "--matrices", matrices]
+    options = ["--collect-only", "-q", "-p", "tests.support.sampling", "-p", "no:cacheprovider", "--matrices", matrices]
     command = [sys.executable, "-m", "pytest", *options, "-c", str(ROOT / "pyproject.toml"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     kept = [line.split("::")[1] for line in done.stdout.splitlines() if "::" in line]

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.server.protocol import ChatBody, CompletionBody
 from headrace.types import InvalidRequest, Request, SamplingParams, field_names
-from tests.unit.fake_server import CHAT, TEXT, Running, ask, serving, text
+from tests.support.fake_server import CHAT, TEXT, Running, ask, serving, text
 
 pytestmark = pytest.mark.unit
 

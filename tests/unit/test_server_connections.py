@@ -18,7 +18,7 @@ import pytest
 
 from headrace.server import connections
 from headrace.server.connections import RESERVED, Connections, LogThrottle, limit
-from tests.unit.fake_server import TEXT, Running, open_request, serving, text, until
+from tests.support.fake_server import TEXT, Running, open_request, serving, text, until
 
 pytestmark = pytest.mark.unit
 
@@ -160,7 +160,7 @@ def test_a_head_too_large_is_refused() -> None:
 STARVED = """
 import asyncio, resource, sys, threading
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-from tests.unit.fake_server import serving
+from tests.support.fake_server import serving
 with serving(token_s=0.001) as running:
     print(running.port, running.server.connections.most, flush=True)
     sys.stdin.read()

@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.unit.fake_engine import FakeCapacity
-from tests.unit.fake_server import CHAT, TEXT, Running, ask, serving, text
+from tests.support.fake_engine import FakeCapacity
+from tests.support.fake_server import CHAT, TEXT, Running, ask, serving, text
 
 pytestmark = pytest.mark.unit
 

@@ -20,8 +20,8 @@ from headrace.config import EngineConfig
 from headrace.server.app import create_app
 from headrace.server.serve import make_server
 from headrace.types import UnsupportedModel
-from tests.unit.fake_engine import FakeEngine
-from tests.unit.fake_server import TEXT, Running, check_refusal, metric, open_request, serving, text, until
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_server import TEXT, Running, check_refusal, metric, open_request, serving, text, until
 
 pytestmark = pytest.mark.unit
 

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.unit.fake_server import BAD_REQUESTS, CHAT, TEXT, Running, ask, check_refusal, send_bad, serving, text
+from tests.support.fake_server import BAD_REQUESTS, CHAT, TEXT, Running, ask, check_refusal, send_bad, serving, text
 
 pytestmark = pytest.mark.unit
 

@@ -11,8 +11,8 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.server.restarts import MOST, WINDOW_S, RestartLimit
 from headrace.types import EngineDead, UnsupportedModel
-from tests.unit.fake_engine import FakeEngine
-from tests.unit.fake_server import TEXT, Running, check_refusal, serving, text, until
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_server import TEXT, Running, check_refusal, serving, text, until
 
 pytestmark = pytest.mark.unit
 

@@ -10,8 +10,8 @@ import pytest
 from headrace.cli.engine import figures
 from headrace.stats import EngineStats, KVStats, RankStats, SchedulerStats
 from headrace.types import Metrics
-from tests.unit.fake_engine import FakeEngine
-from tests.unit.fake_server import TEXT, serving, text, until
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_server import TEXT, serving, text, until
 
 pytestmark = pytest.mark.unit
 

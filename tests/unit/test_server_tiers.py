@@ -16,8 +16,8 @@ from headrace.engine import messages as m
 from headrace.server.status import status_line, tier_lines
 from headrace.stats import EngineStats, RestoreStats, TierStats
 from headrace.types import Metrics
-from tests.unit.fake_engine import FakeCapacity, FakeEngine
-from tests.unit.fake_server import TEXT, serving, text, until
+from tests.support.fake_engine import FakeCapacity, FakeEngine
+from tests.support.fake_server import TEXT, serving, text, until
 
 pytestmark = pytest.mark.unit
 

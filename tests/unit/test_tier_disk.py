@@ -13,8 +13,8 @@ import pytest
 from headrace.offload.tiers.base import Read
 from headrace.offload.tiers.disk import DiskTier
 from headrace.offload.tiers.files import OpenFiles
-from tests.unit.tier_contract import SIZE, content, get, held, name, put
-from tests.unit.tier_directory import BUDGET, check, descriptors, drafts, files, make
+from tests.support.tier_contract import SIZE, content, get, held, name, put
+from tests.support.tier_directory import BUDGET, check, descriptors, drafts, files, make
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 from headrace.offload.tiers.disk import DiskTier
 from headrace.offload.tiers.files import BlobFiles
 from headrace.offload.tiers.index import BlobEntry
-from tests.unit.tier_contract import SIZE, content, get, held, name, put
-from tests.unit.tier_directory import check, files, make, pause_over
+from tests.support.tier_contract import SIZE, content, get, held, name, put
+from tests.support.tier_directory import check, files, make, pause_over
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from headrace.offload.tiers.disk import DiskTier
-from tests.unit.tier_contract import SIZE, content, get, held, name, put
-from tests.unit.tier_directory import check, descriptors
+from tests.support.tier_contract import SIZE, content, get, held, name, put
+from tests.support.tier_directory import check, descriptors
 
 REPOSITORY = Path(__file__).parents[2]
 NOBODY = 65534
@@ -20,7 +20,7 @@ NOBODY = 65534
 BEGIN = """
 import os, resource, sys
 from headrace.offload.tiers.disk import DiskTier
-from tests.unit.tier_contract import SIZE, content, get, held, name, put
+from tests.support.tier_contract import SIZE, content, get, held, name, put
 """
 
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from headrace.offload.tiers import redis_connection, remote
 from headrace.offload.tiers.base import Read
 from headrace.offload.tiers.remote import RemoteTier
-from tests.unit.redis_servers import Address, Proxy, fake_server, wait_for
-from tests.unit.remote_tier import BUDGETS, FAR_S, NAMES, blob_of, client, in_time, tier_of, whole
-from tests.unit.tier_contract import TierContract
+from tests.support.redis_servers import Address, Proxy, fake_server, wait_for
+from tests.support.remote_tier import BUDGETS, FAR_S, NAMES, blob_of, client, in_time, tier_of, whole
+from tests.support.tier_contract import TierContract
 
 pytestmark = pytest.mark.unit
 

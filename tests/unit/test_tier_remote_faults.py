@@ -10,8 +10,8 @@ import pytest
 
 from headrace.offload.tiers.base import Read
 from headrace.offload.tiers.remote import RemoteTier
-from tests.unit.redis_servers import REAL, Address, Proxy, fake_server, real_server, wait_for
-from tests.unit.remote_tier import BUDGETS, NAMES, blob_of, client, in_time, tier_of, whole
+from tests.support.redis_servers import REAL, Address, Proxy, fake_server, real_server, wait_for
+from tests.support.remote_tier import BUDGETS, NAMES, blob_of, client, in_time, tier_of, whole
 
 pytestmark = pytest.mark.unit
 

@@ -28,8 +28,8 @@ from headrace.offload.tiers.resp_protocol import (
     StatusReply,
     ValueReply,
 )
-from tests.unit.redis_servers import ScriptedServer, wait_for
-from tests.unit.remote_tier import BUDGETS, NAMES, in_time, tier_of, whole
+from tests.support.redis_servers import ScriptedServer, wait_for
+from tests.support.remote_tier import BUDGETS, NAMES, in_time, tier_of, whole
 
 pytestmark = pytest.mark.unit
 

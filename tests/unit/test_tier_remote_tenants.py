@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from headrace.offload.tiers import remote
 from headrace.offload.tiers.base import TierStats, name_of
-from tests.unit.redis_servers import Address
-from tests.unit.remote_tier import NAMES, blob_of, client, tier_of, whole
+from tests.support.redis_servers import Address
+from tests.support.remote_tier import NAMES, blob_of, client, tier_of, whole
 
 pytestmark = pytest.mark.unit
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, ReadGuess, TierStats
 from headrace.offload.tiers.stack import Tiers
 from headrace.offload.tiers.writer import Write, Writer
-from tests.unit.redis_servers import wait_for
+from tests.support.redis_servers import wait_for
 
 pytestmark = pytest.mark.unit
 

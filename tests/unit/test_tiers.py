@@ -18,7 +18,7 @@ from headrace.offload.tiers import open as opening
 from headrace.offload.tiers.base import Tier
 from headrace.offload.tiers.disk import DiskTier
 from headrace.offload.tiers.host import HostBuffer, HostTier
-from tests.unit.tier_contract import SIZE, TierContract, content, get, name, put
+from tests.support.tier_contract import SIZE, TierContract, content, get, name, put
 
 
 class TestHost(TierContract):

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.unit.fake_server import CHAT, TEXT, Running, ask, serving, text
+from tests.support.fake_server import CHAT, TEXT, Running, ask, serving, text
 from tools.fuzz.doors import Door
 from tools.fuzz.mutate import EDGES, FLOATS, TEXTS, damaged, dumped, edited, odd
 

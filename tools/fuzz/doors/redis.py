@@ -12,8 +12,8 @@ from random import Random
 import msgspec
 
 from headrace.offload.tiers import quotas
-from tests.unit.redis_servers import ScriptedServer
-from tests.unit.remote_tier import NAMES, blob_of, tier_of, whole
+from tests.support.redis_servers import ScriptedServer
+from tests.support.remote_tier import NAMES, blob_of, tier_of, whole
 from tools.fuzz.doors import Door
 from tools.fuzz.mutate import EDGES, TEXTS, damaged
 

@@ -15,8 +15,8 @@ import msgspec
 import redis
 
 from headrace.offload.tiers.remote import RemoteTier
-from tests.unit.redis_servers import REAL, Proxy, fake_server, real_server
-from tests.unit.remote_tier import client, tier_of
+from tests.support.redis_servers import REAL, Proxy, fake_server, real_server
+from tests.support.remote_tier import client, tier_of
 from tools.fuzz.doors import Door
 from tools.fuzz.mutate import EDGES, TEXTS, damaged
 from tools.fuzz.stored import blob, named, there

@@ -11,7 +11,7 @@ import redis
 
 from headrace.offload.tiers.base import Read, name_of
 from headrace.offload.tiers.remote import RemoteTier
-from tests.unit.redis_servers import Address
+from tests.support.redis_servers import Address
 
 T = TypeVar("T")
 FAR_S = 20.0

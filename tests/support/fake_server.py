@@ -17,7 +17,7 @@ import openai
 from headrace.config import SETTINGS, EngineConfig
 from headrace.server.app import create_app
 from headrace.server.serve import bind, make_server
-from tests.unit.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -1,4 +1,4 @@
-"""Which of pytest's workers runs which test: `pytest -n 2 -p tests.scheduling` (pytest-xdist)."""
+"""Which of pytest's workers runs which test: `pytest -n 2 -p tests.support.scheduling` (pytest-xdist)."""
 
 from __future__ import annotations
 

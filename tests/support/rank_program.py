@@ -6,7 +6,7 @@ import sys
 
 from headrace.config import config_from_env
 from headrace.parallel.launch import open_group, run_if_worker
-from tests.processes.groups import MAKER, echoes
+from tests.support.rank_groups import MAKER, echoes
 
 
 def main() -> int:

@@ -8,26 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import torch
 
 from headrace.config import EngineConfig
 from headrace.parallel.group import Group
 from headrace.parallel.launch import open_group
 from headrace.parallel.transport import Tag
-from tests.processes.fake_rank import ECHO, MANY, message, step
+from tests.support.fake_rank import ECHO, MANY, message, step
 
 ROOT = Path(__file__).parents[2]
-MAKER = "tests.processes.fake_rank:FakeRank"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable() -> Iterator[None]:
-    """Workers find the fake rank."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
+MAKER = "tests.support.fake_rank:FakeRank"
 
 
 @contextmanager

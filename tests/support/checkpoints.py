@@ -27,6 +27,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from headrace.models.decoder import Decoder
+
+FolderOf = Callable[[str], Path]
+OursOf = Callable[..., Decoder]
+TheirsOf = Callable[..., PreTrainedModel]
+"""Of the fixtures folder_of, ours_of and theirs_of (tests/cpu/conftest.py)."""
+
 VOCAB = 320
 WINDOW = 100
 MODEL_LENGTH = 512

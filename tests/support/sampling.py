@@ -1,4 +1,4 @@
-"""A part of the large matrices, drawn so that every pair of values is met: `pytest -p tests.sampling` (`make test`).
+"""A part of the large matrices in which every pair of values is met: `pytest -p tests.support.sampling` (`make test`).
 
 A function with many cases in three parameters or more keeps some of them: each two values of two parameters stand
 together in one at least (pairwise cover). With two parameters each value is met. The draw is seeded:

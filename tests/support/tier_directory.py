@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.offload.tiers.disk import DiskTier
-from tests.unit.tier_contract import SIZE
+from tests.support.tier_contract import SIZE
 
 BUDGET = 16 * SIZE
 

@@ -1,0 +1,75 @@
+"""Sequences that share prefixes in pools, and attention of their rows by any backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.attention import plan as planning
+from headrace.kernels import reference
+from headrace.kernels.records import Mask, Pool
+from headrace.types import CHUNK
+
+SHAPES = [(4, 4, 64), (8, 2, 128), (8, 1, 80), (6, 2, 96), (4, 2, 256), (71, 1, 64), (7, 1, 32)]
+TREES = {
+    "alone": [(0, 700)],
+    "short": [(0, 3)],
+    "shared": [(640, 700 + 13 * i) for i in range(5)],
+    "few": [(1024, 1030 + i) for i in range(3)],
+    "none": [(0, 65 + 200 * i) for i in range(4)],
+}
+"""For each sequence how many tokens it shares with the one before it, and its length."""
+
+
+class PoolTestbed:
+    """Sequences in pools, shares as in TREES. What nobody has written is NaN."""
+
+    def __init__(
+        self, shares: list[tuple[int, int]], shape: tuple[int, int, int], dtype: torch.dtype, apart: bool
+    ) -> None:
+        heads, kv_heads, dim = shape
+        total = sum(-(-length // CHUNK) for _, length in shares) + 1
+        random = torch.Generator().manual_seed(7)
+        self.k = torch.full((total, kv_heads, dim, CHUNK), float("nan"), dtype=dtype)
+        self.v = torch.full((total, kv_heads, CHUNK, dim), float("nan"), dtype=dtype)
+        self.tables: list[np.ndarray] = []
+        self.tokens: list[tuple[Tensor, Tensor, Tensor]] = []
+        slot = total - 1
+        for shared, length in shares:
+            q = torch.randn(length, heads, dim, generator=random).to(dtype)
+            k, v = (torch.randn(length, kv_heads, dim, generator=random).to(dtype) for _ in range(2))
+            common = 0 if not self.tables else shared // CHUNK
+            if common:
+                k[: common * CHUNK], v[: common * CHUNK] = (x[: common * CHUNK] for x in self.tokens[-1][1:])
+            table = np.zeros(-(-length // CHUNK), np.int32)
+            for chunk in range(len(table)):
+                if chunk < common and not apart:
+                    table[chunk] = self.tables[-1][chunk]
+                    continue
+                slot -= 1
+                table[chunk] = slot
+                part = slice(chunk * CHUNK, min(length, (chunk + 1) * CHUNK))
+                offsets = torch.arange(part.stop - part.start, dtype=torch.int32)
+                reference.append(Pool(self.k, self.v), k[part], v[part], torch.full_like(offsets, slot), offsets)
+            self.tables.append(table)
+            self.tokens.append((q, k, v))
+
+    def attend(self, rows: list[tuple[int, int, int]], kernels: Any, device: str, **others: Any) -> list[Tensor]:
+        """rows: (sequence, first position, count). Returns the attention of each."""
+        spans = [planning.Span(self.tables[s][: -(-(at + n) // CHUNK)], at, n) for s, at, n in rows]
+        order = planning.batch_order([span.slots for span in spans])
+        plan = planning.build([spans[i] for i in order])
+        q = torch.cat([self.tokens[rows[i][0]][0][rows[i][1] : rows[i][1] + rows[i][2]] for i in order]).to(device)
+        pool = Pool(*(x.nan_to_num() if kernels is reference else x.to(device) for x in (self.k, self.v)))
+        items = torch.from_numpy(plan.items_within(others.get("window")))
+        mask = Mask(items, torch.from_numpy(plan.positions), scale=q.shape[-1] ** -0.5, **others)
+        out: Tensor = kernels.attend(q, pool, mask)
+        parts = dict(zip(order, out.cpu().split([rows[i][2] for i in order]), strict=True))
+        return [parts[i] for i in range(len(rows))]
+
+
+def ends(testbed: PoolTestbed, count: int = 1) -> list[tuple[int, int, int]]:
+    return [(s, len(q) - count, count) for s, (q, _, _) in enumerate(testbed.tokens)]
