@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if folder in FOLDERS:
             item.add_marker(folder)
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
+
+
+def pytest_make_parametrize_id(val: Any, argname: str) -> str | None:
+    from tests.support.case_ids import case_id
+
+    return case_id(val, argname)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

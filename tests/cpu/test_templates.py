@@ -158,7 +158,9 @@ CONVERSATIONS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.fixture(
-    scope="module", params=[TEMPLATE, {"default": TEMPLATE, "tool_use": "T{{ tools | tojson }}{{ messages }}"}]
+    scope="module",
+    params=[TEMPLATE, {"default": TEMPLATE, "tool_use": "T{{ tools | tojson }}{{ messages }}"}],
+    ids=["one template", "one for tools too"],
 )
 def spoken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
     """Its template's process serves all conversations."""
@@ -167,7 +169,9 @@ def spoken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tokenizer.close()
 
 
-@pytest.mark.parametrize("number", range(len(CONVERSATIONS)))
+@pytest.mark.parametrize(
+    "number", range(len(CONVERSATIONS)), ids=["plain", "odd text", "tools", "variables", "continued"]
+)
 def test_the_text_is_that_of_transformers(number: int, spoken: Tokenizer) -> None:
     messages, more = CONVERSATIONS[number]
     expected = spoken._hf.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **more})

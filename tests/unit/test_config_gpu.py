@@ -21,7 +21,6 @@ from headrace.config import EngineConfig
         {"kv_remote_url": "redis://127.0.0.1:6379"},
         {"kv_offloading_size": 1.0, "offload_schedule": "row"},
     ],
-    ids=lambda given: next(iter(given)),
 )
 def test_without(given: dict[str, Any]) -> None:
     name = next(iter(given))

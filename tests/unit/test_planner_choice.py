@@ -62,6 +62,7 @@ def test_equations_1_2_5() -> None:
         (algorithm5, PEAK, (1280,)),
         (algorithm5, ATTAINED, (1280, 3200)),
     ],
+    ids=["algorithm 1 at the peak", "algorithm 1 as attained", "algorithm 5 at the peak", "algorithm 5 as attained"],
 )
 def test_rules_on_table_4(rule: Callable[[RingRates, int, int], str], ring: RingRates, pass_q: tuple[int, ...]) -> None:
     """Never worse than 2%, but for Algorithm 5 with peak rates, whose boundary is exactly T = 3,200."""

@@ -282,7 +282,7 @@ def test_searched_chain_against_the_gathers() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("shape", [S2, GQA])
+@pytest.mark.parametrize("shape", [S2, GQA], ids=["S2", "GQA"])
 def test_predicted_partition_is_near_the_searched_one(ranks: int, shape: ModelShape) -> None:
     """KVR-P at 12k from 8k and 16k, within 1.5% of the model's own search."""
     entries = {tokens: fractions_of(best_chain(MACHINE, shape, ranks, tokens, unit=1)) for tokens in (8192, 16384)}
