@@ -106,7 +106,7 @@ def test_scores_far_below_zero(way: str) -> None:
         assert ours.isfinite().all() and (ours - truth).abs().max() < 1e-4
 
 
-def test_a_step_goes_on(way: str) -> None:
+def test_the_next_step_by_a_prepared_one(way: str) -> None:
     """Two steps of decoding by one prepared Step: each stores its keys and values, and sees those of the one before."""
     heads, kv_heads, dim, starts = 4, 2, 32, (700, 650)
     tables = [np.array([*range(10), 20 + i], np.int32) for i in range(2)]

@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_refused(testbed: PrefillTestbed) -> None:
             testbed.run("chain", Shards(bounds, (0, 1)), P)
 
 
-def test_a_table_of_another_link_is_used_on_the_bed_but_not_of_another_machine(testbed: PrefillTestbed) -> None:
+def test_a_table_of_another_link_is_used_on_the_testbed_but_not_of_another_machine(testbed: PrefillTestbed) -> None:
     limited = table_stamp(testbed, RankLink(0.1))
     assert limited.link.endswith(", limited to 0.1 GB/s")
     testbed.check_table(TunedTable(stamp=limited, machine=testbed.machine))

@@ -138,7 +138,7 @@ def spans(slices: list[Slice]) -> list[tuple[int, int]]:
     return [(part.start, part.length) for part in slices]
 
 
-def test_the_whole_way() -> None:
+def test_from_the_tier_into_the_tree() -> None:
     here = Harness()
     sequence = here.add()
     assert here.step()[0] == [] and isinstance(here.state(sequence), Looking), "computed before the tiers have answered"

@@ -294,7 +294,7 @@ def test_split_refuses() -> None:
             predict(run, COSTS, tokens, x)
 
 
-def test_contention_counts_where_lane_and_engine_share_the_cores() -> None:
+def test_contention_counts_where_copies_and_engine_share_the_cores() -> None:
     """Twice or three times the seconds that the smaller of both is at work; nothing where everything is recomputed."""
     run = StoredRun(first=0, chunks=32, suffix=40, kv_bytes=1e6, x_bytes=None, layers=4, tiers="host")
     calm = Fixed({"host": (1e9, 0.0, 2e-10)}, project_s=0.0, prefill_s=1e-5, attend_s=0.0)

@@ -88,7 +88,7 @@ def test_indices_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_going_on_gives_the_bits_of_a_new_step(isa: str, biased: bool) -> None:
+def test_the_next_step_gives_the_bits_of_a_new_one(isa: str, biased: bool) -> None:
     bias = torch.randn(HEADS, 100, generator=torch.Generator().manual_seed(2)) if biased else None
     places = dict(positions=torch.tensor([72, 73, 6]), offsets=torch.tensor([8, 9, 6], dtype=torch.int32))
     ours, theirs, at = pool_of(torch.bfloat16), pool_of(torch.bfloat16), rows(torch.bfloat16)

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable
 
 ROPE = RopeSpec("default", (("rope_theta", 1e4), ("rope_type", "default")), 64)
 DYNAMIC = RopeSpec("dynamic", (("factor", 2.0), ("rope_theta", 1e4), ("rope_type", "dynamic")), 64)
-WHOLE: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "llama": dict(positions="rope", rope=ROPE, vocab_size=130),
     "qwen3": dict(positions="rope", rope=ROPE, qk_norm=True, head_dim=64),
     "falcon7": PLAIN | dict(block="parallel", mlp_norm=False, kv_heads=1, positions="rope", rope=ROPE),
@@ -27,8 +27,8 @@ WHOLE: dict[str, dict[str, Any]] = {
 }
 
 
-def whole(variant: str, quantization: Quantization = "none") -> tuple[Decoder, TokenBatch]:
-    config = model(**WHOLE[variant])
+def model_of(variant: str, quantization: Quantization = "none") -> tuple[Decoder, TokenBatch]:
+    config = model(**VARIANTS[variant])
     batch = TokenBatch(torch.tensor([5, config.vocab_size - 1, 0]), torch.tensor([70, 71, 5]))
     return Decoder(config, weights_of(config), quantization), batch
 
@@ -44,9 +44,9 @@ def at_once(decoder: Decoder, batch: TokenBatch, attend: AttentionOver) -> Tenso
     return step.logits
 
 
-@pytest.mark.parametrize(("variant", "quantization"), [*((each, "none") for each in WHOLE), ("llama", "int8")])
+@pytest.mark.parametrize(("variant", "quantization"), [*((each, "none") for each in VARIANTS), ("llama", "int8")])
 def test_from_tokens_to_logits_in_one_call(isa: str, variant: str, quantization: Quantization, threads: None) -> None:
-    decoder, batch = whole(variant, quantization)
+    decoder, batch = model_of(variant, quantization)
     apart, over = Attention(decoder.config, (None, None)), AttentionOver(decoder.config, (None, None))
     want = decoder.logits(decoder.forward(batch, apart))
     assert want.isfinite().all() and want.std() > 0.1 and want.dtype == torch.float32
@@ -60,15 +60,15 @@ def test_from_tokens_to_logits_in_one_call(isa: str, variant: str, quantization:
 
 @pytest.mark.parametrize("token", [130, -1])
 def test_tokens_that_are_in_no_table(token: int) -> None:
-    decoder, batch = whole("llama")
+    decoder, batch = model_of("llama")
     batch.token_ids[1] = token
     with pytest.raises(ValueError, match=f"token of row 1 is {token}, of 130"):
         at_once(decoder, batch, AttentionOver(decoder.config, (None, None)))
 
 
 def test_steps_of_another_model() -> None:
-    decoder, batch = whole("llama")
-    for other, windows in ((whole("qwen3")[0], (None, None)), (decoder, (None,))):
+    decoder, batch = model_of("llama")
+    for other, windows in ((model_of("qwen3")[0], (None, None)), (decoder, (None,))):
         with pytest.raises(ValueError, match="the step is of"):
             at_once(decoder, batch, AttentionOver(other.config, windows))
     batch.token_ids = batch.token_ids[:2]
@@ -112,8 +112,8 @@ def test_the_greatest_come_with_the_logits(
         assert got.values == values.tolist() and (rows < 16 or 70 in got.tokens) and not {71, 200} & set(got.tokens)
 
 
-def test_going_on_by_one_gives_the_bits_of_a_new_step(isa: str) -> None:
-    decoder, batch = whole("llama")
+def test_the_decode_fast_path_gives_the_bits_of_a_new_step(isa: str) -> None:
+    decoder, batch = model_of("llama")
     ours, theirs = (AttentionOver(decoder.config, (None, None)) for _ in range(2))
     step = prepared(decoder, batch, ours)
     for further in range(57):
@@ -147,6 +147,6 @@ def test_models_that_need_more_than_one_call() -> None:
 
 def test_other_layers_are_used() -> None:
     """A decoder whose layers were replaced goes by these, not by those that it began with."""
-    decoder, _ = whole("llama")
+    decoder, _ = model_of("llama")
     decoder.layers = Decoder(decoder.config, weights_of(decoder.config)).layers.__call__  # type: ignore[assignment]
     assert not decoder.runs_whole
