@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,37 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import generation
 
-from headrace.engine.sampler import (
-    BadLogits,
-    History,
-    SampleInput,
-    _pick,
-    forbidden_tokens,
-    sample,
-    target_logprobs,
-    uniform,
-)
-from headrace.types import Logprob, SamplingParams
-
-
-def row_input(
-    params: SamplingParams,
-    output: Sequence[int] = (),
-    prompt: Sequence[int] = (),
-    seed: int = 0,
-    index: int = 0,
-    **more: Any,
-) -> SampleInput:
-    return SampleInput(params, prompt, output, index, seed, **more)
-
-
-def draw(logits: torch.Tensor, params: SamplingParams, **more: Any) -> int:
-    return sample(logits[None], [row_input(params, **more)])[0].token
-
-
-def random_logits(seed: int, rows: int, size: int, scale: float = 3.0) -> torch.Tensor:
-    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * scale
-
+from headrace.engine.sampler import BadLogits, _pick, sample, target_logprobs, uniform
+from headrace.types import SamplingParams
+from tests.support.sampler_rows import draw, random_logits, row_input
 
 # ---- the filters and the draw, by definition -------------------------------------------------------------------------
 
@@ -234,150 +205,6 @@ def test_logits_are_left_as_they_were() -> None:
     before = logits.clone()
     sample(logits, [row_input(params, [3, 4], [5], forbidden=(8,)) for params in KINDS])
     assert torch.equal(logits, before)
-
-
-# ---- penalties, bias, forbidden tokens -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shift", [0, -9])
-def test_repetition_penalty_agrees_with_transformers(shift: float) -> None:
-    logits = random_logits(2, 30, 12).double() + shift
-    prompt, output = [1, 4, 4], [7, 1]
-    processor = generation.RepetitionPenaltyLogitsProcessor(penalty=1.8)
-    expected = processor(torch.tensor([prompt + output]).expand(30, -1), logits.clone()).argmax(-1).tolist()
-    assert expected != logits.argmax(-1).tolist()
-    params = SamplingParams(temperature=0, repetition_penalty=1.8)
-    assert [draw(row, params, prompt=prompt, output=output) for row in logits] == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "output", "expected"),
-    [
-        ("frequency_penalty", [0], 0),
-        ("frequency_penalty", [0, 0], 2),
-        ("frequency_penalty", [0, 0, 0, 2], 3),
-        ("presence_penalty", [0], 0),
-        ("presence_penalty", [0, 0, 0], 0),
-        ("presence_penalty", [0, 2], 0),
-    ],
-)
-def test_frequency_and_presence_count_the_output_only(name: str, output: list[int], expected: int) -> None:
-    """Token 0 leads token 2 by 1.5, that is by more than one penalty and less than two; the prompt costs nothing."""
-    params = SamplingParams(temperature=0, **{name: 1.0})
-    assert draw(torch.tensor([3.0, 0.0, 1.5, 1.0]), params, prompt=[0, 0, 0], output=output) == expected
-
-
-def test_presence_is_charged_once_per_token() -> None:
-    params = SamplingParams(temperature=0, presence_penalty=2.0)
-    logits = torch.tensor([3.0, 0.0, 1.5, 1.2])
-    assert [draw(logits, params, prompt=[0], output=o) for o in ([], [0], [0, 2], [2, 0, 3])] == [0, 2, 3, 0]
-
-
-@given(
-    st.lists(st.integers(0, 30), max_size=20),
-    st.lists(st.integers(0, 30), max_size=60),
-    st.lists(st.integers(0, 60), max_size=6),
-)
-def test_history_kept_up_to_date_equals_counting_afresh(prompt: list[int], output: list[int], stops: list[int]) -> None:
-    history = History(prompt)
-    for length in [*stops, len(output)]:
-        history.catch_up(output[:length])
-        now = dict(zip(history.ids.tolist(), history.counts.tolist(), strict=True))
-        counts = {token: output[:length].count(token) for token in now}
-        assert now == counts
-        assert set(prompt) | set(output[:length]) <= set(now)
-
-
-def test_a_row_with_history_draws_as_without() -> None:
-    params = SamplingParams(temperature=0.8, repetition_penalty=1.4, frequency_penalty=0.6, presence_penalty=0.3)
-    history, output, prompt = History([1, 2, 3]), [], [1, 2, 3]
-    for step in range(40):
-        logits = random_logits(step, 1, 25)[0]
-        token = draw(logits, params, prompt=prompt, output=output, history=history)
-        assert token == draw(logits, params, prompt=prompt, output=output)
-        output.append(token)
-
-
-def test_an_abandoned_output_leaves_no_repetition_behind() -> None:
-    history = History([1])
-    history.catch_up([5, 5])
-    history.catch_up([6])
-    assert dict(zip(history.ids.tolist(), history.counts.tolist(), strict=True)) == {1: 0, 6: 1}
-
-
-def test_order_of_changes_penalties_then_bias_then_forbidden() -> None:
-    logits = torch.tensor([4.0, 3.0, 2.0, 1.0])
-    params = SamplingParams(temperature=0, repetition_penalty=2.0, logit_bias={0: 1.5, 3: 100.0})
-    # 4/2 + 1.5 = 3.5 beats 3; (4 + 1.5)/2 = 2.75 would not.
-    assert draw(logits, params, prompt=[0], forbidden=(3,)) == 0
-
-
-def test_logit_bias_can_force_and_ban() -> None:
-    logits = random_logits(4, 1, 40)[0]
-    best = int(logits.argmax())
-    for temperature in (0.0, 1.0):
-        assert draw(logits, SamplingParams(temperature=temperature, logit_bias={9: 100.0})) == 9
-    banned = SamplingParams(temperature=0, logit_bias={best: -100.0})
-    assert draw(logits, banned) == int(logits.topk(2).indices[1])
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_min_tokens_keeps_the_end_away_and_then_lets_it_come(temperature: float) -> None:
-    logits = torch.tensor([0.0, 50.0, 1.0, 40.0])
-    params = SamplingParams(temperature=temperature, min_tokens=2, stop_token_ids=(3,))
-    for length, expected in ((0, {0, 2}), (1, {0, 2}), (2, {1})):
-        forbidden = forbidden_tokens(params, length, [1])
-        drawn = {draw(logits, params, output=[0] * length, forbidden=forbidden, seed=i) for i in range(40)}
-        assert drawn <= expected
-
-
-# ---- log probabilities -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("top", [0, 1, 5, 20])
-def test_logprobs_are_the_log_softmax_of_the_raw_logits(top: int) -> None:
-    logits = random_logits(8, 6, 50)
-    reference = logits.double().log_softmax(-1)
-    params = SamplingParams(temperature=3.0, logprobs=top, repetition_penalty=2.0, logit_bias={1: 5.0})
-    inputs = [row_input(params, prompt=[0, 1, 2], seed=i) for i in range(6)]
-    outside = 0
-    for row, result in enumerate(sample(logits, inputs)):
-        assert result.logprobs is not None
-        best = reference[row].topk(top).indices.tolist()
-        outside += result.token not in best
-        assert list(result.logprobs) == best + [result.token] * (result.token not in best)
-        for token, entry in result.logprobs.items():
-            assert entry.logprob == pytest.approx(float(reference[row, token]), abs=1e-12)
-            assert entry.rank == 1 + int((reference[row] > reference[row, token]).sum())
-    assert outside or top == 20
-
-
-def test_equal_logits_share_a_rank_and_the_lower_id_comes_first() -> None:
-    (entry,) = target_logprobs(torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]), [4], 2)
-    assert [(token, value.rank) for token, value in entry.items()] == [(1, 1), (2, 1), (4, 5)]
-
-
-def test_impossible_alternatives_are_not_reported() -> None:
-    (entry,) = target_logprobs(torch.tensor([[1.0, -math.inf, -math.inf]]), [0], 3)
-    assert entry == {0: Logprob(0.0, 1, "")}
-
-
-def test_logprobs_of_targets() -> None:
-    logits = random_logits(5, 5, 30)
-    reference = logits.double().log_softmax(-1)
-    targets = [3, 29, 0, 7, 7]
-    result = target_logprobs(logits, targets, 2)
-    assert len(result) == 5
-    for row, (entry, target) in enumerate(zip(result, targets, strict=True)):
-        assert set(entry) == {target, *reference[row].topk(2).indices.tolist()}
-        assert entry[target].logprob == pytest.approx(float(reference[row, target]), abs=1e-12)
-
-
-def test_asked_for_nothing_reports_nothing() -> None:
-    logits = random_logits(5, 1, 30)
-    assert sample(logits, [row_input(SamplingParams())])[0].logprobs is None
-    (result,) = sample(logits, [row_input(SamplingParams(logprobs=0))])
-    assert result.logprobs is not None and list(result.logprobs) == [result.token]
 
 
 # ---- broken logits ---------------------------------------------------------------------------------------------------

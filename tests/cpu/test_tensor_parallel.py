@@ -6,11 +6,9 @@ M: tensor ranks, T: rows, H: hidden size, I: MLP width, Hq, Hkv: query and KV he
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,22 +17,22 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.execute import PlanAttention
-from headrace.config import AttentionSpec, Quantization
+from headrace.config import Quantization
 from headrace.kernels import cpu, dispatch, ops, registry
 from headrace.kv.storage import KVStorage
 from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
-from headrace.models.shards import LEAST, Share, cut
-from headrace.models.spec import ModelConfig, expected
+from headrace.models.shards import Share, cut
+from headrace.models.spec import expected
 from headrace.models.weights import load_weights
-from headrace.parallel.tensor import TensorGroup, shard
+from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.types import chunks_for
 from tests.support.checkpoints import VOCAB, make_checkpoint
+from tests.support.tensor_ranks import on_ranks
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
-Result = TypeVar("Result")
 Model = tuple[str, dict[str, Any]]
 MODELS: dict[str, Model] = {
     "MHA": ("llama_bias", {}),
@@ -78,28 +76,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Model], Path]:
         return make_checkpoint(kind, tmp_path_factory.mktemp(kind), **dict(fields))
 
     return lambda model: write(model[0], tuple(model[1].items()))
-
-
-def on_ranks(size: int, work: Callable[[TensorGroup], Result], hub: LoopbackHub | None = None) -> list[Result]:
-    """What each rank's thread returns; the first error otherwise."""
-    hub = hub or LoopbackHub(size)
-
-    def one(rank: int) -> Result:
-        torch.set_num_threads(1)
-        try:
-            with torch.inference_mode():
-                return work(TensorGroup(hub.transport(rank)))
-        except BaseException as error:
-            hub.fail(f"rank {rank}: {error}")
-            raise
-
-    with ThreadPoolExecutor(size) as threads:
-        futures = [threads.submit(one, rank) for rank in range(size)]
-        errors = [error for future in futures if (error := future.exception())]
-        for error in sorted(errors, key=lambda error: isinstance(error, RankLost)):
-            raise error
-    assert hub.broken or hub.left_over() == 0
-    return [future.result() for future in futures]
 
 
 def run(decoder: Decoder, backend: str = "cpu") -> tuple[list[Tensor], KVStorage]:
@@ -275,67 +251,6 @@ def test_a_group_of_one_is_no_group(folder: Callable[[Model], Path]) -> None:
     assert isinstance(decoder.layers, OneByOne)
 
 
-# Sizes
-
-
-def config_of(heads: int, kv_heads: int, **fields: int) -> ModelConfig:
-    spec = AttentionSpec(2, heads, kv_heads, 16, 0.25, (None, 100))
-    sizes = dict(vocab_size=64, hidden_size=256, intermediate_size=512, embed_size=256, layers=2, max_model_len=64)
-    return ModelConfig(
-        architecture="", attention=spec, dtype="float32", positions="rope", norm="rms", norm_eps=1e-5,
-        activation="silu", gated=True, **sizes | fields,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "mine"),
-    [(8, 8, 4, [[0, 1], [2, 3], [4, 5], [6, 7]]), (8, 4, 2, [[0, 1], [2, 3]]), (8, 2, 4, [[0], [0], [1], [1]]),
-     (8, 1, 4, [[0]] * 4), (12, 3, 6, [[0], [0], [1], [1], [2], [2]])],
-)  # fmt: skip
-def test_a_rank_has_the_kv_heads_that_its_heads_attend(
-    heads: int, kv_heads: int, size: int, mine: list[list[int]]
-) -> None:
-    config = config_of(heads, kv_heads)
-    group = config.attention.group
-    for rank in range(size):
-        share = Share(config, rank, size)
-        assert list(share.kv_heads) == mine[rank]
-        assert sorted({head // group for head in share.heads}) == mine[rank]
-        spec = shard(config, rank, size)
-        assert spec == replace(config.attention, heads=heads // size, kv_heads=len(mine[rank]))
-        assert {head // spec.group for head in range(spec.heads)} == set(range(spec.kv_heads))
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "fitting"),
-    [(8, 8, 3, "1, 2, 4, 8"), (12, 3, 2, "1, 3, 6, 12"), (12, 3, 4, "1, 3, 6, 12"), (8, 2, 16, "1, 2, 4, 8")],
-)
-def test_heads_that_cannot_be_shared_are_refused(heads: int, kv_heads: int, size: int, fitting: str) -> None:
-    with pytest.raises(ValueError, match=f"tensor_parallel_size {size} does not divide .* can use {fitting}$"):
-        shard(config_of(heads, kv_heads), 0, size)
-
-
-def test_a_rank_outside_its_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="tensor rank 2 does not exist in a group of 2"):
-        shard(config_of(8, 8), 2, 2)
-
-
-@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size"])
-def test_widths_too_narrow_to_share_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"less than {LEAST} of {name} 127 to a rank; use 3 or fewer"):
-        Share(config_of(8, 8, **{name: 127}), 0, 4)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("total", [256, 300, 1001, 5632, 11008])
-def test_a_cut_leaves_no_gap_and_whole_blocks(total: int, size: int) -> None:
-    parts = cut("width", total, size)
-    assert [column for part in parts for column in part] == list(range(total))
-    unit = 64 if total >= 64 * size else 32
-    assert all(part.start % unit == 0 for part in parts)
-    assert max(map(len, parts)) - min(map(len, parts)) < 2 * unit
-
-
 # Traffic
 
 
@@ -357,38 +272,6 @@ def test_bytes_sent_are_as_documented(model: str, exchanges: int, size: int, fol
     gathered = spec.heads * spec.head_dim + outputs * config.hidden_size + config.intermediate_size
     assert sum(sent for sent, _ in totals) == (size - 1) * gathered * rows * config.layers * 2
     assert {count for _, count in totals} == {(size - 1) * exchanges * config.layers * len(STEPS)}
-
-
-# Exchanges
-
-
-def test_gathers_keep_their_order_beyond_a_thousand() -> None:
-    """More exchanges than a tag has layers; ranks run ahead of each other as they like."""
-
-    def count(group: TensorGroup) -> list[int]:
-        ones = torch.ones(1, 1 + group.rank)
-        return [int(group.gather(ones * (10 * i + group.rank), [1, 2]).sum()) for i in range(1100)]
-
-    assert on_ranks(2, count) == [[30 * i + 2 for i in range(1100)]] * 2
-
-
-@every_type
-def test_gather_puts_uneven_shares_in_order(dtype: str) -> None:
-    widths = [64, 1, 70]
-    whole = torch.randn(5, 2 * sum(widths)).to(getattr(torch, dtype))[:, ::2]  # columns are not contiguous
-    for group, got in on_ranks(
-        3, lambda group: (group.rank, group.gather(whole.split(widths, dim=1)[group.rank], widths))
-    ):
-        assert torch.equal(got, whole), group
-
-
-def test_gather_of_no_rows() -> None:
-    assert [x.shape for x in on_ranks(2, lambda group: group.gather(torch.empty(0, 3), [3, 3]))] == [(0, 6)] * 2
-
-
-def test_gather_refuses_another_width() -> None:
-    with pytest.raises(ValueError, match="tensor rank 0 of 2 cannot gather"):
-        TensorGroup(LoopbackHub(2).transport(0)).gather(torch.empty(1, 3), [4, 4])
 
 
 def test_a_lost_rank_ends_the_forward_of_the_others(folder: Callable[[Model], Path]) -> None:

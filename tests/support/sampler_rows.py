@@ -1,0 +1,30 @@
+"""Rows for the sampler: logits drawn at random, and the request that each belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from headrace.engine.sampler import SampleInput, sample
+from headrace.types import SamplingParams
+
+
+def row_input(
+    params: SamplingParams,
+    output: Sequence[int] = (),
+    prompt: Sequence[int] = (),
+    seed: int = 0,
+    index: int = 0,
+    **more: Any,
+) -> SampleInput:
+    return SampleInput(params, prompt, output, index, seed, **more)
+
+
+def draw(logits: torch.Tensor, params: SamplingParams, **more: Any) -> int:
+    return sample(logits[None], [row_input(params, **more)])[0].token
+
+
+def random_logits(seed: int, rows: int, size: int, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * scale
