@@ -292,8 +292,3 @@ class Delta:
     stop_reason: str | int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: Metrics | None = None
-
-
-def field_names(kind: type) -> tuple[str, ...]:
-    """Names of a dataclass's fields, in order."""
-    return tuple(f.name for f in fields(kind))

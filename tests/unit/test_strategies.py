@@ -7,7 +7,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from headrace.config import EngineConfig
+from headrace.config import SETTINGS, EngineConfig
+from headrace.config.ranks import RankSettings
 from headrace.planner.choice import COST, SHARDS
 from headrace.strategies import FALLBACK, KEEPS_ALL, OFFERED, STRATEGIES, known
 
@@ -19,7 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "parallel.md"
 def test_lists_are_made_of_the_entries() -> None:
     assert tuple(STRATEGIES) == ("single", "gather", "gather-full", "chain", "ring-kv", "ring-q")
     assert OFFERED == ("single", "gather", "chain", "ring-kv", "ring-q") and KEEPS_ALL == ("single", "chain")
-    assert get_args(get_type_hints(EngineConfig)["prefill_strategy"]) == ("auto", *OFFERED)
+    assert get_args(get_type_hints(RankSettings)[SETTINGS["prefill_strategy"].field]) == ("auto", *OFFERED)
     assert SHARDS.keys() == COST.keys() == STRATEGIES.keys()
     with pytest.raises(ValueError, match="prefill_strategy must be one of auto, single"):
         EngineConfig(prefill_strategy="gather-full")
