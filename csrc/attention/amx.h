@@ -163,12 +163,9 @@ struct Amx : Vnni {
     for (int c = 0; c < w.chunks; ++c) {
       const bf16 *p = w.p[c], *values = w.v[c] + 2 * d, *next = w.next[c] ? w.next[c] + d * CHUNK : nullptr;
       const bool half = w.steps[c] == 1, next_half = w.next_steps[c] == 1;
-      if (!next)
-        half ? strip_values<1, 0, 4>(p, values, p) : strip_values<2, 0, 4>(p, values, p);
-      else if (next_half)
-        half ? strip_values<1, 64, 2>(p, values, next) : strip_values<2, 32, 2>(p, values, next);
-      else
-        half ? strip_values<1, 128, 4>(p, values, next) : strip_values<2, 64, 4>(p, values, next);
+      if (!next) half ? strip_values<1, 0, 4>(p, values, p) : strip_values<2, 0, 4>(p, values, p);
+      else if (next_half) half ? strip_values<1, 64, 2>(p, values, next) : strip_values<2, 32, 2>(p, values, next);
+      else half ? strip_values<1, 128, 4>(p, values, next) : strip_values<2, 64, 4>(p, values, next);
     }
     store_row(acc, dim);
   }
@@ -184,20 +181,11 @@ struct Amx : Vnni {
     return {w.next[c] + offset, lines * LINE, 0};
   }
 
-  HEADRACE_APART void value_half(const Waiting &waiting, int64_t d, float *acc) const {
-    _tile_loadd(0, acc, 4 * dim);
-    _tile_loadd(1, acc + TILE, 4 * dim);
-    for (int c = 0; c < waiting.chunks; ++c)
-      for (int64_t j = 0; j < waiting.steps[c] * STEP_INPUTS; j += STEP_INPUTS) {
-        const bf16 *w = waiting.v[c] + j * dim + 2 * d;
-        _tile_loadd(4, waiting.p[c] + j, 2 * CHUNK);
-        _tile_loadd(6, w, 4 * dim);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + LINE, 4 * dim);
-        _tile_dpbf16ps(1, 4, 7);
-      }
-    _tile_stored(0, acc, 4 * dim);
-    _tile_stored(1, acc + TILE, 4 * dim);
+  HEADRACE_APART void value_half(const Waiting &w, int64_t d, float *acc) const {
+    load_row<2>(acc, dim);
+    for (int c = 0; c < w.chunks; ++c)
+      tile_steps<0, true, 2>(w.p[c], CHUNK, w.v[c] + 2 * d, 2 * dim, w.steps[c], {w.v[c], 0, 0});
+    store_row<2>(acc, dim);
   }
 
   HEADRACE_APART const bf16 *mask(uint64_t these) const {

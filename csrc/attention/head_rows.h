@@ -125,10 +125,8 @@ template <Policy Math> struct HeadRows {
     const int64_t begin = (from - first) * group, lanes = (to - from) * group;
     for (int64_t i = 0; i < lanes; i += Math::TOGETHER) {
       const int n = static_cast<int>(lanes - i < Math::TOGETHER ? lanes - i : Math::TOGETHER);
-      if constexpr (Math::RUNNING)
-        run_on(items, chunks, count, begin + i, n, i);
-      else
-        walk_lanes(*items[0], begin + i, n, *chunks, i);
+      if constexpr (Math::RUNNING) run_on(items, chunks, count, begin + i, n, i);
+      else walk_lanes(*items[0], begin + i, n, *chunks, i);
     }
   }
 

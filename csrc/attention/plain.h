@@ -195,8 +195,7 @@ template <typename T, typename S = T> struct Plain {
   // acc[lane] = acc[lane] * keep + take * (sum over visible keys of p[lane][j] * v[j]).
   void values(int n, const float *p, const Seen &seen, float *acc, const Weights &w, int64_t before) const {
     by_tiles(n, [&](int r, auto rows) {
-      if (rows == 6 || Common(seen, r, rows).same())
-        value_rows<rows>(p, seen, r, acc, w, before);
+      if (rows == 6 || Common(seen, r, rows).same()) value_rows<rows>(p, seen, r, acc, w, before);
       else
         for (int i = r; i < r + rows; ++i) value_rows<1>(p, seen, i, acc, w, before);
     });

@@ -103,10 +103,8 @@ template <> struct Quantised<Vnni> : Vnni {
   static int64_t scratch(int64_t dim) { return 2 * CHUNK * dim; }
 
   void scores(int n, const bf16 *q, float *s, int64_t before) const {
-    if (few)
-      with_tile_rows<TILE_ROWS>(n, [&](auto rows) { this->score_few<rows>(q, s); });
-    else
-      Vnni::scores(n, q, s, before);
+    if (few) with_tile_rows<TILE_ROWS>(n, [&](auto rows) { this->score_few<rows>(q, s); });
+    else Vnni::scores(n, q, s, before);
     chunk.scale_scores(n, s);
   }
 

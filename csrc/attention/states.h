@@ -6,9 +6,6 @@
 
 namespace headrace::HEADRACE_NS {
 
-HEADRACE_INLINE vf load_up_to(const float *p, int64_t n) { return n >= W ? load(p) : load_part(p, n); }
-template <typename T> HEADRACE_INLINE void store_up_to(T *p, vf x, int64_t n) { n >= W ? store(p, x) : store_part(p, x, n); }
-
 constexpr int64_t WORTH_THREADS = 16384;  // elements
 
 // f(lane) for all lanes, each of which merges so many elements, in the mode in which attention merges blocks.

@@ -172,10 +172,8 @@ struct Vnni {
     auto columns = [&](auto c) {  // as many 16 C columns as there are
       for (; d + 16 * c <= dim; d += 16 * c) {
         const Ahead next = fetched_by_values(before, tile, d, c);
-        if (these != ~0ull)
-          edge_tile<R, c>(p, these, next, d, acc);
-        else
-          with_step_lines<R, c>(next.lines, [&](auto lines) { value_tile<R, c, lines>(p, next, d, acc); });
+        if (these != ~0ull) edge_tile<R, c>(p, these, next, d, acc);
+        else with_step_lines<R, c>(next.lines, [&](auto lines) { value_tile<R, c, lines>(p, next, d, acc); });
       }
     };
     if constexpr (R <= 2) columns(Constant<8>{});  // few rows need more columns to keep the multipliers busy

@@ -5,20 +5,21 @@
 #include <cstdio>
 #include <cstdlib>
 
-#if defined(__SANITIZE_ADDRESS__)
-#define HEADRACE_POISONED 1
-#elif defined(__has_feature)
+#if defined(__has_feature)
 #if __has_feature(address_sanitizer)
-#define HEADRACE_POISONED 1
+#define __SANITIZE_ADDRESS__ 1  // as GCC has it
 #endif
 #endif
-#ifdef HEADRACE_POISONED
+#ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(memory, bytes)
+#define ASAN_UNPOISON_MEMORY_REGION(memory, bytes)
 #endif
 
 namespace headrace::HEADRACE_NS {
 
-#ifdef HEADRACE_POISONED
+#ifdef __SANITIZE_ADDRESS__
 constexpr int64_t RED_ZONE = 64;
 #else
 constexpr int64_t RED_ZONE = 0;
@@ -37,9 +38,7 @@ class Scratch {
   // n elements, not initialised. The sum of all pieces' rooms is what the memory must have.
   template <typename T> T *take(int64_t n) {
     T *piece = reinterpret_cast<T *>(next);
-#ifdef HEADRACE_POISONED
     ASAN_UNPOISON_MEMORY_REGION(piece, n * sizeof(T));
-#endif
     next += room<T>(n);
     return piece;
   }
@@ -56,10 +55,8 @@ class Arena {
   ~Arena() { free(memory); }
 
   Scratch at_least(int64_t bytes) {
-#ifdef HEADRACE_POISONED
-    size = 0;  // a block of just the size asked for, so that an overrun of the last piece is seen too
-#endif
-    if (bytes > size) {
+    if (bytes > size ||
+        RED_ZONE) {  // with a sanitizer just the size asked for, so that overruns of the last piece are seen too
       free(memory);
       memory = aligned_alloc(64, bytes);
       if (!memory) {  // inside a parallel region nothing can be thrown
@@ -68,9 +65,7 @@ class Arena {
       }
       size = bytes;
     }
-#ifdef HEADRACE_POISONED
     ASAN_POISON_MEMORY_REGION(memory, bytes);
-#endif
     return Scratch(memory);
   }
 

@@ -15,34 +15,34 @@ namespace headrace {
 inline bool has_portable() { return true; }
 
 #ifdef __x86_64__
+#define HEADRACE_HAS(feature) (__builtin_cpu_supports(feature) != 0)
+#else
+#define HEADRACE_HAS(feature) false
+#endif
 
 // GCC 10 does not know the name.
 inline bool has_f16c() {
+#ifdef __x86_64__
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-}
-
-inline bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
-inline bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-inline bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
-
 #else
-
-inline bool has_avx2() { return false; }
-inline bool has_avx512() { return false; }
-inline bool has_avx512bf16() { return false; }
-
+  return false;
 #endif
+}
+
+inline bool has_avx2() { return HEADRACE_HAS("avx2") && HEADRACE_HAS("fma") && has_f16c(); }
+inline bool has_avx512() {
+  return has_avx2() && HEADRACE_HAS("avx512f") && HEADRACE_HAS("avx512bw") && HEADRACE_HAS("avx512vl") &&
+         HEADRACE_HAS("avx512dq");
+}
+inline bool has_avx512bf16() { return has_avx512() && HEADRACE_HAS("avx512bf16"); }
 
 // Tiles are 8 KB more to save for each thread: Linux gives them to processes that ask (once, for all their threads).
 inline bool has_amx() {
-#if defined(HEADRACE_KNOWS_AMX) && defined(__linux__)
+#if HEADRACE_KNOWS_AMX + 0 && defined(__linux__)
   constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
-  static const bool given = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-                            syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+  static const bool given =
+      HEADRACE_HAS("amx-tile") && HEADRACE_HAS("amx-bf16") && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
   return given && has_avx512bf16();
 #else
   return false;

@@ -15,10 +15,8 @@ constexpr int TO_L1 = 3, TO_L2 = 2, TO_L1_ALONE = 0;
 // calls.)
 template <int LINES, int WHERE = TO_L1> HEADRACE_INLINE void fetch_lines(const void *from) {
   const char *first = static_cast<const char *>(from);
-  if constexpr (LINES <= 8)
-    HEADRACE_EACH(line, LINES, __builtin_prefetch(first + line * LINE_BYTES, 0, WHERE));
-  else
-    each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE { __builtin_prefetch(first + line * LINE_BYTES, 0, WHERE); });
+  if constexpr (LINES <= 8) HEADRACE_EACH(line, LINES, __builtin_prefetch(first + line * LINE_BYTES, 0, WHERE));
+  else each<LINES>([&](auto line) HEADRACE_ALWAYS_INLINE { __builtin_prefetch(first + line * LINE_BYTES, 0, WHERE); });
 }
 
 constexpr int SOME = -1;  // a number of lines that is not known when this is compiled
@@ -40,10 +38,8 @@ HEADRACE_INLINE void fetch_some(const void *from, int lines, bool to_l2) {
 
 // The same to where there is room for what is read next.
 template <int LINES> HEADRACE_INLINE void fetch_near(const void *from, int lines = LINES) {
-  if constexpr (LINES == SOME)
-    fetch_some(from, lines, small_l1);
-  else
-    small_l1 ? fetch_lines<LINES, TO_L2>(from) : fetch_lines<LINES>(from);
+  if constexpr (LINES == SOME) fetch_some(from, lines, small_l1);
+  else small_l1 ? fetch_lines<LINES, TO_L2>(from) : fetch_lines<LINES>(from);
 }
 
 }  // namespace headrace::HEADRACE_NS

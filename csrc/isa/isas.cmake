@@ -47,14 +47,10 @@ endfunction()
 
 # The fastest set here, which only a program can tell: the system has to allow AMX.
 function(headrace_native name)
-  set(definitions)
-  if(HEADRACE_KNOWS_AMX)
-    set(definitions COMPILE_DEFINITIONS -DHEADRACE_KNOWS_AMX=1)
-  endif()
   unset(headrace_ran CACHE) # the folder may have been used on another machine
   unset(headrace_compiled CACHE)
   try_run(headrace_ran headrace_compiled "${CMAKE_CURRENT_BINARY_DIR}/native" "${CMAKE_CURRENT_SOURCE_DIR}/isa/native.cpp"
-          CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${CMAKE_CURRENT_SOURCE_DIR}" ${definitions}
+          CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${CMAKE_CURRENT_SOURCE_DIR}" COMPILE_DEFINITIONS -DHEADRACE_KNOWS_AMX=${HEADRACE_KNOWS_AMX}
           COMPILE_OUTPUT_VARIABLE errors RUN_OUTPUT_VARIABLE best)
   if(NOT headrace_compiled OR NOT headrace_ran EQUAL 0)
     message(FATAL_ERROR "headrace: cannot tell what this processor runs; set HEADRACE_ISA_BUILD=all\n${errors}")

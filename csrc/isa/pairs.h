@@ -84,42 +84,35 @@ struct Ahead {
   int lines;
 };
 
-// `pairs` pairs, fetching LINES lines each to WHERE.
+// `pairs` pairs, and fetch(from, lines) in each.
 // (Not unrolled: the processor's own fetching of strides goes by the address of the load instruction.)
-template <int R, int C, int LINES, int WHERE>
+template <int R, int C, typename F>
 HEADRACE_INLINE void fetching_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs,
-                                    Ahead ahead, __m512 (&sum)[R][C]) {
+                                    Ahead ahead, __m512 (&sum)[R][C], F fetch) {
   for (int64_t i = 0; i < pairs; ++i, x += 2, w += w_stride, ahead.from += ahead.stride) {
-    fetch_lines<LINES, WHERE>(ahead.from);
+    fetch(ahead.from);
     __m512bh weight[C];
     HEADRACE_EACH(c, C, weight[c] = (__m512bh)_mm512_loadu_si512(w + c * 32));
     multiply<R, C>(x, x_stride, weight, sum);
   }
 }
 
-// The same, fetching as many lines as `ahead` says to where there is room.
-template <int R, int C>
-HEADRACE_INLINE void some_fetching_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs,
-                                         Ahead ahead, __m512 (&sum)[R][C]) {
-  const bool to_l2 = small_l1;
-  for (int64_t i = 0; i < pairs; ++i, x += 2, w += w_stride, ahead.from += ahead.stride) {
-    fetch_some(ahead.from, ahead.lines, to_l2);
-    __m512bh weight[C];
-    HEADRACE_EACH(c, C, weight[c] = (__m512bh)_mm512_loadu_si512(w + c * 32));
-    multiply<R, C>(x, x_stride, weight, sum);
-  }
-}
-
-// The same to where there is room. ONCE: nobody reads these lines a second time, so they need not stay in L2.
+// The same, fetching LINES lines, or as many as `ahead` says (SOME), to where there is room. ONCE: nobody reads these lines a
+// second time, so they need not stay in L2.
 template <int R, int C, int LINES, bool ONCE>
 HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const bf16 *w, int64_t w_stride, int64_t pairs, Ahead ahead,
                                 __m512 (&sum)[R][C]) {
-  if constexpr (LINES == SOME)
-    some_fetching_steps(x, x_stride, w, w_stride, pairs, ahead, sum);
-  else if (LINES > 0 && small_l1)
-    fetching_steps<R, C, LINES, TO_L2>(x, x_stride, w, w_stride, pairs, ahead, sum);
-  else
-    fetching_steps<R, C, LINES, ONCE ? TO_L1_ALONE : TO_L1>(x, x_stride, w, w_stride, pairs, ahead, sum);
+  const auto steps = [&](auto fetch)
+                         HEADRACE_ALWAYS_INLINE { fetching_steps(x, x_stride, w, w_stride, pairs, ahead, sum, fetch); };
+  if constexpr (LINES == SOME) {
+    const bool to_l2 = small_l1;
+    const int lines = ahead.lines;
+    steps([=](const bf16 *from) HEADRACE_ALWAYS_INLINE { fetch_some(from, lines, to_l2); });
+  } else if (LINES > 0 && small_l1) {
+    steps([](const bf16 *from) HEADRACE_ALWAYS_INLINE { fetch_lines<LINES, TO_L2>(from); });
+  } else {
+    steps([](const bf16 *from) HEADRACE_ALWAYS_INLINE { fetch_lines<LINES, ONCE ? TO_L1_ALONE : TO_L1>(from); });
+  }
 }
 
 // The last LAST pairs, row by row, and finish(row) for each row as soon as its sums are whole.
@@ -143,10 +136,8 @@ HEADRACE_INLINE void last_steps(const bf16 *x, int64_t x_stride, const bf16 *w, 
 // f(Constant<L>): how many lines R rows fetch in each of their steps. Few rows wait for memory, so L is `lines`, rounded up to
 // 0, 1, 2, 4 .. MOST. Tiles for each of these take long to compile, and more rows have the time to ask: SOME.
 template <int R, int MOST, typename F> HEADRACE_INLINE void with_step_lines(int lines, F f) {
-  if constexpr (R > 2)
-    f(Constant<SOME>{});
-  else
-    with_lines<MOST>(lines, f);
+  if constexpr (R > 2) f(Constant<SOME>{});
+  else with_lines<MOST>(lines, f);
 }
 
 // pair_steps, then finish(row) for each row. Sixteen stores in one go would keep the multipliers waiting for some 40 cycles:

@@ -15,10 +15,8 @@ struct Coming {
 // C vectors of W numbers each, by two as load_two gives them; a single one lies in order.
 template <int C, typename S> HEADRACE_INLINE void load_columns(const S *from, vf (&x)[C]) {
   static_assert(C == 1 || C % 2 == 0);
-  if constexpr (C == 1)
-    x[0] = load(from);
-  else
-    HEADRACE_EACH(c, C / 2, load_two(from + 2 * c * W, x[2 * c], x[2 * c + 1]));
+  if constexpr (C == 1) x[0] = load(from);
+  else HEADRACE_EACH(c, C / 2, load_two(from + 2 * c * W, x[2 * c], x[2 * c + 1]));
 }
 
 // Sums of vectors that load_columns made of numbers of type S, as those lie in memory.
@@ -62,10 +60,8 @@ HEADRACE_INLINE void add_products(const float *x, int64_t x_stride, int64_t begi
   constexpr int LINES = (STEPS * BYTES + 63) / 64;
   for (int64_t i = begin; i < end; i += STEPS, next.from += STEPS * next.stride) {
     near ? fetch_lines<LINES, TO_L1>(next.from) : fetch_lines<LINES, TO_L2>(next.from);
-    if constexpr (STEPS == 1)
-      add_step(x, x_stride, i, static_cast<int>(i & 1), load, sum);
-    else
-      HEADRACE_EACH(part, STEPS, add_step(x, x_stride, i + part, Constant<part>{}, load, sum));
+    if constexpr (STEPS == 1) add_step(x, x_stride, i, static_cast<int>(i & 1), load, sum);
+    else HEADRACE_EACH(part, STEPS, add_step(x, x_stride, i + part, Constant<part>{}, load, sum));
   }
 }
 

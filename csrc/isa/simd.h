@@ -162,6 +162,12 @@ HEADRACE_INLINE void in_order(const bf16 *, vf &first, vf &second) {
 
 HEADRACE_INLINE void store(float *p, vf x) { memcpy(p, &x, sizeof x); }
 
+// Whole numbers, in two steps: GCC takes a single one by scalars.
+HEADRACE_INLINE void store(int8_t *p, vf x) {
+  const vb codes = __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(x, vi), vs), vb);
+  memcpy(p, &codes, sizeof codes);
+}
+
 // Upper halves of x rounded to nearest even, still in 32 bits; a NaN stays a NaN.
 HEADRACE_INLINE vu bf16_bits(vf x) {
   const vu u = reinterpret_cast<vu>(x);
@@ -221,6 +227,17 @@ template <typename T> HEADRACE_INLINE void store_part(T *p, vf x, int64_t n) {
   store(part, x);
   memcpy(p, part, n * sizeof(T));
 }
+
+// The number that has these bits.
+HEADRACE_INLINE float number(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// W elements, or the first n if these are fewer.
+template <typename T> HEADRACE_INLINE vf load_up_to(const T *p, int64_t n) { return n >= W ? load(p) : load_part(p, n); }
+template <typename T> HEADRACE_INLINE void store_up_to(T *p, vf x, int64_t n) { n >= W ? store(p, x) : store_part(p, x, n); }
 
 // n numbers as fp32.
 template <typename T> HEADRACE_INLINE void widen(const T *from, float *to, int64_t n) {

@@ -117,10 +117,11 @@ HEADRACE_INLINE void square_steps(const bf16 *x, int64_t x_stride, const bf16 *w
 
 // Sums to and from memory [.., stride], the first TILES (4 or 2) of a row. GCC 12 knows of neither that memory is read or
 // written.
-HEADRACE_INLINE void load_row(const float *from, int64_t stride) {
+template <int TILES = 4> HEADRACE_INLINE void load_row(const float *from, int64_t stride) {
   asm volatile("" ::: "memory");
   _tile_loadd(0, from, 4 * stride);
   _tile_loadd(1, from + 16, 4 * stride);
+  if constexpr (TILES < 4) return;
   _tile_loadd(2, from + 32, 4 * stride);
   _tile_loadd(3, from + 48, 4 * stride);
 }

@@ -62,23 +62,19 @@ void multiply(const Linear &a, const bf16 *w, int64_t first, int64_t last, float
 }
 
 #ifdef __AMX_BF16__
-
 bool tiled(const Linear &a) { return a.inputs % STEP_INPUTS == 0; }
+#endif
 
 void multiply_all(const Linear &a, const bf16 *w, int64_t first, int64_t last, float *sums) {
-  if (!tiled(a)) return multiply(a, w, first, last, sums);
-  Tiles tiles;
-  const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
-  TileProduct(x, a.x_stride, last - first, w, a.inputs / STEP_INPUTS, sums, tiles).run();
-}
-
-#else
-
-void multiply_all(const Linear &a, const bf16 *w, int64_t first, int64_t last, float *sums) {
+#ifdef __AMX_BF16__
+  if (tiled(a)) {
+    Tiles tiles;
+    const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
+    return TileProduct(x, a.x_stride, last - first, w, a.inputs / STEP_INPUTS, sums, tiles).run();
+  }
+#endif
   multiply(a, w, first, last, sums);
 }
-
-#endif
 
 }  // namespace
 

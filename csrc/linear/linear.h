@@ -15,7 +15,7 @@ static_assert(COLUMNS == TOPS);
 template <typename T> HEADRACE_INLINE vf output(const Linear &a, const float *sums, int64_t column, int64_t, int64_t n) {
   const T *bias = static_cast<const T *>(a.bias);
   const vf y = load(sums);
-  return bias ? y + (n == W ? load(bias + column) : load_part(bias + column, n)) : y;
+  return bias ? y + load_up_to(bias + column, n) : y;
 }
 
 // int8 has a scale for each output.
@@ -37,8 +37,8 @@ void write_rows(const Any &a, int64_t column, int64_t first, int64_t last, const
     for (int64_t c = 0; c < count; c += W) {
       const int64_t n = count - c < W ? count - c : W;
       vf y = output<T>(a, sums + c, column + c, column + c, n);
-      if (residual) y = (n == W ? load(residual + at + c) : load_part(residual + at + c, n)) + round_as(residual, y);
-      n == W ? store(out + c, y) : store_part(out + c, y, n);
+      if (residual) y = load_up_to(residual + at + c, n) + round_as(residual, y);
+      store_up_to(out + c, y, n);
     }
   }
 }

@@ -78,10 +78,8 @@ void multiply(const LinearQuant &a, const T *x, int64_t x_stride, const byte *co
         x + first * x_stride, x_stride, static_cast<int>(last - first), a.inputs, block,
         [scales](int64_t k) { return scales ? scales + k : nullptr; }, sums, memory);
   };
-  if (a.bits == 4)
-    by([codes](int64_t k) { return Codes4{codes + k * Codes4::BYTES}; });
-  else
-    by([codes](int64_t k) { return Codes8{codes + k * Codes8::BYTES}; });
+  if (a.bits == 4) by([codes](int64_t k) { return Codes4{codes + k * Codes4::BYTES}; });
+  else by([codes](int64_t k) { return Codes8{codes + k * Codes8::BYTES}; });
 }
 
 #ifdef __AVX512BF16__
@@ -148,12 +146,10 @@ void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales,
       const bf16 *from = x + row * a.x_stride + 2 * k;
       float *to = sums + row * COLUMNS;
       // The first tiles fetch the next block meanwhile, one line for each pair; a lone one fetches all of it.
-      if (tiling.tiles == 1)
-        tile_of<Decoded, LINES>(n, from, a.x_stride, decoded, count, group, to, next);
+      if (tiling.tiles == 1) tile_of<Decoded, LINES>(n, from, a.x_stride, decoded, count, group, to, next);
       else if (turn < LINES)
         tile_of<Decoded, 1>(n, from, a.x_stride, decoded, count, group, to, next + turn * count * LINE_BYTES);
-      else
-        tile_of<Decoded, 0>(n, from, a.x_stride, decoded, count, group, to, next);
+      else tile_of<Decoded, 0>(n, from, a.x_stride, decoded, count, group, to, next);
     }
   }
 }
@@ -225,10 +221,8 @@ void multiply_groups(const bf16 *x, int64_t x_stride, int64_t rows, const byte *
     for (int64_t row = 0; row < rows; row += TILE) {
       const bf16 *from = x + (row < full ? row : rows - TILE) * x_stride + k * STEP_INPUTS;
       float *to = row < full ? sums + row * COLUMNS : last;
-      if (!Form::SCALED && k > 0)
-        load_row(to, COLUMNS);
-      else
-        clear_sums();
+      if (!Form::SCALED && k > 0) load_row(to, COLUMNS);
+      else clear_sums();
       tile_steps<0>(from, x_stride, w, 2 * COLUMNS, count, {w, 0, 0});
       Form::SCALED ? scaled.take(scales + k * STEP_INPUTS, to) : store_row(to, COLUMNS);
     }
@@ -266,10 +260,8 @@ void multiply<bf16>(const LinearQuant &a, const bf16 *, int64_t, const byte *cod
     return a.bits == 4 ? multiply_tiles<Int4>(a, codes, scales, first, last, sums, decoded)
                        : multiply_tiles<Int8>(a, codes, scales, first, last, sums, decoded);
 #endif
-  if (a.bits == 4)
-    multiply_pairs<Int4>(a, codes, scales, first, last, sums, decoded);
-  else
-    multiply_pairs<Int8>(a, codes, scales, first, last, sums, decoded);
+  if (a.bits == 4) multiply_pairs<Int4>(a, codes, scales, first, last, sums, decoded);
+  else multiply_pairs<Int8>(a, codes, scales, first, last, sums, decoded);
 }
 
 #endif

@@ -5,13 +5,14 @@
 
 #include "common/checks.h"
 #include "isa/dispatch.h"
+#include "model/borrowed.h"
 
 namespace headrace {
 
 class AttentionStep {
  public:
-  // Of `attend` and `append`, all but what a layer brings. The memory behind them must outlive the step, but for positions
-  // and offsets, which are copied.
+  // Of `attend` and `append`, all but what a layer brings. The memory behind them is borrowed, but positions and offsets are
+  // copied.
   AttentionStep(int type, const Attend &attend, const Append &append, int64_t slots)
       : type(type), slots(slots), shared(attend), places(append) {
     go_on(attend.positions, append.offsets, attend.threads);
@@ -19,7 +20,7 @@ class AttentionStep {
 
   AttentionStep(const AttentionStep &) = delete;
 
-  // The items of layers with this window (0: none); how `run` is to call them.
+  // The items, borrowed, of layers with this window (0: none); how `run` is to call them.
   int64_t add_items(const Item *items, int64_t count, int64_t window) {
     Attend a = shared;
     a.items = items;
@@ -69,24 +70,17 @@ class AttentionStep {
   // What a layer brings: the kind of its items, and its pools.
   struct Layer {
     int64_t kind;
-    void *k_pool, *v_pool;
+    Borrowed<void> k_pool, v_pool;
   };
 
   void run(const Layer &layer, Rows q, Rows k, Rows v, void *out) const {
     Append append = places;
-    append.k_new = k.at;
-    append.k_stride = k.stride;
-    append.v_new = v.at;
-    append.v_stride = v.stride;
-    append.k = layer.k_pool;
-    append.v = layer.v_pool;
+    append.k_new = k.at, append.k_stride = k.stride, append.k = layer.k_pool;
+    append.v_new = v.at, append.v_stride = v.stride, append.v = layer.v_pool;
     kernels().append[type](append);
     Attend attend = kinds.at(layer.kind);
-    attend.q = q.at;
-    attend.q_stride = q.stride;
-    attend.k = layer.k_pool;
-    attend.v = layer.v_pool;
-    attend.out = out;
+    attend.q = q.at, attend.q_stride = q.stride;
+    attend.k = layer.k_pool, attend.v = layer.v_pool, attend.out = out;
     kernels().attend[type](attend);
   }
 

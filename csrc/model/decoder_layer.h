@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "model/borrowed.h"
 
 namespace headrace {
 
@@ -20,8 +21,8 @@ enum class Form { plain, pairs, int8, int4 };  // how a weight lies: see linear_
 // Epilogue in kernels.h.
 struct Matrix {
   Form form;
-  const void *weight, *scales;
-  const bf16 *bias;
+  Borrowed<const void> weight, scales;
+  Borrowed<const bf16> bias;
   int64_t inputs, outputs;
   bool gated;
 };
@@ -29,7 +30,7 @@ struct Matrix {
 // The vectors of a norm, each may be null.
 struct Scale {
   bool rms;
-  const bf16 *weight, *bias;
+  Borrowed<const bf16> weight, bias;
 };
 
 struct DecoderLayer {
@@ -39,7 +40,7 @@ struct DecoderLayer {
   float eps;
   Matrix qkv, out, up, down;
   Scale attention_norm, mlp_norm;
-  const bf16 *q_norm, *k_norm;  // [D], null where queries and keys are not normed
+  Borrowed<const bf16> q_norm, k_norm;  // [D], null where queries and keys are not normed
 
   // Elements of scratch memory that either call needs for `rows` rows.
   int64_t scratch(int64_t rows) const;

@@ -1,7 +1,6 @@
 #include "model/model_step.h"
 
 #include <cstring>
-#include <string>
 
 #include "common/arena.h"
 #include "model/operations.h"
@@ -28,9 +27,7 @@ namespace {
 template <typename T>
 void look_up(const char *what, const T *table, int64_t count, int64_t width, const int64_t *index, int64_t rows, T *out) {
   for (int64_t t = 0; t < rows; ++t) {
-    if (index[t] < 0 || index[t] >= count)
-      throw std::invalid_argument(std::string(what) + " of row " + std::to_string(t) + " is " + std::to_string(index[t]) +
-                                  ", of " + std::to_string(count));
+    if (index[t] < 0 || index[t] >= count) refuse(what, " of row ", t, " is ", index[t], ", of ", count);
     memcpy(out + t * width, table + index[t] * width, width * sizeof(T));
   }
 }
@@ -57,8 +54,8 @@ void ModelStep::run(const int64_t *tokens, bf16 *scratch, float *logits, float *
   r.attended = memory.take<bf16>(rows * first.out.inputs);
   r.scratch = memory.take<bf16>(first.scratch(rows));
   float *tops = memory.take<float>(tops_size(rows, ends.head.outputs));
-  look_up("token", ends.embed, ends.vocabulary, hidden, tokens, rows, r.x);
-  if (turns) look_up("position", turns, turn_rows, rotary, step.positions(), rows, cos_sin);
+  look_up<bf16>("token", ends.embed, ends.vocabulary, hidden, tokens, rows, r.x);
+  if (turns) look_up<float>("position", turns, turn_rows, rotary, step.positions(), rows, cos_sin);
   run_layers(blocks.data(), layers.data(), layers.size(), step, r);
   if (ends.head.form == Form::pairs) check_pairs(kernels());
   const Operations run = {kernels(), rows, threads};

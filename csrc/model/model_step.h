@@ -24,7 +24,7 @@ void run_layers(const DecoderLayer *const *blocks, const AttentionStep::Layer *l
 
 // What a model has before its layers and after them.
 struct EmbeddingAndHead {
-  const bf16 *embed;  // [V, H]
+  Borrowed<const bf16> embed;  // [V, H]
   int64_t vocabulary;
   Scale norm;
   float eps;
@@ -34,10 +34,10 @@ struct EmbeddingAndHead {
 // A step from its tokens to its logits, as often as wanted.
 struct ModelStep {
   const EmbeddingAndHead &ends;
-  std::vector<const DecoderLayer *> blocks;
+  std::vector<const DecoderLayer *> blocks;  // borrowed, as are `ends` and `step`
   std::vector<AttentionStep::Layer> layers;  // one for each block
   const AttentionStep &step;
-  const float *turns;  // rotations of each position [turn_rows, rotary], or null
+  Borrowed<const float> turns;  // rotations of each position [turn_rows, rotary], or null
   int64_t turn_rows, rotary;
 
   // Elements of scratch memory that `run` needs.

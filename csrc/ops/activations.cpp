@@ -50,10 +50,8 @@ template <typename T, typename F> void map(const Unary &a) {
   share_ranges(vectors, total > MANY_ELEMENTS ? a.threads : 1, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const int64_t at = i * W, n = total - at;
-      if (n >= W)
-        store(out + at, F::apply(load(x + at)));
-      else
-        store_part(out + at, F::apply(load_part(x + at, n)), n);
+      if (n >= W) store(out + at, F::apply(load(x + at)));
+      else store_part(out + at, F::apply(load_part(x + at, n)), n);
     }
   });
 }
@@ -71,10 +69,8 @@ template <typename T> void add(const Sum &a) {
   share_ranges(vectors, a.elements > MANY_ELEMENTS ? a.threads : 1, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const int64_t at = i * W, n = a.elements - at;
-      if (n >= W)
-        store(out + at, load(x + at) + load(y + at));
-      else
-        store_part(out + at, load_part(x + at, n) + load_part(y + at, n), n);
+      if (n >= W) store(out + at, load(x + at) + load(y + at));
+      else store_part(out + at, load_part(x + at, n) + load_part(y + at, n), n);
     }
   });
 }
@@ -86,9 +82,8 @@ template <typename T> void silu_mul(const Unary &a) {
     T *out = static_cast<T *>(a.out) + t * a.width;
     for (int64_t i = 0; i < a.width; i += W) {
       const int64_t n = a.width - i;
-      auto get = [&](const T *p) { return n >= W ? load(p + i) : load_part(p + i, n); };
-      const vf g = get(gate), y = sigmoid_times(g, g) * get(up);
-      n >= W ? store(out + i, y) : store_part(out + i, y, n);
+      const vf g = load_up_to(gate + i, n);
+      store_up_to(out + i, sigmoid_times(g, g) * load_up_to(up + i, n), n);
     }
   });
 }
@@ -98,11 +93,10 @@ template <typename T> static void rotate(const T *x, T *out, const float *cos_si
   const int64_t half = width / 2;
   for (int64_t i = 0; i < half; i += W) {
     const int64_t n = half - i;
-    auto get = [&](const auto *p) { return n >= W ? load(p + i) : load_part(p + i, n); };
-    auto put = [&](T *p, vf y) { n >= W ? store(p + i, y) : store_part(p + i, y, n); };
-    const vf a = get(x), b = get(x + half), cos = get(cos_sin), sin = get(cos_sin + half);
-    put(out, madd(a, cos, -(b * sin)));
-    put(out + half, madd(b, cos, a * sin));
+    const vf a = load_up_to(x + i, n), b = load_up_to(x + half + i, n);
+    const vf cos = load_up_to(cos_sin + i, n), sin = load_up_to(cos_sin + half + i, n);
+    store_up_to(out + i, madd(a, cos, -(b * sin)), n);
+    store_up_to(out + half + i, madd(b, cos, a * sin), n);
   }
 }
 
@@ -118,8 +112,7 @@ template <typename T> void rotary(const Rotary &a) {
 }
 
 void exp(const float *x, float *out, int64_t n) {
-  for (int64_t i = 0; i < n; i += W)
-    n - i >= W ? store(out + i, exp(load(x + i))) : store_part(out + i, exp(load_part(x + i, n - i)), n - i);
+  for (int64_t i = 0; i < n; i += W) store_up_to(out + i, exp(load_up_to(x + i, n - i)), n - i);
 }
 
 HEADRACE_BOTH_TYPES(gelu, Unary)

@@ -39,11 +39,10 @@ void write_row(const Norm &a, const T *x, T *out, float mean, float factor) {
   const T *weight = static_cast<const T *>(a.weight), *bias = static_cast<const T *>(a.bias);
   for (int64_t i = 0; i < a.width; i += W) {
     const int64_t n = a.width - i;
-    auto get = [&](const T *p) { return n >= W ? load(p + i) : load_part(p + i, n); };
-    vf y = (get(x) - splat(mean)) * splat(factor);
-    if (weight) y = y * get(weight);
-    if (bias) y = y + get(bias);
-    n >= W ? store(out + i, y) : store_part(out + i, y, n);
+    vf y = (load_up_to(x + i, n) - splat(mean)) * splat(factor);
+    if (weight) y = y * load_up_to(weight + i, n);
+    if (bias) y = y + load_up_to(bias + i, n);
+    store_up_to(out + i, y, n);
   }
 }
 

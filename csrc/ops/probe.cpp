@@ -49,35 +49,30 @@ float multiply_part(int64_t rounds) {
 
 #else
 
+// One operand of multiply-adds, two of bf16 in each place where the processor has those, and a product added to a sum.
+#ifdef __AVX512BF16__
+constexpr int64_t EACH = 4;  // operations of an element: two multiply-adds
+HEADRACE_INLINE vf multiply_add(vf sum, vf x) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)x); }
+#else
+constexpr int64_t EACH = 2;
+HEADRACE_INLINE vf multiply_add(vf sum, vf x) { return madd(sum, x, x); }  // no product is a constant
+#endif
+
 constexpr int SUMS = W == 16 ? 16 : 12;  // more than two multipliers' latency needs; they and a factor fit into the registers
+constexpr int64_t ROUND = SUMS * W * EACH;
 
 // Sums that differ from the start and a factor it does not know keep the compiler from merging or folding them.
 float multiply_part(int64_t rounds) {
   float answer = 0.0f;
   volatile int32_t ones = 0x3f803f80;  // two bf16, or one float a little above
-#ifdef __AVX512BF16__
-  __m512 sum[SUMS];
-  each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i] = _mm512_set1_ps(i); });
-  const __m512bh x = (__m512bh)_mm512_set1_epi32(ones);
-  for (int64_t round = 0; round < rounds; ++round)
-    each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i] = _mm512_dpbf16_ps(sum[i], x, x); });
-  each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { answer += sum[i][0]; });
-#else
   vf sum[SUMS];
   each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i] = splat(i); });
   const vf x = reinterpret_cast<vf>(vi{} + ones);
   for (int64_t round = 0; round < rounds; ++round)
-    each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i] = madd(sum[i], x, x); });  // no product is a constant
+    each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { sum[i] = multiply_add(sum[i], x); });
   each<SUMS>([&](auto i) HEADRACE_ALWAYS_INLINE { answer += sum[i][0]; });
-#endif
   return answer;
 }
-
-#ifdef __AVX512BF16__
-constexpr int64_t ROUND = SUMS * W * 4;  // operations of a round: two multiply-adds per element
-#else
-constexpr int64_t ROUND = SUMS * W * 2;
-#endif
 
 #endif
 

@@ -93,34 +93,12 @@ bool is_run(const Append &a, int64_t row) {
 
 #endif
 
-// Stores as many rows from `row` on as go at once, if any: how many.
-template <typename T>
-int64_t store_run([[maybe_unused]] const Append &a, [[maybe_unused]] const T *k_new, [[maybe_unused]] const T *v_new,
-                  [[maybe_unused]] int64_t index, [[maybe_unused]] int64_t row) {
-#ifdef __AVX512BF16__
-  if constexpr (sizeof(T) == 2)
-    if (!a.k_scale && is_vnni(a.dim) && is_run(a, row)) {
-      const int64_t chunk = index * CHUNK * a.dim;
-      place_run(k_new, a.k_stride, v_new, a.v_stride, static_cast<T *>(a.k) + chunk, static_cast<T *>(a.v) + chunk, a.dim,
-                a.offsets[row]);
-      return RUN;
-    }
-#endif
-  return 0;
-}
-
 uint32_t bits_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
   return bits;
 }
 uint32_t bits_of(bf16 x) { return static_cast<uint32_t>(x) << 16; }
-
-float number(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-}
 
 // x [D] = scale * to, to half a scale; returns the scale, the greatest |x| / 127. Where x holds an infinity or a NaN, so
 // does the scale: nothing that is not a number is hidden.
@@ -165,9 +143,17 @@ template <typename T> void append(const Append &a) {
       const T *k_new = static_cast<const T *>(a.k_new) + row * a.k_stride + head * a.dim;
       const T *v_new = static_cast<const T *>(a.v_new) + row * a.v_stride + head * a.dim;
       const int64_t index = a.slots[row] * a.kv_heads + head;
-      const int64_t stored = store_run(a, k_new, v_new, index, row);
-      if (!stored) store_row(a, k_new, v_new, index, a.offsets[row]);
-      row += stored ? stored : 1;
+#ifdef __AVX512BF16__
+      if constexpr (sizeof(T) == 2)
+        if (!a.k_scale && is_vnni(a.dim) && is_run(a, row)) {
+          T *k = static_cast<T *>(a.k) + index * CHUNK * a.dim, *v = static_cast<T *>(a.v) + index * CHUNK * a.dim;
+          place_run(k_new, a.k_stride, v_new, a.v_stride, k, v, a.dim, a.offsets[row]);
+          row += RUN;
+          continue;
+        }
+#endif
+      store_row(a, k_new, v_new, index, a.offsets[row]);
+      row += 1;
     }
   });
 }

@@ -29,23 +29,16 @@ struct Plane {
   int64_t scales() const { return by_column ? cols : rows; }
 };
 
-// Rows in pairs [rows / 2][cols][2] -> [rows][cols], and back; or a copy.
-template <typename T>
-void to_plain(const T *__restrict from, T *__restrict to, const Plane &p, bool vnni) {
-  if (!vnni) {
-    memcpy(to, from, p.size() * sizeof(T));
-    return;
-  }
+// Rows in pairs [rows / 2][cols][2] -> [rows][cols], or a copy.
+template <typename T> void to_plain(const T *__restrict from, T *__restrict to, const Plane &p, bool vnni) {
+  if (!vnni) return void(memcpy(to, from, p.size() * sizeof(T)));
   for (int64_t r = 0; r < p.rows; r += 2, from += 2 * p.cols, to += 2 * p.cols)
     for (int64_t c = 0; c < p.cols; ++c) to[c] = from[2 * c], to[p.cols + c] = from[2 * c + 1];
 }
 
-template <typename T>
-void from_plain(const T *__restrict from, T *__restrict to, const Plane &p, bool vnni) {
-  if (!vnni) {
-    memcpy(to, from, p.size() * sizeof(T));
-    return;
-  }
+// And back.
+template <typename T> void from_plain(const T *__restrict from, T *__restrict to, const Plane &p, bool vnni) {
+  if (!vnni) return void(memcpy(to, from, p.size() * sizeof(T)));
   for (int64_t r = 0; r < p.rows; r += 2, from += 2 * p.cols, to += 2 * p.cols)
     for (int64_t c = 0; c < p.cols; ++c) to[2 * c] = from[c], to[2 * c + 1] = from[p.cols + c];
 }
@@ -58,7 +51,6 @@ template <typename F> HEADRACE_INLINE void vectors(int64_t n, F f) {
 }
 
 // Bytes <-> words by way of 16 bits: GCC takes a single step by scalars.
-typedef int16_t vs __attribute__((vector_size(2 * W)));
 typedef byte vc __attribute__((vector_size(W)));
 
 template <typename B> HEADRACE_INLINE vi words(B bytes) {
@@ -67,28 +59,13 @@ template <typename B> HEADRACE_INLINE vi words(B bytes) {
 
 HEADRACE_INLINE vb bytes(vi words) { return __builtin_convertvector(__builtin_convertvector(words, vs), vb); }
 
-template <typename T> HEADRACE_INLINE vf take(const T *p, int64_t n) { return n == W ? load(p) : load_part(p, n); }
-
-HEADRACE_INLINE vf take(const int8_t *p, int64_t n) {
-  vb codes = {};
-  n == W ? memcpy(&codes, p, W) : memcpy(&codes, p, n);
-  return __builtin_convertvector(words(codes), vf);
-}
-
-template <typename T> HEADRACE_INLINE void put(T *p, vf x, int64_t n) { n == W ? store(p, x) : store_part(p, x, n); }
-
-HEADRACE_INLINE void put(int8_t *p, vf x, int64_t n) {
-  const vb codes = bytes(__builtin_convertvector(x, vi));
-  n == W ? memcpy(p, &codes, W) : memcpy(p, &codes, n);
-}
-
 // Codes or numbers [rows][cols] -> fp32, under `scales` if there are any.
 template <typename T> void widen(const T *from, const float *scales, float *to, const Plane &p) {
   for (int64_t r = 0; r < p.rows; ++r, from += p.cols, to += p.cols)
     vectors(p.cols, [&](int64_t c, int64_t n) HEADRACE_ALWAYS_INLINE {
-      const vf x = take(from + c, n);
-      if (!scales) return put(to + c, x, n);
-      put(to + c, x * (p.by_column ? take(scales + c, n) : splat(scales[r])), n);
+      const vf x = load_up_to(from + c, n);
+      if (!scales) return store_up_to(to + c, x, n);
+      store_up_to(to + c, x * (p.by_column ? load_up_to(scales + c, n) : splat(scales[r])), n);
     });
 }
 
@@ -98,12 +75,6 @@ HEADRACE_INLINE int32_t most(vi x) {
   int32_t top = 0;
   for (int i = 0; i < W; ++i) top = x[i] > top ? x[i] : top;
   return top;
-}
-
-HEADRACE_INLINE float number(int32_t bits) {
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
 }
 
 // The greatest |x| / 127 of each row or column. Whether all are finite.
@@ -124,7 +95,7 @@ bool find_scales(const float *x, float *scales, const Plane &p) {
   for (int64_t r = 0; r < p.rows; ++r, x += p.cols) {
     vi top = {};
     vectors(p.cols, [&](int64_t c, int64_t n) HEADRACE_ALWAYS_INLINE {
-      const vi size = sizes(take(x + c, n));
+      const vi size = sizes(load_up_to(x + c, n));
       top = size > top ? size : top;
     });
     finite = finite && most(top) < INFINITE;
@@ -147,7 +118,7 @@ bool quantise8(const float *x, int8_t *codes, float *scales, const Plane &p) {
   if (!find_scales(x, scales, p)) return false;
   for (int64_t r = 0; r < p.rows; ++r, x += p.cols, codes += p.cols)
     vectors(p.cols, [&](int64_t c, int64_t n) HEADRACE_ALWAYS_INLINE {
-      put(codes + c, code_of(take(x + c, n), p.by_column ? take(scales + c, n) : splat(scales[r])), n);
+      store_up_to(codes + c, code_of(load_up_to(x + c, n), p.by_column ? load_up_to(scales + c, n) : splat(scales[r])), n);
     });
   return true;
 }
@@ -270,7 +241,7 @@ template <typename T> bool store_head(const Head<T> &h, Format format) {
 }
 
 template <typename T> void narrow(const float *wide, T *to, float *, const Plane &p) {
-  vectors(p.size(), [&](int64_t i, int64_t n) HEADRACE_ALWAYS_INLINE { put(to + i, take(wide + i, n), n); });
+  vectors(p.size(), [&](int64_t i, int64_t n) HEADRACE_ALWAYS_INLINE { store_up_to(to + i, load_up_to(wide + i, n), n); });
 }
 
 template <> void narrow(const float *wide, int8_t *to, float *scales, const Plane &p) { quantise8(wide, to, scales, p); }

@@ -6,12 +6,12 @@ from headrace import LLM, SamplingParams
 from typing import TYPE_CHECKING, Any
 
 from headrace.types import InvalidRequest, RequestOutput, SamplingParams
+from headrace.version import __version__
 
 if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
     from headrace.engine.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "InvalidRequest", "RequestOutput", "SamplingParams", "__version__"]
 
 

@@ -238,3 +238,13 @@ def test_the_site_builds(tmp_path: Path) -> None:
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site/index.html").is_file()
+
+
+def test_one_request_is_traced_through_ten_files() -> None:
+    """docs/trace.md: the numbered walk names ten files at most, and every name in backticks is one of the code's."""
+    text = (ROOT / "docs" / "trace.md").read_text()
+    walk, _, _ = text.partition("## Beside the ten")
+    assert len(re.findall(r"^\d+\. \*\*`[\w/]+\.py`\*\*", walk, re.MULTILINE)) == 10
+    words = {word for path in (ROOT / "src").rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
+    names = [name.split("(")[0] for name in re.findall(r"`([A-Za-z_][\w.]*(?:\([^`]*\))?)`", text)]
+    assert [name for name in names if not set(name.split(".")) - {"py", "cpp"} <= words] == []

@@ -10,9 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from headrace import __version__, cores, host
+from headrace import cores, host
 from headrace.bench.benchmark import Benchmark, Case
 from headrace.console import err, out
+from headrace.version import __version__
 
 
 def machine() -> dict[str, Any]:

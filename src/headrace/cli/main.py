@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 
-from headrace import __version__, console
+from headrace import console
 from headrace.bench.tuning import Tuning
 from headrace.cli import bench, errors
 from headrace.cli.options import PanelledCommand, guarded, with_config, with_sampling
 from headrace.config import EngineConfig
 from headrace.parallel.torchrun_environment import started_this
 from headrace.types import SamplingParams
+from headrace.version import __version__
 
 log = logging.getLogger("headrace")
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-import headrace
 from headrace import cores
 from headrace.config import EngineConfig
 from headrace.engine import torchrun
@@ -37,6 +36,7 @@ from headrace.planner.machine import Machine, ModelShape
 from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
 from headrace.strategies import OFFERED
 from headrace.types import CHUNK
+from headrace.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -205,6 +205,6 @@ def stamp(config: EngineConfig, shape: ModelShape, machine: Machine) -> TableSta
     """What a tuned table of this group is made for."""
     return TableStamp(
         machine=machine.fingerprint, model=model_folder(config.model.folder).name, shape=shape,
-        ranks=config.ranks.context, link=f"gloo on {config.ranks.interface}", version=headrace.__version__,
+        ranks=config.ranks.context, link=f"gloo on {config.ranks.interface}", version=__version__,
         date=date.today().isoformat(),
     )  # fmt: skip

@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import headrace
 from headrace.engine import template_worker as worker
 from headrace.engine.template_worker import LENGTH, Status
 from headrace.types import InvalidRequest
@@ -42,7 +41,7 @@ class TemplateProcess:
     def __init__(self) -> None:
         self._link, theirs = socket.socketpair()
         self.ended_here = False
-        paths = [str(Path(headrace.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+        paths = [str(Path(worker.__file__).parents[2]), os.environ.get("PYTHONPATH")]
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         with theirs:
             self._popen = subprocess.Popen(

@@ -89,10 +89,10 @@ class Packed:
 
     def matrix(self, bias: int) -> native.Matrix:
         """See StoredWeight."""
-        form, (outputs, inputs) = _require().Form, self.shape
-        return _require().Matrix(
-            form.pairs if self.pairs else form.plain, self.blocks.data_ptr(), 0, bias, inputs=inputs, outputs=outputs,
-            gated=self.gated,
+        ext, (outputs, inputs) = _require(), self.shape
+        return ext.Matrix(
+            ext.Form.pairs if self.pairs else ext.Form.plain, self.blocks.data_ptr(), 0, bias,
+            inputs=inputs, outputs=outputs, gated=self.gated,
         )  # fmt: skip
 
     def outputs_from(self, first: int) -> Packed:

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import xxhash
 
-from headrace import __version__
 from headrace.files import open_given, open_own, read_given, read_own
 from headrace.kernels import cpu, dispatch
 from headrace.kv.storage import LAYOUT
 from headrace.logs import shown
 from headrace.models.files import weight_files
+from headrace.version import __version__
 
 log = logging.getLogger(__name__)
 
