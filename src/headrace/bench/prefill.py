@@ -129,6 +129,7 @@ class PrefillBench(PrefillGrid):
     def _cut(self, testbed: PrefillTestbed, name: str, T: int, P: int) -> Shards:
         from headrace.planner.choice import shards_for
         from headrace.planner.partition import align, even
+        from headrace.planner.schedule import Shards
 
         if name == "single":
             return Shards((P, P + T), (0,))
