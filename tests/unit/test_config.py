@@ -31,9 +31,7 @@ def test_flat_values_make_the_same_settings_again(given: dict[str, Any]) -> None
 
 def test_each_setting_is_read_where_it_says() -> None:
     config = EngineConfig(**OTHER)
-    rooms = {
-        type(room): room for room in (config.model.folder, config.cache, config.scheduler, config.ranks, config.server)
-    }
+    rooms = {type(room): room for room in (config.model, config.cache, config.scheduler, config.ranks, config.server)}
     for name, value in OTHER.items():
         assert getattr(rooms[SETTINGS[name].record], SETTINGS[name].field) == value
 
@@ -50,7 +48,7 @@ def test_kv_outside_the_pool_is_one_thing() -> None:
     assert EngineConfig().outside is None
     tiers = EngineConfig(**host, **disk).outside
     assert isinstance(tiers, KVTiers) and [tier.kind for tier in tiers.each] == ["host", "disk"]
-    assert tiers.formats == ("raw",) * len(TIERS)
+    assert tiers.formats == ("raw", "raw", "raw")
     streamed = EngineConfig(**host, **disk, offload_schedule="row").outside
     assert isinstance(streamed, KVStreaming) and streamed.path == "/kv"
     assert streamed.room == ("kv_offloading_size", 1.0)
