@@ -1,7 +1,8 @@
 """How several ranks may compute a prompt: one entry per strategy, from which every list of strategies is made.
 
 A new strategy is an entry here, its shards and its cost in headrace.planner, and the class that runs it in
-headrace.parallel. An entry names functions instead of importing them, since settings are read before torch is loaded.
+headrace.parallel: docs/extending.md. An entry names functions instead of importing them, since settings are read before
+torch is loaded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 class Strategy:
     """Functions are written 'module:name', the module without its 'headrace.'.
 
+    summary: who computes what, in a few words, for help texts and docs/parallel.md.
     shards: who computes which new tokens, see planner.shards. cost: the predicted time, see planner.cost. runs: makes
     the Attend of one rank in one group from a parallel.group_context.GroupContext; None for a rank without part in it.
     keeps_all: the rank of the last shard keeps all new chunks; otherwise blocks go round the ranks.
@@ -24,6 +26,7 @@ class Strategy:
     """
 
     name: str
+    summary: str
     shards: str
     cost: str
     runs: str
@@ -34,14 +37,19 @@ class Strategy:
 
 
 _ENTRIES = (
-    Strategy("single", "planner.shards:alone", "planner.cost:single", "parallel.single:make", keeps_all=True),
-    Strategy("gather", "planner.shards:evenly", "planner.cost:gather", "parallel.gather:Gather", fused=True),
-    Strategy("gather-full", "planner.shards:evenly", "planner.cost:gather_full", "parallel.gather:GatherFull",
+    Strategy("single", "one rank all of it",
+             "planner.shards:alone", "planner.cost:single", "parallel.single:make", keeps_all=True),
+    Strategy("gather", "even blocks, all-gather of K and V",
+             "planner.shards:evenly", "planner.cost:gather", "parallel.gather:Gather", fused=True),
+    Strategy("gather-full", "as gather, the masked half of the rectangle computed too",
+             "planner.shards:evenly", "planner.cost:gather_full", "parallel.gather:GatherFull",
              fused=True, offered=False),
-    Strategy("chain", "planner.shards:searched", "planner.cost:chain", "parallel.chain:Chain", keeps_all=True),
-    Strategy("ring-kv", "planner.shards:in_zigzag", "planner.ring_cost:ring_kv", "parallel.ring_kv:RingKV",
-             fused=True),
-    Strategy("ring-q", "planner.shards:in_zigzag", "planner.ring_cost:ring_q", "parallel.ring_q:RingQ",
+    Strategy("chain", "KV-Runahead: rank i the i-th block, later ones shorter",
+             "planner.shards:searched", "planner.cost:chain", "parallel.chain:Chain", keeps_all=True),
+    Strategy("ring-kv", "ring pass-KV: two of 2N shards each, equal areas",
+             "planner.shards:in_zigzag", "planner.ring_cost:ring_kv", "parallel.ring_kv:RingKV", fused=True),
+    Strategy("ring-q", "ring pass-Q: as ring-kv, but keys stay",
+             "planner.shards:in_zigzag", "planner.ring_cost:ring_q", "parallel.ring_q:RingQ",
              fused=True, needs_cached=True),
 )  # fmt: skip
 

@@ -48,7 +48,7 @@ def test_kv_outside_the_pool_is_one_thing() -> None:
     assert EngineConfig().outside is None
     tiers = EngineConfig(**host, **disk).outside
     assert isinstance(tiers, KVTiers) and [tier.kind for tier in tiers.each] == ["host", "disk"]
-    assert tiers.formats == ("raw",) * len(TIERS)
+    assert tiers.formats == ("raw", "raw", "raw")
     streamed = EngineConfig(**host, **disk, offload_schedule="row").outside
     assert isinstance(streamed, KVStreaming) and streamed.path == "/kv"
     assert streamed.room == ("kv_offloading_size", 1.0)

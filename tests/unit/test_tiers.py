@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from headrace.config import EngineConfig, KVTiers, OffloadFormat
-from headrace.config.offload import OffloadSettings
+from headrace.config.offload import RAW_IF_UNUSED, OffloadSettings
 from headrace.config.tiers import DiskTierSettings, TierSettings
 from headrace.offload.tiers import open as opening
 from headrace.offload.tiers.base import Tier
@@ -104,6 +105,20 @@ class TapeSettings(TierSettings):
 
     size: float = 1.0
     format: OffloadFormat = "raw"
+
+
+@pytest.mark.parametrize("formats", list(product((None, "raw", "int8", "int4"), repeat=3)))
+def test_a_new_tier_changes_no_name_of_stored_chunks(formats: tuple[OffloadFormat | None, ...]) -> None:
+    """Those that host, disk and remote have stored: one that is not in use is raw there. The new one adds its own."""
+    made = ({"size": 1.0}, {"path": "/kv"}, {"url": "redis://there"})
+    asked = [
+        kind(format=format, **how)  # type: ignore[arg-type]
+        for kind, format, how in zip(RAW_IF_UNUSED, formats, made, strict=True)
+        if format
+    ]
+    assert KVTiers(each=tuple(asked)).formats == tuple(format or "raw" for format in formats)
+    tape = KVTiers(each=(*asked, TapeSettings(format="int8")))
+    assert tape.formats == (*(format or "raw" for format in formats), "int8")
 
 
 def test_a_new_tier_is_a_record_and_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from headrace import strategies
 from headrace.bench import prefill_grid, prefill_report, report
 from headrace.bench.benchmark import MODEL_HELP, Case, integers, one_of, option, words
 from headrace.bench.prefill_grid import PrefillGrid, link_bandwidths
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from headrace.planner.partition import Bounds
     from headrace.planner.schedule import Shards
 
-STRATEGIES = ("single", "gather", "gather-full", "chain-even", "chain", "chain-searched", "ring-kv", "ring-q")
 CHAINS = ("chain-even", "chain", "chain-searched")
+STRATEGIES = tuple(name for each in strategies.STRATEGIES for name in (CHAINS if each == "chain" else (each,)))
 
 
 @dataclass

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from headrace.config.fields import NOT_NEGATIVE, POSITIVE, SHARE, SettingsRecord, at_least, setting
-from headrace.config.tiers import TIERS, OffloadFormat, TierSettings
+from headrace.config.tiers import DiskTierSettings, HostTierSettings, OffloadFormat, RemoteTierSettings, TierSettings
 
 Switch = Literal["auto", "on", "off"]
+
+RAW_IF_UNUSED: tuple[type[TierSettings], ...] = (HostTierSettings, DiskTierSettings, RemoteTierSettings)
+"""Tiers that count as raw in `KVTiers.formats` while they are not in use. Names of stored chunks depend on that: a tier
+added here would change names without being in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,5 +72,6 @@ class KVTiers(OffloadSettings):
 
     @property
     def formats(self) -> tuple[OffloadFormat, ...]:
-        """The format of each of TIERS; raw for those that are not in use."""
-        return tuple(next((own.format for own in self.each if isinstance(own, kind)), "raw") for kind in TIERS)
+        """The formats on which the names of stored chunks depend: those of the tiers in use and of RAW_IF_UNUSED."""
+        used = {type(own): own.format for own in self.each}
+        return (*(used.pop(kind, "raw") for kind in RAW_IF_UNUSED), *used.values())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from headrace.config.fields import SettingsRecord, at_least, seconds, setting
-from headrace.strategies import OFFERED, PrefillStrategy
+from headrace.strategies import OFFERED, STRATEGIES, PrefillStrategy
 
 DistributedBackend = Literal["mp", "ray"]
 StrategyRule = Literal["cost", "alg1", "alg5", "heuristic"]
@@ -49,7 +49,9 @@ class RankSettings(SettingsRecord):
     )
     strategy: PrefillStrategy = setting(
         "auto",
-        f"How several ranks compute a prompt: auto (as the planner says), {', '.join(OFFERED)}.",
+        "How several ranks compute a prompt: auto (as the planner says), "
+        + ", ".join(f"{name} ({STRATEGIES[name].summary})" for name in OFFERED)
+        + ".",
         name="prefill_strategy",
     )
     rule: StrategyRule = setting(

@@ -46,6 +46,11 @@ class TierSettings(SettingsRecord):
         """Where its KV lies, without passwords; may be empty."""
         return ""
 
+    @property
+    def directory(self) -> str | None:
+        """A directory of this machine that outlives the engine, where notes may be kept beside its KV."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class HostTierSettings(TierSettings):
@@ -103,6 +108,10 @@ class DiskTierSettings(TierSettings):
     @property
     def place(self) -> str:
         return self.path or ""
+
+    @property
+    def directory(self) -> str | None:
+        return self.path
 
     def check_together(self) -> None:
         need(self.format != "raw", self.given, "kv_disk_format", "a tier on disk: set kv_offload_path")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.config import EngineConfig
+from headrace.config.fields import listed
+from headrace.config.tiers import SWITCHES
 from headrace.offload.tiers.open import findings
 
 
@@ -14,4 +16,4 @@ def findings_of(config: EngineConfig, free_memory: int) -> dict[str, Any]:
     outside = config.tiers or config.streaming
     if outside is not None and outside.link.gbps is not None:
         found["emulated link"] = f"{outside.link.gbps:g} GB/s, {outside.link.latency_ms:g} ms"
-    return found or {"tiers": "none: set kv_offloading_size, kv_offload_path or kv_remote_url (docs/offload.md)"}
+    return found or {"tiers": f"none: set {listed(SWITCHES, 'or')} (docs/offload.md)"}

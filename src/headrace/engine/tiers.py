@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.config import EngineConfig
-from headrace.config.tiers import DiskTierSettings
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kernels import registry
@@ -38,9 +37,9 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
 def identity(config: EngineConfig, capacity: Capacity) -> bytes:
     """What names the chunks that outlive this engine: the content of the model, not its place."""
     assert config.tiers is not None
-    paths = [Path(own.path) for own in config.tiers.each if isinstance(own, DiskTierSettings) and own.path]
+    notes = next((Path(own.directory) for own in config.tiers.each if own.directory), None)
     return chunk_identity(
-        model_identity(model_folder(config.model.folder), paths[0] if paths else None),
+        model_identity(model_folder(config.model.folder), notes),
         dtype=capacity.dtype,
         kv_dtype=capacity.kv_cache_dtype,
         quantization=capacity.quantization,

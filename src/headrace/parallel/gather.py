@@ -30,7 +30,7 @@ class Gather(KVExchange):
     def receives(self, layer: int, buffer: LayerBuffer) -> list[Arrival]:
         arrivals = self.exchange_cached(layer, buffer)
         for piece in self._new():
-            if piece.cut:  # filled by several ranks: each sends what it has, and bits are put together in _attend
+            if piece.cut:  # filled by several ranks: each sends what it has, see join_cut
                 for x in view(buffer, piece):
                     bytes_of(x).zero_()
             elif piece.holder != self.context.rank:
@@ -77,6 +77,10 @@ class Gather(KVExchange):
     def before_attending(self, layer: int, buffer: LayerBuffer) -> None:
         for arrival in self.arrivals[layer]:
             arrival.wait()
+        self.join_cut(buffer)
+
+    def join_cut(self, buffer: LayerBuffer) -> None:
+        """Puts the pieces together that several ranks fill; waits for the others' parts of them."""
         for piece, side, works in self.sides:
             for work in works:
                 work.wait()
