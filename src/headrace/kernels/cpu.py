@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from headrace.kernels.backend import Capabilities
+from headrace.kernels.backend import Capabilities, PiecewiseBackend
 from headrace.kernels.cpu_attention import append, arrange, attend, layout, partial
 from headrace.kernels.cpu_states import empty_running, finish, merge_blocks, merge_into, merge_states, states_of
 from headrace.kernels.cpu_step import Step as prepare
@@ -265,3 +265,9 @@ def exp(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     _require().exp(x.data_ptr(), out.data_ptr(), x.numel())
     return out
+
+
+if TYPE_CHECKING:  # it keeps the contract
+    from headrace.kernels import cpu as this_module
+
+    _: PiecewiseBackend = this_module
