@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 Implementation = Literal["cpu", "torch", "ops"]
 """ops: a layer of the decoder one operation at a time, whatever implements those."""
 
-NATIVE_OPS = ("attend", "append", "rms_norm", "layer_norm", "silu_mul", "gelu", "relu", "rotary", "greatest")
+NATIVE_OPS = ("attend", "append", *cpu.OPERATIONS)
 QUANTIZED = tuple(scheme for scheme in get_args(Quantization) if scheme != "none")
 TRITON_OPS = ("attend", "append", "rms_norm", "linear")
 TORCH_LINEAR = "torch's matrix product, 32 rows at a time"
