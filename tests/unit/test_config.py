@@ -31,9 +31,7 @@ def test_flat_values_make_the_same_settings_again(given: dict[str, Any]) -> None
 
 def test_each_setting_is_read_where_it_says() -> None:
     config = EngineConfig(**OTHER)
-    rooms = {
-        type(room): room for room in (config.model.folder, config.cache, config.scheduler, config.ranks, config.server)
-    }
+    rooms = {type(room): room for room in (config.model, config.cache, config.scheduler, config.ranks, config.server)}
     for name, value in OTHER.items():
         assert getattr(rooms[SETTINGS[name].record], SETTINGS[name].field) == value
 
