@@ -126,12 +126,19 @@ struct Sum {
   int threads;
 };
 
-// The same with weights of `bits` 8 or 4 under scales: see linear_quant.cpp. x, bias and a narrow out are of one type.
+// How a weight lies: linear_plain.cpp, linear.cpp, and the others, as codes under scales, linear_quant.cpp. To add a format of
+// codes: its name here, its struct in linear/codes.h.
+#define HEADRACE_FORMS(FORM) FORM(plain) FORM(pairs) FORM(int8) FORM(int4)
+#define HEADRACE_NAME(name) name,
+enum class Form { HEADRACE_FORMS(HEADRACE_NAME) };
+#undef HEADRACE_NAME
+
+// The same with weights that are codes: see linear_quant.cpp. x, bias and a narrow out are of one type.
 struct LinearQuant {
   const void *x, *codes, *scales, *bias;
   void *out;
   int64_t rows, x_stride, inputs, outputs;
-  int bits;
+  Form form;
   bool wide;
   int threads;
   Epilogue epilogue = {};
@@ -179,7 +186,7 @@ extern bool small_l1;
 extern const bool multiplies_bf16;
 
 // All operations but activations. PER_TYPE: in two types, 0 is bf16, 1 is fp32. PAIRS: for processors that multiply pairs of
-// bf16, null for the others. To add one: a line here, a .cpp, the binding. exp stands here for the test of its accuracy;
+// bf16, null for the others. To add one: a line here, a .cpp, the binding and its stub. exp stands here for the test of its accuracy;
 // probe_*: limits of the machine, for benchmarks (probe.cpp).
 #define HEADRACE_OPERATIONS(PER_TYPE, FUNCTION, PAIRS)                        \
   PER_TYPE(attend, Attend)                                                    \
@@ -201,7 +208,7 @@ extern const bool multiplies_bf16;
   FUNCTION(probe_read, uint32_t, (const void *from, int64_t bytes, int threads)) \
   FUNCTION(probe_multiply, int64_t, (int64_t rounds, int threads)) /* operations done */
 
-// Each in two types, of Unary. To add one: its name here, activations.cpp, the binding.
+// Each in two types, of Unary, and in Python by the same name. To add one: its name here, activations.cpp.
 #define HEADRACE_ACTIVATIONS(ACTIVATION) ACTIVATION(silu_mul) ACTIVATION(gelu) ACTIVATION(gelu_tanh) ACTIVATION(relu)
 
 struct Kernels {

@@ -133,17 +133,8 @@ void layer_norm(int type, Address x, Address weight, Address bias, Address out, 
       {at<void>(x), at<void>(weight), at<void>(bias), at<void>(out), rows, width, 1, width, eps, threads});
 }
 
-void silu_mul(int type, Address x, Address out, int64_t rows, int64_t width, int threads) {
-  kernels().silu_mul[type]({at<void>(x), at<void>(out), rows, width, threads});
-}
-
-void gelu(int type, bool tanh, Address x, Address out, int64_t elements, int threads) {
-  const auto &op = tanh ? kernels().gelu_tanh : kernels().gelu;
-  op[type]({at<void>(x), at<void>(out), 1, elements, threads});
-}
-
-void relu(int type, Address x, Address out, int64_t elements, int threads) {
-  kernels().relu[type]({at<void>(x), at<void>(out), 1, elements, threads});
+template <auto operation> void activate(int type, Address x, Address out, int64_t rows, int64_t width, int threads) {
+  (kernels().*operation)[type]({at<void>(x), at<void>(out), rows, width, threads});
 }
 
 void rotary(int type, Address x, Address cos_sin, Address out, int64_t rows, int64_t x_stride, int64_t heads, int64_t dim,
@@ -172,11 +163,9 @@ void linear(int type, Address x, const Matrix &m, Address out, int64_t rows, int
       const auto op = m.form == Form::pairs ? in_use.linear_pairs : in_use.linear_plain[type];
       return op({at<void>(x), m.weight, m.bias, at<void>(out), rows, x_stride, m.inputs, m.outputs, wide, threads, epilogue});
     }
-    case Form::int8:
-    case Form::int4:
-      const int bits = m.form == Form::int8 ? 8 : 4;
+    default:
       return in_use.linear_quant[type]({at<void>(x), m.weight, m.scales, m.bias, at<void>(out), rows, x_stride, m.inputs,
-                                        m.outputs, bits, wide, threads, epilogue});
+                                        m.outputs, m.form, wide, threads, epilogue});
   }
 }
 
@@ -333,24 +322,21 @@ NB_MODULE(_cpu, m) {
   m.def("rms_norm", rms_norm, unlocked, "type"_a, "x"_a, "weight"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a, "threads"_a);
   m.def("layer_norm", layer_norm, unlocked, "type"_a, "x"_a, "weight"_a, "bias"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a,
         "threads"_a);
-  m.def("silu_mul", silu_mul, unlocked);
-  m.def("gelu", gelu, unlocked);
-  m.def("relu", relu, unlocked);
   m.def("rotary", rotary, unlocked, "type"_a, "x"_a, "cos_sin"_a, "out"_a, named, "rows"_a, "x_stride"_a, "heads"_a, "dim"_a,
         "width"_a, "threads"_a);
   m.def("greatest", greatest, unlocked);
   m.def("linear", linear, unlocked, "type"_a, "x"_a, "matrix"_a, "out"_a, named, "rows"_a, "x_stride"_a, "wide"_a, "threads"_a);
   nb::enum_<Order>(m, "Order").value("pre", Order::pre).value("post", Order::post).value("parallel", Order::parallel);
-  nb::enum_<Activation>(m, "Activation")
-      .value("silu_mul", Activation::silu_mul)
-      .value("gelu", Activation::gelu)
-      .value("gelu_tanh", Activation::gelu_tanh)
-      .value("relu", Activation::relu);
-  nb::enum_<Form>(m, "Form")
-      .value("plain", Form::plain)
-      .value("pairs", Form::pairs)
-      .value("int8", Form::int8)
-      .value("int4", Form::int4);
+  nb::enum_<Activation> activations(m, "Activation");
+#define HEADRACE_DEFINE(name)                        \
+  activations.value(#name, Activation::name);        \
+  m.def(#name, activate<&Kernels::name>, unlocked);
+  HEADRACE_ACTIVATIONS(HEADRACE_DEFINE)
+#undef HEADRACE_DEFINE
+  nb::enum_<Form> forms(m, "Form");
+#define HEADRACE_DEFINE(name) forms.value(#name, Form::name);
+  HEADRACE_FORMS(HEADRACE_DEFINE)
+#undef HEADRACE_DEFINE
   nb::enum_<Element>(m, "Element").value("bf16", Element::bf16).value("fp32", Element::fp32).value("int8", Element::int8);
   nb::enum_<Format>(m, "Format").value("raw", Format::raw).value("int8", Format::int8).value("int4", Format::int4);
   nb::class_<Matrix>(m, "Matrix")

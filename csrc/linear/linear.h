@@ -18,11 +18,13 @@ template <typename T> HEADRACE_INLINE vf output(const Linear &a, const float *su
   return bias ? y + load_up_to(bias + column, n) : y;
 }
 
-// int8 has a scale for each output.
-template <typename T>
-HEADRACE_INLINE vf output(const LinearQuant &a, const float *sums, int64_t column, int64_t place, int64_t n) {
+// Of weights in this format: see codes.h.
+template <typename Codes> struct LinearOf : LinearQuant {};
+
+template <typename T, typename Codes>
+HEADRACE_INLINE vf output(const LinearOf<Codes> &a, const float *sums, int64_t column, int64_t place, int64_t n) {
   const T *bias = static_cast<const T *>(a.bias);
-  const vf scale = a.bits == 8 ? load(static_cast<const float *>(a.scales) + place) : splat(1.0f);
+  const vf scale = Codes::GROUPED ? splat(1.0f) : load(static_cast<const float *>(a.scales) + place);
   return madd(load(sums), scale, bias ? load_part(bias + column, n) : vf{});
 }
 

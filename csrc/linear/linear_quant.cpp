@@ -17,70 +17,7 @@ namespace headrace::HEADRACE_NS {
 
 namespace {
 
-constexpr int64_t GROUP = 64;  // inputs under one scale in int4
-
-int64_t pair_bytes(const LinearQuant &a) { return COLUMNS * 2 * a.bits / 8; }
-
-// Any instruction set, any x: codes become fp32 as they are read, or once for more rows than a few (passes.h).
-
-struct Codes8 {
-  static constexpr int BYTES = COLUMNS, STEPS = 2, INPUTS = PASS_INPUTS;
-  static constexpr bool CHEAP = false;
-  using Same = float;
-  const byte *codes;  // from an even input on
-
-  const char *memory() const { return reinterpret_cast<const char *>(codes); }
-
-  template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int odd, int64_t column, vf (&x)[C]) const {
-    const byte *from = codes + (input - odd) * 64 + odd * 16;
-    HEADRACE_EACH(c, C, {
-      const int64_t at = column + c * W;
-      x[c] = HEADRACE_NS::load(reinterpret_cast<const int8_t *>(from + at / 16 * 32 + at % 16));
-    });
-  }
-};
-
-struct Codes4 {
-  static constexpr int BYTES = COLUMNS / 2, STEPS = 2, INPUTS = PASS_INPUTS;
-  static constexpr bool CHEAP = false;
-  using Same = float;
-  const byte *codes;
-
-  const char *memory() const { return reinterpret_cast<const char *>(codes); }
-
-  template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int odd, int64_t column, vf (&x)[C]) const {
-    const byte *from = codes + (input - odd) * 32;
-    HEADRACE_EACH(c, C, {
-      const int at = static_cast<int>(column) + c * W;
-      vu words;
-      memcpy(&words, from + at % 16 * 4, sizeof words);
-      x[c] = values(words, 16 * odd + at / 16 * 4);
-    });
-  }
-
-  // q of the four bits of each word, which are q + 8, from bit `at` on.
-  HEADRACE_ALWAYS_INLINE static vf values(vu words, int at) {
-#if defined(__AVX512F__)
-    const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    return reinterpret_cast<vf>(_mm512_permutexvar_ps(reinterpret_cast<__m512i>(words >> at), table));
-#else
-    return __builtin_convertvector(reinterpret_cast<vi>((words ^ 0x88888888u) << (28 - at)) >> 28, vf);
-#endif
-  }
-};
-
-// All inputs of one packed block of outputs for rows first..last-1 of x; sums [rows, 64]; no `scales` in int8.
-template <typename T>
-void multiply(const LinearQuant &a, const T *x, int64_t x_stride, const byte *codes, const bf16 *scales, int64_t first,
-              int64_t last, float *sums, Scratch memory) {
-  const auto by = [&](auto block) {
-    pass_all(
-        x + first * x_stride, x_stride, static_cast<int>(last - first), a.inputs, block,
-        [scales](int64_t k) { return scales ? scales + k : nullptr; }, sums, memory);
-  };
-  if (a.bits == 4) by([codes](int64_t k) { return Codes4{codes + k * Codes4::BYTES}; });
-  else by([codes](int64_t k) { return Codes8{codes + k * Codes8::BYTES}; });
-}
+constexpr int64_t GROUP = 64;  // inputs under one scale where formats are GROUPED
 
 #ifdef __AVX512BF16__
 
@@ -93,7 +30,7 @@ constexpr int64_t FETCHED = 8192;  // bytes that few rows fetch ahead
 
 // sums[R][64] += x[R][pairs] . w[pairs][64], group by group under `scales` where there are any, fetching LINES cache
 // lines of `next` for each pair meanwhile.
-template <int R, typename Form, int LINES>
+template <int R, typename Codes, int LINES>
 void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const bf16 *scales, float *sums, const byte *next) {
   const int64_t run = scales ? GROUP / 2 : pairs;
   for (int64_t begin = 0; begin < pairs; begin += run, scales += scales ? GROUP : 0) {
@@ -103,10 +40,10 @@ void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const b
     for (int64_t i = begin; i < begin + run; ++i) {
       for (int line = 0; line < LINES; ++line) {
         const byte *from = next + (i * LINES + line) * LINE_BYTES;
-        (Form::FILLS_L1 && small_l1) ? fetch_lines<1, TO_L2>(from) : fetch_lines<1>(from);
+        (Codes::FILLS_L1 && small_l1) ? fetch_lines<1, TO_L2>(from) : fetch_lines<1>(from);
       }
       __m512bh weight[4];
-      Form::decode(w + i * Form::BYTES, weight);
+      Codes::decode(w + i * Codes::BYTES, weight);
       for (int r = 0; r < R; ++r) {
         const __m512bh input = splat_pair(x + r * x_stride + 2 * i);
         for (int c = 0; c < 4; ++c) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[c]);
@@ -120,26 +57,26 @@ void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const b
   }
 }
 
-template <typename Form, int LINES, int MOST = MOST_ROWS>
+template <typename Codes, int LINES, int MOST = MOST_ROWS>
 void tile_of(int rows, const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const bf16 *scales, float *sums,
              const byte *next) {
-  with_tile_rows<MOST>(rows, [&](auto count) { tile<count, Form, LINES>(x, x_stride, w, pairs, scales, sums, next); });
+  with_tile_rows<MOST>(rows, [&](auto count) { tile<count, Codes, LINES>(x, x_stride, w, pairs, scales, sums, next); });
 }
 
-template <typename Form>
+template <typename Codes>
 void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last, float *sums,
                     byte *decoded) {
   const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
-  constexpr int LINES = Form::BYTES / LINE_BYTES;  // of a pair
+  constexpr int LINES = Codes::BYTES / LINE_BYTES;  // of a pair
   const int64_t pairs = a.inputs / 2;
   const Tiling tiling(last - first);
   memset(sums, 0, tiling.rows * COLUMNS * sizeof(float));
   if (tiling.rows <= TILE_ROWS)
-    return tile_of<Form, LINES, TILE_ROWS>(tiling.rows, x, a.x_stride, codes, pairs, scales, sums, codes + FETCHED);
+    return tile_of<Codes, LINES, TILE_ROWS>(tiling.rows, x, a.x_stride, codes, pairs, scales, sums, codes + FETCHED);
   for (int64_t k = 0; k < pairs; k += BLOCK_PAIRS) {
     const int64_t count = pairs - k < BLOCK_PAIRS ? pairs - k : BLOCK_PAIRS;
-    const byte *next = codes + (k + count) * Form::BYTES;
-    decode_block<Form>(codes + k * Form::BYTES, count, decoded);
+    const byte *next = codes + (k + count) * Codes::BYTES;
+    decode_block<Codes>(codes + k * Codes::BYTES, count, decoded);
     const bf16 *group = scales ? scales + 2 * k : nullptr;
     for (int turn = 0; turn < tiling.tiles; ++turn) {
       const int row = tiling.first(turn), n = tiling.first(turn + 1) - row;
@@ -160,8 +97,8 @@ constexpr int64_t GROUP_STEPS = GROUP / STEP_INPUTS;
 constexpr int64_t AHEAD = 4096;  // bytes that tiles fetch ahead
 
 // Decoded a slab at a time.
-template <typename Form> struct CodeSource {
-  static constexpr int64_t LINES = TILE * Form::BYTES / 64, SCALED = Form::SCALED ? GROUP_STEPS : 0;
+template <typename Codes> struct CodeSource {
+  static constexpr int64_t LINES = TILE * Codes::BYTES / 64, SCALED = Codes::GROUPED ? GROUP_STEPS : 0;
 
   const byte *codes;         // [blocks][steps][16 pairs]
   const bf16 *block_scales;  // [blocks][32 steps / 64][64]
@@ -173,7 +110,7 @@ template <typename Form> struct CodeSource {
   }
 
   const bf16 *ready(int64_t block, int64_t step, int64_t count) const {
-    decode_block<Form>(reinterpret_cast<const byte *>(at(block, step)), count * TILE, decoded);
+    decode_block<Codes>(reinterpret_cast<const byte *>(at(block, step)), count * TILE, decoded);
     return reinterpret_cast<const bf16 *>(decoded);
   }
 
@@ -182,27 +119,27 @@ template <typename Form> struct CodeSource {
 
 // Up to 16 rows: tiles multiply one step of weights when the next has been decoded too, since it takes a while until what
 // vectors store can be read by tiles.
-template <typename Form>
+template <typename Codes>
 HEADRACE_APART void multiply_strip(const bf16 *x, int64_t x_stride, int64_t rows, const byte *codes, const bf16 *scales,
                                    int64_t steps, float *sums, byte *decoded) {
-  constexpr int64_t STEP = TILE * Form::BYTES, ROOM = TILE * Decoded::BYTES;
+  constexpr int64_t STEP = TILE * Codes::BYTES, ROOM = TILE * Decoded::BYTES;
   Tiles tiles;
   tiles.take(static_cast<int>(rows));
-  if (Form::SCALED) memset(sums, 0, rows * COLUMNS * sizeof(float));
+  if (Codes::GROUPED) memset(sums, 0, rows * COLUMNS * sizeof(float));
   ScaledSums scaled(rows);
-  decode_block<Form, AHEAD>(codes, TILE, decoded);
+  decode_block<Codes, AHEAD>(codes, TILE, decoded);
   for (int64_t i = 0; i < steps; ++i) {
-    if (i + 1 < steps) decode_block<Form, AHEAD>(codes + (i + 1) * STEP, TILE, decoded + (i + 1) % 2 * ROOM);
+    if (i + 1 < steps) decode_block<Codes, AHEAD>(codes + (i + 1) * STEP, TILE, decoded + (i + 1) % 2 * ROOM);
     const bf16 *w = reinterpret_cast<const bf16 *>(decoded + i % 2 * ROOM);
     tile_steps<0>(x + i * STEP_INPUTS, x_stride, w, 2 * COLUMNS, 1, {w, 0, 0});
-    if (Form::SCALED && i % GROUP_STEPS == GROUP_STEPS - 1) scaled.take(scales + i / GROUP_STEPS * GROUP, sums);
+    if (Codes::GROUPED && i % GROUP_STEPS == GROUP_STEPS - 1) scaled.take(scales + i / GROUP_STEPS * GROUP, sums);
   }
-  Form::SCALED ? scaled.end() : store_row(sums, COLUMNS);
+  Codes::GROUPED ? scaled.end() : store_row(sums, COLUMNS);
 }
 
 // More, but fewer than panels want: two steps are decoded, which all groups of 16 rows read from L1. The last group may
 // hold rows of the one before: the same bits again, in sums of their own.
-template <typename Form>
+template <typename Codes>
 void multiply_groups(const bf16 *x, int64_t x_stride, int64_t rows, const byte *codes, const bf16 *scales, int64_t steps,
                      float *sums, byte *decoded) {
   const bf16 *w = reinterpret_cast<const bf16 *>(decoded);
@@ -210,78 +147,91 @@ void multiply_groups(const bf16 *x, int64_t x_stride, int64_t rows, const byte *
   alignas(64) float last[TILE * COLUMNS];
   Tiles tiles;
   tiles.take(TILE);
-  if (Form::SCALED) {
+  if (Codes::GROUPED) {
     memset(sums, 0, full * COLUMNS * sizeof(float));
     memset(last, 0, sizeof last);
   }
   ScaledSums scaled(TILE);
   for (int64_t k = 0; k < steps; k += GROUP_STEPS) {
     const int64_t count = steps - k < GROUP_STEPS ? steps - k : GROUP_STEPS;
-    decode_block<Form, AHEAD>(codes + k * TILE * Form::BYTES, count * TILE, decoded);
+    decode_block<Codes, AHEAD>(codes + k * TILE * Codes::BYTES, count * TILE, decoded);
     for (int64_t row = 0; row < rows; row += TILE) {
       const bf16 *from = x + (row < full ? row : rows - TILE) * x_stride + k * STEP_INPUTS;
       float *to = row < full ? sums + row * COLUMNS : last;
-      if (!Form::SCALED && k > 0) load_row(to, COLUMNS);
+      if (!Codes::GROUPED && k > 0) load_row(to, COLUMNS);
       else clear_sums();
       tile_steps<0>(from, x_stride, w, 2 * COLUMNS, count, {w, 0, 0});
-      Form::SCALED ? scaled.take(scales + k * STEP_INPUTS, to) : store_row(to, COLUMNS);
+      Codes::GROUPED ? scaled.take(scales + k * STEP_INPUTS, to) : store_row(to, COLUMNS);
     }
   }
-  if (Form::SCALED) scaled.end();
+  if (Codes::GROUPED) scaled.end();
   memcpy(sums + full * COLUMNS, last + (TILE + full - rows) * COLUMNS, (rows - full) * COLUMNS * sizeof(float));
 }
 
-template <typename Form>
+template <typename Codes>
 void multiply_tiles(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last, float *sums,
                     byte *decoded) {
   const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
-  const auto multiply = last - first <= TILE ? multiply_strip<Form> : multiply_groups<Form>;
+  const auto multiply = last - first <= TILE ? multiply_strip<Codes> : multiply_groups<Codes>;
   multiply(x, a.x_stride, last - first, codes, scales, a.inputs / STEP_INPUTS, sums, decoded);
 }
 
-template <typename Form> void multiply_panels(const LinearQuant &a) {
+template <typename Codes> void multiply_panels(const LinearOf<Codes> &a) {
   each_panel(a, room<byte>(DECODED), [&](int64_t block, Scratch memory) {
-    return CodeSource<Form>{static_cast<const byte *>(a.codes) + block * a.inputs / 2 * Form::BYTES,
-                            static_cast<const bf16 *>(a.scales) + block * a.inputs, a.inputs / STEP_INPUTS,
-                            memory.take<byte>(DECODED)};
+    return CodeSource<Codes>{static_cast<const byte *>(a.codes) + block * a.inputs / 2 * Codes::BYTES,
+                             static_cast<const bf16 *>(a.scales) + block * a.inputs, a.inputs / STEP_INPUTS,
+                             memory.take<byte>(DECODED)};
   });
 }
 
-bool tiled(const LinearQuant &a) { return a.inputs % (a.bits == 4 ? GROUP : STEP_INPUTS) == 0; }
-
-#endif
-
-template <>
-void multiply<bf16>(const LinearQuant &a, const bf16 *, int64_t, const byte *codes, const bf16 *scales, int64_t first,
-                    int64_t last, float *sums, Scratch memory) {
-  byte *decoded = memory.take<byte>(DECODED);
-#ifdef __AMX_BF16__
-  if (tiled(a))
-    return a.bits == 4 ? multiply_tiles<Int4>(a, codes, scales, first, last, sums, decoded)
-                       : multiply_tiles<Int8>(a, codes, scales, first, last, sums, decoded);
-#endif
-  if (a.bits == 4) multiply_pairs<Int4>(a, codes, scales, first, last, sums, decoded);
-  else multiply_pairs<Int8>(a, codes, scales, first, last, sums, decoded);
+template <typename Codes> bool tiled(const LinearOf<Codes> &a) {
+  return a.inputs % (Codes::GROUPED ? GROUP : STEP_INPUTS) == 0;
 }
 
 #endif
 
+template <typename Codes>
+void multiply_bf16(const LinearOf<Codes> &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last, float *sums,
+                   Scratch memory) {
+  byte *decoded = memory.take<byte>(DECODED);
+#ifdef __AMX_BF16__
+  if (tiled(a)) return multiply_tiles<Codes>(a, codes, scales, first, last, sums, decoded);
+#endif
+  multiply_pairs<Codes>(a, codes, scales, first, last, sums, decoded);
+}
+
+#endif
+
+// All inputs of one packed block of outputs for rows first..last-1 of x; sums [rows, 64]; `scales` where they are GROUPED.
+// bf16 x goes by pairs where the processor multiplies them. Otherwise codes become fp32 as they are read, or once for more
+// rows than a few (passes.h).
+template <typename T, typename Codes>
+void multiply(const LinearOf<Codes> &a, const T *x, int64_t x_stride, const byte *codes, const bf16 *scales, int64_t first,
+              int64_t last, float *sums, Scratch memory) {
+#ifdef __AVX512BF16__
+  if constexpr (sizeof(T) == sizeof(bf16)) return multiply_bf16(a, codes, scales, first, last, sums, memory);
+#endif
+  using Reader = typename Codes::Reader;
+  pass_all(
+      x + first * x_stride, x_stride, static_cast<int>(last - first), a.inputs,
+      [codes](int64_t k) { return Reader{codes + k * Reader::BYTES}; },
+      [scales](int64_t k) { return scales ? scales + k : nullptr; }, sums, memory);
+}
+
 constexpr int64_t SCRATCH = PASS_SCRATCH;  // bytes; decoded weights of bf16 pairs [128][64][2] take less
 
-}  // namespace
-
-template <typename T> void linear_quant(const LinearQuant &a) {
+template <typename T, typename Codes> void linear_codes(const LinearOf<Codes> &a) {
 #ifdef __AMX_BF16__
   if constexpr (sizeof(T) == sizeof(bf16))
-    if (tiled(a) && a.rows >= FEWEST_PANEL_ROWS) return a.bits == 4 ? multiply_panels<Int4>(a) : multiply_panels<Int8>(a);
+    if (tiled(a) && a.rows >= FEWEST_PANEL_ROWS) return multiply_panels(a);
 #endif
-  const int64_t block_bytes = a.inputs / 2 * pair_bytes(a);
+  const int64_t block_bytes = a.inputs / 2 * Codes::BYTES;
   const auto multiply_rows = [&](auto *x, int64_t x_stride) {
     each_block<T>(a, MOST_PASS_ROWS, SCRATCH, [&](int64_t block, int64_t first, int64_t last, float *sums, Scratch scratch) {
       const byte *codes = static_cast<const byte *>(a.codes) + block * block_bytes;
-      const bf16 *scales = a.bits == 4 ? static_cast<const bf16 *>(a.scales) + block * a.inputs : nullptr;
-      const float *last_wanted = static_cast<const float *>(a.scales) + block * COLUMNS;  // of int8: the block's scales
-      for (int64_t c = 0; a.bits == 8 && c < COLUMNS; c += 16) __builtin_prefetch(last_wanted + c);
+      const bf16 *scales = Codes::GROUPED ? static_cast<const bf16 *>(a.scales) + block * a.inputs : nullptr;
+      const float *last_wanted = static_cast<const float *>(a.scales) + block * COLUMNS;  // those of outputs
+      for (int64_t c = 0; !Codes::GROUPED && c < COLUMNS; c += 16) __builtin_prefetch(last_wanted + c);
       multiply(a, x, x_stride, codes, scales, first, last, sums, scratch);
     });
   };
@@ -289,6 +239,12 @@ template <typename T> void linear_quant(const LinearQuant &a) {
   if constexpr (sizeof(T) == sizeof(bf16)) return multiply_rows(static_cast<const bf16 *>(a.x), a.x_stride);
 #endif
   with_rows<T>(a, multiply_rows);
+}
+
+}  // namespace
+
+template <typename T> void linear_quant(const LinearQuant &any) {
+  with_format(any, [](const auto &a) { linear_codes<T>(a); });
 }
 
 HEADRACE_BOTH_TYPES(linear_quant, LinearQuant)

@@ -15,7 +15,6 @@ enum class Order { pre, post, parallel };  // models.spec.Block
 #define HEADRACE_NAME(name) name,
 enum class Activation { HEADRACE_ACTIVATIONS(HEADRACE_NAME) };
 #undef HEADRACE_NAME
-enum class Form { plain, pairs, int8, int4 };  // how a weight lies: see linear_plain.cpp, linear.cpp, linear_quant.cpp
 
 // A weight [outputs, inputs] that rows are multiplied by, its scales if it has any, and its bias [outputs] or null. gated: see
 // Epilogue in kernels.h.

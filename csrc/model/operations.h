@@ -32,11 +32,9 @@ struct Operations {
         const auto linear = m.form == Form::pairs ? kernels.linear_pairs : kernels.linear_plain[BF16];
         return linear({x, m.weight, m.bias, y, rows, m.inputs, m.inputs, m.outputs, wide, threads, epilogue});
       }
-      case Form::int8:
-      case Form::int4:
-        const int bits = m.form == Form::int8 ? 8 : 4;
+      default:
         return kernels.linear_quant[BF16](
-            {x, m.weight, m.scales, m.bias, y, rows, m.inputs, m.inputs, m.outputs, bits, wide, threads, epilogue});
+            {x, m.weight, m.scales, m.bias, y, rows, m.inputs, m.inputs, m.outputs, m.form, wide, threads, epilogue});
     }
   }
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.config import Backend
 from headrace.kernels import cpu, dispatch, extension, ops, registry
+from headrace.kernels.backend import backend_of, in_pieces
 from headrace.kernels.records import Mask, Pool
 
 pytestmark = pytest.mark.cpu
@@ -229,13 +230,13 @@ def test_ops_refuse(call: Any, message: str) -> None:
 def test_backends_are_what_they_declare() -> None:
     assert {"auto", *registry.BACKENDS} == set(get_args(Backend))
     for name in registry.BACKENDS:
-        kernels = registry.backend(name)
+        kernels = backend_of(name)
         assert kernels.capabilities.name == name
         assert kernels.capabilities.pieces == hasattr(kernels, "partial")
     with pytest.raises(ValueError, match="'triton' cannot attend in pieces"):
-        registry.in_pieces(registry.backend("triton"))
+        in_pieces(backend_of("triton"))
     with pytest.raises(ValueError, match="must be one of triton, cpu, reference, got 'flash'"):
-        registry.backend("flash")
+        backend_of("flash")
 
 
 def test_triton_is_chosen_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:

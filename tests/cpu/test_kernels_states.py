@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.kernels import cpu, reference, registry, state
+from headrace.kernels import cpu, reference, state
+from headrace.kernels.backend import backend_of, in_pieces
 from headrace.kernels.cpu_attention import LOG_2
 from headrace.kernels.extension import VNNI_ISAS
-from headrace.kernels.registry import in_pieces
 from headrace.kernels.state import AttnState, RunningState
 from headrace.types import BLOCK_CHUNKS, CHUNK
 from tests.support.attention_cases import SHARED_FIXTURE, Case, Tree, cases, make_case, reordered, seen_keys, truth
@@ -31,7 +31,7 @@ class Backend:
     """A backend on one case: the pools lie as it wants them."""
 
     def __init__(self, name: str, case: Case) -> None:
-        self.kernels = in_pieces(registry.backend(name))
+        self.kernels = in_pieces(backend_of(name))
         self.case = case
         self.pool = cpu.arrange(case.pool) if name == "cpu" else case.pool
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from headrace.attention import plan as planning
 from headrace.attention.execute import KeepActivations, PlanAttention
 from headrace.config import Quantization
-from headrace.kernels import chunk_formats, cpu, dispatch, ops, quantized, registry
-from headrace.kernels.backend import Attend
+from headrace.kernels import chunk_formats, cpu, dispatch, ops, quantized
+from headrace.kernels.backend import Attend, backend_of
 from headrace.kernels.block import Blocks
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
@@ -231,7 +231,7 @@ def step_of(
         for s, start, count in step
     ]
     plan = planning.build(spans)
-    attend = PlanAttention(plan, storage, decoder.config.attention, registry.backend(backend), decoder.key_bias)
+    attend = PlanAttention(plan, storage, decoder.config.attention, backend_of(backend), decoder.key_bias)
     ids = [token for s, start, count in step for token in tokens[s][start : start + count]]
     batch = TokenBatch(torch.tensor(ids), torch.from_numpy(plan.positions))
     decoder.forward(batch, attend, torch.tensor([0]), KeepActivations(plan, storage))
@@ -245,7 +245,7 @@ def pool_rows(
     sections = torch.empty(
         len(slots), chunk_formats.kv_bytes(spec.kv_heads, spec.head_dim, dtype, "raw"), dtype=torch.uint8
     )
-    layout = registry.backend(backend).layout(dtype, spec.head_dim)
+    layout = backend_of(backend).layout(dtype, spec.head_dim)
     chosen = torch.tensor(slots, dtype=torch.int32)
     assert all(chunk_formats.store_kv_many(sections, storage.pool(layer), chosen, "raw", layout=layout))
     k, v = sections.view(dtype).split(spec.kv_heads * spec.head_dim * CHUNK, dim=1)

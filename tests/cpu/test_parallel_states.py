@@ -13,9 +13,8 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.config import AttentionSpec
-from headrace.kernels import registry
+from headrace.kernels.backend import backend_of, in_pieces
 from headrace.kernels.records import Mask
-from headrace.kernels.registry import in_pieces
 from headrace.kv.storage import KVStorage
 from headrace.parallel import group_layout
 from headrace.parallel.group_context import GroupContext, TokenCounters
@@ -33,7 +32,7 @@ TOKENS, SLOTS = 5000, 80
 
 def states_as_result(backend: str) -> Kernels:
     """Kernels whose `finish` gives the fp32 states, not their rounding."""
-    kernels = Kernels(registry.backend(backend), SPEC, None)
+    kernels = Kernels(backend_of(backend), SPEC, None)
     ops: Any = kernels.backend
     names = ("append", "attend", "empty_running", "merge_blocks", "merge_into", "partial", "states_of")
     changed: Any = SimpleNamespace(
@@ -45,7 +44,7 @@ def states_as_result(backend: str) -> Kernels:
 
 def truth_of(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The states of one rank that owns everything."""
-    pool, ops = KVStorage(SPEC, SLOTS, q.dtype).pool(0), in_pieces(registry.backend(backend))
+    pool, ops = KVStorage(SPEC, SLOTS, q.dtype).pool(0), in_pieces(backend_of(backend))
     slots = np.arange(chunks_for(TOKENS), dtype=np.int32)
     plan = planning.build([planning.Span(slots, 0, TOKENS)])
     at = (torch.from_numpy(plan.row_slots), torch.from_numpy(plan.row_offsets))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.kernels import registry
+from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import load_decoder
 from headrace.offload.restore.profile import measure
@@ -25,7 +25,7 @@ def test_first_rates(kind: str, folder_of: FolderOf, tmp_path: Path) -> None:
     decoder = load_decoder(folder_of(kind), "bfloat16")
     storage = KVStorage(decoder.config.attention, 3, torch.bfloat16, decoder.config.hidden_size, decoder.dtype)
     tiers = [HostTier(1 << 20), DiskTier(tmp_path, 1 << 20)]
-    found = measure(decoder, storage, registry.backend("cpu"), tiers)
+    found = measure(decoder, storage, backend_of("cpu"), tiers)
     tokens = np.array([64.0, 2048.0, 65536.0])
     for times in (found.project(tokens), found.prefill(0.0, tokens), found.transfer("host", tokens * 1e3)):
         assert np.isfinite(times).all()
@@ -41,4 +41,4 @@ def test_first_rates(kind: str, folder_of: FolderOf, tmp_path: Path) -> None:
 def test_types_and_backends(kv: str, backend: str, folder_of: FolderOf) -> None:
     decoder = load_decoder(folder_of("llama"), "float32")
     storage = KVStorage(decoder.config.attention, 2, getattr(torch, kv))
-    assert float(measure(decoder, storage, registry.backend(backend), []).prefill(0, CHUNK)) > 0
+    assert float(measure(decoder, storage, backend_of(backend), []).prefill(0, CHUNK)) > 0

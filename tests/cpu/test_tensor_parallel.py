@@ -18,7 +18,8 @@ from torch import Tensor
 from headrace.attention import plan as planning
 from headrace.attention.execute import PlanAttention
 from headrace.config import Quantization
-from headrace.kernels import cpu, dispatch, ops, registry
+from headrace.kernels import cpu, dispatch, ops
+from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
 from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
@@ -90,7 +91,7 @@ def run(decoder: Decoder, backend: str = "cpu") -> tuple[list[Tensor], KVStorage
             if count
         ]
         plan = planning.build(spans)
-        attend = PlanAttention(plan, storage, spec, registry.backend(backend), decoder.key_bias)
+        attend = PlanAttention(plan, storage, spec, backend_of(backend), decoder.key_bias)
         positions = torch.from_numpy(plan.positions)
         batch = TokenBatch((positions * 7 + 3) % VOCAB, positions, (positions + 1).clamp(min=200))
         hidden.append(decoder.forward(batch, attend).clone())

@@ -23,7 +23,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 from headrace.attention.plan import Span, batch_order, build
 from headrace.kernels import reference
 from headrace.kernels.records import Mask, Pool
-from headrace.kernels.triton import attention, backend
+from headrace.kernels.triton import attention, backend, limits
 from headrace.kernels.triton import rows as gpu_rows
 from headrace.types import CHUNK
 from tests.support.attention_testbed import SHAPES, TREES, PoolTestbed, ends
@@ -164,9 +164,9 @@ def test_norms(shape: tuple[int, ...]) -> None:
 
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="heads of up to 256"):
-        attention.check(torch.bfloat16, 512)
+        limits.check(torch.bfloat16, 512)
     with pytest.raises(ValueError, match="bfloat16"):
-        attention.check(torch.int8, 64)
+        limits.check(torch.int8, 64)
     x = torch.empty(1, 1, 16)
     with pytest.raises(ValueError, match="int8"):
         attention.append(Pool(x, x, k_scale=x), x, x, x, x)

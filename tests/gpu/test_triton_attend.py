@@ -107,12 +107,12 @@ def test_append(cuda: torch.device) -> None:
 
 
 def test_what_is_refused(cuda: torch.device) -> None:
-    from headrace.kernels.triton import attention, backend
+    from headrace.kernels.triton import backend, limits
 
     with pytest.raises(ValueError, match="heads of up to 256"):
-        attention.check(torch.bfloat16, 512)
+        limits.check(torch.bfloat16, 512)
     with pytest.raises(ValueError, match="bfloat16"):
-        attention.check(torch.int8, 64)
+        limits.check(torch.int8, 64)
     x = torch.empty(0)
     with pytest.raises(ValueError, match="int8"):
         backend.append(Pool(x, x, k_scale=x), x, x, x, x)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unit
 
 SOURCE = Path(__file__).parents[2] / "src"
 BASE = {"types", "version", "stats", "strategies", "config", "logs", "files", "cores", "host", "memory"}
-CORE = BASE | {"kernels.records", "kernels", "kv", "attention"}
+CORE = BASE | {"kernels.registry", "kernels.records", "kernels", "kv", "attention"}
 BELOW_ENGINE = CORE | {"models", "planner", "parallel", "offload", "assets"}
 
 MAY_IMPORT = {
@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "version": set(),
     "stats": set(),
     "strategies": set(),
-    "config": {"types", "strategies"},
+    "kernels.registry": set(),
+    "config": {"types", "strategies", "kernels.registry"},
     "memory": set(),
     "logs": set(),
     "files": set(),
@@ -34,7 +35,7 @@ MAY_IMPORT = {
     "console": BASE,
     "assets": BASE,
     "kernels.records": {"types"},
-    "kernels": BASE | {"kernels.records"},
+    "kernels": BASE | {"kernels.records", "kernels.registry"},
     "kv": BASE | {"kernels.records"},
     "planner": BASE,
     "attention": BASE | {"kernels.records", "kernels", "kv"},
@@ -56,6 +57,7 @@ OFFLOAD_PARTS: dict[str, set[str]] = {
 
 TORCH = {"torch", "transformers", "safetensors"}
 TORCH_FREE = ("headrace.types", "headrace.stats", "headrace.strategies", "headrace.config", "headrace.kv",
+              "headrace.kernels.registry",
               "headrace.planner", "headrace.attention.plan", "headrace.engine.scheduler", "headrace.bench.registry",
               "headrace.bench.tuning", "headrace.engine.stored_prefixes", "headrace.engine.torchrun",
               "headrace.parallel.torchrun_environment")  # fmt: skip
@@ -75,7 +77,7 @@ MODULES = modules()
 
 
 def room(module: str) -> str:
-    """headrace.kv.tree -> kv; headrace.kernels.records has a room of its own; '' is the package itself."""
+    """headrace.kv.tree -> kv; kernels.records and kernels.registry are rooms of their own; '' is the package itself."""
     inner = module.removeprefix("headrace").removeprefix(".")
     return inner if inner in MAY_IMPORT else inner.split(".")[0]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.attention.execute import PlanAttention
 from headrace.attention.plan import Int32, Plan, Span, build
 from headrace.config import AttentionSpec
-from headrace.kernels import registry
+from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
 from headrace.types import CHUNK, chunks_for
 
@@ -82,7 +82,7 @@ class AttentionTestbed:
     def __init__(
         self, heads: Heads, slots: int, backend: str, stored: torch.dtype = torch.bfloat16, layers: int = 1
     ) -> None:
-        self.heads, self.backend = heads, registry.backend(backend)
+        self.heads, self.backend = heads, backend_of(backend)
         self.spec = replace(heads.spec, layers=layers, windows=(None,) * layers)
         self.storage = KVStorage(self.spec, slots, stored)
         block = 16 * CHUNK

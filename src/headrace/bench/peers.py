@@ -68,9 +68,9 @@ class Contender:
     def obstacle(self) -> str | None:
         """Why the engine cannot be started; None where it can be tried."""
         if self.gpu:
-            from headrace.kernels.registry import backend
+            from headrace.kernels.backend import backend_of
 
-            if (reason := backend("triton").missing()) is not None:
+            if (reason := backend_of("triton").missing()) is not None:
                 return reason
         if self.peer is None:
             return None

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from headrace.config.fields import SettingsRecord, at_least, setting
+from headrace.config.fields import SettingsRecord, at_least, listed, setting
+from headrace.kernels.registry import BACKENDS
 
 DType = Literal["auto", "bfloat16", "float32"]
 Quantization = Literal["none", "int8", "int4"]
-Backend = Literal["auto", "reference", "cpu", "triton"]
+BACKENDS_TOLD = [f"{name} ({entry.told})" for name, entry in reversed(BACKENDS.items())]
+
+if TYPE_CHECKING:  # a type checker reads no computed Literal
+    Backend = str
+else:
+    Backend = Literal["auto", *reversed(BACKENDS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,7 @@ class ModelSettings(SettingsRecord):
     )
     backend: Backend = setting(
         "auto",
-        "Attention kernels: auto, reference (slow truth), cpu (C++), or triton: everything on a CUDA device.",
+        f"Attention kernels: {listed(['auto', *BACKENDS_TOLD], 'or')}.",
         name="attention_backend",
     )
     threads: int | None = setting(

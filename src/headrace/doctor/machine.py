@@ -86,12 +86,13 @@ def accelerators() -> dict[str, Any]:
 def kernels() -> dict[str, Any]:
     """Operation -> implementation and reason. A kernel package that cannot be imported is a finding, not an error."""
     try:
-        from headrace.kernels import cpu, dispatch, registry
+        from headrace.kernels import cpu, dispatch
+        from headrace.kernels.backend import backend_of
     except Exception as error:
         return {"kernels": f"cannot be imported: {error}"}
     why_not = cpu.unavailable_reason()
     native = f"available ({cpu.isa()})" if why_not is None else f"not available: {why_not}"
-    no_triton = registry.backend("triton").missing()
+    no_triton = backend_of("triton").missing()
     triton = "available (attention_backend 'triton')" if no_triton is None else f"not available: {no_triton}"
     return {"C++ kernels": native, "Triton kernels": triton, **dispatch.reasons()}
 

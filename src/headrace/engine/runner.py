@@ -12,7 +12,7 @@ from headrace.attention.execute import StepAttention
 from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
 from headrace.engine.programs import CudaGraph, Eager, InCpp, Program, StepRows
 from headrace.engine.sequence import Slice
-from headrace.kernels import registry
+from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
 from headrace.offload.restore.transfer import RestoreTransfer, positions_of
@@ -25,7 +25,7 @@ class Runner(Executor):
     def __init__(self, decoder: Decoder, storage: KVStorage, backend: str) -> None:
         self.decoder = decoder
         self.storage = storage
-        self.backend = registry.backend(backend)
+        self.backend = backend_of(backend)
         self._planner = planning.Planner()
         attention = StepAttention(storage, decoder.config.attention, self.backend, decoder.key_bias)
         self.eager = Eager(decoder, storage, attention, self._project)

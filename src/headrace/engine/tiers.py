@@ -7,7 +7,7 @@ from pathlib import Path
 from headrace.config import EngineConfig
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.stored_prefixes import StoredPrefixes
-from headrace.kernels import registry
+from headrace.kernels.backend import backend_of
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
@@ -55,7 +55,7 @@ def open_offload(
     assert config.tiers is not None
     tiers = open_tiers(config.tiers)
     spec = decoder.config.attention
-    backend = registry.backend(capacity.backend)
+    backend = backend_of(capacity.backend)
     layout = backend.layout(decoder.dtype, spec.head_dim)
     codec, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, layout) for _ in range(2))
     link = EmulatedLink(config.tiers.link.bytes_s, config.tiers.link.latency_s)

@@ -24,18 +24,14 @@ class Order:
     parallel: Order
 
 class Activation:
-    silu_mul: Activation
-    gelu: Activation
-    gelu_tanh: Activation
-    relu: Activation
+    """Its members are named in csrc/kernels.h, HEADRACE_ACTIVATIONS; the module has a function of each name:
+    (type, x, out, rows, width, threads)."""
 
 class Form:
-    """How a weight lies."""
+    """How a weight lies: named in csrc/kernels.h, HEADRACE_FORMS."""
 
     plain: Form
     pairs: Form
-    int8: Form
-    int4: Form
 
 class Element:
     bf16: Element
@@ -230,9 +226,6 @@ class Extension(Protocol):
     def layer_norm(
         self, type: int, x: int, weight: int, bias: int, out: int, *, rows: int, width: int, eps: float, threads: int
     ) -> None: ...
-    def silu_mul(self, type: int, x: int, out: int, rows: int, width: int, threads: int) -> None: ...
-    def gelu(self, type: int, tanh: bool, x: int, out: int, elements: int, threads: int) -> None: ...
-    def relu(self, type: int, x: int, out: int, elements: int, threads: int) -> None: ...
     def rotary(
         self,
         type: int,

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import cache
+from importlib import import_module
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Layout, Mask, Pool
+from headrace.kernels.registry import BACKENDS
 from headrace.kernels.state import AttnState, Partial, RunningState
 
 DEVICES = {"cpu": "the CPU", "cuda": "a CUDA device"}
@@ -165,3 +168,18 @@ class PiecewiseBackend(Backend, Protocol):
 
     def merge_states(self, left: AttnState, right: AttnState) -> AttnState:
         """Attention over the union of two disjoint segments. Two EMPTY give EMPTY."""
+
+
+@cache
+def backend_of(name: str) -> Backend:
+    """The backend of that name. Raises ValueError for any other name."""
+    if name not in BACKENDS:
+        raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}, got {name!r}")
+    return cast(Backend, import_module(BACKENDS[name].module))
+
+
+def in_pieces(kernels: Backend) -> PiecewiseBackend:
+    """The same backend, which must be able to attend in pieces: ValueError otherwise."""
+    if not kernels.capabilities.pieces:
+        raise ValueError(f"attention backend {kernels.capabilities.name!r} cannot attend in pieces; use 'cpu'")
+    return cast(PiecewiseBackend, kernels)

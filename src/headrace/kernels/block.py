@@ -7,8 +7,8 @@ The bits are those of `ops`, one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,8 @@ Watch = Callable[[int, Tensor], object]
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """What the layers of a model have in common. order: pre, post or parallel (models.spec.Block). activation:
-    silu_mul (a gated MLP), gelu, gelu_tanh or relu. rms: the norm is RMS norm where it has weights, else LayerNorm."""
+    silu_mul (a gated MLP), gelu, gelu_tanh or relu. rms: the norm is RMS norm where it has weights, else LayerNorm.
+    more: facts that C++ alone needs, by the names of its Block (csrc/binding/binding.cpp)."""
 
     attention: AttentionSpec
     hidden: int
@@ -43,6 +44,7 @@ class LayerShape:
     eps: float
     mlp_norm: bool
     qk_norm: bool
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LayerWeights(Protocol):
@@ -171,6 +173,7 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         order=getattr(ext.Order, shape.order), activation=getattr(ext.Activation, shape.activation),
         heads=spec.heads if query else 0, kv_heads=spec.kv_heads, dim=spec.head_dim, eps=shape.eps, qkv=qkv, out=out,
         up=up, down=down, attention_norm=attention_norm, mlp_norm=mlp_norm, q_norm=q_norm, k_norm=k_norm,
+        **shape.more,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from headrace.kernels.backend import Capabilities
+from headrace.kernels.backend import Capabilities, PiecewiseBackend
 from headrace.kernels.cpu_attention import append, arrange, attend, layout, partial
 from headrace.kernels.cpu_states import empty_running, finish, merge_blocks, merge_into, merge_states, states_of
 from headrace.kernels.cpu_step import Step as prepare
@@ -49,6 +49,9 @@ capabilities = Capabilities(
     name="cpu", kernels="the C++ kernels", spoken_of="they", devices=("cpu",), dtypes=tuple(TYPES), int8=True,
     pieces=True, prepared_step=True, all_layers=True, automatic=True,
 )  # fmt: skip
+
+OPERATIONS = ("rms_norm", "layer_norm", "silu_mul", "gelu", "relu", "rotary", "greatest")
+"""The row-wise ones."""
 
 COLUMNS = 64
 """Outputs in a block of packed weights."""
@@ -208,25 +211,29 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if width % 2:
         raise ValueError(f"gate_up must have an even width, got {width}")
     out = torch.empty((*gate_up.shape[:-1], width // 2), dtype=gate_up.dtype)
-    _require().silu_mul(
-        _type_of(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads()
-    )
-    return out
+    return _activate("silu_mul", gate_up, out, rows, width // 2)
 
 
 def gelu(x: Tensor, tanh: bool = False) -> Tensor:
     """x Phi(x), exact or in the tanh form."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    _require().gelu(_type_of(x), tanh, x.data_ptr(), out.data_ptr(), x.numel(), torch.get_num_threads())
-    return out
+    return _elementwise("gelu_tanh" if tanh else "gelu", x)
 
 
 def relu(x: Tensor) -> Tensor:
     """max(x, 0)."""
+    return _elementwise("relu", x)
+
+
+def _elementwise(name: str, x: Tensor) -> Tensor:
+    """A C++ activation that takes each element alone."""
     x = x.contiguous()
-    out = torch.empty_like(x)
-    _require().relu(_type_of(x), x.data_ptr(), out.data_ptr(), x.numel(), torch.get_num_threads())
+    return _activate(name, x, torch.empty_like(x), 1, x.numel())
+
+
+def _activate(name: str, x: Tensor, out: Tensor, rows: int, width: int) -> Tensor:
+    """Fills out [rows, width] by a C++ activation, named as in csrc/kernels.h."""
+    run = getattr(_require(), name)
+    run(_type_of(x), x.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads())
     return out
 
 
@@ -265,3 +272,9 @@ def exp(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     _require().exp(x.data_ptr(), out.data_ptr(), x.numel())
     return out
+
+
+if TYPE_CHECKING:  # it keeps the contract
+    from headrace.kernels import cpu as this_module
+
+    _: PiecewiseBackend = this_module

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from headrace.config import Backend, Quantization
 from headrace.kernels import cpu, registry
-from headrace.kernels.backend import listed
+from headrace.kernels.backend import backend_of, listed
 
 log = logging.getLogger(__name__)
 
 Implementation = Literal["cpu", "torch", "ops"]
 """ops: a layer of the decoder one operation at a time, whatever implements those."""
 
-NATIVE_OPS = ("attend", "append", "rms_norm", "layer_norm", "silu_mul", "gelu", "relu", "rotary", "greatest")
+NATIVE_OPS = ("attend", "append", *cpu.OPERATIONS)
 QUANTIZED = tuple(scheme for scheme in get_args(Quantization) if scheme != "none")
 TRITON_OPS = ("attend", "append", "rms_norm", "linear")
 TORCH_LINEAR = "torch's matrix product, 32 rows at a time"
@@ -150,7 +150,7 @@ def choose(backend: Backend, dtype: torch.dtype, device: torch.device | str = "c
         others = ["auto", *names[names.index(backend) + 1 :]]
         remedy = listed([repr(each) for each in others], "or")
         raise ValueError(f"attention_backend {backend!r}: {reason}; use {remedy}")
-    _log_choice(backend, registry.backend(backend).described(place))
+    _log_choice(backend, backend_of(backend).described(place))
     return backend
 
 
@@ -158,7 +158,7 @@ def _best(dtype: torch.dtype, device: torch.device, head_dim: int) -> str:
     """The first backend that may be chosen and has no obstacle."""
     why = None
     for name in registry.BACKENDS:
-        kernels = registry.backend(name)
+        kernels = backend_of(name)
         if not kernels.capabilities.automatic:
             continue
         reason = obstacle(name, dtype, device, head_dim)
@@ -171,7 +171,7 @@ def _best(dtype: torch.dtype, device: torch.device, head_dim: int) -> str:
 
 def obstacle(name: str, dtype: torch.dtype, device: torch.device, head_dim: int = 0) -> str | None:
     """Why a backend cannot serve this type, device and head size; None where it can."""
-    kernels = registry.backend(name)
+    kernels = backend_of(name)
     return kernels.missing() or kernels.capabilities.obstacle(dtype, device.type, head_dim)
 
 

@@ -28,8 +28,9 @@ GROUP = 64
 
 class WeightFormat(Protocol):
     """How weights are rounded, and how the C++ product reads them. Another one is a class here, its name in
-    config.Quantization, and its C++ side (Form and its kernel)."""
+    config.Quantization and in csrc/kernels.h, and its C++ struct in csrc/linear/codes.h."""
 
+    name: Quantization
     inputs: int
     """A matrix's inputs are a multiple of this."""
     codes: tuple[int, int]
@@ -44,13 +45,11 @@ class WeightFormat(Protocol):
     def pack_scales(self, scales: Tensor) -> Tensor:
         """Scales fp32 [64 n, G] as C++ reads them: [n, ...] or [64 n]."""
 
-    def form(self) -> native.Form:
-        """Its name in C++."""
-
 
 class Int8:
     """One scale per output, fp32 [64 n]; codes int8 [n, K / 2, 4, 2, 16]."""
 
+    name: Quantization = "int8"
     inputs, codes = 2, (-127, 127)
 
     def scales(self, weight: Tensor) -> Tensor:
@@ -62,13 +61,11 @@ class Int8:
     def pack_scales(self, scales: Tensor) -> Tensor:
         return scales.view(-1)
 
-    def form(self) -> native.Form:
-        return require().Form.int8
-
 
 class Int4:
     """One scale per output and 64 inputs, bf16 [n, K / 64, 64]; nibbles uint8 [n, K / 2, 16, 2, 2]."""
 
+    name: Quantization = "int4"
     inputs, codes = GROUP, (-8, 7)
 
     def scales(self, weight: Tensor) -> Tensor:
@@ -84,11 +81,9 @@ class Int4:
     def pack_scales(self, scales: Tensor) -> Tensor:
         return scales.view(-1, cpu.COLUMNS, scales.shape[-1]).transpose(1, 2).contiguous().bfloat16()
 
-    def form(self) -> native.Form:
-        return require().Form.int4
 
-
-FORMATS: dict[Quantization, WeightFormat] = {"int8": Int8(), "int4": Int4()}
+_EACH: tuple[WeightFormat, ...] = (Int8(), Int4())
+FORMATS = {each.name: each for each in _EACH}
 
 
 def _blocks(codes: Tensor) -> Tensor:
@@ -139,9 +134,8 @@ class Quantized:
     def matrix(self, bias: int) -> native.Matrix:
         """See cpu.StoredWeight."""
         (outputs, inputs), codes, scales = self.shape, self.codes.data_ptr(), self.scales.data_ptr()
-        return require().Matrix(
-            self.format.form(), codes, scales, bias, inputs=inputs, outputs=outputs, gated=self.gated
-        )
+        form = getattr(require().Form, self.format.name)
+        return require().Matrix(form, codes, scales, bias, inputs=inputs, outputs=outputs, gated=self.gated)
 
     def outputs_from(self, first: int) -> Quantized:
         """The outputs from `first` on, a multiple of 64: a view."""

@@ -1,7 +1,7 @@
 """What a decoder is made of, as plain records: read once from config.json, used by every room. Imports no torch.
 
 A new fact of a family is a field of ModelConfig, the tensors that it brings (`expected`), the family's `facts` that
-fill it in, the field of config.json in schema.py, and what decoder.py does with it.
+fill it in, the field of config.json in schema.py, and what decoder.py does with it and hands to C++ (LayerShape.more).
 
 H: hidden size, E: embedding width, I: MLP width, V: vocabulary, Hq, Hkv: query and KV heads, D: head size.
 Fused rows: qkv [(Hq + 2 Hkv) D, H] = (q, k, v); up [2 I, H] = (gate, up) where the MLP is gated, else [I, H].

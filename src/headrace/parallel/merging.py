@@ -16,9 +16,8 @@ from torch import Tensor
 from headrace.attention import plan as planning
 from headrace.attention.plan import Int32
 from headrace.config import AttentionSpec
-from headrace.kernels.backend import Backend
+from headrace.kernels.backend import Backend, in_pieces
 from headrace.kernels.records import Mask, Pool
-from headrace.kernels.registry import in_pieces
 from headrace.kernels.state import RunningState
 from headrace.parallel.group_layout import RowRange
 from headrace.parallel.transport import Transfer

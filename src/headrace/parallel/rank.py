@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.kernels import registry
-from headrace.kernels.backend import Attend
+from headrace.kernels.backend import Attend, backend_of
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel import group_layout
@@ -35,7 +34,7 @@ class Rank:
     def __init__(self, decoder: Decoder, storage: KVStorage, backend: str, transport: Transport) -> None:
         self.decoder, self.storage, self.transport = decoder, storage, transport
         spec = decoder.config.attention
-        self.kernels = Kernels(registry.backend(backend), spec, decoder.key_bias)
+        self.kernels = Kernels(backend_of(backend), spec, decoder.key_bias)
         self.workspace = Workspace(spec, storage.dtype)
         self.counters = TokenCounters()
         self.groups = 0

@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Mask, Pool
 from headrace.kernels.triton import attention_kernels, tile_schedule
-from headrace.kernels.triton.backend import capabilities
+from headrace.kernels.triton.limits import check
 
 LOG2_E = math.log2(math.e)
 STATE_BYTES = 1 << 28
@@ -145,15 +145,6 @@ def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Ten
     _check_scales(pool)
     check(k_new.dtype, k_new.shape[-1])
     _store(pool, k_new, v_new, slots.to(k_new.device), offsets.to(k_new.device))
-
-
-def check(dtype: torch.dtype, dim: int) -> None:
-    """Raises ValueError for a type or head size that the kernels do not know."""
-    if dtype not in capabilities.dtypes:
-        raise ValueError(f"the Triton kernels take bfloat16, float16 and float32, got {dtype}")
-    largest = capabilities.largest_head
-    if largest is not None and dim > largest:
-        raise ValueError(f"the Triton kernels take heads of up to {largest}, got {dim}")
 
 
 def _check_scales(pool: Pool) -> None:

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headrace.kernels.backend import Capabilities
+from headrace.kernels.backend import Backend
 from headrace.kernels.records import Layout, Mask, Pool
+from headrace.kernels.triton.limits import capabilities
 
 if TYPE_CHECKING:
     from headrace.kernels.triton.attention import TritonStep
 
-capabilities = Capabilities(
-    name="triton", kernels="the Triton kernels", spoken_of="it", devices=("cuda",), prepared_step=True, graphs=True,
-    dtypes=(torch.bfloat16, torch.float16, torch.float32), largest_head=256,
-)  # fmt: skip
+__all__ = ["append", "attend", "capabilities", "described", "layout", "missing", "prepare"]
 
 
 def missing() -> str | None:
@@ -64,3 +62,9 @@ def prepare(
     from headrace.kernels.triton.attention import TritonStep
 
     return TritonStep(items, positions, slots, offsets, heads=heads, shape=shape, dtype=dtype, scale=scale, bias=bias)
+
+
+if TYPE_CHECKING:  # it keeps the contract
+    from headrace.kernels.triton import backend as this_module
+
+    _: Backend = this_module

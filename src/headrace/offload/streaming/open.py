@@ -9,9 +9,8 @@ import torch
 
 from headrace import memory
 from headrace.config import EngineConfig, KVStreaming
-from headrace.kernels import registry
+from headrace.kernels.backend import backend_of, in_pieces
 from headrace.kernels.records import Allocate, Pool
-from headrace.kernels.registry import in_pieces
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
 from headrace.offload.copy_streams import open_copy_streams
@@ -107,7 +106,7 @@ def open_streamer(config: EngineConfig, decoder: Decoder, slots: int, kv_dtype: 
         "not kept" if not hidden else "in memory" if asked.x_resident else "outside",
     )  # fmt: skip
     transfers = Transfers(
-        store, staging, layers, streams, in_pieces(registry.backend(backend)), weight_bytes, asked.x_resident
+        store, staging, layers, streams, in_pieces(backend_of(backend)), weight_bytes, asked.x_resident
     )
     measure(decoder, transfers)
     return Streamer(decoder, transfers, options)

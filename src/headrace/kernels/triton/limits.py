@@ -1,0 +1,21 @@
+"""What the Triton kernels take: known without the package triton."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.kernels.backend import Capabilities
+
+capabilities = Capabilities(
+    name="triton", kernels="the Triton kernels", spoken_of="it", devices=("cuda",), prepared_step=True, graphs=True,
+    dtypes=(torch.bfloat16, torch.float16, torch.float32), largest_head=256,
+)  # fmt: skip
+
+
+def check(dtype: torch.dtype, dim: int) -> None:
+    """Raises ValueError for a type or head size that the kernels do not know."""
+    if dtype not in capabilities.dtypes:
+        raise ValueError(f"the Triton kernels take bfloat16, float16 and float32, got {dtype}")
+    largest = capabilities.largest_head
+    if largest is not None and dim > largest:
+        raise ValueError(f"the Triton kernels take heads of up to {largest}, got {dim}")
