@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.config import Backend
+from headrace.config import AttentionBackend
 from headrace.kernels import cpu, dispatch, extension, ops, registry
 from headrace.kernels.backend import backend_of, in_pieces
 from headrace.kernels.records import Mask, Pool
@@ -228,7 +228,7 @@ def test_ops_refuse(call: Any, message: str) -> None:
 
 
 def test_backends_are_what_they_declare() -> None:
-    assert {"auto", *registry.BACKENDS} == set(get_args(Backend))
+    assert {"auto", *registry.BACKENDS} == set(get_args(AttentionBackend))
     for name in registry.BACKENDS:
         kernels = backend_of(name)
         assert kernels.capabilities.name == name

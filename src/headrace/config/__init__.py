@@ -9,7 +9,7 @@ from headrace.config.attention import AttentionSpec
 from headrace.config.cache import KVDType
 from headrace.config.engine import EngineConfig, config_from_env
 from headrace.config.fields import Setting, env_name
-from headrace.config.model import Backend, DType, Quantization
+from headrace.config.model import AttentionBackend, DType, Quantization
 from headrace.config.offload import KVTiers, Switch
 from headrace.config.ranks import DistributedBackend, PrefillStrategy, StrategyRule
 from headrace.config.streaming import KVStreaming, OffloadSchedule
@@ -18,8 +18,8 @@ from headrace.config.together import SETTINGS, Outside
 
 __all__ = [
     "SETTINGS",
+    "AttentionBackend",
     "AttentionSpec",
-    "Backend",
     "DType",
     "DistributedBackend",
     "EngineConfig",

@@ -13,9 +13,9 @@ Quantization = Literal["none", "int8", "int4"]
 BACKENDS_TOLD = [f"{name} ({entry.told})" for name, entry in reversed(BACKENDS.items())]
 
 if TYPE_CHECKING:  # a type checker reads no computed Literal
-    Backend = str
+    AttentionBackend = str
 else:
-    Backend = Literal["auto", *reversed(BACKENDS)]
+    AttentionBackend = Literal["auto", *reversed(BACKENDS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ModelSettings(SettingsRecord):
         check=at_least(1),
         common=True,
     )
-    backend: Backend = setting(
+    backend: AttentionBackend = setting(
         "auto",
         f"Attention kernels: {listed(['auto', *BACKENDS_TOLD], 'or')}.",
         name="attention_backend",

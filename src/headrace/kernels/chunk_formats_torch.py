@@ -75,7 +75,7 @@ class ChunkFormat(Protocol):
         """Numbers and scales as the pool has them, of bytes [n, ...] each."""
 
 
-class Raw:
+class RawChunks:
     """As the pool has it."""
 
     def sizes(self, numbers: int, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -91,7 +91,7 @@ class Raw:
         return code.view(plane.pool.dtype).view(plane.shape(len(code))), stored
 
 
-class Int8(Raw):
+class Int8Chunks(RawChunks):
     """Codes under a scale for each token and head; an int8 pool as it is."""
 
     def sizes(self, numbers: int, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -110,7 +110,7 @@ class Int8(Raw):
         return (code.view(torch.int8).view(plane.shape(len(code))) * scales).to(plane.pool.dtype), None
 
 
-class Int4:
+class Int4Chunks:
     """Codes in groups of 64 numbers that follow one another."""
 
     def sizes(self, numbers: int, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -125,7 +125,7 @@ class Int4:
         return (wide.to(plane.pool.dtype), None) if plane.scale is None else _quantise8(plane, wide)
 
 
-FORMATS: dict[OffloadFormat, ChunkFormat] = {"raw": Raw(), "int8": Int8(), "int4": Int4()}
+FORMATS: dict[OffloadFormat, ChunkFormat] = {"raw": RawChunks(), "int8": Int8Chunks(), "int4": Int4Chunks()}
 
 
 def store(buffer: Tensor, planes: list[Plane], slots: Tensor, format: ChunkFormat) -> list[bool]:

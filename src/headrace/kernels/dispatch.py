@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from headrace.config import Backend, Quantization
+from headrace.config import AttentionBackend, Quantization
 from headrace.kernels import cpu, registry
 from headrace.kernels.backend import backend_of, listed
 
@@ -137,7 +137,7 @@ def reasons(gpu: bool = False) -> dict[str, str]:
     )
 
 
-def choose(backend: Backend, dtype: torch.dtype, device: torch.device | str = "cpu", head_dim: int = 0) -> str:
+def choose(backend: AttentionBackend, dtype: torch.dtype, device: torch.device | str = "cpu", head_dim: int = 0) -> str:
     """The name of the attention backend for `backend` on a device and heads of a size, logged once with its reason.
 
     Raises ValueError, with the remedy, where the one asked for cannot run here.

@@ -46,7 +46,7 @@ class WeightFormat(Protocol):
         """Scales fp32 [64 n, G] as C++ reads them: [n, ...] or [64 n]."""
 
 
-class Int8:
+class Int8Weights:
     """One scale per output, fp32 [64 n]; codes int8 [n, K / 2, 4, 2, 16]."""
 
     name: Quantization = "int8"
@@ -62,7 +62,7 @@ class Int8:
         return scales.view(-1)
 
 
-class Int4:
+class Int4Weights:
     """One scale per output and 64 inputs, bf16 [n, K / 64, 64]; nibbles uint8 [n, K / 2, 16, 2, 2]."""
 
     name: Quantization = "int4"
@@ -82,7 +82,7 @@ class Int4:
         return scales.view(-1, cpu.COLUMNS, scales.shape[-1]).transpose(1, 2).contiguous().bfloat16()
 
 
-_EACH: tuple[WeightFormat, ...] = (Int8(), Int4())
+_EACH: tuple[WeightFormat, ...] = (Int8Weights(), Int4Weights())
 FORMATS = {each.name: each for each in _EACH}
 
 
