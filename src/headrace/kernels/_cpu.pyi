@@ -24,8 +24,8 @@ class Order:
     parallel: Order
 
 class Activation:
-    """Its members are named in csrc/kernels.h, HEADRACE_ACTIVATIONS; the module has a function of each name:
-    (type, x, out, rows, width, threads)."""
+    """Its members are named in csrc/kernels.h, HEADRACE_ACTIVATIONS; the module has a function of each name, with the
+    arguments of silu_mul."""
 
 class Form:
     """How a weight lies: named in csrc/kernels.h, HEADRACE_FORMS."""
@@ -226,6 +226,7 @@ class Extension(Protocol):
     def layer_norm(
         self, type: int, x: int, weight: int, bias: int, out: int, *, rows: int, width: int, eps: float, threads: int
     ) -> None: ...
+    def silu_mul(self, type: int, x: int, out: int, rows: int, width: int, threads: int) -> None: ...
     def rotary(
         self,
         type: int,

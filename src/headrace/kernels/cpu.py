@@ -211,7 +211,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if width % 2:
         raise ValueError(f"gate_up must have an even width, got {width}")
     out = torch.empty((*gate_up.shape[:-1], width // 2), dtype=gate_up.dtype)
-    return _activate("silu_mul", gate_up, out, rows, width // 2)
+    _require().silu_mul(
+        _type_of(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads()
+    )
+    return out
 
 
 def gelu(x: Tensor, tanh: bool = False) -> Tensor:
@@ -225,15 +228,11 @@ def relu(x: Tensor) -> Tensor:
 
 
 def _elementwise(name: str, x: Tensor) -> Tensor:
-    """A C++ activation that takes each element alone."""
+    """A C++ activation that takes each element alone, by its name in csrc/kernels.h."""
     x = x.contiguous()
-    return _activate(name, x, torch.empty_like(x), 1, x.numel())
-
-
-def _activate(name: str, x: Tensor, out: Tensor, rows: int, width: int) -> Tensor:
-    """Fills out [rows, width] by a C++ activation, named as in csrc/kernels.h."""
+    out = torch.empty_like(x)
     run = getattr(_require(), name)
-    run(_type_of(x), x.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads())
+    run(_type_of(x), x.data_ptr(), out.data_ptr(), 1, x.numel(), torch.get_num_threads())
     return out
 
 
