@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from headrace.parallel import launch
 from tests.support.rank_groups import ROOT
 
 pytestmark = pytest.mark.usefixtures("importable")
@@ -34,6 +36,22 @@ def test_torchrun(secret: str | None, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "seen True 1 of 2, tiny, None, 127.0.0.1" in done.stdout
     assert not list(tmp_path.glob("headrace*"))
+
+
+def test_a_worker_ends_without_finalizing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of its may be inside torch, which Python's finalization would unwind: that aborts the process."""
+    told = {"headrace/driver": b"127.0.0.1:1", "headrace/secret": b""}
+
+    def ended(status: int) -> None:
+        raise SystemError(f"ended with {status}")
+
+    monkeypatch.setenv("HEADRACE_RANK_SECRET", "a secret given by hand")
+    monkeypatch.setattr(launch.TorchRun, "read", lambda: launch.TorchRun(1, 2, 2))
+    monkeypatch.setattr(launch.TorchRun, "store", lambda self: SimpleNamespace(get=told.__getitem__))
+    monkeypatch.setattr(launch, "rank_main", lambda *arguments: 0)
+    monkeypatch.setattr(os, "_exit", ended)
+    with pytest.raises(SystemError, match="ended with 0"):
+        launch.serve_if_worker("127.0.0.1")
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.matrix)])

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 from headrace.config import config_from_env
-from headrace.parallel.launch import open_group, run_if_worker
+from headrace.parallel.launch import open_group, serve_if_worker
 from tests.support.rank_groups import MAKER, echoes
 
 
-def main() -> int:
+def main() -> None:
     config = config_from_env(context_parallel_size=2)
-    status = run_if_worker(config.ranks.interface)
-    if status is not None:
-        return status
+    serve_if_worker(config.ranks.interface)
     group = open_group(config, MAKER)
     assert group.workers is not None
     try:
@@ -21,8 +17,7 @@ def main() -> int:
         print("seen", echoes(group, 1), reports[1].decode(), flush=True)
     finally:
         group.close()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 
 from headrace.config import EngineConfig
@@ -23,14 +22,9 @@ def serve_if_worker(config: EngineConfig) -> None:
     check_size(config.ranks.context * config.ranks.tensor)
     if not started_this() or os.environ["RANK"] == "0":
         return
-    from headrace.parallel.launch import run_if_worker
+    from headrace.parallel import launch
 
-    status = run_if_worker(config.ranks.interface)
-    if not status:
-        sys.exit(0)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # threads that wait in torch for a lost rank would hold up the usual end
+    launch.serve_if_worker(config.ranks.interface)
 
 
 def leave_signals_to_rank_0() -> None:

@@ -33,7 +33,7 @@ from headrace.parallel.handshake import Handshake
 from headrace.parallel.link_store import LinkStore
 from headrace.parallel.supervisor import WorkerProcess, WorkerSupervisor, end_processes
 from headrace.parallel.transport import RankLost
-from headrace.parallel.worker import encode_config, rank_main
+from headrace.parallel.worker import encode_config, end_process, rank_main
 
 log = logging.getLogger(__name__)
 
@@ -76,15 +76,16 @@ def _meet(
         return processes, handshake.admit(range(1, size), FORM_S, lambda: _all_run(processes))
 
 
-def run_if_worker(interface: str) -> int | None:
-    """Under torchrun, on all ranks but 0: serves as a worker and returns the exit status. None: be the driver."""
+def serve_if_worker(interface: str) -> None:
+    """Under torchrun, on all ranks but 0: serves as a worker and ends the process. Returns where the driver is."""
     environment = TorchRun.read()
     if environment is None or environment.rank == 0:
-        return None
+        return
     environment.check(interface)
     store = environment.store()
     address, kept = store.get("headrace/driver").decode(), store.get("headrace/secret").decode()
-    return rank_main(address, _read_secret(kept) if kept else os.environ[SECRET], environment.rank, interface)
+    secret = _read_secret(kept) if kept else os.environ[SECRET]
+    end_process(rank_main(address, secret, environment.rank, interface))
 
 
 def _join(workers: WorkerSupervisor, config: EngineConfig, maker: str, secret: str) -> Group:
@@ -107,7 +108,7 @@ def _starter(config: EngineConfig) -> Starter:
     environment = TorchRun.read()
     if environment is not None:
         if environment.rank != 0:
-            raise ValueError("only rank 0 opens the group; the others call run_if_worker")
+            raise ValueError("only rank 0 opens the group; the others call serve_if_worker")
         return environment.invite
     if config.ranks.launcher == "ray":
         from headrace.parallel.on_ray import start

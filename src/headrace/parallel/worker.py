@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
@@ -172,8 +172,13 @@ def main(rank: str, address: str, interface: str, descriptor: str) -> int:
     return rank_main(address, secret, int(rank), interface)
 
 
-if __name__ == "__main__":
-    status = main(*sys.argv[1:])
+def end_process(status: int) -> NoReturn:
+    """Ends a worker without finalizing the interpreter. A thread that waits in torch would hold that up if a rank is
+    lost, and abort the process if its wait ended meanwhile: Python unwinds it through torch."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # threads that wait in torch for a lost rank would hold up the usual end
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    end_process(main(*sys.argv[1:]))
