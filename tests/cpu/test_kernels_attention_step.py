@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace.kernels import cpu
 from headrace.kernels.cpu_step import Step
-from headrace.kernels.records import Mask, Pool
+from headrace.kernels.records import Mask, Pool, StepInputs
 
 pytestmark = [
     pytest.mark.cpu,
@@ -43,7 +43,7 @@ def indices() -> dict[str, Any]:
 
 def step(dtype: torch.dtype = torch.float32, **changed: Any) -> Step:
     facts: dict[str, Any] = dict(heads=HEADS, shape=(SLOTS, KV_HEADS, DIM), dtype=dtype, scale=0.2)
-    return Step(**indices() | facts | changed)
+    return Step(StepInputs(**indices() | facts | changed))
 
 
 def rows(dtype: torch.dtype) -> tuple[Tensor, ...]:

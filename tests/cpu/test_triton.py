@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 
 from headrace.attention.plan import Span, batch_order, build
 from headrace.kernels import reference
-from headrace.kernels.records import Mask, Pool
+from headrace.kernels.records import Mask, Pool, StepInputs
 from headrace.kernels.triton import attention, backend, limits
 from headrace.kernels.triton import rows as gpu_rows
 from headrace.types import CHUNK
@@ -120,9 +120,8 @@ def test_the_next_step_by_a_prepared_one(way: str) -> None:
         items, *places = (torch.from_numpy(x) for x in (plan.items, plan.positions, plan.row_slots, plan.row_offsets))
         if step is None:
             shape = (23, kv_heads, dim)
-            step = attention.TritonStep(
-                {None: items}, *places, heads=heads, shape=shape, dtype=torch.float32, scale=0.2, device=CPU
-            )  # fmt: skip
+            inputs = StepInputs({None: items}, *places, heads=heads, shape=shape, dtype=torch.float32, scale=0.2)
+            step = attention.TritonStep(inputs, CPU)
         else:
             step.go_on(places[0], places[2])
         qkv = torch.randn(2, heads + 2 * kv_heads, dim, generator=random)

@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.config import AttentionSpec
 from headrace.kernels.backend import Attend
 from headrace.kernels.cpu_step import Pools, Step, StepOver
-from headrace.kernels.records import Pool
+from headrace.kernels.records import Pool, StepInputs
 from headrace.models.spec import ModelConfig, expected
 
 PLAIN = dict(norm="layer", gated=False, activation="gelu")
@@ -66,10 +66,11 @@ class Attention(Attend):
 
     def place(self, items: Tensor, positions: Tensor, slots: Tensor, offsets: Tensor) -> None:
         shape = (len(self.pools[0][0]), self.spec.kv_heads, self.spec.head_dim)
-        self.step = Step(
+        inputs = StepInputs(
             {None: items, 7: items[1:]}, positions, slots, offsets,
             heads=self.spec.heads, shape=shape, dtype=torch.bfloat16, scale=0.2,
         )  # fmt: skip
+        self.step = Step(inputs)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         self.calls += 1

@@ -13,7 +13,7 @@ from headrace.attention.plan import Plan, PlannedStep
 from headrace.config import AttentionSpec
 from headrace.kernels.backend import Attend, Backend, PreparedStep
 from headrace.kernels.cpu_step import Pools
-from headrace.kernels.records import Mask
+from headrace.kernels.records import StepInputs
 from headrace.kv.storage import KVStorage
 from headrace.types import CHUNK
 
@@ -35,7 +35,11 @@ class PlanAttention(Attend):
         self.row_slots = torch.from_numpy(plan.row_slots)
         self.row_offsets = torch.from_numpy(plan.row_offsets)
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in set(spec.windows)}
-        self.masks = self._masks()
+        self.inputs = StepInputs(
+            self.items, self.positions, self.row_slots, self.row_offsets, heads=spec.heads, dtype=storage.dtype,
+            shape=(storage.slots, spec.kv_heads, spec.head_dim), scale=spec.scale, bias=key_bias,
+        )  # fmt: skip
+        self.masks = self.inputs.masks(self.positions)
         self.step = self._step()
         if self.step is not None and backend.capabilities.all_layers:
             self.prepared = self.step.over(_pools(storage), spec.windows)
@@ -48,28 +52,13 @@ class PlanAttention(Attend):
         if self.step is not None:
             self.step.go_on(positions, offsets)
         self.plan, self.positions, self.row_offsets = plan, positions, offsets
-        self.masks = self._masks()
+        self.masks = self.inputs.masks(positions)
 
     def _step(self) -> PreparedStep | None:
         """append and attend in one call, prepared once for all layers, where the backend has that."""
         if not self.kernels.capabilities.prepared_step or self.storage.dtype == torch.int8:
             return None
-        return self.kernels.prepare(
-            self.items,
-            self.positions,
-            self.row_slots,
-            self.row_offsets,
-            heads=self.spec.heads,
-            shape=(self.storage.slots, self.spec.kv_heads, self.spec.head_dim),
-            dtype=self.storage.dtype,
-            scale=self.spec.scale,
-            bias=self.key_bias,
-        )
-
-    def _masks(self) -> dict[int | None, Mask]:
-        """What the rows see, by a layer's window."""
-        at, bias, scale = self.positions, self.key_bias, self.spec.scale
-        return {w: Mask(items, at, window=w, bias=bias, scale=scale) for w, items in self.items.items()}
+        return self.kernels.prepare(self.inputs)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         pool, window = self.storage.pool(layer), self.spec.windows[layer]

@@ -6,7 +6,7 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.cpu_step import Pools, StepOver
-from headrace.kernels.records import Layout, Mask, Pool
+from headrace.kernels.records import Layout, Mask, Pool, StepInputs
 from headrace.kernels.registry import BACKENDS
 from headrace.kernels.state import AttnState, Partial, RunningState
 
@@ -122,23 +122,8 @@ class Backend(Protocol):
         """Attention of rows q [R, Hq, D] over the chunks of the mask's items: [R, Hq, D] in q's type, zeros for rows
         that see no key. A row's items come in ascending key_start; otherwise any order gives the same bits."""
 
-    def prepare(
-        self,
-        items: Mapping[int | None, Tensor],
-        positions: Tensor,
-        slots: Tensor,
-        offsets: Tensor,
-        *,
-        heads: int,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        scale: float,
-        bias: Tensor | None = None,
-    ) -> PreparedStep | None:
-        """A step over pools of `shape` = (slots, Hkv, D); None from a backend that declares no prepared step.
-
-        items[window], positions, bias: see Mask; slots, offsets: see append.
-        """
+    def prepare(self, step: StepInputs) -> PreparedStep | None:
+        """append and attend in one call for each layer; None from a backend that declares no prepared step."""
 
 
 class PiecewiseBackend(Backend, Protocol):

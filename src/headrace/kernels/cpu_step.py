@@ -6,14 +6,14 @@ T: rows; Hq, Hkv: query and KV heads; D: head size. Index data is checked once f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.extension import TYPES, address, check, require, supports
-from headrace.kernels.records import Pool
+from headrace.kernels.records import Pool, StepInputs
 from headrace.types import CHUNK
 
 if TYPE_CHECKING:
@@ -34,40 +34,28 @@ class Pools:
 
 
 class Step:
-    """items[window] int32 [n, 4], positions int64 [T], slots and offsets int32 [T], bias fp32 [Hq, keys]: see
-    `cpu.attend` and `cpu.append`. Raises ValueError for what does not fit pools of `shape` = (slots, Hkv, D)."""
+    """A step prepared from its inputs, whose tensors it keeps. Raises ValueError for what does not fit the pools."""
 
-    def __init__(
-        self,
-        items: Mapping[int | None, Tensor],
-        positions: Tensor,
-        slots: Tensor,
-        offsets: Tensor,
-        *,
-        heads: int,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        scale: float,
-        bias: Tensor | None = None,
-    ) -> None:
-        if not supports(dtype):
-            raise ValueError(f"the C++ kernels take bfloat16 or float32, got {dtype}")
-        rows, (slot_count, kv_heads, dim) = len(positions), shape
-        self.dtype, self.shape = dtype, shape
+    def __init__(self, step: StepInputs) -> None:
+        if not supports(step.dtype):
+            raise ValueError(f"the C++ kernels take bfloat16 or float32, got {step.dtype}")
+        positions, slots, offsets, bias, heads = step.positions, step.slots, step.offsets, step.bias, step.heads
+        rows, (slot_count, kv_heads, dim) = len(positions), step.shape
+        self.dtype, self.shape = step.dtype, step.shape
         self.q_shape, self.kv_shape = (rows, heads, dim), (rows, kv_heads, dim)
         self.k_pool_shape, self.v_pool_shape = (slot_count, kv_heads, dim, CHUNK), (slot_count, kv_heads, CHUNK, dim)
-        self._keep = (items, slots, bias)  # the C++ step holds their addresses
+        self._keep = (step.items, slots, bias)  # the C++ step holds their addresses
         check("positions", positions, torch.int64, (rows,))
         check("slots", slots, torch.int32, (rows,))
         check("offsets", offsets, torch.int32, (rows,))
         if bias is not None:
             check("bias", bias, torch.float32, (heads, bias.shape[-1]))
         self.handle = require().AttentionStep(
-            TYPES[dtype], positions.data_ptr(), slots.data_ptr(), offsets.data_ptr(), address(bias),
+            TYPES[step.dtype], positions.data_ptr(), slots.data_ptr(), offsets.data_ptr(), address(bias),
             bias_len=0 if bias is None else bias.shape[-1], rows=rows, heads=heads, kv_heads=kv_heads, dim=dim,
-            slot_count=slot_count, scale=scale, threads=torch.get_num_threads(),
+            slot_count=slot_count, scale=step.scale, threads=torch.get_num_threads(),
         )  # fmt: skip
-        self._kinds = {window: self._add(window, each) for window, each in items.items()}
+        self._kinds = {window: self._add(window, each) for window, each in step.items.items()}
 
     def go_on(self, positions: Tensor, offsets: Tensor) -> None:
         """Other positions and offsets for the rows of the same items. Raises ValueError, with nothing changed, where

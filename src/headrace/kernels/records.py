@@ -5,7 +5,7 @@ Hq, Hkv: query and KV heads; D: head size; 64: tokens of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -69,3 +69,27 @@ class Mask:
     window: int | None = None
     bias: Tensor | None = None
     scale: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """What a step of append and attend is prepared from: rows at `positions` int64 [T], which store their keys and
+    values in chunks `slots` at `offsets`, int32 [T] each, and see items[window] through that window (see Mask).
+
+    heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; scale, bias: see Mask.
+    """
+
+    items: Mapping[int | None, Tensor]
+    positions: Tensor
+    slots: Tensor
+    offsets: Tensor
+    _: KW_ONLY
+    heads: int
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    scale: float
+    bias: Tensor | None = None
+
+    def masks(self, positions: Tensor) -> dict[int | None, Mask]:
+        """What the rows see from `positions`, by window."""
+        return {w: Mask(each, positions, window=w, bias=self.bias, scale=self.scale) for w, each in self.items.items()}

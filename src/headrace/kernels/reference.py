@@ -6,14 +6,13 @@ Runs on any machine and in any dtype; every kernel is tested against it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.backend import Capabilities, PiecewiseBackend, PreparedStep
-from headrace.kernels.records import Layout, Mask, Pool
+from headrace.kernels.records import Layout, Mask, Pool, StepInputs
 from headrace.kernels.state import (
     AttnState,
     Partial,
@@ -213,18 +212,7 @@ def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Ten
     pool.v[chunk, :, key] = v_new
 
 
-def prepare(
-    items: Mapping[int | None, Tensor],
-    positions: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    *,
-    heads: int,
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    scale: float,
-    bias: Tensor | None = None,
-) -> PreparedStep | None:
+def prepare(step: StepInputs) -> PreparedStep | None:
     """None: there is nothing to prepare."""
     return None
 

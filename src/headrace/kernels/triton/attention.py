@@ -7,7 +7,7 @@ data of a plan (items, positions, slots, offsets) comes from the CPU, where it i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.cpu_step import Pools, StepOver
-from headrace.kernels.records import Mask, Pool
+from headrace.kernels.records import Mask, Pool, StepInputs
 from headrace.kernels.triton import attention_kernels, tile_schedule
 from headrace.kernels.triton.limits import check
 
@@ -92,30 +92,18 @@ class TileWork:
 
 
 class TritonStep:
-    """Attention of one engine step, as cpu_step.Step: items[window] int32 [n, 4], positions int64 [T], slots and
-    offsets int32 [T] on the CPU; bias fp32 [Hq, keys] on the GPU. Raises ValueError for a type or size that has no
-    kernel."""
+    """Attention of one engine step. Of its inputs the bias lies on the GPU, all else on the CPU. Raises ValueError for
+    a type or size that has no kernel."""
 
-    def __init__(
-        self,
-        items: Mapping[int | None, Tensor],
-        positions: Tensor,
-        slots: Tensor,
-        offsets: Tensor,
-        *,
-        heads: int,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        scale: float,
-        bias: Tensor | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, step: StepInputs, device: torch.device | None = None) -> None:
         device = device or torch.device("cuda", torch.cuda.current_device())
-        check(dtype, shape[2])
-        self.work = {w: TileWork(each, positions, heads, *shape[1:], device) for w, each in items.items()}
-        self.slots = slots.to(device)
-        self.positions, self.offsets = positions.int().to(device), offsets.to(device)
-        self.masks = {w: Mask(each, self.positions, window=w, bias=bias, scale=scale) for w, each in items.items()}
+        _, kv_heads, dim = step.shape
+        check(step.dtype, dim)
+        at, heads = step.positions, step.heads
+        self.work = {w: TileWork(each, at, heads, kv_heads, dim, device) for w, each in step.items.items()}
+        self.slots = step.slots.to(device)
+        self.positions, self.offsets = at.int().to(device), step.offsets.to(device)
+        self.masks = step.masks(self.positions)
 
     def go_on(self, positions: Tensor, offsets: Tensor) -> None:
         """Other positions and offsets for the rows of the same items, each in the chunk in which it was."""

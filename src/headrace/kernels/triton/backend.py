@@ -3,7 +3,6 @@ triton is not everywhere. No attention in pieces, no int8."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.backend import Backend
-from headrace.kernels.records import Layout, Mask, Pool
+from headrace.kernels.records import Layout, Mask, Pool, StepInputs
 from headrace.kernels.triton.limits import capabilities
 
 if TYPE_CHECKING:
@@ -47,21 +46,10 @@ def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Ten
     attention.append(pool, k_new, v_new, slots, offsets)
 
 
-def prepare(
-    items: Mapping[int | None, Tensor],
-    positions: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    *,
-    heads: int,
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    scale: float,
-    bias: Tensor | None = None,
-) -> TritonStep:
+def prepare(step: StepInputs) -> TritonStep:
     from headrace.kernels.triton.attention import TritonStep
 
-    return TritonStep(items, positions, slots, offsets, heads=heads, shape=shape, dtype=dtype, scale=scale, bias=bias)
+    return TritonStep(step)
 
 
 if TYPE_CHECKING:  # it keeps the contract
