@@ -111,6 +111,19 @@ def test_two_that_begin_alike_are_brought_once(folder_of: FolderOf) -> None:
     llm.close()
 
 
+def test_a_step_of_one_new_token_waits_for_what_comes() -> None:
+    """All of its logits are wanted, as while decoding, where all layers are one call that waits for nothing."""
+    llm = offloading("tiny", kv_offload_activations="off", kv_link_gbps=0.005)
+    prompts = [prompts_of(llm)[0][: 4 * CHUNK + 1]]
+    truth = answer(llm, prompts)
+    flush(llm)
+    for pool in llm.engine.loaded.executor.storage.pools:  # type: ignore[attr-defined]
+        pool.k.fill_(7), pool.v.fill_(7)
+    same(watched(llm, prompts), truth)
+    assert counters(llm).loaded_tokens == 4 * CHUNK
+    llm.close()
+
+
 def test_aborted_while_it_comes(folder_of: FolderOf) -> None:
     """Slow link: the request leaves while its chunks are still written to. Nobody else gets them until then."""
     llm = offloading(folder_of("llama"), kv_link_gbps=0.001)
