@@ -34,7 +34,7 @@ class Mutant:
 
     @property
     def room(self) -> str:
-        """The folder of the file: offload/tiers; csrc with all of its folders; headrace for what lies beside the rooms."""
+        """The folder of the file: offload/tiers; csrc with all of its folders; headrace for files beside the rooms."""
         folder = PurePosixPath(self.file).parent
         if folder.parts[0] == NATIVE:
             return NATIVE
