@@ -18,7 +18,7 @@ async def engine(config: EngineConfig, quiet: bool) -> AsyncIterator[Any]:
 
     llm = AsyncLLM(config)
     with nullcontext() if quiet else loading(config.model.folder) as progress:
-        await llm.start(progress)
+        await llm.start(phases=progress)
     try:
         yield llm
     finally:

@@ -34,6 +34,7 @@ from headrace.parallel.transport import RankLost
 from headrace.planner.choice import StrategyChoice, choose
 from headrace.planner.machine import Machine, ModelShape
 from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
+from headrace.progress import LoadPhase, OnPhase, told_weights, untold
 from headrace.strategies import OFFERED
 from headrace.types import CHUNK
 from headrace.version import __version__
@@ -149,20 +150,24 @@ def allowed(config: EngineConfig) -> tuple[str, ...]:
 
 def open_ranks(
     config: EngineConfig,
-    progress: OnProgress | None = None,
+    tell: OnPhase = untold,
     maker: str = MAKER,
     start: launch.Starter | None = None,
 ) -> tuple[Ranks, Decoder]:
     """Starts the other ranks and loads this one's share while they load theirs.
 
     maker, start: see launch.open_group; a maker's rank must come from `make`, which takes part in the profile.
-    config.kv_cache_tokens must be set. Raises ValueError for settings or a tuned table that do not fit, RankLost.
+    config.kv_cache_tokens must be set. tell: see loader.load. Raises ValueError for settings or a tuned table that do
+    not fit, RankLost.
     """
+    tell(LoadPhase("starting the ranks"))
     group = launch.open_group(config, maker, start)
     try:
         assert group.workers is not None
-        decoder = load_share(config, group, progress)
+        decoder = load_share(config, group, told_weights(tell))
+        tell(LoadPhase("memory for the KV cache"))
         rank = _make(config, group, decoder)
+        tell(LoadPhase("measuring the ranks"))
         measured = unless_failed(group.workers, lambda: measure.take_part(rank))
         group.workers.wait_ready()
         machine, shape = measure.machine(*measured), ModelShape.of(decoder.config, decoder.dtype.itemsize)
