@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "models": CORE,
     "parallel": CORE | {"models", "planner"},
     "offload": CORE | {"models", "planner"},
-    "engine": BELOW_ENGINE,
+    "engine": BELOW_ENGINE | {"console"},
     "server": BELOW_ENGINE | {"engine"},
     "bench": BELOW_ENGINE | {"engine", "console"},
     "doctor": BELOW_ENGINE | {"engine", "server"},

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.engine import CollectedAnswer, engine, figures
+from headrace.cli.engine import CollectedAnswer, engine, figures, streamed
 from headrace.cli.generate import read_text
 from headrace.config import EngineConfig
 from headrace.console import err, out
@@ -31,7 +31,7 @@ class Conversation:
         asked = [*self.messages, {"role": "user", "content": text}]
         answer = CollectedAnswer()
         try:
-            async for delta in self.llm.generate(self.llm.tokenizer.apply_chat(asked), self.params):
+            async for delta in streamed(self.llm, self.llm.tokenizer.apply_chat(asked), self.params, self.quiet):
                 answer.add(delta)
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()
