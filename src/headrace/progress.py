@@ -13,6 +13,9 @@ from headrace.types import Delta, Metrics
 
 GIB = 2**30
 
+WEIGHTS = "weights"
+"""The phase in which weights are read; the names of the others are free."""
+
 
 class LoadPhase(NamedTuple):
     """What an engine does while it loads, told when it begins and whenever it gets on. done, total: bytes of weights;
@@ -41,15 +44,9 @@ def untold(phase: LoadPhase) -> None:
     """An OnPhase for nobody."""
 
 
-def told_weights(tell: OnPhase) -> Callable[[int, int], None]:
-    """models.weights.OnProgress that tells of the phase 'weights', and of 'packing' when all are read."""
-
-    def read(done: int, total: int) -> None:
-        tell(LoadPhase("weights", done, total))
-        if done >= total:
-            tell(LoadPhase("packing"))
-
-    return read
+def measured(tell: OnPhase, name: str) -> Callable[[int, int], None]:
+    """A function of (bytes done, bytes in all) that tells of the phase of that name."""
+    return lambda done, total: tell(LoadPhase(name, done, total))
 
 
 class PhaseTime(NamedTuple):

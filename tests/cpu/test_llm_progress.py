@@ -94,5 +94,5 @@ def test_loading_is_told_on_a_terminal(stderr: StringIO, monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     LLM("tiny", kv_cache_tokens=4096)
     assert list(dict.fromkeys(shown)) == [
-        "configuration", "tokenizer", "weights", "packing", "memory for the KV cache",
+        "reading the configuration", "tokenizer", "weights", "packing", "memory for the KV cache",
     ]  # fmt: skip

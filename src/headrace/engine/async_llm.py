@@ -15,7 +15,7 @@ from headrace.engine import messages as m
 from headrace.engine import process
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.tokenizer import Tokenizer
-from headrace.progress import LoadPhase, OnPhase, Prefill, PrefillClock
+from headrace.progress import WEIGHTS, LoadPhase, OnPhase, Prefill, PrefillClock
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, MAX_N, Delta, EngineDead, InvalidRequest, Overloaded, Request, SamplingParams
 
@@ -89,9 +89,9 @@ class AsyncLLM:
     async def start(self, progress: Callable[[int, int], None] | None = None, *, phases: OnPhase | None = None) -> None:
         """Starts the engine and returns when it is ready.
 
-        progress(done, total): bytes of weights, as they arrive. phases(LoadPhase): everything that takes time, from the
-        first moment on, weights included; headrace.progress.PhaseTimes times them. Raises ValueError for settings or a
-        model that cannot work, EngineDead for any other failure.
+        progress(done, total): bytes of weights, as they are read. phases(LoadPhase): everything that takes time, from
+        the first moment on; headrace.progress.PhaseTimes times it. Raises ValueError for settings or a model that
+        cannot work, EngineDead for any other failure.
         """
         tell = _both(progress, phases)
         folder = model_folder(self.config.model.folder)
@@ -138,7 +138,7 @@ class AsyncLLM:
                 if isinstance(message, m.Events):
                     self._hand_out(message)
                 elif isinstance(message, m.Prefills):
-                    self._prefilling.begin(message.prefills)
+                    self._prefilling.begin(each for each in message.prefills if each.request_id in self._streams)
                 elif isinstance(message, m.EngineFailed):  # it may yet take seconds to end
                     reason = message.reason
                     break
@@ -304,7 +304,7 @@ def _both(progress: Callable[[int, int], None] | None, phases: OnPhase | None) -
     def tell(phase: LoadPhase) -> None:
         if phases is not None:
             phases(phase)
-        if progress is not None and phase.total:
+        if progress is not None and phase.name == WEIGHTS and phase.total:
             progress(phase.done, phase.total)
 
     return tell
