@@ -215,6 +215,12 @@ class Metrics:
     restored_tokens: int = 0
     restore_reason: str = ""
 
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens after the first over the time after it; None if that is no time."""
+        decode_s = self.e2e_s - self.ttft_s
+        return (self.output_tokens - 1) / decode_s if decode_s > 0 else None
+
 
 @dataclass(slots=True)
 class Completion:

@@ -11,7 +11,7 @@ import typer
 from headrace import console
 from headrace.bench.tuning import Tuning
 from headrace.cli import bench, errors
-from headrace.cli.options import PanelledCommand, guarded, with_config, with_sampling
+from headrace.cli.options import PanelledCommand, guarded, with_config, with_model, with_sampling
 from headrace.config import EngineConfig
 from headrace.parallel.torchrun_environment import started_this
 from headrace.types import SamplingParams
@@ -60,6 +60,7 @@ def serve(config: EngineConfig) -> None:
 
 
 def generate(
+    context: typer.Context,
     config: EngineConfig,
     params: SamplingParams,
     prompts: Annotated[
@@ -71,7 +72,10 @@ def generate(
 ) -> None:
     """Continue texts. The text goes to stdout, the figures to stderr."""
     from headrace.cli.generate import read_prompts, run
+    from headrace.cli.hints import check_prompts
 
+    if context.get_parameter_source("model").name != "COMMANDLINE":  # type: ignore[union-attr]
+        check_prompts(prompts or [])
     run(config, params, read_prompts(prompts or [], file), json_lines=json_lines, quiet=quiet)
 
 
@@ -84,7 +88,7 @@ def chat(
 ) -> None:
     """Talk with a model. Lines on a piped standard input are the user's turns.
 
-    /reset forgets the conversation, /exit (or end of input) leaves; ctrl-c stops an answer.
+    /help lists the commands, /exit (or end of input) leaves; ctrl-c stops an answer.
     """
     from headrace.cli.chat import run
 
@@ -92,7 +96,7 @@ def chat(
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Also check this model: a folder, or 'tiny'.")] = None,
+    model: str | None,
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> None:
     """What this machine offers: processor, memory and its bandwidth, kernels and why not, accelerators."""
@@ -122,7 +126,7 @@ COMMANDS = (
     with_config(serve, server=True, model_argument=True),
     with_config(with_sampling(chat, temperature=0.0, max_tokens=None), server=False, model_argument=True),
     with_config(with_sampling(generate, temperature=0.0, max_tokens=128), server=False, model_argument=False),
-    doctor,
+    with_model(doctor, "Also check this model: a folder, or 'tiny'."),
     demo,
 )
 for command in COMMANDS:

@@ -37,17 +37,27 @@ def with_config(command: Callable[..., None], *, server: bool, model_argument: b
     What is given on the command line wins over the environment, that over the default. Under torchrun the command
     runs on rank 0; the other ranks are its workers.
     """
-    options = [_model(model_argument), *(_engine_option(item) for item in engine_settings(server))]
-    names = [option.name for option in options]
+    engine_options = [_engine_option(item) for item in engine_settings(server)]
+    options = [*_model(model_argument), *engine_options]
+    names = [option.name for option in engine_options]
 
     def run(**given: Any) -> None:
-        settings = {name: given.pop(name) for name in names}
+        settings = {name: given.pop(name) for name in names} | {"model": one_model(given)}
         # Left out where it was not given: config_from_env then fills it in by its own rules.
         config = config_from_env(**{k: v for k, v in settings.items() if v is not None})
         torchrun.serve_if_worker(config)
         command(config=config, **given)
 
     return _dressed(run, command, "config", options)
+
+
+def with_model(command: Callable[..., None], help: str) -> Callable[..., None]:
+    """`command(model=..., ...)` with the model first or by -m."""
+
+    def run(**given: Any) -> None:
+        command(model=one_model(given), **given)
+
+    return _dressed(run, command, "model", model_either_way(help, ""))
 
 
 def with_sampling(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
@@ -94,12 +104,32 @@ def _dressed(
     return run
 
 
-def _model(argument: bool) -> Option:
+def _model(first: bool) -> list[Option]:
     item = SETTINGS["model"]
-    made: Any = typer.Argument if argument else typer.Option
-    panel = {} if argument else {"rich_help_panel": COMMON_PANEL}
-    info = made(help=item.help, envvar=item.env, show_default=item.default, **panel)
+    # Read from the environment by config_from_env alone: click could not tell it from a second model.
+    told = f"[env var: {item.env}; default: {item.default}]"
+    panel = item.record.title if first else COMMON_PANEL
+    return model_either_way(item.help, told, panel) if first else [model_by_name(item.help, told, panel)]
+
+
+def model_by_name(help: str, told: str, panel: str | None = None) -> Option:
+    """The option -m, --model. told: its default, and whence it comes."""
+    info = typer.Option("-m", "--model", help=f"{help}  {told}".rstrip(), rich_help_panel=panel)
     return _option("model", str | None, None, info)
+
+
+def model_either_way(help: str, told: str, panel: str | None = None) -> list[Option]:
+    """An argument and the option, of which one_model makes one."""
+    place = _option("model_first", str | None, None, typer.Argument(metavar="MODEL", help=help))
+    return [place, model_by_name("The same, as an option.", told, panel)]
+
+
+def one_model(given: dict[str, Any]) -> str | None:
+    """The model of a command's values, from which both forms are taken out. Raises ValueError for two models."""
+    first, named = given.pop("model_first", None), given.pop("model")
+    if first is not None and named is not None and first != named:
+        raise ValueError(f"two models are given, {first} and -m {named}: leave one out")
+    return first if named is None else named
 
 
 def _engine_option(item: Setting) -> Option:
