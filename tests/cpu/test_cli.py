@@ -68,7 +68,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
 
 
 def test_serve_has_every_setting_with_its_environment_twin() -> None:
-    text = " ".join(run("serve", "--help").output.split())
+    text = " ".join(run("serve", "--help-all").output.split())
     for item in SETTINGS.values():
         assert item.env == f"HEADRACE_{item.name.upper()}" and item.env in text
         assert item.name == "model" or f"--{item.name.replace('_', '-')}" in text

@@ -50,4 +50,5 @@ class ServerSettings(SettingsRecord):
         "An engine process silent for so many seconds counts as hung and is killed.",
         check=seconds,
         everywhere=True,
+        rare=True,
     )
