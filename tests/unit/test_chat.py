@@ -141,9 +141,9 @@ def test_exit_leaves(piped: Any) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("/stat", "no command /stat: did you mean /stats? /help lists them; to send a line that begins with a slash, "
+        ("/stat", "no command /stat; did you mean /stats? /help lists them; to send a line that begins with a slash, "
                   "begin it with two"),
-        ("/xyzzy", "no command /xyzzy: /help lists them; to send a line that begins with a slash, begin it with two"),
+        ("/xyzzy", "no command /xyzzy; /help lists them; to send a line that begins with a slash, begin it with two"),
         ("/save", "/save needs a file, ending in .md or .json"),
         ("/save chat.txt", "chat.txt: the name must end in .md or .json"),
         ("/save /no/such/folder/x.md", "cannot write /no/such/folder/x.md: No such file or directory"),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.cli.conversation import Conversation
 from headrace.console import err
-from headrace.types import CHUNK
+from headrace.types import CHUNK, did_you_mean
 
 
 class Command(NamedTuple):
@@ -33,9 +32,8 @@ def obey(line: str, conversation: Conversation, llm: Any) -> bool:
 
 
 def _unknown(name: str) -> str:
-    near = get_close_matches(name, COMMANDS, 1)
-    meant = f"did you mean {near[0]}? " if near else ""
-    return f"no command {name}: {meant}/help lists them; to send a line that begins with a slash, begin it with two"
+    meant = did_you_mean(name, COMMANDS) or ";"
+    return f"no command {name}{meant} /help lists them; to send a line that begins with a slash, begin it with two"
 
 
 def _help(conversation: Conversation, llm: Any, rest: str) -> str:
