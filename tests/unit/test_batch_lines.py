@@ -79,12 +79,15 @@ def test_file_of_another_form_is_refused_with_the_remedy(lines: list[Any], words
     assert str(told.value).startswith("in.jsonl ")
 
 
-def test_one_other_model_in_all_lines_is_refused() -> None:
+def test_other_models_in_all_lines_are_refused() -> None:
     same = read_requests(encoded(line(i, prompt="x", model="gpt-9") for i in "ab"))
     with pytest.raises(ValueError, match=r"'gpt-9'.*--served-model-name gpt-9"):
         same.check_model("in.jsonl", "tiny")
     same.check_model("in.jsonl", "gpt-9")
-    read_requests(encoded([line("a", prompt="x", model="gpt-9"), line("b")])).check_model("in.jsonl", "tiny")
+    several = [line("a", prompt="x", model="gpt-9"), line("b", prompt="x", model="gpt-8")]
+    with pytest.raises(ValueError, match=r"leave model out of their bodies$"):
+        read_requests(encoded(several)).check_model("in.jsonl", "tiny")
+    read_requests(encoded([*several, line("c")])).check_model("in.jsonl", "tiny")
 
 
 def test_common_beginnings_are_neighbours() -> None:

@@ -7,7 +7,7 @@ import fcntl
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -246,9 +246,11 @@ class Batch:
             with nullcontext() if self.quiet else loading(self.config.model.folder):
                 await server.ready()
             began = time.monotonic()
-            async for answer in answers(server, self.requests, 2 * self.config.scheduler.max_sequences):
-                self._write(_row_of(answer))
-                self.tally.add(answer)
+            asked = answers(server, self.requests, 2 * self.config.scheduler.max_sequences)
+            async with aclosing(asked):
+                async for answer in asked:
+                    self._write(_row_of(answer))
+                    self.tally.add(answer)
             self._say(self.tally.line(time.monotonic() - began))
 
     def _write(self, row: bytes) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -91,13 +91,15 @@ class BatchInput:
         )
 
     def check_model(self, name: str, model: str) -> None:
-        """Raises ValueError if every request names the same other model: each would be answered with 404."""
+        """Raises ValueError if every request names another model: each would be answered with 404."""
         named = {request.model for request in self.requests}
-        if len(named) == 1 and (other := named.pop()) not in (None, model):
-            raise ValueError(
-                f"all requests of {name} name the model {shown(other)!r}, and this is {model!r}: "
-                f"--served-model-name {shown(other)} has {model!r} answer them"
-            )
+        if named & {None, model}:
+            return
+        first = next(iter(self.requests)).model
+        told = f"all requests of {name} are for other models than {model!r}, as for {shown(first)!r}"
+        if len(named) > 1:
+            raise ValueError(f"{told}: leave model out of their bodies")
+        raise ValueError(f"{told}: leave model out of their bodies, or give --served-model-name {shown(first)}")
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
@@ -317,7 +319,7 @@ class InFlight:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
-async def answers(server: Answering, requests: Iterable[BatchRequest], most: int) -> AsyncIterator[Answer]:
+async def answers(server: Answering, requests: Iterable[BatchRequest], most: int) -> AsyncGenerator[Answer]:
     """Asks all, so many sequences at once, in the order given; answers come as they end.
 
     A request that was lost with its engine is asked again once there is another. Raises EngineDead if there is none.
