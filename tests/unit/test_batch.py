@@ -85,14 +85,12 @@ def test_rows_are_openais(place: Place, capsys: pytest.CaptureFixture[str]) -> N
     assert len({row["response"]["request_id"] for row in rows.values() if row["response"]}) == 4
     said = capsys.readouterr().err
     assert "5 requests: 9 prompt tokens (0% cached), 16 tokens out" in said
-    assert "3 of 5 were refused, the first is line 5: url is '/v1/embeddings'" in said
+    assert "3 of 5 refused, the first is line 5: url is '/v1/embeddings'" in said
 
 
 def test_quiet_says_only_what_was_refused(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     place.run(line("a"), line("b", text("")), quiet=True)
-    assert capsys.readouterr().err == (
-        "1 of 2 were refused, the first is line 2 (custom_id 'b'): prompt must not be empty\n"
-    )
+    assert capsys.readouterr().err == ("1 of 2 refused: line 2 (custom_id 'b'): prompt must not be empty\n")
 
 
 def test_many_wait_without_429(place: Place) -> None:

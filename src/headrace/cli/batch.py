@@ -236,8 +236,9 @@ class Batch:
         if self.requests:
             await self._answer_all(make_engine)
         if self.tally.refused:
-            more = f"{self.tally.refused:,} of {self.total:,} were refused, the first is {self.tally.refusal}"
-            err.print(more, style="yellow", markup=False)
+            which = ", the first is" if self.tally.refused > 1 else ":"
+            told = f"{self.tally.refused:,} of {self.total:,} refused{which} {self.tally.refusal}"
+            err.print(told, style="yellow", markup=False)
 
     async def _answer_all(self, make_engine: MakeEngine) -> None:
         from headrace.server.in_process import in_process  # a web framework, which a refusal need not wait for
