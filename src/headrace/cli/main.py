@@ -50,7 +50,6 @@ def serve(config: EngineConfig) -> None:
     """
     from headrace.server.serve import serve as run
 
-    errors.log_to_stderr()
     if config.server.restart and started_this():
         log.info("torchrun started the ranks, and they cannot be started again from here: --no-restart holds")
         config = config.replace(restart=False)
