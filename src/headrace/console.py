@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
@@ -46,8 +47,9 @@ ROOM_FOR_BAR = 60
 def changes_in_place(console: Console | None = None) -> bool:
     """Whether lines can be rewritten: a terminal, and not a dumb one. FORCE_COLOR makes no terminal of a pipe."""
     console = console or err
-    real = console is not err or sys.stderr.isatty()
-    return console.is_terminal and not console.is_dumb_terminal and real
+    if console.file is sys.stderr and not sys.stderr.isatty():
+        return False
+    return console.is_terminal and not console.is_dumb_terminal
 
 
 class ProgressLine:
@@ -90,7 +92,9 @@ class ProgressLine:
         self.close()
 
     def close(self) -> None:
-        """Takes the line away for good. May be called twice."""
+        """Takes the line away for good. May be called again."""
+        if self._end.is_set():
+            return
         self._end.set()
         with self._lock:
             self._erase()
@@ -261,10 +265,10 @@ SLOW_PHASE_S = 1.0
 
 
 class Loading:
-    """An OnPhase that shows the phases of loading: see `loading`."""
+    """An OnPhase that shows the phases of loading: see `loading`. Of a folder the last part of its name is shown."""
 
     def __init__(self, model: str, *, console: Console | None = None, clock: Clock = time.monotonic) -> None:
-        self.model = model
+        self.model = Path(model).name or model
         self.times = PhaseTimes(self._ended, clock)
         self.line = ProgressLine(self.text, self.share, console=console, clock=clock)
 

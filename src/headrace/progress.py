@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from headrace.types import Metrics
+from headrace.types import Delta, Metrics
 
 GIB = 2**30
+
+WEIGHTS = "weights"
+"""The phase in which weights are read; the names of the others are free."""
 
 
 class LoadPhase(NamedTuple):
@@ -41,15 +44,9 @@ def untold(phase: LoadPhase) -> None:
     """An OnPhase for nobody."""
 
 
-def told_weights(tell: OnPhase) -> Callable[[int, int], None]:
-    """models.weights.OnProgress that tells of the phase 'weights', and of 'packing' when all are read."""
-
-    def read(done: int, total: int) -> None:
-        tell(LoadPhase("weights", done, total))
-        if done >= total:
-            tell(LoadPhase("packing"))
-
-    return read
+def measured(tell: OnPhase, name: str) -> Callable[[int, int], None]:
+    """A function of (bytes done, bytes in all) that tells of the phase of that name."""
+    return lambda done, total: tell(LoadPhase(name, done, total))
 
 
 class PhaseTime(NamedTuple):
@@ -174,6 +171,11 @@ def _stepped(prefill: Prefill, tokens: int) -> Prefill:
     return prefill._replace(done=prefill.done + tokens, step=prefill.step - tokens)
 
 
+def share_read(prefills: Sequence[Prefill]) -> float | None:
+    """Of the prompts being read, 0 to 1; None where there is none."""
+    return sum(each.done for each in prefills) / sum(each.total for each in prefills) if prefills else None
+
+
 def reading(prefills: Sequence[Prefill], rate: float) -> str:
     """'reading 2,048 of 5,957 tokens (1,024 cached), 1,570/s, 2 s left'; '' where no prompt is being read."""
     if not prefills:
@@ -183,6 +185,49 @@ def reading(prefills: Sequence[Prefill], rate: float) -> str:
     if cached:
         told += f" ({cached:,} cached)"
     return f"{told}, {rate:,.0f}/s, {duration(max(0.1, (total - done) / rate))} left" if rate else told
+
+
+class Answering:
+    """Prompts being answered, counted from their deltas. `metrics`: of those answered; `failed`: broken off."""
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total, self.written, self.failed = total, 0, 0
+        self.metrics: list[Metrics] = []
+        self._clock, self._began = clock, clock()
+
+    def note(self, delta: Delta) -> None:
+        """Any delta, of any of the prompts."""
+        self.written += len(delta.token_ids)
+        if delta.metrics is not None and delta.finish_reason == "abort":
+            self.failed += 1
+        elif delta.metrics is not None:
+            self.metrics.append(delta.metrics)
+
+    @property
+    def seconds(self) -> float:
+        """Since the first was asked."""
+        return self._clock() - self._began
+
+    def share(self) -> float:
+        """Of the prompts, 0 to 1."""
+        return (len(self.metrics) + self.failed) / self.total if self.total else 1.0
+
+    def text(self, prefills: Sequence[Prefill] = (), rate: float = 0.0) -> str:
+        """'3 of 20 prompts, input 5,230/s, output 122/s, 94 % cached, reading 2,048 of 5,957 tokens, 1,570/s, 2 s
+        left'. Tokens per second since the beginning: of the prompts answered (input) and of all answers (output)."""
+        parts = [f"{len(self.metrics) + self.failed:,} of {self.total:,} prompts"]
+        if self.metrics:
+            prompt = sum(each.prompt_tokens for each in self.metrics)
+            cached = sum(each.cached_tokens for each in self.metrics)
+            speeds = (count / max(self.seconds, 1e-9) for count in (prompt, self.written))
+            parts += ["input {:,.0f}/s, output {:,.0f}/s".format(*speeds), f"{percent(cached, prompt)} cached"]
+        elif self.written:
+            parts.append(f"output {self.written / max(self.seconds, 1e-9):,.0f}/s")
+        return ", ".join(parts + ([reading(prefills, rate)] if prefills else []))
+
+    def summary(self) -> str:
+        """See the function of that name."""
+        return summary(self.metrics, self.seconds, self.failed)
 
 
 def summary(metrics: Iterable[Metrics], seconds: float, failed: int = 0) -> str:

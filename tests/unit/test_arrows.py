@@ -23,7 +23,7 @@ BELOW_ENGINE = CORE | {"models", "planner", "parallel", "offload", "assets"}
 MAY_IMPORT = {
     "types": set(),
     "version": set(),
-    "stats": set(),
+    "stats": {"types"},
     "strategies": set(),
     "kernels.registry": set(),
     "config": {"types", "strategies", "kernels.registry"},
@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "models": CORE,
     "parallel": CORE | {"models", "planner"},
     "offload": CORE | {"models", "planner"},
-    "engine": BELOW_ENGINE,
+    "engine": BELOW_ENGINE | {"console"},
     "server": BELOW_ENGINE | {"engine"},
     "bench": BELOW_ENGINE | {"engine", "console"},
     "doctor": BELOW_ENGINE | {"engine", "server"},

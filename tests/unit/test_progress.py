@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.progress import (
+    Answering,
     LoadPhase,
     PhaseTimes,
     Prefill,
@@ -12,11 +13,12 @@ from headrace.progress import (
     duration,
     percent,
     reading,
+    share_read,
     sized,
     sizes,
     summary,
 )
-from headrace.types import Metrics
+from headrace.types import Delta, Metrics
 
 pytestmark = pytest.mark.unit
 
@@ -73,7 +75,8 @@ def test_decode_steps_say_nothing_of_prefills() -> None:
 
 
 def test_reading() -> None:
-    assert reading([], 5.0) == ""
+    assert (reading([], 5.0), share_read([])) == ("", None)
+    assert share_read([Prefill("a", 100, 0, 200), Prefill("b", 20, 0, 40)]) == 0.5
     assert reading([Prefill("a", 2048, 0, 5957)], 1570.0) == "reading 2,048 of 5,957 tokens, 1,570/s, 2 s left"
     two = [Prefill("a", 2048, 1024, 5957), Prefill("b", 0, 0, 1000)]
     assert reading(two, 0.0) == "reading 2,048 of 6,957 tokens (1,024 cached)"
@@ -95,6 +98,24 @@ def test_summary_of_many_prompts() -> None:
         "1.5 tokens/s, 0.5 prompts/s"
     )
     assert summary([], 0.0).startswith("answered 0 prompts in 0.0 s: 0 prompt tokens (0 % cached, 0 computed)")
+
+
+def test_prompts_being_answered() -> None:
+    clock = Seconds()
+    answering = Answering(20, clock)
+    prefills = [Prefill("a", 2048, 0, 5957)]
+    assert (answering.text(), answering.share()) == ("0 of 20 prompts", 0.0)
+    assert answering.text(prefills, 1570.0) == "0 of 20 prompts, reading 2,048 of 5,957 tokens, 1,570/s, 2 s left"
+    clock.now = 2.0
+    answering.note(Delta("a", 0, token_ids=[1, 2]))
+    assert answering.text() == "0 of 20 prompts, output 1/s"
+    answering.note(Delta("a", 0, token_ids=[3], finish_reason="stop", metrics=metrics(4000, 3000, 3)))
+    answering.note(Delta("b", 0, finish_reason="abort", metrics=metrics(100, 0, 0)))
+    assert answering.share() == 0.1
+    assert answering.text(prefills) == (
+        "2 of 20 prompts, input 2,000/s, output 2/s, 75 % cached, reading 2,048 of 5,957 tokens"
+    )
+    assert answering.summary().startswith("answered 1 of 2 prompts in 2.0 s: 4,000 prompt tokens (75 % cached, 1,000 ")
 
 
 def test_phases_are_timed() -> None:

@@ -29,7 +29,7 @@ from headrace.models.decoder import Decoder, compute_dtype, load_decoder
 from headrace.models.files import MAX_JSON
 from headrace.models.shards import shard
 from headrace.offload.streaming import open as streaming
-from headrace.progress import LoadPhase, OnPhase, told_weights, untold
+from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.types import CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
@@ -84,9 +84,12 @@ class Sized:
         return KVCache(capacity.kv_cache_tokens // CHUNK, identity, config.ranks.context)
 
     def decoder(self, tell: OnPhase) -> Decoder:
-        config, progress = self.config, told_weights(tell)
-        folder, device = model_folder(config.model.folder), device_of(config)
-        return load_decoder(folder, config.model.dtype, progress, config.model.quantization, device=device)
+        config = self.config
+        tell(LoadPhase(WEIGHTS))
+        return load_decoder(
+            model_folder(config.model.folder), config.model.dtype, measured(tell, WEIGHTS),
+            config.model.quantization, device=device_of(config), packed=measured(tell, "packing"),
+        )  # fmt: skip
 
 
 def load(config: EngineConfig, tell: OnPhase = untold) -> Loaded:
@@ -137,7 +140,7 @@ def _several_ranks(sized: Sized, tell: OnPhase) -> Loaded:
 
 
 def _size(config: EngineConfig, tell: OnPhase) -> Sized:
-    tell(LoadPhase("configuration"))
+    tell(LoadPhase("reading the configuration"))
     folder = model_folder(config.model.folder)
     model = read_config(folder)
     dtype = compute_dtype(model, config.model.dtype)
