@@ -56,7 +56,6 @@ def serve(config: EngineConfig) -> None:
     """
     from headrace.server.serve import serve as run
 
-    errors.log_to_stderr()
     code = run(_restartable(config))
     if code:
         raise typer.Exit(code)
