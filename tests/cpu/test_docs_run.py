@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
-from tests.support.docs_pages import ALL_BLOCKS, Block
+from tests.support.docs_pages import ALL_BLOCKS, SHOWN, Block
 
 pytestmark = pytest.mark.cpu
 
@@ -54,9 +55,17 @@ def test_block_runs(block: Block, ran: dict[Block, tuple[str, str]]) -> None:
     assert block.language == "python", "only Python is run here"
     out, error = ran[block]
     assert not error and out.strip(), error
-    if "code of Lisbon" in block.text:
+    if block in SHOWN:
+        assert out == SHOWN[block]
+    elif "code of Lisbon" in block.text:
         assert "4821" in out and "9035" in out
 
 
 def test_some_run() -> None:
     assert len(RUN) >= 3
+    assert SHOWN.keys() <= set(RUN)
+
+
+def test_readme_shows_a_shared_prefix() -> None:
+    shown = [text for block, text in SHOWN.items() if block.page == "README.md"]
+    assert [int(number) for number in re.findall(r"(\d+) of \d+ prompt tokens were cached", shown[0])] == [0, 256]

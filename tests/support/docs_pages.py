@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -15,6 +16,9 @@ NOTES = [ROOT / "CHANGELOG.md", *sorted((ROOT / "bench/notes").glob("*.md"))]
 """What speaks of its day: only links and results must be there."""
 
 MARK = re.compile(r"<!-- (run|tested by (?P<tests>.+)|not run: (?P<reason>.+)) -->")
+PRINTED = "<!-- printed -->"
+"""Precedes the block that shows, to the letter, what the block before it prints; that one is marked `run`."""
+
 FENCE = re.compile(r"^( *)```(.*)$")
 LINK = re.compile(r"\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
 
@@ -95,3 +99,5 @@ def anchors(page: Path) -> set[str]:
 
 
 ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]
+SHOWN = {before: block.text for before, block in pairwise(ALL_BLOCKS) if block.before == PRINTED}
+"""What blocks print, by the block, as their page shows it."""

@@ -29,6 +29,7 @@ class ServerSettings(SettingsRecord):
         "Key that clients must send as 'Authorization: Bearer KEY' (all routes but /health).",
         check=_a_key,
         common=True,
+        secret=True,
     )
     model_name: str | None = setting(
         None, "Name of the model in the API. Default: the model as given.", name="served_model_name"
@@ -50,4 +51,5 @@ class ServerSettings(SettingsRecord):
         "An engine process silent for so many seconds counts as hung and is killed.",
         check=seconds,
         everywhere=True,
+        rare=True,
     )

@@ -35,6 +35,14 @@ class Capacity:
     tensor_parallel_size: int = 1
     ranks: str = ""
 
+    @property
+    def told(self) -> str:
+        """The model and its sizes in a few words."""
+        weights = self.dtype if self.quantization == "none" else f"{self.dtype}, {self.quantization} weights"
+        ranks = self.context_parallel_size * self.tensor_parallel_size
+        several = f" on {ranks} ranks" if ranks > 1 else ""
+        return f"{self.model!r}, {weights}, {self.kv_cache_tokens:,} KV tokens{several}"
+
     def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
         """Parameters with max_tokens resolved. Raises InvalidRequest naming what cannot be served."""
         count = len(prompt_token_ids)
