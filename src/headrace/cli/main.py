@@ -113,7 +113,6 @@ def batch(
     """
     from headrace.cli.batch import run
 
-    errors.log_to_stderr(logging.WARNING)
     if model_name is not None:
         config = config.replace(served_model_name=model_name)
     run(_restartable(config), source, target, quiet=quiet)
