@@ -207,7 +207,8 @@ def test_generate_from_pipe_and_arguments() -> None:
     piped = run("generate", "--max-tokens", "8", *SMALL, stdin="And God said\n")
     assert piped.exit_code == 0, piped.stderr
     assert piped.stdout.strip() and "prompt" in piped.stderr and "tokens/s" in piped.stderr
-    several = run("generate", "-m", "tiny", "And God said", "In the", "--max-tokens", "8", "--json", "--quiet", *SMALL)
+    several = run("generate", "-m", "tiny", "And God said", "In the", "--max-tokens", "8", "--json", *SMALL)
+    assert several.stderr.splitlines()[-1].startswith("answered 2 prompts in ") and "\x1b" not in several.stderr
     rows = [json.loads(line) for line in several.stdout.splitlines()]
     assert [row["prompt"] for row in rows] == ["And God said", "In the"]
     assert rows[0]["text"].strip() == piped.stdout.strip() and rows[0]["output_tokens"] == 8

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.cli.chat_commands import obey
 from headrace.cli.chat_input import turns
 from headrace.cli.conversation import Conversation
-from headrace.cli.engine import CollectedAnswer, engine, figures
+from headrace.cli.engine import CollectedAnswer, engine, figures, streamed
 from headrace.cli.generate import read_text
 from headrace.config import EngineConfig
 from headrace.console import err
@@ -73,7 +73,7 @@ class Chat:
         asked = self.conversation.asking(text)
         answer = CollectedAnswer()
         try:
-            async for delta in self.llm.generate(self.llm.tokenizer.apply_chat(asked), self.params):
+            async for delta in streamed(self.llm, self.llm.tokenizer.apply_chat(asked), self.params, self.quiet):
                 answer.add(delta)
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.config import EngineConfig
-from headrace.console import loading
-from headrace.types import Delta, Metrics
+from headrace.console import ProgressLine, loading
+from headrace.progress import reading, share_read
+from headrace.types import Delta, Metrics, SamplingParams
 
 
 @asynccontextmanager
@@ -18,11 +19,32 @@ async def engine(config: EngineConfig, quiet: bool) -> AsyncIterator[Any]:
 
     llm = AsyncLLM(config)
     with nullcontext() if quiet else loading(config.model.folder) as progress:
-        await llm.start(progress)
+        await llm.start(phases=progress)
     try:
         yield llm
     finally:
         await llm.shutdown()
+
+
+READING_S = 2.0
+"""A prompt that is read in less is not told of, but on a terminal."""
+
+
+async def streamed(llm: Any, prompt: str | list[int], params: SamplingParams, quiet: bool) -> AsyncIterator[Delta]:
+    """The deltas of llm.generate. Until the first one a line on stderr tells how far the prompt is read."""
+
+    def tell() -> str:
+        return reading(llm.prefills, llm.prefill_rate)
+
+    def share() -> float | None:
+        return share_read(llm.prefills)
+
+    with nullcontext() if quiet else ProgressLine(tell, share, after_s=READING_S) as line:
+        async with aclosing(llm.generate(prompt, params)) as deltas:
+            async for delta in deltas:
+                if line is not None:
+                    line.close()
+                yield delta
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from headrace.engine import messages as m
 from headrace.engine import process
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.tokenizer import Tokenizer
+from headrace.progress import WEIGHTS, LoadPhase, OnPhase, Prefill, PrefillClock
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, MAX_N, Delta, EngineDead, InvalidRequest, Overloaded, Request, SamplingParams
 
@@ -69,6 +70,7 @@ class AsyncLLM(metaclass=PublicNames):
         self._closing = False
         self._streams: dict[str, asyncio.Queue[Item]] = {}
         self._queued: dict[str, int] = {}
+        self._prefilling = PrefillClock()
 
     def __repr__(self) -> str:
         model = repr(self.config.model.folder) if self._capacity is None else self._capacity.told
@@ -99,12 +101,29 @@ class AsyncLLM(metaclass=PublicNames):
         """Process id of the engine."""
         return self._process.pid if self._process else None
 
-    async def start(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Starts the engine and returns when it is ready. Raises ValueError for settings or a model that cannot work,
-        EngineDead for any other failure."""
+    @property
+    def prefills(self) -> list[Prefill]:
+        """Prompts that the engine is reading now, in order of arrival; a request leaves with its first token. Within a
+        step what is done is estimated from `prefill_rate`."""
+        return self._prefilling.prefills
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second that the last steps computed; 0.0 if there was none."""
+        return self._prefilling.rate
+
+    async def start(self, progress: Callable[[int, int], None] | None = None, *, phases: OnPhase | None = None) -> None:
+        """Starts the engine and returns when it is ready.
+
+        progress(done, total): bytes of weights, as they are read. phases(LoadPhase): everything that takes time, from
+        the first moment on; headrace.progress.PhaseTimes times it. Raises ValueError for settings or a model that
+        cannot work, EngineDead for any other failure.
+        """
+        tell = _both(progress, phases)
         folder = model_folder(self.config.model.folder)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "headrace.engine.worker", str(theirs.fileno())]
+        tell(LoadPhase("starting the engine"))
         with theirs:
             self._process = process.start(command, theirs.fileno())
         reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -112,7 +131,8 @@ class AsyncLLM(metaclass=PublicNames):
         self._watch = asyncio.create_task(self._keep_watch(self._process))
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, folder))  # while the weights arrive
         try:
-            await self._until_ready(reader, progress)
+            await self._until_ready(reader, tell)
+            tell(LoadPhase("tokenizer"))
             self.tokenizer = await tokenizer
             if self.tokenizer is not None:
                 self.tokenizer.warm_up()
@@ -122,14 +142,14 @@ class AsyncLLM(metaclass=PublicNames):
             raise
         self._listener = asyncio.create_task(self._listen(reader))
 
-    async def _until_ready(self, reader: asyncio.StreamReader, progress: Callable[[int, int], None] | None) -> None:
+    async def _until_ready(self, reader: asyncio.StreamReader, tell: OnPhase) -> None:
         while self._capacity is None:
             message = await self._receive(reader)
             if isinstance(message, m.EngineReady):
                 self._capacity = message.capacity
                 self.stats = EngineStats(kv=KVStats(chunks_total=message.capacity.kv_cache_tokens // CHUNK))
-            elif isinstance(message, m.LoadProgress) and progress is not None:
-                progress(message.done, message.total)
+            elif isinstance(message, m.LoadProgress):
+                tell(LoadPhase(message.phase, message.done, message.total))
             elif isinstance(message, m.EngineFailed) or message is None:
                 told = message.reason if message else "the engine process ended while loading"
                 self.failure = self.failure or told
@@ -143,6 +163,8 @@ class AsyncLLM(metaclass=PublicNames):
             while (message := await self._receive(reader)) is not None:
                 if isinstance(message, m.Events):
                     self._hand_out(message)
+                elif isinstance(message, m.Prefills):
+                    self._prefilling.begin(each for each in message.prefills if each.request_id in self._streams)
                 elif isinstance(message, m.EngineFailed):  # it may yet take seconds to end
                     reason = message.reason
                     break
@@ -177,6 +199,7 @@ class AsyncLLM(metaclass=PublicNames):
 
     def _hand_out(self, events: m.Events) -> None:
         self.stats = events.stats
+        self._prefilling.end(delta.request_id for delta in events.deltas)
         for request_id in events.started:
             self._queued.pop(request_id, None)
         for request_id, reason in events.refused.items():
@@ -195,6 +218,7 @@ class AsyncLLM(metaclass=PublicNames):
         for stream in self._streams.values():
             stream.put_nowait(EngineDead(self.failure))
         self._queued.clear()
+        self._prefilling.clear()
         self._dead.set()
 
     async def wait_dead(self) -> str:
@@ -239,6 +263,7 @@ class AsyncLLM(metaclass=PublicNames):
         finally:
             self._streams.pop(name, None)
             self._queued.pop(name, None)
+            self._prefilling.drop(name)
             if unfinished:
                 self._send(m.Abort(name))
 
@@ -322,6 +347,16 @@ class AsyncLLM(metaclass=PublicNames):
             await asyncio.to_thread(process.end, self._process, seconds)
         await _cancel(self._listener)
         self._die("the engine was shut down")
+
+
+def _both(progress: Callable[[int, int], None] | None, phases: OnPhase | None) -> OnPhase:
+    def tell(phase: LoadPhase) -> None:
+        if phases is not None:
+            phases(phase)
+        if progress is not None and phase.name == WEIGHTS and phase.total:
+            progress(phase.done, phase.total)
+
+    return tell
 
 
 async def _cancel(task: asyncio.Task[None] | None) -> None:

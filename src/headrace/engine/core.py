@@ -30,10 +30,14 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.stopping import finish_reason
 from headrace.kv.chunk_table import ChunkTable
+from headrace.progress import Prefill
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, Delta, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
 
 log = logging.getLogger(__name__)
+
+OnPrefill = Callable[[list[Prefill]], None]
+"""Called as a step begins that computes at least a chunk of prompts, with all prompts being read."""
 
 Observer = Callable[[SequenceState, int, Tensor], None]
 """Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
@@ -65,7 +69,8 @@ class _Output:
 
 
 class EngineCore:
-    """Continuous batching over one model. `on_logits` may be set to watch every row of logits."""
+    """Continuous batching over one model. `on_logits` may be set to watch every row of logits, `on_prefill` to hear of
+    prompts being read."""
 
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
@@ -81,6 +86,7 @@ class EngineCore:
         )
         self.offload, self.below = loaded.offload, loaded.below
         self.on_logits: Observer | None = None
+        self.on_prefill: OnPrefill | None = None
         self._active: dict[str, _Active] = {}
         self._outputs: dict[SequenceState, _Output] = {}
         self._order = 0
@@ -154,7 +160,10 @@ class EngineCore:
                 self.below.wait()
             return []
         self._note_start(slices, began)
-        self._stats.tokens.prefilled += sum(part.length for part in slices if not part.decodes)
+        new = sum(part.length for part in slices if not part.decodes)
+        self._stats.tokens.prefilled += new
+        if new >= CHUNK and self.on_prefill is not None:  # fewer take about as long as a step of decoding
+            self.on_prefill(self._prefills(slices))
         computed = self._compute(slices)
         self.cache.commit()
         self._observe(computed)
@@ -181,6 +190,17 @@ class EngineCore:
             if active.scheduled_s is None:
                 active.scheduled_s = now
                 self._started.append(active.request.request_id)
+
+    def _prefills(self, slices: list[Slice]) -> list[Prefill]:
+        """The first sequence of each request without a token of its answer, in order of arrival."""
+        steps = {part.sequence: part.length for part in slices}
+        found: dict[str, Prefill] = {}
+        for sequence in self.scheduler.running:
+            request_id, step = sequence.request.request_id, steps.get(sequence, 0)
+            if self._active[request_id].first_token_s is None and request_id not in found:
+                done = sequence.computed - step
+                found[request_id] = Prefill(request_id, done, sequence.cached_tokens, sequence.prompt_len, step)
+        return list(found.values())
 
     def settle(self) -> bool:
         """While there is nothing to do: whether chunks are still being stored, or were when this was last asked."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any, Self, Unpack
@@ -13,11 +13,12 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor
 
-from headrace.config import config_from_env
+from headrace.config import EngineConfig, config_from_env
 from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine.core import EngineCore
-from headrace.engine.loader import load
+from headrace.engine.loader import Loaded, load
+from headrace.progress import Answering, PrefillClock
 from headrace.stats import Summary
 from headrace.types import (
     Completion,
@@ -51,7 +52,7 @@ class LLM(metaclass=PublicNames):
 
     def __init__(self, model: str | PathLike[str] = "tiny", **settings: Unpack[SettingKeywords]) -> None:
         self.config = config_from_env(model=str(model), **settings)
-        self.engine = EngineCore(load(self.config))
+        self.engine = EngineCore(_load(self.config))
         self.capacity = self.engine.loaded.capacity
         atexit.register(self.close)
         self.tokenizer = self.engine.loaded.tokenizer
@@ -89,7 +90,8 @@ class LLM(metaclass=PublicNames):
         """Answers each prompt (a text, texts, or lists of token ids), in order, all computed together.
 
         cache_salt: requests share cached prefixes only with the same salt, but for the first public_prefix_tokens.
-        progress: show a bar; default: for several prompts on a terminal. Raises InvalidRequest naming the parameter.
+        progress: tell on stderr how far it is (prompts, tokens per second, cached share) and what it came to; default:
+        for several prompts on a terminal. Raises InvalidRequest naming the parameter.
         """
         texts: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         given = SamplingParams() if sampling_params is None else sampling_params
@@ -167,20 +169,34 @@ class LLM(metaclass=PublicNames):
             self.engine.add(request)
         if not progress:
             return self._drain(requests)
-        from rich.progress import Progress
+        from headrace.console import ProgressLine, err
 
-        with Progress(transient=True) as bar:
-            task = bar.add_task("answering", total=len(requests))
-            return self._drain(requests, lambda: bar.advance(task))
+        answering, prefilling = Answering(len(requests)), PrefillClock()
 
-    def _drain(self, requests: list[Request], finished: Any = lambda: None) -> list[RequestOutput]:
+        def note(deltas: list[Delta]) -> None:
+            prefilling.end(delta.request_id for delta in deltas)
+            for delta in deltas:
+                answering.note(delta)
+
+        self.engine.on_prefill = prefilling.begin
+        try:
+            with ProgressLine(lambda: answering.text(prefilling.prefills, prefilling.rate), answering.share):
+                outputs = self._drain(requests, note)
+        finally:
+            self.engine.on_prefill = None
+        err.print(answering.summary(), style="dim")
+        return outputs
+
+    def _drain(self, requests: list[Request], note: Callable[[list[Delta]], None] | None = None) -> list[RequestOutput]:
         """Steps until the requests are answered; an interruption aborts them, so that nothing is left behind."""
         answers = {request.request_id: Answer(request) for request in requests}
         try:
             while self.engine.has_work:
-                for delta in self.engine.step():
-                    if answers[delta.request_id].add(delta):
-                        finished()
+                deltas = self.engine.step()
+                for delta in deltas:
+                    answers[delta.request_id].add(delta)
+                if note is not None:
+                    note(deltas)
         except BaseException:
             for request in requests:
                 self.engine.abort(request.request_id)
@@ -199,6 +215,16 @@ def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]
     return found
 
 
+def _load(config: EngineConfig) -> Loaded:
+    """Loads the engine; on a terminal a line tells how far it is."""
+    if not sys.stderr.isatty():
+        return load(config)
+    from headrace.console import loading
+
+    with loading(config.model.folder) as tell:
+        return load(config, tell)
+
+
 class Answer:
     """Puts the deltas of one request together."""
 
@@ -209,8 +235,8 @@ class Answer:
         ]
         self.output = RequestOutput(request.request_id, request.prompt_token_ids, completions, Metrics())
 
-    def add(self, delta: Delta) -> bool:
-        """Takes in a delta; True when the request is finished."""
+    def add(self, delta: Delta) -> None:
+        """Takes in a delta."""
         completion = self.output.outputs[delta.index]
         completion.text += delta.text
         completion.token_ids.extend(delta.token_ids)
@@ -222,4 +248,3 @@ class Answer:
             self.output.prompt_logprobs = delta.prompt_logprobs
         if delta.metrics is not None:
             self.output.metrics = delta.metrics
-        return delta.metrics is not None

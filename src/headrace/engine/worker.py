@@ -176,11 +176,13 @@ def _serve(link: Link, inbox: Inbox, closing: ExitStack) -> int:
     from headrace.engine.loader import load
     from headrace.parallel.transport import RankLost
 
-    loaded = load(EngineConfig(**first.settings), lambda done, total: link.send(m.LoadProgress(done, total)))
+    loaded = load(EngineConfig(**first.settings), lambda phase: link.send(m.LoadProgress(*phase)))
     closing.callback(loaded.close)
     watch = RankWatch(link, loaded.ranks) if loaded.ranks is not None else None
     try:
-        return _step_on(EngineCore(loaded), link, inbox)
+        core = EngineCore(loaded)
+        core.on_prefill = lambda prefills: link.send(m.Prefills(prefills))
+        return _step_on(core, link, inbox)
     except RankLost as error:
         assert watch is not None and loaded.ranks is not None, "one rank loses none"
         watch.end(loaded.ranks.why_lost(error))

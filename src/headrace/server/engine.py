@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
+from headrace.progress import OnPhase, Prefill
 from headrace.stats import EngineStats
 from headrace.types import Delta, SamplingParams
 
@@ -65,7 +66,14 @@ class ServedEngine(Protocol):
     @property
     def stats(self) -> EngineStats: ...
 
-    async def start(self, progress: Callable[[int, int], None] | None = None) -> None: ...
+    @property
+    def prefills(self) -> list[Prefill]: ...
+    @property
+    def prefill_rate(self) -> float: ...
+
+    async def start(
+        self, progress: Callable[[int, int], None] | None = None, *, phases: OnPhase | None = None
+    ) -> None: ...
 
     async def shutdown(self) -> None: ...
 
