@@ -21,6 +21,9 @@ from headrace.engine.capacity import SHIPPED
 
 pytestmark = pytest.mark.cpu
 
+OF_BATCH = {"served_model_name"}
+"""A setting of servers that `headrace batch` has too."""
+
 SMALL = ("--kv-cache-tokens", "16384", "--threads", "1")
 
 
@@ -77,10 +80,10 @@ def test_serve_has_every_setting_with_its_environment_twin() -> None:
 
 
 def test_commands_without_a_server_have_no_server_settings() -> None:
-    for command in ("generate", "chat"):
+    for command in ("generate", "batch", "chat"):
         text = run(command, "--help").output
-        assert "--kv-cache-tokens" in text and "--temperature" in text
-        assert not any(f"--{name.replace('_', '-')}" in text for name in options.SERVER_ONLY)
+        assert "--kv-cache-tokens" in text and ("--temperature" in text) == (command != "batch")
+        assert not any(f"--{name.replace('_', '-')}" in text for name in options.SERVER_ONLY - OF_BATCH)
         assert "--api-key" not in text and "--port" not in text
 
 
@@ -122,6 +125,7 @@ def test_exit_code_of_the_server_is_passed_on(monkeypatch: pytest.MonkeyPatch) -
         (["generate", "hi", "--file", "x"], ["--file"]),
         (["generate", "--file", "/no/such/file"], ["/no/such/file"]),
         (["generate", ""], ["empty"]),
+        (["batch", "/no/such/file", "-"], ["/no/such/file"]),
         (["chat", "--system", "x", "--system-file", "y"], ["--system-file"]),
         (["demo", "--requests", "0"], ["--requests"]),
         (["doctor", "--model", "/no/such/model"], ["/no/such/model"]),
@@ -212,6 +216,21 @@ def test_generate_from_pipe_and_arguments() -> None:
     rows = [json.loads(line) for line in several.stdout.splitlines()]
     assert [row["prompt"] for row in rows] == ["And God said", "In the"]
     assert rows[0]["text"].strip() == piped.stdout.strip() and rows[0]["output_tokens"] == 8
+
+
+def test_batch_from_a_pipe() -> None:
+    notes = {"role": "system", "content": "The code of Lisbon is 4821. The code of Paris is 9035.\n"}
+    lines = [
+        {"custom_id": name, "url": "/v1/chat/completions", "body": {"messages": messages, "temperature": 0, **more}}
+        for name, more in (("one", {"max_tokens": 16}), ("refused", {"max_tokens": -1}))
+        for messages in [[notes, {"role": "user", "content": "What is the code of Lisbon?"}]]
+    ]
+    ran = run("batch", "-", "-", *SMALL, stdin="\n".join(map(json.dumps, lines)))
+    assert ran.exit_code == 0, ran.stderr
+    rows = {row["custom_id"]: row["response"] for row in map(json.loads, ran.stdout.splitlines())}
+    assert rows["one"]["body"]["choices"][0]["message"]["content"] == "The code of Lisbon is 4821."
+    assert rows["refused"]["status_code"] == 400
+    assert "2 requests: " in ran.stderr and "1 of 2 refused: line 2 (custom_id 'refused')" in ran.stderr
 
 
 def test_chat_from_a_pipe(tmp_path: Path) -> None:

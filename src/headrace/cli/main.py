@@ -11,7 +11,7 @@ import typer
 from headrace import console
 from headrace.bench.tuning import Tuning
 from headrace.cli import bench, errors
-from headrace.cli.help import OWN_PANEL, PanelledCommand, PanelledGroup
+from headrace.cli.help import HELP_ALL_OF_GROUP, OWN_PANEL, PanelledCommand, PanelledGroup
 from headrace.cli.options import guarded, with_config, with_model, with_sampling
 from headrace.config import EngineConfig
 from headrace.parallel.torchrun_environment import started_this
@@ -45,6 +45,7 @@ def shared(
         bool, typer.Option(help="Show the whole traceback of an error.", envvar="HEADRACE_DEBUG", show_default=False)
     ] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
+    help_all: Annotated[bool, HELP_ALL_OF_GROUP] = False,
 ) -> None:
     errors.set_debug(debug)
 
@@ -57,12 +58,16 @@ def serve(config: EngineConfig) -> None:
     from headrace.server.serve import serve as run
 
     errors.log_to_stderr()
-    if config.server.restart and started_this():
-        log.info("torchrun started the ranks, and they cannot be started again from here: --no-restart holds")
-        config = config.replace(restart=False)
-    code = run(config)
+    code = run(_restartable(config))
     if code:
         raise typer.Exit(code)
+
+
+def _restartable(config: EngineConfig) -> EngineConfig:
+    if not config.server.restart or not started_this():
+        return config
+    log.info("torchrun started the ranks, and they cannot be started again from here: --no-restart holds")
+    return config.replace(restart=False)
 
 
 def generate(
@@ -91,6 +96,36 @@ def generate(
     if context.get_parameter_source("model").name != "COMMANDLINE":  # type: ignore[union-attr]
         check_prompts(prompts or [])
     run(config, params, read_prompts(prompts or [], file), json_lines=json_lines, quiet=quiet)
+
+
+def batch(
+    config: EngineConfig,
+    source: Annotated[str, typer.Argument(metavar="IN", help="File of requests, one a line; - is standard input.")],
+    target: Annotated[str, typer.Argument(metavar="OUT", help="File for the answers; - is standard output.")],
+    model_name: Annotated[
+        str | None,
+        typer.Option(
+            "--served-model-name",
+            metavar="NAME",
+            help="Name by which requests may call the model. Default: as given.",
+            rich_help_panel=OWN_PANEL,
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.", rich_help_panel=OWN_PANEL)
+    ] = False,
+) -> None:
+    """Answer a file of requests in OpenAI's batch form.
+
+    Answers are added to OUT as they come. If OUT has some already, the others are answered: a run that was stopped goes
+    on with the same command.
+    """
+    from headrace.cli.batch import run
+
+    errors.log_to_stderr(logging.WARNING)
+    if model_name is not None:
+        config = config.replace(served_model_name=model_name)
+    run(_restartable(config), source, target, quiet=quiet)
 
 
 def chat(
@@ -154,6 +189,7 @@ COMMANDS = (
     with_config(serve, server=True, model_argument=True),
     with_config(with_sampling(chat, temperature=0.0, max_tokens=None), server=False, model_argument=True),
     with_config(with_sampling(generate, temperature=0.0, max_tokens=128), server=False, model_argument=False),
+    with_config(batch, server=False, model_argument=False),
     with_model(doctor, "Also check this model: a folder, or 'tiny'."),
     demo,
 )

@@ -204,6 +204,16 @@ class LLM(metaclass=PublicNames):
         return [answers[request.request_id].output for request in requests]
 
 
+def _load(config: EngineConfig) -> Loaded:
+    """Loads the engine; on a terminal a line tells how far it is."""
+    if not sys.stderr.isatty():
+        return load(config)
+    from headrace.console import loading
+
+    with loading(config.model.folder) as tell:
+        return load(config, tell)
+
+
 def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
     """One or several as several. Raises InvalidRequest for what is neither."""
     several = isinstance(messages, list | tuple) and bool(messages) and not isinstance(messages[0], Mapping)
@@ -213,16 +223,6 @@ def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]
             told = "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists"
             raise InvalidRequest(told, "messages")
     return found
-
-
-def _load(config: EngineConfig) -> Loaded:
-    """Loads the engine; on a terminal a line tells how far it is."""
-    if not sys.stderr.isatty():
-        return load(config)
-    from headrace.console import loading
-
-    with loading(config.model.folder) as tell:
-        return load(config, tell)
 
 
 class Answer:
