@@ -21,11 +21,12 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class InvalidRequest(ValueError):
-    """A request that cannot be served as asked. `param` names the offending parameter (None: the whole request)."""
+    """A request that cannot be served as asked. `param` names the offending parameter (None: the whole request),
+    `code` the kind of the fault as OpenAI's API does, where it has a name of its own ('context_length_exceeded')."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 class Overloaded(RuntimeError):

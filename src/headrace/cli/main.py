@@ -57,7 +57,6 @@ def serve(config: EngineConfig) -> None:
     """
     from headrace.server.serve import serve as run
 
-    errors.log_to_stderr()
     code = run(_restartable(config))
     if code:
         raise typer.Exit(code)
@@ -122,7 +121,6 @@ def batch(
     """
     from headrace.cli.batch import run
 
-    errors.log_to_stderr(logging.WARNING)
     if model_name is not None:
         config = config.replace(served_model_name=model_name)
     run(_restartable(config), source, target, quiet=quiet)

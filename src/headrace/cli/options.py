@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from headrace.cli.errors import one_line_errors
+from headrace.cli.errors import log_as, one_line_errors
 from headrace.cli.help import COMMON_PANEL, HELP_ALL, SAMPLING_PANEL, panel
 from headrace.config import SETTINGS, Setting, config_from_env
 from headrace.config.server import ServerSettings
@@ -46,6 +46,7 @@ def with_config(command: Callable[..., None], *, server: bool, model_argument: b
         settings = {name: given.pop(name) for name in names} | {"model": one_model(given)}
         # Left out where it was not given: config_from_env then fills it in by its own rules.
         config = config_from_env(**{k: v for k, v in settings.items() if v is not None})
+        config = log_as(config, serving=server)
         torchrun.serve_if_worker(config)
         command(config=config, **given)
 
@@ -140,7 +141,7 @@ def one_model(given: dict[str, Any]) -> str | None:
 
 
 def _engine_option(item: Setting, server: bool) -> Option:
-    title = item.record.title if server or item.record is not ServerSettings else "Engine process"
+    title = item.record.title if server or item.record is not ServerSettings else "Log and engine process"
     info = typer.Option(
         *_flags(item.flag, item.kind),
         *item.aliases,
