@@ -18,7 +18,7 @@ from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import messages as m
 from headrace.engine import process
-from headrace.engine.capacity import Capacity, model_folder
+from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.waiting import WaitingPrompts
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, Prefill, PrefillClock
@@ -282,6 +282,7 @@ class AsyncLLM(metaclass=PublicNames):
     ) -> AsyncGenerator[Delta, None]:
         """Streams the answer to a conversation (messages with role and content), as generate does. Further keywords go
         to the chat template."""
+        check_variables(template)
         self._must_live()
         if self.tokenizer is None:
             raise InvalidRequest("the model folder has no tokenizer: pass token ids to generate()", "messages")
