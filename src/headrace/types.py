@@ -6,7 +6,7 @@ Imports no torch, so that the tree, the plan and the scheduler can be tested wit
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Literal
@@ -63,9 +63,13 @@ def shortened(text: str) -> str:
 
 def set_apart(record: Any) -> str:
     """The repr of a dataclass, with the fields alone that are not as by default."""
-    made = type(record)()
-    names = [item.name for item in fields(record) if getattr(record, item.name) != getattr(made, item.name)]
-    return f"{type(record).__name__}({', '.join(f'{name}={getattr(record, name)!r}' for name in names)})"
+    usual = {
+        item.name: item.default if item.default_factory is MISSING else item.default_factory()
+        for item in fields(record)
+    }
+    values = {name: getattr(record, name) for name in usual}
+    told = [f"{name}={value!r}" for name, value in values.items() if usual[name] is MISSING or value != usual[name]]
+    return f"{type(record).__name__}({', '.join(told)})"
 
 
 def chunks_for(tokens: int) -> int:
@@ -124,16 +128,25 @@ def _option(
 class SamplingParams:
     """How the tokens of one request are chosen and when generation ends.
 
-    temperature 0 is greedy. top_k 0 (or -1) and top_p 1 are off. `seed` makes a request repeatable by itself: a draw
-    depends on (seed, index of the sequence in the request, position) only, never on what else runs. `stop` strings end
-    the text and are left out of it unless include_stop_str_in_output. `logprobs` is the number of alternatives to
-    report per token (0: the chosen one alone; None: nothing); likewise `prompt_logprobs`. `min_tokens` forbids
-    end-of-sequence and stops before that many tokens. max_tokens None means as many as the context allows.
-    A new option is a field here and the place where it acts; HTTP and the command line follow.
+    - `n`: sequences for the prompt, each drawn by itself.
+    - `temperature`: 0 takes the most likely token (greedy), 1 draws as the model says, more is more varied.
+    - `top_k`, `top_p`, `min_p`: draw from so many most likely tokens (0 or -1: all), from those that have this
+      probability together, and from none less likely than this share of the most likely one.
+    - `seed` makes a request repeatable by itself: a draw depends on (seed, index of the sequence in the request,
+      position) only, never on what else runs.
+    - `presence_penalty`, `frequency_penalty`: against tokens of the answer, once or by how often they were used;
+      `repetition_penalty`: above 1 against those of the prompt, too.
+    - `logit_bias`: token id -> what is added to its logit.
+    - `logprobs`, `prompt_logprobs`: alternatives to report for each token (0: the chosen one alone; None: nothing).
+    - `stop`, `stop_token_ids`: texts and tokens that end the answer. A stop text is left out of it unless
+      `include_stop_str_in_output`.
+    - `max_tokens`, `min_tokens`: most tokens (None: as many as the context allows); no end before so many.
+    - `ignore_eos`: go on past the end-of-text token. `skip_special_tokens`: leave special tokens out of the text.
 
     Raises InvalidRequest (a ValueError with `.param`) for anything out of range.
     """
 
+    # A new option is a field here and the place where it acts; HTTP and the command line follow.
     n: int = _option(1, 1, MAX_N)
     temperature: float = _option(1.0, 0, 100, cli="0 takes the most likely token; higher is more varied.")
     top_k: int = _option(0, -1, 2**31, cli="Draw from so many most likely tokens; 0: all.")
@@ -344,6 +357,10 @@ class Request:
     public_prefix_tokens: int = 0
     arrival_s: float = 0.0
 
+    def __repr__(self) -> str:
+        """Without the tokens, and without the salt, which is as good as a tenant's name."""
+        return f"Request({self.request_id!r}, {len(self.prompt_token_ids):,} tokens, {self.params!r})"
+
     def __post_init__(self) -> None:
         check_sharing(self.cache_salt, self.public_prefix_tokens)
 
@@ -365,3 +382,6 @@ class Delta:
     stop_reason: str | int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: Metrics | None = None
+
+    def __repr__(self) -> str:
+        return set_apart(self)

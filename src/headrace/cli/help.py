@@ -65,6 +65,10 @@ HELP_ALL = inspect.Parameter(
 """A parameter of every command; its callback has done everything."""
 
 
+HELP_ALL_OF_GROUP = typer.Option("--help-all", callback=_show_everything, is_eager=True, hidden=True)
+"""Groups have nothing to hide, but who asks gets an answer."""
+
+
 class PanelledCommand(TyperCommand):
     """A command whose --help lists options under headings: COMMON_PANEL first, HELP_PANEL last, between them by first
     appearance. Where there are rare ones these and the variables of the environment are left out, as the last line
@@ -102,6 +106,13 @@ class PanelledGroup(TyperGroup):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.context_settings.setdefault("max_content_width", WIDEST)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        from headrace.cli.hints import names_a_model
+
+        if ctx.parent is None and args[0] not in self.commands and names_a_model(args[0]):
+            ctx.fail(f"{args[0]} is a model: headrace chat {args[0]}, or another command before it")
+        return super().resolve_command(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         self.format_commands(ctx, formatter)
