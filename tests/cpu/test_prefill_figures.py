@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.choice import pass_q_until, summary, tie
+from headrace.bench.choice import SUMMARY, pass_q_until, summary, tie
 from headrace.bench.prefill import PrefillBench
 from headrace.bench.prefill_grid import link_bandwidths
 from headrace.bench.prefill_links import RankLink, apply
@@ -128,7 +128,8 @@ def test_ties_and_where_pass_q_stops_winning() -> None:
     cells = [cell(256, 768, False), cell(64, 768, True), cell(128, 768, True, 1.5), cell(512, 768, True, 1.04, False)]
     assert pass_q_until(cells) == 128
     assert pass_q_until([cell(64, 768, False), cell(128, 768, True)]) is None
-    assert summary(cells).splitlines()[-1] == "| 2 | 0.1 | 768 | 4.0% | 128 new tokens | 0.1429 |"
+    (row,) = summary(cells)
+    assert [column.text(row) for column in SUMMARY] == ["2", "0.1", "768", "4.0", "128", "0.1429"]
 
 
 def test_the_table_shows_ratios_to_single() -> None:
@@ -142,10 +143,10 @@ def test_the_table_shows_ratios_to_single() -> None:
             "ttft_s": seconds,
         }
 
-    lines = ratios([case("single", 1, 2.0), case("chain", 2, 1.0), case("chain", 3, 0.5), case("chain", 2, 3.0, 128)])
-    assert lines.splitlines() == [
-        "| GB/s | tokens | cached | single | chain x2 | chain x3 |",
-        "|---|---|---|---|---|---|",
-        "| none | 64 | 0 | 2 s | 1 s (2.00x) | 0.5 s (4.00x) |",
-        "| none | 128 | 0 | - | 3 s | - |",
+    cases = [case("single", 1, 2.0), case("chain", 2, 1.0), case("chain", 3, 0.5), case("chain", 2, 3.0, 128)]
+    columns, rows = ratios(cases)
+    assert [column.head for column in columns] == ["link", "prompt", "cached", "single", "chain x2", "chain x3"]
+    assert [[column.text(row) for column in columns] for row in rows] == [
+        ["as is", "64", "0", "2 s", "1 s (2.00x)", "0.5 s (4.00x)"],
+        ["as is", "128", "0", "-", "3 s", "-"],
     ]

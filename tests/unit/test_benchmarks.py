@@ -46,7 +46,7 @@ def test_options_become_fields_and_cases_a_result(app: typer.Typer, tmp_path: Pa
     file = tmp_path / "echo.json"
     given = ["m", "--of-size", "3,4", "--order", "down", "--repeats", "2", "--json", str(file)]
     done = CliRunner().invoke(app, given)
-    assert done.exit_code == 0 and done.output.count("model m  sizes (3, 4)  order down") == 2
+    assert done.exit_code == 0 and done.stdout.splitlines() == ["model  sizes   order"] + 2 * ["m      (3, 4)  down"]
     result = json.loads(file.read_text())
     assert result["cases"] == [{"model": "m", "sizes": [3, 4], "order": "down"}] * 2
     assert result["machine"]["speed"] == 7 and set(result) == {"date", "machine", "command", "cases"}

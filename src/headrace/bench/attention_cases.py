@@ -53,6 +53,10 @@ class Sizes:
     read_bytes: int = 256 << 20
     gemm_size: int = 2048
 
+    def short(self, tokens: int) -> int:
+        """`tokens` on this scale, in whole chunks."""
+        return -(-tokens // self.scale // CHUNK) * CHUNK
+
 
 QUICK = Sizes(repeats=1, scale=32, sequences=4, weight=(256, 128), read_bytes=1 << 20, gemm_size=128)
 
@@ -70,26 +74,32 @@ class AttentionCases:
         return {**self.limits.figures(self.counts, self.sizes.repeats), "backend": self.backend, **_kernel_names()}
 
     @torch.inference_mode()
-    def cases(self, chosen: str = "") -> Iterator[Case]:
+    def cases(self, chosen: str = "", begins: Callable[[str], None] = lambda name: None) -> Iterator[Case]:
         """Measures the cases whose names begin with `chosen`, or with one of them, by commas. Raises ValueError for
         beginnings that no case has."""
-        wanted = tuple(each.strip() for each in chosen.split(","))
-        found = False
+        wanted, found = _beginnings(chosen), False
+        for prefix, run in self.chosen(chosen):
+            begins(prefix.rstrip("_"))
+            for case in run():
+                if case["name"].startswith(wanted):
+                    found = True
+                    yield case
+        if not found:
+            raise ValueError(f"--cases {chosen!r}: no case begins so; they begin with decode_, prefill_ or linear_")
+
+    def chosen(self, chosen: str) -> Iterator[CaseFamily]:
+        """The families that have such cases."""
+        wanted = _beginnings(chosen)
         for family in (self.decode, self.shared, self.tree, self.prefill, self.linear):
             for prefix, run in family():
                 if prefix.startswith(wanted) or any(each.startswith(prefix) for each in wanted):
-                    for case in run():
-                        if case["name"].startswith(wanted):
-                            found = True
-                            yield case
-        if not found:
-            raise ValueError(f"--cases {chosen!r}: no case begins so; they begin with decode_, prefill_ or linear_")
+                    yield prefix, run
 
     def decode(self) -> Iterator[CaseFamily]:
         for heads in (MHA, GQA, H64):
             for sequences, length in ((1, 8192), (16, 2048)):
                 yield f"decode_{heads.name}_", partial(self._decode, heads, sequences, length)
-                name = f"decode_{heads.name}_{sequences}x{self._short(length)}_kv8"
+                name = f"decode_{heads.name}_{sequences}x{self.sizes.short(length)}_kv8"
                 yield name, partial(self._decode_int8, name, heads, sequences, length)
 
     def shared(self) -> Iterator[CaseFamily]:
@@ -111,7 +121,7 @@ class AttentionCases:
             yield f"linear_{rows}", partial(self._linear, rows)
 
     def _decode(self, heads: Heads, sequences: int, length: int) -> Iterator[Case]:
-        length = self._short(length)
+        length = self.sizes.short(length)
         paths = private(sequences, length)
         plan = build(decode_spans(paths, length))
         work = RooflineWork(sequences * length * heads.token_bytes, heads.ops(pairs(plan)))
@@ -125,7 +135,7 @@ class AttentionCases:
 
     def _decode_int8(self, name: str, heads: Heads, sequences: int, length: int) -> Iterator[Case]:
         """Decoding from int8 keys and values beside bf16 ones: gbps counts the int8 bytes."""
-        length = self._short(length)
+        length = self.sizes.short(length)
         paths = private(sequences, length)
         plan = build(decode_spans(paths, length))
         testbeds = {"ours": torch.int8, "bf16": torch.bfloat16}
@@ -141,7 +151,7 @@ class AttentionCases:
 
     def _shared(self, heads: Heads, prefix: int) -> Iterator[Case]:
         """Sequences on one prefix; without a prefix, a kilotoken of their own each: sharing must cost nothing."""
-        prefix, own, count = self._short(prefix), CHUNK if prefix else self._short(1024), self.counts[-1]
+        prefix, own, count = self.sizes.short(prefix), CHUNK if prefix else self.sizes.short(1024), self.counts[-1]
         paths = shared([self.sizes.sequences], [prefix], own)
         plan = build(decode_spans(paths, prefix + own))
         testbed = self._testbed(heads, paths)
@@ -154,7 +164,7 @@ class AttentionCases:
 
     def _tree(self, heads: Heads) -> Iterator[Case]:
         """Groups of 8 that share 4,096 tokens, of which the first 1,024 are everyone's."""
-        groups, top, within = [max(1, self.sizes.sequences // 8), 8], self._short(1024), self._short(3072)
+        groups, top, within = [max(1, self.sizes.sequences // 8), 8], self.sizes.short(1024), self.sizes.short(3072)
         paths = shared(groups, [top, within], CHUNK)
         testbed = self._testbed(heads, paths)
         yield self._compared(f"decode_shared_tree_{heads.name}", heads, testbed, paths, top + within + CHUNK)
@@ -184,7 +194,7 @@ class AttentionCases:
         return case | {"gain": round(gain, 2), "predicted_gain": round(promised, 2), "of_model": _ratio(gain, promised)}
 
     def _prefill(self, heads: Heads, new: int, cached: int) -> Iterator[Case]:
-        new, cached = self._short(new), self._short(cached)
+        new, cached = self.sizes.short(new), self.sizes.short(cached)
         path = private(1, cached + new)
         plan = build([Span(decode_spans(path, 1)[0].slots, cached, new)])
         testbed = AttentionTestbed(heads, slots_of(path), self.backend)
@@ -240,10 +250,6 @@ class AttentionCases:
         it in the cache: after a run that swept the caches, it would wait for Python's own memory.)"""
         return min(8, -(-self.sizes.read_bytes // 2 // size))
 
-    def _short(self, tokens: int) -> int:
-        """`tokens` on this scale, in whole chunks."""
-        return -(-tokens // self.sizes.scale // CHUNK) * CHUNK
-
     def _case(self, name: str, count: int, runs: Mapping[str, TimedCall], work: RooflineWork) -> Case:
         """Times the runs and the limits in turn on `count` threads."""
         limits: dict[str, TimedCall] = {
@@ -270,6 +276,10 @@ class RooflineWork:
 
     bytes: int
     ops: int
+
+
+def _beginnings(chosen: str) -> tuple[str, ...]:
+    return tuple(each.strip() for each in chosen.split(","))
 
 
 def predicted(plan: Plan, heads: Heads, read: float, gemm: float) -> float:

@@ -7,11 +7,13 @@ these import what measures (torch, engines) inside `cases`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
-Case = dict[str, Any]
-"""One line of a result: names to numbers and strings."""
+from headrace.bench.table import Case as Case
+from headrace.bench.table import Column
+from headrace.console import Counting, counting
 
 MODEL_HELP = "Model folder, 'tiny', or a shape with random weights: S1, S2, S3."
 
@@ -47,26 +49,58 @@ def options_of(kind: type) -> dict[str, BenchOption]:
 class Benchmark:
     """`headrace bench NAME`; the subclass's docstring is its help.
 
-    machine: figures of the machine, measured in the same run, for the result; cases() fills it.
+    machine: figures of the machine, measured in the same run, for the result; cases() fills it. progress: whoever runs
+    the benchmark sets it; cases() calls it with the name of each step as it begins.
     """
 
     name: ClassVar[str]
     machine: dict[str, Any] = field(default_factory=dict, init=False)
+    progress: CaseProgress = field(default_factory=lambda: CaseProgress(), init=False, repr=False)
 
     def cases(self) -> Iterator[Case]:
         """Measures, case by case. Raises ValueError for options that cannot be, RuntimeError for a failure."""
         raise NotImplementedError
 
-    def line(self, case: Case) -> str:
-        """A case for people."""
-        return flat(case)
+    def case_count(self) -> int | None:
+        """How often `progress` is called, as far as is known before."""
+        return None
+
+    def columns(self) -> tuple[Column, ...] | None:
+        """Columns of the table; () for no table. None: those of the first case."""
+        return None
+
+    def quick_lengths(self) -> dict[int, int]:
+        """Of a quick run the usual lengths, in tokens, and those in their place; empty for any other run."""
+        return {}
 
     def finish(self, done: list[Case]) -> None:
         """Prints or draws what sums all cases up, once they are measured and written."""
 
 
-def flat(case: Case) -> str:
-    return "  ".join(f"{name} {value}" for name, value in case.items() if value is not None)
+class CaseProgress:
+    """What is measured now, on stderr: begins with the first call, ends with the block that it is given to.
+
+    Without a block, as where cases() is called by itself, it is silent.
+    """
+
+    def __init__(self, stack: ExitStack | None = None, steps: int | None = None) -> None:
+        self._stack, self.steps = stack, steps
+        self._counting: Counting | None = None
+
+    def __call__(self, name: str) -> None:
+        if self._stack is not None:
+            if self._counting is None:
+                self._counting = self._stack.enter_context(counting("case", self.steps))
+            self._counting(name)
+
+    def detail(self, text: str) -> None:
+        """What the case under way is at: 'run 3 of 5'."""
+        if self._counting is not None:
+            self._counting.detail(text)
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """Holds the line back, so that something else can be printed."""
+        return nullcontext() if self._counting is None else self._counting.hidden()
 
 
 def integers(name: str, text: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.bench.benchmark import Benchmark, Case, option
 from headrace.bench.shapes import SHAPES, write_checkpoint
-from headrace.console import working
+from headrace.bench.table import Column
 from headrace.types import CHUNK
 
 if TYPE_CHECKING:
@@ -40,10 +40,26 @@ class CacheBench(Benchmark):
             raise ValueError(f"model must be one of {', '.join(SHAPES)}, tiny; got {self.model!r}")
 
     def cases(self) -> Iterator[Case]:
-        for run in (match_case, lambda: bookkeeping_case(self.model)):
-            with working("measuring"):
-                case = run()
-            yield case
+        self.progress(f"match: a prompt of {PROMPT:,} tokens in a tree of {NODES:,} nodes")
+        yield match_case()
+        self.progress(f"bookkeeping: {SEQUENCES} sequences of {self.model}")
+        yield bookkeeping_case(self.model)
+
+    def case_count(self) -> int:
+        return 2
+
+    def columns(self) -> tuple[Column, ...]:
+        return (
+            Column("case", "name", width=len("bookkeeping")),
+            Column("tokens", lambda case: case.get("prompt_tokens", case.get("shared_tokens")), form=","),
+            Column("time", _time_ms, "ms", ",.2f", limit="limit_ms", bound="at most"),
+            Column("of a step", "share", "%", ".2f", 100, limit="limit", bound="at most"),
+            Column("step", "step_ms", "ms", ",.1f"),
+        )
+
+
+def _time_ms(case: Case) -> float | None:
+    return case.get("median_ms", case.get("bookkeeping_ms"))
 
 
 def match_case(repeats: int = 7) -> Case:

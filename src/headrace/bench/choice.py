@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 from headrace.bench import prefill_grid
 from headrace.bench.benchmark import MODEL_HELP, Case, integers, one_of, option
-from headrace.bench.prefill_grid import PrefillGrid, link_bandwidths
-from headrace.console import err, out
+from headrace.bench.prefill_grid import CELL, PrefillGrid, link_bandwidths
+from headrace.bench.table import Column, show
+from headrace.console import out
 
 if TYPE_CHECKING:
     from headrace.bench.prefill_testbed import PrefillTestbed
@@ -51,21 +52,26 @@ class ChoiceBench(PrefillGrid):
         for testbed in self.testbeds():
             yield from (self._cell(testbed, T, P) for P in self.cached for T in self.tokens)
 
-    def line(self, case: Case) -> str:
-        times = ", ".join(f"{name} {seconds:.4f}" for name, seconds in sorted(case["measured_s"].items(), key=_second))
-        lost = f"{100 * (case['over_best'] - 1):.1f}% slower than {case['best']}{', a tie' if case['tie'] else ''}"
-        how = "the best" if case["chosen"] == case["best"] else lost
-        return f"  {case['chosen']}: {how}  ({times} s)"
+    def columns(self) -> tuple[Column, ...]:
+        return (
+            *CELL,
+            Column("chosen", width=len("ring-kv")),
+            Column("best", width=len("ring-kv")),
+            Column("slower by", lambda case: case["over_best"] - 1, "%", ",.1f", 100),
+            Column("", lambda case: "a tie" if case["tie"] and case["chosen"] != case["best"] else "", width=5),
+            Column("measured", _times, "s", optional=True),
+        )
 
     def finish(self, done: list[Case]) -> None:
-        out.print(summary(done))
+        out.print()
+        show(SUMMARY, summary(done), out)
 
     def _cell(self, testbed: PrefillTestbed, T: int, P: int) -> Case:
         from headrace.bench.prefill_search import in_turns
         from headrace.planner.choice import choose, shards_for
         from headrace.strategies import OFFERED
 
-        err.print(f"{testbed.size} ranks, {T} tokens on {P}, link {testbed.link}", style="dim")
+        self.progress(f"{testbed.size} ranks, {T:,} tokens on {P:,}, link {testbed.link}")
         machine, held = testbed.planned_on(self.tuned), testbed.cached_on("ring-kv", P, self.placement)
         where = (machine, testbed.shape, testbed.size, T, P, held, self.tuned)
         choice = choose(*where, rule=self.rule)
@@ -96,25 +102,30 @@ def tie(chosen: Sequence[float], best: Sequence[float]) -> bool:
     return quartile(chosen, 0.25) <= quartile(best, 0.75)
 
 
-def _second(pair: tuple[str, float]) -> float:
-    return pair[1]
+def _times(case: Case) -> str:
+    times = sorted(case["measured_s"].items(), key=lambda pair: pair[1])
+    return ", ".join(f"{name} {seconds:.4f}" for name, seconds in times)
 
 
-def summary(cases: Sequence[Case]) -> str:
-    """Markdown: how far the choice is off, and up to which share of new tokens pass-Q beats pass-KV."""
-    lines = [
-        "| ranks | GB/s | cached | worst choice, ties left out | pass-Q wins up to | T / (T + P) |",
-        "|---" * 6 + "|",
-    ]
-    keys = dict.fromkeys((case["ranks"], case["bandwidth_gbps"], case["cached"]) for case in cases)
-    for key in keys:
-        cells = [case for case in cases if (case["ranks"], case["bandwidth_gbps"], case["cached"]) == key]
+SUMMARY = (
+    *CELL[:2], CELL[3],
+    Column("worst choice", "worst", "%, no ties", ",.1f", 100),
+    Column("pass-Q wins up to", "until", "new tokens", ","),
+    Column("T / (T + P)", "share", form=".4f"),
+)  # fmt: skip
+
+
+def summary(cases: Sequence[Case]) -> list[Case]:
+    """How far the choice is off, and up to which share of new tokens pass-Q beats pass-KV: None where it never does."""
+    rows: list[Case] = []
+    for ranks, gbps, cached in dict.fromkeys((case["ranks"], case["bandwidth_gbps"], case["cached"]) for case in cases):
+        where = {"ranks": ranks, "bandwidth_gbps": gbps, "cached": cached}
+        cells = [case for case in cases if all(case[name] == value for name, value in where.items())]
         worst = max((case["over_best"] for case in cells if not case["tie"]), default=1.0)
         wins = pass_q_until(cells)
-        until = ["never", "-"] if wins is None else [f"{wins} new tokens", f"{wins / (wins + key[2]):.4f}"]
-        link = "none" if key[1] is None else f"{key[1]:g}"
-        lines.append("| " + " | ".join([str(key[0]), link, str(key[2]), f"{100 * (worst - 1):.1f}%", *until]) + " |")
-    return "\n".join(lines)
+        share = None if wins is None else wins / (wins + cached)
+        rows.append(where | {"worst": worst - 1, "until": wins, "share": share})
+    return rows
 
 
 def pass_q_until(cells: Sequence[Case]) -> int | None:

@@ -24,6 +24,8 @@ from pathlib import Path
 from headrace.bench.benchmark import Benchmark, Case, option
 from headrace.bench.load import ask_all, first_error, new_client, quantile
 from headrace.bench.server_process import ServerProcess
+from headrace.bench.table import Column
+from headrace.console import working
 
 DESCRIPTORS = 1024
 KEY = "a key of the bench"
@@ -49,9 +51,11 @@ class ConnectionsBench(Benchmark):
         ways = {"none": (0, False), "silent": (self.idle, False), "again": (self.idle, True)}
         p99: dict[str, list[float]] = {way: [] for way in ways}
         with serving() as (port, pid, log):
-            asyncio.run(_round(port, self.clients, 1))  # warm
+            with working("warming up"):
+                asyncio.run(_round(port, self.clients, 1))
             for repeat in range(self.repeats):
                 for way, (count, again) in ways.items():
+                    self.progress(f"{way}, round {repeat + 1} of {self.repeats}")
                     case = _measured(port, pid, log, count, again, self.clients, self.each)
                     p99[way].append(case["p99_ttft_ms"])
                     yield {"name": way, "repeat": repeat, "idle": count, "clients": self.clients} | case
@@ -60,6 +64,22 @@ class ConnectionsBench(Benchmark):
         for way, ms in medians.items():
             yield {"name": f"{way}_ratio", "p99_ttft_ratio": round(ms / none, 3), "without_ms": none, "with_ms": ms}
 
+    def case_count(self) -> int:
+        return 3 * self.repeats
+
+    def columns(self) -> tuple[Column, ...]:
+        return (
+            Column("strangers", "name", width=len("silent_ratio")),
+            Column("round", lambda case: case.get("repeat", -1) + 1 or None, form="d", width=5),
+            Column("first token", "p50_ttft_ms", "p50, ms", ",.1f"),
+            Column("first token", lambda case: case.get("p99_ttft_ms", case.get("with_ms")), "p99, ms", ",.1f"),
+            Column("of none", "p99_ttft_ratio", "times", ".2f"),
+            Column("requests", form=",", optional=True),
+            Column("server's CPU", "server_cpu_share", "%", ",.0f", 100, optional=True),
+            Column("log", "log_bytes", "KB", ",.1f", 1e-3, optional=True),
+            Column("/health", "health_ms", "ms", ",.1f"),
+        )
+
 
 @contextmanager
 def serving() -> Iterator[tuple[int, int, Path]]:
@@ -67,7 +87,8 @@ def serving() -> Iterator[tuple[int, int, Path]]:
     limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0})); "
     code = limit.format(DESCRIPTORS) + "runpy.run_module('headrace.cli.main', run_name='__main__', alter_sys=True)"
     with ServerProcess(("tiny", "--threads", "1"), os.environ | {"HEADRACE_API_KEY": KEY}, ("-c", code)) as server:
-        server.wait_ready(READY_S)
+        with working("starting a server"):
+            server.wait_ready(READY_S)
         yield server.port, server.process.pid, server.log
 
 

@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rich.progress import Progress
-from rich.table import Table
-
 from headrace.assets.facts import fact_document, question
 from headrace.bench.load import Sample, ask, ask_all, first_error, new_client, quantile
 from headrace.bench.server_process import ServerProcess
+from headrace.bench.table import Column, show
 from headrace.config import SETTINGS
-from headrace.console import err, out, working
+from headrace.console import ProgressLine, out, working
+from headrace.progress import duration
 from headrace.types import CHUNK
 
 MODEL = "tiny"
@@ -79,15 +78,23 @@ async def _ask_everything(server: ServerProcess, document: str, names: list[str]
     talks = [_messages(document, name) for name in names]
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
     async with new_client(server.url + "/v1", None) as client:
-        with Progress(console=err, transient=True) as progress:
-            bar = progress.add_task("asking", total=len(names) + 2)
+        done, total, started = 0, len(names) + 2, time.perf_counter()
+
+        def answered() -> None:
+            nonlocal done
+            done += 1
+
+        def text() -> str:
+            return f"answered {done} of {total} questions, {duration(time.perf_counter() - started)}"
+
+        with ProgressLine(text, lambda: done / total):
             try:
                 cold = await ask(client, MODEL, talks[0], **options)
-                progress.advance(bar)
+                answered()
                 warm = await ask(client, MODEL, talks[-1], **options)
-                progress.advance(bar)
+                answered()
                 began = time.perf_counter()
-                samples = await ask_all(client, MODEL, talks, len(talks), lambda: progress.advance(bar), **options)
+                samples = await ask_all(client, MODEL, talks, len(talks), answered, **options)
                 seconds = time.perf_counter() - began
             except Exception as error:
                 raise RuntimeError(f"a request failed: {first_error(error)}") from None
@@ -119,21 +126,30 @@ def _show_answers(names: list[str], facts: dict[str, str], samples: list[Sample]
     return right
 
 
+COLUMNS = (Column("measure", width=41), Column("value", form=",.1f", width=9), Column("unit", width=8), Column("saved"))
+
+
 def _show_table(m: DemoFigures, metrics: dict[str, float]) -> None:
+    out.print(f"\n{len(m.samples)} requests over one prompt of {m.cold.prompt_tokens:,} tokens\n")
+    names = [column.head for column in COLUMNS]
+    show(COLUMNS, (dict(zip(names, row, strict=True)) for row in table_rows(m, metrics)), out)
+
+
+def table_rows(m: DemoFigures, metrics: dict[str, float]) -> list[tuple[str, float, str, str]]:
+    """(Measure, value, unit, what sharing saved)."""
     chunk = metrics["kv_bytes_per_token"] * CHUNK / MIB
     prompt, cached = (sum(getattr(s, name) for s in m.samples) for name in ("prompt_tokens", "cached_tokens"))
-    table = Table(title=f"{len(m.samples)} requests over one prompt of {m.cold.prompt_tokens:,} tokens")
-    table.add_column("measure")
-    table.add_column("value", justify="right")
-    table.add_row("first token, cold", f"{m.cold.ttft_s * 1000:,.0f} ms")
-    table.add_row("first token, cached, alone", f"{m.warm.ttft_s * 1000:,.0f} ms")
-    table.add_row("first token, cached, all at once (median)", f"{_median_ttft(m) * 1000:,.0f} ms")
-    table.add_row("answered tokens per second", f"{sum(s.output_tokens for s in m.samples) / m.seconds:,.1f}")
-    table.add_row("prompt tokens per second", f"{prompt / m.seconds:,.0f}")
-    table.add_row("prompt tokens from the cache", f"{cached / prompt:.1%}")
-    table.add_row("KV memory held", f"{metrics['kv_chunks_used_peak'] * chunk:,.1f} MiB")
-    table.add_row("KV memory if nothing were shared", f"{metrics['kv_chunks_unshared_peak'] * chunk:,.1f} MiB")
-    out.print(table)
+    held, apart = metrics["kv_chunks_used_peak"] * chunk, metrics["kv_chunks_unshared_peak"] * chunk
+    return [
+        ("first token, cold", m.cold.ttft_s * 1e3, "ms", ""),
+        ("first token, cached, alone", m.warm.ttft_s * 1e3, "ms", f"{m.cold.ttft_s / m.warm.ttft_s:.1f} times as fast"),
+        ("first token, cached, all at once (median)", _median_ttft(m) * 1e3, "ms", ""),
+        ("answered tokens", sum(s.output_tokens for s in m.samples) / m.seconds, "tokens/s", ""),
+        ("prompt tokens", prompt / m.seconds, "tokens/s", ""),
+        ("prompt tokens from the cache", 100 * cached / prompt, "%", f"{cached:,} of {prompt:,} not computed"),
+        ("KV memory held", held, "MiB", f"{1 - held / apart:.0%} less memory" if apart else ""),
+        ("KV memory if nothing were shared", apart, "MiB", ""),
+    ]
 
 
 def _median_ttft(m: DemoFigures) -> float:

@@ -10,17 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace import cores
-from headrace.bench.benchmark import Benchmark, Case, flat, option, words
+from headrace.bench.benchmark import Benchmark, Case, CaseProgress, option, words
 from headrace.bench.contender_process import ContenderFailed, ContenderProcess
 from headrace.bench.neighbours import Neighbours
-from headrace.bench.peers import ENGINES, Contender
+from headrace.bench.peers import ENGINES, Contender, ahead_goal
 from headrace.bench.protocol import figures
 from headrace.bench.shapes import checkpoint
+from headrace.bench.table import Column
 from headrace.bench.workloads import Workload, WorkloadRun, chosen
-from headrace.console import working
+from headrace.console import out, working
 
 PATIENCE_S = 240.0
 """An engine that has spent this long on a case is not asked to repeat it."""
+
+QUICK_SCALE = 32
+"""What lengths are divided by in a quick run."""
 
 SETTLE_S = 0.5
 """A pause before each run: threads of the engine that ran before may spin for a while (200 ms with Intel's OpenMP)."""
@@ -49,6 +53,7 @@ class EngineBench(Benchmark):
         flags=("--busy-neighbour",),
     )
     _told: set[tuple[str, str]] = field(default_factory=set, init=False)
+    _ours: dict[tuple[str, str], Case] = field(default_factory=dict, init=False)
 
     def cases(self) -> Iterator[Case]:
         from headrace.bench.limits import Limits
@@ -57,20 +62,72 @@ class EngineBench(Benchmark):
         with working("measuring the machine"):
             limits = Limits(1 << 20, 128) if self.quick else Limits()
             self.machine |= limits.figures(counts, 1 if self.quick else 5)
-        repeats, scale = (1, 32) if self.quick else (self.repeats, 1)
-        yield from run_all(self.workloads, self.models, self.engines, repeats, scale, busy=self.busy_neighbour)
+        repeats, scale = (1, QUICK_SCALE) if self.quick else (self.repeats, 1)
+        self.progress.steps = len(self.models) * len(chosen(self.workloads))
+        work = (self.workloads, self.models, self.engines, repeats, scale)
+        for case in run_all(*work, busy=self.busy_neighbour, progress=self.progress):
+            with self.progress.hidden():
+                self._tell_setup(case)
+            yield case | {"headrace_ahead": self._ahead(case)}
 
-    def line(self, case: Case) -> str:
-        """Above the first case of each engine, how it was set up."""
-        rest = {name: value for name, value in case.items() if name != "setup"}
+    def quick_lengths(self) -> dict[int, int]:
+        usual = sorted({workload.longest(1) for workload in chosen(self.workloads)}) if self.quick else []
+        return {length: max(length // QUICK_SCALE, 1) for length in usual}
+
+    def columns(self) -> tuple[Column, ...]:
+        goal = None if self.quick or (len(self.engines) == 1 and self.engines != ("all",)) else ahead_goal
+        beside = (
+            Column("beside", "busy_wall_s", "others, s", ",.3f"),
+            Column("slowdown", unit="times", form=",.2f"),
+        )
+        return (
+            Column("workload", width=len("W3_8192_cold")),
+            Column("model", width=len("model")),
+            Column("prompt", "longest_prompt", "tokens", ",", optional=True),
+            Column("engine", width=len("openvino-genai-default") if goal is not None else len("headrace-triton")),
+            Column("first token", "ttft_s", "s", ",.3f"),
+            Column("decoding", "decode_tok_s", "tokens/s", ",.1f"),
+            Column("all", "wall_s", "s", ",.3f", optional=True),
+            Column("memory", "peak_rss_mb", "MB", ",.0f", optional=True),
+            *(beside if self.busy_neighbour else ()),
+            *((Column("Headrace", "headrace_ahead", "times", ".2f", limit=goal),) if goal is not None else ()),
+        )
+
+    def _tell_setup(self, case: Case) -> None:
+        """Above the first case of each engine, how it was set up; of a case that failed, why."""
         key = case["engine"], case["setup"]
-        head = "" if key in self._told else f"{case['engine']}: {case['setup']}\n"
+        if key not in self._told:
+            out.print(f"{case['engine']}: {case['setup']}", style="dim", markup=False)
         self._told.add(key)
-        return head + flat(rest)
+        if "error" in case:
+            out.print(f"{case['engine']}: {case['error']}", style="yellow", markup=False)
+
+    def _ahead(self, case: Case) -> float | None:
+        """How many times as fast Headrace was at the same work, if it was measured before: at the first token of W1, at
+        decoding of the others."""
+        key = case["model"], case["workload"]
+        if case["engine"] == "headrace":
+            self._ours[key] = case
+            return None
+        ours = self._ours.get(key, {})
+        if case["workload"].startswith("W1"):
+            return _ratio(case["ttft_s"], ours.get("ttft_s"))
+        return _ratio(ours.get("decode_tok_s"), case["decode_tok_s"])
+
+
+def _ratio(value: float | None, to: float | None) -> float | None:
+    return round(value / to, 3) if value and to else None
 
 
 def run_all(
-    workloads: Sequence[str], models: Sequence[str], engines: Sequence[str], repeats: int, scale: int, *, busy: bool
+    workloads: Sequence[str],
+    models: Sequence[str],
+    engines: Sequence[str],
+    repeats: int,
+    scale: int,
+    *,
+    busy: bool,
+    progress: CaseProgress | None = None,
 ) -> Iterator[Case]:
     """One case per (model, workload, engine). `all` stands for every engine known. Raises ValueError for bad names.
 
@@ -87,7 +144,7 @@ def run_all(
             folder = checkpoint(model)
             for family in dict.fromkeys(item.name.split("_")[0] for item in work):
                 members = [item for item in work if item.name.split("_")[0] == family]
-                yield from _family(members, model, folder, contenders, repeats, scale, neighbours)
+                yield from _family(members, model, folder, contenders, repeats, scale, neighbours, progress)
 
 
 def _family(
@@ -98,20 +155,27 @@ def _family(
     repeats: int,
     scale: int,
     neighbours: Neighbours | None = None,
+    progress: CaseProgress | None = None,
 ) -> Iterator[Case]:
     """Fresh processes for the workloads of a family, all alive while they take turns."""
     racers: list[Racer] = []
+    progress = progress or CaseProgress()
     try:
-        for engine in engines:  # those that are there end if the next is interrupted
-            racers.append(Racer(engine, folder))
         for workload in members:
+            progress(f"{workload.name} {model}")
+            for engine in engines[len(racers) :]:  # those that are there end if the next is interrupted
+                progress.detail(f"starting {engine.name}")
+                racers.append(Racer(engine, folder))
             for racer in racers:
                 racer.reset()
-            for draw, beside in turns(repeats, neighbours):
+            rounds = turns(repeats, neighbours)
+            for number, (draw, beside) in enumerate(rounds, 1):
                 for racer in racers:
+                    progress.detail(f"run {number} of {len(rounds)}, {racer.engine.name}")
                     racer.take(workload, workload.draw(draw, scale), beside)
+            longest = workload.longest(scale)
             for racer in racers:
-                yield {"workload": workload.name, "model": model, **racer.case(neighbours)}
+                yield {"workload": workload.name, "model": model, **racer.case(neighbours), "longest_prompt": longest}
     except KeyboardInterrupt:
         for racer in racers:
             racer.kill()

@@ -57,19 +57,25 @@ async def ask_all(
     conversations: Sequence[list[ChatMessage]],
     at_once: int,
     done: Callable[[], None] = lambda: None,
+    starts: Sequence[float] = (),
     **options: Any,
 ) -> list[Sample]:
-    """All of them, at most `at_once` at a time, in the order given. The first failure ends the rest."""
+    """All of them, at most `at_once` at a time, in the order given; each after so many seconds of `starts`, if given.
+    The first failure ends the rest."""
     turn = asyncio.Semaphore(at_once)
 
-    async def one(messages: list[ChatMessage]) -> Sample:
+    async def one(messages: list[ChatMessage], start: float) -> Sample:
+        await asyncio.sleep(start)
         async with turn:
             sample = await ask(client, model, messages, **options)
         done()
         return sample
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(messages)) for messages in conversations]
+        tasks = [
+            group.create_task(one(messages, start))
+            for messages, start in zip(conversations, starts or [0.0] * len(conversations), strict=True)
+        ]
     return [task.result() for task in tasks]
 
 

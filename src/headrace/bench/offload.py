@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.bench.benchmark import MODEL_HELP, Benchmark, Case, one_of, option
 from headrace.bench.shapes import SHAPES, write_checkpoint
-from headrace.console import err
+from headrace.bench.table import Column
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,21 @@ class OffloadBench(Benchmark):
     threads: int | None = option("Threads. Default: all cores.", None, min=1)
     latency_ms: float = option("Milliseconds that each transfer takes longer.", 0.0, min=0.0)
 
-    def line(self, case: Case) -> str:
-        """A case for people."""
-        speeds = ", ".join(f"{name} {value:.2f}" for name, value in case["tokens_s"].items())
-        fine = f", fine order {case['fine_over_coarse']:.3f} of coarse" if "fine_over_coarse" in case else ""
+    def case_count(self) -> int:
+        return len(self.schedules) * len(self.rates)
+
+    def columns(self) -> tuple[Column, ...]:
         return (
-            f"  {case['name']} at {case['gbps']:g} GB/s: {case['gain']:.2f} times load all, "
-            f"{100 * case['projected_share']:.0f}% projected{fine}  ({speeds} tokens/s; predicted "
-            f"{case['predicted_over_measured']['solver']:.2f} of measured)"
+            Column("schedule", "name"),
+            Column("link", "gbps", "GB/s", ",g", width=5),
+            Column("load all", lambda case: case["tokens_s"]["load all"], "tokens/s", ",.2f"),
+            Column("solver", lambda case: case["tokens_s"]["solver"], "tokens/s", ",.2f"),
+            Column("gain", unit="times", form=",.2f"),
+            Column("projected", "projected_share", "%", ",.0f", 100),
+            Column("best way", "best", width=len("share 0.25")),
+            Column("of best", "solver_over_best", "times", ",.2f", optional=True),
+            Column("predicted", lambda case: case["predicted_over_measured"]["solver"], "times", ",.2f", optional=True),
+            Column("fine order", "fine_over_coarse", "times", ",.3f", optional=True),
         )
 
     def setups(self) -> list[OffloadSetup]:
@@ -87,7 +94,7 @@ class OffloadBench(Benchmark):
                 testbed = OffloadTestbed(model, setup, self)
             try:
                 for rate in self.rates:
-                    err.print(f"{setup.name}, {rate:g} GB/s", style="dim")
+                    self.progress(f"{setup.name}, {rate:g} GB/s")
                     testbed.set_link(rate, self.latency_ms / 1e3)
                     yield self._case(setup, rate, self._measured(testbed, setup))
             finally:

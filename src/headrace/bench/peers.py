@@ -157,3 +157,16 @@ ENGINES = {
         Contender("mistral.rs-q8-layers", "Q8_0, head fp32", "mistralrs", {"isq": "Q8_0", "head": False}),
     )
 }
+
+
+GOALS = {
+    "W1_512": 1.0, "W1_2048": 1.0, "W1_8192": 1.11, "W1_16384": 1.18, "W2_2048": 1.0, "W2_8192": 1.3, "W3_2048": 1.6,
+    "W3_8192": 2.8, "W4": 2.8, "W5": 1.1,
+}  # fmt: skip
+"""Times as fast as the fastest peer of the same precision that Headrace was to be on S1 (bench/notes/zen5.md)."""
+
+
+def ahead_goal(case: dict[str, Any]) -> float | None:
+    """The goal of a case; None for our own, for other models and precisions, and where nothing was to be compared."""
+    ours = case["engine"].startswith("headrace")
+    return None if ours or case["model"] != "S1" or case["precision"] != "bf16" else GOALS.get(case["workload"])

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from headrace import strategies
 from headrace.bench import prefill_grid, prefill_report, report
 from headrace.bench.benchmark import MODEL_HELP, Case, integers, one_of, option, words
-from headrace.bench.prefill_grid import PrefillGrid, link_bandwidths
+from headrace.bench.prefill_grid import CELL, PrefillGrid, link_bandwidths
+from headrace.bench.table import Column, show
 from headrace.console import err, out
 from headrace.types import CHUNK
 
@@ -93,13 +94,19 @@ class PrefillBench(PrefillGrid):
         self.machine["latency_ms"] = self.links[0].latency_s * 1e3
         self.machine["jitter"] = self.jitter
 
-    def line(self, case: Case) -> str:
-        cut = "" if case["ranks"] == 1 else f"  bounds {case['partition']}"
-        waits = "/".join(f"{wait:.3f}" for wait in case["wait_s"])
-        return f"  {case['strategy']:<14} {case['ttft_s']:8.4f} s  waiting {waits} s  sent {case['bytes_sent']}{cut}"
+    def columns(self) -> tuple[Column, ...]:
+        return (
+            *CELL,
+            Column("strategy", width=len("chain-searched")),
+            Column("first token", "ttft_s", "s", ",.4f"),
+            Column("waiting", lambda case: " ".join(f"{wait:.3f}" for wait in case["wait_s"]), "s, by rank", width=12),
+            Column("sent", lambda case: sum(case["bytes_sent"]), "MB", ",.1f", 1e-6, optional=True),
+            Column("bounds", _bounds, optional=True),
+        )
 
     def finish(self, done: list[Case]) -> None:
-        out.print(prefill_report.ratios(done), soft_wrap=True)
+        out.print()
+        show(*prefill_report.ratios(done), out)
         if self.plot is not None:
             prefill_report.plot(done, self.plot)
             err.print(f"wrote {self.plot}", style="dim")
@@ -107,7 +114,7 @@ class PrefillBench(PrefillGrid):
     def _cell(self, testbed: PrefillTestbed, T: int, P: int) -> Iterator[Case]:
         from headrace.bench.prefill_search import in_turns
 
-        err.print(f"{testbed.size} ranks, {T} tokens on {P}, link {testbed.link}", style="dim")
+        self.progress(f"{testbed.size} ranks, {T:,} tokens on {P:,}, link {testbed.link}")
         cuts = {name: self._cut(testbed, name, T, P) for name in self.strategies}
         runs = {name: self._timed(testbed, name, cut, P) for name, cut in cuts.items()}
         for name, found in in_turns(runs, self.repeats).items():
@@ -153,7 +160,11 @@ class PrefillBench(PrefillGrid):
 
         found = search(testbed, seed, P, self.stride, self.search_repeats, self.placement)
         for point in found:
-            err.print(f"  search: {point.measured} measured, best {list(point.best)} {point.best_s:.4f} s", style="dim")
+            self.progress.detail(f"search, {point.measured} measured, best {list(point.best)} {point.best_s:.4f} s")
         best, seconds = confirmed(testbed, found, P, self.placement)
-        err.print(f"  search: measured again, best {list(best)} {seconds:.4f} s", style="dim")
+        self.progress.detail(f"search done, best {list(best)} {seconds:.4f} s")
         return tuple(P + bound for bound in best)
+
+
+def _bounds(case: Case) -> str:
+    return "" if case["ranks"] == 1 else " ".join(f"{bound:,}" for bound in case["partition"])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.bench.benchmark import Benchmark
 from headrace.bench.shapes import SHAPES, checkpoint
+from headrace.bench.table import Column
 from headrace.config import EngineConfig
 from headrace.types import CHUNK
 
@@ -25,6 +26,19 @@ LATENCY_HELP = "Milliseconds that each message takes longer."
 LINK_HELP = "limited: delayed in the ranks. netns: network namespaces limited by tc (root)."
 THREADS_HELP = "Threads of each rank."
 DTYPE_HELP = "Compute type: bfloat16, float32, auto."
+
+
+CELL = (
+    Column("ranks", form="d", width=5),
+    Column("link", lambda case: link_text(case["bandwidth_gbps"]), "GB/s", width=5),
+    Column("prompt", "tokens", "tokens", ",", width=6),
+    Column("cached", "cached", "tokens", ",", width=6),
+)
+"""Where a prefill is measured."""
+
+
+def link_text(gbps: float | None) -> str:
+    return "as is" if gbps is None else f"{gbps:g}"
 
 
 class PrefillGrid(Benchmark):
@@ -83,6 +97,9 @@ class PrefillGrid(Benchmark):
                 for link in self.links:
                     testbed.set_link(link)
                     yield testbed
+
+    def case_count(self) -> int:
+        return len(self.ranks) * len(self.bandwidth) * len(self.tokens) * len(self.cached)
 
     def note(self, profile: dict[str, Any]) -> None:
         """Adds further figures of the machine, whose profile this is."""

@@ -8,27 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from headrace.bench.benchmark import Case
+from headrace.bench.prefill_grid import CELL
 from headrace.bench.report import plotter
+from headrace.bench.table import Column
 
 
-def ratios(cases: Sequence[Case]) -> str:
-    """Markdown: each cell's time to the first token, and of each strategy how many times faster than single."""
+def ratios(cases: Sequence[Case]) -> tuple[tuple[Column, ...], list[Case]]:
+    """Columns and rows: each cell's time to the first token, and of each strategy how many times faster than single."""
     names = list(dict.fromkeys(case["strategy"] for case in cases))
     cells: dict[tuple[Any, ...], dict[str, Case]] = {}
     for case in cases:
-        cells.setdefault((case["bandwidth_gbps"], case["tokens"], case["cached"]), {})
-    for case in cases:
         ranks, where = case["ranks"], (case["bandwidth_gbps"], case["tokens"], case["cached"])
-        cells[where][case["strategy"] if ranks == 1 else f"{case['strategy']} x{ranks}"] = case
-    columns = list(dict.fromkeys(name for cell in cells.values() for name in cell))
-    columns.sort(key=lambda column: (names.index(column.split(" x")[0]), column))
-    lines = ["| GB/s | tokens | cached | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
-    for (bandwidth, tokens, cached), cell in cells.items():
-        base = cell.get("single")
-        shown = [_shown(cell.get(column), base) for column in columns]
-        link = "none" if bandwidth is None else f"{bandwidth:g}"
-        lines.append("| " + " | ".join([link, str(tokens), str(cached), *shown]) + " |")
-    return "\n".join(lines)
+        name = case["strategy"] if ranks == 1 else f"{case['strategy']} x{ranks}"
+        cells.setdefault(where, {})[name] = case
+    found = list(dict.fromkeys(name for cell in cells.values() for name in cell))
+    found.sort(key=lambda column: (names.index(column.split(" x")[0]), column))
+    strategies = [Column(name, unit="s (times)", width=max(len(name), len("0.1234 s (1.23x)"))) for name in found]
+    rows = [_row(where, cell, found) for where, cell in cells.items()]
+    return (*CELL[1:], *strategies), rows
+
+
+def _row(where: tuple[Any, ...], cell: dict[str, Case], names: Sequence[str]) -> Case:
+    gbps, tokens, cached = where
+    shown = {name: _shown(cell.get(name), cell.get("single")) for name in names}
+    return {"bandwidth_gbps": gbps, "tokens": tokens, "cached": cached, **shown}
 
 
 def _shown(case: Case | None, base: Case | None) -> str:

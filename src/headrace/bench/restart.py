@@ -16,6 +16,7 @@ from typing import Any
 from headrace.bench.benchmark import Benchmark, Case, option
 from headrace.bench.server_process import ServerProcess
 from headrace.bench.shapes import checkpoint
+from headrace.bench.table import Column
 
 READY_S = 300.0
 STORED_S = 300.0
@@ -42,8 +43,24 @@ class RestartBench(Benchmark):
         options = ["--kv-cache-tokens", str(self.tokens + 1024), *(["--kv-cache-prefault"] if self.prefault else [])]
         for repeat in range(self.repeats):
             for name, sign in ENDS.items():
+                self.progress(f"{name}, {repeat + 1} of {self.repeats}")
                 with tempfile.TemporaryDirectory(dir=self.directory) as directory:
                     yield {"end": name} | _once(model, self.tokens, sign, options, Path(directory), seed=repeat)
+
+    def case_count(self) -> int:
+        return self.repeats * len(ENDS)
+
+    def columns(self) -> tuple[Column, ...]:
+        return (
+            Column("ended by", "end"),
+            Column("prompt", "tokens", "tokens", ","),
+            Column("first token", "cold_s", "cold, s", ",.3f"),
+            Column("first token", "again_s", "again, s", ",.3f"),
+            Column("of cold", "of_cold", "%", ",.2f", 100),
+            Column("restored", "restored_tokens", "tokens", ","),
+            Column("same", "same", width=4),
+            Column("disk", "disk_mb", "MB", ",.1f", optional=True),
+        )
 
 
 @contextmanager

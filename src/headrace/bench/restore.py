@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from headrace.bench import report
 from headrace.bench.benchmark import Benchmark, Case, option, words
 from headrace.bench.shapes import SHAPES
-from headrace.console import err, out
+from headrace.bench.table import Column
+from headrace.console import err
 from headrace.types import CHUNK
 
 if TYPE_CHECKING:
@@ -28,6 +29,22 @@ def link_rates(name: str, text: str) -> tuple[float | None, ...]:
         return tuple(None if part == "balance" else float(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"{name} must be GB/s above 0 or 'balance', by commas, got {text!r}") from None
+
+
+COLUMNS = (
+    Column("model", width=len("model")),
+    Column("link", "link_gbps", "GB/s", ",.3g", width=6),
+    Column("chunks", lambda case: f"{case['tokens']} + {case['x']} + {case['load']}", "split", width=12),
+    Column("chosen", "chosen_s", "s", ",.4f"),
+    Column("predicted", "predicted_s", "s", ",.4f", optional=True),
+    Column("load all", "load_all_s", "s", ",.4f"),
+    Column("recompute", "recompute_all_s", "all, s", ",.4f"),
+    Column("best", "best_s", "s", ",.4f", optional=True),
+    Column("of best", "to_best", "times", ",.3f", limit=1.03, bound="at most"),
+    Column("gain", unit="times", form=",.2f", optional=True),
+    Column("overlap", form=",.2f", optional=True),
+)
+"""Chunks: recomputed + projected + loaded. The solver's split is to be within 3 % of the best one."""
 
 
 @dataclass
@@ -75,8 +92,9 @@ class RestoreBench(Benchmark):
             for model in self.models:
                 opened = partial(self._opened, model, Path(folder) / model)
                 for asked in self.links:
+                    link = "balance" if asked is None else f"{asked:g} GB/s"
+                    self.progress(f"{model}, {self.tokens:,} tokens, link {link}")
                     gbps = balance(opened) if asked is None else asked
-                    err.print(f"{model}, {self.tokens} tokens, link {gbps:.3g} GB/s", style="dim")
                     testbed = opened(gbps)
                     try:
                         where = {"model": model, "link_gbps": gbps, "balanced": asked is None}
@@ -90,19 +108,15 @@ class RestoreBench(Benchmark):
         chunks = self.tokens // CHUNK
         return RestoreTestbed(SHAPES[model], folder, gbps, chunks, self.suffix, self.latency_ms, self.threads)
 
-    def line(self, case: Case) -> str:
-        overlap = "-" if case["overlap"] is None else f"{case['overlap']:.2f}"
-        return (
-            f"  {case['link_gbps']:>6.3g} GB/s  recompute {case['tokens']}, project {case['x']}, load {case['load']}"
-            f"  {case['chosen_s']:.4f} s (predicted {case['predicted_s']:.4f})  best {case['best_s']:.4f}"
-            f"  load all {case['load_all_s']:.4f}  recompute all {case['recompute_all_s']:.4f}"
-            f"  gain {case['gain']:.2f}  overlap {overlap}"
-        )
+    def case_count(self) -> int:
+        return len(self.models) * len(self.links)
+
+    def columns(self) -> tuple[Column, ...]:
+        return COLUMNS
 
     def finish(self, done: list[Case]) -> None:
-        from headrace.bench import restore_report
-
-        out.print(restore_report.table(done), soft_wrap=True)
         if self.plot is not None:
+            from headrace.bench import restore_report
+
             restore_report.plot(done, self.plot)
             err.print(f"wrote {self.plot}", style="dim")

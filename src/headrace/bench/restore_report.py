@@ -1,4 +1,4 @@
-"""What `headrace bench restore` found, for people: a table and a plot."""
+"""What `headrace bench restore` found, as a plot."""
 
 from __future__ import annotations
 
@@ -9,23 +9,6 @@ from typing import Any
 from headrace.bench.benchmark import Case
 from headrace.bench.report import plotter
 from headrace.types import CHUNK
-
-
-def table(found: Sequence[Case]) -> str:
-    """Markdown."""
-    lines = [
-        "| model | GB/s | recompute / project / load | chosen, s | predicted, s | best, s | load all, s "
-        "| recompute all, s | to best | gain | overlap |",
-        "|---" * 11 + "|",
-    ]
-    for case in found:
-        overlap = "-" if case["overlap"] is None else f"{case['overlap']:.2f}"
-        lines.append(
-            f"| {case['model']} | {case['link_gbps']:.3g} | {case['tokens']} / {case['x']} / {case['load']} "
-            f"| {case['chosen_s']:.4f} | {case['predicted_s']:.4f} | {case['best_s']:.4f} | {case['load_all_s']:.4f} "
-            f"| {case['recompute_all_s']:.4f} | {case['to_best']:.3f} | {case['gain']:.2f} | {overlap} |"
-        )
-    return "\n".join(lines)
 
 
 def plot(found: Sequence[Case], path: Path) -> None:

@@ -6,12 +6,15 @@ import json
 import platform
 import signal
 import sys
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from headrace import cores, host
-from headrace.bench.benchmark import Benchmark, Case
+from headrace.bench.benchmark import Benchmark, Case, CaseProgress
+from headrace.bench.table import CaseTable, columns_of
+from headrace.config.fields import listed
 from headrace.console import err, out
 from headrace.version import __version__
 
@@ -32,12 +35,15 @@ def machine() -> dict[str, Any]:
     return facts
 
 
-def result(cases: list[Case], measured: dict[str, Any]) -> dict[str, Any]:
-    """The fixed format: date, machine, command, cases. measured: figures of the machine from the same run."""
+def result(cases: list[Case], measured: dict[str, Any], lengths: dict[int, int] | None = None) -> dict[str, Any]:
+    """The fixed format: date, machine, command, cases. measured: figures of the machine from the same run. lengths: of
+    a quick run, see Benchmark.quick_lengths."""
+    quick = {"quick": True, "quick_lengths": lengths} if lengths else {}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine() | measured,
         "command": " ".join(["headrace", *sys.argv[1:]]),
+        **quick,
         "cases": cases,
     }
 
@@ -48,15 +54,46 @@ def measure(bench: Benchmark, json_file: Path | None = None) -> list[Case]:
     SIGTERM interrupts as ctrl-c does: by KeyboardInterrupt, at which whoever makes the cases ends the processes it has.
     """
     done: list[Case] = []
+    table: CaseTable | None = None
+    lengths = bench.quick_lengths()
+    if lengths:
+        out.print(quick_text(lengths), style="yellow")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        for case in bench.cases():
-            done.append(case)
-            out.print(bench.line(case), soft_wrap=True)
+        with ExitStack() as stack:
+            bench.progress = CaseProgress(stack, bench.case_count())
+            for case in bench.cases():
+                done.append(case)
+                with bench.progress.hidden():
+                    table = _print(bench, case, table)
     finally:
         signal.signal(signal.SIGTERM, before)
         if done and json_file is not None:
-            json_file.write_text(json.dumps(result(done, bench.machine), indent=1) + "\n", encoding="utf-8")
+            written = json.dumps(result(done, bench.machine, lengths), indent=1) + "\n"
+            json_file.write_text(written, encoding="utf-8")
             err.print(f"wrote {json_file}", style="dim")
     bench.finish(done)
     return done
+
+
+def _print(bench: Benchmark, case: Case, table: CaseTable | None) -> CaseTable:
+    """The case as a row, after the head if it is the first."""
+    if table is None:
+        columns = bench.columns()
+        table = CaseTable(columns_of(case) if columns is None else columns, out)
+        if table.columns:
+            table.head()
+    if table.columns:
+        table.row(case)
+        out.file.flush()  # a pipe shows rows as they come
+    return table
+
+
+def _listed(names: list[str]) -> str:
+    return listed(names, "and") if len(names) > 1 else names[0]
+
+
+def quick_text(lengths: dict[int, int]) -> str:
+    """'quick run: lengths of 64 and 256 instead of 2,048 and 8,192, ...'."""
+    usual, true = (_listed([f"{each:,}" for each in some]) for some in (lengths, lengths.values()))
+    return f"quick run: lengths of {true} instead of {usual}, once each: it shows that all runs, and measures nothing"

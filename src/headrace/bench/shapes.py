@@ -6,6 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.bench.caches import cache_folder, notice
+from headrace.console import err
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointShape:
@@ -28,18 +31,30 @@ SHAPES = {
 }
 
 
-FOLDER = Path("build/bench")
-"""Checkpoints, and what peers convert them to, are kept here."""
-
-
 def checkpoint(model: str) -> Path:
     """The folder of a random-weight shape, written on first use. Raises ValueError for an unknown shape."""
     if model not in SHAPES:
         raise ValueError(f"model must be one of {', '.join(SHAPES)}; got {model!r}")
-    folder = FOLDER / model
-    if not (folder / "config.json").exists():
-        write_checkpoint(SHAPES[model], folder)
+    folder, shape = cache_folder() / "bench" / model, SHAPES[model]
+    if not _is_written(shape, folder):
+        err.print(notice(f"{model}, random weights", weight_bytes(shape), folder), style="dim", markup=False)
+        write_checkpoint(shape, folder)
     return folder.resolve()
+
+
+def weight_bytes(shape: CheckpointShape) -> int:
+    """Bytes of the weights in bf16."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    layer = shape.hidden * (2 * q + 2 * kv + 3 * shape.mlp)
+    return 2 * (2 * shape.vocab * shape.hidden + shape.layers * layer)
+
+
+def _is_written(shape: CheckpointShape, folder: Path) -> bool:
+    """config.json is written last, and says whether an earlier version made other sizes under this name."""
+    try:
+        return bool(json.loads((folder / "config.json").read_text()) == _config(shape))
+    except (OSError, ValueError):
+        return False
 
 
 def write_checkpoint(shape: CheckpointShape, folder: Path, seed: int = 0) -> Path:

@@ -17,6 +17,7 @@ import msgspec
 from headrace.bench.prefill_links import RankLink
 from headrace.bench.prefill_search import confirmed, in_turns, search
 from headrace.bench.prefill_testbed import PrefillTestbed, median, open_testbed
+from headrace.bench.table import Column, show
 from headrace.bench.tuning import Tuning
 from headrace.console import err, loading, out, telling
 from headrace.engine.ranks import stamp
@@ -149,10 +150,19 @@ def _samples(
     return samples
 
 
+COLUMNS = (
+    Column("prompt", "tokens", "tokens", ","),
+    Column("first token", "ttft_s", "s", ",.4f"),
+    Column("shares of the ranks", "shares"),
+)
+
+
 def _tell(table: TunedTable, path: Path) -> None:
-    out.print("| tokens | shares of the ranks | time to first token |\n|---|---|---|")
-    for tokens, entry in sorted(table.entries.items()):
-        out.print(f"| {tokens} | {', '.join(f'{share:.4f}' for share in entry.fractions)} | {entry.ttft_s:.4f} s |")
+    rows = [
+        {"tokens": tokens, "shares": " ".join(f"{share:.4f}" for share in entry.fractions), "ttft_s": entry.ttft_s}
+        for tokens, entry in sorted(table.entries.items())
+    ]
+    show(COLUMNS, rows, out)
     corrections = ", ".join(f"{name} {value:.2f}" for name, value in table.corrections.items())
     out.print(f"\nmeasured over predicted: {corrections}")
     if table.heuristic is not None:

@@ -30,6 +30,10 @@ class Workload:
     def draw(self, repetition: int, scale: int) -> WorkloadRun:
         return self.make(random.Random(f"{self.name} {repetition}"), scale)
 
+    def longest(self, scale: int) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.draw(0, scale).prompts))
+
 
 def _ids(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(10, VOCABULARY) for _ in range(max(count, 1))]
