@@ -6,7 +6,7 @@ Imports no torch, so that the tree, the plan and the scheduler can be tested wit
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Literal
@@ -21,11 +21,12 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class InvalidRequest(ValueError):
-    """A request that cannot be served as asked. `param` names the offending parameter (None: the whole request)."""
+    """A request that cannot be served as asked. `param` names the offending parameter (None: the whole request),
+    `code` the kind of the fault as OpenAI's API does, where it has a name of its own ('context_length_exceeded')."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 class Overloaded(RuntimeError):
@@ -62,9 +63,13 @@ def shortened(text: str) -> str:
 
 def set_apart(record: Any) -> str:
     """The repr of a dataclass, with the fields alone that are not as by default."""
-    made = type(record)()
-    names = [item.name for item in fields(record) if getattr(record, item.name) != getattr(made, item.name)]
-    return f"{type(record).__name__}({', '.join(f'{name}={getattr(record, name)!r}' for name in names)})"
+    usual = {
+        item.name: item.default if item.default_factory is MISSING else item.default_factory()
+        for item in fields(record)
+    }
+    values = {name: getattr(record, name) for name in usual}
+    told = [f"{name}={value!r}" for name, value in values.items() if usual[name] is MISSING or value != usual[name]]
+    return f"{type(record).__name__}({', '.join(told)})"
 
 
 def chunks_for(tokens: int) -> int:
@@ -343,6 +348,10 @@ class Request:
     public_prefix_tokens: int = 0
     arrival_s: float = 0.0
 
+    def __repr__(self) -> str:
+        """Without the tokens, and without the salt, which is as good as a tenant's name."""
+        return f"Request({self.request_id!r}, {len(self.prompt_token_ids):,} tokens, {self.params!r})"
+
     def __post_init__(self) -> None:
         check_sharing(self.cache_salt, self.public_prefix_tokens)
 
@@ -364,3 +373,6 @@ class Delta:
     stop_reason: str | int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: Metrics | None = None
+
+    def __repr__(self) -> str:
+        return set_apart(self)

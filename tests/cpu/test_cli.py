@@ -98,7 +98,7 @@ def test_flag_before_environment_before_default(served: list[EngineConfig]) -> N
         ("mine", 99, 3),
     ]
     assert [c.model.folder for c in served[3:]] == ["mine", "mine"]
-    assert served[2] == EngineConfig(enable_prefix_caching=False, dtype="float32")
+    assert served[2] == EngineConfig(enable_prefix_caching=False, dtype="float32", log_level="info")
 
 
 def test_ranks_have_short_flags(served: list[EngineConfig]) -> None:

@@ -15,9 +15,9 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 NOTES = [ROOT / "CHANGELOG.md", *sorted((ROOT / "bench/notes").glob("*.md"))]
 """What speaks of its day: only links and results must be there."""
 
-MARK = re.compile(r"<!-- (run|tested by (?P<tests>.+)|not run: (?P<reason>.+)) -->")
+MARK = re.compile(r"<!-- (run|run on|tested by (?P<tests>.+)|not run: (?P<reason>.+)) -->")
 PRINTED = "<!-- printed -->"
-"""Precedes the block that shows, to the letter, what the block before it prints; that one is marked `run`."""
+"""Precedes the block that shows, to the letter, what the block before it prints (one that is run)."""
 
 FENCE = re.compile(r"^( *)```(.*)$")
 LINK = re.compile(r"\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
@@ -39,7 +39,12 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        return self.mark is not None and self.mark[1] == "run"
+        return self.mark is not None and self.mark[1] in ("run", "run on")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it knows the names of the block that ran before it."""
+        return self.mark is not None and self.mark[1] == "run on"
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"

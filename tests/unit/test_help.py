@@ -72,6 +72,11 @@ def test_ten_options_come_first(command: str) -> None:
     assert headings[:2] == ["Arguments:", COMMON_PANEL + ":"] and headings[-1] == "Help:"
 
 
+def test_help_all_of_a_group_is_its_help() -> None:
+    for group in ("", "bench"):
+        assert screen(group, 80, "--help-all") == screen(group, 80)
+
+
 def test_help_all_of_serve_has_every_setting_with_its_twin() -> None:
     text = screen("serve", 80, "--help-all")
     for item in SETTINGS.values():

@@ -15,7 +15,7 @@ from headrace.config import SETTINGS, EngineConfig
 from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import settings_text
 from headrace.stats import EngineStats, FinishedStats, KVStats, SchedulerStats, TokenStats
-from headrace.types import Completion, Metrics, RequestOutput, SamplingParams
+from headrace.types import Completion, Delta, Metrics, Request, RequestOutput, SamplingParams
 from tools.golden import KEYWORDS, keywords
 
 pytestmark = pytest.mark.unit
@@ -38,6 +38,9 @@ pytestmark = pytest.mark.unit
                        Metrics()),
          "RequestOutput('r-2', 'a', 1 tokens, length and 2 more, 0 of 1 prompt tokens cached)"),
         (RequestOutput("r-3", [], [], Metrics()), "RequestOutput('r-3', no output, 0 of 0 prompt tokens cached)"),
+        (Delta("r-4", 0, " a", [7]), "Delta(request_id='r-4', index=0, text=' a', token_ids=[7])"),
+        (Request("r-5", [7] * 4000, SamplingParams(n=2), cache_salt="Smith & Sons"),
+         "Request('r-5', 4,000 tokens, SamplingParams(n=2))"),
         (EngineConfig(), "EngineConfig(model='tiny')"),
         (EngineConfig(context_parallel_size=2), "EngineConfig(model='tiny', context_parallel_size=2)"),
         (EngineConfig(model="m", kv_cache_tokens=4096, max_batch_tokens=16384, api_key="open sesame"),

@@ -13,7 +13,7 @@ import typer
 
 from headrace.bench.benchmark import BenchOption, options_of
 from headrace.cli.errors import one_line_errors
-from headrace.cli.help import HELP_ALL, USUAL_PANEL, PanelledCommand, PanelledGroup, panel
+from headrace.cli.help import HELP_ALL, HELP_ALL_OF_GROUP, USUAL_PANEL, PanelledCommand, PanelledGroup, panel
 from headrace.cli.options import metavar, model_either_way, one_model, shown_default
 
 JSON = inspect.Parameter(
@@ -64,7 +64,7 @@ def _value(field: str, option: BenchOption, given: Any) -> Any:
 def _parameters(field: str, kind: Any, option: BenchOption) -> list[inspect.Parameter]:
     required = option.default is MISSING
     if field == "model":
-        return model_either_way(option.help, "" if required else f"[default: {option.default}]")
+        return model_either_way(option.help + ("" if required else f"  [default: {option.default}]"))
     shown = str if option.parse is not None else kind
     about: dict[str, Any] = {"help": option.help, "min": option.min, "envvar": option.envvar}
     about["rich_help_panel"] = panel(USUAL_PANEL, option.rare) if not option.argument else None
@@ -109,5 +109,5 @@ app = typer.Typer(
 
 
 @app.callback()
-def _group() -> None:
+def _group(help_all: Annotated[bool, HELP_ALL_OF_GROUP] = False) -> None:
     """Each benchmark prints its figures; those of a run under other load are worth little."""

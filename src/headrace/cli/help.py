@@ -65,6 +65,10 @@ HELP_ALL = inspect.Parameter(
 """A parameter of every command; its callback has done everything."""
 
 
+HELP_ALL_OF_GROUP = typer.Option("--help-all", callback=_show_everything, is_eager=True, hidden=True)
+"""Groups have nothing to hide, but who asks gets an answer."""
+
+
 class PanelledCommand(TyperCommand):
     """A command whose --help lists options under headings: COMMON_PANEL first, HELP_PANEL last, between them by first
     appearance. Where there are rare ones these and the variables of the environment are left out, as the last line

@@ -11,7 +11,7 @@ import typer
 from headrace import console
 from headrace.bench.tuning import Tuning
 from headrace.cli import bench, errors
-from headrace.cli.help import OWN_PANEL, PanelledCommand, PanelledGroup
+from headrace.cli.help import HELP_ALL_OF_GROUP, OWN_PANEL, PanelledCommand, PanelledGroup
 from headrace.cli.options import guarded, with_config, with_model, with_sampling
 from headrace.config import EngineConfig
 from headrace.parallel.torchrun_environment import started_this
@@ -45,6 +45,7 @@ def shared(
         bool, typer.Option(help="Show the whole traceback of an error.", envvar="HEADRACE_DEBUG", show_default=False)
     ] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
+    help_all: Annotated[bool, HELP_ALL_OF_GROUP] = False,
 ) -> None:
     errors.set_debug(debug)
 
@@ -56,7 +57,6 @@ def serve(config: EngineConfig) -> None:
     """
     from headrace.server.serve import serve as run
 
-    errors.log_to_stderr()
     code = run(_restartable(config))
     if code:
         raise typer.Exit(code)
@@ -103,9 +103,16 @@ def batch(
     target: Annotated[str, typer.Argument(metavar="OUT", help="File for the answers; - is standard output.")],
     model_name: Annotated[
         str | None,
-        typer.Option("--served-model-name", help="Name by which requests may call the model. Default: as given."),
+        typer.Option(
+            "--served-model-name",
+            metavar="NAME",
+            help="Name by which requests may call the model. Default: as given.",
+            rich_help_panel=OWN_PANEL,
+        ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.", rich_help_panel=OWN_PANEL)
+    ] = False,
 ) -> None:
     """Answer a file of requests in OpenAI's batch form.
 
@@ -114,7 +121,6 @@ def batch(
     """
     from headrace.cli.batch import run
 
-    errors.log_to_stderr(logging.WARNING)
     if model_name is not None:
         config = config.replace(served_model_name=model_name)
     run(_restartable(config), source, target, quiet=quiet)

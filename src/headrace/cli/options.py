@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from headrace.cli.errors import one_line_errors
+from headrace.cli.errors import log_as, one_line_errors
 from headrace.cli.help import COMMON_PANEL, HELP_ALL, SAMPLING_PANEL, panel
 from headrace.config import SETTINGS, Setting, config_from_env
 from headrace.config.server import ServerSettings
@@ -29,7 +29,7 @@ Option = inspect.Parameter
 def engine_settings(server: bool) -> list[Setting]:
     """All but the model, those that most people need first."""
     found = [item for item in SETTINGS.values() if item.name != "model" and (server or item.name not in SERVER_ONLY)]
-    return sorted(found, key=lambda item: not item.common)
+    return sorted(found, key=lambda item: (not item.common, item.common and item.record is not ServerSettings))
 
 
 def with_config(command: Callable[..., None], *, server: bool, model_argument: bool) -> Callable[..., None]:
@@ -46,6 +46,7 @@ def with_config(command: Callable[..., None], *, server: bool, model_argument: b
         settings = {name: given.pop(name) for name in names} | {"model": one_model(given)}
         # Left out where it was not given: config_from_env then fills it in by its own rules.
         config = config_from_env(**{k: v for k, v in settings.items() if v is not None})
+        config = log_as(config, serving=server)
         torchrun.serve_if_worker(config)
         command(config=config, **given)
 
@@ -58,7 +59,7 @@ def with_model(command: Callable[..., None], help: str) -> Callable[..., None]:
     def run(**given: Any) -> None:
         command(model=one_model(given), **given)
 
-    return _dressed(run, command, "model", model_either_way(help, ""))
+    return _dressed(run, command, "model", model_either_way(help))
 
 
 def with_sampling(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
@@ -113,22 +114,22 @@ def _dressed(
 def _model(first: bool) -> list[Option]:
     item = SETTINGS["model"]
     # Read from the environment by config_from_env alone: click could not tell it from a second model.
-    told = f"[env var: {item.env}; default: {item.default}]"
+    twin, default = f"env var: {item.env}", f"default: {item.default}"
     if first:
-        return model_either_way(item.help, told, item.record.title)
-    return [model_by_name(item.help, told, COMMON_PANEL)]
+        return model_either_way(f"{item.help}  [{default}]", twin, item.record.title)
+    return [model_by_name(f"{item.help}  [{twin}; {default}]", COMMON_PANEL)]
 
 
-def model_by_name(help: str, told: str, place: str | None = None) -> Option:
-    """The option -m, --model. told: its default, and whence it comes."""
-    info = typer.Option("-m", "--model", metavar="MODEL", help=f"{help}  {told}".strip(), rich_help_panel=place)
+def model_by_name(help: str, place: str | None = None) -> Option:
+    """The option -m, --model."""
+    info = typer.Option("-m", "--model", metavar="MODEL", help=help, rich_help_panel=place)
     return _option("model", str | None, None, info)
 
 
-def model_either_way(help: str, told: str, place: str | None = None) -> list[Option]:
-    """An argument and the option, of which one_model makes one."""
+def model_either_way(help: str, told: str = "", place: str | None = None) -> list[Option]:
+    """An argument and the option, of which one_model makes one. told: whence it comes besides."""
     first = _option("model_first", str | None, None, typer.Argument(metavar="MODEL", help=help))
-    return [first, model_by_name("The model, in place of the argument.", told, place)]
+    return [first, model_by_name("The model, in place of the argument." + (f"  [{told}]" if told else ""), place)]
 
 
 def one_model(given: dict[str, Any]) -> str | None:

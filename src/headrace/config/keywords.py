@@ -151,8 +151,18 @@ class SettingKeywords(TypedDict, total=False):
     max_queued_tokens: int
     """Prompt tokens that may wait; more are refused with 429."""
 
+    log_level: Literal["auto", "debug", "info", "warning", "error"]
+    """Least level of log lines. auto: info for serve, warning for other commands."""
+
+    log_format: Literal["text", "json"]
+    """json: each log line is a JSON object, with times in UTC and figures as fields."""
+
+    log_requests: Literal["off", "ends", "params", "text"]
+    """Log each request: as it ends; params: also as it arrives, with its parameters; text: and the beginning of prompt
+    and answer, which may be personal data."""
+
     log_interval_s: float
-    """Seconds between status lines while busy."""
+    """Seconds between status lines while busy, and between lines about refused requests."""
 
     restart: bool
     """Start the engine again after a failure; without it the server ends with code 1."""

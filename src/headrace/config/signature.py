@@ -42,7 +42,7 @@ class LongSignature(inspect.Signature):
 def shows_settings(cls: C) -> C:
     """A class whose __init__ takes `**settings`: its signature names them all, its docstring says what they are."""
     init = vars(cls)["__init__"]
-    own = inspect.signature(init)
+    own = inspect.signature(init, eval_str=True)
     kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     init.__signature__ = LongSignature([*kept, *map(_keyword, _settings())])
     if cls.__doc__:  # none with python -OO
