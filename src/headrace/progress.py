@@ -216,6 +216,7 @@ class Answering:
         self.total, self.written, self.failed = total, 0, 0
         self.metrics: list[Metrics] = []
         self._clock, self._began = clock, clock()
+        self._summed = self._prompt = self._cached = 0
 
     def note(self, delta: Delta) -> None:
         """Any delta, of any of the prompts."""
@@ -239,13 +240,20 @@ class Answering:
         left'. Tokens per second since the beginning: of the prompts answered (input) and of all answers (output)."""
         parts = [f"{len(self.metrics) + self.failed:,} of {self.total:,} prompts"]
         if self.metrics:
-            prompt = sum(each.prompt_tokens for each in self.metrics)
-            cached = sum(each.cached_tokens for each in self.metrics)
-            speeds = (count / max(self.seconds, 1e-9) for count in (prompt, self.written))
-            parts += ["input {:,.0f}/s, output {:,.0f}/s".format(*speeds), f"{percent(cached, prompt)} cached"]
+            self._sum()
+            speeds = (count / max(self.seconds, 1e-9) for count in (self._prompt, self.written))
+            parts += ["input {:,.0f}/s, output {:,.0f}/s".format(*speeds)]
+            parts += [f"{percent(self._cached, self._prompt)} cached"]
         elif self.written:
             parts.append(f"output {self.written / max(self.seconds, 1e-9):,.0f}/s")
         return ", ".join(parts + ([reading(prefills, rate, self.seconds)] if prefills else []))
+
+    def _sum(self) -> None:
+        """Adds up those that are new: there may be 100,000 prompts, and a line several times a second."""
+        for each in self.metrics[self._summed :]:
+            self._summed += 1
+            self._prompt += each.prompt_tokens
+            self._cached += each.cached_tokens
 
     def summary(self) -> str:
         """See the function of that name."""
