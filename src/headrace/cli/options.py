@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 from headrace.cli.errors import one_line_errors
 from headrace.config import SETTINGS, Setting, config_from_env
 from headrace.config.server import ServerSettings
-from headrace.engine import torchrun
+from headrace.engine import preflight, torchrun
 from headrace.types import SamplingParams
 
 SERVER_ONLY = {item.name for item in SETTINGS.values() if item.record is ServerSettings and not item.everywhere}
@@ -45,6 +45,7 @@ def with_config(command: Callable[..., None], *, server: bool, model_argument: b
         # Left out where it was not given: config_from_env then fills it in by its own rules.
         config = config_from_env(**{k: v for k, v in settings.items() if v is not None})
         torchrun.serve_if_worker(config)
+        preflight.check(config)
         command(config=config, **given)
 
     return _dressed(run, command, "config", options)

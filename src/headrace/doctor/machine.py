@@ -6,7 +6,6 @@ import os
 import platform
 import time
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from headrace import cores, host
@@ -47,7 +46,7 @@ def processor() -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    limit = _cgroup_limit()
+    limit = host.memory_limit()
     return {
         "total GiB": host.memory_total() / GIB,
         "free GiB": host.memory_available() / GIB,
@@ -165,17 +164,6 @@ def check_model(model: str) -> dict[str, Any]:
         "KV bytes per token (bf16)": f"{per_token:,}",
         "KV tokens that fit in the free memory": f"{max(0, free - weights) // per_token:,}",
     }
-
-
-def _cgroup_limit() -> int | None:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 2**60:
-            return int(text)
-    return None
 
 
 def _version(package: str) -> str:

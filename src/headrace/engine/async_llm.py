@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 from headrace.config import EngineConfig
 from headrace.engine import messages as m
-from headrace.engine import process
+from headrace.engine import preflight, process
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.tokenizer import Tokenizer
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, Prefill, PrefillClock
@@ -94,6 +94,7 @@ class AsyncLLM:
         cannot work, EngineDead for any other failure.
         """
         tell = _both(progress, phases)
+        preflight.check(self.config)
         folder = model_folder(self.config.model.folder)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "headrace.engine.worker", str(theirs.fileno())]

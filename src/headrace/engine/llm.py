@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import EngineConfig, config_from_env
+from headrace.engine import preflight
 from headrace.engine.core import EngineCore
 from headrace.engine.loader import Loaded, load
 from headrace.progress import Answering, PrefillClock
@@ -33,6 +34,7 @@ class LLM:
 
     def __init__(self, model: str = "tiny", **settings: Any) -> None:
         self.config = config_from_env(model=str(model), **settings)
+        preflight.check(self.config)
         self.engine = EngineCore(_load(self.config))
         self.capacity = self.engine.loaded.capacity
         atexit.register(self.close)
