@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from rich.console import Console
 
@@ -60,8 +60,10 @@ class ProgressLine:
 
     tell() gives the sentence, '' for nothing; share() how much is done, 0 to 1, for a bar, or None. Both are called on
     another thread and must be quick. The line appears after `after_s`. Whoever prints to stdout meanwhile does it in
-    `with line.hidden():`; lines for stderr go through `line.say`.
+    `with line.hidden():`; lines for stderr go through `line.say`. Of lines within one another the outer one is shown.
     """
+
+    open: ClassVar[list[ProgressLine]] = []
 
     def __init__(
         self,
@@ -82,8 +84,11 @@ class ProgressLine:
         self._lock = threading.RLock()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
+        self._outer: ProgressLine | None = None
 
     def __enter__(self) -> Self:
+        self._outer = next((line for line in self.open if line._console is self._console), None)
+        self.open.append(self)
         self._thread = threading.Thread(target=self._run, name="headrace-progress", daemon=True)
         self._thread.start()
         return self
@@ -98,13 +103,15 @@ class ProgressLine:
         self._end.set()
         with self._lock:
             self._erase()
+        if self in self.open:
+            self.open.remove(self)
         if self._thread is not None:
             self._thread.join()
 
     def tick(self) -> None:
         """Brings the line up to date. The line's own thread does it, several times a second."""
         with self._lock:
-            if self._end.is_set():
+            if self._end.is_set() or self._outer is not None:
                 return
             told = self._tell()
             if self.in_place:
@@ -121,6 +128,10 @@ class ProgressLine:
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Holds the line back, so that something else can be printed."""
+        if self._outer is not None:
+            with self._outer.hidden():
+                yield
+            return
         with self._lock:
             self._erase()
             yield

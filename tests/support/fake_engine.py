@@ -70,6 +70,9 @@ class FakeCapacity:
     model: str = "fake"
     kernels: dict[str, str] = field(default_factory=lambda: {"attention": "echo"})
     ranks: str = ""
+    architecture: str = "FakeForCausalLM"
+    layers: int = 1
+    quantization: str = "none"
 
 
 class FakeEngine:

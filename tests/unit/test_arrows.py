@@ -23,7 +23,7 @@ BELOW_ENGINE = CORE | {"models", "planner", "parallel", "offload", "assets"}
 MAY_IMPORT = {
     "types": set(),
     "version": set(),
-    "stats": set(),
+    "stats": {"types"},
     "strategies": set(),
     "kernels.registry": set(),
     "config": {"types", "strategies", "kernels.registry"},

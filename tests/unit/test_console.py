@@ -164,6 +164,25 @@ def test_print_between(clock: Seconds) -> None:
         assert "asking" in printed(screen)[before:]
 
 
+def test_of_lines_within_one_another_the_outer_one_is_shown(clock: Seconds) -> None:
+    """A benchmark that loads an engine: two lines at once would garble the terminal."""
+    screen = terminal()
+    with ProgressLine(lambda: "case 1 of 2", after_s=0, console=screen, clock=clock) as outer:
+        outer.tick()
+        with loading("tiny", console=screen, clock=clock) as inner:
+            inner(LoadPhase("packing"))
+            clock.sleep(9)
+            inner.line.tick()
+            assert "packing" not in printed(screen)
+            inner.line.say("a line that stays")
+            shown = printed(screen)
+            assert shown.index("case 1 of 2") < shown.index("\x1b[2K") < shown.index("a line that stays")
+        before = len(printed(screen))
+        outer.tick()
+        assert "case 1 of 2" in printed(screen)[before:]
+    assert not ProgressLine.open
+
+
 def test_nothing_is_drawn_twice(clock: Seconds) -> None:
     screen = terminal()
     with ProgressLine(lambda: "asking", after_s=0, console=screen, clock=clock) as line:

@@ -1,7 +1,7 @@
 """README, CONTRIBUTING, SECURITY and docs/ say what is so: commands, flags, settings, files, results and links exist.
 
-Every block of commands is preceded by an HTML comment: `run` (tests/cpu/test_docs_run.py runs it), `tested by FILES`
-(tests that run such commands) or `not run: REASON`. All are parsed here, whatever the comment says.
+Every block of commands is preceded by an HTML comment: `run` or `run on` (tests/cpu/test_docs_run.py runs it),
+`tested by FILES` (tests that run such commands) or `not run: REASON`. All are parsed here, whatever the comment says.
 """
 
 from __future__ import annotations

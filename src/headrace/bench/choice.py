@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class ChoiceBench(PrefillGrid):
-    """What the planner picks beside the best of all strategies, measured, and where pass-Q starts to win."""
+    """What the planner picks beside the best of all strategies.
+
+    All are measured, and where pass-Q starts to win.
+    """
 
     name = "choice"
     model: str = option(MODEL_HELP, "tiny", argument=True)

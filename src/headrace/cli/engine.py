@@ -70,8 +70,8 @@ class CollectedAnswer:
 def figures(metrics: Metrics) -> str:
     """One line: what was cached, what was new, how fast; which strategy computed it where there are ranks, and how
     stored chunks came back where there are tiers."""
-    decode_s = metrics.e2e_s - metrics.ttft_s
-    speed = f"{(metrics.output_tokens - 1) / decode_s:.1f} tokens/s" if decode_s > 0 else "- tokens/s"
+    decode = metrics.decode_tokens_per_s
+    speed = "- tokens/s" if decode is None else f"{decode:.1f} tokens/s"
     new = metrics.prompt_tokens - metrics.cached_tokens
     how = f", prefill by {metrics.strategy} ({metrics.strategy_reason})" if metrics.strategy else ""
     how += f", restore: {metrics.restore_reason}" if metrics.restore_reason else ""

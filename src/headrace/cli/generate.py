@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.engine import CollectedAnswer, engine, figures, streamed
+from headrace.cli.hints import check_file
 from headrace.config import EngineConfig
 from headrace.console import ProgressLine, err
 from headrace.progress import Answering
@@ -24,6 +25,7 @@ def read_prompts(given: list[str], file: Path | None) -> list[str]:
         prompts = given
     elif file is not None:
         prompts = [read_text(file)]
+        check_file(file, prompts[0])
     elif sys.stdin.isatty():
         raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
     else:

@@ -8,9 +8,14 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from os import PathLike
+from typing import Any, Self, Unpack
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, config_from_env
+from headrace.config.keywords import SettingKeywords
+from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import messages as m
 from headrace.engine import preflight, process
 from headrace.engine.capacity import Capacity, model_folder
@@ -29,21 +34,29 @@ LOADING_S = 120.0
 its threads, and a timeout chosen for a serving engine would kill one that has just begun."""
 
 
-class AsyncLLM:
+@shows_settings
+class AsyncLLM(metaclass=PublicNames):
     """An engine process and its queue.
 
-        llm = AsyncLLM(EngineConfig(model="tiny"))
-        await llm.start()
-        async for delta in llm.generate("The code of Lisbon", SamplingParams(max_tokens=20)):
-            print(delta.text, end="")
-        await llm.shutdown()
+        async with AsyncLLM("tiny") as llm:
+            async for delta in llm.generate("The code of Lisbon", SamplingParams(max_tokens=20)):
+                print(delta.text, end="")
 
+    `config`: an EngineConfig, or a model as LLM takes it, with settings as keywords. `async with` awaits start() and
+    shutdown(). `stats`: the engine's figures after its last step; stats.summary() has the usual ones by plain names.
     Waiting requests are bounded by max_queued_requests and max_queued_tokens (Overloaded beyond). An engine process
     that says nothing for engine_timeout_s is killed; all waiting then end with EngineDead, as after any failure.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
+    __dir__ = public_names
+
+    def __init__(
+        self, config: EngineConfig | str | PathLike[str] = "tiny", **settings: Unpack[SettingKeywords]
+    ) -> None:
+        if isinstance(config, EngineConfig):
+            self.config = config.replace(**settings) if settings else config
+        else:
+            self.config = config_from_env(model=str(config), **settings)
         self.failure: str | None = None
         self.stats = EngineStats()
         self.tokenizer: Tokenizer | None = None
@@ -58,6 +71,19 @@ class AsyncLLM:
         self._streams: dict[str, asyncio.Queue[Item]] = {}
         self._queued: dict[str, int] = {}
         self._prefilling = PrefillClock()
+
+    def __repr__(self) -> str:
+        model = repr(self.config.model.folder) if self._capacity is None else self._capacity.told
+        failed = ", shut down" if self._closing else f", failed: {self.failure}" if self.failure else ""
+        state = failed or (", not started" if self._capacity is None else "")
+        return f"AsyncLLM({model}{state})"
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.shutdown()
 
     @property
     def capacity(self) -> Capacity:
@@ -208,20 +234,20 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: str | list[int],
-        params: SamplingParams,
+        params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
-    ) -> AsyncIterator[Delta]:
-        """Streams the answer, a Delta for each step of each of the n sequences.
+    ) -> AsyncGenerator[Delta, None]:
+        """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences.
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.
         """
         self._must_live()
         tokens = self._tokens(prompt)
-        params = self.check(tokens, params)
+        params = self.check(tokens, SamplingParams() if params is None else params)
         name = request_id or uuid.uuid4().hex
         stream = self._enqueue(Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic()))
         unfinished = set(range(params.n))
@@ -241,6 +267,29 @@ class AsyncLLM:
             self._prefilling.drop(name)
             if unfinished:
                 self._send(m.Abort(name))
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        public_prefix_tokens: int = 0,
+        **template: Any,
+    ) -> AsyncGenerator[Delta, None]:
+        """Streams the answer to a conversation (messages with role and content), as generate does. Further keywords go
+        to the chat template."""
+        self._must_live()
+        if self.tokenizer is None:
+            raise InvalidRequest("the model folder has no tokenizer: pass token ids to generate()", "messages")
+        prompt = await asyncio.to_thread(self.tokenizer.apply_chat, list(messages), **template)
+        sharing: dict[str, Any] = dict(
+            request_id=request_id, cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens
+        )
+        async with aclosing(self.generate(prompt, params, **sharing)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     def abort(self, request_id: str) -> None:
         """Ends a request: its iterator ends after a Delta with finish_reason 'abort' for each unfinished sequence.

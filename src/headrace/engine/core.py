@@ -30,6 +30,7 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.stopping import finish_reason
 from headrace.kv.chunk_table import ChunkTable
+from headrace.logs import fields, short_id
 from headrace.progress import Prefill
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, Delta, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
@@ -267,7 +268,7 @@ class EngineCore:
 
     def _break_off(self, request_id: str, reason: str) -> list[Delta]:
         """Aborts a request whose logits nothing can be chosen from; all others go on."""
-        log.error("request %s aborted: %s", request_id, reason)
+        log.error("%-8s  aborted: %s", short_id(request_id), reason, extra=fields(request_id=request_id))
         active = self._active[request_id]
         open_ones = [sequence.index for sequence in active.sequences if sequence in self._outputs]
         self.abort(request_id)

@@ -24,6 +24,7 @@ from headrace.engine.executor import Computed, Executor, table_of, wanted_of
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
+from headrace.logs import short_id
 from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.parallel import messages
 from headrace.parallel.messages import StepGroup, StepPart
@@ -175,7 +176,8 @@ class Driver(Executor):
     def _note(self, part: Slice, choice: StrategyChoice) -> None:
         self.counts[choice.strategy] = self.counts.get(choice.strategy, 0) + 1
         part.sequence.strategy, part.sequence.strategy_reason = choice.strategy, choice.reason
-        log.info("%s: %d tokens on %d: %s", part.sequence.request.request_id, part.length, part.start, choice.reason)
+        request = short_id(part.sequence.request.request_id)
+        log.debug("%-8s  %d tokens after %d: %s", request, part.length, part.start, choice.reason)
 
 
 def ending_in(ranks: Sequence[int], keeper: int) -> tuple[int, ...]:

@@ -5,34 +5,53 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from os import PathLike
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
 
 from headrace.config import EngineConfig, config_from_env
+from headrace.config.keywords import SettingKeywords
+from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import preflight
 from headrace.engine.core import EngineCore
 from headrace.engine.loader import Loaded, load
 from headrace.progress import Answering, PrefillClock
-from headrace.types import Completion, Delta, InvalidRequest, Metrics, Request, RequestOutput, SamplingParams
+from headrace.stats import Summary
+from headrace.types import (
+    Completion,
+    Delta,
+    EngineDead,
+    InvalidRequest,
+    Metrics,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: {"role": "user", "content": "..."} and so on."""
 
 
-class LLM:
+@shows_settings
+class LLM(metaclass=PublicNames):
     """A model with its KV cache.
 
-        llm = LLM("tiny")
-        print(llm.generate("The code of Lisbon is 4821. What is the code of Lisbon?")[0].text)
+        with LLM("tiny") as llm:
+            print(llm.generate("The code of Lisbon is 4821. What is the code of Lisbon?")[0].text)
 
-    Keywords are those of headrace.config.EngineConfig (`headrace serve --help` lists them), each with an environment
-    twin. Raises ValueError for settings that cannot work, UnsupportedModel for a model that is not implemented.
+    `model`: a folder in Hugging Face form, or 'tiny', the shipped model. Keywords are the settings of `headrace serve
+    --help-all`, each with an environment twin (kv_cache_tokens, HEADRACE_KV_CACHE_TOKENS). Raises TypeError for an
+    unknown one, ValueError for settings that cannot work, UnsupportedModel for a model that is not implemented.
     """
 
-    def __init__(self, model: str = "tiny", **settings: Any) -> None:
+    __dir__ = public_names
+
+    def __init__(self, model: str | PathLike[str] = "tiny", **settings: Unpack[SettingKeywords]) -> None:
         self.config = config_from_env(model=str(model), **settings)
         preflight.check(self.config)
         self.engine = EngineCore(_load(self.config))
@@ -40,11 +59,26 @@ class LLM:
         atexit.register(self.close)
         self.tokenizer = self.engine.loaded.tokenizer
         self._count = 0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"LLM({self.capacity.told}{', closed' if self._closed else ''})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
-        """Ends the other ranks, where there are any; what runs on one rank has nothing to end."""
+        """Ends other ranks and stores what tiers shall keep. Further requests raise EngineDead; `with` closes, too."""
+        self._closed = True
         atexit.unregister(self.close)
         self.engine.loaded.close()
+
+    def stats(self) -> Summary:
+        """What the engine holds now and has done so far: requests, tokens, share from the cache, KV in use."""
+        return self.engine.stats().summary()
 
     def generate(
         self,
@@ -62,8 +96,11 @@ class LLM:
         for several prompts on a terminal. Raises InvalidRequest naming the parameter.
         """
         texts: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
-        given = sampling_params or SamplingParams()
+        given = SamplingParams() if sampling_params is None else sampling_params
         params = [given] * len(texts) if isinstance(given, SamplingParams) else list(given)
+        if not all(isinstance(each, SamplingParams) for each in params):
+            told = "sampling_params must be SamplingParams(...), or a list with one for each prompt"
+            raise InvalidRequest(told, "sampling_params")
         if len(params) != len(texts):
             raise InvalidRequest(f"{len(texts)} prompts but {len(params)} sampling_params", "sampling_params")
         requests = [
@@ -76,23 +113,23 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Any],
-        sampling_params: SamplingParams | None = None,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        progress: bool | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answers a conversation (messages with role and content), or several (a list of such lists).
 
-        Further keywords go to the chat template.
+        Further keywords go to the chat template; the others are those of generate.
         """
         if self.tokenizer is None:
             raise InvalidRequest("the model folder has no tokenizer: pass token ids to generate()", "messages")
-        several = bool(messages) and not isinstance(messages[0], dict)
-        conversations = messages if several else [messages]
-        prompts = [self.tokenizer.apply_chat(list(c), **template) for c in conversations]
-        return self.generate(prompts, sampling_params, cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
+        prompts = [self.tokenizer.apply_chat(list(c), **template) for c in conversations(messages)]
+        sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
+        return self.generate(prompts, sampling_params, **sharing, progress=progress)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits after each token of a prompt, computed without the prefix cache: fp32 [T, V]."""
@@ -117,6 +154,8 @@ class LLM:
             self.engine.on_logits = before
 
     def _request(self, prompt: str | Sequence[int], params: SamplingParams, salt: str | None, public: int) -> Request:
+        if self._closed:
+            raise EngineDead("this LLM is closed: make another")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("the model folder has no tokenizer: pass token ids", "prompts")
@@ -175,6 +214,17 @@ def _load(config: EngineConfig) -> Loaded:
 
     with loading(config.model.folder) as tell:
         return load(config, tell)
+
+
+def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
+    """One or several as several. Raises InvalidRequest for what is neither."""
+    several = isinstance(messages, list | tuple) and bool(messages) and not isinstance(messages[0], Mapping)
+    found: Sequence[Any] = messages if several else [messages]
+    for one in found:
+        if not isinstance(one, list | tuple) or not all(isinstance(each, Mapping) for each in one):
+            told = "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists"
+            raise InvalidRequest(told, "messages")
+    return found
 
 
 class Answer:

@@ -189,7 +189,21 @@ def _capacity(
         kernels=_kernels(config.model.quantization, backend),
         context_parallel_size=config.ranks.context,
         tensor_parallel_size=config.ranks.tensor,
+        architecture=model.architecture,
+        layers=model.layers,
+        model_len=model.max_model_len,
+        length_limit=_length_limit(config, model.max_model_len, max_len),
     )
+
+
+def _length_limit(config: EngineConfig, model_len: int, max_len: int) -> str:
+    """The setting that keeps sequences shorter than the model would; empty where none does."""
+    if max_len >= model_len:
+        return ""
+    if max_len == config.model.max_len:
+        return "max_model_len"
+    room = config.streaming.room[0] if config.streaming is not None else "kv_cache_tokens"
+    return "kv_cache_tokens" if config.cache.tokens is not None else room
 
 
 def _kernels(quantization: Quantization, backend: str) -> dict[str, str]:

@@ -169,7 +169,7 @@ def open_ranks(
         machine, shape = measure.machine(*measured), ModelShape.of(decoder.config, decoder.dtype.itemsize)
         tuned = _table(config, shape, machine)
         told = describe(config) + (_profile(config, machine) if config.ranks.context > 1 else "")
-        log.info("%s", told)
+        log.debug("%s", told)
         return Ranks(group, rank, machine if tuned is None else tuned.machine, shape, tuned, told), decoder
     except BaseException:
         group.close()

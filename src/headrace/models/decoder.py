@@ -211,7 +211,7 @@ class Decoder:
         reason = block.obstacle(layers, self.dtype) if share is None else f"shared by {share.size} tensor ranks"
         if reason is None:
             return block.Blocks(_shape(self.config), layers)
-        log.info("layers one operation at a time (%s)", reason)
+        log.info("layers are computed one operation at a time: %s", reason)
         return OneByOne(layers)
 
     def _plain_ends(self) -> Ends | None:
