@@ -74,9 +74,9 @@ class JsonFormatter(logging.Formatter):
             "time": time.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": " ".join(record.getMessage().split())[:MOST_IN_LINE],
+            "message": " ".join(record.getMessage().split()).replace("( ", "(")[:MOST_IN_LINE],  # columns of text
         }
-        told = getattr(record, "fields", {}) | told
+        told |= {name: value for name, value in getattr(record, "fields", {}).items() if name not in told}
         if record.exc_info:
             told["exception"] = self.formatException(record.exc_info)
         return json.dumps(told, default=str)

@@ -88,7 +88,7 @@ def test_without_a_server_max_connections_is_taken_and_not_shown() -> None:
     for command in ("chat", "generate"):
         assert "max-connections" not in screen(command, 80, "--help-all")
         assert any("--max-connections" in param.opts for param in made(command).params)
-        assert "Engine process:" in screen(command, 80, "--help-all")
+        assert "Log and engine process:" in screen(command, 80, "--help-all")
     assert "--max-connections" in screen("serve", 80)
 
 

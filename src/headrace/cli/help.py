@@ -107,6 +107,13 @@ class PanelledGroup(TyperGroup):
         super().__init__(*args, **named)
         self.context_settings.setdefault("max_content_width", WIDEST)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        from headrace.cli.hints import names_a_model
+
+        if ctx.parent is None and args[0] not in self.commands and names_a_model(args[0]):
+            ctx.fail(f"{args[0]} is a model: headrace chat {args[0]}, or another command before it")
+        return super().resolve_command(ctx, args)
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         self.format_commands(ctx, formatter)
         rows = [told for param in self.get_params(ctx) if (told := param.get_help_record(ctx)) is not None]

@@ -164,6 +164,10 @@ class SettingKeywords(TypedDict, total=False):
     log_interval_s: float
     """Seconds between status lines while busy, and between lines about refused requests."""
 
+    public_prefix_file: str | None
+    """Text file, such as a system prompt: requests of all cache_salts share the chunks of a prompt that begins with it.
+    Several: separated by colons."""
+
     restart: bool
     """Start the engine again after a failure; without it the server ends with code 1."""
 

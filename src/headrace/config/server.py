@@ -62,6 +62,11 @@ class ServerSettings(SettingsRecord):
     log_interval_s: float = setting(
         5.0, "Seconds between status lines while busy, and between lines about refused requests.", check=seconds
     )
+    public_prefix_file: str | None = setting(
+        None,
+        "Text file, such as a system prompt: requests of all cache_salts share the chunks of a prompt that begins "
+        "with it. Several: separated by colons.",
+    )
     restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")
     engine_timeout_s: float = setting(
         10.0,

@@ -18,8 +18,9 @@ from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import messages as m
 from headrace.engine import preflight, process
-from headrace.engine.capacity import Capacity, model_folder
+from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.waiting import WaitingPrompts
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, Prefill, PrefillClock
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, MAX_N, Delta, EngineDead, InvalidRequest, Overloaded, Request, SamplingParams
@@ -69,7 +70,7 @@ class AsyncLLM(metaclass=PublicNames):
         self._dead = asyncio.Event()
         self._closing = False
         self._streams: dict[str, asyncio.Queue[Item]] = {}
-        self._queued: dict[str, int] = {}
+        self._queued = WaitingPrompts(0)
         self._prefilling = PrefillClock()
 
     def __repr__(self) -> str:
@@ -148,6 +149,8 @@ class AsyncLLM(metaclass=PublicNames):
             message = await self._receive(reader)
             if isinstance(message, m.EngineReady):
                 self._capacity = message.capacity
+                shared = message.capacity.kv_cache_tokens // CHUNK if self.config.cache.prefix_caching else 0
+                self._queued = WaitingPrompts(shared)
                 self.stats = EngineStats(kv=KVStats(chunks_total=message.capacity.kv_cache_tokens // CHUNK))
             elif isinstance(message, m.LoadProgress):
                 tell(LoadPhase(message.phase, message.done, message.total))
@@ -202,7 +205,7 @@ class AsyncLLM(metaclass=PublicNames):
         self.stats = events.stats
         self._prefilling.end(delta.request_id for delta in events.deltas)
         for request_id in events.started:
-            self._queued.pop(request_id, None)
+            self._queued.leave(request_id)
         for request_id, reason in events.refused.items():
             self._put(request_id, InvalidRequest(reason))
         for delta in events.deltas:
@@ -263,7 +266,7 @@ class AsyncLLM(metaclass=PublicNames):
                 yield item
         finally:
             self._streams.pop(name, None)
-            self._queued.pop(name, None)
+            self._queued.leave(name)
             self._prefilling.drop(name)
             if unfinished:
                 self._send(m.Abort(name))
@@ -280,6 +283,7 @@ class AsyncLLM(metaclass=PublicNames):
     ) -> AsyncGenerator[Delta, None]:
         """Streams the answer to a conversation (messages with role and content), as generate does. Further keywords go
         to the chat template."""
+        check_variables(template)
         self._must_live()
         if self.tokenizer is None:
             raise InvalidRequest("the model folder has no tokenizer: pass token ids to generate()", "messages")
@@ -313,23 +317,25 @@ class AsyncLLM(metaclass=PublicNames):
     def _enqueue(self, request: Request) -> asyncio.Queue[Item]:
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        tokens, waiting = len(request.prompt_token_ids), sum(self._queued.values())
-        full = len(self._queued) >= self.config.server.max_queued_requests
-        if full or (self._queued and waiting + tokens > self.config.server.max_queued_tokens):
+        tokens, queue, limits = len(request.prompt_token_ids), self._queued, self.config.server
+        full = len(queue) >= limits.max_queued_requests
+        if full or (len(queue) and queue.tokens + tokens > limits.max_queued_tokens):
+            wait_s = self._retry_after()
             raise Overloaded(
-                f"{len(self._queued)} requests with {waiting} prompt tokens are waiting already; try again later",
-                self._retry_after(waiting),
+                f"the queue is full: {len(queue):,} requests with {queue.tokens:,} prompt tokens are waiting, "
+                f"{queue.new_tokens:,} of them new; try again in {wait_s:.0f} s",
+                wait_s,
             )
         stream: asyncio.Queue[Item] = asyncio.Queue()
         self._streams[request.request_id] = stream
-        self._queued[request.request_id] = tokens
+        queue.add(request)
         self._send(m.Add(request))
         return stream
 
-    def _retry_after(self, waiting: int) -> float:
-        """Seconds that the waiting prompts take at the rate so far; between 1 and 60."""
+    def _retry_after(self) -> float:
+        """Seconds that the new tokens of the waiting prompts take at the rate so far; between 1 and 60."""
         rate = self.stats.tokens.prefilled / self.stats.scheduler.step_s if self.stats.scheduler.step_s else 1000.0
-        return min(60.0, max(1.0, waiting / max(rate, 1.0)))
+        return min(60.0, max(1.0, self._queued.new_tokens / max(rate, 1.0)))
 
     def _send(self, message: m.ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from headrace.config import EngineConfig
+from headrace.progress import OnPhase, Prefill, untold
 from headrace.server.app import create_app
 from headrace.server.state import MakeEngine
 from headrace.types import EngineDead
@@ -26,16 +27,25 @@ class InProcessServer:
         self.app = create_app(make_engine, config)
         self.state = self.app.state.headrace
 
-    async def ready(self, note_loaded: Callable[[float], None] = lambda share: None) -> None:
-        """Waits until an engine answers; `note_loaded` is told the share of the model that is in.
+    async def ready(self, phases: OnPhase = untold) -> None:
+        """Waits until an engine answers; `phases` is told what one that loads is doing.
 
         Raises what stopped the first engine from loading, EngineDead if there is no other after a failure.
         """
         while not (self.state.phase == "ready" and self.state.engine.alive):
             if self.state.phase == "failed":
                 raise self.state.error or EngineDead(self.state.reason)
-            note_loaded(self.state.loaded)
+            now = self.state.loading.times.now
+            if now is not None:
+                phases(now)
             await asyncio.sleep(LOOK_S)
+
+    def reading(self) -> tuple[list[Prefill], float]:
+        """Prompts being read, and tokens of them per second; for any thread."""
+        try:
+            return self.state.engine.prefills, self.state.engine.prefill_rate
+        except EngineDead:
+            return [], 0.0
 
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Status and body of the answer. Cancelling it aborts the request."""

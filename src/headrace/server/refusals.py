@@ -23,6 +23,7 @@ REASONS = {
     "unknown_parameter": "unknown field",
     "invalid_json": "not JSON",
     "body_too_large": "body too large",
+    "context_length_exceeded": "context length",
 }
 """code -> a few words. Of other codes the field at fault is told."""
 

@@ -209,6 +209,9 @@ async def _job(state: ServerState, body: Body, arrival_s: float) -> Job:
             prompts = await _text_prompts(state, body, params)
     except InvalidRequest as error:
         raise invalid(str(error), renamed.get(error.param, error.param), error.code) from None
+    if body.cache_salt is not None:
+        for prompt in prompts:
+            prompt.public_tokens = state.public.tokens(prompt.ids)
     prefix = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
     return Job(f"{prefix}-{uuid4().hex}", prompts, arrival_s, body.cache_salt, body.public_prefix_tokens or 0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -42,18 +42,21 @@ def local_address(config: EngineConfig) -> str:
     return _url(WILDCARDS.get(host, host), config.server.port)
 
 
-def start_lines(capacity: Any, config: EngineConfig, model: str, weights: int) -> list[Line]:
-    """The engine that has been loaded. weights: bytes of them."""
+def start_lines(
+    capacity: Any, config: EngineConfig, model: str, weights: int, public: Sequence[str] = ()
+) -> list[Line]:
+    """The engine that has been loaded. weights: bytes of them; public: what all salts share (PublicPrefixes.lines)."""
     return [
         _model(capacity, model, weights),
         *_labelled("kernels", kernel_lines(capacity.kernels), kernels=capacity.kernels, backend=capacity.backend),
         _kv_cache(capacity),
         *_labelled("tiers" if config.streaming is None else "KV", tier_lines(capacity, config)),
+        *_labelled("public", public),
         *_labelled("ranks", [capacity.ranks] if capacity.ranks else [], ranks=capacity.ranks),
     ]
 
 
-def _labelled(label: str, texts: list[str], **told: Any) -> Iterator[Line]:
+def _labelled(label: str, texts: Sequence[str], **told: Any) -> Iterator[Line]:
     for index, text in enumerate(texts):
         yield Line(f"{label if index == 0 else '':9} {text}", told if index == 0 else {})
 

@@ -16,6 +16,7 @@ from headrace.server.engine import ServedCapacity, ServedEngine
 from headrace.server.job import Job, cancel
 from headrace.server.loading import LoadLog
 from headrace.server.metrics import ServerMetrics
+from headrace.server.public import PublicPrefixes, prefixes_of, read_texts
 from headrace.server.refusals import Refusals
 from headrace.server.restarts import MOST, WINDOW_S, RestartLimit
 from headrace.server.start import Line, ready_again_line, ready_lines, start_lines
@@ -48,6 +49,8 @@ class ServerState:
         self.reason: str | None = None
         self.error: BaseException | None = None
         self.loading = LoadLog()
+        self.public = PublicPrefixes()
+        self._public_texts = read_texts(config.server.public_prefix_file)
         self.refusals = Refusals(config.server.log_interval_s)
         self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
         self.on_failure: Callable[[], None] = lambda: None
@@ -126,6 +129,7 @@ class ServerState:
         try:
             await engine.start(phases=self.loading)
             self.loading.times.close()
+            self.public = await self.in_renderer(prefixes_of, self._public_texts, engine.tokenizer)
         finally:
             await cancel(lines)
         again = self.phase == "restarting"
@@ -137,7 +141,8 @@ class ServerState:
 
     def _start_lines(self, engine: ServedEngine) -> list[Line]:
         ready = ready_lines(self.config, self.model, engine.tokenizer, host.process_age_s())
-        return [*start_lines(engine.capacity, self.config, self.model, self.loading.weights), *ready]
+        lines = start_lines(engine.capacity, self.config, self.model, self.loading.weights, self.public.lines)
+        return lines + ready
 
     def _ready_engine(self) -> ServedEngine | None:
         return self._engine if self.phase == "ready" and self._engine is not None and self._engine.alive else None
