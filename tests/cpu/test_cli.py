@@ -234,7 +234,7 @@ def test_batch_from_a_pipe() -> None:
     rows = {row["custom_id"]: row["response"] for row in map(json.loads, ran.stdout.splitlines())}
     assert rows["one"]["body"]["choices"][0]["message"]["content"] == "The code of Lisbon is 4821."
     assert rows["refused"]["status_code"] == 400
-    assert "2 requests: " in ran.stderr and "1 of 2 refused: line 2 (custom_id 'refused')" in ran.stderr
+    assert "answered 1 of 2 prompts in " in ran.stderr and "1 of 2 refused: line 2 (custom_id 'refused')" in ran.stderr
 
 
 def test_chat_from_a_pipe(tmp_path: Path) -> None:

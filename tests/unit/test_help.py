@@ -44,6 +44,7 @@ def test_help_fits_the_terminal_and_is_plain(command: str) -> None:
         text = screen(command, width, "--help-all")
         assert text.isascii() and "\x1b" not in text and text.startswith("Usage: headrace ")
         assert max(map(len, text.splitlines())) <= width
+        assert "{" not in text.splitlines()[0], "typer's braces around arguments"
 
 
 @pytest.mark.parametrize("group", ["", "bench"])
