@@ -110,7 +110,7 @@ class AsyncLLM(metaclass=PublicNames):
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens per second that the last steps computed; 0.0 if there was none."""
+        """Prompt tokens per second: see PrefillClock.rate."""
         return self._prefilling.rate
 
     async def start(self, progress: Callable[[int, int], None] | None = None, *, phases: OnPhase | None = None) -> None:
@@ -168,7 +168,8 @@ class AsyncLLM(metaclass=PublicNames):
                 if isinstance(message, m.Events):
                     self._hand_out(message)
                 elif isinstance(message, m.Prefills):
-                    self._prefilling.begin(each for each in message.prefills if each.request_id in self._streams)
+                    known = [each for each in message.prefills if each.request_id in self._streams]
+                    self._prefilling.begin(known, message.expected_s)
                 elif isinstance(message, m.EngineFailed):  # it may yet take seconds to end
                     reason = message.reason
                     break
