@@ -144,10 +144,10 @@ def test_loading_in_the_log() -> None:
         == """\
 INFO  loading   configuration, for 0.0 s
 INFO  loading   weights 1.0 of 3.0 GiB, for 0.0 s
-INFO  loaded    weights: 3.0 GiB in 7.0 s
+INFO  loading   weights: 3.0 GiB in 7.0 s
 INFO  loading   packing, for 0.0 s
 INFO  loading   packing, for 41 s
-INFO  loaded    packing: 41.0 s"""
+INFO  loading   packing: 41.0 s"""
     )
     assert load.weights == 3 << 30
 
@@ -206,6 +206,9 @@ def test_what_is_logged_of_requests(setting: str, arrivals: int, ends: int, text
     assert told.count("length       prompt") == ends and told.count("secret") == texts
 
 
+NOTHING = EngineStats().flat()
+
+
 def status(**more: Any) -> Any:
     before = EngineStats().flat()
     now = EngineStats(
@@ -225,6 +228,13 @@ running    2  waiting    1  read     600/s  written   112.0/s  cached  67 %  KV 
 running    2  waiting    1  read     600/s  written   112.0/s  cached  67 %  KV  12.3%
 running    3  waiting    1  read     600/s  written   112.0/s  cached  67 %  KV  12.3% (123 chunks, 456 if unshared)  \
 reading 12,288 of 17,907 tokens (3,072 cached), 1,000/s, 6 s left"""
+    )
+    long = [status_line(NOTHING, NOTHING, 5.0, reading, 1000.0), status_line(NOTHING, NOTHING, 5.0)]
+    assert (
+        "\n".join(line.text for line in long)
+        == """\
+running    1  waiting    0  reading 4,096 of 5,969 tokens (1,024 cached), 1,000/s, 2 s left
+running    0  waiting    0  no step ended in the last 5 s"""
     )
     assert lines[2].fields["prefills"][0]["total"] == 5969
 

@@ -77,6 +77,7 @@ class HTTPServer(uvicorn.Server):
         super().__init__(config)
         self.state, self.connections = state, connections
         self.asked_to_end = False
+        state.listens = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Tells that it listens once it does, and once signals are caught."""
@@ -87,7 +88,10 @@ class HTTPServer(uvicorn.Server):
         log.debug("up to %d connections at once", self.connections.most)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.asked_to_end = self.asked_to_end or self.state.phase != "failed"
+        if self.state.phase != "failed" and not self.asked_to_end:
+            self.asked_to_end = True
+            again = "; ctrl-c again ends them at once" if sig == signal.SIGINT else ""
+            log.info("stopping: requests under way have up to %d s%s", FINISH_S, again)
         super().handle_exit(sig, frame)
 
     def exit_code(self) -> int:

@@ -118,20 +118,24 @@ def is_busy(before: dict[str, float], now: dict[str, float], prefills: Sequence[
 def status_line(
     before: dict[str, float], now: dict[str, float], seconds: float, prefills: Sequence[Prefill] = (), rate: float = 0.0
 ) -> Line:
-    """Rates are those of the interval, levels those of its end. The engine's counters stand still while a long step
-    runs: what it reads then is known from `prefills`."""
+    """Rates are those of the interval, levels those of its end. Both are left out where no step ended in it, since the
+    engine's counters stand still while a long step runs; what it reads is known from `prefills`."""
     grown = {name: now[name] - before[name] for name in now}
     running = max(int(now["scheduler.running"]), len(prefills))
     held, unshared = now["kv.chunks_used"], now["kv.chunks_unshared"]
     share = min(1.0, grown["tokens.cached"] / grown["tokens.prompt"]) if grown["tokens.prompt"] > 0 else None
     read, written = grown["tokens.prefilled"] / seconds, grown["tokens.generated"] / seconds
-    text = (
-        f"running {running:>4,}  waiting {now['scheduler.waiting']:>4,.0f}  read {read:>7,.0f}/s  "
-        f"written {written:>7,.1f}/s  cached {'-' if share is None else percent(round(share * 1000), 1000):>5}  "
-        f"KV {held / max(1, now['kv.chunks_total']):>6.1%}{_sharing(held, unshared)}{_tier_levels(grown, now)}"
-    )
     progress = reading(prefills, rate)
-    return Line(f"{text}  {progress}" if progress else text, {
+    parts = [f"running {running:>4,}  waiting {now['scheduler.waiting']:>4,.0f}"]
+    if grown["scheduler.steps"]:
+        parts.append(
+            f"read {read:>7,.0f}/s  written {written:>7,.1f}/s  "
+            f"cached {'-' if share is None else percent(round(share * 1000), 1000):>5}  "
+            f"KV {held / max(1, now['kv.chunks_total']):>6.1%}{_sharing(held, unshared)}{_tier_levels(grown, now)}"
+        )
+    elif not progress:
+        parts.append(f"no step ended in the last {seconds:.0f} s")
+    return Line("  ".join([*parts, progress] if progress else parts), {
         "event": "status", "seconds": round(seconds, 3), "running": running, "waiting": int(now["scheduler.waiting"]),
         "prefill_tokens_per_s": round(read, 3), "decode_tokens_per_s": round(written, 3),
         "cached_share": None if share is None else round(share, 4), "kv_chunks_used": held,
