@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from rich.console import Console
+from rich.segment import Segment
 
 from headrace.progress import LoadPhase, PhaseTime, PhaseTimes, duration
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import ConsoleOptions, RenderableType, RenderResult
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -50,6 +51,23 @@ def changes_in_place(console: Console | None = None) -> bool:
     if console.file is sys.stderr and not sys.stderr.isatty():
         return False
     return console.is_terminal and not console.is_dumb_terminal
+
+
+class Trimmed:
+    """Another renderable without blanks at the ends of lines, which tables leave there."""
+
+    def __init__(self, inner: RenderableType) -> None:
+        self.inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in console.render_lines(self.inner, options, pad=False):
+            while line and not line[-1].text.strip():
+                line.pop()
+            if line:
+                last = line.pop()
+                yield from line
+                yield Segment(last.text.rstrip(), last.style)
+            yield Segment.line()
 
 
 class ProgressLine:

@@ -128,16 +128,25 @@ def _option(
 class SamplingParams:
     """How the tokens of one request are chosen and when generation ends.
 
-    temperature 0 is greedy. top_k 0 (or -1) and top_p 1 are off. `seed` makes a request repeatable by itself: a draw
-    depends on (seed, index of the sequence in the request, position) only, never on what else runs. `stop` strings end
-    the text and are left out of it unless include_stop_str_in_output. `logprobs` is the number of alternatives to
-    report per token (0: the chosen one alone; None: nothing); likewise `prompt_logprobs`. `min_tokens` forbids
-    end-of-sequence and stops before that many tokens. max_tokens None means as many as the context allows.
-    A new option is a field here and the place where it acts; HTTP and the command line follow.
+    - `n`: sequences for the prompt, each drawn by itself.
+    - `temperature`: 0 takes the most likely token (greedy), 1 draws as the model says, more is more varied.
+    - `top_k`, `top_p`, `min_p`: draw from so many most likely tokens (0 or -1: all), from those that have this
+      probability together, and from none less likely than this share of the most likely one.
+    - `seed` makes a request repeatable by itself: a draw depends on (seed, index of the sequence in the request,
+      position) only, never on what else runs.
+    - `presence_penalty`, `frequency_penalty`: against tokens of the answer, once or by how often they were used;
+      `repetition_penalty`: above 1 against those of the prompt, too.
+    - `logit_bias`: token id -> what is added to its logit.
+    - `logprobs`, `prompt_logprobs`: alternatives to report for each token (0: the chosen one alone; None: nothing).
+    - `stop`, `stop_token_ids`: texts and tokens that end the answer. A stop text is left out of it unless
+      `include_stop_str_in_output`.
+    - `max_tokens`, `min_tokens`: most tokens (None: as many as the context allows); no end before so many.
+    - `ignore_eos`: go on past the end-of-text token. `skip_special_tokens`: leave special tokens out of the text.
 
     Raises InvalidRequest (a ValueError with `.param`) for anything out of range.
     """
 
+    # A new option is a field here and the place where it acts; HTTP and the command line follow.
     n: int = _option(1, 1, MAX_N)
     temperature: float = _option(1.0, 0, 100, cli="0 takes the most likely token; higher is more varied.")
     top_k: int = _option(0, -1, 2**31, cli="Draw from so many most likely tokens; 0: all.")

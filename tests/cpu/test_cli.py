@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from headrace.assets.facts import filler
 from headrace.cli import main, options
 from headrace.cli.hints import check_file
 from headrace.config import SETTINGS, EngineConfig
@@ -131,6 +132,8 @@ def test_exit_code_of_the_server_is_passed_on(monkeypatch: pytest.MonkeyPatch) -
         (["doctor", "--model", "/no/such/model"], ["/no/such/model"]),
         (["doctor", "/no/such/model"], ["/no/such/model"]),
         (["serve", "mine", "-m", "other"], ["two models", "mine", "other"]),
+        (["tiny"], ["tiny is a model: headrace chat tiny"]),
+        (["tinny"], ["No such command"]),
         (["generate", "tiny"], ["generate takes prompts: give the model as -m tiny and a text to continue"]),
         (["generate", "tiny", "hi"], ["generate takes prompts: give the model as -m tiny"]),
         (["generate", str(SHIPPED["tiny"]), "hi"], ["-m /"]),
@@ -230,18 +233,18 @@ def test_batch_from_a_pipe() -> None:
     rows = {row["custom_id"]: row["response"] for row in map(json.loads, ran.stdout.splitlines())}
     assert rows["one"]["body"]["choices"][0]["message"]["content"] == "The code of Lisbon is 4821."
     assert rows["refused"]["status_code"] == 400
-    assert "2 requests: " in ran.stderr and "1 of 2 refused: line 2 (custom_id 'refused')" in ran.stderr
+    assert "answered 1 of 2 prompts in " in ran.stderr and "1 of 2 refused: line 2 (custom_id 'refused')" in ran.stderr
 
 
 def test_chat_from_a_pipe(tmp_path: Path) -> None:
     turns = "What is the code of Lisbon?\n\n/reset\nWhat is the code of Lisbon?\n/stats\n/exit\nnever asked\n"
     notes = tmp_path / "notes.txt"
-    notes.write_text("The code of Lisbon is 4821. The code of Paris is 9035.\n")
+    notes.write_text(f"{filler()[:2000]} The code of Lisbon is 4821. The code of Paris is 9035.\n")
     ran = run("chat", "tiny", "--system-file", str(notes), "--max-tokens", "16", *SMALL, stdin=turns)
     assert ran.exit_code == 0, ran.stderr
     first, second = ran.stdout.splitlines()
     assert first == second == "The code of Lisbon is 4821."
-    assert ran.stderr.count("tokens/s") == 3
+    assert ran.stderr.count("tokens/s") == 3 and "(0 cached, " in ran.stderr and "(576 cached, " in ran.stderr
     assert "turns: 1 (2 with earlier conversations)" in ran.stderr and "of 16,384 tokens in use" in ran.stderr
 
 

@@ -69,6 +69,12 @@ def test_sampling_params_are_checked(llm: LLM) -> None:
             llm.generate("Hello", wrong)  # type: ignore[arg-type]
 
 
+def test_a_sampling_parameter_is_no_variable_of_the_template(llm: LLM) -> None:
+    """It would be passed on to the template, which knows no such thing, and have no effect."""
+    with pytest.raises(TypeError, match=r"give SamplingParams\(max_tokens=\.\.\.\)"):
+        llm.chat([{"role": "user", "content": "Hello"}], max_tokens=4)
+
+
 def test_a_closed_one_answers_no_more() -> None:
     with LLM("tiny", kv_cache_tokens=4096, threads=1) as llm:
         assert llm.generate("Hello", BRIEF)[0].token_ids

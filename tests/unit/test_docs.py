@@ -25,7 +25,7 @@ from tests.support.docs_pages import ALL_BLOCKS, NOTES, PAGES, ROOT, Block, anch
 pytestmark = pytest.mark.unit
 
 LANGUAGES = {"bash", "python", "text", "json"}
-FOREIGN = {"torchrun", "ray", "export", "echo", ".venv/bin/pre-commit"}
+FOREIGN = {"torchrun", "ray", "export", "echo", "head", ".venv/bin/pre-commit"}
 """Programs of others: that they are named is all that is checked."""
 
 FOREIGN_FLAGS = {"--node-rank", "--nproc-per-node", "--strict"}  # torchrun, mkdocs

@@ -44,6 +44,7 @@ def test_help_fits_the_terminal_and_is_plain(command: str) -> None:
         text = screen(command, width, "--help-all")
         assert text.isascii() and "\x1b" not in text and text.startswith("Usage: headrace ")
         assert max(map(len, text.splitlines())) <= width
+        assert "{" not in text.splitlines()[0], "typer's braces around arguments"
 
 
 @pytest.mark.parametrize("group", ["", "bench"])
@@ -88,7 +89,7 @@ def test_without_a_server_max_connections_is_taken_and_not_shown() -> None:
     for command in ("chat", "generate"):
         assert "max-connections" not in screen(command, 80, "--help-all")
         assert any("--max-connections" in param.opts for param in made(command).params)
-        assert "Engine process:" in screen(command, 80, "--help-all")
+        assert "Log and engine process:" in screen(command, 80, "--help-all")
     assert "--max-connections" in screen("serve", 80)
 
 

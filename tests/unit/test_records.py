@@ -83,6 +83,7 @@ def test_names_are_suggested(made: Any, name: str, told: str) -> None:
 
 def test_signature_of_sampling_params_is_its_own() -> None:
     assert list(inspect.signature(SamplingParams).parameters) == [item.name for item in fields(SamplingParams)]
+    assert all(f"`{item.name}`" in str(SamplingParams.__doc__) for item in fields(SamplingParams))
     assert SamplingParams(3, 0.5) == SamplingParams(n=3, temperature=0.5)
 
 

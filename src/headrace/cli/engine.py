@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -32,9 +33,10 @@ READING_S = 2.0
 
 async def streamed(llm: Any, prompt: str | list[int], params: SamplingParams, quiet: bool) -> AsyncIterator[Delta]:
     """The deltas of llm.generate. Until the first one a line on stderr tells how far the prompt is read."""
+    began = time.monotonic()
 
     def tell() -> str:
-        return reading(llm.prefills, llm.prefill_rate)
+        return reading(llm.prefills, llm.prefill_rate, time.monotonic() - began)
 
     def share() -> float | None:
         return share_read(llm.prefills)

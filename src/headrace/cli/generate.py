@@ -24,7 +24,7 @@ def read_prompts(given: list[str], file: Path | None) -> list[str]:
     if given:
         prompts = given
     elif file is not None:
-        prompts = [read_text(file)]
+        prompts = [read_text(file).removesuffix("\n")]
         check_file(file, prompts[0])
     elif sys.stdin.isatty():
         raise ValueError("no prompt: give one as an argument, with --file, or on standard input")

@@ -78,6 +78,10 @@ class PanelledCommand(TyperCommand):
         super().__init__(*args, **named)
         self.context_settings.setdefault("max_content_width", WIDEST)
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Without the braces that typer puts around a name of arguments that are required."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         rare = any(map(_rare, self.params))
         everything = not rare or EVERYTHING in ctx.meta
@@ -106,6 +110,13 @@ class PanelledGroup(TyperGroup):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.context_settings.setdefault("max_content_width", WIDEST)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        from headrace.cli.hints import names_a_model
+
+        if ctx.parent is None and args[0] not in self.commands and names_a_model(args[0]):
+            ctx.fail(f"{args[0]} is a model: headrace chat {args[0]}, or another command before it")
+        return super().resolve_command(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         self.format_commands(ctx, formatter)

@@ -1,4 +1,4 @@
-"""What `headrace generate` refuses because something else was surely meant."""
+"""What is refused because something else was surely meant: a model as a prompt or a command, requests as one prompt."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ LINES_OF_JSON = (".jsonl", ".ndjson")
 
 def check_prompts(prompts: list[str]) -> None:
     """Raises ValueError if the first of them names a model. For commands that were given none by -m."""
-    if prompts and _names_a_model(prompts[0]):
+    if prompts and names_a_model(prompts[0]):
         told = f"give the model as -m {prompts[0]}" + ("" if prompts[1:] else " and a text to continue")
         raise ValueError(f"generate takes prompts: {told}")
 
 
-def _names_a_model(text: str) -> bool:
+def names_a_model(text: str) -> bool:
+    """Whether this is the name of a shipped model or the folder of one."""
     try:
         return text in SHIPPED or (Path(text).expanduser() / "config.json").is_file()
     except (OSError, ValueError):  # too long for a path, or with a null byte

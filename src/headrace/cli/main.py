@@ -151,14 +151,16 @@ def chat(
 def doctor(
     model: str | None,
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every finding, one a line.")] = False,
 ) -> None:
     """What this machine offers to the engine, and whether a model fits.
 
-    Processor, memory and its bandwidth, kernels and why not, accelerators.
+    OK, or WARN with each finding and its remedy; then processor, memory, kernels, and of a model the weights, the KV
+    of a token, the longest context and how many requests fit at once. Ends with 2 for a model that cannot be served.
     """
     from headrace.cli.doctor import run
 
-    run(model, as_json)
+    run(model, as_json, verbose)
 
 
 def demo(

@@ -141,7 +141,7 @@ def one_model(given: dict[str, Any]) -> str | None:
 
 
 def _engine_option(item: Setting, server: bool) -> Option:
-    title = item.record.title if server or item.record is not ServerSettings else "Engine process"
+    title = item.record.title if server or item.record is not ServerSettings else "Log and engine process"
     info = typer.Option(
         *_flags(item.flag, item.kind),
         *item.aliases,

@@ -18,7 +18,7 @@ from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import messages as m
 from headrace.engine import process
-from headrace.engine.capacity import Capacity, model_folder
+from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.waiting import WaitingPrompts
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, Prefill, PrefillClock
@@ -110,7 +110,7 @@ class AsyncLLM(metaclass=PublicNames):
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens per second that the last steps computed; 0.0 if there was none."""
+        """Prompt tokens per second: see PrefillClock.rate."""
         return self._prefilling.rate
 
     async def start(self, progress: Callable[[int, int], None] | None = None, *, phases: OnPhase | None = None) -> None:
@@ -167,7 +167,8 @@ class AsyncLLM(metaclass=PublicNames):
                 if isinstance(message, m.Events):
                     self._hand_out(message)
                 elif isinstance(message, m.Prefills):
-                    self._prefilling.begin(each for each in message.prefills if each.request_id in self._streams)
+                    known = [each for each in message.prefills if each.request_id in self._streams]
+                    self._prefilling.begin(known, message.expected_s)
                 elif isinstance(message, m.EngineFailed):  # it may yet take seconds to end
                     reason = message.reason
                     break
@@ -282,6 +283,7 @@ class AsyncLLM(metaclass=PublicNames):
     ) -> AsyncGenerator[Delta, None]:
         """Streams the answer to a conversation (messages with role and content), as generate does. Further keywords go
         to the chat template."""
+        check_variables(template)
         self._must_live()
         if self.tokenizer is None:
             raise InvalidRequest("the model folder has no tokenizer: pass token ids to generate()", "messages")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -99,6 +100,13 @@ class Capacity:
 def flag(name: str) -> str:
     """The option of a setting: kv_cache_tokens -> --kv-cache-tokens."""
     return "--" + name.replace("_", "-")
+
+
+def check_variables(template: Iterable[str]) -> None:
+    """Raises TypeError for a variable of a chat template that is a sampling parameter, which has no effect there."""
+    wrong = next((name for name in template if name in SamplingParams.__dataclass_fields__), None)
+    if wrong is not None:
+        raise TypeError(f"{wrong} is a sampling parameter: give SamplingParams({wrong}=...)")
 
 
 def model_folder(model: str) -> Path:

@@ -37,8 +37,9 @@ from headrace.types import CHUNK, Delta, InvalidRequest, Logprob, Metrics, Reque
 
 log = logging.getLogger(__name__)
 
-OnPrefill = Callable[[list[Prefill]], None]
-"""Called as a step begins that computes at least a chunk of prompts, with all prompts being read."""
+OnPrefill = Callable[[list[Prefill], float], None]
+"""Called as a step begins that computes at least a chunk of prompts: with all prompts being read, and the seconds that
+the step should take (0.0: nobody knows)."""
 
 Observer = Callable[[SequenceState, int, Tensor], None]
 """Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
@@ -164,7 +165,7 @@ class EngineCore:
         new = sum(part.length for part in slices if not part.decodes)
         self._stats.tokens.prefilled += new
         if new >= CHUNK and self.on_prefill is not None:  # fewer take about as long as a step of decoding
-            self.on_prefill(self._prefills(slices))
+            self.on_prefill(self._prefills(slices), self.loaded.executor.expected_s(slices))
         computed = self._compute(slices)
         self.cache.commit()
         self._observe(computed)

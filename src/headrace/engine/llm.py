@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.config import EngineConfig, config_from_env
 from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import PublicNames, public_names, shows_settings
+from headrace.engine.capacity import check_variables
 from headrace.engine.core import EngineCore
 from headrace.engine.loader import Loaded, load
 from headrace.progress import Answering, PrefillClock
@@ -123,6 +124,7 @@ class LLM(metaclass=PublicNames):
 
         Further keywords go to the chat template; the others are those of generate.
         """
+        check_variables(template)
         if self.tokenizer is None:
             raise InvalidRequest("the model folder has no tokenizer: pass token ids to generate()", "messages")
         prompts = [self.tokenizer.apply_chat(list(c), **template) for c in conversations(messages)]

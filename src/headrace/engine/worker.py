@@ -183,7 +183,7 @@ def _serve(link: Link, inbox: Inbox, closing: ExitStack) -> int:
     watch = RankWatch(link, loaded.ranks) if loaded.ranks is not None else None
     try:
         core = EngineCore(loaded)
-        core.on_prefill = lambda prefills: link.send(m.Prefills(prefills))
+        core.on_prefill = lambda prefills, expected_s: link.send(m.Prefills(prefills, expected_s))
         return _step_on(core, link, inbox)
     except RankLost as error:
         assert watch is not None and loaded.ranks is not None, "one rank loses none"
