@@ -177,13 +177,13 @@ def test_lines_of_requests() -> None:
     assert (
         "\n".join(line.text for line in lines)
         == """\
-ed606250  arrived      prompt   5,969  temperature=0.0  stop=('a\\n',)
-ed606250  length       prompt   5,969 (  5,952 cached)  output    120  first token   0.250 s     59.5 tokens/s
-ed606250  length       prompt       9 (      0 cached)  output      6  first token   0.250 s      2.0 tokens/s  \
+ed606250  arrived   prompt   5,969  temperature=0.0  stop=('a\\n',)
+ed606250  length    prompt   5,969 (  5,952 cached)  output    120  ttft   0.250 s     59.5 tokens/s
+ed606250  length    prompt       9 (      0 cached)  output      6  ttft   0.250 s      2.0 tokens/s  \
 2 answers, queued 0.125 s, prefill by chain (new prompt)
-ed606250  length       prompt     128 (     64 cached)  output      1  first token   0.250 s        - tokens/s  \
+ed606250  length    prompt     128 (     64 cached)  output      1  ttft   0.250 s        - tokens/s  \
 64 restored, restore: 2 loaded
-ed606250  client gone  prompt 1,000,000                   output      0  after 2.500 s"""
+ed606250  left      prompt 1,000,000                   output      0  after 2.500 s"""
     )
 
 
@@ -203,7 +203,7 @@ def test_what_is_logged_of_requests(setting: str, arrivals: int, ends: int, text
         running.http.post(TEXT, json=text("secret", temperature=0.5))
     told = out.getvalue()
     assert told.count("arrived") == told.count("temperature=0.5") == arrivals
-    assert told.count("length       prompt") == ends and told.count("secret") == texts
+    assert told.count("length    prompt") == ends and told.count("secret") == texts
 
 
 NOTHING = EngineStats().flat()
@@ -224,17 +224,17 @@ def test_status() -> None:
     assert (
         "\n".join(line.text for line in lines)
         == """\
-running    2  waiting    1  read     600/s  written   112.0/s  cached  67 %  KV  12.3% (123 chunks, 456 if unshared)
-running    2  waiting    1  read     600/s  written   112.0/s  cached  67 %  KV  12.3%
-running    3  waiting    1  read     600/s  written   112.0/s  cached  67 %  KV  12.3% (123 chunks, 456 if unshared)  \
+running   2  waiting   1  read     600/s  written   112.0/s  cached  67 %  KV  12.3% (123 chunks; 456 unshared)
+running   2  waiting   1  read     600/s  written   112.0/s  cached  67 %  KV  12.3%
+running   3  waiting   1  read     600/s  written   112.0/s  cached  67 %  KV  12.3% (123 chunks; 456 unshared)  \
 reading 12,288 of 17,907 tokens (3,072 cached), 1,000/s, 6 s left"""
     )
     long = [status_line(NOTHING, NOTHING, 5.0, reading, 1000.0), status_line(NOTHING, NOTHING, 5.0)]
     assert (
         "\n".join(line.text for line in long)
         == """\
-running    1  waiting    0  reading 4,096 of 5,969 tokens (1,024 cached), 1,000/s, 2 s left
-running    0  waiting    0  no step ended in the last 5 s"""
+running   1  waiting   0  reading 4,096 of 5,969 tokens (1,024 cached), 1,000/s, 2 s left
+running   0  waiting   0  no step ended in the last 5 s"""
     )
     assert lines[2].fields["prefills"][0]["total"] == 5969
 

@@ -54,7 +54,7 @@ def test_nothing_stored_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as running:
         told = given(running.http.post(TEXT, json=text()).text)
         assert (told["restored_tokens"], told["restore_reason"]) == (0, None)
-        until(lambda: "length       prompt" in caplog.text)
+        until(lambda: "length    prompt" in caplog.text)
         assert "restore" not in caplog.text and "tiers " not in caplog.text
         assert 'tier="' not in running.http.get("/metrics").text
         assert running.metric("kv_unstored_chunks") == 0

@@ -22,6 +22,9 @@ log = logging.getLogger("headrace.server")
 LONG_QUEUE_S = 0.1
 """A request's time in the queue is told from here on."""
 
+SHORT = {"client gone": "left"}
+"""How a request ended -> in a column."""
+
 MOST_TEXT = 200
 """Characters of a prompt and of an answer that --log-requests text shows."""
 
@@ -52,7 +55,7 @@ def job_line(job: Job, outcome: str, texts: bool = False) -> Line:
     """What came of a request, and what it cost where that is known: the engine tells it at the end. texts: with the
     beginning of its answers."""
     reasons = ", ".join(sorted({choice.finish_reason for choice in job.choices if choice.finish_reason}))
-    head = _head(job, reasons or "done" if outcome == "done" else outcome)
+    head = _head(job, reasons or "done" if outcome == "done" else SHORT.get(outcome, outcome))
     answers = [shown(choice.text, MOST_TEXT) for choice in job.choices] if texts else []
     said = "".join(f"  '{answer}'" for answer in answers)
     named = {"request_id": job.request_id, "event": "ended", "outcome": outcome, "finish_reason": reasons or None,
@@ -66,13 +69,13 @@ def job_line(job: Job, outcome: str, texts: bool = False) -> Line:
     speed = f"{told['decode_tokens_per_s']:>7,.1f}" if told["decode_tokens_per_s"] else f"{'-':>7}"
     line = (
         f"{head}  prompt {job.prompt_tokens:>7,} ({told['cached_tokens']:>7,} cached)  output {job.output_tokens:>6,}  "
-        f"first token {told['ttft_s']:>7.3f} s  {speed} tokens/s{_how(job, told)}"
+        f"ttft {told['ttft_s']:>7.3f} s  {speed} tokens/s{_how(job, told)}"
     )
     return Line(line + said, {**named, **told})
 
 
 def _head(job: Job, what: str) -> str:
-    return f"{short_id(job.request_id):8}  {what:<11}"
+    return f"{short_id(job.request_id):8}  {what:<8}"
 
 
 def _how(job: Job, told: dict[str, Any]) -> str:
@@ -126,7 +129,7 @@ def status_line(
     share = min(1.0, grown["tokens.cached"] / grown["tokens.prompt"]) if grown["tokens.prompt"] > 0 else None
     read, written = grown["tokens.prefilled"] / seconds, grown["tokens.generated"] / seconds
     progress = reading(prefills, rate)
-    parts = [f"running {running:>4,}  waiting {now['scheduler.waiting']:>4,.0f}"]
+    parts = [f"running {running:>3,}  waiting {now['scheduler.waiting']:>3,.0f}"]
     if grown["scheduler.steps"]:
         parts.append(
             f"read {read:>7,.0f}/s  written {written:>7,.1f}/s  "
@@ -146,7 +149,7 @@ def status_line(
 
 
 def _sharing(held: float, unshared: float) -> str:
-    return f" ({held:,.0f} chunks, {unshared:,.0f} if unshared)" if unshared > held else ""
+    return f" ({held:,.0f} chunks; {unshared:,.0f} unshared)" if unshared > held else ""
 
 
 def _tier_levels(grown: dict[str, float], now: dict[str, float]) -> str:
