@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from headrace.server.tally import MOST_KEYS, Tally
 from headrace.stats import EngineStats, FinishedStats, KVStats, SchedulerStats, TokenStats
 from headrace.types import Metrics, SamplingParams
 from tests.support.fake_engine import FakeCapacity, FakeTokenizer
-from tests.support.fake_server import TEXT, serving, text, until
+from tests.support.fake_server import TEXT, open_request, serving, text, until
 
 pytestmark = pytest.mark.unit
 
@@ -262,6 +263,22 @@ def test_a_dead_engine_has_no_status() -> None:
         until(lambda: running.metric("engine_restarts_total") == 1)
         assert out.getvalue() == told
         running.given.hold.set()
+
+
+def test_a_second_ctrl_c_ends_what_is_under_way() -> None:
+    with logged() as out, serving(token_s=0.01) as running:
+        sock = open_request(running.port, text(max_tokens=3000, stream=True))
+        until(lambda: running.engine.stats.scheduler.running == 1)
+        loop = running.server.servers[0].get_loop()
+        for _ in range(2):
+            loop.call_soon_threadsafe(running.server.handle_exit, signal.SIGINT, None)
+        running.thread.join(5)
+        assert not running.thread.is_alive() and running.server.exit_code() == 0
+        sock.close()
+    *_, stopping, ended, left = without_times(out.getvalue()).splitlines()
+    assert stopping == "INFO  stopping: requests under way have up to 10 s; ctrl-c again ends them at once"
+    assert ended == "INFO  stopping: ended what was under way: 1 request"
+    assert "  left      prompt       5" in left
 
 
 def test_lines_about_refusals() -> None:
