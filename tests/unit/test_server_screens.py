@@ -167,7 +167,7 @@ def ended(made: Job, tokens: int, **metrics: Any) -> Job:
 
 
 def test_lines_of_requests() -> None:
-    several = ended(job(n=2, prompt=9), 3, queue_s=0.125, strategy="chain", strategy_reason="new prompt")
+    several = ended(job(n=2, prompt=9), 3, queue_s=0.125, strategy="chain", strategy_reason="chain: new prompt")
     lines = [
         arrival_line(job(temperature=0.0, stop=("a\n",)), None),
         job_line(ended(job(), 120, cached_tokens=5952), "done"),

@@ -90,7 +90,7 @@ def _how(job: Job, told: dict[str, Any]) -> str:
     if job.restore_reason:
         parts.append(f"restore: {job.restore_reason}")
     if job.strategy:
-        parts.append(f"prefill by {job.strategy} ({job.strategy_reason})")
+        parts.append(f"prefill by {job.strategy} ({job.strategy_reason.removeprefix(job.strategy + ': ')})")
     return f"  {', '.join(parts)}" if parts else ""
 
 
