@@ -68,6 +68,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
         return 0
 
     monkeypatch.setattr("headrace.server.serve.serve", fake)
+    monkeypatch.setattr("headrace.engine.preflight.check", lambda config: None)
     return seen
 
 
@@ -191,7 +192,7 @@ def test_serve_tells_of_a_taken_port() -> None:
 def test_serve_refuses_an_unknown_model() -> None:
     ran = headrace("serve", "/no/such/model", "--port", "0")
     assert ran.returncode == 2
-    assert "the model cannot be served" in ran.stderr and "/no/such/model" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1 and "/no/such/model" in ran.stderr
 
 
 def test_sigterm_while_loading_is_a_clean_end() -> None:

@@ -14,7 +14,7 @@ from headrace.cli.errors import log_as, one_line_errors
 from headrace.cli.help import COMMON_PANEL, HELP_ALL, SAMPLING_PANEL, panel
 from headrace.config import SETTINGS, Setting, config_from_env
 from headrace.config.server import ServerSettings
-from headrace.engine import torchrun
+from headrace.engine import preflight, torchrun
 from headrace.types import SamplingParams
 
 SERVER_ONLY = {item.name for item in SETTINGS.values() if item.record is ServerSettings and not item.everywhere}
@@ -48,6 +48,7 @@ def with_config(command: Callable[..., None], *, server: bool, model_argument: b
         config = config_from_env(**{k: v for k, v in settings.items() if v is not None})
         config = log_as(config, serving=server)
         torchrun.serve_if_worker(config)
+        preflight.check(config)
         command(config=config, **given)
 
     return _dressed(run, command, "config", options)

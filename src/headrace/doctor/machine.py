@@ -6,7 +6,6 @@ import os
 import platform
 import time
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from headrace import cores, host
@@ -58,7 +57,7 @@ def processor() -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    limit = _cgroup_limit()
+    limit = host.memory_limit()
     return {
         "total GiB": host.memory_total() / GIB,
         "free GiB": host.memory_available() / GIB,
@@ -155,17 +154,6 @@ def _backends() -> str:
         return "none: torch is built without torch.distributed"
     found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     return ", ".join(name for name, there in found.items() if there) or "none"
-
-
-def _cgroup_limit() -> int | None:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 2**60:
-            return int(text)
-    return None
 
 
 def _huge_pages() -> str:

@@ -17,7 +17,7 @@ from headrace.config import EngineConfig, config_from_env
 from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import messages as m
-from headrace.engine import process
+from headrace.engine import preflight, process
 from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.waiting import WaitingPrompts
@@ -121,6 +121,7 @@ class AsyncLLM(metaclass=PublicNames):
         cannot work, EngineDead for any other failure.
         """
         tell = _both(progress, phases)
+        preflight.check(self.config)
         folder = model_folder(self.config.model.folder)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "headrace.engine.worker", str(theirs.fileno())]

@@ -6,7 +6,6 @@ The driver, rank 0, opens the group; workers make their rank by `make` (parallel
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -19,6 +18,7 @@ from headrace.config import EngineConfig
 from headrace.engine import torchrun
 from headrace.engine.capacity import model_folder
 from headrace.engine.driver import Advise, Driver
+from headrace.engine.footprint import ranks_here
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
@@ -50,14 +50,9 @@ def count(config: EngineConfig) -> int:
     return config.ranks.context * config.ranks.tensor
 
 
-def on_this_host(config: EngineConfig) -> int:
-    """Ranks that share this host's cores and memory, as far as is known."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", count(config)))
-
-
 def set_threads(config: EngineConfig) -> None:
     """Threads of this rank: as given, else its part of the cores that may be used, and no more than OMP_NUM_THREADS."""
-    ranks = on_this_host(config)
+    ranks = ranks_here(config)
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
     elif ranks > 1:
