@@ -30,8 +30,21 @@ from headrace.progress import LoadPhase, PhaseTime, PhaseTimes, duration
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderableType, RenderResult
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class WordWrapConsole(Console):
+    """Text breaks between words on a terminal. Elsewhere a line stays a line, whatever the width."""
+
+    @property
+    def soft_wrap(self) -> bool:
+        return not self.is_terminal
+
+    @soft_wrap.setter
+    def soft_wrap(self, _: bool) -> None:
+        """What Console sets when it is made."""
+
+
+out = WordWrapConsole(highlight=False)
+err = WordWrapConsole(stderr=True, highlight=False)
 
 Clock = Callable[[], float]
 
