@@ -6,7 +6,6 @@ The driver, rank 0, opens the group; workers make their rank by `make` (parallel
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -16,15 +15,17 @@ import torch
 
 from headrace import cores
 from headrace.config import EngineConfig
-from headrace.engine import torchrun
+from headrace.engine import preflight, torchrun
 from headrace.engine.capacity import model_folder
 from headrace.engine.driver import Advise, Driver
+from headrace.engine.footprint import ranks_here
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.parallel import launch, measure
-from headrace.parallel.group import Group, interface_name, unless_failed
+from headrace.parallel.group import Group, unless_failed
+from headrace.parallel.interfaces import interface_name
 from headrace.parallel.rank import Rank
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.tensor import TensorGroup
@@ -36,7 +37,6 @@ from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.strategies import OFFERED
 from headrace.types import CHUNK
-from headrace.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +50,9 @@ def count(config: EngineConfig) -> int:
     return config.ranks.context * config.ranks.tensor
 
 
-def on_this_host(config: EngineConfig) -> int:
-    """Ranks that share this host's cores and memory, as far as is known."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", count(config)))
-
-
 def set_threads(config: EngineConfig) -> None:
     """Threads of this rank: as given, else its part of the cores that may be used, and no more than OMP_NUM_THREADS."""
-    ranks = on_this_host(config)
+    ranks = ranks_here(config)
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
     elif ranks > 1:
@@ -209,8 +204,4 @@ def _table(config: EngineConfig, shape: ModelShape, machine: Machine) -> TunedTa
 
 def stamp(config: EngineConfig, shape: ModelShape, machine: Machine) -> TableStamp:
     """What a tuned table of this group is made for."""
-    return TableStamp(
-        machine=machine.fingerprint, model=model_folder(config.model.folder).name, shape=shape,
-        ranks=config.ranks.context, link=f"gloo on {config.ranks.interface}", version=__version__,
-        date=date.today().isoformat(),
-    )  # fmt: skip
+    return preflight.stamp(config, shape, machine.fingerprint, date.today().isoformat())
