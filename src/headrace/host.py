@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -14,6 +15,15 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 NO_LIMIT = 2**60
 """Bytes; a group of the first version that has no limit says a number beyond."""
 _IMPORTED_S = time.monotonic()
+
+
+def told_signal(number: int) -> str:
+    """The name of the signal that ended a process, and what may have sent it."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"{name} (out of memory? the kernel's log, `dmesg`, tells)" if number == signal.SIGKILL else name
 
 
 def fields(path: Path) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from typing import Literal
 
 Unit = Literal["tokens", "GiB", "MiB"]
@@ -22,6 +23,8 @@ def parse_size(name: str, text: str, unit: Unit) -> int | float:
 
     Raises ValueError naming the setting, with examples.
     """
+    with suppress(ValueError):
+        return float(text) if unit == "GiB" else int(text)
     found = (TOKENS if unit == "tokens" else BYTES).fullmatch(text.strip().lower())
     if found is None:
         told = "a number of tokens" if unit == "tokens" else "a size"

@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from headrace import cores, host
@@ -115,8 +116,9 @@ def ranks() -> dict[str, Any]:
     """The group that the environment's settings ask for, and what ranks could use here. Nothing is started."""
     try:
         from headrace.config import config_from_env
-        from headrace.engine.ranks import describe, on_this_host
-        from headrace.parallel.group import addresses
+        from headrace.engine.footprint import ranks_here
+        from headrace.engine.ranks import describe
+        from headrace.parallel.interfaces import addresses
         from headrace.parallel.launch import SECRET
 
         config = config_from_env()
@@ -126,7 +128,7 @@ def ranks() -> dict[str, Any]:
     table = config.ranks.table or "none: measured when the ranks start"
     return {
         "by the environment's settings": asked,
-        "ranks on this host": on_this_host(config),
+        "ranks on this host": ranks_here(config),
         "prefill strategy": f"{config.ranks.strategy}, rule {config.ranks.rule}",
         "profile": table,
         "backends": _backends(),

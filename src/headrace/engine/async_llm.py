@@ -155,14 +155,14 @@ class AsyncLLM(metaclass=PublicNames):
             elif isinstance(message, m.LoadProgress):
                 tell(LoadPhase(message.phase, message.done, message.total))
             elif isinstance(message, m.EngineFailed) or message is None:
-                told = message.reason if message else "the engine process ended while loading"
+                told = message.reason if message else f"{await self._how_ended()} while loading"
                 self.failure = self.failure or told
                 settings = isinstance(message, m.EngineFailed) and message.settings
                 raise ValueError(self.failure) if settings else EngineDead(self.failure)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Hands out what the engine says until it falls silent."""
-        reason = "the engine process ended"
+        reason = ""
         try:
             while (message := await self._receive(reader)) is not None:
                 if isinstance(message, m.Events):
@@ -175,7 +175,13 @@ class AsyncLLM(metaclass=PublicNames):
                     break
         except Exception as error:  # whatever it is, those who wait must hear of it
             reason = f"the link to the engine broke: {type(error).__name__}: {error}"
-        self._die(reason)
+        self._die(reason or await self._how_ended())
+
+    async def _how_ended(self) -> str:
+        how = (
+            "" if self._process is None or self._closing else await asyncio.to_thread(process.how_ended, self._process)
+        )
+        return f"the engine process ended{how}"
 
     async def _keep_watch(self, engine: process.Process) -> None:
         """Pings the engine process and kills it after engine_timeout_s of silence, LOADING_S at least until ready.

@@ -17,7 +17,7 @@ FORM = "a folder in Hugging Face form: config.json, safetensors files, tokenizer
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a model: a shipped one by name, else a path. Raises ValueError, with the remedy, if there is none."""
+    """The folder of a model: a shipped one by name, else a path. Raises ValueError if there is none."""
     folder = SHIPPED.get(model, Path(model).expanduser())
     try:
         if (folder / "config.json").is_file():

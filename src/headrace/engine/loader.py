@@ -16,7 +16,7 @@ from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.executor import Executor
 from headrace.engine.footprint import AUTO_SHARE, gib, keeps_activations, ranks_here
-from headrace.engine.preflight import check_lengths
+from headrace.engine.preflight import check_fit
 from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
 from headrace.engine.stored_prefixes import StoredPrefixes
@@ -150,7 +150,7 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else dtype
     bytes_per_token = KVStorage.bytes_per_token(shard(model, 0, config.ranks.tensor), kv_dtype)
     hidden = model.hidden_size if keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
-    check_lengths(config, model)
+    check_fit(config, model)
     if config.streaming is not None:
         per_rank, max_len = streaming.sizes(config, model, kv_dtype, dtype)
     else:

@@ -15,7 +15,7 @@ import torch
 
 from headrace import cores
 from headrace.config import EngineConfig
-from headrace.engine import torchrun
+from headrace.engine import preflight, torchrun
 from headrace.engine.capacity import model_folder
 from headrace.engine.driver import Advise, Driver
 from headrace.engine.footprint import ranks_here
@@ -24,7 +24,8 @@ from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.parallel import launch, measure
-from headrace.parallel.group import Group, interface_name, unless_failed
+from headrace.parallel.group import Group, unless_failed
+from headrace.parallel.interfaces import interface_name
 from headrace.parallel.rank import Rank
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.tensor import TensorGroup
@@ -36,7 +37,6 @@ from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.strategies import OFFERED
 from headrace.types import CHUNK
-from headrace.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -204,8 +204,4 @@ def _table(config: EngineConfig, shape: ModelShape, machine: Machine) -> TunedTa
 
 def stamp(config: EngineConfig, shape: ModelShape, machine: Machine) -> TableStamp:
     """What a tuned table of this group is made for."""
-    return TableStamp(
-        machine=machine.fingerprint, model=model_folder(config.model.folder).name, shape=shape,
-        ranks=config.ranks.context, link=f"gloo on {config.ranks.interface}", version=__version__,
-        date=date.today().isoformat(),
-    )  # fmt: skip
+    return preflight.stamp(config, shape, machine.fingerprint, date.today().isoformat())
