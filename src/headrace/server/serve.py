@@ -97,7 +97,7 @@ class HTTPServer(uvicorn.Server):
         elif not self.asked_to_end:
             self.asked_to_end = True
             again = "; ctrl-c again ends them at once" if sig == signal.SIGINT else ""
-            log.info("stopping: requests under way have up to %d s%s", FINISH_S, again)
+            log.info("stopping%s", f": requests under way have up to {FINISH_S} s{again}" if self._busy() else "")
             asyncio.get_running_loop().call_later(FINISH_S, self._end_requests)
             super().handle_exit(sig, frame)
         elif sig == signal.SIGINT:
@@ -107,11 +107,15 @@ class HTTPServer(uvicorn.Server):
         """Closes connections with a request under way, which ends it as if its client had left. (uvicorn would cancel
         it, with a traceback in the log.)"""
         self._ended = True
-        busy = [each for each in self.server_state.connections if isinstance(each, Connection) and each.busy]
+        busy = self._busy()
         if busy:
             log.info("stopping: ended what was under way: %d request%s", len(busy), "s" * (len(busy) != 1))
         for each in busy:
             each.end(None)
+
+    def _busy(self) -> list[Connection]:
+        """Connections with a request under way."""
+        return [each for each in self.server_state.connections if isinstance(each, Connection) and each.busy]
 
     def exit_code(self) -> int:
         if self.asked_to_end or self.state.phase != "failed":
