@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+import msgspec
 import torch
 
 from headrace import cores
@@ -29,6 +30,7 @@ from headrace.parallel.group import Group, interface_name, unless_failed
 from headrace.parallel.rank import Rank
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.tensor import TensorGroup
+from headrace.parallel.threads import RankThreads
 from headrace.parallel.torchrun_environment import started_this
 from headrace.parallel.transport import RankLost
 from headrace.planner.choice import StrategyChoice, choose
@@ -66,6 +68,22 @@ def set_threads(config: EngineConfig) -> None:
         torch.set_num_threads(min(torch.get_num_threads(), cores.usable()))
 
 
+def rank_threads(config: EngineConfig) -> RankThreads:
+    """This rank's threads as `set_threads` set them, and those of a step that it computes by itself: the threads of all
+    context ranks of this host together. Ray gives each rank cores of its own."""
+    share, here, usable = torch.get_num_threads(), on_this_host(config), cores.usable()
+    tensor = min(config.ranks.tensor, here)
+    if config.ranks.launcher == "ray" and not started_this():
+        return RankThreads(share, share)
+    crowding = max(1.0, here * share / usable)
+    if here == tensor:
+        return RankThreads(share, share, crowding)
+    whole = usable // tensor
+    if config.model.threads is not None:
+        whole = min(whole, config.model.threads * here // tensor)
+    return RankThreads.of(share, whole, crowding)
+
+
 def make(config: EngineConfig, group: Group) -> Rank:
     """This rank's share: config.kv_cache_tokens must be set, and is what each rank holds."""
     torchrun.leave_signals_to_rank_0()
@@ -89,7 +107,7 @@ def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
     storage = KVStorage(decoder.config.attention, config.cache.tokens // CHUNK, kv_dtype)
     if config.cache.prefault:
         storage.prefault()
-    return Rank(decoder, storage, backend, group.context)
+    return Rank(decoder, storage, backend, group.context, rank_threads(config))
 
 
 @dataclass(slots=True)
@@ -163,13 +181,13 @@ def open_ranks(
         assert group.workers is not None
         decoder = load_share(config, group, progress)
         rank = _make(config, group, decoder)
-        measured = unless_failed(group.workers, lambda: measure.take_part(rank))
+        machine: Machine = unless_failed(group.workers, lambda: measure.take_part(rank))
         group.workers.wait_ready()
-        machine, shape = measure.machine(*measured), ModelShape.of(decoder.config, decoder.dtype.itemsize)
+        shape = measure.shape_of(decoder)
         tuned = _table(config, shape, machine)
         told = describe(config) + (_profile(config, machine) if config.ranks.context > 1 else "")
         log.info("%s", told)
-        return Ranks(group, rank, machine if tuned is None else tuned.machine, shape, tuned, told), decoder
+        return Ranks(group, rank, _planned_on(machine, tuned), shape, tuned, told), decoder
     except BaseException:
         group.close()
         raise
@@ -199,6 +217,13 @@ def _table(config: EngineConfig, shape: ModelShape, machine: Machine) -> TunedTa
     tuned = load_table(Path(config.ranks.table))
     tuned.check(stamp(config, shape, machine))
     return tuned
+
+
+def _planned_on(measured: Machine, tuned: TunedTable | None) -> Machine:
+    """The table's profile if there is one. Of one engine with all cores it may know nothing: that is measured then."""
+    if tuned is None:
+        return measured
+    return msgspec.structs.replace(tuned.machine, one_engine=tuned.machine.one_engine or measured.one_engine)
 
 
 def stamp(config: EngineConfig, shape: ModelShape, machine: Machine) -> TableStamp:

@@ -218,6 +218,13 @@ class Decoder:
         log.info("layers one operation at a time (%s)", reason)
         return OneByOne(layers)
 
+    def first_layers(self, count: int) -> block.Blocks | OneByOne:
+        """The first layers by themselves, called like all of them: for measurements."""
+        layers = self.layers
+        if isinstance(layers, block.Blocks):
+            return block.Blocks(layers.shape, layers.layers[:count])
+        return OneByOne(layers.layers[:count])
+
     def _plain_ends(self) -> Ends | None:
         """What is beside the layers, where that is a table, a norm and a head, and all runs in C++."""
         config = self.config

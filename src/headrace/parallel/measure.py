@@ -1,4 +1,5 @@
-"""The profile of a group: what a rank attains while all of them are at work, and what the links carry.
+"""The profile of a group: what a rank attains while all of them are at work, what the first one attains by itself with
+all cores, and what the links carry.
 
 Takes a second or less. All ranks take part at the same time, since cores share memory and clock.
 """
@@ -7,26 +8,34 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.attention import plan as planning
 from headrace.kernels import dispatch, ops
+from headrace.kernels.backend import Attend
+from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel.merging import Kernels
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import Tag
 from headrace.parallel.workspace import LayerBuffer
-from headrace.planner.machine import Machine
-from headrace.types import CHUNK
+from headrace.planner.machine import ComputeRates, Machine, ModelShape
+from headrace.types import CHUNK, chunks_for
 
 KEYS = 2048
 ROWS = (16, 128, 1024)
-LINEAR_ROWS = 512
+LAYER_ROWS = 512
+LAYERS_FLOPS = 50e9
+"""Layers are computed one after another up to so many operations, at least one: all that a call of them begins with counts
+little, as in a prefill."""
+
 MESSAGE = 8 << 20
 LINK_CPU_S_PER_BYTE = 0.2e-9
 """What gloo takes from a core on each side where ranks share a host. It runs on a thread beside the computation, on the
@@ -37,24 +46,55 @@ GROUP = 510
 """In place of a group's number in the tags."""
 
 
-def take_part(rank: Rank) -> tuple[dict[str, float], list[tuple[int, float]]]:
-    """Measures; every rank of the group calls it once. Returns figures of Machine, and attention's rates by rows."""
+def take_part(rank: Rank) -> Machine:
+    """Measures; every rank of the group calls it once. one_engine is known on the first context rank alone."""
     _meet(rank)
+    crowding = 1.0 if rank.threads is None else rank.threads.crowding
     with torch.inference_mode():
-        figures = _linear(rank)
-        attention = [(rows, _attention(rank, rows)) for rows in ROWS]
-        figures["attention_call_s"] = _seconds(_attend_once(rank, 1, CHUNK))
-    figures |= _link(rank)
-    figures["link_cpu_s_per_byte"] = LINK_CPU_S_PER_BYTE if _shares_host(rank) else 0.0
-    return figures, attention
-
-
-def machine(figures: dict[str, float], attention: list[tuple[int, float]]) -> Machine:
+        rates = _rates(rank, crowding)
+        link_bytes_s, latency_s = _link(rank)
+        one = _one_engine(rank)
     isa = str(dispatch.reasons().get("attend", "reference"))
     return Machine(
-        name=_cpu(), cores=torch.get_num_threads(), isa=isa.split(" (")[0], date=date.today().isoformat(),
-        attention_flops_s=tuple(attention), **figures,
+        name=_cpu(), cores=rates.cores, isa=isa.split(" (")[0], date=date.today().isoformat(),
+        linear_flops_s=rates.linear_flops_s, attention_flops_s=rates.attention_flops_s,
+        attention_call_s=rates.attention_call_s, memory_bytes_s=rates.memory_bytes_s, link_bytes_s=link_bytes_s,
+        latency_s=latency_s, link_cpu_s_per_byte=LINK_CPU_S_PER_BYTE if _shares_host(rank) else 0.0, one_engine=one,
     )  # fmt: skip
+
+
+def shape_of(decoder: Decoder) -> ModelShape:
+    """The sizes by which the profile's rates are counted."""
+    return ModelShape.of(decoder.config, decoder.dtype.itemsize)
+
+
+def _one_engine(rank: Rank) -> ComputeRates | None:
+    """The rates of the first rank with all cores, while the others wait."""
+    found, threads = None, rank.threads
+    if threads is not None and threads.widens and rank.transport.rank == 0:
+        threads.use(whole=True)
+        found = _rates(rank)
+        threads.use(whole=False)
+    _meet(rank)
+    return found
+
+
+def _rates(rank: Rank, crowding: float = 1.0) -> ComputeRates:
+    """What this rank attains now. With more threads than cores each has its turns on a core: what it attains in them,
+    over `crowding`."""
+    clock = time.perf_counter if crowding == 1.0 else time.thread_time
+    layers = max(1, min(rank.decoder.config.layers, int(LAYERS_FLOPS / _layer_flops(rank))))
+    seconds = partial(_seconds, clock=clock)
+    matrices = [w for name, w in rank.decoder.matrices.items() if name.startswith("layers.0.")]
+    size = sum(w.shape[0] * w.shape[1] for w in matrices) * rank.decoder.dtype.itemsize
+    attention = tuple((rows, _attention(rank, rows, seconds) / crowding) for rows in ROWS)
+    return ComputeRates(
+        cores=torch.get_num_threads(),
+        linear_flops_s=layers * _layer_flops(rank) / seconds(_layers(rank, layers)) / crowding,
+        attention_flops_s=attention,
+        memory_bytes_s=size / seconds(_products(rank, matrices)) / crowding,
+        attention_call_s=seconds(_attend_once(rank, 1, CHUNK)) * crowding,
+    )
 
 
 def describe(machine: Machine) -> str:
@@ -75,31 +115,53 @@ def _cpu() -> str:
         return "unknown processor"
 
 
-def _seconds(work: Callable[[], object], repeats: int = 3) -> float:
-    """Median time of a call, after one that is not counted."""
+def _seconds(work: Callable[[], object], repeats: int = 4, clock: Callable[[], float] = time.perf_counter) -> float:
+    """The least time of a call, after one that is not counted: what else runs on a machine only ever adds to it."""
     work()
     times = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        began = clock()
         work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+        times.append(clock() - began)
+    return max(min(times), 1e-9)
 
 
-def _linear(rank: Rank) -> dict[str, float]:
-    """Rates of the first layer's matrices: at many rows, and for one row as bytes read."""
-    matrices = [w for name, w in rank.decoder.matrices.items() if name.startswith("layers.0.")]
+def _layer_flops(rank: Rank) -> float:
+    shape = shape_of(rank.decoder)
+    return 2.0 * LAYER_ROWS * (shape.qkv_weights + shape.rest_weights)
 
-    def products(rows: int) -> Callable[[], object]:
-        inputs = [torch.ones(rows, w.shape[1], dtype=rank.decoder.dtype) for w in matrices]
-        return lambda: [ops.linear(x, w) for x, w in zip(inputs, matrices, strict=True)]
 
-    elements = sum(w.shape[0] * w.shape[1] for w in matrices)
-    many, one = _seconds(products(LINEAR_ROWS)), _seconds(products(1))
-    return {
-        "linear_flops_s": 2 * LINEAR_ROWS * elements / many,
-        "memory_bytes_s": elements * rank.decoder.dtype.itemsize / one,
-    }
+def _layers(rank: Rank, count: int) -> Callable[[], object]:
+    """The first layers of many rows, their keys and values stored, but no attention."""
+    decoder, rows = rank.decoder, LAYER_ROWS
+    positions = torch.arange(rows) % decoder.config.max_model_len
+    batch = TokenBatch(torch.zeros(rows, dtype=torch.int64), positions, torch.full((rows,), rows))
+    x, turns = decoder.enter(batch)
+    layers, attend = decoder.first_layers(count), _StoreOnly(rank, rows)
+    return lambda: layers(x.clone(), turns, attend)
+
+
+class _StoreOnly(Attend):
+    """In place of attention: keys and values go into a workspace."""
+
+    def __init__(self, rank: Rank, rows: int) -> None:
+        chunks = chunks_for(rows)
+        plan = planning.build([planning.Span(np.arange(chunks, dtype=np.int32), 0, rows)])
+        self.append, self.pool = (
+            rank.kernels.backend.append,
+            LayerBuffer(rank.kernels.spec, chunks, rank.storage.dtype).pool,
+        )
+        self.slots, self.offsets = torch.from_numpy(plan.row_slots), torch.from_numpy(plan.row_offsets)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        self.append(self.pool, k, v, self.slots, self.offsets)
+        return q
+
+
+def _products(rank: Rank, matrices: Sequence[ops.Weight]) -> Callable[[], object]:
+    """The matrices of a layer, each multiplied by one row: they are read."""
+    inputs = [torch.ones(1, w.shape[1], dtype=rank.decoder.dtype) for w in matrices]
+    return lambda: [ops.linear(x, w) for x, w in zip(inputs, matrices, strict=True)]
 
 
 def _attend_once(rank: Rank, rows: int, keys: int) -> Callable[[], object]:
@@ -115,21 +177,21 @@ def _attend_once(rank: Rank, rows: int, keys: int) -> Callable[[], object]:
     return lambda: kernels.attend(0, q, buffer.pool, items, positions)
 
 
-def _attention(rank: Rank, rows: int) -> float:
+def _attention(rank: Rank, rows: int, seconds: Callable[[Callable[[], object]], float]) -> float:
     """Operations a second of both products."""
     spec = rank.kernels.spec
     window = spec.windows[0]
     keys = KEYS if window is None else min(KEYS, max(CHUNK, window // CHUNK * CHUNK))
-    return 4 * spec.heads * spec.head_dim * rows * keys / _seconds(_attend_once(rank, rows, keys))
+    return 4 * spec.heads * spec.head_dim * rows * keys / seconds(_attend_once(rank, rows, keys))
 
 
-def _link(rank: Rank) -> dict[str, float]:
-    """Round the ring 0 -> 1 -> .. -> 0, all ranks at once."""
+def _link(rank: Rank) -> tuple[float, float]:
+    """Bytes a second and latency, round the ring 0 -> 1 -> .. -> 0, all ranks at once."""
     small, large = torch.zeros(8, dtype=torch.uint8), torch.zeros(MESSAGE, dtype=torch.uint8)
     _meet(rank)
     latency = min(_exchange_all(rank, small, range(1, 6)))
     seconds = min(_exchange_all(rank, large, range(6, 9)))
-    return {"latency_s": latency, "link_bytes_s": MESSAGE / max(seconds - latency, 1e-9)}
+    return MESSAGE / max(seconds - latency, 1e-9), latency
 
 
 def _meet(rank: Rank) -> None:

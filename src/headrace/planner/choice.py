@@ -108,8 +108,14 @@ def choose(
     else:
         coefficients = heuristic or (table.heuristic if table else None)
         name, why = _ruled(rule, RingRates.of(machine, shape, ranks), coefficients, predicted, T, P)
-    cut = cuts[name]
-    return StrategyChoice(name, cut.bounds, cut.ranks, predicted, _reason(name, why, predicted))
+    cut, one = cuts[name], one_engine_s(machine, shape, T, P)
+    return StrategyChoice(name, cut.bounds, cut.ranks, predicted, _reason(name, why, predicted, machine, one))
+
+
+def one_engine_s(machine: Machine, shape: ModelShape, T: int, P: int = 0) -> float | None:
+    """Predicted seconds of one engine that has all cores of the ranks' host and all cached tokens, in place of these
+    ranks. None where the ranks share no host, or a rank may not use its other cores."""
+    return None if machine.one_engine is None else predict("single", machine, shape, 1, (P, P + T), P).ttft_s
 
 
 def _check(ranks: int, T: int, P: int, rule: str, allowed: Collection[str], table: TunedTable | None) -> None:
@@ -152,13 +158,32 @@ def _ruled(
     return name, f"by {rule}"
 
 
-def _reason(chosen: str, why: str, predicted: Mapping[str, float]) -> str:
-    """'chain: 0.41 s predicted, ring-kv 0.44, gather 0.52, single 0.80'."""
-    others = sorted((name for name in predicted if name != chosen), key=predicted.__getitem__)
-    parts = [f"{chosen}{f' ({why})' if why else ''}: {_seconds(predicted[chosen])} s predicted"]
-    return ", ".join([*parts, *(f"{name} {_seconds(predicted[name])}" for name in others)])
+def _reason(chosen: str, why: str, predicted: Mapping[str, float], machine: Machine, one: float | None) -> str:
+    """'chain: 0.41 s predicted, ring-kv 0.44, gather 0.52, single (one engine with all 2 cores) 0.80'.
+
+    Where `single` is not considered the one engine stands beside the others.
+    """
+    with_cores = None if machine.one_engine is None else f"one engine with all {_cores(machine.one_engine.cores)}"
+    notes = {"single": [with_cores or f"one rank, {_cores(machine.cores)}"]}
+    said = {name: _noted(name, notes.get(name, [])) for name in predicted}
+    others = {said[name]: seconds for name, seconds in predicted.items() if name != chosen}
+    if with_cores and one is not None and "single" not in predicted:
+        others[with_cores] = one
+    head = _noted(chosen, [*notes.get(chosen, []), *([why] if why else [])])
+    parts = [f"{head}: {seconds_text(predicted[chosen])} s predicted"]
+    return ", ".join(
+        [*parts, *(f"{name} {seconds_text(others[name])}" for name in sorted(others, key=others.__getitem__))]
+    )
 
 
-def _seconds(seconds: float) -> str:
+def _noted(name: str, notes: Sequence[str]) -> str:
+    return f"{name} ({'; '.join(notes)})" if notes else name
+
+
+def _cores(count: int) -> str:
+    return "1 core" if count == 1 else f"{count} cores"
+
+
+def seconds_text(seconds: float) -> str:
     """Two digits after the point, or two significant ones below a tenth."""
     return f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.2g}"
