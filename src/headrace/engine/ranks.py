@@ -20,6 +20,7 @@ from headrace.config import EngineConfig
 from headrace.engine import torchrun
 from headrace.engine.capacity import model_folder
 from headrace.engine.driver import Advise, Driver
+from headrace.engine.rank_advice import advice
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
@@ -27,6 +28,7 @@ from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.weights import OnProgress
 from headrace.parallel import launch, measure
 from headrace.parallel.group import Group, interface_name, unless_failed
+from headrace.parallel.probe import shape_of
 from headrace.parallel.rank import Rank
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.tensor import TensorGroup
@@ -183,14 +185,25 @@ def open_ranks(
         rank = _make(config, group, decoder)
         machine: Machine = unless_failed(group.workers, lambda: measure.take_part(rank))
         group.workers.wait_ready()
-        shape = measure.shape_of(decoder)
+        shape = shape_of(decoder)
         tuned = _table(config, shape, machine)
         told = describe(config) + (_profile(config, machine) if config.ranks.context > 1 else "")
         log.info("%s", told)
+        _advise_at_start(config, _planned_on(machine, tuned), shape)
         return Ranks(group, rank, _planned_on(machine, tuned), shape, tuned, told), decoder
     except BaseException:
         group.close()
         raise
+
+
+def _advise_at_start(config: EngineConfig, machine: Machine, shape: ModelShape) -> None:
+    """Says what ranks that share this machine gain and lose. Ray places ranks on cores of their own."""
+    if config.ranks.launcher == "ray" and not started_this():
+        return
+    told = advice(config, on_this_host(config), torch.get_num_threads(), cores.usable(), machine, shape)
+    if told is not None:
+        text, warns = told
+        log.log(logging.WARNING if warns else logging.INFO, "%s", text)
 
 
 def describe(config: EngineConfig) -> str:

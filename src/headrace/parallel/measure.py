@@ -14,58 +14,42 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.attention import plan as planning
 from headrace.kernels import dispatch, ops
-from headrace.kernels.backend import Attend
-from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel.merging import Kernels
+from headrace.parallel.probe import Probe, least, meet, passed_on
 from headrace.parallel.rank import Rank
-from headrace.parallel.transport import Tag
 from headrace.parallel.workspace import LayerBuffer
-from headrace.planner.machine import ComputeRates, Machine, ModelShape
-from headrace.types import CHUNK, chunks_for
+from headrace.planner.machine import ComputeRates, Machine, count_of
+from headrace.types import CHUNK
 
 KEYS = 2048
 ROWS = (16, 128, 1024)
-LAYER_ROWS = 512
-LAYERS_FLOPS = 50e9
-"""Layers are computed one after another up to so many operations, at least one: all that a call of them begins with counts
-little, as in a prefill."""
-
 MESSAGE = 8 << 20
 LINK_CPU_S_PER_BYTE = 0.2e-9
 """What gloo takes from a core on each side where ranks share a host. It runs on a thread beside the computation, on the
 same cores: a rank's threads meet after every product, so that one which gives its core away holds up the others. Not
 measured here, since nothing is computed while the link is."""
 
-GROUP = 510
-"""In place of a group's number in the tags."""
-
 
 def take_part(rank: Rank) -> Machine:
-    """Measures; every rank of the group calls it once. one_engine is known on the first context rank alone."""
-    _meet(rank)
+    """Measures; every rank of the group calls it once. The whole profile is known on the first context rank alone."""
+    meet(rank)
     crowding = 1.0 if rank.threads is None else rank.threads.crowding
     with torch.inference_mode():
         rates = _rates(rank, crowding)
         link_bytes_s, latency_s = _link(rank)
         one = _one_engine(rank)
     isa = str(dispatch.reasons().get("attend", "reference"))
-    return Machine(
+    plain = Machine(
         name=_cpu(), cores=rates.cores, isa=isa.split(" (")[0], date=date.today().isoformat(),
         linear_flops_s=rates.linear_flops_s, attention_flops_s=rates.attention_flops_s,
         attention_call_s=rates.attention_call_s, memory_bytes_s=rates.memory_bytes_s, link_bytes_s=link_bytes_s,
         latency_s=latency_s, link_cpu_s_per_byte=LINK_CPU_S_PER_BYTE if _shares_host(rank) else 0.0, one_engine=one,
     )  # fmt: skip
-
-
-def shape_of(decoder: Decoder) -> ModelShape:
-    """The sizes by which the profile's rates are counted."""
-    return ModelShape.of(decoder.config, decoder.dtype.itemsize)
+    return Probe(rank).refined(plain)
 
 
 def _one_engine(rank: Rank) -> ComputeRates | None:
@@ -75,35 +59,38 @@ def _one_engine(rank: Rank) -> ComputeRates | None:
         threads.use(whole=True)
         found = _rates(rank)
         threads.use(whole=False)
-    _meet(rank)
+    meet(rank)
     return found
 
 
 def _rates(rank: Rank, crowding: float = 1.0) -> ComputeRates:
     """What this rank attains now. With more threads than cores each has its turns on a core: what it attains in them,
-    over `crowding`."""
-    clock = time.perf_counter if crowding == 1.0 else time.thread_time
-    layers = max(1, min(rank.decoder.config.layers, int(LAYERS_FLOPS / _layer_flops(rank))))
-    seconds = partial(_seconds, clock=clock)
+    over `crowding`. The linear layers' rate stands for that of the memory, until prefills are measured."""
+    seconds = partial(least, clock=time.perf_counter if crowding == 1.0 else time.thread_time)
     matrices = [w for name, w in rank.decoder.matrices.items() if name.startswith("layers.0.")]
     size = sum(w.shape[0] * w.shape[1] for w in matrices) * rank.decoder.dtype.itemsize
-    attention = tuple((rows, _attention(rank, rows, seconds) / crowding) for rows in ROWS)
+    read = size / seconds(_products(rank, matrices)) / crowding
     return ComputeRates(
         cores=torch.get_num_threads(),
-        linear_flops_s=layers * _layer_flops(rank) / seconds(_layers(rank, layers)) / crowding,
-        attention_flops_s=attention,
-        memory_bytes_s=size / seconds(_products(rank, matrices)) / crowding,
+        linear_flops_s=read,
+        attention_flops_s=tuple((rows, _attention(rank, rows, seconds) / crowding) for rows in ROWS),
+        memory_bytes_s=read,
         attention_call_s=seconds(_attend_once(rank, 1, CHUNK)) * crowding,
     )
 
 
 def describe(machine: Machine) -> str:
     """The profile in one line."""
-    best = machine.attention_flops_s[-1][1]
-    return (
-        f"linear {machine.linear_flops_s / 1e9:.0f} and attention {best / 1e9:.0f} GFLOP/s a rank, link "
-        f"{machine.link_bytes_s / 1e9:.1f} GB/s and {machine.latency_s * 1e3:.2f} ms"
-    )
+    one = ""
+    if machine.one_engine is not None:
+        cores = count_of(machine.one_engine.cores, "core")
+        one = f" (one engine with all {cores}: {_attained(machine.alone)})"
+    link = f"link {machine.link_bytes_s / 1e9:.1f} GB/s and {machine.latency_s * 1e3:.2f} ms"
+    return f"{_attained(machine)} GFLOP/s a rank{one}, {link}"
+
+
+def _attained(machine: Machine) -> str:
+    return f"linear {machine.linear_flops_s / 1e9:.0f} and attention {machine.attention_flops_s[-1][1] / 1e9:.0f}"
 
 
 def _cpu() -> str:
@@ -113,49 +100,6 @@ def _cpu() -> str:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return "unknown processor"
-
-
-def _seconds(work: Callable[[], object], repeats: int = 4, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The least time of a call, after one that is not counted: what else runs on a machine only ever adds to it."""
-    work()
-    times = []
-    for _ in range(repeats):
-        began = clock()
-        work()
-        times.append(clock() - began)
-    return max(min(times), 1e-9)
-
-
-def _layer_flops(rank: Rank) -> float:
-    shape = shape_of(rank.decoder)
-    return 2.0 * LAYER_ROWS * (shape.qkv_weights + shape.rest_weights)
-
-
-def _layers(rank: Rank, count: int) -> Callable[[], object]:
-    """The first layers of many rows, their keys and values stored, but no attention."""
-    decoder, rows = rank.decoder, LAYER_ROWS
-    positions = torch.arange(rows) % decoder.config.max_model_len
-    batch = TokenBatch(torch.zeros(rows, dtype=torch.int64), positions, torch.full((rows,), rows))
-    x, turns = decoder.enter(batch)
-    layers, attend = decoder.first_layers(count), _StoreOnly(rank, rows)
-    return lambda: layers(x.clone(), turns, attend)
-
-
-class _StoreOnly(Attend):
-    """In place of attention: keys and values go into a workspace."""
-
-    def __init__(self, rank: Rank, rows: int) -> None:
-        chunks = chunks_for(rows)
-        plan = planning.build([planning.Span(np.arange(chunks, dtype=np.int32), 0, rows)])
-        self.append, self.pool = (
-            rank.kernels.backend.append,
-            LayerBuffer(rank.kernels.spec, chunks, rank.storage.dtype).pool,
-        )
-        self.slots, self.offsets = torch.from_numpy(plan.row_slots), torch.from_numpy(plan.row_offsets)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        self.append(self.pool, k, v, self.slots, self.offsets)
-        return q
 
 
 def _products(rank: Rank, matrices: Sequence[ops.Weight]) -> Callable[[], object]:
@@ -188,16 +132,10 @@ def _attention(rank: Rank, rows: int, seconds: Callable[[Callable[[], object]], 
 def _link(rank: Rank) -> tuple[float, float]:
     """Bytes a second and latency, round the ring 0 -> 1 -> .. -> 0, all ranks at once."""
     small, large = torch.zeros(8, dtype=torch.uint8), torch.zeros(MESSAGE, dtype=torch.uint8)
-    _meet(rank)
+    meet(rank)
     latency = min(_exchange_all(rank, small, range(1, 6)))
     seconds = min(_exchange_all(rank, large, range(6, 9)))
     return MESSAGE / max(seconds - latency, 1e-9), latency
-
-
-def _meet(rank: Rank) -> None:
-    """Waits for the others: twice round, so that nobody leaves before all have come."""
-    for piece in range(2 * rank.transport.size):
-        _exchange(rank, torch.zeros(8, dtype=torch.uint8), 100 + piece)
 
 
 def _exchange_all(rank: Rank, x: Tensor, pieces: Iterable[int]) -> list[float]:
@@ -209,20 +147,8 @@ def _exchange(rank: Rank, x: Tensor, piece: int) -> float:
     if rank.transport.size == 1:
         return 1e-6
     began = time.perf_counter()
-    _passed_on(rank, x, piece)
+    passed_on(rank, x, piece)
     return time.perf_counter() - began
-
-
-def _passed_on(rank: Rank, x: Tensor, piece: int) -> Tensor:
-    """Sends x to the next rank; what came from the one before."""
-    transport, tag, there = rank.transport, Tag(GROUP, 0, piece), torch.empty_like(x)
-    works = [
-        transport.irecv(there, (transport.rank - 1) % transport.size, tag),
-        transport.isend(x, (transport.rank + 1) % transport.size, tag),
-    ]
-    for work in works:
-        work.wait()
-    return there
 
 
 def _shares_host(rank: Rank) -> bool:
@@ -230,7 +156,7 @@ def _shares_host(rank: Rank) -> bool:
     mine = torch.frombuffer(bytearray(_host()), dtype=torch.uint8)
     passing, found = mine, False
     for piece in range(rank.transport.size - 1):
-        passing = _passed_on(rank, passing, 200 + piece)
+        passing = passed_on(rank, passing, 200 + piece)
         found |= torch.equal(passing, mine)
     return found
 

@@ -6,12 +6,12 @@ The engine asks this for every request; nothing else decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from headrace.config.ranks import StrategyRule
 from headrace.planner.heuristic import Heuristic, RingRates, algorithm1, algorithm5, guarded
-from headrace.planner.machine import Machine, ModelShape
+from headrace.planner.machine import Machine, ModelShape, count_of
 from headrace.planner.partition import Bounds
 from headrace.planner.schedule import Shards
 from headrace.planner.shards import Prefill
@@ -65,8 +65,13 @@ def predict(
     P: int = 0,
     cached_on: Sequence[float] | None = None,
 ) -> Cost:
-    """The cost model's figures for a strategy with these bounds (as `shards_for` gives them): see planner.cost."""
-    return COST[known(strategy).name](machine, shape, ranks, bounds, P, cached_on)
+    """The cost model's figures for a strategy with these bounds (as `shards_for` gives them): see planner.cost.
+
+    What its exchanges were measured to take beyond them is added (Machine.exchange_s).
+    """
+    cost = COST[known(strategy).name](machine, shape, ranks, bounds, P, cached_on)
+    beyond = dict(machine.exchange_s).get(strategy, 0.0) * shape.layers
+    return replace(cost, ttft_s=cost.ttft_s + beyond) if beyond else cost
 
 
 def choose(
@@ -163,8 +168,10 @@ def _reason(chosen: str, why: str, predicted: Mapping[str, float], machine: Mach
 
     Where `single` is not considered the one engine stands beside the others.
     """
-    with_cores = None if machine.one_engine is None else f"one engine with all {_cores(machine.one_engine.cores)}"
-    notes = {"single": [with_cores or f"one rank, {_cores(machine.cores)}"]}
+    with_cores = (
+        None if machine.one_engine is None else f"one engine with all {count_of(machine.one_engine.cores, 'core')}"
+    )
+    notes = {"single": [with_cores or f"one rank, {count_of(machine.cores, 'core')}"]}
     said = {name: _noted(name, notes.get(name, [])) for name in predicted}
     others = {said[name]: seconds for name, seconds in predicted.items() if name != chosen}
     if with_cores and one is not None and "single" not in predicted:
@@ -178,10 +185,6 @@ def _reason(chosen: str, why: str, predicted: Mapping[str, float], machine: Mach
 
 def _noted(name: str, notes: Sequence[str]) -> str:
     return f"{name} ({'; '.join(notes)})" if notes else name
-
-
-def _cores(count: int) -> str:
-    return "1 core" if count == 1 else f"{count} cores"
 
 
 def seconds_text(seconds: float) -> str:

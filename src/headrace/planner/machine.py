@@ -37,8 +37,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     reading weights and KV, a floor under both rates. link_bytes_s, latency_s: a link between two ranks, one way;
     a rank sends one message at a time and receives one at a time. link_cpu_s_per_byte: time that a message takes from
     the computing cores, on each side. one_engine: what a rank attains by itself with the cores of all ranks of its
-    host, where they share one and it may use them all. Raises ValueError for a figure that is not positive (fixed
-    times, latency and link_cpu_s_per_byte may be 0).
+    host, where they share one and it may use them all. exchange_s: by strategy, what an exchange adds to each
+    layer beyond all that: threads that are woken and wait for a core. Raises ValueError for a figure that is not
+    positive (fixed times, latency and link_cpu_s_per_byte may be 0).
     """
 
     name: str
@@ -54,6 +55,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     layer_s: float = 0.0
     link_cpu_s_per_byte: float = 0.0
     one_engine: ComputeRates | None = None
+    exchange_s: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         rates = {name: getattr(self, name) for name in ("linear_flops_s", "memory_bytes_s", "link_bytes_s")}
@@ -220,6 +222,11 @@ class LayerTimes:
     def fold(self, states: int) -> float:
         """Merging so many states of one row into a result: they are read once."""
         return states * self.shape.state_bytes / self.machine.memory_bytes_s
+
+
+def count_of(number: int, name: str) -> str:
+    """'1 core', '2 cores'."""
+    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def shares(cached_on: Sequence[float] | None, ranks: int) -> tuple[float, ...]:
