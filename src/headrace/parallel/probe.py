@@ -18,6 +18,7 @@ from headrace.models.decoder import Decoder
 from headrace.parallel.messages import RankStep, StepGroup, StepPart
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import Tag
+from headrace.planner.chain_partition import best_chain
 from headrace.planner.choice import predict
 from headrace.planner.machine import ComputeRates, LayerTimes, Machine, ModelShape
 from headrace.planner.partition import align, causal_pairs, even, zigzag, zigzag_ranks
@@ -56,25 +57,26 @@ class Probe:
         everybody = [self._group("single", (0, self.rows), (rank,), rank) for rank in range(self.size)]
         self._warm(everybody)
         busy = self._seconds(everybody)
-        alone = self._seconds(everybody[:1]) if self.size > 1 else busy
+        alone = min(self._seconds(everybody[:1]), self._seconds(everybody[:1])) if self.size > 1 else busy
         found = msgspec.structs.replace(
             plain,
             linear_flops_s=self._linear(plain, busy),
             one_engine=None if plain.one_engine is None else self._rated(plain, plain.one_engine, alone),
         )
-        exchanges = {each.strategy: self._beyond(found, each) for each in self._exchanges()}
+        exchanges = {each.strategy: self._beyond(found, each) for each in self._exchanges(found)}
         exchanges |= {name: exchanges[other] for name, other in ALIKE.items() if other in exchanges}
         self.of.groups = self.rank.groups
         return msgspec.structs.replace(found, exchange_s=tuple(sorted(exchanges.items())))
 
-    def _exchanges(self) -> list[StepGroup]:
-        """The prefill by each strategy that several ranks compute by."""
+    def _exchanges(self, machine: Machine) -> list[StepGroup]:
+        """The prefill by each strategy that several ranks compute by. The chain's blocks are those of the whole model:
+        with others its ranks would not wait for each other as they do there."""
         if self.size == 1:
             return []
-        blocks, order = align(even(self.rows, self.size), CHUNK), range(self.size)
+        order, chain = range(self.size), best_chain(machine, shape_of(self.of.decoder), self.size, self.rows)
         return [
-            self._group("chain", blocks, order, self.size - 1),
-            self._group("gather", blocks, order, 0),
+            self._group("chain", [int(bound) for bound in self._told(chain)], order, self.size - 1),
+            self._group("gather", align(even(self.rows, self.size), CHUNK), order, 0),
             self._group("ring-kv", zigzag(self.rows, self.size, CHUNK), zigzag_ranks(self.size), 0),
         ]
 
@@ -92,11 +94,15 @@ class Probe:
 
     def _warm(self, groups: list[StepGroup]) -> None:
         """All ranks go by the first one's time."""
-        seconds = torch.tensor([self._run(groups)], dtype=torch.float64)
+        self.repeats = 1 if self._told([self._run(groups)])[0] > SLOW_S else 3
+
+    def _told(self, figures: Sequence[float]) -> list[float]:
+        """The first rank's figures, on all ranks: they go round the ring."""
+        told = torch.tensor(figures, dtype=torch.float64)
         for piece in range(self.size - 1):
-            came = passed_on(self.of, seconds, 300 + piece)
-            seconds = came if self.me == piece + 1 else seconds
-        self.repeats = 1 if seconds.item() > SLOW_S else 3
+            came = passed_on(self.of, told, 300 + piece)
+            told = came if self.me == piece + 1 else told
+        return told.tolist()
 
     def _seconds(self, groups: list[StepGroup]) -> float:
         """Of a step until the first rank has all that it wants, at its fastest."""
