@@ -1,18 +1,44 @@
 """Headrace: an LLM inference engine built around the KV cache.
 
 from headrace import LLM, SamplingParams
+
+with LLM("tiny") as llm:
+    print(llm.generate("In the beginning", SamplingParams(temperature=0))[0].text)
 """
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.types import InvalidRequest, RequestOutput, SamplingParams
+from headrace.types import (
+    Delta,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    RequestOutput,
+    SamplingParams,
+    UnsupportedModel,
+)
 from headrace.version import __version__
 
 if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
     from headrace.engine.llm import LLM
 
-__all__ = ["LLM", "AsyncLLM", "InvalidRequest", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Delta",
+    "EngineDead",
+    "InvalidRequest",
+    "Overloaded",
+    "RequestOutput",
+    "SamplingParams",
+    "UnsupportedModel",
+    "__version__",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:

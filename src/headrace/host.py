@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from pathlib import Path
 
 GIB = 2**30
+_IMPORTED_S = time.monotonic()
 
 
 def fields(path: Path) -> dict[str, str]:
@@ -40,3 +42,13 @@ def memory_available() -> int:
 
 def _memory(name: str) -> int:
     return int(fields(Path("/proc/meminfo")).get(name, "0 kB").split()[0]) * 1024
+
+
+def process_age_s() -> float:
+    """Seconds since this process started; since this module was imported where the system does not tell."""
+    try:
+        stat = Path("/proc/self/stat").read_text()
+        ticks = int(stat.rpartition(")")[2].split()[19])  # proc_pid_stat(5): starttime, after the name's bracket
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.monotonic() - _IMPORTED_S

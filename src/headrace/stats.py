@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
+from headrace.types import CHUNK
+
 
 class Figure(NamedTuple):
     """A metric of a field. `counts`: it only grows; else it is a gauge. `labels`: those that tell it from its like."""
@@ -87,6 +89,32 @@ class StatsRecord:
             for item in fields(own)  # type: ignore[arg-type]
             if "by" not in item.metadata
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What an engine holds now (requests running and waiting, KV) and has done since its start (all else).
+
+    `cached_share`: of the prompt tokens of admitted requests, those that came from the cache, between 0 and 1; they
+    count once a request has ended. Tokens of KV are counted in whole chunks of 64: `kv_tokens` is room for so many,
+    `kv_tokens_used` are those of running requests, shared ones once, `kv_tokens_kept` those of ended requests that
+    later ones may find; `kv_share` is both over the room.
+    """
+
+    requests_running: int
+    requests_waiting: int
+    requests_finished: int
+    requests_aborted: int
+    prompt_tokens: int
+    cached_tokens: int
+    cached_share: float
+    output_tokens: int
+    kv_tokens: int
+    kv_tokens_used: int
+    kv_tokens_kept: int
+    kv_share: float
+    preemptions: int
+    evictions: int
 
 
 def _after(own: Any, earlier: Any, counts: bool) -> Any:
@@ -197,3 +225,24 @@ class EngineStats(StatsRecord):
     restore: RestoreStats = field(default_factory=RestoreStats)
     ranks: RankStats = field(default_factory=RankStats)
     tiers: dict[str, TierStats] = by("tier", TierStats)
+
+    def summary(self) -> Summary:
+        """The figures that people ask for, by plain names."""
+        now, tokens, ended, kv = self.scheduler, self.tokens, self.finished, self.kv
+        held = kv.chunks_used + kv.chunks_cached
+        return Summary(
+            requests_running=now.running,
+            requests_waiting=now.waiting,
+            requests_finished=ended.stop + ended.length,
+            requests_aborted=ended.abort,
+            prompt_tokens=tokens.prompt,
+            cached_tokens=tokens.cached,
+            cached_share=tokens.cached / tokens.prompt if tokens.prompt else 0.0,
+            output_tokens=tokens.generated,
+            kv_tokens=kv.chunks_total * CHUNK,
+            kv_tokens_used=kv.chunks_used * CHUNK,
+            kv_tokens_kept=kv.chunks_cached * CHUNK,
+            kv_share=held / kv.chunks_total if kv.chunks_total else 0.0,
+            preemptions=now.preemptions,
+            evictions=kv.evictions,
+        )

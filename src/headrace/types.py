@@ -5,7 +5,10 @@ Imports no torch, so that the tree, the plan and the scheduler can be tested wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from functools import wraps
 from typing import Any, Literal
 
 CHUNK = 64
@@ -18,11 +21,12 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class InvalidRequest(ValueError):
-    """A request that cannot be served as asked. `param` names the offending parameter (None: the whole request)."""
+    """A request that cannot be served as asked. `param` names the offending parameter (None: the whole request),
+    `code` the kind of the fault as OpenAI's API does, where it has a name of its own ('context_length_exceeded')."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 class Overloaded(RuntimeError):
@@ -39,6 +43,33 @@ class EngineDead(RuntimeError):
 
 class UnsupportedModel(ValueError):
     """The model folder asks for something Headrace does not implement; the message names it."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """'; did you mean KNOWN?' if a known name is like this one, else nothing."""
+    near = get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+MOST_SHOWN = 60
+"""Characters of a text in a repr."""
+
+
+def shortened(text: str) -> str:
+    """Its repr, cut in the middle of a text that is long."""
+    half = MOST_SHOWN // 2
+    return repr(text if len(text) <= MOST_SHOWN else f"{text[:half]} ... {text[-half:]}")
+
+
+def set_apart(record: Any) -> str:
+    """The repr of a dataclass, with the fields alone that are not as by default."""
+    usual = {
+        item.name: item.default if item.default_factory is MISSING else item.default_factory()
+        for item in fields(record)
+    }
+    values = {name: getattr(record, name) for name in usual}
+    told = [f"{name}={value!r}" for name, value in values.items() if usual[name] is MISSING or value != usual[name]]
+    return f"{type(record).__name__}({', '.join(told)})"
 
 
 def chunks_for(tokens: int) -> int:
@@ -97,16 +128,25 @@ def _option(
 class SamplingParams:
     """How the tokens of one request are chosen and when generation ends.
 
-    temperature 0 is greedy. top_k 0 (or -1) and top_p 1 are off. `seed` makes a request repeatable by itself: a draw
-    depends on (seed, index of the sequence in the request, position) only, never on what else runs. `stop` strings end
-    the text and are left out of it unless include_stop_str_in_output. `logprobs` is the number of alternatives to
-    report per token (0: the chosen one alone; None: nothing); likewise `prompt_logprobs`. `min_tokens` forbids
-    end-of-sequence and stops before that many tokens. max_tokens None means as many as the context allows.
-    A new option is a field here and the place where it acts; HTTP and the command line follow.
+    - `n`: sequences for the prompt, each drawn by itself.
+    - `temperature`: 0 takes the most likely token (greedy), 1 draws as the model says, more is more varied.
+    - `top_k`, `top_p`, `min_p`: draw from so many most likely tokens (0 or -1: all), from those that have this
+      probability together, and from none less likely than this share of the most likely one.
+    - `seed` makes a request repeatable by itself: a draw depends on (seed, index of the sequence in the request,
+      position) only, never on what else runs.
+    - `presence_penalty`, `frequency_penalty`: against tokens of the answer, once or by how often they were used;
+      `repetition_penalty`: above 1 against those of the prompt, too.
+    - `logit_bias`: token id -> what is added to its logit.
+    - `logprobs`, `prompt_logprobs`: alternatives to report for each token (0: the chosen one alone; None: nothing).
+    - `stop`, `stop_token_ids`: texts and tokens that end the answer. A stop text is left out of it unless
+      `include_stop_str_in_output`.
+    - `max_tokens`, `min_tokens`: most tokens (None: as many as the context allows); no end before so many.
+    - `ignore_eos`: go on past the end-of-text token. `skip_special_tokens`: leave special tokens out of the text.
 
     Raises InvalidRequest (a ValueError with `.param`) for anything out of range.
     """
 
+    # A new option is a field here and the place where it acts; HTTP and the command line follow.
     n: int = _option(1, 1, MAX_N)
     temperature: float = _option(1.0, 0, 100, cli="0 takes the most likely token; higher is more varied.")
     top_k: int = _option(0, -1, 2**31, cli="Draw from so many most likely tokens; 0: all.")
@@ -128,6 +168,9 @@ class SamplingParams:
     min_tokens: int = _option(0, 0, 2**31, cli="Fewest tokens of an answer.")
     ignore_eos: bool = _option(False, cli="Go on past the end-of-text token.")
     skip_special_tokens: bool = _option(True)
+
+    def __repr__(self) -> str:
+        return set_apart(self)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
@@ -174,6 +217,25 @@ class SamplingParams:
                 raise InvalidRequest(f"{name}: token id {bad[0]} is outside the vocabulary of {vocab_size}", name)
 
 
+def _suggesting(init: Any) -> Any:
+    """Says which parameter was meant where there is none of that name."""
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **named: Any) -> None:
+        known = self.__dataclass_fields__
+        unknown = next((name for name in named if name not in known), None)
+        if unknown is not None:
+            raise TypeError(
+                f"unknown parameter {unknown!r}{did_you_mean(unknown, known) or ': help(SamplingParams) lists them'}"
+            )
+        init(self, *args, **named)
+
+    return checked
+
+
+SamplingParams.__init__ = _suggesting(SamplingParams.__init__)  # type: ignore[method-assign]
+
+
 RANGES = tuple(
     (item.name, low, high, str(item.type).startswith("int"), str(item.type).endswith("None"))
     for item in fields(SamplingParams)
@@ -215,6 +277,15 @@ class Metrics:
     restored_tokens: int = 0
     restore_reason: str = ""
 
+    def __repr__(self) -> str:
+        return set_apart(self)
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens after the first over the time after it; None if that is no time."""
+        decode_s = self.e2e_s - self.ttft_s
+        return (self.output_tokens - 1) / decode_s if decode_s > 0 else None
+
 
 @dataclass(slots=True)
 class Completion:
@@ -227,6 +298,14 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
+    def __repr__(self) -> str:
+        """The text, cut, and how many tokens it has."""
+        return f"Completion({self.index}, {self._told})"
+
+    @property
+    def _told(self) -> str:
+        return f"{shortened(self.text)}, {len(self.token_ids):,} tokens, {self.finish_reason or 'unfinished'}"
+
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -238,6 +317,13 @@ class RequestOutput:
     metrics: Metrics
     prompt: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def __repr__(self) -> str:
+        """The first text, cut, and counts in place of tokens."""
+        others = f" and {len(self.outputs) - 1} more" if self.outputs[1:] else ""
+        first = self.outputs[0]._told if self.outputs else "no output"
+        cached = f"{self.metrics.cached_tokens:,} of {len(self.prompt_token_ids):,} prompt tokens cached"
+        return f"RequestOutput({self.request_id!r}, {first}{others}, {cached})"
 
     @property
     def text(self) -> str:
@@ -271,6 +357,10 @@ class Request:
     public_prefix_tokens: int = 0
     arrival_s: float = 0.0
 
+    def __repr__(self) -> str:
+        """Without the tokens, and without the salt, which is as good as a tenant's name."""
+        return f"Request({self.request_id!r}, {len(self.prompt_token_ids):,} tokens, {self.params!r})"
+
     def __post_init__(self) -> None:
         check_sharing(self.cache_salt, self.public_prefix_tokens)
 
@@ -292,3 +382,6 @@ class Delta:
     stop_reason: str | int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: Metrics | None = None
+
+    def __repr__(self) -> str:
+        return set_apart(self)

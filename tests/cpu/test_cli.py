@@ -14,10 +14,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from headrace.assets.facts import filler
 from headrace.cli import main, options
+from headrace.cli.hints import check_file
 from headrace.config import SETTINGS, EngineConfig
+from headrace.engine.capacity import SHIPPED
 
 pytestmark = pytest.mark.cpu
+
+OF_BATCH = {"served_model_name"}
+"""A setting of servers that `headrace batch` has too."""
 
 SMALL = ("--kv-cache-tokens", "16384", "--threads", "1")
 
@@ -66,7 +72,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
 
 
 def test_serve_has_every_setting_with_its_environment_twin() -> None:
-    text = " ".join(run("serve", "--help").output.split())
+    text = " ".join(run("serve", "--help-all").output.split())
     for item in SETTINGS.values():
         assert item.env == f"HEADRACE_{item.name.upper()}" and item.env in text
         assert item.name == "model" or f"--{item.name.replace('_', '-')}" in text
@@ -75,10 +81,10 @@ def test_serve_has_every_setting_with_its_environment_twin() -> None:
 
 
 def test_commands_without_a_server_have_no_server_settings() -> None:
-    for command in ("generate", "chat"):
+    for command in ("generate", "batch", "chat"):
         text = run(command, "--help").output
-        assert "--kv-cache-tokens" in text and "--temperature" in text
-        assert not any(f"--{name.replace('_', '-')}" in text for name in options.SERVER_ONLY)
+        assert "--kv-cache-tokens" in text and ("--temperature" in text) == (command != "batch")
+        assert not any(f"--{name.replace('_', '-')}" in text for name in options.SERVER_ONLY - OF_BATCH)
         assert "--api-key" not in text and "--port" not in text
 
 
@@ -87,11 +93,13 @@ def test_flag_before_environment_before_default(served: list[EngineConfig]) -> N
     assert run("serve", **env).exit_code == 0
     assert run("serve", "mine", "--port", "99", "--max-num-seqs", "3", **env).exit_code == 0
     assert run("serve", "--no-enable-prefix-caching", "--dtype", "float32").exit_code == 0
+    assert run("serve", "-m", "mine", **env).exit_code == run("serve", "mine", "--model", "mine").exit_code == 0
     assert [(c.model.folder, c.server.port, c.scheduler.max_sequences) for c in served[:2]] == [
         ("other", 1234, 7),
         ("mine", 99, 3),
     ]
-    assert served[2] == EngineConfig(enable_prefix_caching=False, dtype="float32")
+    assert [c.model.folder for c in served[3:]] == ["mine", "mine"]
+    assert served[2] == EngineConfig(enable_prefix_caching=False, dtype="float32", log_level="info")
 
 
 def test_ranks_have_short_flags(served: list[EngineConfig]) -> None:
@@ -118,13 +126,37 @@ def test_exit_code_of_the_server_is_passed_on(monkeypatch: pytest.MonkeyPatch) -
         (["generate", "hi", "--file", "x"], ["--file"]),
         (["generate", "--file", "/no/such/file"], ["/no/such/file"]),
         (["generate", ""], ["empty"]),
+        (["batch", "/no/such/file", "-"], ["/no/such/file"]),
         (["chat", "--system", "x", "--system-file", "y"], ["--system-file"]),
         (["demo", "--requests", "0"], ["--requests"]),
         (["doctor", "--model", "/no/such/model"], ["/no/such/model"]),
+        (["doctor", "/no/such/model"], ["/no/such/model"]),
+        (["serve", "mine", "-m", "other"], ["two models", "mine", "other"]),
+        (["tiny"], ["tiny is a model: headrace chat tiny"]),
+        (["tinny"], ["No such command"]),
+        (["generate", "tiny"], ["generate takes prompts: give the model as -m tiny and a text to continue"]),
+        (["generate", "tiny", "hi"], ["generate takes prompts: give the model as -m tiny"]),
+        (["generate", str(SHIPPED["tiny"]), "hi"], ["-m /"]),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(arguments: list[str], words: list[str]) -> None:
     check_error(run(*arguments), 2, *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("x.jsonl", "In the beginning\n"), ("x.txt", '{"prompt": "a"}\n\n {"prompt": "b"}\n')]
+)
+def test_generate_sends_files_of_requests_to_batch(name: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    ran = run("generate", "-f", str(file))
+    check_error(ran, 2, f"headrace batch {file} OUT.jsonl")
+    assert len(ran.stderr.splitlines()) == 1
+
+
+def test_a_file_with_one_object_is_a_prompt(tmp_path: Path) -> None:
+    for text in ('{"prompt": "a"}\n', '{"a": 1}\n[2]\n', "{\n}\n", ""):
+        check_file(tmp_path / "x.json", text)
 
 
 def test_environment_twin_is_checked_as_well() -> None:
@@ -182,21 +214,38 @@ def test_generate_from_pipe_and_arguments() -> None:
     piped = run("generate", "--max-tokens", "8", *SMALL, stdin="And God said\n")
     assert piped.exit_code == 0, piped.stderr
     assert piped.stdout.strip() and "prompt" in piped.stderr and "tokens/s" in piped.stderr
-    several = run("generate", "And God said", "In the", "--max-tokens", "8", "--json", "--quiet", *SMALL)
+    several = run("generate", "-m", "tiny", "And God said", "In the", "--max-tokens", "8", "--json", *SMALL)
+    assert several.stderr.splitlines()[-1].startswith("answered 2 prompts in ") and "\x1b" not in several.stderr
     rows = [json.loads(line) for line in several.stdout.splitlines()]
     assert [row["prompt"] for row in rows] == ["And God said", "In the"]
     assert rows[0]["text"].strip() == piped.stdout.strip() and rows[0]["output_tokens"] == 8
 
 
+def test_batch_from_a_pipe() -> None:
+    notes = {"role": "system", "content": "The code of Lisbon is 4821. The code of Paris is 9035.\n"}
+    lines = [
+        {"custom_id": name, "url": "/v1/chat/completions", "body": {"messages": messages, "temperature": 0, **more}}
+        for name, more in (("one", {"max_tokens": 16}), ("refused", {"max_tokens": -1}))
+        for messages in [[notes, {"role": "user", "content": "What is the code of Lisbon?"}]]
+    ]
+    ran = run("batch", "-", "-", *SMALL, stdin="\n".join(map(json.dumps, lines)))
+    assert ran.exit_code == 0, ran.stderr
+    rows = {row["custom_id"]: row["response"] for row in map(json.loads, ran.stdout.splitlines())}
+    assert rows["one"]["body"]["choices"][0]["message"]["content"] == "The code of Lisbon is 4821."
+    assert rows["refused"]["status_code"] == 400
+    assert "answered 1 of 2 prompts in " in ran.stderr and "1 of 2 refused: line 2 (custom_id 'refused')" in ran.stderr
+
+
 def test_chat_from_a_pipe(tmp_path: Path) -> None:
-    turns = "What is the code of Lisbon?\n\n/reset\nWhat is the code of Lisbon?\n/exit\nnever asked\n"
+    turns = "What is the code of Lisbon?\n\n/reset\nWhat is the code of Lisbon?\n/stats\n/exit\nnever asked\n"
     notes = tmp_path / "notes.txt"
-    notes.write_text("The code of Lisbon is 4821. The code of Paris is 9035.\n")
+    notes.write_text(f"{filler()[:2000]} The code of Lisbon is 4821. The code of Paris is 9035.\n")
     ran = run("chat", "tiny", "--system-file", str(notes), "--max-tokens", "16", *SMALL, stdin=turns)
     assert ran.exit_code == 0, ran.stderr
     first, second = ran.stdout.splitlines()
     assert first == second == "The code of Lisbon is 4821."
-    assert ran.stderr.count("tokens/s") == 2
+    assert ran.stderr.count("tokens/s") == 3 and "(0 cached, " in ran.stderr and "(576 cached, " in ran.stderr
+    assert "turns: 1 (2 with earlier conversations)" in ran.stderr and "of 16,384 tokens in use" in ran.stderr
 
 
 def test_doctor() -> None:

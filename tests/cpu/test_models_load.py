@@ -271,9 +271,15 @@ def test_facts(folder_of: FolderOf, tmp_path: Path) -> None:
 
 def test_progress_is_told(folder_of: FolderOf) -> None:
     calls: list[tuple[int, int]] = []
-    decoder = load_decoder(folder_of("llama"), progress=lambda done, total: calls.append((done, total)))
-    total = len(decoder.weights.keys() | decoder.matrices.keys())
-    assert calls == [(done, total) for done in range(1, total + 1)]
+    packed: list[tuple[int, int]] = []
+    decoder = load_decoder(
+        folder_of("llama"), progress=lambda *at: calls.append(at), packed=lambda *at: packed.append(at)
+    )
+    size = sum(tensor.nbytes for tensor in load_weights(folder_of("llama"), decoder.config, decoder.dtype).values())
+    done = [at for at, _ in calls]
+    assert len(done) > 10 and done == sorted(set(done)) and done[-1] == size
+    assert {total for _, total in calls} == {size}
+    assert len(packed) == len(decoder.matrices) and packed[-1][0] == packed[-1][1] < size
 
 
 def test_weights_do_not_depend_on_the_file(folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest_asyncio
 from headrace import LLM, AsyncLLM, InvalidRequest, SamplingParams
 from headrace.config import EngineConfig
 from headrace.engine import async_llm, process
+from headrace.progress import PhaseTimes, Prefill
 from headrace.types import Delta, EngineDead, Overloaded
 
 CONFIG = EngineConfig(model="tiny", kv_cache_tokens=20_000, max_batch_tokens=256, max_queued_requests=8)
@@ -30,13 +31,16 @@ class Kept:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, self.llm = config, AsyncLLM(config)
+        self.loaded: list[tuple[int, int]] = []
+        self.phases = PhaseTimes()
 
     async def alive(self) -> AsyncLLM:
         if self.llm.alive:
             await settled(self.llm)
         else:
             self.llm = AsyncLLM(self.config)
-            await self.llm.start()
+            await self.llm.start(lambda *at: self.loaded.append(at), phases=self.phases)
+            self.phases.close()
         return self.llm
 
 
@@ -90,6 +94,47 @@ async def test_streams_what_the_offline_interface_answers(llm: AsyncLLM) -> None
             assert own[-1].finish_reason == completion.finish_reason == "length"
         metrics = deltas[-1].metrics
         assert metrics is not None and metrics.output_tokens == 40 and 0 < metrics.ttft_s <= metrics.e2e_s
+    await settled(llm)
+
+
+async def test_loading_is_told_by_phases(kept: Kept, llm: AsyncLLM) -> None:
+    names = ("starting the engine", "reading the configuration", "tokenizer", "weights", "packing",
+             "memory for the KV cache", "tokenizer")  # fmt: skip
+    assert tuple(phase.name for phase in kept.phases.all) == names
+    weights = sum(path.stat().st_size for path in Path(llm.capacity.folder).glob("*.safetensors"))
+    done, total = kept.loaded[-1]
+    assert done == total == pytest.approx(weights, rel=0.01)
+    assert kept.loaded == sorted(set(kept.loaded)), "packing is no progress of the weights"
+
+
+async def test_prompts_being_read_are_known_here(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of a prompt is told as it begins, and nothing is left of it when the answer begins."""
+    begun: list[list[Prefill]] = []
+    begin = llm._prefilling.begin
+
+    def note(prefills: list[Prefill], expected_s: float) -> None:
+        begun.append(prefills)
+        begin(prefills, expected_s)
+
+    monkeypatch.setattr(llm._prefilling, "begin", note)
+    prompt = list(range(1700, 2300))
+    async for _ in llm.generate(prompt, replace(GREEDY, max_tokens=3), request_id="long"):
+        assert llm.prefills == []
+    assert begun == [
+        [Prefill("long", 0, 0, 600, 256)], [Prefill("long", 256, 0, 600, 256)], [Prefill("long", 512, 0, 600, 88)],
+    ]  # fmt: skip
+    assert llm.prefill_rate > 0
+
+
+async def test_a_prompt_that_is_given_up_is_no_longer_read(llm: AsyncLLM) -> None:
+    stream = llm.generate([7, 8, 9] * 1300, LONG)
+    task = asyncio.ensure_future(anext(stream))
+    while not llm.prefills:
+        await asyncio.sleep(0.001)
+    assert llm.prefills[0].total == 3900
+    task.cancel()
+    await asyncio.wait([task])
+    assert llm.prefills == []
     await settled(llm)
 
 

@@ -184,11 +184,11 @@ def test_lines_of_the_log(server: ServerProcess) -> None:
     for _ in range(200):
         server.http.post(TEXT, json=text(max_tokens=2000, ignore_eos=True))
         log = server.log.read_text()
-        if "running 1, waiting 0, prefill" in log:
+        if "running    1  waiting    0  read" in log:
             break
-    assert "KV cache: 131,072 tokens" in log and "concurrency: 8.0 sequences of 16,384 tokens" in log
-    assert "running 1, waiting 0, prefill" in log
-    assert "done (length), prompt" in log
+    assert "KV cache  131,072 tokens" in log and "8 sequences of 16,384 tokens" in log
+    assert "running    1  waiting    0  read" in log
+    assert "length       prompt" in log
 
 
 def test_bench_serve(server: ServerProcess, tmp_path: Path) -> None:

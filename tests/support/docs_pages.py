@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -14,7 +15,10 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 NOTES = [ROOT / "CHANGELOG.md", *sorted((ROOT / "bench/notes").glob("*.md"))]
 """What speaks of its day: only links and results must be there."""
 
-MARK = re.compile(r"<!-- (run|tested by (?P<tests>.+)|not run: (?P<reason>.+)) -->")
+MARK = re.compile(r"<!-- (run|run on|tested by (?P<tests>.+)|not run: (?P<reason>.+)) -->")
+PRINTED = "<!-- printed -->"
+"""Precedes the block that shows, to the letter, what the block before it prints (one that is run)."""
+
 FENCE = re.compile(r"^( *)```(.*)$")
 LINK = re.compile(r"\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
 
@@ -35,7 +39,12 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        return self.mark is not None and self.mark[1] == "run"
+        return self.mark is not None and self.mark[1] in ("run", "run on")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it knows the names of the block that ran before it."""
+        return self.mark is not None and self.mark[1] == "run on"
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -95,3 +104,5 @@ def anchors(page: Path) -> set[str]:
 
 
 ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]
+SHOWN = {before: block.text for before, block in pairwise(ALL_BLOCKS) if block.before == PRINTED}
+"""What blocks print, by the block, as their page shows it."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.config import EngineConfig
+from headrace.progress import LoadPhase, OnPhase, Prefill
 from headrace.stats import EngineStats, KVStats
 from headrace.types import (
     Delta,
@@ -69,6 +70,9 @@ class FakeCapacity:
     model: str = "fake"
     kernels: dict[str, str] = field(default_factory=lambda: {"attention": "echo"})
     ranks: str = ""
+    architecture: str = "FakeForCausalLM"
+    layers: int = 1
+    quantization: str = "none"
 
 
 class FakeEngine:
@@ -89,6 +93,8 @@ class FakeEngine:
         self.strategy = self.strategy_reason = self.restore_reason = ""
         self.restored_tokens = 0
         self.salts: list[tuple[str | None, int]] = []
+        self.prefills: list[Prefill] = []
+        self.prefill_rate = 0.0
         self._started = False
         self._dead = asyncio.Event()
         self._turn = asyncio.Semaphore(running_limit)
@@ -97,8 +103,10 @@ class FakeEngine:
     def alive(self) -> bool:
         return self._started and self.failure is None
 
-    async def start(self, progress: Callable[[int, int], None] | None = None) -> None:
+    async def start(self, progress: Callable[[int, int], None] | None = None, *, phases: OnPhase | None = None) -> None:
         for done in (1, 2):
+            if phases is not None:
+                phases(LoadPhase("weights", done, 2))
             await asyncio.sleep(self.start_s / 2)
             if progress is not None:
                 progress(done, 2)

@@ -16,18 +16,19 @@ import pytest
 pytestmark = pytest.mark.unit
 
 SOURCE = Path(__file__).parents[2] / "src"
-BASE = {"types", "version", "stats", "strategies", "config", "logs", "files", "cores", "host", "memory"}
+BASE = {"types", "version", "stats", "strategies", "config", "logs", "files", "cores", "host", "memory", "progress"}
 CORE = BASE | {"kernels.registry", "kernels.records", "kernels", "kv", "attention"}
 BELOW_ENGINE = CORE | {"models", "planner", "parallel", "offload", "assets"}
 
 MAY_IMPORT = {
     "types": set(),
     "version": set(),
-    "stats": set(),
+    "stats": {"types"},
     "strategies": set(),
     "kernels.registry": set(),
     "config": {"types", "strategies", "kernels.registry"},
     "memory": set(),
+    "progress": {"types"},
     "logs": set(),
     "files": set(),
     "cores": set(),
@@ -42,7 +43,7 @@ MAY_IMPORT = {
     "models": CORE,
     "parallel": CORE | {"models", "planner"},
     "offload": CORE | {"models", "planner"},
-    "engine": BELOW_ENGINE,
+    "engine": BELOW_ENGINE | {"console"},
     "server": BELOW_ENGINE | {"engine"},
     "bench": BELOW_ENGINE | {"engine", "console"},
     "doctor": BELOW_ENGINE | {"engine", "server"},
@@ -56,8 +57,8 @@ OFFLOAD_PARTS: dict[str, set[str]] = {
 """Part of the room offload -> parts it may import, besides itself and what lies beside the parts."""
 
 TORCH = {"torch", "transformers", "safetensors"}
-TORCH_FREE = ("headrace.types", "headrace.stats", "headrace.strategies", "headrace.config", "headrace.kv",
-              "headrace.kernels.registry",
+TORCH_FREE = ("headrace.types", "headrace.progress", "headrace.stats", "headrace.strategies", "headrace.config",
+              "headrace.kv", "headrace.kernels.registry",
               "headrace.planner", "headrace.attention.plan", "headrace.engine.scheduler", "headrace.bench.registry",
               "headrace.bench.tuning", "headrace.engine.stored_prefixes", "headrace.engine.torchrun",
               "headrace.parallel.torchrun_environment")  # fmt: skip

@@ -56,7 +56,8 @@ def test_options_become_fields_and_cases_a_result(app: typer.Typer, tmp_path: Pa
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ([], "Missing argument"),
+        ([], "no model: give it first or as -m"),
+        (["m", "-m", "n"], "two models"),
         (["m", "--of-size", "1,x"], "sizes must be integers by commas, got '1,x'"),
         (["m", "--order", "sideways"], "order must be one of up, down, got 'sideways'"),
         (["m", "--repeats", "0"], "--repeats"),

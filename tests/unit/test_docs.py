@@ -1,7 +1,7 @@
 """README, CONTRIBUTING, SECURITY and docs/ say what is so: commands, flags, settings, files, results and links exist.
 
-Every block of commands is preceded by an HTML comment: `run` (tests/cpu/test_docs_run.py runs it), `tested by FILES`
-(tests that run such commands) or `not run: REASON`. All are parsed here, whatever the comment says.
+Every block of commands is preceded by an HTML comment: `run` or `run on` (tests/cpu/test_docs_run.py runs it),
+`tested by FILES` (tests that run such commands) or `not run: REASON`. All are parsed here, whatever the comment says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.docs_pages import ALL_BLOCKS, NOTES, PAGES, ROOT, Block, anch
 pytestmark = pytest.mark.unit
 
 LANGUAGES = {"bash", "python", "text", "json"}
-FOREIGN = {"torchrun", "ray", "export", "echo", ".venv/bin/pre-commit"}
+FOREIGN = {"torchrun", "ray", "export", "echo", "head", ".venv/bin/pre-commit"}
 """Programs of others: that they are named is all that is checked."""
 
 FOREIGN_FLAGS = {"--node-rank", "--nproc-per-node", "--strict"}  # torchrun, mkdocs

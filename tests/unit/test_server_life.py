@@ -262,11 +262,10 @@ def test_peak_of_sharing_is_kept() -> None:
 def test_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "headrace.server")
     with serving(token_s=0.02, log_interval_s=0.1) as running:
-        assert "KV cache: 64,000 tokens" in caplog.text
-        assert "concurrency: 16.0 sequences of 4,000 tokens" in caplog.text
+        assert "KV cache  64,000 tokens" in caplog.text and "16 sequences of 4,000 tokens" in caplog.text
         time.sleep(0.3)
         assert "running" not in caplog.text, "idle servers are silent"
         running.http.post(TEXT, json=text("z" * 128, max_tokens=20))
-        until(lambda: "done (length)" in caplog.text)
-    assert "running 1, waiting 0, prefill" in caplog.text
-    assert "prompt 128 (64 cached, 64 new), output 20" in caplog.text
+        until(lambda: "length       prompt" in caplog.text)
+    assert "running    1  waiting    0  read" in caplog.text
+    assert "prompt     128 (     64 cached)  output     20" in caplog.text

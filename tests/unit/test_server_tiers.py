@@ -13,7 +13,8 @@ from headrace.cli.engine import figures
 from headrace.config import EngineConfig
 from headrace.config.tiers import without_password
 from headrace.engine import messages as m
-from headrace.server.status import status_line, tier_lines
+from headrace.server.start import tier_lines
+from headrace.server.status import status_line
 from headrace.stats import EngineStats, RestoreStats, TierStats
 from headrace.types import Metrics
 from tests.support.fake_engine import FakeCapacity, FakeEngine
@@ -44,8 +45,8 @@ def test_reply_and_log_line(stream: bool, caplog: pytest.LogCaptureFixture) -> N
     with serving(prepare=restoring) as running:
         told = given(running.http.post(TEXT, json=text("x" * 150, stream=stream)).text)
         assert (told["restored_tokens"], told["restore_reason"]) == (64, REASON)
-        until(lambda: f"tok/s, restore: {REASON}" in caplog.text)
-        assert "(64 cached, of these 64 restored, 86 new)" in caplog.text
+        until(lambda: f"64 restored, restore: {REASON}" in caplog.text)
+        assert "prompt     150 (     64 cached)" in caplog.text
 
 
 def test_nothing_stored_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -53,8 +54,8 @@ def test_nothing_stored_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as running:
         told = given(running.http.post(TEXT, json=text()).text)
         assert (told["restored_tokens"], told["restore_reason"]) == (0, None)
-        until(lambda: "done (length)" in caplog.text)
-        assert "restore" not in caplog.text and "KV in" not in caplog.text
+        until(lambda: "length       prompt" in caplog.text)
+        assert "restore" not in caplog.text and "tiers " not in caplog.text
         assert 'tier="' not in running.http.get("/metrics").text
         assert running.metric("kv_unstored_chunks") == 0
 
@@ -119,11 +120,11 @@ def test_status_lines(caplog: pytest.LogCaptureFixture) -> None:
     now = EngineStats(tiers={"disk": DISK}, restore=RestoreStats(loaded_tokens=10, unstored=2)).flat()
     assert "tiers" not in now
     before = {**now, "restore.loaded_tokens": 4}
-    assert status_line(before, now, 1.0).endswith("if unshared), restored 6 tokens, 2 chunks to be stored")
+    assert status_line(before, now, 1.0).text.endswith("0.0%  restored 6 tokens, 2 chunks to be stored")
     failed = status_line(before, {**now, "restore.failures": 1}, 1.0)
-    assert failed.endswith("restored 6 tokens, 1 restores failed, 2 chunks to be stored")
+    assert failed.text.endswith("restored 6 tokens, 1 restores failed, 2 chunks to be stored")
     quiet = {**now, "restore.unstored": 0}
-    assert status_line(quiet, quiet, 1.0).endswith("if unshared)")
+    assert status_line(quiet, quiet, 1.0).text.endswith("KV   0.0%")
 
 
 def test_tiers_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,18 +132,18 @@ def test_tiers_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     url = "rediss://user:secret@kv.example:6380/1?password=secret"
     config = {"kv_offloading_size": 0.5, "kv_offload_path": "/kv", "kv_remote_url": url, "kv_remote_format": "int4"}
     with serving(**config):
-        assert "KV in host memory: 0.5 GiB, about 524,288 tokens, stored as raw" in caplog.text
-        assert "KV in disk: /kv, 32 GiB, about 33,554,432 tokens, stored as raw" in caplog.text
-        assert "KV in remote: rediss://kv.example:6380/1, as much as the server keeps, stored as int4" in caplog.text
+        assert "tiers     host memory: 0.5 GiB, about 524,288 tokens, stored as raw" in caplog.text
+        assert "          disk /kv: 32 GiB, about 33,554,432 tokens, stored as raw" in caplog.text
+        assert "          remote rediss://kv.example:6380/1: as much as its server keeps, stored as int4" in caplog.text
         assert "secret" not in caplog.text
 
 
 def test_streamed_decode_at_the_start() -> None:
     config = EngineConfig(kv_offloading_size=2, offload_schedule="row", weight_offload=True)
-    told = "KV lies in host memory, 2 GiB, and is streamed at each step, schedule row; the weights too"
+    told = "in host memory, 2 GiB, streamed at each step, schedule row; the weights too"
     assert tier_lines(FakeCapacity(), config) == [told]
     config = EngineConfig(kv_offload_path="/kv", kv_offload_disk_size=9.5, offload_schedule="auto")
-    told = "KV lies in a file in /kv, 9.5 GiB, and is streamed at each step, schedule auto"
+    told = "in a file in /kv, 9.5 GiB, streamed at each step, schedule auto"
     assert tier_lines(FakeCapacity(), config) == [told]
     assert tier_lines(FakeCapacity(), EngineConfig()) == []
 
@@ -150,7 +151,7 @@ def test_streamed_decode_at_the_start() -> None:
 def test_tokens_of_rounding_tiers() -> None:
     config = EngineConfig(kv_offloading_size=2, kv_host_format="int4")
     told = tier_lines(FakeCapacity(kv_cache_dtype="bfloat16", kv_bytes_per_token=1024), config)
-    assert told == ["KV in host memory: 2 GiB, about 7,456,540 tokens, stored as int4"]
+    assert told == ["host memory: 2 GiB, about 7,456,540 tokens, stored as int4"]
 
 
 def test_urls_without_passwords() -> None:

@@ -50,10 +50,10 @@ def settings() -> str:
     sys.path.insert(0, str(ROOT / "src"))
     from headrace.config import SETTINGS
 
-    lines = ["# Every setting", "", "What `headrace serve --help` says. A flag wins over its environment twin.", ""]
+    lines = ["# Every setting", "", "What `headrace serve --help-all` says. A flag wins over its environment twin.", ""]
     lines += ["| flag | environment | default | |", "|---|---|---|---|"]
     for item in SETTINGS.values():
-        names = ["MODEL"] if item.name == "model" else [item.flag, *item.aliases]
+        names = [*(["MODEL"] if item.name == "model" else []), item.flag, *item.aliases]
         names += [f"--no-{item.flag[2:]}"] if item.kind is bool else []
         flags = [f"`{name}`" for name in names]
         default = "" if item.default is None else f"`{item.default}`"

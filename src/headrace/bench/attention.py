@@ -12,7 +12,10 @@ from headrace.console import out, working
 
 @dataclass
 class AttentionBench(Benchmark):
-    """Attention and linear kernels beside torch's, beside no sharing, and beside the machine's limits."""
+    """Attention and linear kernels beside torch's and the limits.
+
+    Also beside no sharing; the limits are those of the machine.
+    """
 
     name = "attention"
     thread_count: int | None = option(

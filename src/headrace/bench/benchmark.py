@@ -19,7 +19,7 @@ MODEL_HELP = "Model folder, 'tiny', or a shape with random weights: S1, S2, S3."
 @dataclass(frozen=True, slots=True)
 class BenchOption:
     """How a field is given on the command line: what typer.Option takes. parse(name, text) makes the field's value of
-    the text and raises ValueError naming the option."""
+    the text and raises ValueError naming the option. rare: only --help-all shows it."""
 
     help: str
     default: Any = MISSING
@@ -28,6 +28,7 @@ class BenchOption:
     argument: bool = False
     min: float | None = None
     envvar: str | None = None
+    rare: bool = False
 
 
 def option(help: str, default: Any = MISSING, **more: Any) -> Any:

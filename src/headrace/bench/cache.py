@@ -27,7 +27,10 @@ SHARED = 2048
 
 @dataclass
 class CacheBench(Benchmark):
-    """Cost of the prefix tree and the plan: matching a long prompt, and book-keeping as a share of a decode step."""
+    """Cost of the prefix tree and of the plan of a step.
+
+    Matching a long prompt, and book-keeping as a share of a decode step.
+    """
 
     name = "cache"
     model: str = option("Shape of the decode step: S1, S2, S3 (random weights) or tiny.", "S1")

@@ -24,7 +24,10 @@ ONE_ENGINE, ONE_RANK = "one engine, all cores", "one rank by itself"
 
 @dataclass
 class ChoiceBench(PrefillGrid):
-    """What the planner picks beside the best of all strategies, measured, and where pass-Q starts to win."""
+    """What the planner picks beside the best of all strategies.
+
+    All are measured, and where pass-Q starts to win.
+    """
 
     name = "choice"
     model: str = option(MODEL_HELP, "tiny", argument=True)

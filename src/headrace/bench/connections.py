@@ -33,7 +33,10 @@ PROMPT = "The code of the harbour is 4821. The code of the mill is 1093. What is
 
 @dataclass
 class ConnectionsBench(Benchmark):
-    """Time to first token beside silent connections, more of them than the server has file descriptors (1,024)."""
+    """Time to first token beside a crowd of silent connections.
+
+    There are more of them than the server has file descriptors (1,024).
+    """
 
     name = "connections"
     idle: int = option("Silent connections that strangers hold.", 1100, min=1)

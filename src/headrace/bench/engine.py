@@ -28,7 +28,10 @@ SETTLE_S = 0.5
 
 @dataclass
 class EngineBench(Benchmark):
-    """Whole engines on the same work, each in a process of its own: time to first token, decoding speed, memory."""
+    """Whole engines on the same work: first token, speed, memory.
+
+    Each runs in a process of its own.
+    """
 
     name = "engine"
     workloads: tuple[str, ...] = option(

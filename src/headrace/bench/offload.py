@@ -43,7 +43,10 @@ def schedules(name: str, text: str) -> tuple[str, ...]:
 
 @dataclass
 class OffloadBench(Benchmark):
-    """Decode on KV behind an emulated link: what the solver projects beside loading everything, row and column."""
+    """Decode on KV behind an emulated link, by schedule.
+
+    What the solver projects beside loading everything, row and column.
+    """
 
     name = "offload"
     model: str = option(MODEL_HELP, "S2", argument=True)

@@ -36,7 +36,10 @@ STRATEGIES = tuple(name for each in strategies.STRATEGIES for name in (CHAINS if
 
 @dataclass
 class PrefillBench(PrefillGrid):
-    """Time to the first token of one prompt on several ranks, by each strategy, beside one rank by itself."""
+    """Time to the first token of one prompt, by ranks and strategy.
+
+    One rank by itself is measured beside them.
+    """
 
     name = "prefill"
     model: str = option(MODEL_HELP, "tiny", argument=True)

@@ -28,7 +28,6 @@ from headrace.engine import ranks as engine_ranks
 from headrace.engine.driver import ending_in
 from headrace.engine.ranks import Ranks
 from headrace.models.decoder import Decoder
-from headrace.models.weights import OnProgress
 from headrace.parallel.messages import RankStep, StepGroup, StepPart, encode
 from headrace.parallel.rank import Hidden, Rank
 from headrace.parallel.supervisor import WorkerSupervisor
@@ -37,6 +36,7 @@ from headrace.planner.machine import Machine
 from headrace.planner.partition import zigzag, zigzag_ranks
 from headrace.planner.schedule import Shards
 from headrace.planner.tuned_table import TunedTable
+from headrace.progress import OnPhase, untold
 from headrace.strategies import KEEPS_ALL
 from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
 
@@ -62,9 +62,7 @@ def median(runs: Sequence[PrefillRun]) -> PrefillRun:
 
 
 @contextmanager
-def open_testbed(
-    config: EngineConfig, *, netns: bool = False, progress: OnProgress | None = None
-) -> Iterator[PrefillTestbed]:
+def open_testbed(config: EngineConfig, *, netns: bool = False, progress: OnPhase = untold) -> Iterator[PrefillTestbed]:
     """A group as the settings say, with room for config.kv_cache_tokens on each rank; closed at the end.
 
     netns: its workers in network namespaces. Raises what engine.ranks.open_ranks and Namespaces raise.

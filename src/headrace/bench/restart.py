@@ -24,7 +24,10 @@ ENDS = {"SIGTERM": signal.SIGTERM, "kill -9": signal.SIGKILL}
 
 @dataclass
 class RestartBench(Benchmark):
-    """A server ends, by SIGTERM and by kill -9, and starts again: time to first token of the same prompt."""
+    """Time to first token of a prompt after the server's restart.
+
+    It ends by SIGTERM and by kill -9, and starts again.
+    """
 
     name = "restart"
     model: str = option("Model folder, 'tiny', or a shape: S1, S2, S3.", "S1", argument=True)

@@ -32,7 +32,10 @@ def link_rates(name: str, text: str) -> tuple[float | None, ...]:
 
 @dataclass
 class RestoreBench(Benchmark):
-    """A stored prompt comes back: the solver's split beside loading all, recomputing all, and every other split."""
+    """A stored prompt comes back: the solver's split beside others.
+
+    Others are loading all, recomputing all, and every split between them.
+    """
 
     name = "restore"
     models: tuple[str, ...] = option("Random-weight shapes, by commas: S1 (GQA), S2 (MHA), S3.", "S2,S1", parse=words)

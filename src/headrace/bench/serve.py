@@ -17,7 +17,10 @@ from headrace.console import err
 
 @dataclass
 class ServeBench(Benchmark):
-    """Load on a running server: latency and throughput of streaming chat requests with a common beginning."""
+    """Load on a running server: latency and throughput.
+
+    Streaming chat requests with a common beginning.
+    """
 
     name = "serve"
     url: str = option("A running server.", "http://127.0.0.1:8000")

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tuning:
-    """Search the partitions of long prompts on this machine and write a table for --parallel-table.
+    """Search the best split of long prompts over ranks; writes a table.
 
-    Interrupted, the same command goes on where it was.
+    The engine reads it with --parallel-table. Interrupted, the same command goes on where it was.
     """
 
     model: str = option(MODEL_HELP, argument=True)
@@ -30,12 +30,14 @@ class Tuning:
         parse=integers,
     )
     repeats: int = option("Prefills of each point, of which the median counts.", 2, min=1)
-    stride: int = option("Tokens between two bounds that are tried.", CHUNK)
+    stride: int = option("Tokens between two bounds that are tried.", CHUNK, rare=True)
     heuristic: bool = option("Also fit h(T, P), for --strategy-rule heuristic.", False)
     threads: int | None = option("Threads of each rank, as the engine will have. Default: its part.", None, min=1)
     dtype: str = option("Compute type, as the engine will have: bfloat16, float32, auto.", "auto")
-    bandwidth: float | None = option("GB/s to limit each link to, for experiments; the engine refuses the table.", None)
-    latency_ms: float = option("Milliseconds that each message takes longer, likewise.", 0.0)
+    bandwidth: float | None = option(
+        "GB/s to limit each link to, for experiments; the engine refuses the table.", None, rare=True
+    )
+    latency_ms: float = option("Milliseconds that each message takes longer, likewise.", 0.0, rare=True)
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the option."""

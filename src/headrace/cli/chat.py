@@ -4,54 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.engine import CollectedAnswer, engine, figures
+from headrace.cli.chat_commands import obey
+from headrace.cli.chat_input import turns
+from headrace.cli.conversation import Conversation
+from headrace.cli.engine import CollectedAnswer, engine, figures, streamed
 from headrace.cli.generate import read_text
 from headrace.config import EngineConfig
-from headrace.console import err, out
-from headrace.types import InvalidRequest, SamplingParams
-
-
-class Conversation:
-    """The messages so far; a turn that was not answered leaves none."""
-
-    def __init__(self, llm: Any, params: SamplingParams, system: str | None, quiet: bool) -> None:
-        self.llm, self.params, self.quiet = llm, params, quiet
-        self.start: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
-        self.messages = list(self.start)
-
-    def forget(self) -> None:
-        self.messages = list(self.start)
-
-    async def turn(self, text: str) -> None:
-        asked = [*self.messages, {"role": "user", "content": text}]
-        answer = CollectedAnswer()
-        try:
-            async for delta in self.llm.generate(self.llm.tokenizer.apply_chat(asked), self.params):
-                answer.add(delta)
-                sys.stdout.write(delta.text)
-                sys.stdout.flush()
-        finally:
-            print(flush=True)
-        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
-        if answer.metrics and not self.quiet:
-            err.print(figures(answer.metrics), style="dim")
+from headrace.console import err
+from headrace.types import SamplingParams
 
 
 def run(config: EngineConfig, params: SamplingParams, system: str | None, file: Path | None, *, quiet: bool) -> None:
     """Runs the event loop only while something is to be awaited: ctrl-c then stops an answer, not the program."""
     if system is not None and file is not None:
         raise ValueError("give --system or --system-file, not both")
-    told = system if file is None else read_text(file)
+    conversation = Conversation(config.model.folder, system if file is None else read_text(file))
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         try:
-            llm = runner.run(_enter(stack, config, quiet))
-            _talk(runner, Conversation(llm, params, told, quiet))
+            chat = Chat(runner, runner.run(_enter(stack, config, quiet)), params, conversation, quiet)
+            chat.talk()
         finally:
             runner.run(stack.aclose())
 
@@ -63,32 +39,46 @@ async def _enter(stack: AsyncExitStack, config: EngineConfig, quiet: bool) -> An
     return llm
 
 
-def _talk(runner: asyncio.Runner, conversation: Conversation) -> None:
-    for line in _lines():
-        if line in ("/exit", "/quit"):
-            return
-        if line == "/reset":
-            conversation.forget()
-            continue
+class Chat:
+    """Turns and commands, until there are no more. An error ends the command on a pipe, and is told on a terminal."""
+
+    def __init__(
+        self, runner: asyncio.Runner, llm: Any, params: SamplingParams, conversation: Conversation, quiet: bool
+    ) -> None:
+        self.runner, self.llm, self.params, self.conversation, self.quiet = runner, llm, params, conversation, quiet
+
+    def talk(self) -> None:
+        """Raises ValueError, on a pipe, for a turn or a command that cannot be."""
+        for line in turns():
+            try:
+                if not self.take(line):
+                    return
+            except ValueError as error:
+                if not sys.stdin.isatty():
+                    raise
+                err.print(f"headrace: {error}", style="red", markup=False)
+            except KeyboardInterrupt:
+                if not sys.stdin.isatty():
+                    raise
+                err.print("stopped; this turn is not kept", style="dim")
+
+    def take(self, line: str) -> bool:
+        """A command or a turn, of which two slashes begin one that begins with a slash. False: the chat ends."""
+        if line.startswith("/") and not line.startswith("//"):
+            return obey(line, self.conversation, self.llm)
+        self.runner.run(self.turn(line.removeprefix("/")))
+        return True
+
+    async def turn(self, text: str) -> None:
+        asked = self.conversation.asking(text)
+        answer = CollectedAnswer()
         try:
-            runner.run(conversation.turn(line))
-        except InvalidRequest as error:
-            if not sys.stdin.isatty():
-                raise
-            err.print(f"headrace: {error}", style="red", markup=False)
-        except KeyboardInterrupt:
-            if not sys.stdin.isatty():
-                raise
-            err.print("stopped", style="dim")
-
-
-def _lines() -> Iterator[str]:
-    """The user's turns, empty ones left out."""
-    if not sys.stdin.isatty():
-        yield from filter(None, map(str.strip, sys.stdin))
-        return
-    err.print("/reset forgets the conversation, /exit leaves, ctrl-c stops an answer", style="dim")
-    with suppress(EOFError, KeyboardInterrupt):
-        while True:
-            if line := out.input("[bold cyan]> [/]").strip():
-                yield line
+            async for delta in streamed(self.llm, self.llm.tokenizer.apply_chat(asked), self.params, self.quiet):
+                answer.add(delta)
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+        finally:
+            print(flush=True)
+        self.conversation.answered(text, answer.text, answer.metrics)
+        if answer.metrics and not self.quiet:
+            err.print(figures(answer.metrics), style="dim")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import typer
 
 from headrace import logs
+from headrace.config import EngineConfig
 from headrace.console import err
 
 BAD_INPUT, FAILURE, INTERRUPTED = 2, 1, 130
@@ -21,10 +22,13 @@ def set_debug(on: bool) -> None:
     _debug = on
 
 
-def log_to_stderr(level: int = logging.INFO) -> None:
-    logs.to_stderr(logging.DEBUG if _debug else level)
-    for noisy in ("asyncio", "httpx", "httpcore", "httpx2", "openai"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+def log_as(config: EngineConfig, *, serving: bool) -> EngineConfig:
+    """Sets up the log of this process. The settings with a level for the engine's processes: where they leave it open,
+    a server has info (debug under --debug), any other command warning."""
+    if serving and config.server.log_level == "auto":
+        config = config.replace(log_level="debug" if _debug else "info")
+    logs.to_stderr(logs.level_of(config.server.log_level, logging.WARNING), config.server.log_format)
+    return config
 
 
 @contextmanager

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.engine import CollectedAnswer, engine, figures
+from headrace.cli.engine import CollectedAnswer, engine, figures, streamed
+from headrace.cli.hints import check_file
 from headrace.config import EngineConfig
-from headrace.console import err
+from headrace.console import ProgressLine, err
+from headrace.progress import Answering
 from headrace.types import SamplingParams
 
 
@@ -21,7 +24,8 @@ def read_prompts(given: list[str], file: Path | None) -> list[str]:
     if given:
         prompts = given
     elif file is not None:
-        prompts = [read_text(file)]
+        prompts = [read_text(file).removesuffix("\n")]
+        check_file(file, prompts[0])
     elif sys.stdin.isatty():
         raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
     else:
@@ -44,20 +48,42 @@ def run(config: EngineConfig, params: SamplingParams, prompts: list[str], *, jso
 
 async def _run(config: EngineConfig, params: SamplingParams, prompts: list[str], json_lines: bool, quiet: bool) -> None:
     async with engine(config, quiet) as llm:
-        streaming = len(prompts) == 1 and not json_lines
-        tasks = [asyncio.ensure_future(_answer(llm, prompt, params, streaming)) for prompt in prompts]
+        if len(prompts) == 1:
+            await _only(llm, prompts[0], params, json_lines, quiet)
+        else:
+            await _several(llm, prompts, params, json_lines, quiet)
+
+
+async def _only(llm: Any, prompt: str, params: SamplingParams, json_lines: bool, quiet: bool) -> None:
+    """An answer that is written as it comes, unless it is to be JSON."""
+    answer = CollectedAnswer()
+    async for delta in streamed(llm, prompt, params, quiet):
+        answer.add(delta)
+        if not json_lines:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+    _show(prompt, answer, json_lines, not json_lines, quiet)
+
+
+async def _several(llm: Any, prompts: list[str], params: SamplingParams, json_lines: bool, quiet: bool) -> None:
+    """Answers in the order of the prompts, each as soon as it and those before it are there; then a summary."""
+    answering = Answering(len(prompts))
+    tasks = [asyncio.ensure_future(_answer(llm, prompt, params, answering)) for prompt in prompts]
+    line = ProgressLine(lambda: answering.text(llm.prefills, llm.prefill_rate), answering.share)
+    with nullcontext() if quiet else line:
         for prompt, task in zip(prompts, tasks, strict=True):
             answer = await task
-            _show(prompt, answer, json_lines, streaming, quiet)
+            with line.hidden():
+                _show(prompt, answer, json_lines, False, quiet)
+    if not quiet:
+        err.print(answering.summary(), style="dim")
 
 
-async def _answer(llm: Any, prompt: str, params: SamplingParams, streaming: bool) -> CollectedAnswer:
+async def _answer(llm: Any, prompt: str, params: SamplingParams, answering: Answering) -> CollectedAnswer:
     answer = CollectedAnswer()
     async for delta in llm.generate(prompt, params):
         answer.add(delta)
-        if streaming:
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
+        answering.note(delta)
     return answer
 
 

@@ -11,7 +11,8 @@ import typer
 from headrace import console
 from headrace.bench.tuning import Tuning
 from headrace.cli import bench, errors
-from headrace.cli.options import PanelledCommand, guarded, with_config, with_sampling
+from headrace.cli.help import HELP_ALL_OF_GROUP, OWN_PANEL, PanelledCommand, PanelledGroup
+from headrace.cli.options import guarded, with_config, with_model, with_sampling
 from headrace.config import EngineConfig
 from headrace.parallel.torchrun_environment import started_this
 from headrace.types import SamplingParams
@@ -21,10 +22,13 @@ log = logging.getLogger("headrace")
 
 app = typer.Typer(
     name="headrace",
+    cls=PanelledGroup,
     help="An LLM inference engine built around the KV cache.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    epilog="To begin: headrace chat tiny. Help of a command: headrace COMMAND --help. Settings are flags or variables "
+    "of the environment: --kv-cache-tokens, HEADRACE_KV_CACHE_TOKENS.",
     rich_markup_mode=None,  # plain help: tables cut flag names off on narrow terminals
 )
 
@@ -37,8 +41,11 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def shared(
-    debug: Annotated[bool, typer.Option(help="Show the whole traceback of an error.", envvar="HEADRACE_DEBUG")] = False,
+    debug: Annotated[
+        bool, typer.Option(help="Show the whole traceback of an error.", envvar="HEADRACE_DEBUG", show_default=False)
+    ] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
+    help_all: Annotated[bool, HELP_ALL_OF_GROUP] = False,
 ) -> None:
     errors.set_debug(debug)
 
@@ -50,41 +57,91 @@ def serve(config: EngineConfig) -> None:
     """
     from headrace.server.serve import serve as run
 
-    errors.log_to_stderr()
-    if config.server.restart and started_this():
-        log.info("torchrun started the ranks, and they cannot be started again from here: --no-restart holds")
-        config = config.replace(restart=False)
-    code = run(config)
+    code = run(_restartable(config))
     if code:
         raise typer.Exit(code)
 
 
+def _restartable(config: EngineConfig) -> EngineConfig:
+    if not config.server.restart or not started_this():
+        return config
+    log.info("torchrun started the ranks, and they cannot be started again from here: --no-restart holds")
+    return config.replace(restart=False)
+
+
 def generate(
+    context: typer.Context,
     config: EngineConfig,
     params: SamplingParams,
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="Texts to continue. Default: what comes on standard input.")
+        list[str] | None,
+        typer.Argument(metavar="PROMPTS", help="Texts to continue. Default: what comes on standard input."),
     ] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="A file that holds one prompt.")] = None,
-    json_lines: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, with token counts.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.")] = False,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", metavar="FILE", help="A file that holds one prompt.", rich_help_panel=OWN_PANEL),
+    ] = None,
+    json_lines: Annotated[
+        bool, typer.Option("--json", help="One JSON object a prompt, with token counts.", rich_help_panel=OWN_PANEL)
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.", rich_help_panel=OWN_PANEL)
+    ] = False,
 ) -> None:
     """Continue texts. The text goes to stdout, the figures to stderr."""
     from headrace.cli.generate import read_prompts, run
+    from headrace.cli.hints import check_prompts
 
+    if context.get_parameter_source("model").name != "COMMANDLINE":  # type: ignore[union-attr]
+        check_prompts(prompts or [])
     run(config, params, read_prompts(prompts or [], file), json_lines=json_lines, quiet=quiet)
+
+
+def batch(
+    config: EngineConfig,
+    source: Annotated[str, typer.Argument(metavar="IN", help="File of requests, one a line; - is standard input.")],
+    target: Annotated[str, typer.Argument(metavar="OUT", help="File for the answers; - is standard output.")],
+    model_name: Annotated[
+        str | None,
+        typer.Option(
+            "--served-model-name",
+            metavar="NAME",
+            help="Name by which requests may call the model. Default: as given.",
+            rich_help_panel=OWN_PANEL,
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.", rich_help_panel=OWN_PANEL)
+    ] = False,
+) -> None:
+    """Answer a file of requests in OpenAI's batch form.
+
+    Answers are added to OUT as they come. If OUT has some already, the others are answered: a run that was stopped goes
+    on with the same command.
+    """
+    from headrace.cli.batch import run
+
+    if model_name is not None:
+        config = config.replace(served_model_name=model_name)
+    run(_restartable(config), source, target, quiet=quiet)
 
 
 def chat(
     config: EngineConfig,
     params: SamplingParams,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    system_file: Annotated[Path | None, typer.Option(help="File that holds the system prompt.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.")] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System prompt.", rich_help_panel=OWN_PANEL)
+    ] = None,
+    system_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File that holds the system prompt.", rich_help_panel=OWN_PANEL)
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.", rich_help_panel=OWN_PANEL)
+    ] = False,
 ) -> None:
     """Talk with a model. Lines on a piped standard input are the user's turns.
 
-    /reset forgets the conversation, /exit (or end of input) leaves; ctrl-c stops an answer.
+    /help lists the commands, /exit (or end of input) leaves; ctrl-c stops an answer.
     """
     from headrace.cli.chat import run
 
@@ -92,13 +149,18 @@ def chat(
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Also check this model: a folder, or 'tiny'.")] = None,
+    model: str | None,
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every finding, one a line.")] = False,
 ) -> None:
-    """What this machine offers: processor, memory and its bandwidth, kernels and why not, accelerators."""
+    """What this machine offers to the engine, and whether a model fits.
+
+    OK, or WARN with each finding and its remedy; then processor, memory, kernels, and of a model the weights, the KV
+    of a token, the longest context and how many requests fit at once. Ends with 2 for a model that cannot be served.
+    """
     from headrace.cli.doctor import run
 
-    run(model, as_json)
+    run(model, as_json, verbose)
 
 
 def demo(
@@ -106,7 +168,10 @@ def demo(
     system_tokens: Annotated[int, typer.Option(help="Length of the system prompt, about.", min=200)] = 1500,
     seed: Annotated[int, typer.Option(help="Draws the document and the questions.")] = 1,
 ) -> None:
-    """Start a server on the shipped model, ask many questions over one document, show what the cache saved."""
+    """Ask a server about one long document and see what caching saves.
+
+    Starts the server on the shipped model and ends it.
+    """
     from headrace.bench.demo import run
 
     run(requests, system_tokens, seed)
@@ -118,21 +183,25 @@ def tune(tuning: Tuning) -> None:
     run(tuning)
 
 
+MODEL_PANEL, MACHINE_PANEL = "Use a model", "Try, measure and tune"
+
 COMMANDS = (
     with_config(serve, server=True, model_argument=True),
     with_config(with_sampling(chat, temperature=0.0, max_tokens=None), server=False, model_argument=True),
     with_config(with_sampling(generate, temperature=0.0, max_tokens=128), server=False, model_argument=False),
-    doctor,
+    with_config(batch, server=False, model_argument=False),
+    with_model(doctor, "Also check this model: a folder, or 'tiny'."),
     demo,
 )
 for command in COMMANDS:
-    app.command(cls=PanelledCommand)(guarded(command))
-app.command()(bench.command_of(Tuning, "tune", tune))
-app.add_typer(bench.app, name="bench")
+    place = MACHINE_PANEL if command.__name__ in ("doctor", "demo") else MODEL_PANEL
+    app.command(cls=PanelledCommand, rich_help_panel=place)(guarded(command))
+app.command(cls=PanelledCommand, rich_help_panel=MACHINE_PANEL)(bench.command_of(Tuning, "tune", tune))
+app.add_typer(bench.app, name="bench", rich_help_panel=MACHINE_PANEL)
 
 
 def main() -> None:
-    app()
+    app(prog_name="headrace")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""Options made from SETTINGS and SamplingParams, so that no flag is written down twice; help texts in panels."""
+"""Options made from SETTINGS and SamplingParams, so that no flag is written down twice."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
-from headrace.cli.errors import one_line_errors
+from headrace.cli.errors import log_as, one_line_errors
+from headrace.cli.help import COMMON_PANEL, HELP_ALL, SAMPLING_PANEL, panel
 from headrace.config import SETTINGS, Setting, config_from_env
 from headrace.config.server import ServerSettings
 from headrace.engine import torchrun
@@ -19,8 +20,8 @@ from headrace.types import SamplingParams
 SERVER_ONLY = {item.name for item in SETTINGS.values() if item.record is ServerSettings and not item.everywhere}
 """Settings that mean nothing without a server."""
 
-COMMON_PANEL = "Options that most people need"
-SAMPLING_PANEL = "Sampling"
+WITHOUT_EFFECT = {"max_connections"}
+"""Settings of the server that other commands take, do nothing with, and do not show."""
 
 Option = inspect.Parameter
 
@@ -28,7 +29,7 @@ Option = inspect.Parameter
 def engine_settings(server: bool) -> list[Setting]:
     """All but the model, those that most people need first."""
     found = [item for item in SETTINGS.values() if item.name != "model" and (server or item.name not in SERVER_ONLY)]
-    return sorted(found, key=lambda item: not item.common)
+    return sorted(found, key=lambda item: (not item.common, item.common and item.record is not ServerSettings))
 
 
 def with_config(command: Callable[..., None], *, server: bool, model_argument: bool) -> Callable[..., None]:
@@ -37,21 +38,34 @@ def with_config(command: Callable[..., None], *, server: bool, model_argument: b
     What is given on the command line wins over the environment, that over the default. Under torchrun the command
     runs on rank 0; the other ranks are its workers.
     """
-    options = [_model(model_argument), *(_engine_option(item) for item in engine_settings(server))]
-    names = [option.name for option in options]
+    engine_options = [_engine_option(item, server) for item in engine_settings(server)]
+    options = [*_model(model_argument), *engine_options]
+    names = [option.name for option in engine_options]
 
     def run(**given: Any) -> None:
-        settings = {name: given.pop(name) for name in names}
+        settings = {name: given.pop(name) for name in names} | {"model": one_model(given)}
         # Left out where it was not given: config_from_env then fills it in by its own rules.
         config = config_from_env(**{k: v for k, v in settings.items() if v is not None})
+        config = log_as(config, serving=server)
         torchrun.serve_if_worker(config)
         command(config=config, **given)
 
     return _dressed(run, command, "config", options)
 
 
+def with_model(command: Callable[..., None], help: str) -> Callable[..., None]:
+    """`command(model=..., ...)` with the model first or by -m."""
+
+    def run(**given: Any) -> None:
+        command(model=one_model(given), **given)
+
+    return _dressed(run, command, "model", model_either_way(help))
+
+
 def with_sampling(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
-    """`command(params=..., ...)` with options for the sampling parameters that have a help text for it."""
+    """`command(params=..., ...)` with options for the sampling parameters that have a help text for it.
+
+    Those of `defaults` are among the options that most people need."""
     hints = get_type_hints(SamplingParams)
     options = []
     for item in fields(SamplingParams):
@@ -60,7 +74,10 @@ def with_sampling(command: Callable[..., None], **defaults: Any) -> Callable[...
             kind, default = hints[name], defaults.get(name, item.default)
             if get_origin(kind) is tuple:
                 kind, default = list[get_args(kind)[0]], []  # type: ignore[misc]
-            info = typer.Option(*_flags("--" + name.replace("_", "-"), kind), help=told, rich_help_panel=SAMPLING_PANEL)
+            flags = _flags("--" + name.replace("_", "-"), kind)
+            place = COMMON_PANEL if name in defaults else SAMPLING_PANEL
+            shown = False if default in (None, []) else shown_default(default)
+            info = typer.Option(*flags, help=told, metavar=metavar(kind), show_default=shown, rich_help_panel=place)
             options.append(_option(name, kind, default, info))
     names = [option.name for option in options]
 
@@ -75,11 +92,11 @@ def with_sampling(command: Callable[..., None], **defaults: Any) -> Callable[...
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
     """`command` with its errors told in one line."""
 
-    def run(**given: Any) -> None:
+    def run(help_all: bool, **given: Any) -> None:
         with one_line_errors():
             command(**given)
 
-    return _dressed(run, command)
+    return _dressed(run, command, options=[HELP_ALL])
 
 
 def _dressed(
@@ -94,25 +111,76 @@ def _dressed(
     return run
 
 
-def _model(argument: bool) -> Option:
+def _model(first: bool) -> list[Option]:
     item = SETTINGS["model"]
-    made: Any = typer.Argument if argument else typer.Option
-    panel = {} if argument else {"rich_help_panel": COMMON_PANEL}
-    info = made(help=item.help, envvar=item.env, show_default=item.default, **panel)
+    # Read from the environment by config_from_env alone: click could not tell it from a second model.
+    twin, default = f"env var: {item.env}", f"default: {item.default}"
+    if first:
+        return model_either_way(f"{item.help}  [{default}]", twin, item.record.title)
+    return [model_by_name(f"{item.help}  [{twin}; {default}]", COMMON_PANEL)]
+
+
+def model_by_name(help: str, place: str | None = None) -> Option:
+    """The option -m, --model."""
+    info = typer.Option("-m", "--model", metavar="MODEL", help=help, rich_help_panel=place)
     return _option("model", str | None, None, info)
 
 
-def _engine_option(item: Setting) -> Option:
+def model_either_way(help: str, told: str = "", place: str | None = None) -> list[Option]:
+    """An argument and the option, of which one_model makes one. told: whence it comes besides."""
+    first = _option("model_first", str | None, None, typer.Argument(metavar="MODEL", help=help))
+    return [first, model_by_name("The model, in place of the argument." + (f"  [{told}]" if told else ""), place)]
+
+
+def one_model(given: dict[str, Any]) -> str | None:
+    """The model of a command's values, from which both forms are taken out. Raises ValueError for two models."""
+    first, named = given.pop("model_first", None), given.pop("model")
+    if first is not None and named is not None and first != named:
+        raise ValueError(f"two models are given, {first} and -m {named}: leave one out")
+    return first if named is None else named
+
+
+def _engine_option(item: Setting, server: bool) -> Option:
+    title = item.record.title if server or item.record is not ServerSettings else "Log and engine process"
     info = typer.Option(
         *_flags(item.flag, item.kind),
         *item.aliases,
         help=item.help,
         envvar=item.env,
-        show_default=False if item.default is None else str(item.default),
+        metavar=metavar(item.kind, item.name),
+        show_default=False if item.default is None else shown_default(item.default),
         show_envvar=True,
-        rich_help_panel=COMMON_PANEL if item.common else item.record.title,
+        hidden=not server and item.name in WITHOUT_EFFECT,
+        rich_help_panel=COMMON_PANEL if item.common else panel(title, item.rare),
     )
     return _option(item.name, item.kind if item.optional else item.kind | None, None, info)
+
+
+def shown_default(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+METAVARS = {
+    "_s": "SECONDS", "_ms": "MS", "_gbps": "GB/S", "_mb": "MIB", "ing_size": "GIB", "disk_size": "GIB",
+    "remote_size": "GIB", "_path": "DIR", "_url": "URL", "_table": "FILE", "host": "ADDRESS", "_interface": "ADDRESS",
+    "_key": "KEY", "_name": "NAME",
+}  # fmt: skip
+"""End of a setting's name -> what stands for its value in help texts; others say its kind."""
+
+KINDS = {int: "N", float: "X", Path: "FILE"}
+
+
+def metavar(kind: Any, name: str = "") -> str | None:
+    """None for a flag, which takes no value."""
+    kinds = get_args(kind) or (kind,)
+    if get_origin(kind) is Literal:
+        return "|".join(kinds)
+    if bool in kinds:
+        return None
+    named = next((told for end, told in METAVARS.items() if name.endswith(end)), None)
+    return named or next((told for kind, told in KINDS.items() if kind in kinds), "TEXT")
 
 
 def _flags(flag: str, kind: Any) -> tuple[str, ...]:
@@ -123,21 +191,3 @@ def _option(name: str, kind: Any, default: Any, info: Any) -> Option:
     if get_origin(kind) is Literal:
         kind = kind | None
     return Option(name, Option.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
-
-
-class PanelledCommand(TyperCommand):
-    """A command whose plain help lists options under the headings that `rich_help_panel` names, in order of appearance.
-
-    typer's own panels are tables, which cut the names of flags off on narrow terminals.
-    """
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            told = param.get_help_record(ctx)
-            if told is not None:
-                usual = "Arguments" if param.param_type_name == "argument" else "Options"
-                sections.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(told)
-        for heading, rows in sections.items():
-            with formatter.section(heading):
-                formatter.write_dl(rows)

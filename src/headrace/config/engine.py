@@ -14,6 +14,7 @@ from headrace.config.scheduler import SchedulerSettings
 from headrace.config.server import ServerSettings
 from headrace.config.streaming import KVStreaming
 from headrace.config.together import SETTINGS, Outside, Records
+from headrace.types import SamplingParams, did_you_mean
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -35,11 +36,10 @@ class EngineConfig:
     def __init__(self, **flat: Any) -> None:
         unknown = next((name for name in flat if name not in SETTINGS), None)
         if unknown is not None:
-            raise TypeError(f"EngineConfig has no setting {unknown!r}")
+            raise TypeError(f"unknown setting {unknown!r}{_meant(unknown)}")
         values = {name: flat.get(name, item.default) for name, item in SETTINGS.items()}
         if values["max_batch_tokens"] == 0:
-            several = isinstance(values["context_parallel_size"], int) and values["context_parallel_size"] > 1
-            values["max_batch_tokens"] = 16384 if several else 2048
+            values["max_batch_tokens"] = _batch_tokens(values["context_parallel_size"])
         made = Records(values)
         found = dict(
             model=made.of(ModelSettings), cache=made.of(CacheSettings), scheduler=made.of(SchedulerSettings),
@@ -47,6 +47,14 @@ class EngineConfig:
         )  # fmt: skip
         for item in fields(self):
             object.__setattr__(self, item.name, found[item.name])
+
+    def __repr__(self) -> str:
+        """The settings that are not as by default, by their flat names; secrets as '***'."""
+        usual = {name: item.default for name, item in SETTINGS.items()}
+        usual["max_batch_tokens"] = _batch_tokens(self.flat["context_parallel_size"])
+        given = {name: value for name, value in self.flat.items() if value != usual[name] or name == "model"}
+        told = [f"{name}={'***' if SETTINGS[name].secret else value!r}" for name, value in given.items()]
+        return f"EngineConfig({', '.join(told)})"
 
     @property
     def tiers(self) -> KVTiers | None:
@@ -61,6 +69,21 @@ class EngineConfig:
     def replace(self, **flat: Any) -> EngineConfig:
         """These settings with others in place of some, by their flat names."""
         return EngineConfig(**{**self.flat, **flat})
+
+
+def _batch_tokens(context_ranks: Any) -> int:
+    """What max_batch_tokens 0 stands for."""
+    return 16384 if isinstance(context_ranks, int) and context_ranks > 1 else 2048
+
+
+def _meant(unknown: str) -> str:
+    """Which setting a name stands for that is none: a flag's other name, a parameter of requests, a slip."""
+    flag = "--" + unknown.replace("_", "-")
+    if unknown in SamplingParams.__dataclass_fields__:
+        return f"; it is one of requests: SamplingParams({unknown}=...)"
+    other = [item.name for item in SETTINGS.values() if flag in item.aliases]
+    near = f"; did you mean {other[0]}?" if other else did_you_mean(unknown, SETTINGS)
+    return near or ": headrace serve --help-all lists them"
 
 
 def config_from_env(**given: Any) -> EngineConfig:

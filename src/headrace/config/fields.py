@@ -20,15 +20,18 @@ def setting(
     check: Check | None = None,
     common: bool = False,
     everywhere: bool = False,
+    rare: bool = False,
+    secret: bool = False,
 ) -> Any:
     """A field with its help text and further flag names (vLLM's, where the meaning is the same).
 
     `name`: its flat name, if that is not the record's prefix and the field's name. `check` raises ValueError for values
     that cannot work whatever the others are. `common`: most users need it. `everywhere`: a setting of the server that
-    commands without one have too.
+    commands without one have too. `rare`: for experiments and odd machines; only --help-all shows it.
+    `secret`: no repr shows its value.
     """
-    told = dict(help=help, aliases=aliases, name=name, check=check, common=common, everywhere=everywhere)
-    return field(default=default, metadata=told)
+    told = dict(help=help, aliases=aliases, name=name, check=check, common=common, everywhere=everywhere, rare=rare)
+    return field(default=default, repr=not secret, metadata=told | {"secret": secret})
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Setting:
     common: bool
     everywhere: bool
     check: Check | None
+    rare: bool
+    secret: bool
 
     @property
     def flag(self) -> str:

@@ -22,7 +22,9 @@ else:
 class ModelSettings(SettingsRecord):
     title: ClassVar[str] = "Model and computing"
 
-    folder: str = setting("tiny", "Model folder in Hugging Face form, or 'tiny' for the shipped model.", name="model")
+    folder: str = setting(
+        "tiny", "Model folder in Hugging Face form, or 'tiny' for the shipped model.", "-m", name="model"
+    )
     dtype: DType = setting(
         "auto", "Compute type: bfloat16, float32, or auto (the checkpoint's; float16 becomes bfloat16)."
     )

@@ -23,17 +23,20 @@ class OffloadSettings(SettingsRecord):
     title: ClassVar[str] = TierSettings.title
 
     activations: Switch = setting(
-        "auto", "Store the inputs of the K and V projections too: auto (where they are smaller than K and V), on, off."
+        "auto",
+        "Store the inputs of the K and V projections too: auto (where they are smaller than K and V), on, off.",
+        rare=True,
     )
     timeout_s: float = setting(
-        1.0, "Longest time that a call to a tier may take; then it is left alone.", check=POSITIVE
+        1.0, "Longest time that a call to a tier may take; then it is left alone.", check=POSITIVE, rare=True
     )
-    queue_mb: int = setting(256, "MiB that may wait to be written to each tier.", check=at_least(1))
+    queue_mb: int = setting(256, "MiB that may wait to be written to each tier.", check=at_least(1), rare=True)
     tenant_quota: float = setting(
         0.25,
         "Share of each tier that no other tenant can take from one (cache_salt).",
         name="kv_tenant_quota",
         check=SHARE,
+        rare=True,
     )
 
 
@@ -45,9 +48,9 @@ class LinkSettings(SettingsRecord):
     title: ClassVar[str] = TierSettings.title
 
     gbps: float | None = setting(
-        None, "Emulate a link of so many GB/s to where KV is kept. For experiments.", check=POSITIVE
+        None, "Emulate a link of so many GB/s to where KV is kept. For experiments.", check=POSITIVE, rare=True
     )
-    latency_ms: float = setting(0.0, "Latency of the emulated link, per transfer.", check=NOT_NEGATIVE)
+    latency_ms: float = setting(0.0, "Latency of the emulated link, per transfer.", check=NOT_NEGATIVE, rare=True)
 
     @property
     def bytes_s(self) -> float | None:

@@ -58,12 +58,15 @@ class RankSettings(SettingsRecord):
         "cost",
         "How the planner chooses: cost (predicted time), or between the rings alg1, alg5 or heuristic.",
         name="strategy_rule",
+        rare=True,
     )
     table: str | None = setting(
         None, "Table that `headrace tune` wrote for this machine, model and group.", name="parallel_table"
     )
-    interface: str = setting("127.0.0.1", "IPv4 address that ranks bind to talk to each other.", check=_one_interface)
-    timeout_s: float = setting(10.0, "Seconds of silence after which a rank counts as lost.", check=seconds)
+    interface: str = setting(
+        "127.0.0.1", "IPv4 address that ranks bind to talk to each other.", check=_one_interface, rare=True
+    )
+    timeout_s: float = setting(10.0, "Seconds of silence after which a rank counts as lost.", check=seconds, rare=True)
 
     @property
     def count(self) -> int:

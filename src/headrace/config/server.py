@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from headrace.config.fields import SettingsRecord, at_least, seconds, setting
+
+LogLevel = Literal["auto", "debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+LogRequests = Literal["off", "ends", "params", "text"]
 
 
 def _a_port(name: str, value: Any) -> None:
@@ -29,6 +33,7 @@ class ServerSettings(SettingsRecord):
         "Key that clients must send as 'Authorization: Bearer KEY' (all routes but /health).",
         check=_a_key,
         common=True,
+        secret=True,
     )
     model_name: str | None = setting(
         None, "Name of the model in the API. Default: the model as given.", name="served_model_name"
@@ -43,11 +48,30 @@ class ServerSettings(SettingsRecord):
     max_queued_tokens: int = setting(
         1_000_000, "Prompt tokens that may wait; more are refused with 429.", check=at_least(1)
     )
-    log_interval_s: float = setting(5.0, "Seconds between status lines while busy.", check=seconds)
+    log_level: LogLevel = setting(
+        "auto", "Least level of log lines. auto: info for serve, warning for other commands.", everywhere=True
+    )
+    log_format: LogFormat = setting(
+        "text", "json: each log line is a JSON object, with times in UTC and figures as fields.", everywhere=True
+    )
+    log_requests: LogRequests = setting(
+        "ends",
+        "Log each request: as it ends; params: also as it arrives, with its parameters; text: and the beginning of "
+        "prompt and answer, which may be personal data.",
+    )
+    log_interval_s: float = setting(
+        5.0, "Seconds between status lines while busy, and between lines about refused requests.", check=seconds
+    )
+    public_prefix_file: str | None = setting(
+        None,
+        "Text file, such as a system prompt: requests of all cache_salts share the chunks of a prompt that begins "
+        "with it. Several: separated by colons.",
+    )
     restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")
     engine_timeout_s: float = setting(
         10.0,
         "An engine process silent for so many seconds counts as hung and is killed.",
         check=seconds,
         everywhere=True,
+        rare=True,
     )

@@ -23,16 +23,21 @@ class StreamSettings(SettingsRecord):
         "off", "Decode on KV that stays outside the pool: row (latency), column (throughput), auto; off: KV comes back."
     )
     batches: int = setting(
-        BATCHES, "Batches into which the column schedule divides the sequences of a step.", check=at_least(1)
+        BATCHES, "Batches into which the column schedule divides the sequences of a step.", check=at_least(1), rare=True
     )
     staging_mb: int = setting(
-        STAGING_MB, "MiB of fast memory through which KV passes while it is streamed.", check=at_least(1)
+        STAGING_MB, "MiB of fast memory through which KV passes while it is streamed.", check=at_least(1), rare=True
     )
     x_resident: bool = setting(
-        False, "Keep the inputs of the K and V projections in fast memory while KV is streamed (half of KV in MHA)."
+        False,
+        "Keep the inputs of the K and V projections in fast memory while KV is streamed (half of KV in MHA).",
+        rare=True,
     )
     weights: bool = setting(
-        False, "Keep the weights outside too and load each layer's when it is computed.", name="weight_offload"
+        False,
+        "Keep the weights outside too and load each layer's when it is computed.",
+        name="weight_offload",
+        rare=True,
     )
 
     def check_together(self) -> None:

@@ -145,7 +145,9 @@ class RemoteTierSettings(TierSettings):
     switch: ClassVar[str] = "kv_remote_url"
     opens: ClassVar[str] = "headrace.offload.tiers.remote:open_tier"
 
-    url: str | None = setting(None, "Valkey or Redis server for KV, as redis://HOST:PORT/DB.", check=_a_remote_url)
+    url: str | None = setting(
+        None, "Valkey or Redis server for KV, as redis://HOST:PORT/DB.", check=_a_remote_url, secret=True
+    )
     size: float = setting(
         0.0,
         "GiB that KV may take remotely, with --kv-tenant-quota; 0: the server decides (its maxmemory).",

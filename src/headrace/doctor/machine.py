@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from headrace import cores, host
+from headrace.doctor import settings
 from headrace.host import GIB
+from headrace.version import __version__
 
 FLAGS = (
     "avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
 )  # fmt: skip
 PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "openai", "ray", "redis")
-PROBE_BYTES = 512 * 2**20
+PROBE_BYTES = 256 * 2**20
+PROBES = 3
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def findings() -> dict[str, dict[str, Any]]:
@@ -27,14 +31,19 @@ def findings() -> dict[str, dict[str, Any]]:
         "kernels": kernels(),
         "ranks": ranks(),
         "tiers": tiers(),
-        "software": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "settings": settings.findings(os.environ),
+        "software": {
+            "headrace": __version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in PACKAGES},
+        },
     }
 
 
 def processor() -> dict[str, Any]:
     import torch
 
-    facts = host.processor()
+    facts, load = host.processor(), os.getloadavg()[0] / (os.cpu_count() or 1)
     have = facts.get("flags", facts.get("Features", "")).split()
     return {
         "name": host.processor_name(),
@@ -42,6 +51,8 @@ def processor() -> dict[str, Any]:
         "cores usable": cores.usable(),
         "CPU quota of the container": "none" if (quota := cores.quota()) is None else quota,
         "torch threads": torch.get_num_threads(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
+        "load of the machine's cores": round(load, 2),
         "instructions": " ".join(flag for flag in FLAGS if flag in have) or "none of " + " ".join(FLAGS),
     }
 
@@ -52,17 +63,18 @@ def memory() -> dict[str, Any]:
         "total GiB": host.memory_total() / GIB,
         "free GiB": host.memory_available() / GIB,
         "limit of the container GiB": "none" if limit is None else limit / GIB,
+        "transparent huge pages": _huge_pages(),
         "read bandwidth GB/s": read_bandwidth(),
     }
 
 
 def read_bandwidth() -> float:
-    """Best of five reads of an array larger than the caches, by all of torch's threads, in 1e9 bytes a second."""
+    """Best of a few reads of an array larger than the caches, by all of torch's threads, in 1e9 bytes a second."""
     import torch
 
     data = torch.ones(PROBE_BYTES // 4, dtype=torch.float32)
     best = float("inf")
-    for _ in range(5):
+    for _ in range(PROBES):
         began = time.perf_counter()
         data.sum()
         best = min(best, time.perf_counter() - began)
@@ -88,20 +100,23 @@ def kernels() -> dict[str, Any]:
     try:
         from headrace.kernels import cpu, dispatch
         from headrace.kernels.backend import backend_of
+
+        why_not = cpu.unavailable_reason()
+        native = f"available ({cpu.isa()})" if why_not is None else f"not available: {why_not}"
+        here = ", ".join(cpu.available_isas()) if why_not is None else "none"
+        no_triton = backend_of("triton").missing()
+        reasons = dispatch.reasons()
     except Exception as error:
-        return {"kernels": f"cannot be imported: {error}"}
-    why_not = cpu.unavailable_reason()
-    native = f"available ({cpu.isa()})" if why_not is None else f"not available: {why_not}"
-    no_triton = backend_of("triton").missing()
+        return {"kernels": f"cannot be used: {error}"}
     triton = "available (attention_backend 'triton')" if no_triton is None else f"not available: {no_triton}"
-    return {"C++ kernels": native, "Triton kernels": triton, **dispatch.reasons()}
+    return {"C++ kernels": native, "C++ instructions here": here, "Triton kernels": triton, **reasons}
 
 
 def ranks() -> dict[str, Any]:
     """The group that the environment's settings ask for, and what ranks could use here. Nothing is started."""
     try:
         from headrace.config import config_from_env
-        from headrace.engine.ranks import describe
+        from headrace.engine.ranks import describe, on_this_host
         from headrace.parallel.group import addresses
         from headrace.parallel.launch import SECRET
 
@@ -112,6 +127,7 @@ def ranks() -> dict[str, Any]:
     table = config.ranks.table or "none: measured when the ranks start"
     return {
         "by the environment's settings": asked,
+        "ranks on this host": on_this_host(config),
         "prefill strategy": f"{config.ranks.strategy}, rule {config.ranks.rule}",
         "profile": table,
         "backends": _backends(),
@@ -141,32 +157,6 @@ def _backends() -> str:
     return ", ".join(name for name, there in found.items() if there) or "none"
 
 
-def check_model(model: str) -> dict[str, Any]:
-    """Facts of a model folder against this machine's memory. Raises ValueError for what cannot be served."""
-    from headrace.engine.capacity import model_folder
-    from headrace.engine.tokenizer import Tokenizer
-    from headrace.models.config import read_config
-
-    folder = model_folder(model)
-    config = read_config(folder)
-    tokenizer = Tokenizer.load(folder)
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    spec = config.attention
-    per_token = spec.kv_bytes_per_token(2)
-    free = host.memory_available()
-    template = "chat template" if tokenizer and tokenizer.has_chat_template else "no chat template"
-    return {
-        "folder": folder,
-        "layers, query heads, KV heads, head size": f"{spec.layers}, {spec.heads}, {spec.kv_heads}, {spec.head_dim}",
-        "vocabulary": f"{config.vocab_size:,}",
-        "context tokens": f"{config.max_model_len:,}",
-        "tokenizer": "none" if tokenizer is None else template,
-        "weights GiB": f"{weights / GIB:.3f}",
-        "KV bytes per token (bf16)": f"{per_token:,}",
-        "KV tokens that fit in the free memory": f"{max(0, free - weights) // per_token:,}",
-    }
-
-
 def _cgroup_limit() -> int | None:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -176,6 +166,15 @@ def _cgroup_limit() -> int | None:
         if text.isdigit() and int(text) < 2**60:
             return int(text)
     return None
+
+
+def _huge_pages() -> str:
+    """The choice in brackets: always, madvise or never."""
+    try:
+        text = HUGE_PAGES.read_text()
+    except OSError:
+        return "unknown"
+    return text.partition("[")[2].partition("]")[0] or "unknown"
 
 
 def _version(package: str) -> str:

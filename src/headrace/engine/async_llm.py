@@ -8,13 +8,20 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from os import PathLike
+from typing import Any, Self, Unpack
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, config_from_env
+from headrace.config.keywords import SettingKeywords
+from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import messages as m
 from headrace.engine import process
-from headrace.engine.capacity import Capacity, model_folder
+from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.waiting import WaitingPrompts
+from headrace.progress import WEIGHTS, LoadPhase, OnPhase, Prefill, PrefillClock
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, MAX_N, Delta, EngineDead, InvalidRequest, Overloaded, Request, SamplingParams
 
@@ -28,21 +35,29 @@ LOADING_S = 120.0
 its threads, and a timeout chosen for a serving engine would kill one that has just begun."""
 
 
-class AsyncLLM:
+@shows_settings
+class AsyncLLM(metaclass=PublicNames):
     """An engine process and its queue.
 
-        llm = AsyncLLM(EngineConfig(model="tiny"))
-        await llm.start()
-        async for delta in llm.generate("The code of Lisbon", SamplingParams(max_tokens=20)):
-            print(delta.text, end="")
-        await llm.shutdown()
+        async with AsyncLLM("tiny") as llm:
+            async for delta in llm.generate("The code of Lisbon", SamplingParams(max_tokens=20)):
+                print(delta.text, end="")
 
+    `config`: an EngineConfig, or a model as LLM takes it, with settings as keywords. `async with` awaits start() and
+    shutdown(). `stats`: the engine's figures after its last step; stats.summary() has the usual ones by plain names.
     Waiting requests are bounded by max_queued_requests and max_queued_tokens (Overloaded beyond). An engine process
     that says nothing for engine_timeout_s is killed; all waiting then end with EngineDead, as after any failure.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
+    __dir__ = public_names
+
+    def __init__(
+        self, config: EngineConfig | str | PathLike[str] = "tiny", **settings: Unpack[SettingKeywords]
+    ) -> None:
+        if isinstance(config, EngineConfig):
+            self.config = config.replace(**settings) if settings else config
+        else:
+            self.config = config_from_env(model=str(config), **settings)
         self.failure: str | None = None
         self.stats = EngineStats()
         self.tokenizer: Tokenizer | None = None
@@ -55,7 +70,21 @@ class AsyncLLM:
         self._dead = asyncio.Event()
         self._closing = False
         self._streams: dict[str, asyncio.Queue[Item]] = {}
-        self._queued: dict[str, int] = {}
+        self._queued = WaitingPrompts(0)
+        self._prefilling = PrefillClock()
+
+    def __repr__(self) -> str:
+        model = repr(self.config.model.folder) if self._capacity is None else self._capacity.told
+        failed = ", shut down" if self._closing else f", failed: {self.failure}" if self.failure else ""
+        state = failed or (", not started" if self._capacity is None else "")
+        return f"AsyncLLM({model}{state})"
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.shutdown()
 
     @property
     def capacity(self) -> Capacity:
@@ -73,12 +102,29 @@ class AsyncLLM:
         """Process id of the engine."""
         return self._process.pid if self._process else None
 
-    async def start(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Starts the engine and returns when it is ready. Raises ValueError for settings or a model that cannot work,
-        EngineDead for any other failure."""
+    @property
+    def prefills(self) -> list[Prefill]:
+        """Prompts that the engine is reading now, in order of arrival; a request leaves with its first token. Within a
+        step what is done is estimated from `prefill_rate`."""
+        return self._prefilling.prefills
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second: see PrefillClock.rate."""
+        return self._prefilling.rate
+
+    async def start(self, progress: Callable[[int, int], None] | None = None, *, phases: OnPhase | None = None) -> None:
+        """Starts the engine and returns when it is ready.
+
+        progress(done, total): bytes of weights, as they are read. phases(LoadPhase): everything that takes time, from
+        the first moment on; headrace.progress.PhaseTimes times it. Raises ValueError for settings or a model that
+        cannot work, EngineDead for any other failure.
+        """
+        tell = _both(progress, phases)
         folder = model_folder(self.config.model.folder)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "headrace.engine.worker", str(theirs.fileno())]
+        tell(LoadPhase("starting the engine"))
         with theirs:
             self._process = process.start(command, theirs.fileno())
         reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -86,7 +132,8 @@ class AsyncLLM:
         self._watch = asyncio.create_task(self._keep_watch(self._process))
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, folder))  # while the weights arrive
         try:
-            await self._until_ready(reader, progress)
+            await self._until_ready(reader, tell)
+            tell(LoadPhase("tokenizer"))
             self.tokenizer = await tokenizer
             if self.tokenizer is not None:
                 self.tokenizer.warm_up()
@@ -96,14 +143,16 @@ class AsyncLLM:
             raise
         self._listener = asyncio.create_task(self._listen(reader))
 
-    async def _until_ready(self, reader: asyncio.StreamReader, progress: Callable[[int, int], None] | None) -> None:
+    async def _until_ready(self, reader: asyncio.StreamReader, tell: OnPhase) -> None:
         while self._capacity is None:
             message = await self._receive(reader)
             if isinstance(message, m.EngineReady):
                 self._capacity = message.capacity
+                shared = message.capacity.kv_cache_tokens // CHUNK if self.config.cache.prefix_caching else 0
+                self._queued = WaitingPrompts(shared)
                 self.stats = EngineStats(kv=KVStats(chunks_total=message.capacity.kv_cache_tokens // CHUNK))
-            elif isinstance(message, m.LoadProgress) and progress is not None:
-                progress(message.done, message.total)
+            elif isinstance(message, m.LoadProgress):
+                tell(LoadPhase(message.phase, message.done, message.total))
             elif isinstance(message, m.EngineFailed) or message is None:
                 told = message.reason if message else "the engine process ended while loading"
                 self.failure = self.failure or told
@@ -117,6 +166,9 @@ class AsyncLLM:
             while (message := await self._receive(reader)) is not None:
                 if isinstance(message, m.Events):
                     self._hand_out(message)
+                elif isinstance(message, m.Prefills):
+                    known = [each for each in message.prefills if each.request_id in self._streams]
+                    self._prefilling.begin(known, message.expected_s)
                 elif isinstance(message, m.EngineFailed):  # it may yet take seconds to end
                     reason = message.reason
                     break
@@ -151,8 +203,9 @@ class AsyncLLM:
 
     def _hand_out(self, events: m.Events) -> None:
         self.stats = events.stats
+        self._prefilling.end(delta.request_id for delta in events.deltas)
         for request_id in events.started:
-            self._queued.pop(request_id, None)
+            self._queued.leave(request_id)
         for request_id, reason in events.refused.items():
             self._put(request_id, InvalidRequest(reason))
         for delta in events.deltas:
@@ -169,6 +222,7 @@ class AsyncLLM:
         for stream in self._streams.values():
             stream.put_nowait(EngineDead(self.failure))
         self._queued.clear()
+        self._prefilling.clear()
         self._dead.set()
 
     async def wait_dead(self) -> str:
@@ -183,20 +237,20 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: str | list[int],
-        params: SamplingParams,
+        params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
-    ) -> AsyncIterator[Delta]:
-        """Streams the answer, a Delta for each step of each of the n sequences.
+    ) -> AsyncGenerator[Delta, None]:
+        """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences.
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.
         """
         self._must_live()
         tokens = self._tokens(prompt)
-        params = self.check(tokens, params)
+        params = self.check(tokens, SamplingParams() if params is None else params)
         name = request_id or uuid.uuid4().hex
         stream = self._enqueue(Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic()))
         unfinished = set(range(params.n))
@@ -212,9 +266,34 @@ class AsyncLLM:
                 yield item
         finally:
             self._streams.pop(name, None)
-            self._queued.pop(name, None)
+            self._queued.leave(name)
+            self._prefilling.drop(name)
             if unfinished:
                 self._send(m.Abort(name))
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        public_prefix_tokens: int = 0,
+        **template: Any,
+    ) -> AsyncGenerator[Delta, None]:
+        """Streams the answer to a conversation (messages with role and content), as generate does. Further keywords go
+        to the chat template."""
+        check_variables(template)
+        self._must_live()
+        if self.tokenizer is None:
+            raise InvalidRequest("the model folder has no tokenizer: pass token ids to generate()", "messages")
+        prompt = await asyncio.to_thread(self.tokenizer.apply_chat, list(messages), **template)
+        sharing: dict[str, Any] = dict(
+            request_id=request_id, cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens
+        )
+        async with aclosing(self.generate(prompt, params, **sharing)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     def abort(self, request_id: str) -> None:
         """Ends a request: its iterator ends after a Delta with finish_reason 'abort' for each unfinished sequence.
@@ -238,23 +317,25 @@ class AsyncLLM:
     def _enqueue(self, request: Request) -> asyncio.Queue[Item]:
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        tokens, waiting = len(request.prompt_token_ids), sum(self._queued.values())
-        full = len(self._queued) >= self.config.server.max_queued_requests
-        if full or (self._queued and waiting + tokens > self.config.server.max_queued_tokens):
+        tokens, queue, limits = len(request.prompt_token_ids), self._queued, self.config.server
+        full = len(queue) >= limits.max_queued_requests
+        if full or (len(queue) and queue.tokens + tokens > limits.max_queued_tokens):
+            wait_s = self._retry_after()
             raise Overloaded(
-                f"{len(self._queued)} requests with {waiting} prompt tokens are waiting already; try again later",
-                self._retry_after(waiting),
+                f"the queue is full: {len(queue):,} requests with {queue.tokens:,} prompt tokens are waiting, "
+                f"{queue.new_tokens:,} of them new; try again in {wait_s:.0f} s",
+                wait_s,
             )
         stream: asyncio.Queue[Item] = asyncio.Queue()
         self._streams[request.request_id] = stream
-        self._queued[request.request_id] = tokens
+        queue.add(request)
         self._send(m.Add(request))
         return stream
 
-    def _retry_after(self, waiting: int) -> float:
-        """Seconds that the waiting prompts take at the rate so far; between 1 and 60."""
+    def _retry_after(self) -> float:
+        """Seconds that the new tokens of the waiting prompts take at the rate so far; between 1 and 60."""
         rate = self.stats.tokens.prefilled / self.stats.scheduler.step_s if self.stats.scheduler.step_s else 1000.0
-        return min(60.0, max(1.0, waiting / max(rate, 1.0)))
+        return min(60.0, max(1.0, self._queued.new_tokens / max(rate, 1.0)))
 
     def _send(self, message: m.ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -273,6 +354,16 @@ class AsyncLLM:
             await asyncio.to_thread(process.end, self._process, seconds)
         await _cancel(self._listener)
         self._die("the engine was shut down")
+
+
+def _both(progress: Callable[[int, int], None] | None, phases: OnPhase | None) -> OnPhase:
+    def tell(phase: LoadPhase) -> None:
+        if phases is not None:
+            phases(phase)
+        if progress is not None and phase.name == WEIGHTS and phase.total:
+            progress(phase.done, phase.total)
+
+    return tell
 
 
 async def _cancel(task: asyncio.Task[None] | None) -> None:

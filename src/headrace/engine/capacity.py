@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headrace.types import InvalidRequest, SamplingParams
+from headrace.types import CHUNK, InvalidRequest, SamplingParams
 
 SHIPPED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
 """Models that come with the package, by name."""
+
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code for a prompt, or a prompt and its answer, beyond the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """Sizes in tokens unless named otherwise; `kernels` says which implementation each operation has, and why.
 
+    `max_model_len`: the longest sequence, prompt and answer; `length_limit`: the setting that bounds it, empty where
+    the model does; `model_len`: what the model itself takes.
     `ranks`: the group of several ranks, its profile, and how strategies are chosen; empty for one rank.
     """
 
@@ -34,6 +41,18 @@ class Capacity:
     context_parallel_size: int = 1
     tensor_parallel_size: int = 1
     ranks: str = ""
+    architecture: str = ""
+    layers: int = 0
+    model_len: int = 0
+    length_limit: str = ""
+
+    @property
+    def told(self) -> str:
+        """The model and its sizes in a few words."""
+        weights = self.dtype if self.quantization == "none" else f"{self.dtype}, {self.quantization} weights"
+        ranks = self.context_parallel_size * self.tensor_parallel_size
+        several = f" on {ranks} ranks" if ranks > 1 else ""
+        return f"{self.model!r}, {weights}, {self.kv_cache_tokens:,} KV tokens{several}"
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
         """Parameters with max_tokens resolved. Raises InvalidRequest naming what cannot be served."""
@@ -45,19 +64,49 @@ class Capacity:
             raise InvalidRequest(f"token id {bad} is outside the vocabulary of {self.vocab_size}", "prompt")
         if count >= self.max_model_len:
             raise InvalidRequest(
-                f"the prompt has {count} tokens; with the answer at most {self.max_model_len} fit", "prompt"
-            )
+                f"the prompt has {count:,} tokens; {self._limit(count + 1, 'shorten the prompt')}",
+                "prompt", CONTEXT_LENGTH_EXCEEDED,
+            )  # fmt: skip
         params.check_vocabulary(self.vocab_size)
         room = self.max_model_len - count
         if params.max_tokens is None:
             return replace(params, max_tokens=max(room, params.min_tokens))
         if params.max_tokens > room:
+            wanted, remedy = count + params.max_tokens, f"ask for at most {room:,}"
             raise InvalidRequest(
-                f"max_tokens {params.max_tokens} and a prompt of {count} tokens exceed the context of "
-                f"{self.max_model_len}; ask for at most {room}",
-                "max_tokens",
-            )
+                f"max_tokens {params.max_tokens:,} after a prompt of {count:,} tokens; {self._limit(wanted, remedy)}",
+                "max_tokens", CONTEXT_LENGTH_EXCEEDED,
+            )  # fmt: skip
         return params
+
+    def _limit(self, wanted: int, remedy: str) -> str:
+        """What bounds the context, and what lifts it for a sequence of `wanted` tokens, beside the remedy of the
+        request's own."""
+        told = f"the context is {self.max_model_len:,}, answer included"
+        if not self.length_limit:
+            return f"{told}, which is the model's own: {remedy}"
+        if wanted > self.model_len:
+            return f"{told}, bounded by {self.length_limit}, and the model's own is {self.model_len:,}: {remedy}"
+        chunks = CHUNK * self.context_parallel_size
+        least = {"max_model_len": wanted, "kv_cache_tokens": -(-wanted // chunks) * CHUNK}
+        names = [self.length_limit]
+        if self.length_limit == "max_model_len" and wanted > self.kv_cache_tokens:
+            names.append("kv_cache_tokens")
+        flags = " and ".join(f"{flag(name)} {least[name]}" for name in names if name in least)
+        lifts = f"start the engine with {flags}" if flags else f"raise {flag(self.length_limit)}"
+        return f"{told}, bounded by {self.length_limit}: {remedy}, or {lifts}"
+
+
+def flag(name: str) -> str:
+    """The option of a setting: kv_cache_tokens -> --kv-cache-tokens."""
+    return "--" + name.replace("_", "-")
+
+
+def check_variables(template: Iterable[str]) -> None:
+    """Raises TypeError for a variable of a chat template that is a sampling parameter, which has no effect there."""
+    wrong = next((name for name in template if name in SamplingParams.__dataclass_fields__), None)
+    if wrong is not None:
+        raise TypeError(f"{wrong} is a sampling parameter: give SamplingParams({wrong}=...)")
 
 
 def model_folder(model: str) -> Path:

@@ -30,10 +30,16 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.stopping import finish_reason
 from headrace.kv.chunk_table import ChunkTable
+from headrace.logs import fields, short_id
+from headrace.progress import Prefill
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, Delta, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
 
 log = logging.getLogger(__name__)
+
+OnPrefill = Callable[[list[Prefill], float], None]
+"""Called as a step begins that computes at least a chunk of prompts: with all prompts being read, and the seconds that
+the step should take (0.0: nobody knows)."""
 
 Observer = Callable[[SequenceState, int, Tensor], None]
 """Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
@@ -65,7 +71,8 @@ class _Output:
 
 
 class EngineCore:
-    """Continuous batching over one model. `on_logits` may be set to watch every row of logits."""
+    """Continuous batching over one model. `on_logits` may be set to watch every row of logits, `on_prefill` to hear of
+    prompts being read."""
 
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
@@ -81,6 +88,7 @@ class EngineCore:
         )
         self.offload, self.below = loaded.offload, loaded.below
         self.on_logits: Observer | None = None
+        self.on_prefill: OnPrefill | None = None
         self._active: dict[str, _Active] = {}
         self._outputs: dict[SequenceState, _Output] = {}
         self._order = 0
@@ -154,7 +162,10 @@ class EngineCore:
                 self.below.wait()
             return []
         self._note_start(slices, began)
-        self._stats.tokens.prefilled += sum(part.length for part in slices if not part.decodes)
+        new = sum(part.length for part in slices if not part.decodes)
+        self._stats.tokens.prefilled += new
+        if new >= CHUNK and self.on_prefill is not None:  # fewer take about as long as a step of decoding
+            self.on_prefill(self._prefills(slices), self.loaded.executor.expected_s(slices))
         computed = self._compute(slices)
         self.cache.commit()
         self._observe(computed)
@@ -181,6 +192,17 @@ class EngineCore:
             if active.scheduled_s is None:
                 active.scheduled_s = now
                 self._started.append(active.request.request_id)
+
+    def _prefills(self, slices: list[Slice]) -> list[Prefill]:
+        """The first sequence of each request without a token of its answer, in order of arrival."""
+        steps = {part.sequence: part.length for part in slices}
+        found: dict[str, Prefill] = {}
+        for sequence in self.scheduler.running:
+            request_id, step = sequence.request.request_id, steps.get(sequence, 0)
+            if self._active[request_id].first_token_s is None and request_id not in found:
+                done = sequence.computed - step
+                found[request_id] = Prefill(request_id, done, sequence.cached_tokens, sequence.prompt_len, step)
+        return list(found.values())
 
     def settle(self) -> bool:
         """While there is nothing to do: whether chunks are still being stored, or were when this was last asked."""
@@ -247,7 +269,7 @@ class EngineCore:
 
     def _break_off(self, request_id: str, reason: str) -> list[Delta]:
         """Aborts a request whose logits nothing can be chosen from; all others go on."""
-        log.error("request %s aborted: %s", request_id, reason)
+        log.error("%-8s  aborted: %s", short_id(request_id), reason, extra=fields(request_id=request_id))
         active = self._active[request_id]
         open_ones = [sequence.index for sequence in active.sequences if sequence in self._outputs]
         self.abort(request_id)

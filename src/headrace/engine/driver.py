@@ -24,6 +24,7 @@ from headrace.engine.executor import Computed, Executor, table_of, wanted_of
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
+from headrace.logs import short_id
 from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.parallel import messages
 from headrace.parallel.messages import StepGroup, StepPart
@@ -84,6 +85,11 @@ class Driver(Executor):
         self._planned[sequence] = choice
         first = max(range(self.size), key=self.cache.available_on)
         return lambda chunk: keeper_of(chunk // BLOCK_CHUNKS, self.size, first)
+
+    def expected_s(self, slices: Sequence[Slice]) -> float:
+        """As the planner predicted when the slices were scheduled."""
+        choices = [self._planned[part.sequence] for part in slices if part.sequence in self._planned]
+        return sum(choice.predicted_s.get(choice.strategy, 0.0) for choice in choices)
 
     def _keeper(self, table: ChunkTable, start: int, count: int) -> int | None:
         """The rank that would keep all new chunks; None if none has room for them."""
@@ -175,7 +181,8 @@ class Driver(Executor):
     def _note(self, part: Slice, choice: StrategyChoice) -> None:
         self.counts[choice.strategy] = self.counts.get(choice.strategy, 0) + 1
         part.sequence.strategy, part.sequence.strategy_reason = choice.strategy, choice.reason
-        log.info("%s: %d tokens on %d: %s", part.sequence.request.request_id, part.length, part.start, choice.reason)
+        request = short_id(part.sequence.request.request_id)
+        log.debug("%-8s  %d tokens after %d: %s", request, part.length, part.start, choice.reason)
 
 
 def ending_in(ranks: Sequence[int], keeper: int) -> tuple[int, ...]:

@@ -5,43 +5,79 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from os import PathLike
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
 
-from headrace.config import config_from_env
+from headrace.config import EngineConfig, config_from_env
+from headrace.config.keywords import SettingKeywords
+from headrace.config.signature import PublicNames, public_names, shows_settings
+from headrace.engine.capacity import check_variables
 from headrace.engine.core import EngineCore
-from headrace.engine.loader import load
-from headrace.types import Completion, Delta, InvalidRequest, Metrics, Request, RequestOutput, SamplingParams
+from headrace.engine.loader import Loaded, load
+from headrace.progress import Answering, PrefillClock
+from headrace.stats import Summary
+from headrace.types import (
+    Completion,
+    Delta,
+    EngineDead,
+    InvalidRequest,
+    Metrics,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: {"role": "user", "content": "..."} and so on."""
 
 
-class LLM:
+@shows_settings
+class LLM(metaclass=PublicNames):
     """A model with its KV cache.
 
-        llm = LLM("tiny")
-        print(llm.generate("The code of Lisbon is 4821. What is the code of Lisbon?")[0].text)
+        with LLM("tiny") as llm:
+            print(llm.generate("The code of Lisbon is 4821. What is the code of Lisbon?")[0].text)
 
-    Keywords are those of headrace.config.EngineConfig (`headrace serve --help` lists them), each with an environment
-    twin. Raises ValueError for settings that cannot work, UnsupportedModel for a model that is not implemented.
+    `model`: a folder in Hugging Face form, or 'tiny', the shipped model. Keywords are the settings of `headrace serve
+    --help-all`, each with an environment twin (kv_cache_tokens, HEADRACE_KV_CACHE_TOKENS). Raises TypeError for an
+    unknown one, ValueError for settings that cannot work, UnsupportedModel for a model that is not implemented.
     """
 
-    def __init__(self, model: str = "tiny", **settings: Any) -> None:
+    __dir__ = public_names
+
+    def __init__(self, model: str | PathLike[str] = "tiny", **settings: Unpack[SettingKeywords]) -> None:
         self.config = config_from_env(model=str(model), **settings)
-        self.engine = EngineCore(load(self.config))
+        self.engine = EngineCore(_load(self.config))
         self.capacity = self.engine.loaded.capacity
         atexit.register(self.close)
         self.tokenizer = self.engine.loaded.tokenizer
         self._count = 0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"LLM({self.capacity.told}{', closed' if self._closed else ''})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
-        """Ends the other ranks, where there are any; what runs on one rank has nothing to end."""
+        """Ends other ranks and stores what tiers shall keep. Further requests raise EngineDead; `with` closes, too."""
+        self._closed = True
         atexit.unregister(self.close)
         self.engine.loaded.close()
+
+    def stats(self) -> Summary:
+        """What the engine holds now and has done so far: requests, tokens, share from the cache, KV in use."""
+        return self.engine.stats().summary()
 
     def generate(
         self,
@@ -55,11 +91,15 @@ class LLM:
         """Answers each prompt (a text, texts, or lists of token ids), in order, all computed together.
 
         cache_salt: requests share cached prefixes only with the same salt, but for the first public_prefix_tokens.
-        progress: show a bar; default: for several prompts on a terminal. Raises InvalidRequest naming the parameter.
+        progress: tell on stderr how far it is (prompts, tokens per second, cached share) and what it came to; default:
+        for several prompts on a terminal. Raises InvalidRequest naming the parameter.
         """
         texts: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
-        given = sampling_params or SamplingParams()
+        given = SamplingParams() if sampling_params is None else sampling_params
         params = [given] * len(texts) if isinstance(given, SamplingParams) else list(given)
+        if not all(isinstance(each, SamplingParams) for each in params):
+            told = "sampling_params must be SamplingParams(...), or a list with one for each prompt"
+            raise InvalidRequest(told, "sampling_params")
         if len(params) != len(texts):
             raise InvalidRequest(f"{len(texts)} prompts but {len(params)} sampling_params", "sampling_params")
         requests = [
@@ -72,23 +112,24 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Any],
-        sampling_params: SamplingParams | None = None,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        progress: bool | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answers a conversation (messages with role and content), or several (a list of such lists).
 
-        Further keywords go to the chat template.
+        Further keywords go to the chat template; the others are those of generate.
         """
+        check_variables(template)
         if self.tokenizer is None:
             raise InvalidRequest("the model folder has no tokenizer: pass token ids to generate()", "messages")
-        several = bool(messages) and not isinstance(messages[0], dict)
-        conversations = messages if several else [messages]
-        prompts = [self.tokenizer.apply_chat(list(c), **template) for c in conversations]
-        return self.generate(prompts, sampling_params, cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
+        prompts = [self.tokenizer.apply_chat(list(c), **template) for c in conversations(messages)]
+        sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
+        return self.generate(prompts, sampling_params, **sharing, progress=progress)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits after each token of a prompt, computed without the prefix cache: fp32 [T, V]."""
@@ -113,6 +154,8 @@ class LLM:
             self.engine.on_logits = before
 
     def _request(self, prompt: str | Sequence[int], params: SamplingParams, salt: str | None, public: int) -> Request:
+        if self._closed:
+            raise EngineDead("this LLM is closed: make another")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("the model folder has no tokenizer: pass token ids", "prompts")
@@ -128,25 +171,60 @@ class LLM:
             self.engine.add(request)
         if not progress:
             return self._drain(requests)
-        from rich.progress import Progress
+        from headrace.console import ProgressLine, err
 
-        with Progress(transient=True) as bar:
-            task = bar.add_task("answering", total=len(requests))
-            return self._drain(requests, lambda: bar.advance(task))
+        answering, prefilling = Answering(len(requests)), PrefillClock()
 
-    def _drain(self, requests: list[Request], finished: Any = lambda: None) -> list[RequestOutput]:
+        def note(deltas: list[Delta]) -> None:
+            prefilling.end(delta.request_id for delta in deltas)
+            for delta in deltas:
+                answering.note(delta)
+
+        self.engine.on_prefill = prefilling.begin
+        try:
+            with ProgressLine(lambda: answering.text(prefilling.prefills, prefilling.rate), answering.share):
+                outputs = self._drain(requests, note)
+        finally:
+            self.engine.on_prefill = None
+        err.print(answering.summary(), style="dim")
+        return outputs
+
+    def _drain(self, requests: list[Request], note: Callable[[list[Delta]], None] | None = None) -> list[RequestOutput]:
         """Steps until the requests are answered; an interruption aborts them, so that nothing is left behind."""
         answers = {request.request_id: Answer(request) for request in requests}
         try:
             while self.engine.has_work:
-                for delta in self.engine.step():
-                    if answers[delta.request_id].add(delta):
-                        finished()
+                deltas = self.engine.step()
+                for delta in deltas:
+                    answers[delta.request_id].add(delta)
+                if note is not None:
+                    note(deltas)
         except BaseException:
             for request in requests:
                 self.engine.abort(request.request_id)
             raise
         return [answers[request.request_id].output for request in requests]
+
+
+def _load(config: EngineConfig) -> Loaded:
+    """Loads the engine; on a terminal a line tells how far it is."""
+    if not sys.stderr.isatty():
+        return load(config)
+    from headrace.console import loading
+
+    with loading(config.model.folder) as tell:
+        return load(config, tell)
+
+
+def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
+    """One or several as several. Raises InvalidRequest for what is neither."""
+    several = isinstance(messages, list | tuple) and bool(messages) and not isinstance(messages[0], Mapping)
+    found: Sequence[Any] = messages if several else [messages]
+    for one in found:
+        if not isinstance(one, list | tuple) or not all(isinstance(each, Mapping) for each in one):
+            told = "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists"
+            raise InvalidRequest(told, "messages")
+    return found
 
 
 class Answer:
@@ -159,8 +237,8 @@ class Answer:
         ]
         self.output = RequestOutput(request.request_id, request.prompt_token_ids, completions, Metrics())
 
-    def add(self, delta: Delta) -> bool:
-        """Takes in a delta; True when the request is finished."""
+    def add(self, delta: Delta) -> None:
+        """Takes in a delta."""
         completion = self.output.outputs[delta.index]
         completion.text += delta.text
         completion.token_ids.extend(delta.token_ids)
@@ -172,4 +250,3 @@ class Answer:
             self.output.prompt_logprobs = delta.prompt_logprobs
         if delta.metrics is not None:
             self.output.metrics = delta.metrics
-        return delta.metrics is not None

@@ -28,8 +28,8 @@ from headrace.models.config import ModelConfig, read_config
 from headrace.models.decoder import Decoder, compute_dtype, load_decoder
 from headrace.models.files import MAX_JSON
 from headrace.models.shards import shard
-from headrace.models.weights import OnProgress
 from headrace.offload.streaming import open as streaming
+from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.types import CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
@@ -74,63 +74,73 @@ class Sized:
     per_rank: int
     hidden: int | None
 
-    def cache(self) -> KVCache:
+    def cache(self, tell: OnPhase) -> KVCache:
         config, capacity = self.config, self.capacity
         folder = model_folder(config.model.folder)
         outlives = config.tiers is not None and config.tiers.outlive
+        if outlives:
+            tell(LoadPhase("fingerprint of the model"))
         identity = tiers.identity(config, capacity) if outlives else _identity(folder, capacity)
         return KVCache(capacity.kv_cache_tokens // CHUNK, identity, config.ranks.context)
 
-    def decoder(self, progress: OnProgress | None) -> Decoder:
+    def decoder(self, tell: OnPhase) -> Decoder:
         config = self.config
-        folder, device = model_folder(config.model.folder), device_of(config)
-        return load_decoder(folder, config.model.dtype, progress, config.model.quantization, device=device)
+        tell(LoadPhase(WEIGHTS))
+        return load_decoder(
+            model_folder(config.model.folder), config.model.dtype, measured(tell, WEIGHTS),
+            config.model.quantization, device=device_of(config), packed=measured(tell, "packing"),
+        )  # fmt: skip
 
 
-def load(config: EngineConfig, progress: OnProgress | None = None) -> Loaded:
+def load(config: EngineConfig, tell: OnPhase = untold) -> Loaded:
     """Loads the model and sizes its cache, and starts the other ranks if there are to be any.
 
-    progress(done, total) is called as weights arrive. Raises ValueError or UnsupportedModel, naming what is wrong, and
+    tell(LoadPhase) is called as loading gets on. Raises ValueError or UnsupportedModel, naming what is wrong, and
     RankLost where a rank ends. Under torchrun it returns on rank 0 alone: the others serve as workers and exit.
     """
     streaming.check(config)
     if ranks.count(config) > 1:
         torchrun.serve_if_worker(config)
     ranks.set_threads(config)
-    sized = _size(config)
+    sized = _size(config, tell)
     if ranks.count(config) > 1:
-        return _several_ranks(sized, progress)
-    return _streamed(sized, progress) if config.streaming is not None else _one_rank(sized, progress)
+        return _several_ranks(sized, tell)
+    return _streamed(sized, tell) if config.streaming is not None else _one_rank(sized, tell)
 
 
-def _one_rank(sized: Sized, progress: OnProgress | None) -> Loaded:
-    config, capacity, cache = sized.config, sized.capacity, sized.cache()
-    decoder = sized.decoder(progress)
+def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
+    config, capacity, cache = sized.config, sized.capacity, sized.cache(tell)
+    decoder = sized.decoder(tell)
+    tell(LoadPhase("memory for the KV cache"))
     slots, device = sized.per_rank // CHUNK, device_of(config)
     storage = KVStorage(decoder.config.attention, slots, sized.kv_dtype, sized.hidden, sized.dtype, device)
     if config.cache.prefault:
         storage.prefault()
+    if config.tiers is not None:
+        tell(LoadPhase("opening the tiers"))
     offload = tiers.open_offload(config, capacity, cache, decoder, storage) if config.tiers is not None else None
     runner = Runner(decoder, storage, capacity.backend)
     return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner, offload=offload)
 
 
-def _streamed(sized: Sized, progress: OnProgress | None) -> Loaded:
-    config, capacity, cache = sized.config, sized.capacity, sized.cache()
-    decoder = sized.decoder(progress)
+def _streamed(sized: Sized, tell: OnPhase) -> Loaded:
+    config, capacity, cache = sized.config, sized.capacity, sized.cache(tell)
+    decoder = sized.decoder(tell)
+    tell(LoadPhase("memory for the KV cache"))
     streamer = streaming.open_streamer(config, decoder, sized.per_rank // CHUNK, sized.kv_dtype, capacity.backend)
     runner = StreamRunner(streamer, streaming.asked_of(config).batches)
     return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner)
 
 
-def _several_ranks(sized: Sized, progress: OnProgress | None) -> Loaded:
-    config, cache = sized.config, sized.cache()
-    group, decoder = ranks.open_ranks(config.replace(kv_cache_tokens=sized.per_rank), progress)
+def _several_ranks(sized: Sized, tell: OnPhase) -> Loaded:
+    config, cache = sized.config, sized.cache(tell)
+    group, decoder = ranks.open_ranks(config.replace(kv_cache_tokens=sized.per_rank), tell)
     capacity = replace(sized.capacity, ranks=group.told)
     return Loaded(config, capacity, decoder, sized.tokenizer, cache, group.driver(cache, config), group)
 
 
-def _size(config: EngineConfig) -> Sized:
+def _size(config: EngineConfig, tell: OnPhase) -> Sized:
+    tell(LoadPhase("reading the configuration"))
     folder = model_folder(config.model.folder)
     model = read_config(folder)
     dtype = compute_dtype(model, config.model.dtype)
@@ -144,6 +154,7 @@ def _size(config: EngineConfig) -> Sized:
         pool_bytes = bytes_per_token + model.attention.layers * (hidden or 0) * dtype.itemsize
         per_rank, max_len = _sizes(config, model.max_model_len, pool_bytes)
     capacity = _capacity(config, model, backend, dtype, kv_dtype, per_rank, bytes_per_token, max_len)
+    tell(LoadPhase("tokenizer"))
     tokenizer = Tokenizer.load(folder)
     capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer))
     return Sized(config, model, capacity, tokenizer, dtype, kv_dtype, per_rank, hidden)
@@ -175,7 +186,21 @@ def _capacity(
         kernels=_kernels(config.model.quantization, backend),
         context_parallel_size=config.ranks.context,
         tensor_parallel_size=config.ranks.tensor,
+        architecture=model.architecture,
+        layers=model.layers,
+        model_len=model.max_model_len,
+        length_limit=_length_limit(config, model.max_model_len, max_len),
     )
+
+
+def _length_limit(config: EngineConfig, model_len: int, max_len: int) -> str:
+    """The setting that keeps sequences shorter than the model would; empty where none does."""
+    if max_len >= model_len:
+        return ""
+    if max_len == config.model.max_len:
+        return "max_model_len"
+    room = config.streaming.room[0] if config.streaming is not None else "kv_cache_tokens"
+    return "kv_cache_tokens" if config.cache.tokens is not None else room
 
 
 def _kernels(quantization: Quantization, backend: str) -> dict[str, str]:

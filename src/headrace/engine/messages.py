@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.engine.capacity import Capacity
+from headrace.progress import Prefill
 from headrace.stats import EngineStats
 from headrace.types import Delta, Request
 
@@ -42,16 +43,25 @@ class EnginePong(msgspec.Struct, tag=True):
 
 
 class LoadProgress(msgspec.Struct, tag=True):
-    """From the engine: weights loaded so far."""
+    """From the engine: a LoadPhase begins, or gets on."""
 
-    done: int
-    total: int
+    phase: str
+    done: int = 0
+    total: int = 0
 
 
 class EngineReady(msgspec.Struct, tag=True):
     """From the engine: it takes requests."""
 
     capacity: Capacity
+
+
+class Prefills(msgspec.Struct, tag=True):
+    """From the engine, as a step begins that computes a chunk of prompts or more: all prompts being read, and
+    the seconds that it should take, if known. Events say that it has ended."""
+
+    prefills: list[Prefill]
+    expected_s: float = 0.0
 
 
 class Events(msgspec.Struct, tag=True):
@@ -71,7 +81,7 @@ class EngineFailed(msgspec.Struct, tag=True):
 
 
 ToEngine = LoadModel | Add | Abort | EnginePing
-FromEngine = LoadProgress | EngineReady | Events | EngineFailed | EnginePong
+FromEngine = LoadProgress | EngineReady | Prefills | Events | EngineFailed | EnginePong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: Any = msgspec.msgpack.Decoder(ToEngine)

@@ -25,7 +25,6 @@ from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
-from headrace.models.weights import OnProgress
 from headrace.parallel import launch, measure
 from headrace.parallel.group import Group, interface_name, unless_failed
 from headrace.parallel.probe import shape_of
@@ -38,6 +37,7 @@ from headrace.parallel.transport import RankLost
 from headrace.planner.choice import StrategyChoice, choose
 from headrace.planner.machine import Machine, ModelShape
 from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
+from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.strategies import OFFERED
 from headrace.types import CHUNK
 from headrace.version import __version__
@@ -95,11 +95,13 @@ def make(config: EngineConfig, group: Group) -> Rank:
     return rank
 
 
-def load_share(config: EngineConfig, group: Group | None, progress: OnProgress | None = None) -> Decoder:
+def load_share(config: EngineConfig, group: Group | None, tell: OnPhase = untold) -> Decoder:
+    tell(LoadPhase(WEIGHTS))
     tensor = TensorGroup(group.tensor) if group is not None and group.tensor.size > 1 else None
     return load_decoder(
-        model_folder(config.model.folder), config.model.dtype, progress, config.model.quantization, tensor
-    )
+        model_folder(config.model.folder), config.model.dtype, measured(tell, WEIGHTS),
+        config.model.quantization, tensor, packed=measured(tell, "packing"),
+    )  # fmt: skip
 
 
 def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
@@ -169,26 +171,30 @@ def allowed(config: EngineConfig) -> tuple[str, ...]:
 
 def open_ranks(
     config: EngineConfig,
-    progress: OnProgress | None = None,
+    tell: OnPhase = untold,
     maker: str = MAKER,
     start: launch.Starter | None = None,
 ) -> tuple[Ranks, Decoder]:
     """Starts the other ranks and loads this one's share while they load theirs.
 
     maker, start: see launch.open_group; a maker's rank must come from `make`, which takes part in the profile.
-    config.kv_cache_tokens must be set. Raises ValueError for settings or a tuned table that do not fit, RankLost.
+    config.kv_cache_tokens must be set. tell: see loader.load. Raises ValueError for settings or a tuned table that do
+    not fit, RankLost.
     """
+    tell(LoadPhase("starting the ranks"))
     group = launch.open_group(config, maker, start)
     try:
         assert group.workers is not None
-        decoder = load_share(config, group, progress)
+        decoder = load_share(config, group, tell)
+        tell(LoadPhase("memory for the KV cache"))
         rank = _make(config, group, decoder)
+        tell(LoadPhase("measuring the ranks"))
         machine: Machine = unless_failed(group.workers, lambda: measure.take_part(rank))
         group.workers.wait_ready()
         shape = shape_of(decoder)
         tuned = _table(config, shape, machine)
         told = describe(config) + (_profile(config, machine) if config.ranks.context > 1 else "")
-        log.info("%s", told)
+        log.debug("%s", told)
         _advise_at_start(config, _planned_on(machine, tuned), shape)
         return Ranks(group, rank, _planned_on(machine, tuned), shape, tuned, told), decoder
     except BaseException:

@@ -26,6 +26,7 @@ from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
+from headrace.logs import short_id
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.report import RestoreCounters, RestoreReport
 from headrace.offload.restore.solver import Prediction, Split, StoredRun, predict, restore_split
@@ -171,14 +172,15 @@ class StoredPrefixes(Below):
         found, need = state.found_from(first), chunks_for(len(table.tokens)) - first
         if not found or table.length % CHUNK:
             return SETTLED
+        name = short_id(sequence.request.request_id)
         if need > self.cache.available:
             self.make_room()
         if need > self.cache.available:
-            log.info("%s: %d chunks are stored, but the pool is too full", sequence.request.request_id, len(found))
+            log.debug("%-8s  %d chunks are stored, but the pool is too full", name, len(found))
             return SETTLED
         run = self.source.as_run(found, first, len(table.tokens) - (first + len(found)) * CHUNK)
         split = self.choose(run, self.rates, self.max_batch_tokens)
-        log.info("%s: %s", sequence.request.request_id, split.reason)
+        log.debug("%-8s  %s", name, split.reason)
         sequence.restore_reason = split.reason
         if split.tokens >= len(found):
             return SETTLED
@@ -248,7 +250,8 @@ class StoredPrefixes(Below):
     def _count_failure(self, sequence: SequenceState, report: RestoreReport) -> None:
         if report.lost:
             self.counters.failures += 1
-            log.warning("%s: %s; it and what follows is computed again", sequence.request.request_id, report.reason)
+            name = short_id(sequence.request.request_id)
+            log.warning("%-8s  %s; it and what follows is computed again", name, report.reason)
 
     # -- around a step
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headrace.engine.core import EngineCore
     from headrace.engine.ranks import Ranks
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("headrace.engine.worker")
 
 TICK_S = 0.05
 """Between reports of an engine that has nothing to do but to store chunks."""
@@ -176,11 +176,15 @@ def _serve(link: Link, inbox: Inbox, closing: ExitStack) -> int:
     from headrace.engine.loader import load
     from headrace.parallel.transport import RankLost
 
-    loaded = load(EngineConfig(**first.settings), lambda done, total: link.send(m.LoadProgress(done, total)))
+    config = EngineConfig(**first.settings)
+    logs.to_stderr(logs.level_of(config.server.log_level, logging.WARNING), config.server.log_format)
+    loaded = load(config, lambda phase: link.send(m.LoadProgress(*phase)))
     closing.callback(loaded.close)
     watch = RankWatch(link, loaded.ranks) if loaded.ranks is not None else None
     try:
-        return _step_on(EngineCore(loaded), link, inbox)
+        core = EngineCore(loaded)
+        core.on_prefill = lambda prefills, expected_s: link.send(m.Prefills(prefills, expected_s))
+        return _step_on(core, link, inbox)
     except RankLost as error:
         assert watch is not None and loaded.ranks is not None, "one rank loses none"
         watch.end(loaded.ranks.why_lost(error))

@@ -177,6 +177,6 @@ def obstacle(name: str, dtype: torch.dtype, device: torch.device, head_dim: int 
 
 @cache
 def _log_choice(backend: str, reason: str) -> None:
-    log.info("attention backend %s (%s)", backend, reason)
+    log.debug("attention backend %s (%s)", backend, reason)
     for name, why in reasons(gpu=backend == "triton").items():
-        log.info("kernel %s -> %s", name, why)
+        log.debug("kernel %s -> %s", name, why)

@@ -190,14 +190,11 @@ class Decoder:
         weights: Weights,
         quantization: Quantization = "none",
         tensor: ShardGroup | None = None,
+        packed: OnProgress | None = None,
     ) -> None:
         share = _share(config, tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
-        self.matrices: Matrices = {
-            name: _packed(name, w, quantization, config.gated and name.endswith(".up.weight"))
-            for name, w in weights.items()
-            if w.dim() == 2 and name not in LOOKED_UP
-        }
+        self.matrices = _pack_all(weights, quantization, config.gated, packed)
         # What was packed is not kept twice.
         self.weights = {name: w for name, w in weights.items() if self.matrices.get(name, w) is w}
         self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
@@ -216,7 +213,7 @@ class Decoder:
         reason = block.obstacle(layers, self.dtype) if share is None else f"shared by {share.size} tensor ranks"
         if reason is None:
             return block.Blocks(_shape(self.config), layers)
-        log.info("layers one operation at a time (%s)", reason)
+        log.info("layers are computed one operation at a time: %s", reason)
         return OneByOne(layers)
 
     def first(self, count: int) -> Decoder:
@@ -331,6 +328,19 @@ def _shape(config: ModelConfig) -> block.LayerShape:
     )
 
 
+def _pack_all(weights: Weights, quantization: Quantization, gated: bool, packed: OnProgress | None) -> Matrices:
+    """All weights that rows are multiplied by."""
+    plain = {name: weight for name, weight in weights.items() if weight.dim() == 2 and name not in LOOKED_UP}
+    matrices: Matrices = {}
+    done, total = 0, sum(weight.nbytes for weight in plain.values())
+    for name, weight in plain.items():
+        matrices[name] = _packed(name, weight, quantization, gated and name.endswith(".up.weight"))
+        done += weight.nbytes
+        if packed is not None:
+            packed(done, total)
+    return matrices
+
+
 def _packed(name: str, weight: Tensor, quantization: Quantization, gated: bool) -> ops.Weight:
     try:
         return ops.pack(weight, quantization, gated)
@@ -358,13 +368,15 @@ def load_decoder(
     quantization: Quantization = "none",
     tensor: ShardGroup | None = None,
     device: torch.device | None = None,
+    packed: OnProgress | None = None,
 ) -> Decoder:
     """Reads the model in `folder`; `auto` computes in the checkpoint's type, float16 as bfloat16.
 
     `quantization` rounds every matrix that rows are multiplied by, the head among them; embeddings, norms and biases
-    stay. With `tensor` only this rank's share is read and kept. device: of the weights and of all that is computed; the
-    CPU, if it is not given. Raises UnsupportedModel naming what Headrace does not
-    implement, ValueError for a folder that is not sound or a model that the ranks cannot share.
+    stay. progress and packed are told of bytes, as weights are read and then as matrices are packed. With `tensor` only
+    this rank's share is read and kept. device: of the weights and of all that is computed; the CPU, if it is not given.
+    Raises UnsupportedModel naming what Headrace does not implement, ValueError for a folder that is not sound or a
+    model that the ranks cannot share.
     """
     if dtype not in ("auto", "bfloat16", "float32"):
         raise ValueError(f"dtype must be auto, bfloat16 or float32, got {dtype!r}")
@@ -375,7 +387,7 @@ def load_decoder(
     weights = load_weights(Path(folder), config, compute, progress, _share(config, tensor))
     if device is not None and device.type != "cpu":
         weights = {name: w.to(device) for name, w in weights.items()}
-    decoder = Decoder(config, weights, quantization, tensor)
+    decoder = Decoder(config, weights, quantization, tensor, packed)
     del weights
     give_back()
     return decoder

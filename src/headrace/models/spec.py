@@ -85,6 +85,11 @@ class Slot:
     def shape(self, rows: int) -> tuple[int, ...]:
         return (rows,) if self.columns is None else (rows, self.columns)
 
+    @property
+    def count(self) -> int:
+        """Numbers in the tensor."""
+        return sum(self.parts) * (self.columns or 1)
+
 
 def expected(config: ModelConfig) -> dict[str, Slot]:
     """Our tensors and their shapes, from the model's facts alone."""

@@ -21,7 +21,7 @@ from headrace.models.shards import Share
 from headrace.models.spec import ModelConfig, Slot, expected
 
 OnProgress = Callable[[int, int], None]
-"""Called with (tensors done, tensors in all) while weights load."""
+"""Called with (bytes done, bytes in all) after each tensor, as they are in memory."""
 
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias)$")
 """Buffers that old checkpoints carry and no forward pass reads."""
@@ -79,15 +79,19 @@ def load_weights(
         _check(folder, checkpoint, slots, sources)
         weights: dict[str, Tensor] = {}
         shared: dict[tuple[str, ...], Tensor] = {}
-        for done, (name, slot) in enumerate(slots.items(), 1):
+        to_come = {sources[name]: slot.count * dtype.itemsize for name, slot in slots.items()}
+        read, total = 0, sum(to_come.values())
+        for name, slot in slots.items():
             if share is None or share.holds(name):
                 if sources[name] not in shared:
                     rows = _rows(config, name, share)
                     shared[sources[name]] = _fuse(checkpoint, slot, sources[name], dtype, rows)
                     _check_finite(folder, shared[sources[name]], sources[name])
                 weights[name] = shared[sources[name]]
-            if progress is not None:
-                progress(done, len(slots))
+            size = to_come.pop(sources[name], 0)
+            read += size
+            if progress is not None and size:
+                progress(read, total)
     if config.tied and "head.weight" in weights and torch.equal(weights["head.weight"], weights["embed.weight"]):
         weights["head.weight"] = weights["embed.weight"]
     return weights

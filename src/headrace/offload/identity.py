@@ -127,7 +127,7 @@ class _Memo:
                 return bytes.fromhex(entry["digest"])
         began = time.monotonic()
         found = content(path)
-        log.info("%s: content read in %.1f s", path.name, time.monotonic() - began)
+        log.debug("%s: content read in %.1f s", path.name, time.monotonic() - began)
         settled = time.time_ns() - before["ctime_ns"] >= SETTLED_NS
         if settled and _facts(path) == before:
             self._changed[name] = _entry(name, before, found.hex())

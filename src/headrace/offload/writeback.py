@@ -124,7 +124,7 @@ class Writeback:
                     if not (node.stored or parked.revoked):
                         self._store(node, self.codec, parked)
             except Exception:
-                log.exception("chunks could not be stored")
+                log.exception("chunks could not be stored; they are computed again when they are needed")
             self._ended.put(parked)
 
     def _store(self, node: Node, codec: ChunkCodec, parked: _Parked | None = None) -> None:
@@ -163,7 +163,7 @@ class Writeback:
             done = time.monotonic() < end
         if not done:
             left = self.unstored + self.let_go
-            log.warning("%d chunks were not stored below the pool within %.0f s", left, timeout_s)
+            log.warning("%d chunks were not stored within %.0f s; they will be computed again", left, timeout_s)
         return done
 
     def wait(self, timeout_s: float) -> bool:

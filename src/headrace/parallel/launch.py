@@ -115,7 +115,7 @@ def _starter(config: EngineConfig) -> Starter:
 
         return start
     if not config.ranks.interface.startswith(LOOPBACK):
-        log.info("workers of this host talk over %s, not over the loopback interface", config.ranks.interface)
+        log.info("ranks on this host talk over %s, not over the loopback interface", config.ranks.interface)
     return spawn
 
 

@@ -42,7 +42,7 @@ from headrace.parallel.group import Group, form
 from headrace.parallel.link_store import LinkStore
 from headrace.parallel.transport import RankLost
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("headrace.parallel.worker")
 
 SETTLE_S = 1.5
 """So long a worker that was told to stop stays for what others still want; less than WorkerSupervisor.close waits."""
@@ -135,6 +135,7 @@ def rank_main(address: str, secret: str, rank: int, interface: str) -> int:
 
 def _serve(link: DriverLink, join: JoinGroup, rank: int, interface: str, secret: str) -> int:
     config = decode_config(join.config).replace(rank_interface=interface)
+    logs.to_stderr(logs.level_of(config.server.log_level, logging.WARNING), config.server.log_format)
     make = named(join.maker)
     group = form(rank, join.context, join.tensor, LinkStore(link.ask), interface, secret)
     made = make(config, group)

@@ -19,6 +19,9 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from headrace.logs import fields
+from headrace.server.tally import Tally
+
 log = logging.getLogger("headrace.server")
 
 HEAD_S = 10.0
@@ -67,9 +70,7 @@ class Connections:
         self.open = 0
         self.silent: OrderedDict[Connection, None] = OrderedDict()
         self.idle: OrderedDict[Connection, None] = OrderedDict()
-        self._closed: Counter[str] = Counter()
-        self._told_s = float("-inf")
-        self._telling: asyncio.TimerHandle | None = None
+        self._closed = Tally(LOG_S, self._tell)
 
     def make_room(self) -> bool:
         """Whether a new connection may stay."""
@@ -89,16 +90,14 @@ class Connections:
 
     def note(self, why: str) -> None:
         """Counts a connection that was closed; a line in the log tells how many, at most every LOG_S."""
-        self._closed[why] += 1
-        if self._telling is None:
-            wait = max(0.0, self._told_s + LOG_S - time.monotonic())
-            self._telling = asyncio.get_running_loop().call_later(wait, self._tell)
+        self._closed.note(why)
 
-    def _tell(self) -> None:
-        self._telling, self._told_s = None, time.monotonic()
-        told = "; ".join(f"{count} {why}" for why, count in sorted(self._closed.items()))
-        log.warning("connections: %s (%d open, at most %d)", told, self.open, self.most)
-        self._closed.clear()
+    def _tell(self, closed: Counter[str], seconds: float) -> None:
+        told = ", ".join(f"{count:,} {why}" for why, count in sorted(closed.items()))
+        log.warning(
+            "closed connections: %s (%d open, at most %d)", told, self.open, self.most,
+            extra=fields(closed=dict(closed), open=self.open, most=self.most),
+        )  # fmt: skip
 
 
 class Connection(H11Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
+from headrace.progress import OnPhase, Prefill
 from headrace.stats import EngineStats
 from headrace.types import Delta, SamplingParams
 
@@ -48,6 +49,12 @@ class ServedCapacity(Protocol):
     def kernels(self) -> dict[str, str]: ...
     @property
     def ranks(self) -> str: ...
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def quantization(self) -> str: ...
 
 
 class ServedEngine(Protocol):
@@ -65,7 +72,14 @@ class ServedEngine(Protocol):
     @property
     def stats(self) -> EngineStats: ...
 
-    async def start(self, progress: Callable[[int, int], None] | None = None) -> None: ...
+    @property
+    def prefills(self) -> list[Prefill]: ...
+    @property
+    def prefill_rate(self) -> float: ...
+
+    async def start(
+        self, progress: Callable[[int, int], None] | None = None, *, phases: OnPhase | None = None
+    ) -> None: ...
 
     async def shutdown(self) -> None: ...
 

@@ -60,7 +60,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
-        return invalid(str(error), error.param)
+        return invalid(str(error), error.param, error.code)
     if isinstance(error, Overloaded):
         wait = str(max(1, math.ceil(error.retry_after_s)))
         return ApiError(429, str(error), None, "overloaded", {"Retry-After": wait})
@@ -81,8 +81,7 @@ class JsonReply(Response):
         return msgspec.json.encode(content)
 
 
-def error_reply(error: BaseException) -> JsonReply:
-    told = as_api_error(error)
+def error_reply(told: ApiError) -> JsonReply:
     return JsonReply(told.body(), status_code=told.status, headers=told.headers)
 
 
@@ -94,7 +93,9 @@ async def _handle(request: Request, error: Exception) -> Response:
         error = ApiError(
             error.status_code, f"{what}: {request.method} {request.url.path}", headers=dict(error.headers or {})
         )
-    return error_reply(error)
+    told = as_api_error(error)
+    request.app.state.headrace.refusals.note(told, request.method, request.url.path)
+    return error_reply(told)
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.server.errors import ApiError, ClientGone, error_reply
+from headrace.server.errors import ApiError, ClientGone, as_api_error, error_reply
 from headrace.server.state import ServerState
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -38,7 +38,9 @@ class Guard:
         except Exception as error:
             if reply.started:
                 raise
-            await error_reply(error)(scope, receive, reply.send)
+            told = as_api_error(error)
+            self.state.refusals.note(told, scope["method"], scope["path"])
+            await error_reply(told)(scope, receive, reply.send)
 
     def _check(self, scope: Scope) -> None:
         if self.key is not None and not hmac.compare_digest(self.key, _digest(_bearer(scope))):

@@ -16,11 +16,13 @@ from headrace.types import Delta, Metrics, SamplingParams, TokenLogprobs
 
 @dataclass(slots=True)
 class Prompt:
-    """`text` is set where a reply repeats it (echo); `params` are resolved for this prompt by ServedEngine.check."""
+    """`text` is set where a reply repeats it (echo); `params` are resolved for this prompt by ServedEngine.check;
+    `public_tokens` at its beginning are the operator's (server.public)."""
 
     ids: list[int]
     params: SamplingParams
     text: str = ""
+    public_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -146,12 +148,13 @@ class Job:
         return self._many(engine)
 
     async def _one(self, engine: ServedEngine, p: int, request_id: str) -> AsyncIterator[tuple[int, Delta]]:
+        prompt = self.prompts[p]
         stream = engine.generate(
-            self.prompts[p].ids,
-            self.prompts[p].params,
+            prompt.ids,
+            prompt.params,
             request_id=request_id,
             cache_salt=self.cache_salt,
-            public_prefix_tokens=self.public_prefix_tokens,
+            public_prefix_tokens=max(self.public_prefix_tokens, prompt.public_tokens),
         )
         try:
             async for delta in stream:

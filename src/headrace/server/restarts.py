@@ -24,5 +24,10 @@ class RestartLimit:
         self._at.append(uptime_s)
         return True
 
+    @property
+    def used(self) -> int:
+        """Restarts that count now."""
+        return len(self._at)
+
     def note_success(self) -> None:
         self._at.clear()

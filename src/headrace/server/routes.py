@@ -25,6 +25,9 @@ RETRY_S = 1.0
 READ_S = 60.0
 """A client that sends its body slower than this does not hold a place among the admitted any longer."""
 
+TOLD_TOKENS = 24
+"""Tokens of a prompt's beginning, and of its end, that --log-requests text shows."""
+
 Body = CompletionBody | ChatBody
 
 
@@ -81,12 +84,19 @@ def _health(state: ServerState) -> Response:
     if state.phase == "ready":
         return JsonReply({"status": "ok"})
     if state.phase == "loading":
-        told = f"the model is still loading ({state.loaded:.0%})"
+        told = f"the model is still loading{_how_far(state)}"
     else:
         told = "the engine has failed" if state.config.server.api_key else str(state.reason)
         if state.phase == "restarting":
-            told += f"; it is being started again ({state.loaded:.0%} loaded)"
+            told += f"; it is being started again{_how_far(state)}"
     return JsonReply({"status": state.phase, **ApiError(503, told, None, state.phase).body()}, status_code=503)
+
+
+def _how_far(state: ServerState) -> str:
+    now = state.loading.times.now
+    if now is None:
+        return ""
+    return f" ({now.text}{'' if now.share is None else f', {now.share:.0%}'})"
 
 
 async def _answer(state: ServerState, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
@@ -96,6 +106,7 @@ async def _answer(state: ServerState, request: Request, kind: type[CompletionBod
         if body.model is not None:
             _check_model(state, body.model)
         job = await unless_gone(request.receive, _job(state, body, arrival_s))
+    state.arrived(job, await _told_text(state, job))
     replies = _replies(state, job, body)
     events = job.events(state.engine, state.metrics.note_peak)
     if body.stream:
@@ -106,6 +117,17 @@ async def _answer(state: ServerState, request: Request, kind: type[CompletionBod
     with _account(state, job, last=True):
         await unless_gone(request.receive, _drain(events))
     return JsonReply(replies.whole())
+
+
+async def _told_text(state: ServerState, job: Job) -> str:
+    """Beginning and end of the first prompt where --log-requests text wants them, else nothing."""
+    if state.config.server.log_requests != "text":
+        return ""
+    ids, tokenizer = job.prompts[0].ids, state.engine.tokenizer
+    parts = [ids] if len(ids) <= 2 * TOLD_TOKENS else [ids[:TOLD_TOKENS], ids[-TOLD_TOKENS:]]
+    if tokenizer is None:
+        return " ... ".join(map(str, parts))
+    return " ... ".join([await state.in_tokenizer(tokenizer.decode, part) for part in parts])
 
 
 async def _read(request: Request) -> bytes:
@@ -130,9 +152,11 @@ def _admission(state: ServerState) -> Iterator[None]:
 
 @contextmanager
 def _account(state: ServerState, job: Job, last: bool = False) -> Iterator[None]:
-    """Every request that reached the engine is accounted for once: at its end, or where it failed."""
+    """Every request that the engine took is accounted for once: at its end, or where it failed."""
     try:
         yield
+    except (Overloaded, InvalidRequest):
+        raise  # refused, and told as such
     except ClientGone:
         state.finish(job, "client gone")
         raise
@@ -184,7 +208,10 @@ async def _job(state: ServerState, body: Body, arrival_s: float) -> Job:
         else:
             prompts = await _text_prompts(state, body, params)
     except InvalidRequest as error:
-        raise invalid(str(error), renamed.get(error.param, error.param)) from None
+        raise invalid(str(error), renamed.get(error.param, error.param), error.code) from None
+    if body.cache_salt is not None:
+        for prompt in prompts:
+            prompt.public_tokens = state.public.tokens(prompt.ids)
     prefix = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
     return Job(f"{prefix}-{uuid4().hex}", prompts, arrival_s, body.cache_salt, body.public_prefix_tokens or 0)
 

@@ -22,8 +22,8 @@ from headrace.config import EngineConfig
 from headrace.server.app import create_app
 from headrace.server.connections import ACCEPTED_AT_ONCE, KEEP_ALIVE_S, Connection, Connections, LogThrottle, limit
 from headrace.server.engine import ServedEngine
+from headrace.server.start import address
 from headrace.server.state import MakeEngine, ServerState
-from headrace.server.status import address
 
 log = logging.getLogger("headrace.server")
 
@@ -51,7 +51,7 @@ def serve(config: EngineConfig, make_engine: MakeEngine | None = None) -> int:
     server = make_server(app)
     server.state.on_failure = lambda: _end_after_failure(server)
     if config.server.api_key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
-        log.warning("anybody who reaches %s can use this server: there is no --api-key", address(config))
+        log.warning("anybody who reaches %s can use this server: set HEADRACE_API_KEY", address(config))
     asyncio.run(server.serve(sockets=[sock]))
     return server.exit_code()
 
@@ -83,8 +83,8 @@ class HTTPServer(uvicorn.Server):
         await super().startup(sockets)
         for sock in sockets or ():
             sock.listen(BACKLOG)  # asyncio has set it to what it accepts at once
-        log.info("listening on %s, up to %d connections at once, loading %s",
-                 address(self.state.config), self.connections.most, self.state.config.model.folder)  # fmt: skip
+        log.info("loading %s; %s answers 503 until it is ready", self.state.model, address(self.state.config))
+        log.debug("up to %d connections at once", self.connections.most)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.asked_to_end = self.asked_to_end or self.state.phase != "failed"

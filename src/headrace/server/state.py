@@ -10,12 +10,17 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
+from headrace import host
 from headrace.config import EngineConfig
 from headrace.server.engine import ServedCapacity, ServedEngine
 from headrace.server.job import Job, cancel
+from headrace.server.loading import LoadLog
 from headrace.server.metrics import ServerMetrics
+from headrace.server.public import PublicPrefixes, prefixes_of, read_texts
+from headrace.server.refusals import Refusals
 from headrace.server.restarts import MOST, WINDOW_S, RestartLimit
-from headrace.server.status import StatusLines, capacity_lines, job_line
+from headrace.server.start import Line, ready_again_line, ready_lines, start_lines
+from headrace.server.status import StatusLines, arrival_line, job_line
 from headrace.stats import EngineStats
 from headrace.types import EngineDead
 
@@ -34,7 +39,7 @@ class ServerState:
     is called once at the end.
 
     A failed engine is replaced if the settings say so, it can be made again, and RestartLimit allows it. `reason` says
-    why it failed, `error` is what stopped it from loading, `loaded` the share of the model that is in.
+    why it failed, `error` is what stopped it from loading, `loading` how far an engine is that loads.
     """
 
     def __init__(self, engine: ServedEngine | MakeEngine, config: EngineConfig) -> None:
@@ -43,7 +48,10 @@ class ServerState:
         self.phase: Phase = "loading"
         self.reason: str | None = None
         self.error: BaseException | None = None
-        self.loaded = 0.0
+        self.loading = LoadLog()
+        self.public = PublicPrefixes()
+        self._public_texts = read_texts(config.server.public_prefix_file)
+        self.refusals = Refusals(config.server.log_interval_s)
         self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
         self.on_failure: Callable[[], None] = lambda: None
         self.admitting = 0
@@ -104,7 +112,7 @@ class ServerState:
             self.error = error
             self._fail(f"the model cannot be served: {error or repr(error)}")
             return
-        lines = asyncio.create_task(StatusLines(self.stats).run(self.config.server.log_interval_s))
+        lines = asyncio.create_task(StatusLines(self._ready_engine, self.stats).run(self.config.server.log_interval_s))
         try:
             reason = await self._watch(engine)
             while self._may_restart():
@@ -117,13 +125,27 @@ class ServerState:
         self._load_start_s = time.monotonic()
         engine = await self._given() if callable(self._given) else self._given
         self._engine = engine
-        await engine.start(self._note_progress)
-        for line in capacity_lines(engine.capacity, self.config, self.model):
-            log.info(line)
+        lines = asyncio.create_task(self.loading.run())
+        try:
+            await engine.start(phases=self.loading)
+            self.loading.times.close()
+            self.public = await self.in_renderer(prefixes_of, self._public_texts, engine.tokenizer)
+        finally:
+            await cancel(lines)
+        again = self.phase == "restarting"
         self.phase, self._was_ready = "ready", True
         self._ready_s = time.monotonic()
         self._load_s = self._ready_s - self._load_start_s
+        _tell(*([ready_again_line(self._load_s, self._limit.used, MOST)] if again else self._start_lines(engine)))
         return engine
+
+    def _start_lines(self, engine: ServedEngine) -> list[Line]:
+        ready = ready_lines(self.config, self.model, engine.tokenizer, host.process_age_s())
+        lines = start_lines(engine.capacity, self.config, self.model, self.loading.weights, self.public.lines)
+        return lines + ready
+
+    def _ready_engine(self) -> ServedEngine | None:
+        return self._engine if self.phase == "ready" and self._engine is not None and self._engine.alive else None
 
     async def _watch(self, engine: ServedEngine) -> str:
         """Waits until the engine has failed; what is to be said of it."""
@@ -139,13 +161,13 @@ class ServerState:
             return False
         allowed = self._limit.allows(self._uptime_s)
         if not allowed:
-            log.error("no further restart: %d within %.0f s of uptime, and no request succeeded", MOST, WINDOW_S)
+            log.error("not started again: %d restarts within %.0f s, and no request succeeded", MOST, WINDOW_S)
         return allowed
 
     async def _restart(self, reason: str) -> str:
         """Replaces the failed engine; returns when the new one has failed too, with the reason."""
-        self.phase, self.reason, self.loaded, self._load_start_s = "restarting", reason, 0.0, time.monotonic()
-        log.error("%s; starting it again", reason)
+        self.phase, self.reason, self.loading, self._load_start_s = "restarting", reason, LoadLog(), time.monotonic()
+        log.error("%s; starting it again (restart %d of %d)", reason, self._limit.used, MOST)
         self.metrics.restarts.inc()
         self._earlier, self._was_ready = self.stats(), False
         try:
@@ -157,16 +179,15 @@ class ServerState:
         self.reason = None
         return await self._watch(engine)
 
-    def _note_progress(self, done: int, total: int) -> None:
-        """Tells of every tenth of the loading."""
-        before, self.loaded = self.loaded, done / max(1, total)
-        if int(before * 10) < int(self.loaded * 10):
-            log.info("loading %s: %.0f %%", self.config.model.folder, self.loaded * 100)
-
     def _fail(self, reason: str) -> None:
         self.phase, self.reason = "failed", reason
         log.error("%s", reason)
         self.on_failure()
+
+    def arrived(self, job: Job, text: str) -> None:
+        """A request goes to the engine. text: of its prompt."""
+        if self.config.server.log_requests in ("params", "text"):
+            _tell(arrival_line(job, text if self.config.server.log_requests == "text" else None))
 
     def finish(self, job: Job, outcome: str) -> None:
         """The account of one request that reached the engine, however it ended."""
@@ -175,4 +196,10 @@ class ServerState:
             self._limit.note_success()
         elif outcome == "client gone":
             self.metrics.gone.inc()
-        log.info(job_line(job, outcome))
+        if self.config.server.log_requests != "off":
+            _tell(job_line(job, outcome, self.config.server.log_requests == "text"))
+
+
+def _tell(*lines: Line) -> None:
+    for line in lines:
+        log.info("%s", line.text, extra=line.extra)

@@ -1,118 +1,148 @@
-"""What the server says on its terminal: capacity at the start, one line per request, a line every few seconds."""
+"""What the server says while it works: a line per request, and a line every few seconds on the whole."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from headrace.config import EngineConfig, KVStreaming
+from headrace.logs import short_id, shown
+from headrace.progress import Prefill, percent, reading
+from headrace.server.engine import ServedEngine
 from headrace.server.job import Job
 from headrace.server.replies import figures
+from headrace.server.start import Line
 from headrace.stats import EngineStats
+from headrace.types import SamplingParams
 
 log = logging.getLogger("headrace.server")
 
+LONG_QUEUE_S = 0.1
+"""A request's time in the queue is told from here on."""
 
-def address(config: EngineConfig) -> str:
-    host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
-    return f"http://{host}:{config.server.port}"
-
-
-def capacity_lines(capacity: Any, config: EngineConfig, model: str) -> list[str]:
-    """Ranks if there are several, tiers if there are any, KV capacity in tokens, and how many sequences that holds."""
-    tokens, length = capacity.kv_cache_tokens, capacity.max_model_len
-    held = tokens * capacity.kv_bytes_per_token / 2**30
-    kernels = ", ".join(f"{op}: {name}" for op, name in capacity.kernels.items())
-    return [
-        f"{model} is ready on {address(config)} "
-        f"({capacity.backend}, {capacity.dtype}{'; ' + kernels if kernels else ''})",
-        *([capacity.ranks] if capacity.ranks else []),
-        *tier_lines(capacity, config),
-        f"KV cache: {tokens:,} tokens in {held:.2f} GiB ({capacity.kv_bytes_per_token:,} bytes per token, "
-        f"{capacity.kv_cache_dtype})",
-        f"concurrency: {tokens / length:.1f} sequences of {length:,} tokens, unshared; "
-        f"at most {capacity.max_sequences} at once; "
-        f"up to {config.server.max_queued_requests:,} requests and {config.server.max_queued_tokens:,} prompt tokens "
-        "may wait",
-    ]
+MOST_TEXT = 200
+"""Characters of a prompt and of an answer that --log-requests text shows."""
 
 
-BYTES_PER_ELEMENT = {"int8": 1.0625, "int4": 0.5625}
-"""About, with the scales; raw: as in the pool."""
+def arrival_line(job: Job, text: str | None) -> Line:
+    """A request with the parameters that differ from their defaults. text: of its prompt, where that may be told."""
+    params = job.prompts[0].params
+    asked = {name: value for name, value in _changed(params).items() if name != "n"}
+    told = "".join(f"  {name}={shown(value, 60)}" for name, value in asked.items())
+    count = f"  x {len(job.choices)} answers" if len(job.choices) > 1 else ""
+    begins = "" if text is None else f"  '{shown(text, MOST_TEXT)}'"
+    line = f"{_head(job, 'arrived')}  prompt {job.prompt_tokens:>7,}{count}{told}{begins}"
+    named = {"request_id": job.request_id, "event": "arrived", "prompt_tokens": job.prompt_tokens, "params": asked,
+             "choices": len(job.choices)}  # fmt: skip
+    return Line(line, named if text is None else {**named, "prompt": text[:MOST_TEXT]})
 
 
-def tier_lines(capacity: Any, config: EngineConfig) -> list[str]:
-    """Where KV is kept below the pool, how much of it and in which format; passwords are left out."""
-    if config.streaming is not None:
-        return [_streamed_line(config.streaming)]
-    if config.tiers is None:
-        return []
-    element = {"bfloat16": 2.0, "float32": 4.0}.get(capacity.kv_cache_dtype, 1.0625)
-    lines = []
-    for tier in config.tiers.each:
-        each = BYTES_PER_ELEMENT.get(tier.format, element)
-        tokens = tier.size * 2**30 / capacity.kv_bytes_per_token * element / each
-        size = f"{tier.size:g} GiB, about {tokens:,.0f} tokens" if tier.size else "as much as the server keeps"
-        lines.append(f"KV in {tier.label}: {tier.place + ', ' if tier.place else ''}{size}, stored as {tier.format}")
-    return lines
+def _changed(params: SamplingParams) -> dict[str, Any]:
+    default = SamplingParams()
+    return {
+        name: getattr(params, name)
+        for name in SamplingParams.__dataclass_fields__
+        if getattr(params, name) != getattr(default, name)
+    }
 
 
-def _streamed_line(asked: KVStreaming) -> str:
-    where = "host memory" if asked.path is None else f"a file in {asked.path}"
-    weights = "; the weights too" if asked.weights else ""
-    _, gib = asked.room
-    return f"KV lies in {where}, {gib:g} GiB, and is streamed at each step, schedule {asked.schedule}{weights}"
-
-
-def job_line(job: Job, outcome: str) -> str:
-    """What was asked, what came of it, and what it cost where that is known: the engine tells it at the end."""
-    reasons = sorted({choice.finish_reason for choice in job.choices if choice.finish_reason})
-    head = f"{job.request_id}: {outcome} ({', '.join(reasons) or 'unfinished'}), prompt {job.prompt_tokens}"
+def job_line(job: Job, outcome: str, texts: bool = False) -> Line:
+    """What came of a request, and what it cost where that is known: the engine tells it at the end. texts: with the
+    beginning of its answers."""
+    reasons = ", ".join(sorted({choice.finish_reason for choice in job.choices if choice.finish_reason}))
+    head = _head(job, reasons or "done" if outcome == "done" else outcome)
+    answers = [shown(choice.text, MOST_TEXT) for choice in job.choices] if texts else []
+    said = "".join(f"  '{answer}'" for answer in answers)
+    named = {"request_id": job.request_id, "event": "ended", "outcome": outcome, "finish_reason": reasons or None,
+             "prompt_tokens": job.prompt_tokens, "output_tokens": job.output_tokens,
+             "choices": len(job.choices), **({"answers": answers} if texts else {})}  # fmt: skip
     if not job.metrics:
-        return f"{head}, output {job.output_tokens}"
+        seconds = (job.end_s or time.monotonic()) - job.arrival_s
+        line = f"{head}  prompt {job.prompt_tokens:>7,}{'':17}  output {job.output_tokens:>6,}  after {seconds:.3f} s"
+        return Line(line + said, {**named, "e2e_s": round(seconds, 6)})
     told = figures(job)
-    speed = f"{told['decode_tokens_per_s']:.1f} tok/s" if told["decode_tokens_per_s"] else "- tok/s"
-    how = f", prefill by {job.strategy} ({job.strategy_reason})" if job.strategy else ""
-    how += f", restore: {job.restore_reason}" if job.restore_reason else ""
-    restored = f", of these {job.restored_tokens} restored" if job.restored_tokens else ""
-    return (
-        f"{head} ({told['cached_tokens']} cached{restored}, {told['new_tokens']} new), output {job.output_tokens}, "
-        f"ttft {told['ttft_s']:.3f} s, queue {told['queue_s']:.3f} s, {speed}{how}"
+    speed = f"{told['decode_tokens_per_s']:>7,.1f}" if told["decode_tokens_per_s"] else f"{'-':>7}"
+    line = (
+        f"{head}  prompt {job.prompt_tokens:>7,} ({told['cached_tokens']:>7,} cached)  output {job.output_tokens:>6,}  "
+        f"first token {told['ttft_s']:>7.3f} s  {speed} tokens/s{_how(job, told)}"
     )
+    return Line(line + said, {**named, **told})
+
+
+def _head(job: Job, what: str) -> str:
+    return f"{short_id(job.request_id):8}  {what:<11}"
+
+
+def _how(job: Job, told: dict[str, Any]) -> str:
+    """What not every request has to tell."""
+    parts = []
+    if len(job.choices) > 1:
+        parts.append(f"{len(job.choices)} answers")
+    if told["queue_s"] >= LONG_QUEUE_S:
+        parts.append(f"queued {told['queue_s']:.3f} s")
+    if job.restored_tokens:
+        parts.append(f"{job.restored_tokens:,} restored")
+    if job.restore_reason:
+        parts.append(f"restore: {job.restore_reason}")
+    if job.strategy:
+        parts.append(f"prefill by {job.strategy} ({job.strategy_reason})")
+    return f"  {', '.join(parts)}" if parts else ""
 
 
 class StatusLines:
-    """A line per interval in which the engine had work."""
+    """A line per interval in which the engine had work. engine: the one that serves, None while there is none."""
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
-        self.stats = stats
+    def __init__(self, engine: Callable[[], ServedEngine | None], stats: Callable[[], EngineStats]) -> None:
+        self.engine, self.stats = engine, stats
 
     async def run(self, interval_s: float) -> None:
         before, at = self.stats().flat(), time.monotonic()
         while True:
             await asyncio.sleep(interval_s)
             now, clock = self.stats().flat(), time.monotonic()
-            busy = now["scheduler.running"] or now["scheduler.waiting"]
-            if busy or now["scheduler.steps"] != before["scheduler.steps"]:
-                log.info(status_line(before, now, clock - at))
+            engine = self.engine()
+            if engine is not None and is_busy(before, now, engine.prefills):
+                line = status_line(before, now, clock - at, engine.prefills, engine.prefill_rate)
+                log.info(line.text, extra=line.extra)
             before, at = now, clock
 
 
-def status_line(before: dict[str, float], now: dict[str, float], seconds: float) -> str:
-    """Rates are those of the interval, levels those of its end."""
+def is_busy(before: dict[str, float], now: dict[str, float], prefills: Sequence[Prefill]) -> bool:
+    """Whether requests are under way, or several came and went: one alone has a line of its own."""
+    ended = sum(now[name] - before[name] for name in now if name.startswith("finished."))
+    return bool(now["scheduler.running"] or now["scheduler.waiting"] or prefills) or ended > 1
+
+
+def status_line(
+    before: dict[str, float], now: dict[str, float], seconds: float, prefills: Sequence[Prefill] = (), rate: float = 0.0
+) -> Line:
+    """Rates are those of the interval, levels those of its end. The engine's counters stand still while a long step
+    runs: what it reads then is known from `prefills`."""
     grown = {name: now[name] - before[name] for name in now}
-    share = grown["tokens.cached"] / grown["tokens.prompt"] if grown["tokens.prompt"] else 0.0
-    return (
-        f"running {now['scheduler.running']}, waiting {now['scheduler.waiting']}, "
-        f"prefill {grown['tokens.prefilled'] / seconds:,.0f} tok/s, "
-        f"decode {grown['tokens.generated'] / seconds:,.1f} tok/s, "
-        f"cached share {share:.0%}, KV in use {now['kv.chunks_used'] / max(1, now['kv.chunks_total']):.1%} "
-        f"({now['kv.chunks_used']:,.0f} chunks; {now['kv.chunks_unshared']:,.0f} if unshared)"
-        f"{_tier_levels(grown, now)}"
+    running = max(int(now["scheduler.running"]), len(prefills))
+    held, unshared = now["kv.chunks_used"], now["kv.chunks_unshared"]
+    share = min(1.0, grown["tokens.cached"] / grown["tokens.prompt"]) if grown["tokens.prompt"] > 0 else None
+    read, written = grown["tokens.prefilled"] / seconds, grown["tokens.generated"] / seconds
+    text = (
+        f"running {running:>4,}  waiting {now['scheduler.waiting']:>4,.0f}  read {read:>7,.0f}/s  "
+        f"written {written:>7,.1f}/s  cached {'-' if share is None else percent(round(share * 1000), 1000):>5}  "
+        f"KV {held / max(1, now['kv.chunks_total']):>6.1%}{_sharing(held, unshared)}{_tier_levels(grown, now)}"
     )
+    progress = reading(prefills, rate)
+    return Line(f"{text}  {progress}" if progress else text, {
+        "event": "status", "seconds": round(seconds, 3), "running": running, "waiting": int(now["scheduler.waiting"]),
+        "prefill_tokens_per_s": round(read, 3), "decode_tokens_per_s": round(written, 3),
+        "cached_share": None if share is None else round(share, 4), "kv_chunks_used": held,
+        "kv_chunks_unshared": unshared, "kv_chunks_total": now["kv.chunks_total"],
+        "restored_tokens": grown["restore.loaded_tokens"] + grown["restore.projected_tokens"],
+        "unstored_chunks": now["restore.unstored"], "prefills": [each._asdict() for each in prefills],
+    })  # fmt: skip
+
+
+def _sharing(held: float, unshared: float) -> str:
+    return f" ({held:,.0f} chunks, {unshared:,.0f} if unshared)" if unshared > held else ""
 
 
 def _tier_levels(grown: dict[str, float], now: dict[str, float]) -> str:
@@ -121,4 +151,4 @@ def _tier_levels(grown: dict[str, float], now: dict[str, float]) -> str:
     if not (back or grown["restore.failures"] or now["restore.unstored"]):
         return ""
     failed = f", {grown['restore.failures']:,.0f} restores failed" if grown["restore.failures"] else ""
-    return f", restored {back:,.0f} tokens{failed}, {now['restore.unstored']:,.0f} chunks to be stored"
+    return f"  restored {back:,.0f} tokens{failed}, {now['restore.unstored']:,.0f} chunks to be stored"

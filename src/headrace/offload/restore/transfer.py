@@ -101,7 +101,7 @@ class RestoreTransfer:
         try:
             run()
         except Exception as error:
-            log.exception("a restore failed")
+            log.exception("stored chunks could not be brought back; they are computed again")
             self.report.good, self.report.reason = 0, f"{type(error).__name__}: {error}"
         self.report.cpu_s += time.thread_time() - began
 

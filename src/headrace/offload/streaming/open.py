@@ -100,7 +100,7 @@ def open_streamer(config: EngineConfig, decoder: Decoder, slots: int, kv_dtype: 
         layers = StreamedLayers(decoder, streams.into, outside if asked.path else None)
         weight_bytes = layers.bytes_per_layer
     options = StreamingOptions(schedule_of(asked), asked.weights)
-    log.info(
+    log.debug(
         "streaming %s: %d chunks outside (%s), staging of %d, X %s", options.schedule, slots,
         asked.path or "host memory", staging.capacity,
         "not kept" if not hidden else "in memory" if asked.x_resident else "outside",

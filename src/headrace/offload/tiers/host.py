@@ -108,7 +108,7 @@ class HostTier:
         except MemoryError:
             self._stats.errors += 1
             if self._stats.errors == 1:
-                log.warning("KV in host memory: the system has no %d bytes left: lower kv_offloading_size", size)
+                log.warning("the host memory tier: no memory for %d bytes more; lower kv_offloading_size", size)
             return None
 
     def _discard(self) -> None:

@@ -129,7 +129,7 @@ class Tiers:
         self.flush(timeout_s)
         left = sum(writer.queued_bytes for writer in writers)
         if left:
-            log.warning("%d bytes were not written to their tiers within %.1f s", left, timeout_s)
+            log.warning("%d bytes were not written within %.1f s; they will be computed again", left, timeout_s)
         for writer in writers:
             writer.stop()
         deadline = time.monotonic() + self.timeout_s

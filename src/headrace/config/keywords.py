@@ -1,0 +1,175 @@
+"""Keywords of LLM and AsyncLLM, for editors and type checkers.
+
+Written by tools/golden.py from SETTINGS: change them there.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+
+class SettingKeywords(TypedDict, total=False):
+    """Every setting but the model, with its type."""
+
+    dtype: Literal["auto", "bfloat16", "float32"]
+    """Compute type: bfloat16, float32, or auto (the checkpoint's; float16 becomes bfloat16)."""
+
+    quantization: Literal["none", "int8", "int4"]
+    """Weights rounded as they load: none, int8 (a scale per output), int4 (a scale per 64 inputs)."""
+
+    max_model_len: int | None
+    """Longest sequence, prompt and answer together, in tokens."""
+
+    attention_backend: Literal["auto", "reference", "cpu", "triton"]
+    """Attention kernels: auto, reference (slow truth), cpu (C++) or triton (everything on a CUDA device)."""
+
+    threads: int | None
+    """CPU threads of the engine. Default: all cores that it may use (affinity, CPU quota)."""
+
+    kv_cache_tokens: int | None
+    """KV cache of each rank, in tokens. Default: a quarter of the free memory."""
+
+    kv_cache_dtype: Literal["auto", "int8"]
+    """Type of the cached keys and values: auto (the compute type) or int8 (half of bfloat16, lossy)."""
+
+    kv_cache_prefault: bool
+    """Touch all of the KV cache's memory at start, so that no request waits for the system to map it."""
+
+    enable_prefix_caching: bool
+    """Share and keep the KV of common prefixes."""
+
+    max_batch_tokens: int
+    """Most tokens computed in one step. Default (0): 2048, with several ranks 16384."""
+
+    max_sequences: int
+    """Most sequences running at once."""
+
+    seed: int
+    """Seed of requests that bring none."""
+
+    kv_offloading_size: float
+    """GiB of host memory for KV that leaves the pool; with --offload-schedule, for all of the KV cache."""
+
+    kv_host_format: Literal["raw", "int8", "int4"]
+    """How KV is stored in host memory: raw (no loss), int8 or int4."""
+
+    kv_offload_disk_size: float
+    """GiB that KV may take on disk."""
+
+    kv_disk_format: Literal["raw", "int8", "int4"]
+    """How KV is stored on disk: raw (no loss), int8 or int4."""
+
+    kv_offload_path: str | None
+    """Directory for KV on disk, which survives a restart; with --offload-schedule, of a file with all of the KV."""
+
+    kv_remote_size: float
+    """GiB that KV may take remotely, with --kv-tenant-quota; 0: the server decides (its maxmemory)."""
+
+    kv_remote_format: Literal["raw", "int8", "int4"]
+    """How KV is stored remotely: raw (no loss), int8 or int4."""
+
+    kv_remote_url: str | None
+    """Valkey or Redis server for KV, as redis://HOST:PORT/DB."""
+
+    kv_offload_activations: Literal["auto", "on", "off"]
+    """Store the inputs of the K and V projections too: auto (where they are smaller than K and V), on, off."""
+
+    kv_offload_timeout_s: float
+    """Longest time that a call to a tier may take; then it is left alone."""
+
+    kv_offload_queue_mb: int
+    """MiB that may wait to be written to each tier."""
+
+    kv_tenant_quota: float
+    """Share of each tier that no other tenant can take from one (cache_salt)."""
+
+    kv_link_gbps: float | None
+    """Emulate a link of so many GB/s to where KV is kept. For experiments."""
+
+    kv_link_latency_ms: float
+    """Latency of the emulated link, per transfer."""
+
+    offload_schedule: Literal["off", "row", "column", "auto"]
+    """Decode on KV that stays outside the pool: row (latency), column (throughput), auto; off: KV comes back."""
+
+    offload_batches: int
+    """Batches into which the column schedule divides the sequences of a step."""
+
+    offload_staging_mb: int
+    """MiB of fast memory through which KV passes while it is streamed."""
+
+    offload_x_resident: bool
+    """Keep the inputs of the K and V projections in fast memory while KV is streamed (half of KV in MHA)."""
+
+    weight_offload: bool
+    """Keep the weights outside too and load each layer's when it is computed."""
+
+    context_parallel_size: int
+    """Ranks that share the tokens of a sequence and its KV cache."""
+
+    tensor_parallel_size: int
+    """Ranks that share the weights, within each context rank."""
+
+    distributed_backend: Literal["mp", "ray"]
+    """Who starts the ranks: mp (this process, or torchrun where it did) or ray (a Ray cluster)."""
+
+    prefill_strategy: Literal["auto", "single", "gather", "chain", "ring-kv", "ring-q"]
+    """How several ranks compute a prompt: auto (as the planner says), single (one rank all of it), gather (even blocks,
+    all-gather of K and V), chain (KV-Runahead: rank i the i-th block, later ones shorter), ring-kv (ring pass-KV: two
+    of 2N shards each, equal areas), ring-q (ring pass-Q: as ring-kv, but keys stay)."""
+
+    strategy_rule: Literal["cost", "alg1", "alg5", "heuristic"]
+    """How the planner chooses: cost (predicted time), or between the rings alg1, alg5 or heuristic."""
+
+    parallel_table: str | None
+    """Table that `headrace tune` wrote for this machine, model and group."""
+
+    rank_interface: str
+    """IPv4 address that ranks bind to talk to each other."""
+
+    rank_timeout_s: float
+    """Seconds of silence after which a rank counts as lost."""
+
+    host: str
+    """Address the server binds."""
+
+    port: int
+    """Port the server binds."""
+
+    api_key: str | None
+    """Key that clients must send as 'Authorization: Bearer KEY' (all routes but /health)."""
+
+    served_model_name: str | None
+    """Name of the model in the API. Default: the model as given."""
+
+    max_connections: int | None
+    """Connections open at once; then idle ones make room. Default: as file descriptors allow, at most 10,000."""
+
+    max_queued_requests: int
+    """Requests that may wait; more are refused with 429."""
+
+    max_queued_tokens: int
+    """Prompt tokens that may wait; more are refused with 429."""
+
+    log_level: Literal["auto", "debug", "info", "warning", "error"]
+    """Least level of log lines. auto: info for serve, warning for other commands."""
+
+    log_format: Literal["text", "json"]
+    """json: each log line is a JSON object, with times in UTC and figures as fields."""
+
+    log_requests: Literal["off", "ends", "params", "text"]
+    """Log each request: as it ends; params: also as it arrives, with its parameters; text: and the beginning of prompt
+    and answer, which may be personal data."""
+
+    log_interval_s: float
+    """Seconds between status lines while busy, and between lines about refused requests."""
+
+    public_prefix_file: str | None
+    """Text file, such as a system prompt: requests of all cache_salts share the chunks of a prompt that begins with it.
+    Several: separated by colons."""
+
+    restart: bool
+    """Start the engine again after a failure; without it the server ends with code 1."""
+
+    engine_timeout_s: float
+    """An engine process silent for so many seconds counts as hung and is killed."""

@@ -1,0 +1,156 @@
+"""What the server says once it is ready: model, kernels, KV cache, tiers, ranks, URL, a first request to copy."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from headrace.config import EngineConfig, KVStreaming
+from headrace.logs import fields
+from headrace.progress import sized
+
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses to listen on that nobody connects to -> the same on this machine."""
+
+
+class Line(NamedTuple):
+    """A line of the log, and what a machine reads of it."""
+
+    text: str
+    fields: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return fields(**self.fields)
+
+
+def address(config: EngineConfig) -> str:
+    """Where the server listens."""
+    return _url(config.server.host, config.server.port)
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def local_address(config: EngineConfig) -> str:
+    """Where a client on this machine finds it."""
+    host = config.server.host
+    return _url(WILDCARDS.get(host, host), config.server.port)
+
+
+def start_lines(
+    capacity: Any, config: EngineConfig, model: str, weights: int, public: Sequence[str] = ()
+) -> list[Line]:
+    """The engine that has been loaded. weights: bytes of them; public: what all salts share (PublicPrefixes.lines)."""
+    return [
+        _model(capacity, model, weights),
+        *_labelled("kernels", kernel_lines(capacity.kernels), kernels=capacity.kernels, backend=capacity.backend),
+        _kv_cache(capacity),
+        *_labelled("tiers" if config.streaming is None else "KV", tier_lines(capacity, config)),
+        *_labelled("public", public),
+        *_labelled("ranks", [capacity.ranks] if capacity.ranks else [], ranks=capacity.ranks),
+    ]
+
+
+def _labelled(label: str, texts: Sequence[str], **told: Any) -> Iterator[Line]:
+    for index, text in enumerate(texts):
+        yield Line(f"{label if index == 0 else '':9} {text}", told if index == 0 else {})
+
+
+def _model(capacity: Any, model: str, weights: int) -> Line:
+    family = capacity.architecture.removesuffix("ForCausalLM").lower()
+    kind = f" ({family}, {capacity.layers} layers)" if family else ""
+    kept = f", kept as {capacity.quantization}" if capacity.quantization != "none" else ""
+    size = f", {sized(weights)} of weights{kept}" if weights else ""
+    told = {"model": model, "architecture": capacity.architecture, "dtype": capacity.dtype, "weight_bytes": weights}
+    return Line(f"{'model':9} {model}{kind}, {capacity.dtype}{size}", told)
+
+
+def kernel_lines(kernels: dict[str, str]) -> list[str]:
+    """One line if all operations have kernels of one kind, else one for each kind, the most common first.
+
+    A layer that is computed one operation at a time has no kernels of its own.
+    """
+    kinds: dict[str, dict[str, str]] = {}
+    for operation, told in kernels.items():
+        kind, _, reason = told.partition(": ")
+        if kind != "ops":
+            kinds.setdefault(kind, {})[operation] = reason or kind
+    by_count = sorted(kinds.items(), key=lambda item: -len(item[1]))
+    return [_kind_line(kind, found, len(kinds) == 1) for kind, found in by_count]
+
+
+def _kind_line(kind: str, found: dict[str, str], alone: bool) -> str:
+    shortest = min(found.values(), key=len)
+    named = shortest if shortest.startswith("C++") else kind if shortest == kind else f"{kind} ({shortest})"
+    return f"{named} for {'all operations' if alone else ', '.join(found)}"
+
+
+def _kv_cache(capacity: Any) -> Line:
+    tokens, each, length = capacity.kv_cache_tokens, capacity.kv_bytes_per_token, capacity.max_model_len
+    held = tokens / length
+    count = f"{held:.1f}" if held < 10 and tokens % length else f"{held:,.0f}"
+    text = (
+        f"{tokens:,} tokens, {sized(tokens * each)} ({each:,} bytes a token, {capacity.kv_cache_dtype}): "
+        f"{count} sequence{'s' * (count != '1')} of {length:,} tokens, unshared"
+    )
+    return Line(f"{'KV cache':9} {text}", {
+        "kv_cache_tokens": tokens, "kv_bytes_per_token": each, "kv_cache_dtype": capacity.kv_cache_dtype,
+        "max_model_len": length, "max_sequences": capacity.max_sequences,
+    })  # fmt: skip
+
+
+BYTES_PER_ELEMENT = {"int8": 1.0625, "int4": 0.5625}
+"""About, with the scales; raw: as in the pool."""
+
+
+def tier_lines(capacity: Any, config: EngineConfig) -> list[str]:
+    """Where KV is kept below the pool, how much of it and in which format; passwords are left out."""
+    if config.streaming is not None:
+        return [_streamed_line(config.streaming)]
+    if config.tiers is None:
+        return []
+    element = {"bfloat16": 2.0, "float32": 4.0}.get(capacity.kv_cache_dtype, 1.0625)
+    lines = []
+    for tier in config.tiers.each:
+        each = BYTES_PER_ELEMENT.get(tier.format, element)
+        tokens = tier.size * 2**30 / capacity.kv_bytes_per_token * element / each
+        size = f"{tier.size:g} GiB, about {tokens:,.0f} tokens" if tier.size else "as much as its server keeps"
+        lines.append(f"{tier.label}{' ' + tier.place if tier.place else ''}: {size}, stored as {tier.format}")
+    return lines
+
+
+def _streamed_line(asked: KVStreaming) -> str:
+    where = "host memory" if asked.path is None else f"a file in {asked.path}"
+    weights = "; the weights too" if asked.weights else ""
+    _, gib = asked.room
+    return f"in {where}, {gib:g} GiB, streamed at each step, schedule {asked.schedule}{weights}"
+
+
+def ready_lines(config: EngineConfig, model: str, tokenizer: Any, seconds: float) -> list[Line]:
+    """The URL and a request to copy. seconds: since the process started."""
+    url = local_address(config) + "/v1"
+    everywhere = " (on all interfaces)" if config.server.host in WILDCARDS else ""
+    ready = Line(f"Ready in {seconds:.1f} s: {url}{everywhere}", {"ready_s": round(seconds, 3), "url": url})
+    return [ready, Line("  " + curl(config, model, tokenizer))]
+
+
+def ready_again_line(seconds: float, restart: int, most: int) -> Line:
+    text = f"Ready again in {seconds:.1f} s after restart {restart} of {most}"
+    return Line(text, {"ready_s": round(seconds, 3), "restart": restart})
+
+
+def curl(config: EngineConfig, model: str, tokenizer: Any) -> str:
+    """A first request. The key stands in it as the variable of the environment, never itself."""
+    url, body = local_address(config) + "/v1/completions", {"model": model, "prompt": "...", "max_tokens": 32}
+    if tokenizer is None:
+        body["prompt"] = [1, 2, 3]
+    elif tokenizer.has_chat_template:
+        url = local_address(config) + "/v1/chat/completions"
+        body = {"model": model, "messages": [{"role": "user", "content": "..."}]}
+    key = "" if config.server.api_key is None else ' -H "Authorization: Bearer $HEADRACE_API_KEY"'
+    return f"curl {url} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"

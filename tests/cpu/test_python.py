@@ -1,0 +1,88 @@
+"""LLM and AsyncLLM as Python shows them, and `with`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from headrace import LLM, AsyncLLM, EngineDead, InvalidRequest, SamplingParams
+from headrace.config import SETTINGS, EngineConfig
+
+pytestmark = pytest.mark.cpu
+
+BRIEF = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("tiny", kv_cache_tokens=4096, threads=1) as made:
+        yield made
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_signature_shows_every_setting(kind: Any) -> None:
+    first, *shown = inspect.signature(kind).parameters.values()
+    assert first.default == "tiny" and first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    told = {each.name: (each.annotation, each.default) for each in shown}
+    assert told == {item.name: (item.kind, item.default) for item in SETTINGS.values() if item.name != "model"}
+    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in shown)
+    assert "kv_cache_tokens=None: KV cache of each rank" in str(kind.__doc__)
+    assert max(map(len, str(inspect.signature(kind)).splitlines())) <= 100
+
+
+def test_only_public_names_are_listed(llm: LLM) -> None:
+    assert dir(LLM) == ["chat", "close", "generate", "logits", "stats"]
+    assert dir(llm) == sorted([*dir(LLM), "capacity", "config", "engine", "tokenizer"])
+    assert "generate" in dir(AsyncLLM) and not [name for name in dir(AsyncLLM()) if name.startswith("_")]
+
+
+def test_reprs(llm: LLM) -> None:
+    assert repr(llm) == "LLM('tiny', bfloat16, 4,096 KV tokens)"
+    assert repr(AsyncLLM(EngineConfig(model="m"))) == "AsyncLLM('m', not started)"
+
+
+def test_stats_count(llm: LLM) -> None:
+    before = llm.stats()
+    outputs = llm.generate([[5] * 200, [5] * 200], BRIEF)
+    after = llm.stats()
+    assert after.requests_finished - before.requests_finished == 2 and after.prompt_tokens - before.prompt_tokens == 400
+    assert after.cached_tokens - before.cached_tokens == sum(output.metrics.cached_tokens for output in outputs) == 192
+    assert after.kv_tokens == 4096 and after.kv_tokens_kept >= 192 and after.requests_running == 0
+
+
+def test_chat_takes_one_or_several_conversations(llm: LLM) -> None:
+    hello = [{"role": "user", "content": "Hello"}]
+    alone = llm.chat(hello, BRIEF)
+    several = llm.chat([hello, hello], [BRIEF, SamplingParams(temperature=0, max_tokens=2)], progress=False)
+    assert [len(output.token_ids) for output in (*alone, *several)] == [4, 4, 2]
+    for wrong in ("Hello", ["Hello"], {"role": "user"}):
+        with pytest.raises(InvalidRequest, match="messages must be a list of"):
+            llm.chat(wrong)  # type: ignore[arg-type]
+
+
+def test_sampling_params_are_checked(llm: LLM) -> None:
+    for wrong in ({"max_tokens": 4}, [4]):
+        with pytest.raises(InvalidRequest, match=r"must be SamplingParams\(\.\.\.\)"):
+            llm.generate("Hello", wrong)  # type: ignore[arg-type]
+
+
+def test_a_sampling_parameter_is_no_variable_of_the_template(llm: LLM) -> None:
+    """It would be passed on to the template, which knows no such thing, and have no effect."""
+    with pytest.raises(TypeError, match=r"give SamplingParams\(max_tokens=\.\.\.\)"):
+        llm.chat([{"role": "user", "content": "Hello"}], max_tokens=4)
+
+
+def test_a_closed_one_answers_no_more() -> None:
+    with LLM("tiny", kv_cache_tokens=4096, threads=1) as llm:
+        assert llm.generate("Hello", BRIEF)[0].token_ids
+    assert repr(llm).endswith(", closed)")
+    with pytest.raises(EngineDead, match="closed"):
+        llm.generate("Hello", BRIEF)
+
+
+def test_settings_of_an_async_engine() -> None:
+    assert AsyncLLM("m", kv_cache_tokens=4096).config == EngineConfig(model="m", kv_cache_tokens=4096)
+    assert AsyncLLM(EngineConfig(model="m"), port=1).config == EngineConfig(model="m", port=1)

@@ -1,0 +1,131 @@
+"""Records as Python shows them: short reprs without secrets, names suggested, figures by plain names; no torch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import pytest
+
+import headrace
+from headrace.config import SETTINGS, EngineConfig
+from headrace.config.keywords import SettingKeywords
+from headrace.config.signature import settings_text
+from headrace.stats import EngineStats, FinishedStats, KVStats, SchedulerStats, TokenStats
+from headrace.types import Completion, Delta, Metrics, Request, RequestOutput, SamplingParams
+from tools.golden import KEYWORDS, keywords
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        (SamplingParams(), "SamplingParams()"),
+        (SamplingParams(temperature=0, stop="x", max_tokens=None),
+         "SamplingParams(temperature=0, stop=('x',), max_tokens=None)"),
+        (Metrics(ttft_s=0.5, cached_tokens=64), "Metrics(ttft_s=0.5, cached_tokens=64)"),
+        (Completion(1, "Yes.", [1, 2, 3], finish_reason="stop"), "Completion(1, 'Yes.', 3 tokens, stop)"),
+        (Completion(0, "a" * 50 + "b" * 50, [1] * 1000),
+         f"Completion(0, '{'a' * 30} ... {'b' * 30}', 1,000 tokens, unfinished)"),
+        (RequestOutput("r-1", [5] * 4000, [Completion(0, " 4821.", [1] * 5, finish_reason="stop")],
+                       Metrics(cached_tokens=3968)),
+         "RequestOutput('r-1', ' 4821.', 5 tokens, stop, 3,968 of 4,000 prompt tokens cached)"),
+        (RequestOutput("r-2", [5], [Completion(0, "a", [1], finish_reason="length"), Completion(1), Completion(2)],
+                       Metrics()),
+         "RequestOutput('r-2', 'a', 1 tokens, length and 2 more, 0 of 1 prompt tokens cached)"),
+        (RequestOutput("r-3", [], [], Metrics()), "RequestOutput('r-3', no output, 0 of 0 prompt tokens cached)"),
+        (Delta("r-4", 0, " a", [7]), "Delta(request_id='r-4', index=0, text=' a', token_ids=[7])"),
+        (Request("r-5", [7] * 4000, SamplingParams(n=2), cache_salt="Smith & Sons"),
+         "Request('r-5', 4,000 tokens, SamplingParams(n=2))"),
+        (EngineConfig(), "EngineConfig(model='tiny')"),
+        (EngineConfig(context_parallel_size=2), "EngineConfig(model='tiny', context_parallel_size=2)"),
+        (EngineConfig(model="m", kv_cache_tokens=4096, max_batch_tokens=16384, api_key="open sesame"),
+         "EngineConfig(model='m', kv_cache_tokens=4096, max_batch_tokens=16384, api_key='***')"),
+    ],
+)  # fmt: skip
+def test_reprs(record: Any, told: str) -> None:
+    assert repr(record) == told
+
+
+def test_no_repr_shows_a_secret() -> None:
+    config = EngineConfig(api_key="open sesame", kv_remote_url="redis://me:open-sesame@there/1")
+    told = f"{config!r} {config.server!r} {config.outside!r}"
+    assert "sesame" not in told
+    assert {item.name for item in SETTINGS.values() if item.secret} == {"api_key", "kv_remote_url"}
+
+
+def test_repr_of_sampling_params_makes_them_again() -> None:
+    params = SamplingParams(temperature=0.5, logit_bias={3: 1.5}, stop_token_ids=(1, 2), seed=7)
+    assert eval(repr(params)) == params == pickle.loads(pickle.dumps(params)) == copy.deepcopy(params)
+    assert replace(params, seed=8).seed == 8
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "told"),
+    [
+        (SamplingParams, "max_token", "unknown parameter 'max_token'; did you mean max_tokens?"),
+        (SamplingParams, "xyzzy", "unknown parameter 'xyzzy': help(SamplingParams) lists them"),
+        (EngineConfig, "kv_cash_tokens", "unknown setting 'kv_cash_tokens'; did you mean kv_cache_tokens?"),
+        (EngineConfig, "max_num_seqs", "unknown setting 'max_num_seqs'; did you mean max_sequences?"),
+        (EngineConfig, "top_p", "unknown setting 'top_p'; it is one of requests: SamplingParams(top_p=...)"),
+        (EngineConfig, "xyzzy", "unknown setting 'xyzzy': headrace serve --help-all lists them"),
+    ],
+)
+def test_names_are_suggested(made: Any, name: str, told: str) -> None:
+    with pytest.raises(TypeError) as error:
+        made(**{name: 1})
+    assert str(error.value) == told
+
+
+def test_signature_of_sampling_params_is_its_own() -> None:
+    assert list(inspect.signature(SamplingParams).parameters) == [item.name for item in fields(SamplingParams)]
+    assert all(f"`{item.name}`" in str(SamplingParams.__doc__) for item in fields(SamplingParams))
+    assert SamplingParams(3, 0.5) == SamplingParams(n=3, temperature=0.5)
+
+
+def test_keywords_are_those_of_the_settings() -> None:
+    """Where a setting was added or changed: `python tools/golden.py`."""
+    assert KEYWORDS.read_text() == keywords()
+    assert SettingKeywords.__annotations__.keys() == SETTINGS.keys() - {"model"}
+
+
+def test_help_tells_of_every_setting_of_the_engine_that_is_not_rare() -> None:
+    text = settings_text()
+    assert max(map(len, text.splitlines())) <= 100
+    for item in SETTINGS.values():
+        shown = item.name != "model" and not item.rare and item.record.title != "Server"
+        assert (f"    {item.name}={item.default!r}: " in text) == shown
+
+
+def test_the_package_lists_what_is_public() -> None:
+    assert dir(headrace) == sorted(headrace.__all__) and {"LLM", "AsyncLLM", "SamplingParams"} <= set(dir(headrace))
+
+
+def test_summary() -> None:
+    stats = EngineStats(
+        SchedulerStats(running=2, waiting=3, preemptions=1),
+        TokenStats(prompt=1000, cached=750, prefilled=250, generated=80),
+        FinishedStats(stop=4, length=5, abort=6),
+        KVStats(chunks_total=100, chunks_used=20, chunks_cached=30, evictions=7),
+    )
+    assert asdict(stats.summary()) == {
+        "requests_running": 2,
+        "requests_waiting": 3,
+        "requests_finished": 9,
+        "requests_aborted": 6,
+        "prompt_tokens": 1000,
+        "cached_tokens": 750,
+        "cached_share": 0.75,
+        "output_tokens": 80,
+        "kv_tokens": 6400,
+        "kv_tokens_used": 1280,
+        "kv_tokens_kept": 1920,
+        "kv_share": 0.5,
+        "preemptions": 1,
+        "evictions": 7,
+    }
+    assert EngineStats().summary().cached_share == EngineStats().summary().kv_share == 0.0
