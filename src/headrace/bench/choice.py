@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.bench import prefill_grid
 from headrace.bench.benchmark import MODEL_HELP, Case, integers, one_of, option
@@ -16,6 +16,10 @@ from headrace.console import err, out
 if TYPE_CHECKING:
     from headrace.bench.prefill_testbed import PrefillTestbed
     from headrace.planner.choice import StrategyChoice
+    from headrace.planner.machine import Machine, ModelShape
+
+
+ONE_ENGINE, ONE_RANK = "one engine, all cores", "one rank by itself"
 
 
 @dataclass
@@ -45,6 +49,9 @@ class ChoiceBench(PrefillGrid):
     placement: Literal["round", "last"] = option(
         "Cached chunks: round (in turn) or last (on the last rank).", "round", parse=one_of("round", "last")
     )
+    against_one_engine: bool = option(
+        "Also measure one engine with the cores of all ranks, and one rank by itself.", False
+    )
 
     def cases(self) -> Iterator[Case]:
         """Cell by cell; cached chunks are placed alike for all strategies."""
@@ -53,12 +60,15 @@ class ChoiceBench(PrefillGrid):
 
     def line(self, case: Case) -> str:
         times = ", ".join(f"{name} {seconds:.4f}" for name, seconds in sorted(case["measured_s"].items(), key=_second))
+        times += "".join(f", {name} {each['measured_s']:.4f}" for name, each in case.get("beside", {}).items())
         lost = f"{100 * (case['over_best'] - 1):.1f}% slower than {case['best']}{', a tie' if case['tie'] else ''}"
         how = "the best" if case["chosen"] == case["best"] else lost
         return f"  {case['chosen']}: {how}  ({times} s)"
 
     def finish(self, done: list[Case]) -> None:
         out.print(summary(done))
+        if self.against_one_engine:
+            out.print("\n" + predictions(done))
 
     def _cell(self, testbed: PrefillTestbed, T: int, P: int) -> Case:
         from headrace.bench.prefill_search import in_turns
@@ -70,8 +80,12 @@ class ChoiceBench(PrefillGrid):
         where = (machine, testbed.shape, testbed.size, T, P, held, self.tuned)
         choice = choose(*where, rule=self.rule)
         runs = testbed.runs({name: shards_for(name, *where) for name in OFFERED}, P, self.placement)
+        if self.against_one_engine:
+            runs |= {ONE_ENGINE: lambda: testbed.one_engine(T, P), ONE_RANK: lambda: testbed.alone(T, P)}
         found = {name: [run.seconds for run in each] for name, each in in_turns(runs, self.repeats).items()}
-        return _case(testbed, T, P, choice, found)
+        beside = {name: found.pop(name) for name in (ONE_ENGINE, ONE_RANK) if name in found}
+        case = _case(testbed, T, P, choice, found)
+        return case | {"beside": _beside(machine, testbed.shape, T, P, beside)} if beside else case
 
 
 def _case(testbed: PrefillTestbed, T: int, P: int, choice: StrategyChoice, found: dict[str, list[float]]) -> Case:
@@ -83,6 +97,22 @@ def _case(testbed: PrefillTestbed, T: int, P: int, choice: StrategyChoice, found
         "over_best": measured[choice.strategy] / measured[best], "tie": tie(found[choice.strategy], found[best]),
         "pass_q_wins": measured["ring-q"] < measured["ring-kv"], "measured_s": measured,
         "predicted_s": dict(choice.predicted_s), "ttfts": found, "reason": choice.reason,
+    }  # fmt: skip
+
+
+def _beside(machine: Machine, shape: ModelShape, T: int, P: int, found: dict[str, list[float]]) -> dict[str, Any]:
+    """Of what is not a strategy of the ranks: seconds measured and predicted."""
+    import msgspec
+
+    from headrace.planner.choice import predict
+
+    rank = msgspec.structs.replace(machine, one_engine=None)
+    return {
+        name: {
+            "cores": profile.cores, "measured_s": statistics.median(found[name]), "times_s": found[name],
+            "predicted_s": predict("single", profile, shape, 1, (P, P + T), P).ttft_s,
+        }
+        for name, profile in ((ONE_ENGINE, machine.alone), (ONE_RANK, rank))
     }  # fmt: skip
 
 
@@ -114,6 +144,19 @@ def summary(cases: Sequence[Case]) -> str:
         until = ["never", "-"] if wins is None else [f"{wins} new tokens", f"{wins / (wins + key[2]):.4f}"]
         link = "none" if key[1] is None else f"{key[1]:g}"
         lines.append("| " + " | ".join([str(key[0]), link, str(key[2]), f"{100 * (worst - 1):.1f}%", *until]) + " |")
+    return "\n".join(lines)
+
+
+def predictions(cases: Sequence[Case]) -> str:
+    """Markdown: measured and predicted seconds of each way to compute a prompt, the fastest first."""
+    lines = ["| ranks | tokens | cached | way | measured, s | predicted, s | of measured |", "|---" * 7 + "|"]
+    for case in cases:
+        pairs = {name: (seconds, case["predicted_s"].get(name)) for name, seconds in case["measured_s"].items()}
+        pairs |= {name: (each["measured_s"], each["predicted_s"]) for name, each in case["beside"].items()}
+        for name, (measured, predicted) in sorted(pairs.items(), key=lambda item: item[1][0]):
+            if predicted is not None:
+                ratio = f"{measured:.3f} | {predicted:.3f} | {predicted / measured:.2f}"
+                lines.append(f"| {case['ranks']} | {case['tokens']} | {case['cached']} | {name} | {ratio} |")
     return "\n".join(lines)
 
 

@@ -114,9 +114,10 @@ class SettingKeywords(TypedDict, total=False):
     """Who starts the ranks: mp (this process, or torchrun where it did) or ray (a Ray cluster)."""
 
     prefill_strategy: Literal["auto", "single", "gather", "chain", "ring-kv", "ring-q"]
-    """How several ranks compute a prompt: auto (as the planner says), single (one rank all of it), gather (even blocks,
-    all-gather of K and V), chain (KV-Runahead: rank i the i-th block, later ones shorter), ring-kv (ring pass-KV: two
-    of 2N shards each, equal areas), ring-q (ring pass-Q: as ring-kv, but keys stay)."""
+    """How several ranks compute a prompt: auto (as the planner says), single (one rank all of it, with all cores of its
+    host's ranks), gather (even blocks, all-gather of K and V), chain (KV-Runahead: rank i the i-th block, later ones
+    shorter), ring-kv (ring pass-KV: two of 2N shards each, equal areas), ring-q (ring pass-Q: as ring-kv, but keys
+    stay)."""
 
     strategy_rule: Literal["cost", "alg1", "alg5", "heuristic"]
     """How the planner chooses: cost (predicted time), or between the rings alg1, alg5 or heuristic."""

@@ -8,6 +8,7 @@ headrace.kernels.ops or within one row, and whatever is elementwise is add, mult
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -213,6 +214,18 @@ class Decoder:
             return block.Blocks(_shape(self.config), layers)
         log.info("layers are computed one operation at a time: %s", reason)
         return OneByOne(layers)
+
+    def first(self, count: int) -> Decoder:
+        """A decoder of the first layers alone, with the same weights: for measurements."""
+        part, spec, layers = copy.copy(self), self.config.attention, self.layers
+        attention = replace(spec, layers=count, windows=spec.windows[:count])
+        part.config = replace(self.config, layers=count, attention=attention)
+        if isinstance(layers, block.Blocks):
+            part.layers = block.Blocks(layers.shape, layers.layers[:count])
+        else:
+            part.layers = OneByOne(layers.layers[:count])
+        part._ends = None
+        return part
 
     def _plain_ends(self) -> Ends | None:
         """What is beside the layers, where that is a table, a norm and a head, and all runs in C++."""
