@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from headrace.parallel import measure
+from headrace.parallel import measure, probe
 from headrace.parallel.probe import _extent
 from headrace.parallel.threads import RankThreads
 from tests.support.loopback_ranks import LoopbackRanks
@@ -42,6 +42,19 @@ def test_a_profile_of_ranks_on_one_host(ours_of: Any) -> None:
     assert "(one engine with all 2 cores: linear " in measure.describe(first[0])
     assert [profile.one_engine for profile, _ in others] == [None, None]
     assert loopback.hub.left_over() == 0
+
+
+@pytest.mark.parametrize(("given", "repeats"), [(None, 1), (2, 2)])
+def test_ranks_that_compute_together_do_not_go_by_their_own_time(
+    ours_of: Any, monkeypatch: pytest.MonkeyPatch, given: int | None, repeats: int
+) -> None:
+    """A tensor rank that measured a slow prefill fewer times than the others would leave them waiting."""
+    monkeypatch.setattr(probe, "SLOW_S", 0.0)
+    loopback = LoopbackRanks(ours_of("llama_gqa", "float32"), 1)
+    short = probe.Probe(loopback.ranks[0], given)
+    monkeypatch.setattr(short, "_run", lambda groups: 1.0)
+    short._warm([])
+    assert short.repeats == repeats
 
 
 def test_a_probe_is_as_long_as_a_layer_is_light() -> None:

@@ -38,9 +38,15 @@ def test_ranks_are_faster() -> None:
     """As on several sockets: worth a line, no warning."""
     assert advice(TWO, 2, 1, 2, profile(1.2), S2) == (
         "2 ranks share the 2 cores of this machine (predicted for 2,048 tokens: 0.45 s, by one engine with all 2 cores "
-        "0.74 s). One engine would decode faster and hold the weights once",
+        "0.74 s). One engine decodes faster and holds the weights once",
         False,
     )
+
+
+def test_a_small_gain_is_none() -> None:
+    """0.45 s against 0.50: predictions are no better than that."""
+    told = advice(TWO, 2, 1, 2, profile(1.8), S2)
+    assert told is not None and told[1] and "0.45 s, by one engine with all 2 cores 0.50 s" in told[0]
 
 
 def test_more_threads_than_cores() -> None:
@@ -56,11 +62,12 @@ def test_more_threads_than_cores() -> None:
 def test_without_a_prediction() -> None:
     """Tensor ranks are no part of the cost model, and without the C++ kernels no rank takes all cores."""
     assert advice(EngineConfig(tensor_parallel_size=2), 2, 1, 2, profile(2.0), S2) == (
-        "2 ranks share the 2 cores of this machine: one engine with all 2 cores needs no exchanges, decodes faster and "
-        "holds the weights once. Ranks on one machine hold no longer context. Leave out --tensor-parallel-size (-tp), "
-        "or give each rank a machine of its own",
+        "2 ranks share the 2 cores of this machine: one engine with all 2 cores decodes faster. Ranks on one machine "
+        "hold no longer context. Leave out --tensor-parallel-size (-tp), or give each rank a machine of its own",
         True,
     )
+    told = advice(EngineConfig(context_parallel_size=2, tensor_parallel_size=2), 4, 1, 4)
+    assert told is not None and "--context-parallel-size (-cp) and --tensor-parallel-size (-tp), or give" in told[0]
     for told in (advice(TWO, 2, 1, 2), advice(TWO, 2, 1, 2, MACHINE, S2)):
         assert told is not None and "predicted" not in told[0] and "(-cp)" in told[0]
 

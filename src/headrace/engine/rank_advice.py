@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from headrace.config import EngineConfig
-from headrace.planner.choice import MARGIN, choose, one_engine_s, seconds_text
+from headrace.planner.choice import choose, one_engine_s, seconds_text
 from headrace.planner.machine import Machine, ModelShape, count_of
 from headrace.strategies import OFFERED
 
 TOKENS = 2048
 """Of the prompt for which times are told."""
+WORTH = 0.15
+"""Ranks that share a machine must be predicted to gain so much: that far off may predictions be, and decoding loses."""
 
 
 def advice(
@@ -29,17 +31,22 @@ def advice(
     begin = _share(config.ranks.count, here, threads, usable)
     if here < config.ranks.count:
         return f"{begin}. Start one rank a machine, with all its cores (torchrun --nproc-per-node 1)", True
-    flag = "--context-parallel-size (-cp)" if config.ranks.context > 1 else "--tensor-parallel-size (-tp)"
     one = f"one engine with all {count_of(min(usable, threads * here), 'core')}"
+    better = "decodes faster" + (" and holds the weights once" if config.ranks.context > 1 else "")
     predicted = _predicted(config.ranks.context, machine, shape)
-    gain = f"Ranks on one machine hold no longer context. Leave out {flag}, or give each rank a machine of its own"
     if predicted is None:
-        return f"{begin}: {one} needs no exchanges, decodes faster and holds the weights once. {gain}", True
+        return f"{begin}: {one} {better}. {_remedy(config)}", True
     ranks_s, engine_s = predicted
     times = f"predicted for {TOKENS:,} tokens: {seconds_text(ranks_s)} s, by {one} {seconds_text(engine_s)} s"
-    if ranks_s < engine_s * (1 - MARGIN):
-        return f"{begin} ({times}). One engine would decode faster and hold the weights once", threads * here > usable
-    return f"{begin} ({times}). One engine also decodes faster and holds the weights once. {gain}", True
+    if ranks_s < engine_s * (1 - WORTH):
+        return f"{begin} ({times}). One engine {better}", threads * here > usable
+    return f"{begin} ({times}). One engine also {better}. {_remedy(config)}", True
+
+
+def _remedy(config: EngineConfig) -> str:
+    sizes = {"--context-parallel-size (-cp)": config.ranks.context, "--tensor-parallel-size (-tp)": config.ranks.tensor}
+    given = " and ".join(flag for flag, size in sizes.items() if size > 1)
+    return f"Ranks on one machine hold no longer context. Leave out {given}, or give each rank a machine of its own"
 
 
 def _share(count: int, here: int, threads: int, usable: int) -> str:

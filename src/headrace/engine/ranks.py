@@ -86,7 +86,7 @@ def make(config: EngineConfig, group: Group) -> Rank:
     torchrun.leave_signals_to_rank_0()
     set_threads(config)
     rank = _make(config, group, load_share(config, group))
-    measure.take_part(rank)
+    measure.take_part(rank, config.ranks.tensor)
     return rank
 
 
@@ -184,7 +184,7 @@ def open_ranks(
         tell(LoadPhase("memory for the KV cache"))
         rank = _make(config, group, decoder)
         tell(LoadPhase("measuring the ranks"))
-        machine: Machine = unless_failed(group.workers, lambda: measure.take_part(rank))
+        machine: Machine = unless_failed(group.workers, lambda: measure.take_part(rank, config.ranks.tensor))
         group.workers.wait_ready()
         shape = shape_of(decoder)
         tuned = _table(config, shape, machine)

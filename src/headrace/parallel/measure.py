@@ -34,8 +34,15 @@ same cores: a rank's threads meet after every product, so that one which gives i
 measured here, since nothing is computed while the link is."""
 
 
-def take_part(rank: Rank) -> Machine:
-    """Measures; every rank of the group calls it once. The whole profile is known on the first context rank alone."""
+TENSOR_REPEATS = 2
+"""Prefills of a tensor rank: all ranks of its group compute each together, so none may go by its own time."""
+
+
+def take_part(rank: Rank, tensor: int = 1) -> Machine:
+    """Measures; every rank of the group calls it once. The whole profile is known on the first context rank alone.
+
+    tensor: the number of tensor ranks.
+    """
     meet(rank)
     crowding = 1.0 if rank.threads is None else rank.threads.crowding
     with torch.inference_mode():
@@ -49,7 +56,7 @@ def take_part(rank: Rank) -> Machine:
         attention_call_s=rates.attention_call_s, memory_bytes_s=rates.memory_bytes_s, link_bytes_s=link_bytes_s,
         latency_s=latency_s, link_cpu_s_per_byte=LINK_CPU_S_PER_BYTE if _shares_host(rank) else 0.0, one_engine=one,
     )  # fmt: skip
-    return Probe(rank).refined(plain)
+    return Probe(rank, TENSOR_REPEATS if tensor > 1 else None).refined(plain)
 
 
 def _one_engine(rank: Rank) -> ComputeRates | None:

@@ -38,9 +38,12 @@ GROUP = 510
 
 
 class Probe:
-    """A rank of few layers, with keys and values of its own. Every rank of a group makes one, and all do the same."""
+    """A rank of few layers, with keys and values of its own. Every rank of a group makes one, and all do the same.
 
-    def __init__(self, rank: Rank) -> None:
+    repeats: how often a prefill is measured; None: by the time of the first one.
+    """
+
+    def __init__(self, rank: Rank, repeats: int | None = None) -> None:
         self.of, self.size, self.me = rank, rank.transport.size, rank.transport.rank
         whole = shape_of(rank.decoder)
         self.rows, layers = _extent(whole, rank.decoder.config.max_model_len)
@@ -50,7 +53,7 @@ class Probe:
         backend = rank.kernels.backend.capabilities.name
         self.rank = Rank(decoder, storage, backend, rank.transport, rank.threads)
         self.rank.groups = rank.groups
-        self.repeats = 3
+        self.given, self.repeats = repeats, repeats or 3
 
     def refined(self, plain: Machine) -> Machine:
         """The profile with the linear layers' rates, and what exchanges take beyond them."""
@@ -93,8 +96,10 @@ class Probe:
         return time.perf_counter() - began
 
     def _warm(self, groups: list[StepGroup]) -> None:
-        """All ranks go by the first one's time."""
-        self.repeats = 1 if self._told([self._run(groups)])[0] > SLOW_S else 3
+        """All ranks of the context group go by the first one's time."""
+        seconds = self._told([self._run(groups)])[0]
+        if self.given is None:
+            self.repeats = 1 if seconds > SLOW_S else 3
 
     def _told(self, figures: Sequence[float]) -> list[float]:
         """The first rank's figures, on all ranks: they go round the ring."""
