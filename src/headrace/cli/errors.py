@@ -16,6 +16,7 @@ from headrace import logs
 from headrace.cli.help import PanelledGroup
 from headrace.config import EngineConfig
 from headrace.console import err
+from headrace.types import did_you_mean
 
 BAD_INPUT, FAILURE, INTERRUPTED = 2, 1, 130
 
@@ -43,15 +44,16 @@ def tell(error: str) -> None:
 
 
 PLAINER = (
+    # Flags have no values on the command line: a wrong one stands in the environment.
+    (r"^Invalid value .*env var: '([^']*)'\): Input should be a valid boolean.*", r"\1 must be true or false"),
     (r"^Invalid value for '([^']*)'(?: \(env var: '[^']*'\))?: ", r"\1: "),
     (r": Input should be a valid (integer|number|boolean).*", r" must be a \1"),
     (r" a integer$", r" an integer"),
     (r": Input should be greater than or equal to (\S+)", r" must be at least \1"),
     (r": Input should be less than or equal to (\S+)", r" must be at most \1"),
-    (r"^No such option: (\S+)", r"no such option \1"),
-    (r" \(Possible options?: (.*)\)$", r"; did you mean \1?"),
+    (r"^No such option: (\S+).*", r"no such option \1"),
     (r"^No such command (.*?)\.( Did you mean (.*)\?)?$", r"no such command \1\2"),
-    (r" Did you mean:? (.*?)\??$", r"; did you mean \1?"),
+    (r" Did you mean (.*?)\?$", r"; did you mean \1?"),
     (r"^Got unexpected extra arguments? ?\(?s?\)? ?\((.*)\)$", r"not expected: \1"),
     (r"^Option '(.*)' requires an argument\.?$", r"\1 needs a value"),
     (r"^Missing (argument|option) '(.*?)'.*$", r"missing \1 \2"),
@@ -64,6 +66,7 @@ def usage(error: Any) -> str:
     told = " ".join(error.format_message().split())
     for pattern, plainer in PLAINER:
         told = re.sub(pattern, plainer, told)
+    told += did_you_mean(getattr(error, "option_name", ""), getattr(error, "possibilities", None) or ())
     command = getattr(getattr(error, "ctx", None), "command_path", "headrace")
     return f"{told} See {command} --help" if told.endswith("?") else f"{told.rstrip('.')}; see {command} --help"
 
