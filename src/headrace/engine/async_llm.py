@@ -340,9 +340,11 @@ class AsyncLLM(metaclass=PublicNames):
         return stream
 
     def _retry_after(self) -> float:
-        """Seconds that the new tokens of the waiting prompts take at the rate so far; between 1 and 60."""
+        """Seconds that the new tokens of the waiting prompts take at the rate so far, after what the step under way has
+        begun to read; between 1 and 60. Prompts that wait for chunks of another one have no part in the step."""
+        begun = sum(each.total - each.done for each in self.prefills if each.step)
         rate = self.stats.tokens.prefilled / self.stats.scheduler.step_s if self.stats.scheduler.step_s else 1000.0
-        return min(60.0, max(1.0, self._queued.new_tokens / max(rate, 1.0)))
+        return min(60.0, max(1.0, (begun + self._queued.new_tokens) / max(rate, 1.0)))
 
     def _send(self, message: m.ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():
