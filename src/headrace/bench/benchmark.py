@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
+from headrace.config.sizes import parse_size
+
 Case = dict[str, Any]
 """One line of a result: names to numbers and strings."""
 
@@ -69,6 +71,16 @@ class Benchmark:
 
 def flat(case: Case) -> str:
     return "  ".join(f"{name} {value}" for name, value in case.items() if value is not None)
+
+
+def token_counts(name: str, text: str) -> tuple[int, ...]:
+    """Token counts by commas, as 1024,128k."""
+    return tuple(int(parse_size(name, part, "tokens")) for part in text.split(","))
+
+
+def token_count(name: str, text: str | int) -> int:
+    """One of them."""
+    return int(parse_size(name, str(text), "tokens"))
 
 
 def integers(name: str, text: str) -> tuple[int, ...]:

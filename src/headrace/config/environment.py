@@ -24,7 +24,9 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Those that nothing reads, each with what was meant, as did_you_mean tells it; may be empty."""
     known = OTHERS | {item.env for item in SETTINGS.values()}
     given = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
-    return {name: did_you_mean(name, sorted(known)) for name in given}
+    ends = sorted(name.removeprefix(ENV_PREFIX) for name in known)  # they alone tell which one is near
+    meant = {name: did_you_mean(name.removeprefix(ENV_PREFIX), ends) for name in given}
+    return {name: told.replace("mean ", f"mean {ENV_PREFIX}") for name, told in meant.items()}
 
 
 def warn_of_unknown() -> None:
