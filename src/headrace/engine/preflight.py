@@ -79,7 +79,7 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
 def _check_devices(config: EngineConfig) -> None:
     """Packages and devices that the settings ask for."""
     if config.model.backend == "triton" and not any(any(Path("/dev").glob(name)) for name in GPU_DEVICES):
-        raise ValueError("attention_backend 'triton' needs a GPU, and this machine has none: leave it out")
+        raise ValueError("attention_backend 'triton': no CUDA device; use 'auto'")
     if config.ranks.launcher == "ray" and config.ranks.count > 1 and find_spec("ray") is None:
         raise ValueError("distributed_backend ray needs the package: pip install 'headrace[ray]'")
     kinds = {own.kind for own in config.tiers.each} if config.tiers is not None else set()
