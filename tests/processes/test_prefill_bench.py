@@ -191,7 +191,7 @@ def test_network_namespaces_limit_the_link_and_are_removed() -> None:
     [
         (("bench", "prefill", "no-such-folder"), "no folder with a config.json"),
         (("bench", "prefill", "--ranks", "1"), "ranks must be one or more integers of at least 2"),
-        (("bench", "prefill", "--tokens", "1k"), "tokens must be integers by commas, got '1k'"),
+        (("bench", "prefill", "--tokens", "1q"), "tokens must be a number of tokens"),
         (("bench", "prefill", "--tokens", "0"), "tokens must be one or more integers of at least 1"),
         (("bench", "prefill", "--cached", "100"), "cached must be multiples of 64"),
         (("bench", "prefill", "--tokens", "16384", "--cached", "64"), "the model's context is 16384: ask for less"),

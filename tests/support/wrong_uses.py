@@ -110,6 +110,7 @@ FLAGS = (
     WrongUse(
         "a benchmark's flag with a slip", "bench offload --ratse 1", "no such option --ratse; did you mean --rates"
     ),
+    WrongUse("a benchmark of no model", "bench prefill /no/such", "no folder with a config.json; give a path"),
     WrongUse("lengths in words", "bench prefill tiny --tokens many", "tokens must be"),
     WrongUse("one rank to tune", "tune tiny --out t.json --ranks 1", "ranks must be at least 2, got 1"),
 )

@@ -6,11 +6,13 @@ these import what measures (torch, engines) inside `cases`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
 from headrace.config.sizes import parse_size
+from headrace.engine.folders import model_folder
 
 Case = dict[str, Any]
 """One line of a result: names to numbers and strings."""
@@ -89,6 +91,13 @@ def integers(name: str, text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"{name} must be integers by commas, got {text!r}") from None
+
+
+def a_model(name: str, text: str) -> str:
+    """A folder that there is, or a shape's name."""
+    if not re.fullmatch(r"S\d+", text):
+        model_folder(text)
+    return text
 
 
 def words(name: str, text: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.bench import prefill_grid
-from headrace.bench.benchmark import MODEL_HELP, Case, integers, one_of, option, token_counts
+from headrace.bench.benchmark import MODEL_HELP, Case, a_model, integers, one_of, option, token_counts
 from headrace.bench.prefill_grid import PrefillGrid, link_bandwidths
 from headrace.console import err, out
 
@@ -30,7 +30,7 @@ class ChoiceBench(PrefillGrid):
     """
 
     name = "choice"
-    model: str = option(MODEL_HELP, "tiny", argument=True)
+    model: str = option(MODEL_HELP, "tiny", argument=True, parse=a_model)
     ranks: tuple[int, ...] = option(prefill_grid.RANKS_HELP, "2", parse=integers)
     tokens: tuple[int, ...] = option(prefill_grid.TOKENS_HELP, "64,256,1024,4096", parse=token_counts)
     cached: tuple[int, ...] = option(prefill_grid.CACHED_HELP, "0,2048,8192", parse=token_counts)

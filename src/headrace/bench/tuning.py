@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.bench.benchmark import MODEL_HELP, option, token_counts
+from headrace.bench.benchmark import MODEL_HELP, a_model, option, token_counts
 from headrace.config import EngineConfig
 from headrace.types import CHUNK
 
@@ -21,7 +21,7 @@ class Tuning:
     The engine reads it with --parallel-table. Interrupted, the same command goes on where it was.
     """
 
-    model: str = option(MODEL_HELP, argument=True)
+    model: str = option(MODEL_HELP, argument=True, parse=a_model)
     path: Path = option("The table; what it holds already is kept and gone on with.", flags=("--out",))
     ranks: int = option("Context ranks to tune for.", 2, flags=("--ranks", "--context-parallel-size", "-cp"))
     tokens: tuple[int, ...] = option(
