@@ -102,7 +102,7 @@ class Prefill(NamedTuple):
     """A prompt that is being read: its request has no token of its answer yet.
 
     total: its tokens; done: those in the KV cache, `cached` of them found there and not computed. step: how many more
-    the step under way computes; 0 between two steps.
+    the step under way computes; 0 between two steps. coming: how many it waits for that are being restored from a tier.
     """
 
     request_id: str
@@ -110,6 +110,7 @@ class Prefill(NamedTuple):
     cached: int
     total: int
     step: int = 0
+    coming: int = 0
 
 
 KNEE = 0.9
@@ -141,7 +142,7 @@ class PrefillClock:
             return
         if self._began is not None:
             self._note_rate(self._clock() - self._began)
-            self._prefills = {name: _stepped(each, each.step) for name, each in self._prefills.items()}
+            self._prefills = {name: _ended(each) for name, each in self._prefills.items()}
             self._began = None
         for request_id in answered:
             self._prefills.pop(request_id, None)
@@ -164,14 +165,20 @@ class PrefillClock:
     @property
     def rate(self) -> float:
         """Tokens per second that the last steps computed; less if the step under way is slower. Before the first step
-        has ended what was expected of it, or 0.0."""
-        return self._rate / max(1.0, self._part)
+        has ended what was expected of it, or 0.0, as in a step that waits for restored chunks."""
+        return 0.0 if self._restoring else self._rate / max(1.0, self._part)
 
     @property
     def _part(self) -> float:
         """Of the step under way what should have been done by now; above 1 if it takes longer."""
         began, step = self._began, self._step
+        if self._restoring:
+            return 0.0
         return (self._clock() - began) * self._rate / step if began is not None and step else 0.0
+
+    @property
+    def _restoring(self) -> bool:
+        return any(each.step and each.coming for each in list(self._prefills.values()))
 
     @property
     def _step(self) -> int:
@@ -180,7 +187,7 @@ class PrefillClock:
 
     def _note_rate(self, seconds: float) -> None:
         """Later steps count more: attention makes them slower as a prompt gets longer."""
-        if self._step and seconds > 0:
+        if self._step and seconds > 0 and not self._restoring:
             rate = self._step / seconds
             self._rate = (self._rate + rate) / 2 if self._measured else rate
             self._measured = True
@@ -190,20 +197,29 @@ def _stepped(prefill: Prefill, tokens: int) -> Prefill:
     return prefill._replace(done=prefill.done + tokens, step=prefill.step - tokens)
 
 
+def _ended(prefill: Prefill) -> Prefill:
+    """It after the step that it was in."""
+    if not prefill.step:
+        return prefill
+    return prefill._replace(done=prefill.done + prefill.step + prefill.coming, step=0, coming=0)
+
+
 def share_read(prefills: Sequence[Prefill]) -> float | None:
     """Of the prompts being read, 0 to 1; None where there is none."""
     return sum(each.done for each in prefills) / sum(each.total for each in prefills) if prefills else None
 
 
 def reading(prefills: Sequence[Prefill], rate: float, seconds: float = 0.0) -> str:
-    """'reading 2,048 of 5,957 tokens (1,024 cached), 1,570/s, 2 s left'; '' where no prompt is being read. While no
-    rate is known, `seconds` that it has taken so far."""
+    """'reading 2,048 of 5,957 tokens (1,024 cached, 512 being restored), 1,570/s, 2 s left'; '' where no prompt is
+    being read. While no rate is known, `seconds` that it has taken so far."""
     if not prefills:
         return ""
-    done, cached, total = (sum(getattr(each, name) for each in prefills) for name in ("done", "cached", "total"))
+    done, total = sum(each.done for each in prefills), sum(each.total for each in prefills)
     told = f"reading {done:,} of {total:,} tokens"
-    if cached:
-        told += f" ({cached:,} cached)"
+    cached, coming = sum(each.cached for each in prefills), sum(each.coming for each in prefills)
+    notes = [f"{count:,} {what}" for count, what in ((cached, "cached"), (coming, "being restored")) if count]
+    if notes:
+        told += f" ({', '.join(notes)})"
     if rate:
         return f"{told}, {rate:,.0f}/s, {duration(max(0.1, (total - done) / rate))} left"
     return f"{told}, {duration(seconds)} so far" if seconds >= 1 else told
@@ -216,6 +232,7 @@ class Answering:
         self.total, self.written, self.failed = total, 0, 0
         self.metrics: list[Metrics] = []
         self._clock, self._began = clock, clock()
+        self._summed = self._prompt = self._cached = 0
 
     def note(self, delta: Delta) -> None:
         """Any delta, of any of the prompts."""
@@ -239,13 +256,20 @@ class Answering:
         left'. Tokens per second since the beginning: of the prompts answered (input) and of all answers (output)."""
         parts = [f"{len(self.metrics) + self.failed:,} of {self.total:,} prompts"]
         if self.metrics:
-            prompt = sum(each.prompt_tokens for each in self.metrics)
-            cached = sum(each.cached_tokens for each in self.metrics)
-            speeds = (count / max(self.seconds, 1e-9) for count in (prompt, self.written))
-            parts += ["input {:,.0f}/s, output {:,.0f}/s".format(*speeds), f"{percent(cached, prompt)} cached"]
+            self._sum()
+            speeds = (count / max(self.seconds, 1e-9) for count in (self._prompt, self.written))
+            parts += ["input {:,.0f}/s, output {:,.0f}/s".format(*speeds)]
+            parts += [f"{percent(self._cached, self._prompt)} cached"]
         elif self.written:
             parts.append(f"output {self.written / max(self.seconds, 1e-9):,.0f}/s")
         return ", ".join(parts + ([reading(prefills, rate, self.seconds)] if prefills else []))
+
+    def _sum(self) -> None:
+        """Adds up those that are new: there may be 100,000 prompts, and a line several times a second."""
+        for each in self.metrics[self._summed :]:
+            self._summed += 1
+            self._prompt += each.prompt_tokens
+            self._cached += each.cached_tokens
 
     def summary(self) -> str:
         """See the function of that name."""

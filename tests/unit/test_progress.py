@@ -79,6 +79,24 @@ def test_a_first_step_goes_by_what_was_expected() -> None:
     assert prefills.rate == 1024.0
 
 
+def test_a_step_that_waits_for_restored_chunks_says_nothing_of_the_rate() -> None:
+    """Ten seconds for 100 tokens, most of them on a link, must not be believed of the next prompt."""
+    clock = Seconds()
+    prefills = PrefillClock(clock)
+    prefills.begin([Prefill("a", 0, 0, 1000, 1000)])
+    clock.now = 1.0
+    prefills.end(["a"])
+    restoring = [Prefill("b", 0, 0, 4155, 59, coming=4096)]
+    prefills.begin(restoring)
+    clock.now = 6.0
+    assert prefills.prefills == restoring
+    told = "reading 0 of 4,155 tokens (4,096 being restored), 5 s so far"
+    assert reading(prefills.prefills, prefills.rate, 5.0) == told
+    clock.now = 11.0
+    prefills.end()
+    assert (prefills.prefills, prefills.rate) == ([Prefill("b", 4155, 0, 4155)], 1000.0)
+
+
 def test_decode_steps_say_nothing_of_prefills() -> None:
     """A step that was not told, between two that were, changes neither rate nor counts."""
     clock = Seconds()

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 Case = dict[str, Any]
 """One line of a result: names to numbers and strings."""
 
+MODELS_FLAGS = ("-m", "--model", "--models")
+"""Of a list of models; the field `model` alone is given first or by -m (cli/bench.py)."""
 MODEL_HELP = "Model folder, 'tiny', or a shape with random weights: S1, S2, S3."
 
 

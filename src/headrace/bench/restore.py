@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.bench import report
-from headrace.bench.benchmark import Benchmark, Case, option, words
+from headrace.bench.benchmark import MODELS_FLAGS, Benchmark, Case, option, words
 from headrace.bench.shapes import SHAPES
 from headrace.console import err, out
 from headrace.types import CHUNK
@@ -38,7 +38,9 @@ class RestoreBench(Benchmark):
     """
 
     name = "restore"
-    models: tuple[str, ...] = option("Random-weight shapes, by commas: S1 (GQA), S2 (MHA), S3.", "S2,S1", parse=words)
+    models: tuple[str, ...] = option(
+        "Random-weight shapes, by commas: S1 (GQA), S2 (MHA), S3.", "S2,S1", parse=words, flags=MODELS_FLAGS
+    )
     links: tuple[float | None, ...] = option(
         "GB/s of the emulated link, by commas; balance: loading all as slow as recomputing.",
         "0.1,0.3,1,3,10,30,balance",

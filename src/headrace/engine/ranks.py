@@ -6,7 +6,6 @@ The driver, rank 0, opens the group; workers make their rank by `make` (parallel
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -17,16 +16,18 @@ import torch
 
 from headrace import cores
 from headrace.config import EngineConfig
-from headrace.engine import torchrun
+from headrace.engine import preflight, torchrun
 from headrace.engine.capacity import model_folder
 from headrace.engine.driver import Advise, Driver
+from headrace.engine.footprint import ranks_here
 from headrace.engine.rank_advice import advice
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.parallel import launch, measure
-from headrace.parallel.group import Group, interface_name, unless_failed
+from headrace.parallel.group import Group, unless_failed
+from headrace.parallel.interfaces import interface_name
 from headrace.parallel.probe import shape_of
 from headrace.parallel.rank import Rank
 from headrace.parallel.supervisor import WorkerSupervisor
@@ -40,7 +41,6 @@ from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.strategies import OFFERED
 from headrace.types import CHUNK
-from headrace.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +54,9 @@ def count(config: EngineConfig) -> int:
     return config.ranks.context * config.ranks.tensor
 
 
-def on_this_host(config: EngineConfig) -> int:
-    """Ranks that share this host's cores and memory, as far as is known."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", count(config)))
-
-
 def set_threads(config: EngineConfig) -> None:
     """Threads of this rank: as given, else its part of the cores that may be used, and no more than OMP_NUM_THREADS."""
-    ranks = on_this_host(config)
+    ranks = ranks_here(config)
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
     elif ranks > 1:
@@ -73,7 +68,7 @@ def set_threads(config: EngineConfig) -> None:
 def rank_threads(config: EngineConfig) -> RankThreads:
     """This rank's threads as `set_threads` set them, and those of a step that it computes by itself: the threads of all
     context ranks of this host together. Ray gives each rank cores of its own."""
-    share, here, usable = torch.get_num_threads(), on_this_host(config), cores.usable()
+    share, here, usable = torch.get_num_threads(), ranks_here(config), cores.usable()
     tensor = min(config.ranks.tensor, here)
     if config.ranks.launcher == "ray" and not started_this():
         return RankThreads(share, share)
@@ -206,7 +201,7 @@ def _advise_at_start(config: EngineConfig, machine: Machine, shape: ModelShape) 
     """Says what ranks that share this machine gain and lose. Ray places ranks on cores of their own."""
     if config.ranks.launcher == "ray" and not started_this():
         return
-    told = advice(config, on_this_host(config), torch.get_num_threads(), cores.usable(), machine, shape)
+    told = advice(config, ranks_here(config), torch.get_num_threads(), cores.usable(), machine, shape)
     if told is not None:
         text, warns = told
         log.log(logging.WARNING if warns else logging.INFO, "%s", text)
@@ -247,8 +242,4 @@ def _planned_on(measured: Machine, tuned: TunedTable | None) -> Machine:
 
 def stamp(config: EngineConfig, shape: ModelShape, machine: Machine) -> TableStamp:
     """What a tuned table of this group is made for."""
-    return TableStamp(
-        machine=machine.fingerprint, model=model_folder(config.model.folder).name, shape=shape,
-        ranks=config.ranks.context, link=f"gloo on {config.ranks.interface}", version=__version__,
-        date=date.today().isoformat(),
-    )  # fmt: skip
+    return preflight.stamp(config, shape, machine.fingerprint, date.today().isoformat())

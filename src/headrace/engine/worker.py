@@ -51,10 +51,20 @@ def main(descriptor: int) -> int:
         except (BrokenPipeError, ConnectionResetError):
             return 0
         except Exception as error:
-            log.exception("the engine has failed")
-            settings = isinstance(error, ValueError | UnsupportedModel) and not isinstance(error, InvalidRequest)
-            _report(link, m.EngineFailed(f"{type(error).__name__}: {error}", settings))
+            _report(link, _failure(error, serving=inbox.serving.is_set()))
             return 1
+
+
+def _failure(error: Exception, *, serving: bool) -> m.EngineFailed:
+    """What is told of it. A traceback is of use for a failure of ours alone; while an engine loads, to those who ask
+    for it by --debug."""
+    settings = isinstance(error, ValueError | UnsupportedModel) and not isinstance(error, InvalidRequest)
+    if serving:
+        log.exception("the engine has failed")
+    else:
+        log.debug("the engine has failed", exc_info=True)
+    told = f"{error}" if settings and not serving else f"{type(error).__name__}: {error}"
+    return m.EngineFailed(told, settings)
 
 
 class Link:

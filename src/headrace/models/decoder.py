@@ -195,8 +195,7 @@ class Decoder:
         share = _share(config, tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
         self.matrices = _pack_all(weights, quantization, config.gated, packed)
-        # What was packed is not kept twice.
-        self.weights = {name: w for name, w in weights.items() if self.matrices.get(name, w) is w}
+        self.weights = weights
         self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
         self.layers = self._layers(share, tensor)
         self._ends = self._plain_ends()
@@ -329,12 +328,15 @@ def _shape(config: ModelConfig) -> block.LayerShape:
 
 
 def _pack_all(weights: Weights, quantization: Quantization, gated: bool, packed: OnProgress | None) -> Matrices:
-    """All weights that rows are multiplied by."""
-    plain = {name: weight for name, weight in weights.items() if weight.dim() == 2 and name not in LOOKED_UP}
+    """All weights that rows are multiplied by. What is packed leaves `weights`: memory never holds all twice."""
+    names = [name for name, weight in weights.items() if weight.dim() == 2 and name not in LOOKED_UP]
     matrices: Matrices = {}
-    done, total = 0, sum(weight.nbytes for weight in plain.values())
-    for name, weight in plain.items():
+    done, total = 0, sum(weights[name].nbytes for name in names)
+    for name in names:
+        weight = weights[name]
         matrices[name] = _packed(name, weight, quantization, gated and name.endswith(".up.weight"))
+        if matrices[name] is not weight:
+            del weights[name]
         done += weight.nbytes
         if packed is not None:
             packed(done, total)
