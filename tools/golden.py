@@ -55,7 +55,7 @@ def keywords() -> str:
     lines = [HEAD.rstrip()]
     for item in SETTINGS.values():
         if item.name != "model":
-            lines += ["", f"    {item.name}: {kind_text(item.kind)}"]
+            lines += ["", f"    {item.name}: {kind_text(item.given_kind)}"]
             lines += textwrap.wrap(f'"""{item.help}"""', 120, initial_indent=4 * " ", subsequent_indent=4 * " ")
     return "\n".join(lines) + "\n"
 

@@ -30,8 +30,21 @@ from headrace.progress import LoadPhase, PhaseTime, PhaseTimes, duration
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderableType, RenderResult
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class WordWrapConsole(Console):
+    """Text breaks between words on a terminal. Elsewhere a line stays a line, whatever the width."""
+
+    @property
+    def soft_wrap(self) -> bool:
+        return not self.is_terminal
+
+    @soft_wrap.setter
+    def soft_wrap(self, _: bool) -> None:
+        """What Console sets when it is made."""
+
+
+out = WordWrapConsole(highlight=False)
+err = WordWrapConsole(stderr=True, highlight=False)
 
 Clock = Callable[[], float]
 
@@ -40,9 +53,8 @@ EVERY_S = 4.0
 
 TICK_S = 0.2
 
-BAR = 20
-ROOM_FOR_BAR = 60
-"""Width of a bar, and of the least terminal that gets one."""
+BARS = (20, 10)
+"""Widths of a bar, the first that leaves the sentence whole; no bar if none does."""
 
 
 def changes_in_place(console: Console | None = None) -> bool:
@@ -189,9 +201,9 @@ class ProgressLine:
         from rich.text import Text
 
         text = Text(told, no_wrap=True, overflow="ellipsis", end="")
-        bars = []
-        if share is not None and self._console.width >= ROOM_FOR_BAR:
-            bars = [ProgressBar(total=1.0, completed=share, width=BAR)]
+        room = self._console.width - len(told) - 1
+        width = next((width for width in BARS if width <= room), 0)
+        bars = [ProgressBar(total=1.0, completed=share, width=width)] if width and share is not None else []
         row = Table.grid(padding=(0, 1))
         row.add_row(*bars, text)
         return row

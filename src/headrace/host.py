@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 GIB = 2**30
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+NO_LIMIT = 2**60
+"""Bytes; a group of the first version that has no limit says a number beyond."""
 _IMPORTED_S = time.monotonic()
+
+
+def told_signal(number: int) -> str:
+    """The name of the signal that ended a process, and what may have sent it."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"{name} (out of memory? the kernel's log, `dmesg`, tells)" if number == signal.SIGKILL else name
 
 
 def fields(path: Path) -> dict[str, str]:
@@ -36,8 +51,56 @@ def memory_total() -> int:
 
 
 def memory_available() -> int:
-    """Bytes of memory that can be had without swapping."""
-    return _memory("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    """Bytes of memory that can be had without swapping: of the machine, and within the limits of the control groups."""
+    free = _memory("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return min([free, *(max(0, limit - used) for limit, used in _limited())])
+
+
+def memory_limit() -> int | None:
+    """Bytes that the control groups of this process may use (`docker run --memory`); None: no limit."""
+    return min((limit for limit, _ in _limited()), default=None)
+
+
+def _limited() -> Iterator[tuple[int, int]]:
+    """(Limit, bytes in use) of each group above this process that has a limit; the file cache counts as free."""
+    for folder in _groups():
+        version2 = folder / "memory.max"
+        limit = _number(version2 if version2.exists() else folder / "memory.limit_in_bytes")
+        if limit is not None and limit < NO_LIMIT:
+            used = _number(folder / ("memory.current" if version2.exists() else "memory.usage_in_bytes")) or 0
+            yield limit, max(0, used - _file_cache(folder / "memory.stat"))
+
+
+def _groups() -> Iterator[Path]:
+    """The folders of this process's groups and of those that they are part of."""
+    try:
+        lines = MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            root = CGROUPS / "memory" if controllers else CGROUPS
+            inside = PurePosixPath(path.lstrip("/"))
+            yield from (root / part for part in (inside, *inside.parents) if ".." not in part.parts)
+
+
+def _number(path: Path) -> int | None:
+    """What a file of a control group holds; None for 'max', and where there is no such file."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _file_cache(path: Path) -> int:
+    """Bytes of files' pages that the system gives up when memory is asked for."""
+    try:
+        pairs = dict(line.split(maxsplit=1) for line in path.read_text().splitlines() if " " in line)
+    except OSError:
+        return 0
+    return int(pairs.get("total_inactive_file", pairs.get("inactive_file", "0")))
 
 
 def _memory(name: str) -> int:

@@ -66,7 +66,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, in ASCII: time (UTC), level, logger, message, the record's fields, exception."""
+    """One JSON object a line, in ASCII: time (UTC), level, logger, pid, message, the record's fields, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -74,6 +74,7 @@ class JsonFormatter(logging.Formatter):
             "time": time.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
+            "pid": record.process,
             "message": " ".join(record.getMessage().split()).replace("( ", "(")[:MOST_IN_LINE],  # columns of text
         }
         told |= {name: value for name, value in getattr(record, "fields", {}).items() if name not in told}

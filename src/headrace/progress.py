@@ -102,7 +102,7 @@ class Prefill(NamedTuple):
     """A prompt that is being read: its request has no token of its answer yet.
 
     total: its tokens; done: those in the KV cache, `cached` of them found there and not computed. step: how many more
-    the step under way computes; 0 between two steps.
+    the step under way computes; 0 between two steps. coming: how many it waits for that are being restored from a tier.
     """
 
     request_id: str
@@ -110,24 +110,31 @@ class Prefill(NamedTuple):
     cached: int
     total: int
     step: int = 0
+    coming: int = 0
+
+
+KNEE = 0.9
+"""Of a step so much is believed to go at the rate so far; from there on the estimate creeps towards the step's end."""
 
 
 class PrefillClock:
     """Prompts being read, in order of arrival, and how fast. Told of each step's prefills as it begins and of its end.
 
-    rate: tokens per second that the last steps computed; 0.0 before the first has ended.
+    It may be read by another thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.rate = 0.0
         self._clock = clock
+        self._rate, self._measured = 0.0, False
         self._began: float | None = None
         self._prefills: dict[str, Prefill] = {}
 
-    def begin(self, prefills: Iterable[Prefill]) -> None:
-        """A step begins; these are all the prompts being read."""
+    def begin(self, prefills: Iterable[Prefill], expected_s: float = 0.0) -> None:
+        """A step begins; these are all the prompts being read. expected_s: seconds that it should take, if known."""
         self._prefills = {each.request_id: each for each in prefills}
         self._began = self._clock()
+        if not self._measured and expected_s:
+            self._rate = self._step / expected_s
 
     def end(self, answered: Iterable[str] = ()) -> None:
         """The step has ended, if one was told; of the requests `answered` there is a first token."""
@@ -135,7 +142,7 @@ class PrefillClock:
             return
         if self._began is not None:
             self._note_rate(self._clock() - self._began)
-            self._prefills = {name: _stepped(each, each.step) for name, each in self._prefills.items()}
+            self._prefills = {name: _ended(each) for name, each in self._prefills.items()}
             self._began = None
         for request_id in answered:
             self._prefills.pop(request_id, None)
@@ -150,25 +157,51 @@ class PrefillClock:
 
     @property
     def prefills(self) -> list[Prefill]:
-        """As they stand now. Of the step under way so much counts as done as the rate promises, and never more than
-        the step computes."""
-        known, began = list(self._prefills.values()), self._began
-        step = sum(each.step for each in known)
-        if began is None or not step:
-            return known
-        share = min(1.0, (self._clock() - began) * self.rate / step)
-        return [_stepped(each, int(each.step * share)) for each in known]
+        """As they stand now. Of the step under way so much counts as done as the rate promises, and never all of it."""
+        part = self._part
+        share = part if part < KNEE else 1 - KNEE * (1 - KNEE) / part
+        return [_stepped(each, int(each.step * share)) for each in list(self._prefills.values())]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second that the last steps computed; less if the step under way is slower. Before the first step
+        has ended what was expected of it, or 0.0, as in a step that waits for restored chunks."""
+        return 0.0 if self._restoring else self._rate / max(1.0, self._part)
+
+    @property
+    def _part(self) -> float:
+        """Of the step under way what should have been done by now; above 1 if it takes longer."""
+        began, step = self._began, self._step
+        if self._restoring:
+            return 0.0
+        return (self._clock() - began) * self._rate / step if began is not None and step else 0.0
+
+    @property
+    def _restoring(self) -> bool:
+        return any(each.step and each.coming for each in list(self._prefills.values()))
+
+    @property
+    def _step(self) -> int:
+        """Tokens that the step under way computes."""
+        return sum(each.step for each in list(self._prefills.values()))
 
     def _note_rate(self, seconds: float) -> None:
         """Later steps count more: attention makes them slower as a prompt gets longer."""
-        tokens = sum(each.step for each in self._prefills.values())
-        if tokens and seconds > 0:
-            rate = tokens / seconds
-            self.rate = (self.rate + rate) / 2 if self.rate else rate
+        if self._step and seconds > 0 and not self._restoring:
+            rate = self._step / seconds
+            self._rate = (self._rate + rate) / 2 if self._measured else rate
+            self._measured = True
 
 
 def _stepped(prefill: Prefill, tokens: int) -> Prefill:
     return prefill._replace(done=prefill.done + tokens, step=prefill.step - tokens)
+
+
+def _ended(prefill: Prefill) -> Prefill:
+    """It after the step that it was in."""
+    if not prefill.step:
+        return prefill
+    return prefill._replace(done=prefill.done + prefill.step + prefill.coming, step=0, coming=0)
 
 
 def share_read(prefills: Sequence[Prefill]) -> float | None:
@@ -176,15 +209,20 @@ def share_read(prefills: Sequence[Prefill]) -> float | None:
     return sum(each.done for each in prefills) / sum(each.total for each in prefills) if prefills else None
 
 
-def reading(prefills: Sequence[Prefill], rate: float) -> str:
-    """'reading 2,048 of 5,957 tokens (1,024 cached), 1,570/s, 2 s left'; '' where no prompt is being read."""
+def reading(prefills: Sequence[Prefill], rate: float, seconds: float = 0.0) -> str:
+    """'reading 2,048 of 5,957 tokens (1,024 cached, 512 being restored), 1,570/s, 2 s left'; '' where no prompt is
+    being read. While no rate is known, `seconds` that it has taken so far."""
     if not prefills:
         return ""
-    done, cached, total = (sum(getattr(each, name) for each in prefills) for name in ("done", "cached", "total"))
+    done, total = sum(each.done for each in prefills), sum(each.total for each in prefills)
     told = f"reading {done:,} of {total:,} tokens"
-    if cached:
-        told += f" ({cached:,} cached)"
-    return f"{told}, {rate:,.0f}/s, {duration(max(0.1, (total - done) / rate))} left" if rate else told
+    cached, coming = sum(each.cached for each in prefills), sum(each.coming for each in prefills)
+    notes = [f"{count:,} {what}" for count, what in ((cached, "cached"), (coming, "being restored")) if count]
+    if notes:
+        told += f" ({', '.join(notes)})"
+    if rate:
+        return f"{told}, {rate:,.0f}/s, {duration(max(0.1, (total - done) / rate))} left"
+    return f"{told}, {duration(seconds)} so far" if seconds >= 1 else told
 
 
 class Answering:
@@ -194,6 +232,7 @@ class Answering:
         self.total, self.written, self.failed = total, 0, 0
         self.metrics: list[Metrics] = []
         self._clock, self._began = clock, clock()
+        self._summed = self._prompt = self._cached = 0
 
     def note(self, delta: Delta) -> None:
         """Any delta, of any of the prompts."""
@@ -217,13 +256,20 @@ class Answering:
         left'. Tokens per second since the beginning: of the prompts answered (input) and of all answers (output)."""
         parts = [f"{len(self.metrics) + self.failed:,} of {self.total:,} prompts"]
         if self.metrics:
-            prompt = sum(each.prompt_tokens for each in self.metrics)
-            cached = sum(each.cached_tokens for each in self.metrics)
-            speeds = (count / max(self.seconds, 1e-9) for count in (prompt, self.written))
-            parts += ["input {:,.0f}/s, output {:,.0f}/s".format(*speeds), f"{percent(cached, prompt)} cached"]
+            self._sum()
+            speeds = (count / max(self.seconds, 1e-9) for count in (self._prompt, self.written))
+            parts += ["input {:,.0f}/s, output {:,.0f}/s".format(*speeds)]
+            parts += [f"{percent(self._cached, self._prompt)} cached"]
         elif self.written:
             parts.append(f"output {self.written / max(self.seconds, 1e-9):,.0f}/s")
-        return ", ".join(parts + ([reading(prefills, rate)] if prefills else []))
+        return ", ".join(parts + ([reading(prefills, rate, self.seconds)] if prefills else []))
+
+    def _sum(self) -> None:
+        """Adds up those that are new: there may be 100,000 prompts, and a line several times a second."""
+        for each in self.metrics[self._summed :]:
+            self._summed += 1
+            self._prompt += each.prompt_tokens
+            self._cached += each.cached_tokens
 
     def summary(self) -> str:
         """See the function of that name."""

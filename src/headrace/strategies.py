@@ -37,7 +37,7 @@ class Strategy:
 
 
 _ENTRIES = (
-    Strategy("single", "one rank all of it",
+    Strategy("single", "one rank all of it, with all cores of its host's ranks",
              "planner.shards:alone", "planner.cost:single", "parallel.single:make", keeps_all=True),
     Strategy("gather", "even blocks, all-gather of K and V",
              "planner.shards:evenly", "planner.cost:gather", "parallel.gather:Gather", fused=True),

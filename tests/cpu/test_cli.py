@@ -50,7 +50,7 @@ def check_error(ran: Any, code: int, *words: str) -> None:
     stderr = ran.stderr.strip()
     returned = ran.exit_code if isinstance(ran, Result) else ran.returncode
     assert returned == code, (ran.stdout, stderr)
-    assert "Traceback" not in stderr and stderr.splitlines()[-1].startswith(("headrace: ", "Error: "))
+    assert "Traceback" not in stderr and stderr.splitlines()[-1].startswith("headrace: ")
     for word in words:
         assert word in stderr
 
@@ -68,6 +68,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
         return 0
 
     monkeypatch.setattr("headrace.server.serve.serve", fake)
+    monkeypatch.setattr("headrace.engine.preflight.check", lambda config: None)
     return seen
 
 
@@ -133,7 +134,7 @@ def test_exit_code_of_the_server_is_passed_on(monkeypatch: pytest.MonkeyPatch) -
         (["doctor", "/no/such/model"], ["/no/such/model"]),
         (["serve", "mine", "-m", "other"], ["two models", "mine", "other"]),
         (["tiny"], ["tiny is a model: headrace chat tiny"]),
-        (["tinny"], ["No such command"]),
+        (["tinny"], ["no such command"]),
         (["generate", "tiny"], ["generate takes prompts: give the model as -m tiny and a text to continue"]),
         (["generate", "tiny", "hi"], ["generate takes prompts: give the model as -m tiny"]),
         (["generate", str(SHIPPED["tiny"]), "hi"], ["-m /"]),
@@ -191,7 +192,7 @@ def test_serve_tells_of_a_taken_port() -> None:
 def test_serve_refuses_an_unknown_model() -> None:
     ran = headrace("serve", "/no/such/model", "--port", "0")
     assert ran.returncode == 2
-    assert "the model cannot be served" in ran.stderr and "/no/such/model" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1 and "/no/such/model" in ran.stderr
 
 
 def test_sigterm_while_loading_is_a_clean_end() -> None:
@@ -233,7 +234,7 @@ def test_batch_from_a_pipe() -> None:
     rows = {row["custom_id"]: row["response"] for row in map(json.loads, ran.stdout.splitlines())}
     assert rows["one"]["body"]["choices"][0]["message"]["content"] == "The code of Lisbon is 4821."
     assert rows["refused"]["status_code"] == 400
-    assert "2 requests: " in ran.stderr and "1 of 2 refused: line 2 (custom_id 'refused')" in ran.stderr
+    assert "answered 1 of 2 prompts in " in ran.stderr and "1 of 2 refused: line 2 (custom_id 'refused')" in ran.stderr
 
 
 def test_chat_from_a_pipe(tmp_path: Path) -> None:

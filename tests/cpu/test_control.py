@@ -16,8 +16,9 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.parallel import control
 from headrace.parallel.control import Refused, RunStep, StopWorker, WorkerHello, connect, proof
-from headrace.parallel.group import interface_name, prove
+from headrace.parallel.group import prove
 from headrace.parallel.handshake import Handshake
+from headrace.parallel.interfaces import interface_name
 from headrace.parallel.launch import TorchRun, _read_secret, open_group
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.transport import LoopbackHub, RankLost

@@ -19,7 +19,7 @@ from headrace.kv.storage import KVStorage
 from headrace.parallel import messages
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import LoopbackHub, RankLost
-from headrace.planner.choice import choose
+from headrace.planner.choice import StrategyChoice, choose
 from headrace.planner.machine import Machine, ModelShape
 from headrace.strategies import STRATEGIES
 from headrace.types import CHUNK
@@ -150,6 +150,25 @@ def test_the_choice_is_told(size: int) -> None:
     (answer,) = llm.generate([prompts_of(llm)[4]], GREEDY)
     assert answer.metrics.strategy in STRATEGIES
     assert "predicted" in answer.metrics.strategy_reason
+    llm.workers.close()  # type: ignore[attr-defined]
+
+
+def test_the_time_that_a_step_should_take_is_told(size: int) -> None:
+    """It is that of the strategy that was chosen, for all prompts of the step."""
+    llm = over_ranks(size, max_batch_tokens=1024)
+    told: list[tuple[list[int], float]] = []
+    llm.engine.on_prefill = lambda prefills, expected_s: told.append(([each.step for each in prefills], expected_s))
+    made: list[StrategyChoice] = []
+    advise = llm.driver.advise  # type: ignore[attr-defined]
+
+    def note(*asked: Any) -> StrategyChoice:
+        made.append(advise(*asked))
+        return made[-1]
+
+    llm.driver.advise = note  # type: ignore[attr-defined]
+    llm.generate([[5] * 400, [6] * 300], GREEDY)
+    assert len(made) == 2 and min(choice.predicted_s[choice.strategy] for choice in made) > 0
+    assert told == [([400, 300], sum(choice.predicted_s[choice.strategy] for choice in made))]
     llm.workers.close()  # type: ignore[attr-defined]
 
 

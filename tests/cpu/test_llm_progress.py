@@ -25,7 +25,7 @@ def llm() -> LLM:
 def told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[Prefill]]:
     """Every call of on_prefill."""
     heard: list[list[Prefill]] = []
-    monkeypatch.setattr(llm.engine, "on_prefill", heard.append)
+    monkeypatch.setattr(llm.engine, "on_prefill", lambda prefills, expected_s: heard.append(prefills))
     return heard
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.progress import Prefill
 from headrace.types import CHUNK
 from tests.support import traces
 from tests.support.checkpoints import KINDS, FolderOf
@@ -121,6 +122,21 @@ def test_a_step_of_one_new_token_waits_for_what_comes() -> None:
         pool.k.fill_(7), pool.v.fill_(7)
     same(watched(llm, prompts), truth)
     assert counters(llm).loaded_tokens == 4 * CHUNK
+    llm.close()
+
+
+def test_a_prompt_that_waits_for_what_comes_is_told() -> None:
+    """What is on its way is not read yet."""
+    llm = offloading("tiny", kv_offload_activations="off")
+    prompts = [prompts_of(llm)[0][: 4 * CHUNK + 9]]
+    answer(llm, prompts)
+    flush(llm)
+    told: list[list[Prefill]] = []
+    llm.engine.on_prefill = lambda prefills, expected_s: told.append(prefills)
+    answer(llm, prompts)
+    assert [each._replace(request_id="") for prefills in told for each in prefills] == [
+        Prefill("", 0, 0, 4 * CHUNK + 9, 9, coming=4 * CHUNK)
+    ]
     llm.close()
 
 

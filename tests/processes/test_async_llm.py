@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,9 +112,9 @@ async def test_prompts_being_read_are_known_here(llm: AsyncLLM, monkeypatch: pyt
     begun: list[list[Prefill]] = []
     begin = llm._prefilling.begin
 
-    def note(prefills: Iterable[Prefill]) -> None:
-        begun.append(list(prefills))
-        begin(begun[-1])
+    def note(prefills: list[Prefill], expected_s: float) -> None:
+        begun.append(prefills)
+        begin(prefills, expected_s)
 
     monkeypatch.setattr(llm._prefilling, "begin", note)
     prompt = list(range(1700, 2300))

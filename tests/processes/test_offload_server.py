@@ -57,7 +57,7 @@ def test_restarts(tmp_path: Path, right: list[list[int]]) -> None:
         answer, told = ask(server, PROMPTS[0])
         assert (answer, told["restored_tokens"], told["restore_reason"]) == (right[0], 0, None)
         assert server.stop() == 0, server.log.read_text()
-        assert f"KV in disk: {kv}, 0.25 GiB, about" in server.log.read_text()
+        assert f"disk {kv}: 0.25 GiB, about" in server.log.read_text()
     assert stat.S_IMODE(kv.stat().st_mode) == 0o700
 
     with process(tmp_path, *options) as server:
@@ -65,7 +65,7 @@ def test_restarts(tmp_path: Path, right: list[list[int]]) -> None:
         answer, told = ask(server, PROMPTS[0])
         assert answer == right[0] and 0 < told["restored_tokens"] <= STORED
         assert "chunks" in told["restore_reason"] and told["cached_tokens"] >= told["restored_tokens"]
-        assert f"of these {told['restored_tokens']} restored" in server.log.read_text()
+        assert f"{told['restored_tokens']:,} restored, restore: " in server.log.read_text()
         assert ask(server, PROMPTS[1])[0] == right[1]
         until_stored(server)
         used = server.metric("tier_used_bytes", tier="disk")

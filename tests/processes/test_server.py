@@ -184,11 +184,11 @@ def test_lines_of_the_log(server: ServerProcess) -> None:
     for _ in range(200):
         server.http.post(TEXT, json=text(max_tokens=2000, ignore_eos=True))
         log = server.log.read_text()
-        if "running    1  waiting    0  read" in log:
+        if "running   1  waiting   0  read" in log:
             break
     assert "KV cache  131,072 tokens" in log and "8 sequences of 16,384 tokens" in log
-    assert "running    1  waiting    0  read" in log
-    assert "length       prompt" in log
+    assert "running   1  waiting   0  read" in log
+    assert "length    prompt" in log
 
 
 def test_bench_serve(server: ServerProcess, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_killed_server_takes_its_engine_along(small: ServerProcess) -> None:
 
 
 def test_killed_engine_ends_the_server(tmp_path: Path) -> None:
-    with process(tmp_path, "--no-restart") as doomed:
+    with process(tmp_path, "--no-restart", "--log-format", "json", "--log-level", "debug") as doomed:
         doomed.wait_ready()
         errors: list[BaseException] = []
 
@@ -320,3 +320,7 @@ def test_killed_engine_ends_the_server(tmp_path: Path) -> None:
         assert time.monotonic() - killed < 10
         reader.join(5)
         assert len(errors) == 1 and isinstance(errors[0], openai.APIError), errors
+        lines = [json.loads(line) for line in doomed.log.read_text().splitlines()]
+        logger = {line["pid"]: line["logger"] for line in lines}
+        assert len(logger) == 2 and logger[doomed.process.pid] == "headrace.server", "the engine follows the settings"
+        assert any(line["level"] == "error" and "the engine process ended" in line["message"] for line in lines)

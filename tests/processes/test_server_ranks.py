@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -109,7 +110,8 @@ def test_lost_rank(
 
 def test_without_restart_the_server_ends(tmp_path: Any, right: list[list[int]]) -> None:
     """Three ranks, the one in the middle."""
-    with process(tmp_path, "-cp", "3", "--no-restart", *FAST, *CHAIN) as doomed:
+    as_json = ("--log-format", "json", "--log-level", "debug")
+    with process(tmp_path, "-cp", "3", "--no-restart", *FAST, *CHAIN, *as_json) as doomed:
         doomed.wait_ready()
         assert answers(doomed) == right
         family, under_way = doomed.family(), UnderWay(doomed, "prefill")
@@ -118,7 +120,9 @@ def test_without_restart_the_server_ends(tmp_path: Any, right: list[list[int]]) 
         os.kill(family["1"].pid, signal.SIGKILL)
         assert doomed.process.wait(30) == 1
         under_way.check(began)
-        assert "rank 1 is gone: its process" in doomed.log.read_text()
+        lines = [json.loads(line) for line in doomed.log.read_text().splitlines() if line.startswith("{")]
+        assert any("rank 1 is gone: its process" in line["message"] for line in lines)
+        assert {family[rank].pid for rank in family} < {line["pid"] for line in lines}, "all ranks follow the settings"
         until(lambda: gone(family.values()))
 
 

@@ -130,7 +130,7 @@ class FakeEngine:
         if not prompt_token_ids:
             raise InvalidRequest("the prompt is empty", "prompt")
         if room < 1:
-            raise InvalidRequest("the prompt is too long", "prompt")
+            raise InvalidRequest("the prompt is too long", "prompt", "context_length_exceeded")
         if not all(0 <= token < VOCAB for token in prompt_token_ids):
             raise InvalidRequest("token id outside the vocabulary", "prompt")
         params.check_vocabulary(VOCAB)

@@ -60,8 +60,8 @@ TORCH = {"torch", "transformers", "safetensors"}
 TORCH_FREE = ("headrace.types", "headrace.progress", "headrace.stats", "headrace.strategies", "headrace.config",
               "headrace.kv", "headrace.kernels.registry",
               "headrace.planner", "headrace.attention.plan", "headrace.engine.scheduler", "headrace.bench.registry",
-              "headrace.bench.tuning", "headrace.engine.stored_prefixes", "headrace.engine.torchrun",
-              "headrace.parallel.torchrun_environment")  # fmt: skip
+              "headrace.bench.tuning", "headrace.engine.stored_prefixes", "headrace.engine.preflight",
+              "headrace.engine.torchrun", "headrace.parallel.torchrun_environment")  # fmt: skip
 NEEDS_TORCH = ("headrace.kv.storage",)
 
 

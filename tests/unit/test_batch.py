@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import io
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from headrace.cli import batch
 from headrace.config import EngineConfig
+from headrace.console import ProgressLine
 from headrace.server.batch import CHAT, TEXT
 from headrace.types import EngineDead, UnsupportedModel
 from tests.support.fake_engine import FakeEngine
@@ -84,13 +86,33 @@ def test_rows_are_openais(place: Place, capsys: pytest.CaptureFixture[str]) -> N
     assert rows["bad"]["error"]["code"] == "invalid_url" and rows["bad"]["error"]["line"] == 5
     assert len({row["response"]["request_id"] for row in rows.values() if row["response"]}) == 4
     said = capsys.readouterr().err
-    assert "5 requests: 9 prompt tokens (0% cached), 16 tokens out" in said
+    assert (
+        "answered 2 of 4 prompts in " in said
+        and ": 9 prompt tokens (0 % cached, 9 computed), 16 tokens written" in said
+    )
     assert "3 of 5 refused, the first is line 5: url is '/v1/embeddings'" in said
 
 
 def test_quiet_says_only_what_was_refused(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     place.run(line("a"), line("b", text("")), quiet=True)
     assert capsys.readouterr().err == ("1 of 2 refused: line 2 (custom_id 'b'): prompt must not be empty\n")
+
+
+def test_progress_tells_of_answers_and_speeds(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+
+    class Line(ProgressLine):
+        def __init__(self, tell: Any, share: Any) -> None:
+            super().__init__(tell, share)
+            shown.append((tell, share))
+
+    monkeypatch.setattr(batch, "ProgressLine", Line)
+    place.run(line("a"), line("b"), line("c", text("")))
+    ((tell, share),) = shown
+    assert re.fullmatch(r"3 of 3 prompts, input [\d,]+/s, output [\d,]+/s, 0 % cached", tell()) and share() == 1.0
+    place.target.unlink()
+    place.run(line("d"), quiet=True)
+    assert len(shown) == 1, "quiet shows none"
 
 
 def test_many_wait_without_429(place: Place) -> None:
@@ -111,7 +133,7 @@ def test_what_is_answered_is_left_out(place: Place, capsys: pytest.CaptureFixtur
     assert sum(engine.stats.tokens.prompt for engine in place.run().engines) == 2
     assert place.target.read_bytes().startswith(before) and len(place.rows) == 6
     said = capsys.readouterr().err
-    assert "4 of 6 are in " in said and "2 requests: 2 prompt tokens" in said
+    assert "4 of 6 are in " in said and "answered 2 prompts in " in said
     assert place.run().engines == [], "nothing is left, so that no engine is needed"
 
 
@@ -228,7 +250,7 @@ def test_model_that_cannot_load_is_told_once(
 def test_interrupt_keeps_what_is_done(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     def prepare(number: int, engine: FakeEngine) -> None:
         async def interrupt() -> None:
-            while engine.stats.finished.length < 8:
+            while not place.target.stat().st_size:
                 await asyncio.sleep(0)
             signal.raise_signal(signal.SIGINT)
 

@@ -17,7 +17,7 @@ REMOTE: dict[str, Any] = {"kv_remote_url": "redis://127.0.0.1:6379/0"}
 NAN, INF = float("nan"), float("inf")
 
 NUMBERS: dict[str, tuple[Any, ...]] = {
-    "kv_offloading_size": (-0.1, NAN, INF, True, "4", None),
+    "kv_offloading_size": (-0.1, NAN, INF, True, "4 apples", None),
     "kv_offload_disk_size": (-1, NAN, INF, True),
     "kv_remote_size": (-1, NAN, INF, True),
     "kv_offload_timeout_s": (0, -1, NAN, INF, True),
@@ -122,5 +122,5 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     given = config_from_env().streaming
     assert given is not None and (given.host.size, given.link.gbps, given.weights) == (2.5, 0.5, True)
     monkeypatch.setenv("HEADRACE_KV_TENANT_QUOTA", "half")
-    with pytest.raises(ValueError, match="kv_tenant_quota must be a number"):
+    with pytest.raises(ValueError, match="HEADRACE_KV_TENANT_QUOTA must be a number"):
         config_from_env()

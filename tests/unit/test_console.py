@@ -55,11 +55,15 @@ def printed(to: Console) -> str:
     return to.file.getvalue()
 
 
-def drawn(width: int, share: float | None = 0.5) -> str:
-    """The line as a terminal of this width shows it, without colours."""
-    screen = Console(file=StringIO(), width=width)
-    line = ProgressLine(str, console=screen)
-    screen.print(line.render("case 3 of 12: W3_8192 headrace, 41 s, about 2 min left", share))
+CASE = "case 3 of 12: W3_8192 headrace, 41 s, about 2 min left"
+READING = "reading 2,048 of 5,957 tokens (1,024 cached), 1,570/s, 2 s left"
+MANY = "3 of 20 prompts, input 5,230/s, output 122/s, 94 % cached, reading 2,048 of 5,957 tokens, 1,570/s, 2 s left"
+
+
+def drawn(text: str, width: int, share: float | None) -> str:
+    """The line as a terminal of this width shows it, with NO_COLOR."""
+    screen = Console(file=StringIO(), width=width, force_terminal=True, _environ={"NO_COLOR": "1", "TERM": "xterm"})
+    screen.print(ProgressLine(str, console=screen).render(text, share))
     return printed(screen).rstrip()
 
 
@@ -113,15 +117,22 @@ def test_what_is_left_never_runs_below_the_cases_to_come(counted: Counting, cloc
 
 
 @pytest.mark.parametrize(
-    ("width", "expected"),
+    ("text", "width", "share", "expected"),
     [
-        (120, "━━━━━━━━━━━━━━━━━━━━ case 3 of 12: W3_8192 headrace, 41 s, about 2 min left"),
-        (70, "━━━━━━━━━━━━━━━━━━━━ case 3 of 12: W3_8192 headrace, 41 s, about 2 mi…"),
-        (50, "case 3 of 12: W3_8192 headrace, 41 s, about 2 min…"),
+        (CASE, 120, 1.0, f"━━━━━━━━━━━━━━━━━━━━ {CASE}"),
+        (CASE, 80, 0.5, f"━━━━━━━━━━           {CASE}"),
+        (CASE, 70, 0.5, f"━━━━━      {CASE}"),
+        (CASE, 50, 0.5, "case 3 of 12: W3_8192 headrace, 41 s, about 2 min…"),
+        (READING, 120, 0.4, f"━━━━━━━━             {READING}"),
+        (READING, 80, 0.4, f"━━━━       {READING}"),
+        (READING, 80, None, READING),
+        (MANY, 120, 0.5, f"━━━━━      {MANY}"),
+        (MANY, 80, 0.5, "3 of 20 prompts, input 5,230/s, output 122/s, 94 % cached, reading 2,048 of 5,9…"),
     ],
+    ids=lambda given: "" if isinstance(given, str) else str(given),
 )
-def test_a_line_fits_the_terminal(width: int, expected: str) -> None:
-    assert drawn(width, 1.0) == expected
+def test_a_line_fits_the_terminal(text: str, width: int, share: float | None, expected: str) -> None:
+    assert drawn(text, width, share) == expected
 
 
 def test_a_terminal_shows_one_line_that_vanishes(clock: Seconds) -> None:

@@ -20,6 +20,7 @@ COMMANDS = [
     *(name for name in GROUP.commands if name != "bench"),
     *(f"bench {name}" for name in GROUP.commands["bench"].commands),
 ]
+WITHOUT_A_MODEL = ("demo", "bench serve", "bench attention", "bench connections")
 COMMAND = pytest.mark.parametrize("command", COMMANDS)
 
 
@@ -44,6 +45,7 @@ def test_help_fits_the_terminal_and_is_plain(command: str) -> None:
         text = screen(command, width, "--help-all")
         assert text.isascii() and "\x1b" not in text and text.startswith("Usage: headrace ")
         assert max(map(len, text.splitlines())) <= width
+        assert "{" not in text.splitlines()[0], "typer's braces around arguments"
 
 
 @pytest.mark.parametrize("group", ["", "bench"])
@@ -62,6 +64,17 @@ def test_every_command_has_panels_and_help_all(command: str) -> None:
     assert not any(f"  {flag} " in text for flag in rare) and all(f"  {flag} " in whole for flag in rare)
     assert ("--help-all  Show" in text) == (f"See headrace {command} --help-all" in text) == bool(rare)
     assert "Not shown" not in whole
+
+
+@COMMAND
+def test_a_model_is_given_the_same_way_everywhere(command: str) -> None:
+    """As -m and --model; first as well, unless the arguments are prompts, files or lists of shapes."""
+    found = {param.name: param.opts for param in made(command).params}
+    named = found.get("model") or found.get("models")
+    assert (command in WITHOUT_A_MODEL) == (named is None)
+    assert named is None or {"-m", "--model"} <= set(named)
+    other = command in ("generate", "batch", "bench engine", "bench restore")
+    assert named is None or ("model_first" in found) != other
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "generate"])

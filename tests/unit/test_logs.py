@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace import logs
 from headrace.logs import MOST_IN_LINE, LineFormatter, shown
 from headrace.offload.tiers.breaker import Breaker
 from headrace.offload.tiers.health import Health
@@ -48,6 +52,50 @@ def test_a_traceback_cannot_begin_a_line_of_ours() -> None:
     lines = logged("failed", error=ValueError("a\n12:00:00 INFO forged")).splitlines()
     assert lines[0].endswith("failed") and len(lines) > 1
     assert all(line.startswith("    ") for line in lines[1:])
+
+
+def test_short_ids() -> None:
+    name = "ed6062509bf84f6f9401fd1b57045b1a"
+    assert logs.short_id(f"chatcmpl-{name}") == logs.short_id(f"cmpl-{name}") == "ed606250"
+    assert logs.short_id(f"cmpl-{name}-12") == "ed606250-12"
+    assert logs.short_id("offline-7") == "offline-7" and logs.short_id("a\nb") == "a\\nb"
+
+
+@contextmanager
+def bare() -> Iterator[logging.Logger]:
+    """The root logger of a program that has not set up logging."""
+    root, ours = logging.getLogger(), logging.getLogger("headrace")
+    kept = root.handlers[:], root.level, ours.level
+    root.handlers.clear()
+    try:
+        yield root
+    finally:
+        root.handlers[:], level, own = kept
+        root.setLevel(level)
+        ours.setLevel(own)
+
+
+def test_level_and_form_may_change_and_are_headraces_own(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("headrace.server")
+    with bare() as root:
+        logs.to_stderr(logs.level_of("auto", logging.WARNING))
+        log.info("unseen")
+        logs.to_stderr(logs.level_of("debug", logging.WARNING), "json")
+        log.debug("seen", extra=logs.fields(level=7, tokens=3))
+        logging.getLogger("another.library").info("unseen")
+        assert len(root.handlers) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert (told["message"], told["level"], told["tokens"], next(iter(told))) == ("seen", "debug", 3, "time")
+
+
+def test_a_program_with_logging_of_its_own_keeps_it() -> None:
+    own = logging.NullHandler()
+    with bare() as root:
+        root.addHandler(own)
+        before = logging.getLogger("headrace").level
+        logs.to_stderr(logging.DEBUG)
+        assert root.handlers == [own] and logging.getLogger("headrace").level == before
 
 
 def test_what_a_server_said_is_one_line_wherever_it_is_logged(caplog: pytest.LogCaptureFixture) -> None:

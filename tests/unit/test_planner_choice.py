@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace.planner.choice import choose, predict, shards_for
+from headrace.planner.choice import choose, one_engine_s, predict, shards_for
 from headrace.planner.heuristic import (
     Heuristic,
     RingRates,
@@ -19,6 +19,7 @@ from headrace.planner.heuristic import (
     fit_heuristic,
     guarded,
 )
+from headrace.planner.machine import ComputeRates, Machine
 from headrace.planner.partition import zigzag_ranks
 from headrace.planner.tuned_table import TableEntry, TableStamp, TunedTable
 from headrace.strategies import STRATEGIES
@@ -30,6 +31,15 @@ TOTAL = 128_000
 PEAK = RingRates(ranks=4, heads=128, kv_heads=8, flops_s=800e12, bandwidth_bytes_s=50e9)
 ATTAINED = msgspec.structs.replace(PEAK, flops_s=515e12, bandwidth_bytes_s=26e9)
 SLOW = msgspec.structs.replace(MACHINE, link_bytes_s=0.5e9)
+
+
+def shared(gain: float) -> Machine:
+    """Ranks that share a host, where one engine attains so many times what one of them does."""
+    rates = ComputeRates(
+        cores=4, linear_flops_s=gain * MACHINE.linear_flops_s, memory_bytes_s=gain * MACHINE.memory_bytes_s,
+        attention_flops_s=tuple((rows, gain * rate) for rows, rate in MACHINE.attention_flops_s),
+    )  # fmt: skip
+    return msgspec.structs.replace(MACHINE, one_engine=rates)
 
 
 def tuned(ranks: int = 2, **more: object) -> TunedTable:
@@ -118,8 +128,46 @@ def test_cost_takes_the_least() -> None:
     seconds = {name: f"{value:.2f}" for name, value in choice.predicted_s.items()}
     assert choice.reason == (
         f"chain: {seconds['chain']} s predicted, ring-kv {seconds['ring-kv']}, gather {seconds['gather']}, "
-        f"single {seconds['single']}"
+        f"single (one rank, 2 cores) {seconds['single']}"
     )
+
+
+def test_single_is_one_engine_with_all_cores_where_ranks_share_them() -> None:
+    """Twice the rates of a rank: several ranks gain nothing any more, and the reason says what `single` is."""
+    twice = shared(2.0)
+    choice = choose(twice, S2, 2, 2048)
+    one = one_engine_s(twice, S2, 2048)
+    assert choice.strategy == "single" and choice.predicted_s["single"] == one
+    assert one is not None and one < 0.6 * predict("single", MACHINE, S2, 1, (0, 2048)).ttft_s
+    assert choice.predicted_s["chain"] == choose(MACHINE, S2, 2, 2048).predicted_s["chain"]
+    others = {name: f"{value:.2f}" for name, value in choice.predicted_s.items()}
+    assert choice.reason == (
+        f"single (one engine with all 4 cores): {others['single']} s predicted, ring-kv {others['ring-kv']}, "
+        f"chain {others['chain']}, gather {others['gather']}"
+    )
+    slower = choose(shared(0.9), S2, 2, 16384)
+    assert slower.strategy == "chain" and ", single (one engine with all 4 cores) 1" in slower.reason
+    ruled = choose(twice, S2, 2, 2048, 2048, rule="alg1")
+    assert ruled.reason.startswith("single (one engine with all 4 cores; too small for ring-")
+    assert one_engine_s(MACHINE, S2, 2048) is None
+
+
+def test_one_engine_is_named_beside_a_strategy_that_was_forced() -> None:
+    """It has all cached tokens, wherever they lie on the ranks."""
+    choice = choose(shared(2.0), S2, 2, 2048, 4096, (0, 1), allowed=("chain",))
+    one = one_engine_s(shared(2.0), S2, 2048, 4096)
+    assert set(choice.predicted_s) == {"chain"} and one is not None
+    assert choice.reason == (
+        f"chain: {choice.predicted_s['chain']:.2f} s predicted, one engine with all 4 cores {one:.2f}"
+    )
+
+
+def test_what_exchanges_take_beyond_their_bytes_is_added_to_each_layer() -> None:
+    late = msgspec.structs.replace(MACHINE, exchange_s=(("chain", 0.01),))
+    for name in ("single", "chain", "ring-kv"):
+        cut = shards_for(name, late, S2, 2, 4096)
+        more = predict(name, late, S2, 2, cut.bounds).ttft_s - predict(name, MACHINE, S2, 2, cut.bounds).ttft_s
+        assert more == pytest.approx(0.01 * S2.layers if name == "chain" else 0)
 
 
 def test_small_prompts_go_to_one_rank() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headrace.planner.machine import ComputeRates
 from headrace.planner.partition import Bounds
 from headrace.planner.partition_search import PartitionSearch
 from headrace.planner.tuned_table import TableEntry, TableStamp, TunedTable, load_table
@@ -37,6 +38,23 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     table.save(path)
     assert load_table(path) == table
     assert os.listdir(path.parent) == ["table.json"]
+
+
+def test_one_engine_is_an_optional_part_of_a_profile(tmp_path: Path) -> None:
+    """Tables from before it was measured load; its figures are checked as the others are."""
+    path, table = tmp_path / "table.json", tuned()
+    rates = ComputeRates(cores=4, linear_flops_s=1e12, attention_flops_s=((16, 8e11),), memory_bytes_s=5e10)
+    table.machine = msgspec.structs.replace(MACHINE, one_engine=rates, exchange_s=(("chain", 0.001),))
+    table.save(path)
+    assert load_table(path) == table
+    assert table.machine.alone.cores == 4 and table.machine.alone.link_bytes_s == MACHINE.link_bytes_s
+    assert table.machine.fingerprint == MACHINE.fingerprint
+    old = msgspec.json.decode(path.read_bytes())
+    del old["machine"]["one_engine"], old["machine"]["exchange_s"]
+    path.write_bytes(msgspec.json.encode(old))
+    assert load_table(path) == tuned()
+    with pytest.raises(ValueError, match="linear_flops_s must be above 0"):
+        msgspec.structs.replace(MACHINE, one_engine=msgspec.structs.replace(rates, linear_flops_s=0.0))
 
 
 def test_an_interrupted_save_leaves_the_old_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

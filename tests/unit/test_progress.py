@@ -44,22 +44,57 @@ def test_prompts_being_read_step_by_step() -> None:
     prefills.begin([Prefill("a", 3072, 1024, 5000, 1928)])
     clock.now = 3.0
     assert prefills.prefills == [Prefill("a", 3072 + 1074, 1024, 5000, 1928 - 1074)]
-    clock.now = 60.0
-    assert prefills.prefills == [Prefill("a", 5000, 1024, 5000, 0)]
+    clock.now = 20.0
+    assert 4980 < prefills.prefills[0].done < 5000, "a step that takes ten times as long is almost done, never quite"
+    assert prefills.rate == pytest.approx(1928 / 18), "and the rate cannot be better than this"
     prefills.end(["a"])
     assert prefills.prefills == []
-    assert 0 < prefills.rate < 1074, "it is remembered, and the last step counts half"
+    assert prefills.rate == (1074 + 1928 / 18) / 2, "it is remembered, and the last step counts half"
 
 
 def test_a_step_of_several_prompts_is_shared() -> None:
     clock = Seconds()
     prefills = PrefillClock(clock)
-    prefills.rate = 100.0
+    prefills.begin([Prefill("c", 0, 0, 100, 100)])
+    clock.now = 1.0
+    prefills.end(["c"])
     prefills.begin([Prefill("a", 0, 0, 400, 300), Prefill("b", 0, 0, 100, 100)])
-    clock.now = 2.0
+    clock.now = 3.0
     assert [each.done for each in prefills.prefills] == [150, 50]
     prefills.drop("a")
     assert [each.request_id for each in prefills.prefills] == ["b"]
+
+
+def test_a_first_step_goes_by_what_was_expected() -> None:
+    """Several ranks compute a whole prompt in one step, whose time the planner predicts; later the clock knows."""
+    clock = Seconds()
+    prefills = PrefillClock(clock)
+    prefills.begin([Prefill("a", 0, 0, 16_384, 16_384)], 8.0)
+    clock.now = 2.0
+    assert (prefills.rate, prefills.prefills[0].done) == (2048.0, 4096)
+    clock.now = 16.0
+    assert 15_000 < prefills.prefills[0].done < 16_000
+    prefills.end(["a"])
+    prefills.begin([Prefill("b", 0, 0, 16_384, 16_384)], 8.0)
+    assert prefills.rate == 1024.0
+
+
+def test_a_step_that_waits_for_restored_chunks_says_nothing_of_the_rate() -> None:
+    """Ten seconds for 100 tokens, most of them on a link, must not be believed of the next prompt."""
+    clock = Seconds()
+    prefills = PrefillClock(clock)
+    prefills.begin([Prefill("a", 0, 0, 1000, 1000)])
+    clock.now = 1.0
+    prefills.end(["a"])
+    restoring = [Prefill("b", 0, 0, 4155, 59, coming=4096)]
+    prefills.begin(restoring)
+    clock.now = 6.0
+    assert prefills.prefills == restoring
+    told = "reading 0 of 4,155 tokens (4,096 being restored), 5 s so far"
+    assert reading(prefills.prefills, prefills.rate, 5.0) == told
+    clock.now = 11.0
+    prefills.end()
+    assert (prefills.prefills, prefills.rate) == ([Prefill("b", 4155, 0, 4155)], 1000.0)
 
 
 def test_decode_steps_say_nothing_of_prefills() -> None:
@@ -80,6 +115,7 @@ def test_reading() -> None:
     assert reading([Prefill("a", 2048, 0, 5957)], 1570.0) == "reading 2,048 of 5,957 tokens, 1,570/s, 2 s left"
     two = [Prefill("a", 2048, 1024, 5957), Prefill("b", 0, 0, 1000)]
     assert reading(two, 0.0) == "reading 2,048 of 6,957 tokens (1,024 cached)"
+    assert reading(two[1:], 0.0, 12.0) == "reading 0 of 1,000 tokens, 12 s so far"
     assert reading([Prefill("a", 5957, 0, 5957)], 1570.0).endswith("0.1 s left")
 
 
@@ -113,7 +149,7 @@ def test_prompts_being_answered() -> None:
     answering.note(Delta("b", 0, finish_reason="abort", metrics=metrics(100, 0, 0)))
     assert answering.share() == 0.1
     assert answering.text(prefills) == (
-        "2 of 20 prompts, input 2,000/s, output 2/s, 75 % cached, reading 2,048 of 5,957 tokens"
+        "2 of 20 prompts, input 2,000/s, output 2/s, 75 % cached, reading 2,048 of 5,957 tokens, 2 s so far"
     )
     assert answering.summary().startswith("answered 1 of 2 prompts in 2.0 s: 4,000 prompt tokens (75 % cached, 1,000 ")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from io import StringIO
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from rich.console import Console
 
 from headrace import console
 from headrace.cli import engine as cli_engine
-from headrace.cli.engine import streamed
+from headrace.cli.engine import streamed, written_rate
 from headrace.console import ProgressLine
 from headrace.progress import Prefill
+from headrace.stats import EngineStats
 from headrace.types import Delta, SamplingParams
 
 pytestmark = pytest.mark.unit
@@ -34,8 +36,8 @@ class ReadingEngine:
         try:
             self.begun.set()
             await self.finished.wait()
-            for text in ("an", "swer"):
-                yield Delta("a", 0, text=text)
+            for token, text in enumerate(("an", "swer")):
+                yield Delta("a", 0, text=text, token_ids=[token])
         finally:
             self.closed = True
 
@@ -100,6 +102,40 @@ def test_on_a_terminal_it_vanishes_before_the_first_token(
     during, after = asyncio.run(answered(lines, written))
     assert READING in during and "\x1b[2K" not in during
     assert after.endswith("\x1b[1A\x1b[2K") and after.startswith(during)
+
+
+def test_an_answer_that_is_not_seen_is_told_of_until_its_end(
+    lines: list[ProgressLine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = stderr(monkeypatch, force_terminal=True, color_system=None, _environ={"TERM": "xterm"})
+
+    async def read() -> None:
+        llm = ReadingEngine()
+        llm.read()
+        async for delta in streamed(llm, "prompt", SamplingParams(), False, unseen=True):
+            lines[0].tick()
+            assert delta.token_ids
+
+    asyncio.run(read())
+    assert "1 token written, " in written.getvalue()
+    assert "2 tokens written, " in written.getvalue() and written.getvalue().endswith("\x1b[1A\x1b[2K")
+
+
+def test_an_engine_that_stores_chunks_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take half a minute, and is told in words of its own."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    llm = SimpleNamespace(stats=EngineStats())
+    tell = cli_engine._ending(llm)
+    now[0] += 12
+    assert tell() == "ending the engine: 12 s"
+    llm.stats.restore.unstored = 1234
+    assert tell() == "storing 1,234 chunks: 12 s"
+
+
+def test_rate_of_what_is_written() -> None:
+    assert written_rate(1, 0.0) == "- tokens/s"
+    assert written_rate(1025, 20.0) == "51.2 tokens/s"
 
 
 def test_quiet(lines: list[ProgressLine], monkeypatch: pytest.MonkeyPatch) -> None:

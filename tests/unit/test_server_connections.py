@@ -213,3 +213,4 @@ def test_a_message_that_comes_again_and_again_is_told_seldom() -> None:
     assert [seldom.filter(record) for _ in range(3)] == [True, False, False]
     now[0] = connections.LOG_S + 1
     assert seldom.filter(record)
+    assert record.msg == "Invalid HTTP request received. (2 more like it since the last such line)"

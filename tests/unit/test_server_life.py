@@ -266,6 +266,6 @@ def test_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
         time.sleep(0.3)
         assert "running" not in caplog.text, "idle servers are silent"
         running.http.post(TEXT, json=text("z" * 128, max_tokens=20))
-        until(lambda: "length       prompt" in caplog.text)
-    assert "running    1  waiting    0  read" in caplog.text
+        until(lambda: "length    prompt" in caplog.text)
+    assert "running   1  waiting   0  read" in caplog.text
     assert "prompt     128 (     64 cached)  output     20" in caplog.text

@@ -34,6 +34,14 @@ def test_template_variable_that_does_not_fit(fast: Running) -> None:
     check_refusal(fast.http.post(CHAT, json=ask(chat_template_kwargs={"no": 1})), 400, "chat_template_kwargs")
 
 
+def test_too_long_a_prompt_has_openais_code(fast: Running) -> None:
+    for stream in (False, True):
+        assert fast.http.post(CHAT, json=ask("x" * 5000, stream=stream)).json()["error"] == {
+            "message": "the prompt is too long", "type": "invalid_request_error", "param": "messages",
+            "code": "context_length_exceeded",
+        }  # fmt: skip
+
+
 def test_wrong_method(fast: Running) -> None:
     check_refusal(fast.http.get(CHAT), 405, None)
 

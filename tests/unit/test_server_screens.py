@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from headrace.server.tally import MOST_KEYS, Tally
 from headrace.stats import EngineStats, FinishedStats, KVStats, SchedulerStats, TokenStats
 from headrace.types import Metrics, SamplingParams
 from tests.support.fake_engine import FakeCapacity, FakeTokenizer
-from tests.support.fake_server import TEXT, serving, text, until
+from tests.support.fake_server import TEXT, open_request, serving, text, until
 
 pytestmark = pytest.mark.unit
 
@@ -144,10 +145,10 @@ def test_loading_in_the_log() -> None:
         == """\
 INFO  loading   configuration, for 0.0 s
 INFO  loading   weights 1.0 of 3.0 GiB, for 0.0 s
-INFO  loaded    weights: 3.0 GiB in 7.0 s
+INFO  loading   weights: 3.0 GiB in 7.0 s
 INFO  loading   packing, for 0.0 s
 INFO  loading   packing, for 41 s
-INFO  loaded    packing: 41.0 s"""
+INFO  loading   packing: 41.0 s"""
     )
     assert load.weights == 3 << 30
 
@@ -166,7 +167,7 @@ def ended(made: Job, tokens: int, **metrics: Any) -> Job:
 
 
 def test_lines_of_requests() -> None:
-    several = ended(job(n=2, prompt=9), 3, queue_s=0.125, strategy="chain", strategy_reason="new prompt")
+    several = ended(job(n=2, prompt=9), 3, queue_s=0.125, strategy="chain", strategy_reason="chain: new prompt")
     lines = [
         arrival_line(job(temperature=0.0, stop=("a\n",)), None),
         job_line(ended(job(), 120, cached_tokens=5952), "done"),
@@ -177,13 +178,13 @@ def test_lines_of_requests() -> None:
     assert (
         "\n".join(line.text for line in lines)
         == """\
-ed606250  arrived      prompt   5,969  temperature=0.0  stop=('a\\n',)
-ed606250  length       prompt   5,969 (  5,952 cached)  output    120  first token   0.250 s     59.5 tokens/s
-ed606250  length       prompt       9 (      0 cached)  output      6  first token   0.250 s      2.0 tokens/s  \
+ed606250  arrived   prompt   5,969  temperature=0.0  stop=('a\\n',)
+ed606250  length    prompt   5,969 (  5,952 cached)  output    120  ttft   0.250 s     59.5 tokens/s
+ed606250  length    prompt       9 (      0 cached)  output      6  ttft   0.250 s      2.0 tokens/s  \
 2 answers, queued 0.125 s, prefill by chain (new prompt)
-ed606250  length       prompt     128 (     64 cached)  output      1  first token   0.250 s        - tokens/s  \
+ed606250  length    prompt     128 (     64 cached)  output      1  ttft   0.250 s        - tokens/s  \
 64 restored, restore: 2 loaded
-ed606250  client gone  prompt 1,000,000                   output      0  after 2.500 s"""
+ed606250  left      prompt 1,000,000                   output      0  after 2.500 s"""
     )
 
 
@@ -203,7 +204,10 @@ def test_what_is_logged_of_requests(setting: str, arrivals: int, ends: int, text
         running.http.post(TEXT, json=text("secret", temperature=0.5))
     told = out.getvalue()
     assert told.count("arrived") == told.count("temperature=0.5") == arrivals
-    assert told.count("length       prompt") == ends and told.count("secret") == texts
+    assert told.count("length    prompt") == ends and told.count("secret") == texts
+
+
+NOTHING = EngineStats().flat()
 
 
 def status(**more: Any) -> Any:
@@ -221,10 +225,17 @@ def test_status() -> None:
     assert (
         "\n".join(line.text for line in lines)
         == """\
-running    2  waiting    1  read     600/s  written   112.0/s  cached  67 %  KV  12.3% (123 chunks, 456 if unshared)
-running    2  waiting    1  read     600/s  written   112.0/s  cached  67 %  KV  12.3%
-running    3  waiting    1  read     600/s  written   112.0/s  cached  67 %  KV  12.3% (123 chunks, 456 if unshared)  \
+running   2  waiting   1  read     600/s  written   112.0/s  cached  67 %  KV  12.3% (123 chunks; 456 unshared)
+running   2  waiting   1  read     600/s  written   112.0/s  cached  67 %  KV  12.3%
+running   3  waiting   1  read     600/s  written   112.0/s  cached  67 %  KV  12.3% (123 chunks; 456 unshared)  \
 reading 12,288 of 17,907 tokens (3,072 cached), 1,000/s, 6 s left"""
+    )
+    long = [status_line(NOTHING, NOTHING, 5.0, reading, 1000.0), status_line(NOTHING, NOTHING, 5.0)]
+    assert (
+        "\n".join(line.text for line in long)
+        == """\
+running   1  waiting   0  reading 4,096 of 5,969 tokens (1,024 cached), 1,000/s, 2 s left
+running   0  waiting   0  no step ended in the last 5 s"""
     )
     assert lines[2].fields["prefills"][0]["total"] == 5969
 
@@ -252,6 +263,22 @@ def test_a_dead_engine_has_no_status() -> None:
         until(lambda: running.metric("engine_restarts_total") == 1)
         assert out.getvalue() == told
         running.given.hold.set()
+
+
+def test_a_second_ctrl_c_ends_what_is_under_way() -> None:
+    with logged() as out, serving(token_s=0.01) as running:
+        sock = open_request(running.port, text(max_tokens=3000, stream=True))
+        until(lambda: running.engine.stats.scheduler.running == 1)
+        loop = running.server.servers[0].get_loop()
+        for _ in range(2):
+            loop.call_soon_threadsafe(running.server.handle_exit, signal.SIGINT, None)
+        running.thread.join(5)
+        assert not running.thread.is_alive() and running.server.exit_code() == 0
+        sock.close()
+    *_, stopping, ended, left = without_times(out.getvalue()).splitlines()
+    assert stopping == "INFO  stopping: requests under way have up to 10 s; ctrl-c again ends them at once"
+    assert ended == "INFO  stopping: ended what was under way: 1 request"
+    assert "  left      prompt       5" in left
 
 
 def test_lines_about_refusals() -> None:

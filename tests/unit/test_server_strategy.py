@@ -47,7 +47,7 @@ def test_one_rank_has_none(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "headrace.server")
     with serving() as running:
         assert told(running.http.post(TEXT, json=text()).text) == (None, None)
-        until(lambda: "length       prompt" in caplog.text)
+        until(lambda: "length    prompt" in caplog.text)
         assert "prefill by" not in caplog.text
         assert "prefills_total{" not in running.http.get("/metrics").text
 

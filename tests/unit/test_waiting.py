@@ -12,6 +12,7 @@ from headrace.engine import waiting
 from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.waiting import WaitingPrompts
 from headrace.kv.cache import KVCache
+from headrace.progress import Prefill
 from headrace.stats import EngineStats, SchedulerStats, TokenStats
 from headrace.types import CHUNK, Overloaded, Request, SamplingParams
 
@@ -104,3 +105,7 @@ def test_a_crowd_is_told_to_wait_for_its_new_tokens() -> None:
     with pytest.raises(Overloaded, match=r"11,000 prompt tokens are waiting, 2,360 of them new") as told:
         llm._enqueue(last)
     assert told.value.retry_after_s == pytest.approx(2.36)
+    llm._prefilling.begin([Prefill("first", 1000, 0, 3000, 500), Prefill("waits for its chunks", 0, 0, 3000)])
+    with pytest.raises(Overloaded) as told:
+        llm._enqueue(last)
+    assert told.value.retry_after_s == pytest.approx(4.36), "what is being read comes first, and counts once"

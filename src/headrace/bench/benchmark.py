@@ -6,6 +6,7 @@ these import what measures (torch, engines) inside `cases`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import MISSING, dataclass, field, fields
@@ -13,8 +14,12 @@ from typing import Any, ClassVar
 
 from headrace.bench.table import Case as Case
 from headrace.bench.table import Column
+from headrace.config.sizes import parse_size
 from headrace.console import Counting, counting
+from headrace.engine.folders import model_folder
 
+MODELS_FLAGS = ("-m", "--model", "--models")
+"""Of a list of models; the field `model` alone is given first or by -m (cli/bench.py)."""
 MODEL_HELP = "Model folder, 'tiny', or a shape with random weights: S1, S2, S3."
 
 
@@ -103,12 +108,29 @@ class CaseProgress:
         return nullcontext() if self._counting is None else self._counting.hidden()
 
 
+def token_counts(name: str, text: str) -> tuple[int, ...]:
+    """Token counts by commas, as 1024,128k."""
+    return tuple(int(parse_size(name, part, "tokens")) for part in text.split(","))
+
+
+def token_count(name: str, text: str | int) -> int:
+    """One of them."""
+    return int(parse_size(name, str(text), "tokens"))
+
+
 def integers(name: str, text: str) -> tuple[int, ...]:
     """Integers by commas."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"{name} must be integers by commas, got {text!r}") from None
+
+
+def a_model(name: str, text: str) -> str:
+    """A folder that there is, or a shape's name."""
+    if not re.fullmatch(r"S\d+", text):
+        model_folder(text)
+    return text
 
 
 def words(name: str, text: str) -> tuple[str, ...]:

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.bench import prefill_grid
-from headrace.bench.benchmark import MODEL_HELP, Case, integers, one_of, option
+from headrace.bench.benchmark import MODEL_HELP, Case, a_model, integers, one_of, option, token_counts
 from headrace.bench.prefill_grid import CELL, PrefillGrid, link_bandwidths
 from headrace.bench.table import Column, show
 from headrace.console import out
@@ -17,6 +17,10 @@ from headrace.console import out
 if TYPE_CHECKING:
     from headrace.bench.prefill_testbed import PrefillTestbed
     from headrace.planner.choice import StrategyChoice
+    from headrace.planner.machine import Machine, ModelShape
+
+
+ONE_ENGINE, ONE_RANK = "one engine, all cores", "one rank by itself"
 
 
 @dataclass
@@ -27,10 +31,10 @@ class ChoiceBench(PrefillGrid):
     """
 
     name = "choice"
-    model: str = option(MODEL_HELP, "tiny", argument=True)
+    model: str = option(MODEL_HELP, "tiny", argument=True, parse=a_model)
     ranks: tuple[int, ...] = option(prefill_grid.RANKS_HELP, "2", parse=integers)
-    tokens: tuple[int, ...] = option(prefill_grid.TOKENS_HELP, "64,256,1024,4096", parse=integers)
-    cached: tuple[int, ...] = option(prefill_grid.CACHED_HELP, "0,2048,8192", parse=integers)
+    tokens: tuple[int, ...] = option(prefill_grid.TOKENS_HELP, "64,256,1024,4096", parse=token_counts)
+    cached: tuple[int, ...] = option(prefill_grid.CACHED_HELP, "0,2048,8192", parse=token_counts)
     bandwidth: tuple[float | None, ...] = option(prefill_grid.BANDWIDTH_HELP, "0.1,1", parse=link_bandwidths)
     latency_ms: float = option(prefill_grid.LATENCY_HELP, 0.0)
     link: str = option(prefill_grid.LINK_HELP, "limited", parse=one_of("limited", "netns"))
@@ -45,6 +49,9 @@ class ChoiceBench(PrefillGrid):
     )
     placement: Literal["round", "last"] = option(
         "Cached chunks: round (in turn) or last (on the last rank).", "round", parse=one_of("round", "last")
+    )
+    against_one_engine: bool = option(
+        "Also measure one engine with the cores of all ranks, and one rank by itself.", False
     )
 
     def cases(self) -> Iterator[Case]:
@@ -65,6 +72,9 @@ class ChoiceBench(PrefillGrid):
     def finish(self, done: list[Case]) -> None:
         out.print()
         show(SUMMARY, summary(done), out)
+        if self.against_one_engine:
+            out.print()
+            show(PREDICTIONS, predictions(done), out)
 
     def _cell(self, testbed: PrefillTestbed, T: int, P: int) -> Case:
         from headrace.bench.prefill_search import in_turns
@@ -76,8 +86,15 @@ class ChoiceBench(PrefillGrid):
         where = (machine, testbed.shape, testbed.size, T, P, held, self.tuned)
         choice = choose(*where, rule=self.rule)
         runs = testbed.runs({name: shards_for(name, *where) for name in OFFERED}, P, self.placement)
+        if self.against_one_engine:
+            runs |= {ONE_ENGINE: lambda: testbed.one_engine(T, P), ONE_RANK: lambda: testbed.alone(T, P)}
         found = {name: [run.seconds for run in each] for name, each in in_turns(runs, self.repeats).items()}
-        return _case(testbed, T, P, choice, found)
+        beside = {name: found.pop(name) for name in (ONE_ENGINE, ONE_RANK) if name in found}
+        case = _case(testbed, T, P, choice, found)
+        if not beside:
+            return case
+        machines = {ONE_ENGINE: machine.alone, ONE_RANK: _by_itself(machine, testbed.crowding)}
+        return case | {"beside": _beside(machines, testbed.shape, T, P, beside)}
 
 
 def _case(testbed: PrefillTestbed, T: int, P: int, choice: StrategyChoice, found: dict[str, list[float]]) -> Case:
@@ -92,6 +109,32 @@ def _case(testbed: PrefillTestbed, T: int, P: int, choice: StrategyChoice, found
     }  # fmt: skip
 
 
+def _by_itself(machine: Machine, crowding: float) -> Machine:
+    """The profile of a rank that keeps to its share of the cores, but has turns on them with no other."""
+    import msgspec
+
+    return msgspec.structs.replace(
+        machine, one_engine=None, linear_flops_s=machine.linear_flops_s * crowding,
+        memory_bytes_s=machine.memory_bytes_s * crowding,
+        attention_flops_s=tuple((rows, rate * crowding) for rows, rate in machine.attention_flops_s),
+    )  # fmt: skip
+
+
+def _beside(
+    machines: dict[str, Machine], shape: ModelShape, T: int, P: int, found: dict[str, list[float]]
+) -> dict[str, Any]:
+    """Of what is not a strategy of the ranks: seconds measured and predicted."""
+    from headrace.planner.choice import predict
+
+    return {
+        name: {
+            "cores": machine.cores, "measured_s": statistics.median(found[name]), "times_s": found[name],
+            "predicted_s": predict("single", machine, shape, 1, (P, P + T), P).ttft_s,
+        }
+        for name, machine in machines.items()
+    }  # fmt: skip
+
+
 def tie(chosen: Sequence[float], best: Sequence[float]) -> bool:
     """Whether the middle halves of the two overlap: the repetitions do not tell which is faster."""
 
@@ -103,7 +146,8 @@ def tie(chosen: Sequence[float], best: Sequence[float]) -> bool:
 
 
 def _times(case: Case) -> str:
-    times = sorted(case["measured_s"].items(), key=lambda pair: pair[1])
+    beside = {name: each["measured_s"] for name, each in case.get("beside", {}).items()}
+    times = sorted((case["measured_s"] | beside).items(), key=lambda pair: pair[1])
     return ", ".join(f"{name} {seconds:.4f}" for name, seconds in times)
 
 
@@ -125,6 +169,29 @@ def summary(cases: Sequence[Case]) -> list[Case]:
         wins = pass_q_until(cells)
         share = None if wins is None else wins / (wins + cached)
         rows.append(where | {"worst": worst - 1, "until": wins, "share": share})
+    return rows
+
+
+PREDICTIONS = (
+    CELL[0], CELL[2], CELL[3],
+    Column("way", width=len("one engine")),
+    Column("measured", unit="s", form=",.3f"),
+    Column("predicted", unit="s", form=",.3f"),
+    Column("of measured", "ratio", "times", ".2f"),
+)  # fmt: skip
+
+
+def predictions(cases: Sequence[Case]) -> list[Case]:
+    """Measured and predicted seconds of each way to compute a prompt, the fastest first."""
+    rows: list[Case] = []
+    for case in cases:
+        pairs = {name: (seconds, case["predicted_s"].get(name)) for name, seconds in case["measured_s"].items()}
+        pairs |= {name: (each["measured_s"], each["predicted_s"]) for name, each in case["beside"].items()}
+        where = {name: case[name] for name in ("ranks", "tokens", "cached")}
+        for name, (measured, predicted) in sorted(pairs.items(), key=lambda item: item[1][0]):
+            if predicted is not None:
+                figures = {"measured": measured, "predicted": predicted, "ratio": predicted / measured}
+                rows.append({**where, "way": name, **figures})
     return rows
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace import cores
-from headrace.bench.benchmark import Benchmark, Case, CaseProgress, option, words
+from headrace.bench.benchmark import MODELS_FLAGS, Benchmark, Case, CaseProgress, option, words
 from headrace.bench.contender_process import ContenderFailed, ContenderProcess
 from headrace.bench.neighbours import Neighbours
 from headrace.bench.peers import ENGINES, Contender, ahead_goal
@@ -41,7 +41,9 @@ class EngineBench(Benchmark):
     workloads: tuple[str, ...] = option(
         "Workloads, by commas: W1 to W5, or one case of them: W1_8192.", "W1,W2,W3,W4,W5", parse=words
     )
-    models: tuple[str, ...] = option("Random-weight shapes, by commas: S1, S2, S3.", "S1", parse=words)
+    models: tuple[str, ...] = option(
+        "Random-weight shapes, by commas: S1, S2, S3.", "S1", parse=words, flags=MODELS_FLAGS
+    )
     engines: tuple[str, ...] = option(
         "Engines, by commas, or 'all': peers need `make bench-peers`.", "headrace", parse=words, flags=("--engine",)
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.benchmark import MODEL_HELP, Benchmark, Case, one_of, option
+from headrace.bench.benchmark import MODEL_HELP, Benchmark, Case, a_model, one_of, option
 from headrace.bench.shapes import SHAPES, write_checkpoint
 from headrace.bench.table import Column
 
@@ -49,7 +49,7 @@ class OffloadBench(Benchmark):
     """
 
     name = "offload"
-    model: str = option(MODEL_HELP, "S2", argument=True)
+    model: str = option(MODEL_HELP, "S2", argument=True, parse=a_model)
     rates: tuple[float, ...] = option("GB/s of the emulated link each way, by commas.", "0.25,0.5,1,2", parse=numbers)
     shares: tuple[float, ...] = option("Further shares of chunks to project, by commas.", "", parse=some_numbers)
     schedules: tuple[str, ...] = option("Schedules, by commas: row, column.", "row,column", parse=schedules)

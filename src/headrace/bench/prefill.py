@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headrace import strategies
 from headrace.bench import prefill_grid, prefill_report, report
-from headrace.bench.benchmark import MODEL_HELP, Case, integers, one_of, option, words
+from headrace.bench.benchmark import MODEL_HELP, Case, a_model, integers, one_of, option, token_counts, words
 from headrace.bench.prefill_grid import CELL, PrefillGrid, link_bandwidths
 from headrace.bench.table import Column, show
 from headrace.console import err, out
@@ -43,10 +43,10 @@ class PrefillBench(PrefillGrid):
     """
 
     name = "prefill"
-    model: str = option(MODEL_HELP, "tiny", argument=True)
+    model: str = option(MODEL_HELP, "tiny", argument=True, parse=a_model)
     ranks: tuple[int, ...] = option(prefill_grid.RANKS_HELP, "2", parse=integers)
-    tokens: tuple[int, ...] = option(prefill_grid.TOKENS_HELP, "1024,2048,4096,8192,16384", parse=integers)
-    cached: tuple[int, ...] = option(prefill_grid.CACHED_HELP, "0", parse=integers)
+    tokens: tuple[int, ...] = option(prefill_grid.TOKENS_HELP, "1024,2048,4096,8192,16384", parse=token_counts)
+    cached: tuple[int, ...] = option(prefill_grid.CACHED_HELP, "0", parse=token_counts)
     strategies: tuple[str, ...] = option(
         "By commas. chain-even: even blocks; chain: the table's, searched without one; chain-searched: searched, a "
         "table or not.",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headrace.planner.tuned_table import TunedTable
 
 RANKS_HELP = "Numbers of ranks, by commas."
-TOKENS_HELP = "New tokens, by commas."
+TOKENS_HELP = "New tokens, by commas, as 2048,8k."
 CACHED_HELP = "Cached tokens before them, by commas: multiples of 64."
 BANDWIDTH_HELP = "GB/s of each link between two ranks, by commas; 'none': as fast as it goes."
 LATENCY_HELP = "Milliseconds that each message takes longer."

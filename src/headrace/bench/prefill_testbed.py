@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from headrace.bench.prefill_links import Namespaces, RankLink
-from headrace.bench.prefill_worker import FIGURES, MAKER, MeasuredRank, pin, uncounted
+from headrace.bench.prefill_worker import FIGURES, MAKER, MeasuredRank, pins, uncounted
 from headrace.config import EngineConfig
 from headrace.console import err
 from headrace.engine import ranks as engine_ranks
@@ -76,7 +76,6 @@ def open_testbed(config: EngineConfig, *, netns: bool = False, progress: OnPhase
         config = config.replace(threads=torch.get_num_threads())
         start = None if spaces is None else spaces.start
         opened, decoder = engine_ranks.open_ranks(config, progress, MAKER, start)
-        pin(config, 0)
         testbed = PrefillTestbed(config, opened, decoder, spaces)
         try:
             yield testbed
@@ -102,7 +101,7 @@ class PrefillTestbed:
         self.group, self.size = opened.group, opened.group.context.size
         self.link, self._spaces, self._links = RankLink(), spaces, uncounted(opened.group)
         self._workers.on_failure(self._links.fail)
-        self._rank, self.steps = MeasuredRank(opened.rank), 0
+        self._rank, self.steps = MeasuredRank(opened.rank, pins(config, 0)), 0
         storage = opened.rank.storage
         alone = Rank(decoder, storage, opened.rank.kernels.backend.capabilities.name, LoopbackHub(1).transport(0))
         self._alone, self._slots = MeasuredRank(alone), storage.slots
@@ -111,6 +110,12 @@ class PrefillTestbed:
         self.logits = torch.empty(0)
         self._laid: set[tuple[int, int]] = set()
         """(rank, chunk) that hold the whole chunk."""
+
+    @property
+    def crowding(self) -> float:
+        """Threads of all ranks of this host for each of its cores, at least 1."""
+        threads = self._rank.rank.threads
+        return 1.0 if threads is None else threads.crowding
 
     def close(self) -> None:
         """Ends the threads of the testbed's own links; the group is closed by its owner."""
@@ -164,12 +169,20 @@ class PrefillTestbed:
         return {name: partial(self.run, name, cut, P, placement) for name, cut in cuts.items()}
 
     def alone(self, T: int, P: int = 0) -> PrefillRun:
-        """The same on rank 0 by itself, without the group."""
+        """The same on rank 0 by itself, without the group, with its own share of the cores."""
+        return self._without_group(T, P, whole=False)
+
+    def one_engine(self, T: int, P: int = 0) -> PrefillRun:
+        """The same with the cores of all ranks of this host."""
+        return self._without_group(T, P, whole=True)
+
+    def _without_group(self, T: int, P: int, whole: bool) -> PrefillRun:
         self._check(P, P + T)
         self._lay([0] * (P // CHUNK))
         owners = [0] * chunks_for(P + T)
         part = self._part(P, (P, P + T), (0,), owners)
         step = RankStep(0, [StepGroup("single", [part])])
+        self._rank.settle(whole)
         began = time.perf_counter()
         hidden = self._alone.run(step)
         self._logits(hidden, part)

@@ -6,7 +6,7 @@ parallel.launch starts the workers with `make` (MAKER); the driver counts its ow
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +17,7 @@ from headrace.parallel.group import Group
 from headrace.parallel.messages import RankStep
 from headrace.parallel.rank import Hidden, Rank
 from headrace.parallel.rate_limit import RateLimitedTransport
+from headrace.parallel.threads import one_rank_computes
 from headrace.parallel.torch_transport import TorchTransport
 from headrace.parallel.transport import LAST, Tag
 
@@ -27,10 +28,15 @@ FIGURES = Tag(510, LAST, 1)
 
 @dataclass(slots=True)
 class MeasuredRank:
-    """A rank whose link can be set and whose steps are counted. waited: seconds, in the last step."""
+    """A rank whose link can be set and whose steps are counted. waited: seconds, in the last step.
+
+    pinned: its own cores; a step that it computes by itself may use `everywhere`.
+    """
 
     rank: Rank
+    pinned: set[int] = field(default_factory=set)
     waited: float = 0.0
+    everywhere: set[int] = field(default_factory=lambda: os.sched_getaffinity(0))
     _before: int = 0
 
     def link(self, step: RankStep) -> None:
@@ -41,11 +47,19 @@ class MeasuredRank:
         self.rank.transport = apply(step, transport)
 
     def run(self, step: RankStep) -> Hidden:
+        self.settle(one_rank_computes(step))
         traffic = self.rank.transport.traffic
         waited, self._before = traffic.wait_s, sum(traffic.bytes.values())
         hidden = self.rank.run(step)
         self.waited = traffic.wait_s - waited
         return hidden
+
+    def settle(self, whole: bool) -> None:
+        """Prepares the calling thread for a step that one rank computes by itself (`whole`), or for any other."""
+        if self.pinned:
+            os.sched_setaffinity(0, self.everywhere if whole else self.pinned)
+        if self.rank.threads is not None:
+            self.rank.threads.use(whole)
 
     def sent(self) -> int:
         """Bytes sent for the last step. Waits for sends that the step left under way (the last layer's keys, relays):
@@ -57,8 +71,8 @@ class MeasuredRank:
 class PrefillWorker:
     """A worker: sets its link, or computes a step and tells its figures, by links that are not counted."""
 
-    def __init__(self, rank: Rank, group: Group) -> None:
-        self.measured, self.links = MeasuredRank(rank), uncounted(group)
+    def __init__(self, config: EngineConfig, rank: Rank, group: Group) -> None:
+        self.measured, self.links = MeasuredRank(rank, pins(config, group.rank)), uncounted(group)
 
     def run(self, step: RankStep) -> None:
         if step.number == LINK:
@@ -71,9 +85,7 @@ class PrefillWorker:
 
 def make(config: EngineConfig, group: Group) -> PrefillWorker:
     """What a worker serves with (parallel.launch)."""
-    rank = engine_ranks.make(config, group)
-    pin(config, group.rank)
-    return PrefillWorker(rank, group)
+    return PrefillWorker(config, engine_ranks.make(config, group), group)
 
 
 def uncounted(group: Group) -> TorchTransport:
@@ -81,11 +93,11 @@ def uncounted(group: Group) -> TorchTransport:
     return TorchTransport(group.mesh.get_group("context"))
 
 
-def pin(config: EngineConfig, rank: int) -> None:
-    """Binds this thread, and those that it will start, to cores of the rank's own if there are enough.
-
-    Called once the engine's links are made, so that their threads are not bound.
+def pins(config: EngineConfig, rank: int) -> set[int]:
+    """The cores that the main thread of a rank, and those that it starts, are bound to; none where there are fewer than
+    threads. The links' threads, which run by then, are not bound.
     """
     cores, threads = sorted(os.sched_getaffinity(0)), config.model.threads or 1
-    if len(cores) >= threads * engine_ranks.count(config):
-        os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])
+    if len(cores) < threads * engine_ranks.count(config):
+        return set()
+    return set(cores[rank * threads : (rank + 1) * threads])

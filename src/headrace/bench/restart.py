@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.benchmark import Benchmark, Case, option
+from headrace.bench.benchmark import Benchmark, Case, option, token_count
 from headrace.bench.server_process import ServerProcess
 from headrace.bench.shapes import checkpoint
 from headrace.bench.table import Column
@@ -32,7 +32,7 @@ class RestartBench(Benchmark):
 
     name = "restart"
     model: str = option("Model folder, 'tiny', or a shape: S1, S2, S3.", "S1", argument=True)
-    tokens: int = option("Tokens of the prompt.", 16_384, min=65)
+    tokens: int = option("Tokens of the prompt.", 16_384, min=65, parse=token_count)
     repeats: int = option("Repetitions of each way to end.", 3, min=1)
     directory: Path | None = option("Where to make the directories. Default: /tmp.", None)
     prefault: bool = option("Map the pool's memory at the server's start.", True)

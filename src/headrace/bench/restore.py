@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.bench import report
-from headrace.bench.benchmark import Benchmark, Case, option, words
+from headrace.bench.benchmark import MODELS_FLAGS, Benchmark, Case, option, token_count, words
 from headrace.bench.shapes import SHAPES
 from headrace.bench.table import Column
 from headrace.console import err
@@ -55,13 +55,15 @@ class RestoreBench(Benchmark):
     """
 
     name = "restore"
-    models: tuple[str, ...] = option("Random-weight shapes, by commas: S1 (GQA), S2 (MHA), S3.", "S2,S1", parse=words)
+    models: tuple[str, ...] = option(
+        "Random-weight shapes, by commas: S1 (GQA), S2 (MHA), S3.", "S2,S1", parse=words, flags=MODELS_FLAGS
+    )
     links: tuple[float | None, ...] = option(
         "GB/s of the emulated link, by commas; balance: loading all as slow as recomputing.",
         "0.1,0.3,1,3,10,30,balance",
         parse=link_rates,
     )
-    tokens: int = option("Stored tokens: a multiple of 64.", 4096)
+    tokens: int = option("Stored tokens: a multiple of 64.", 4096, parse=token_count)
     suffix: int = option("New tokens after them.", 32)
     latency_ms: float = option("Milliseconds that each transfer takes longer.", 0.0, min=0.0)
     stride: int = option("Chunks of 64 tokens between two splits of the sweep.", 8)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.bench.benchmark import MODEL_HELP, integers, option
+from headrace.bench.benchmark import MODEL_HELP, a_model, option, token_counts
 from headrace.config import EngineConfig
 from headrace.types import CHUNK
 
@@ -21,13 +21,13 @@ class Tuning:
     The engine reads it with --parallel-table. Interrupted, the same command goes on where it was.
     """
 
-    model: str = option(MODEL_HELP, argument=True)
+    model: str = option(MODEL_HELP, argument=True, parse=a_model)
     path: Path = option("The table; what it holds already is kept and gone on with.", flags=("--out",))
     ranks: int = option("Context ranks to tune for.", 2, flags=("--ranks", "--context-parallel-size", "-cp"))
     tokens: tuple[int, ...] = option(
         "Lengths of prompts to search at, by commas; between them shares are interpolated.",
         "2048,8192,16384",
-        parse=integers,
+        parse=token_counts,
     )
     repeats: int = option("Prefills of each point, of which the median counts.", 2, min=1)
     stride: int = option("Tokens between two bounds that are tried.", CHUNK, rare=True)
@@ -41,9 +41,6 @@ class Tuning:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the option."""
-        from headrace.bench.prefill_links import RankLink
-
-        self.link: RankLink = RankLink(self.bandwidth, self.latency_ms / 1e3)
         if self.ranks < 2:
             raise ValueError(f"ranks must be at least 2, got {self.ranks}: one rank has nothing to tune")
         if self.stride < 1:
@@ -53,6 +50,9 @@ class Tuning:
             raise ValueError(f"tokens must be at least {least} for {self.ranks} ranks, got {list(self.tokens)}")
         if self.path.is_dir():
             raise ValueError(f"out must be a file, {self.path} is a folder")
+        from headrace.bench.prefill_links import RankLink  # imports torch: what is wrong is told before
+
+        self.link: RankLink = RankLink(self.bandwidth, self.latency_ms / 1e3)
 
     def config(self) -> EngineConfig:
         from headrace.bench.prefill_grid import prefill_config

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
 from headrace.config import EngineConfig
-from headrace.console import err, loading
+from headrace.console import ProgressLine, err, loading
 from headrace.engine.capacity import model_folder
 from headrace.logs import shown
+from headrace.progress import Answering, untold
 from headrace.server.batch import Answer, BatchInput, answer_row, answers, bad_row, lost_row, read_requests, unbounded
-from headrace.types import EngineDead
+from headrace.types import EngineDead, Metrics
 
 if TYPE_CHECKING:
+    from headrace.server.in_process import InProcessServer
     from headrace.server.state import MakeEngine
+
+log = logging.getLogger("headrace.server")
 
 ROW_START = b'{"id":"batch_req_'
 """How each row of ours begins: a torn last line that does not is no row of ours."""
@@ -176,39 +179,6 @@ class _Reply(msgspec.Struct):
     error: _Error | None = None
 
 
-@dataclass(slots=True)
-class Tally:
-    """What this run has written so far. `refusal`: the first one."""
-
-    rows: int = 0
-    refused: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    refusal: str = ""
-
-    def add(self, answer: Answer) -> None:
-        reply = msgspec.json.decode(answer.body or b"{}", type=_Reply)
-        self.prompt_tokens += reply.usage.prompt_tokens
-        self.cached_tokens += reply.usage.prompt_tokens_details.cached_tokens
-        self.output_tokens += reply.usage.completion_tokens
-        if answer.status != 200:
-            why = reply.error.message if reply.error else "the engine failed with it"
-            self.refuse(f"line {answer.request.line} (custom_id {shown(answer.request.custom_id)!r}): {why}")
-
-    def refuse(self, why: str) -> None:
-        self.refused += 1
-        self.refusal = self.refusal or why
-
-    def line(self, seconds: float) -> str:
-        share = self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-        rate = self.output_tokens / seconds if seconds else 0.0
-        return (
-            f"{self.rows:,} requests: {self.prompt_tokens:,} prompt tokens ({share:.0%} cached), "
-            f"{self.output_tokens:,} tokens out, {rate:,.1f} tokens/s, {seconds:.1f} s"
-        )
-
-
 class Batch:
     """One run: what is still to be answered, and what has been. Invariant: `out` ends with a whole row."""
 
@@ -220,11 +190,12 @@ class Batch:
         self.bad = [bad for bad in given.bad if bad.id not in done]
         self.total = len(given.requests) + len(given.bad)
         self.earlier = self.total - len(self.requests) - len(self.bad)
-        self.tally = Tally()
+        self.rows = self.refused = 0
+        self.refusal = ""
 
     @property
     def kept(self) -> str:
-        there = f"{self.earlier + self.tally.rows:,} of {self.total:,} are in {self.name}"
+        there = f"{self.earlier + self.rows:,} of {self.total:,} are in {self.name}"
         return there if self.name == "standard output" else f"{there}; the same command answers the others"
 
     async def run(self, make_engine: MakeEngine) -> None:
@@ -232,32 +203,54 @@ class Batch:
             self._say(f"{self.earlier:,} of {self.total:,} are in {self.name} already")
         for bad in self.bad:
             self._write(bad_row(bad))
-            self.tally.refuse(f"line {bad.line}: {bad.message}")
+            self._refuse(f"line {bad.line}: {bad.message}")
         if self.requests:
             await self._answer_all(make_engine)
-        if self.tally.refused:
-            which = ", the first is" if self.tally.refused > 1 else ":"
-            told = f"{self.tally.refused:,} of {self.total:,} refused{which} {self.tally.refusal}"
+        if self.refused:
+            which = ", the first is" if self.refused > 1 else ":"
+            told = f"{self.refused:,} of {self.total:,} refused{which} {self.refusal}"
             err.print(told, style="yellow", markup=False)
 
     async def _answer_all(self, make_engine: MakeEngine) -> None:
         from headrace.server.in_process import in_process  # a web framework, which a refusal need not wait for
 
         async with in_process(make_engine, self.config) as server:
-            with nullcontext() if self.quiet else loading(self.config.model.folder):
-                await server.ready()
-            began = time.monotonic()
-            asked = answers(server, self.requests, 2 * self.config.scheduler.max_sequences)
-            async with aclosing(asked):
-                async for answer in asked:
-                    self._write(_row_of(answer))
-                    self.tally.add(answer)
-            self._say(self.tally.line(time.monotonic() - began))
+            with nullcontext(untold) if self.quiet else loading(self.config.model.folder) as phases:
+                await server.ready(phases)
+            answering = Answering(len(self.requests))
+            with nullcontext() if self.quiet else _progress(server, answering):
+                await self._ask(server, answering)
+        self._say(answering.summary())
+
+    async def _ask(self, server: InProcessServer, answering: Answering) -> None:
+        asked = answers(server, self.requests, 2 * self.config.scheduler.max_sequences)
+        async with aclosing(asked):
+            async for answer in asked:
+                self._write(_row_of(answer))
+                self._note(answer, answering)
+
+    def _note(self, answer: Answer, answering: Answering) -> None:
+        reply = msgspec.json.decode(answer.body or b"{}", type=_Reply)
+        used = reply.usage
+        if answer.status == 200:
+            cached = used.prompt_tokens_details.cached_tokens
+            tokens = Metrics(
+                prompt_tokens=used.prompt_tokens, cached_tokens=cached, output_tokens=used.completion_tokens
+            )
+            answering.metrics.append(tokens)
+        else:
+            answering.failed += 1
+            why = reply.error.message if reply.error else "the engine failed with it"
+            self._refuse(f"line {answer.request.line} (custom_id {shown(answer.request.custom_id)!r}): {why}")
+
+    def _refuse(self, why: str) -> None:
+        self.refused += 1
+        self.refusal = self.refusal or why
 
     def _write(self, row: bytes) -> None:
         self.out.write(row)
         self.out.flush()
-        self.tally.rows += 1
+        self.rows += 1
 
     def _say(self, line: str) -> None:
         if not self.quiet:
@@ -266,3 +259,23 @@ class Batch:
 
 def _row_of(answer: Answer) -> bytes:
     return answer_row(answer.request, answer.status, answer.body) if answer.status else lost_row(answer.request)
+
+
+@contextmanager
+def _progress(server: InProcessServer, answering: Answering) -> Iterator[None]:
+    """A line about the answers so far. It makes room for what the server logs (an engine that is started again)."""
+
+    def tell() -> str:
+        answering.written = server.state.stats().tokens.generated
+        return answering.text(*server.reading())
+
+    def make_room(record: logging.LogRecord) -> bool:
+        with line.hidden():
+            return True
+
+    with ProgressLine(tell, answering.share) as line:
+        log.addFilter(make_room)
+        try:
+            yield
+        finally:
+            log.removeFilter(make_room)

@@ -58,7 +58,12 @@ def _model(given: dict[str, Any], option: BenchOption) -> str:
 
 
 def _value(field: str, option: BenchOption, given: Any) -> Any:
-    return given if option.parse is None else option.parse(field, given)
+    if option.parse is None:
+        return given
+    value = option.parse(field, given)
+    if option.min is not None and value < option.min:
+        raise ValueError(f"{field} must be at least {option.min}, got {value}")
+    return value
 
 
 def _parameters(field: str, kind: Any, option: BenchOption) -> list[inspect.Parameter]:
@@ -66,7 +71,8 @@ def _parameters(field: str, kind: Any, option: BenchOption) -> list[inspect.Para
     if field == "model":
         return model_either_way(option.help + ("" if required else f"  [default: {option.default}]"))
     shown = str if option.parse is not None else kind
-    about: dict[str, Any] = {"help": option.help, "min": option.min, "envvar": option.envvar}
+    least = option.min if option.parse is None else None
+    about: dict[str, Any] = {"help": option.help, "min": least, "envvar": option.envvar}
     about["rich_help_panel"] = panel(USUAL_PANEL, option.rare) if not option.argument else None
     about["metavar"] = None if option.argument else metavar(shown)
     if not required and option.default is not None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.config import EngineConfig
 from headrace.console import ProgressLine, loading
-from headrace.progress import reading, share_read
+from headrace.progress import duration, reading, share_read
 from headrace.types import Delta, Metrics, SamplingParams
 
 
@@ -23,28 +24,71 @@ async def engine(config: EngineConfig, quiet: bool) -> AsyncIterator[Any]:
     try:
         yield llm
     finally:
-        await llm.shutdown()
+        with nullcontext() if quiet else ProgressLine(_ending(llm), after_s=ENDING_S):
+            await llm.shutdown()
+
+
+def _ending(llm: Any) -> Callable[[], str]:
+    """What an engine does that takes long to end."""
+    began = time.monotonic()
+
+    def tell() -> str:
+        chunks = llm.stats.restore.unstored
+        doing = f"storing {chunks:,} chunks" if chunks else "ending the engine"
+        return f"{doing}: {duration(time.monotonic() - began)}"
+
+    return tell
 
 
 READING_S = 2.0
 """A prompt that is read in less is not told of, but on a terminal."""
 
+ENDING_S = 2.0
+"""The same for an engine that ends, which may have chunks to store."""
 
-async def streamed(llm: Any, prompt: str | list[int], params: SamplingParams, quiet: bool) -> AsyncIterator[Delta]:
-    """The deltas of llm.generate. Until the first one a line on stderr tells how far the prompt is read."""
 
-    def tell() -> str:
-        return reading(llm.prefills, llm.prefill_rate)
+class OneAnswer:
+    """A prompt that is read and then answered: what is told of it."""
 
-    def share() -> float | None:
-        return share_read(llm.prefills)
+    def __init__(self, llm: Any) -> None:
+        self.llm, self.written = llm, 0
+        self.asked_s = self.first_s = time.monotonic()
 
-    with nullcontext() if quiet else ProgressLine(tell, share, after_s=READING_S) as line:
+    def note(self, delta: Delta) -> None:
+        if not self.written:
+            self.first_s = time.monotonic()
+        self.written += len(delta.token_ids)
+
+    def text(self) -> str:
+        """How far the prompt is read; '1,024 tokens written, 51.2 tokens/s' from the first token on."""
+        if not self.written:
+            return reading(self.llm.prefills, self.llm.prefill_rate, time.monotonic() - self.asked_s)
+        rate = written_rate(self.written, time.monotonic() - self.first_s)
+        return f"{self.written:,} token{'s' * (self.written != 1)} written, {rate}"
+
+    def share(self) -> float | None:
+        """Of the prompt, 0 to 1; None where it is not being read."""
+        return share_read(self.llm.prefills)
+
+
+async def streamed(
+    llm: Any, prompt: str | list[int], params: SamplingParams, quiet: bool, *, unseen: bool = False
+) -> AsyncIterator[Delta]:
+    """The deltas of llm.generate. A line on stderr tells how far the prompt is read, until the first delta; if the
+    answer is not seen as it comes, also how much of it is written, until the last."""
+    answer = OneAnswer(llm)
+    with nullcontext() if quiet else ProgressLine(answer.text, answer.share, after_s=READING_S) as line:
         async with aclosing(llm.generate(prompt, params)) as deltas:
             async for delta in deltas:
-                if line is not None:
+                answer.note(delta)
+                if line is not None and not unseen:
                     line.close()
                 yield delta
+
+
+def written_rate(tokens: int, seconds: float) -> str:
+    """'51.2 tokens/s', of the tokens after the first."""
+    return f"{(tokens - 1) / seconds:,.1f} tokens/s" if seconds > 0 else "- tokens/s"
 
 
 @dataclass(slots=True)

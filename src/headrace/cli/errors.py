@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import typer
+from typer.exceptions import TyperException
 
 from headrace import logs
+from headrace.cli.help import PanelledGroup
 from headrace.config import EngineConfig
 from headrace.console import err
+from headrace.types import did_you_mean
 
 BAD_INPUT, FAILURE, INTERRUPTED = 2, 1, 130
 
@@ -25,10 +31,44 @@ def set_debug(on: bool) -> None:
 def log_as(config: EngineConfig, *, serving: bool) -> EngineConfig:
     """Sets up the log of this process. The settings with a level for the engine's processes: where they leave it open,
     a server has info (debug under --debug), any other command warning."""
-    if serving and config.server.log_level == "auto":
+    if config.server.log_level == "auto" and (serving or _debug):
         config = config.replace(log_level="debug" if _debug else "info")
     logs.to_stderr(logs.level_of(config.server.log_level, logging.WARNING), config.server.log_format)
     return config
+
+
+def tell(error: str) -> None:
+    """An error on one line, whatever is in it."""
+    told = logs.shown(" ".join(error.split()), logs.MOST_IN_LINE)
+    err.print(f"headrace: {told}", style="red", markup=False)
+
+
+PLAINER = (
+    # Flags have no values on the command line: a wrong one stands in the environment.
+    (r"^Invalid value .*env var: '([^']*)'\): Input should be a valid boolean.*", r"\1 must be true or false"),
+    (r"^Invalid value for '([^']*)'(?: \(env var: '[^']*'\))?: ", r"\1: "),
+    (r": Input should be a valid (integer|number|boolean).*", r" must be a \1"),
+    (r" a integer$", r" an integer"),
+    (r": Input should be greater than or equal to (\S+)", r" must be at least \1"),
+    (r": Input should be less than or equal to (\S+)", r" must be at most \1"),
+    (r"^No such option: (\S+).*", r"no such option \1"),
+    (r"^No such command (.*?)\.( Did you mean (.*)\?)?$", r"no such command \1\2"),
+    (r" Did you mean (.*?)\?$", r"; did you mean \1?"),
+    (r"^Got unexpected extra arguments? ?\(?s?\)? ?\((.*)\)$", r"not expected: \1"),
+    (r"^Option '(.*)' requires an argument\.?$", r"\1 needs a value"),
+    (r"^Missing (argument|option) '(.*?)'.*$", r"missing \1 \2"),
+)
+"""What click and pydantic say, and how it is told here."""
+
+
+def usage(error: Any) -> str:
+    """What a ClickException says of the command line, with where help is."""
+    told = " ".join(error.format_message().split())
+    for pattern, plainer in PLAINER:
+        told = re.sub(pattern, plainer, told)
+    told += did_you_mean(getattr(error, "option_name", ""), getattr(error, "possibilities", None) or ())
+    command = getattr(getattr(error, "ctx", None), "command_path", "headrace")
+    return f"{told} See {command} --help" if told.endswith("?") else f"{told.rstrip('.')}; see {command} --help"
 
 
 @contextmanager
@@ -43,6 +83,31 @@ def one_line_errors() -> Iterator[None]:
     except Exception as error:
         if _debug:
             raise
-        told = logs.shown(" ".join(str(error).split()) or type(error).__name__, logs.MOST_IN_LINE)
-        err.print(f"headrace: {told}", style="red", markup=False)
+        tell(str(error) or type(error).__name__)
         raise typer.Exit(BAD_INPUT if isinstance(error, ValueError) else FAILURE) from None
+
+
+class OneLineGroup(PanelledGroup):
+    """The whole command line: what is wrong with it is told in one line, too. --debug may stand anywhere."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ours = args[: args.index("--")] if "--" in args else args
+        if "--debug" in ours[1:]:
+            args = ["--debug", *(each for each in ours if each != "--debug"), *args[len(ours) :]]
+        return super().parse_args(ctx, args)
+
+    def main(self, args: Any = None, standalone_mode: bool = True, **more: Any) -> Any:  # type: ignore[override]
+        if not standalone_mode:
+            return super().main(args, standalone_mode=False, **more)
+        try:
+            code = super().main(args, standalone_mode=False, **more)
+        except typer.Abort:
+            tell("given up")
+            sys.exit(FAILURE)
+        except TyperException as error:
+            if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command shows its help
+                error.show()  # type: ignore[attr-defined]
+            else:
+                tell(usage(error))
+            sys.exit(error.exit_code)
+        sys.exit(code if isinstance(code, int) else 0)

@@ -12,7 +12,7 @@ from typing import Any
 from headrace.cli.engine import CollectedAnswer, engine, figures, streamed
 from headrace.cli.hints import check_file
 from headrace.config import EngineConfig
-from headrace.console import ProgressLine, err
+from headrace.console import ProgressLine, changes_in_place, err
 from headrace.progress import Answering
 from headrace.types import SamplingParams
 
@@ -24,7 +24,7 @@ def read_prompts(given: list[str], file: Path | None) -> list[str]:
     if given:
         prompts = given
     elif file is not None:
-        prompts = [read_text(file)]
+        prompts = [read_text(file).removesuffix("\n")]
         check_file(file, prompts[0])
     elif sys.stdin.isatty():
         raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
@@ -57,7 +57,9 @@ async def _run(config: EngineConfig, params: SamplingParams, prompts: list[str],
 async def _only(llm: Any, prompt: str, params: SamplingParams, json_lines: bool, quiet: bool) -> None:
     """An answer that is written as it comes, unless it is to be JSON."""
     answer = CollectedAnswer()
-    async for delta in streamed(llm, prompt, params, quiet):
+    # What goes into a file while a person watches stderr is not seen either; two pipes may be one.
+    unseen = json_lines or (not sys.stdout.isatty() and changes_in_place())
+    async for delta in streamed(llm, prompt, params, quiet, unseen=unseen):
         answer.add(delta)
         if not json_lines:
             sys.stdout.write(delta.text)

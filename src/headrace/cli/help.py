@@ -78,6 +78,10 @@ class PanelledCommand(TyperCommand):
         super().__init__(*args, **named)
         self.context_settings.setdefault("max_content_width", WIDEST)
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Without the braces that typer puts around a name of arguments that are required."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         rare = any(map(_rare, self.params))
         everything = not rare or EVERYTHING in ctx.meta

@@ -11,7 +11,7 @@ import typer
 from headrace import console
 from headrace.bench.tuning import Tuning
 from headrace.cli import bench, errors
-from headrace.cli.help import HELP_ALL_OF_GROUP, OWN_PANEL, PanelledCommand, PanelledGroup
+from headrace.cli.help import HELP_ALL_OF_GROUP, OWN_PANEL, PanelledCommand
 from headrace.cli.options import guarded, with_config, with_model, with_sampling
 from headrace.config import EngineConfig
 from headrace.parallel.torchrun_environment import started_this
@@ -22,7 +22,7 @@ log = logging.getLogger("headrace")
 
 app = typer.Typer(
     name="headrace",
-    cls=PanelledGroup,
+    cls=errors.OneLineGroup,
     help="An LLM inference engine built around the KV cache.",
     no_args_is_help=True,
     add_completion=False,

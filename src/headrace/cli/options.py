@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -10,11 +12,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from headrace import logs
 from headrace.cli.errors import log_as, one_line_errors
 from headrace.cli.help import COMMON_PANEL, HELP_ALL, SAMPLING_PANEL, panel
 from headrace.config import SETTINGS, Setting, config_from_env
 from headrace.config.server import ServerSettings
-from headrace.engine import torchrun
+from headrace.engine import preflight, torchrun
 from headrace.types import SamplingParams
 
 SERVER_ONLY = {item.name for item in SETTINGS.values() if item.record is ServerSettings and not item.everywhere}
@@ -45,12 +48,22 @@ def with_config(command: Callable[..., None], *, server: bool, model_argument: b
     def run(**given: Any) -> None:
         settings = {name: given.pop(name) for name in names} | {"model": one_model(given)}
         # Left out where it was not given: config_from_env then fills it in by its own rules.
-        config = config_from_env(**{k: v for k, v in settings.items() if v is not None})
+        told = {k: v for k, v in settings.items() if v is not None}
+        logs.to_stderr(logging.WARNING)
+        config = config_from_env(**{name: _value(SETTINGS[name], value) for name, value in told.items()})
         config = log_as(config, serving=server)
         torchrun.serve_if_worker(config)
+        preflight.check(config)
         command(config=config, **given)
 
     return _dressed(run, command, "config", options)
+
+
+def _value(item: Setting, given: Any) -> Any:
+    """A setting's value of its text, which click has from a flag or from the environment."""
+    if not isinstance(given, str):
+        return given
+    return item.parse(given, item.env if os.environ.get(item.env) == given else item.flag)
 
 
 def with_model(command: Callable[..., None], help: str) -> Callable[..., None]:
@@ -153,7 +166,8 @@ def _engine_option(item: Setting, server: bool) -> Option:
         hidden=not server and item.name in WITHOUT_EFFECT,
         rich_help_panel=COMMON_PANEL if item.common else panel(title, item.rare),
     )
-    return _option(item.name, item.kind if item.optional else item.kind | None, None, info)
+    # All but flags are text here: EngineConfig reads them as it reads the environment.
+    return _option(item.name, bool | None if item.kind is bool else str | None, None, info)
 
 
 def shown_default(value: Any) -> str:
@@ -163,9 +177,9 @@ def shown_default(value: Any) -> str:
 
 
 METAVARS = {
-    "_s": "SECONDS", "_ms": "MS", "_gbps": "GB/S", "_mb": "MIB", "ing_size": "GIB", "disk_size": "GIB",
-    "remote_size": "GIB", "_path": "DIR", "_url": "URL", "_table": "FILE", "host": "ADDRESS", "_interface": "ADDRESS",
-    "_key": "KEY", "_name": "NAME",
+    "_s": "SECONDS", "_ms": "MS", "_gbps": "GB/S", "_mb": "SIZE", "ing_size": "SIZE", "disk_size": "SIZE",
+    "remote_size": "SIZE", "_path": "DIR", "_url": "URL", "_table": "FILE", "host": "ADDRESS", "_interface": "ADDRESS",
+    "_key": "KEY", "_name": "NAME", "_file": "FILE",
 }  # fmt: skip
 """End of a setting's name -> what stands for its value in help texts; others say its kind."""
 

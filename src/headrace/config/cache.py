@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from headrace.config.fields import SettingsRecord, at_least, setting
 from headrace.types import CHUNK
 
-KVDType = Literal["auto", "int8"]
+KVDType = Literal["auto", "int8", "bfloat16", "float32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,15 @@ class CacheSettings(SettingsRecord):
 
     tokens: int | None = setting(
         None,
-        "KV cache of each rank, in tokens. Default: a quarter of the free memory.",
+        "KV cache of each rank, in tokens, as 16384 or 128k (k is 1,024). Default: a quarter of the free memory.",
+        unit="tokens",
         check=at_least(CHUNK),
         common=True,
     )
     dtype: KVDType = setting(
-        "auto", "Type of the cached keys and values: auto (the compute type) or int8 (half of bfloat16, lossy)."
+        "auto",
+        "Type of the cached keys and values: auto (the compute type, by name too) or int8 (half of bfloat16, lossy).",
+        spellings={"bf16": "bfloat16", "fp32": "float32", "float": "float32"},
     )
     prefault: bool = setting(
         False, "Touch all of the KV cache's memory at start, so that no request waits for the system to map it."

@@ -37,7 +37,7 @@ class EngineConfig:
         unknown = next((name for name in flat if name not in SETTINGS), None)
         if unknown is not None:
             raise TypeError(f"unknown setting {unknown!r}{_meant(unknown)}")
-        values = {name: flat.get(name, item.default) for name, item in SETTINGS.items()}
+        values = {name: item.value_of(flat[name]) if name in flat else item.default for name, item in SETTINGS.items()}
         if values["max_batch_tokens"] == 0:
             values["max_batch_tokens"] = _batch_tokens(values["context_parallel_size"])
         made = Records(values)
@@ -89,5 +89,5 @@ def _meant(unknown: str) -> str:
 def config_from_env(**given: Any) -> EngineConfig:
     """EngineConfig from what is given, then the environment, then the defaults."""
     found = {name: os.environ.get(item.env) for name, item in SETTINGS.items() if name not in given}
-    told = {name: SETTINGS[name].parse(text) for name, text in found.items() if text is not None}
+    told = {name: SETTINGS[name].parse(text, SETTINGS[name].env) for name, text in found.items() if text is not None}
     return EngineConfig(**given, **told)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+from headrace.config.sizes import Unit, parse_size
+from headrace.types import did_you_mean
+
+log = logging.getLogger(__name__)
+
 ENV_PREFIX = "HEADRACE_"
 Check = Callable[[str, Any], None]
+Spellings = Mapping[str, str | tuple[str, str]]
+"""Another name of a value -> the value, or the value and what is to be said of it."""
+NO_SPELLINGS: Spellings = {}
 
 
 def setting(
@@ -22,16 +31,19 @@ def setting(
     everywhere: bool = False,
     rare: bool = False,
     secret: bool = False,
+    unit: Unit | None = None,
+    spellings: Spellings = NO_SPELLINGS,
 ) -> Any:
     """A field with its help text and further flag names (vLLM's, where the meaning is the same).
 
     `name`: its flat name, if that is not the record's prefix and the field's name. `check` raises ValueError for values
     that cannot work whatever the others are. `common`: most users need it. `everywhere`: a setting of the server that
     commands without one have too. `rare`: for experiments and odd machines; only --help-all shows it.
-    `secret`: no repr shows its value.
+    `secret`: no repr shows its value. `unit`: of a size, which may be given as text, such as 128k or 16GiB.
+    `spellings`: other names of values, in lower case.
     """
     told = dict(help=help, aliases=aliases, name=name, check=check, common=common, everywhere=everywhere, rare=rare)
-    return field(default=default, repr=not secret, metadata=told | {"secret": secret})
+    return field(default=default, repr=not secret, metadata=told | dict(secret=secret, unit=unit, spellings=spellings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,8 @@ class Setting:
     check: Check | None
     rare: bool
     secret: bool
+    unit: Unit | None
+    spellings: Spellings
 
     @property
     def flag(self) -> str:
@@ -63,28 +77,62 @@ class Setting:
     def optional(self) -> bool:
         return get_origin(self.kind) in (Union, types.UnionType) and type(None) in get_args(self.kind)
 
+    @property
+    def free_text(self) -> bool:
+        """Whether a value may be given in more forms than its type has."""
+        return self.unit is not None or get_origin(self.kind) is Literal
+
+    @property
+    def given_kind(self) -> Any:
+        """The types in which a value may be given."""
+        return self.kind if self.unit is None else str | self.kind
+
+    def value_of(self, given: Any) -> Any:
+        """A value given as text in a form of its own, as the setting's type; others as they are."""
+        return self.parse(given) if isinstance(given, str) and self.free_text else given
+
     def checked(self, value: Any) -> None:
         """Raises ValueError naming the setting for a value that cannot work."""
         if value is None and self.optional:
             return
         if get_origin(self.kind) is Literal and value not in get_args(self.kind):
-            raise ValueError(f"{self.name} must be one of {', '.join(get_args(self.kind))}, got {value!r}")
+            raise self._no_choice(self.name, value)
         if self.check is not None:
             self.check(self.name, value)
 
-    def parse(self, text: str) -> Any:
-        """The value from its text form. Raises ValueError naming the setting."""
+    def _choice(self, called: str, text: str) -> str:
+        plain = text.strip().lower()
+        found = self.spellings.get(plain, plain)
+        if isinstance(found, tuple):
+            log.warning("%s %s: %s", called, plain, found[1])
+            found = found[0]
+        if found not in get_args(self.kind):
+            raise self._no_choice(called, text)
+        return found
+
+    def _no_choice(self, called: str, value: Any) -> ValueError:
+        known = get_args(self.kind)
+        meant = did_you_mean(value, known) if isinstance(value, str) else ""
+        return ValueError(f"{called} must be one of {', '.join(known)}, got {value!r}{meant}")
+
+    def parse(self, text: str, called: str = "") -> Any:
+        """The value from its text form. Raises ValueError naming the setting, as it is `called` where it was given."""
+        called = called or self.name
+        if self.unit is not None:
+            return parse_size(called, text, self.unit)
+        if get_origin(self.kind) is Literal:
+            return self._choice(called, text)
         kinds = [kind for kind in get_args(self.kind) if isinstance(kind, type)] or [self.kind]
         if bool in kinds:
             if text.lower() not in ("1", "0", "true", "false", "yes", "no"):
-                raise ValueError(f"{self.name} must be true or false, got {text!r}")
+                raise ValueError(f"{called} must be true or false, got {text!r}")
             return text.lower() in ("1", "true", "yes")
         for kind, told in ((int, "an integer"), (float, "a number")):
             if kind in kinds:
                 try:
                     return kind(text)
                 except ValueError:
-                    raise ValueError(f"{self.name} must be {told}, got {text!r}") from None
+                    raise ValueError(f"{called} must be {told}, got {text!r}") from None
         return text
 
 

@@ -17,8 +17,8 @@ class SettingKeywords(TypedDict, total=False):
     quantization: Literal["none", "int8", "int4"]
     """Weights rounded as they load: none, int8 (a scale per output), int4 (a scale per 64 inputs)."""
 
-    max_model_len: int | None
-    """Longest sequence, prompt and answer together, in tokens."""
+    max_model_len: str | int | None
+    """Longest sequence, prompt and answer together, in tokens, as 8192 or 128k."""
 
     attention_backend: Literal["auto", "reference", "cpu", "triton"]
     """Attention kernels: auto, reference (slow truth), cpu (C++) or triton (everything on a CUDA device)."""
@@ -26,11 +26,11 @@ class SettingKeywords(TypedDict, total=False):
     threads: int | None
     """CPU threads of the engine. Default: all cores that it may use (affinity, CPU quota)."""
 
-    kv_cache_tokens: int | None
-    """KV cache of each rank, in tokens. Default: a quarter of the free memory."""
+    kv_cache_tokens: str | int | None
+    """KV cache of each rank, in tokens, as 16384 or 128k (k is 1,024). Default: a quarter of the free memory."""
 
-    kv_cache_dtype: Literal["auto", "int8"]
-    """Type of the cached keys and values: auto (the compute type) or int8 (half of bfloat16, lossy)."""
+    kv_cache_dtype: Literal["auto", "int8", "bfloat16", "float32"]
+    """Type of the cached keys and values: auto (the compute type, by name too) or int8 (half of bfloat16, lossy)."""
 
     kv_cache_prefault: bool
     """Touch all of the KV cache's memory at start, so that no request waits for the system to map it."""
@@ -38,7 +38,7 @@ class SettingKeywords(TypedDict, total=False):
     enable_prefix_caching: bool
     """Share and keep the KV of common prefixes."""
 
-    max_batch_tokens: int
+    max_batch_tokens: str | int
     """Most tokens computed in one step. Default (0): 2048, with several ranks 16384."""
 
     max_sequences: int
@@ -47,14 +47,14 @@ class SettingKeywords(TypedDict, total=False):
     seed: int
     """Seed of requests that bring none."""
 
-    kv_offloading_size: float
-    """GiB of host memory for KV that leaves the pool; with --offload-schedule, for all of the KV cache."""
+    kv_offloading_size: str | float
+    """Host memory for KV that leaves the pool, as 16 (GiB) or 500MiB; with --offload-schedule, for all of the KV."""
 
     kv_host_format: Literal["raw", "int8", "int4"]
     """How KV is stored in host memory: raw (no loss), int8 or int4."""
 
-    kv_offload_disk_size: float
-    """GiB that KV may take on disk."""
+    kv_offload_disk_size: str | float
+    """Room for KV on disk, as 32 (GiB) or 1.5TiB."""
 
     kv_disk_format: Literal["raw", "int8", "int4"]
     """How KV is stored on disk: raw (no loss), int8 or int4."""
@@ -62,7 +62,7 @@ class SettingKeywords(TypedDict, total=False):
     kv_offload_path: str | None
     """Directory for KV on disk, which survives a restart; with --offload-schedule, of a file with all of the KV."""
 
-    kv_remote_size: float
+    kv_remote_size: str | float
     """GiB that KV may take remotely, with --kv-tenant-quota; 0: the server decides (its maxmemory)."""
 
     kv_remote_format: Literal["raw", "int8", "int4"]
@@ -77,7 +77,7 @@ class SettingKeywords(TypedDict, total=False):
     kv_offload_timeout_s: float
     """Longest time that a call to a tier may take; then it is left alone."""
 
-    kv_offload_queue_mb: int
+    kv_offload_queue_mb: str | int
     """MiB that may wait to be written to each tier."""
 
     kv_tenant_quota: float
@@ -95,7 +95,7 @@ class SettingKeywords(TypedDict, total=False):
     offload_batches: int
     """Batches into which the column schedule divides the sequences of a step."""
 
-    offload_staging_mb: int
+    offload_staging_mb: str | int
     """MiB of fast memory through which KV passes while it is streamed."""
 
     offload_x_resident: bool
@@ -114,9 +114,10 @@ class SettingKeywords(TypedDict, total=False):
     """Who starts the ranks: mp (this process, or torchrun where it did) or ray (a Ray cluster)."""
 
     prefill_strategy: Literal["auto", "single", "gather", "chain", "ring-kv", "ring-q"]
-    """How several ranks compute a prompt: auto (as the planner says), single (one rank all of it), gather (even blocks,
-    all-gather of K and V), chain (KV-Runahead: rank i the i-th block, later ones shorter), ring-kv (ring pass-KV: two
-    of 2N shards each, equal areas), ring-q (ring pass-Q: as ring-kv, but keys stay)."""
+    """How several ranks compute a prompt: auto (as the planner says), single (one rank all of it, with all cores of its
+    host's ranks), gather (even blocks, all-gather of K and V), chain (KV-Runahead: rank i the i-th block, later ones
+    shorter), ring-kv (ring pass-KV: two of 2N shards each, equal areas), ring-q (ring pass-Q: as ring-kv, but keys
+    stay)."""
 
     strategy_rule: Literal["cost", "alg1", "alg5", "heuristic"]
     """How the planner chooses: cost (predicted time), or between the rings alg1, alg5 or heuristic."""
@@ -148,7 +149,7 @@ class SettingKeywords(TypedDict, total=False):
     max_queued_requests: int
     """Requests that may wait; more are refused with 429."""
 
-    max_queued_tokens: int
+    max_queued_tokens: str | int
     """Prompt tokens that may wait; more are refused with 429."""
 
     log_level: Literal["auto", "debug", "info", "warning", "error"]

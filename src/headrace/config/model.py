@@ -9,6 +9,8 @@ from headrace.config.fields import SettingsRecord, at_least, listed, setting
 from headrace.kernels.registry import BACKENDS
 
 DType = Literal["auto", "bfloat16", "float32"]
+FLOAT16 = ("float16", "fp16", "half")
+INSTEAD = ("bfloat16", "computed in bfloat16, which has the same size; float32 keeps all digits")
 Quantization = Literal["none", "int8", "int4"]
 BACKENDS_TOLD = [f"{name} ({entry.told})" for name, entry in reversed(BACKENDS.items())]
 
@@ -26,7 +28,9 @@ class ModelSettings(SettingsRecord):
         "tiny", "Model folder in Hugging Face form, or 'tiny' for the shipped model.", "-m", name="model"
     )
     dtype: DType = setting(
-        "auto", "Compute type: bfloat16, float32, or auto (the checkpoint's; float16 becomes bfloat16)."
+        "auto",
+        "Compute type: bfloat16, float32, or auto (the checkpoint's; float16 becomes bfloat16).",
+        spellings={"bf16": "bfloat16", "fp32": "float32", "float": "float32"} | dict.fromkeys(FLOAT16, INSTEAD),
     )
     quantization: Quantization = setting(
         "none",
@@ -35,7 +39,8 @@ class ModelSettings(SettingsRecord):
     )
     max_len: int | None = setting(
         None,
-        "Longest sequence, prompt and answer together, in tokens.",
+        "Longest sequence, prompt and answer together, in tokens, as 8192 or 128k.",
+        unit="tokens",
         name="max_model_len",
         check=at_least(1),
         common=True,

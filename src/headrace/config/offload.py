@@ -30,7 +30,9 @@ class OffloadSettings(SettingsRecord):
     timeout_s: float = setting(
         1.0, "Longest time that a call to a tier may take; then it is left alone.", check=POSITIVE, rare=True
     )
-    queue_mb: int = setting(256, "MiB that may wait to be written to each tier.", check=at_least(1), rare=True)
+    queue_mb: int = setting(
+        256, "MiB that may wait to be written to each tier.", check=at_least(1), rare=True, unit="MiB"
+    )
     tenant_quota: float = setting(
         0.25,
         "Share of each tier that no other tenant can take from one (cache_salt).",

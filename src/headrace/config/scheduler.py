@@ -18,6 +18,7 @@ class SchedulerSettings(SettingsRecord):
         0,
         "Most tokens computed in one step. Default (0): 2048, with several ranks 16384.",
         "--max-num-batched-tokens",
+        unit="tokens",
         check=at_least(1),
     )
     max_sequences: int = setting(256, "Most sequences running at once.", "--max-num-seqs", check=at_least(1))

@@ -46,7 +46,7 @@ class ServerSettings(SettingsRecord):
     )
     max_queued_requests: int = setting(512, "Requests that may wait; more are refused with 429.", check=at_least(1))
     max_queued_tokens: int = setting(
-        1_000_000, "Prompt tokens that may wait; more are refused with 429.", check=at_least(1)
+        1_000_000, "Prompt tokens that may wait; more are refused with 429.", check=at_least(1), unit="tokens"
     )
     log_level: LogLevel = setting(
         "auto", "Least level of log lines. auto: info for serve, warning for other commands.", everywhere=True

@@ -56,7 +56,7 @@ def _settings() -> Iterator[Setting]:
 
 def _keyword(item: Setting) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(item.name, kind, default=item.default, annotation=item.kind)
+    return inspect.Parameter(item.name, kind, default=item.default, annotation=item.given_kind)
 
 
 def settings_text() -> str:

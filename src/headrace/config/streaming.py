@@ -26,7 +26,11 @@ class StreamSettings(SettingsRecord):
         BATCHES, "Batches into which the column schedule divides the sequences of a step.", check=at_least(1), rare=True
     )
     staging_mb: int = setting(
-        STAGING_MB, "MiB of fast memory through which KV passes while it is streamed.", check=at_least(1), rare=True
+        STAGING_MB,
+        "MiB of fast memory through which KV passes while it is streamed.",
+        check=at_least(1),
+        rare=True,
+        unit="MiB",
     )
     x_resident: bool = setting(
         False,

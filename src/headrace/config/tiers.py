@@ -63,7 +63,8 @@ class HostTierSettings(TierSettings):
 
     size: float = setting(
         0.0,
-        "GiB of host memory for KV that leaves the pool; with --offload-schedule, for all of the KV cache.",
+        "Host memory for KV that leaves the pool, as 16 (GiB) or 500MiB; with --offload-schedule, for all of the KV.",
+        unit="GiB",
         name="kv_offloading_size",
         check=NOT_NEGATIVE,
         common=True,
@@ -98,7 +99,13 @@ class DiskTierSettings(TierSettings):
         check=_a_directory,
         common=True,
     )
-    size: float = setting(DISK_GIB, "GiB that KV may take on disk.", name="kv_offload_disk_size", check=NOT_NEGATIVE)
+    size: float = setting(
+        DISK_GIB,
+        "Room for KV on disk, as 32 (GiB) or 1.5TiB.",
+        name="kv_offload_disk_size",
+        check=NOT_NEGATIVE,
+        unit="GiB",
+    )
     format: OffloadFormat = setting("raw", "How KV is stored on disk: raw (no loss), int8 or int4.")
 
     @property
@@ -151,6 +158,7 @@ class RemoteTierSettings(TierSettings):
     size: float = setting(
         0.0,
         "GiB that KV may take remotely, with --kv-tenant-quota; 0: the server decides (its maxmemory).",
+        unit="GiB",
         check=NOT_NEGATIVE,
     )
     format: OffloadFormat = setting("raw", "How KV is stored remotely: raw (no loss), int8 or int4.")

@@ -58,7 +58,7 @@ def processor() -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    limit = _cgroup_limit()
+    limit = host.memory_limit()
     return {
         "total GiB": host.memory_total() / GIB,
         "free GiB": host.memory_available() / GIB,
@@ -116,8 +116,9 @@ def ranks() -> dict[str, Any]:
     """The group that the environment's settings ask for, and what ranks could use here. Nothing is started."""
     try:
         from headrace.config import config_from_env
-        from headrace.engine.ranks import describe, on_this_host
-        from headrace.parallel.group import addresses
+        from headrace.engine.footprint import ranks_here
+        from headrace.engine.ranks import describe
+        from headrace.parallel.interfaces import addresses
         from headrace.parallel.launch import SECRET
 
         config = config_from_env()
@@ -127,7 +128,7 @@ def ranks() -> dict[str, Any]:
     table = config.ranks.table or "none: measured when the ranks start"
     return {
         "by the environment's settings": asked,
-        "ranks on this host": on_this_host(config),
+        "ranks on this host": ranks_here(config),
         "prefill strategy": f"{config.ranks.strategy}, rule {config.ranks.rule}",
         "profile": table,
         "backends": _backends(),
@@ -155,17 +156,6 @@ def _backends() -> str:
         return "none: torch is built without torch.distributed"
     found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     return ", ".join(name for name, there in found.items() if there) or "none"
-
-
-def _cgroup_limit() -> int | None:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 2**60:
-            return int(text)
-    return None
 
 
 def _huge_pages() -> str:

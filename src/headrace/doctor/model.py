@@ -7,6 +7,7 @@ from typing import Any
 from headrace import host
 from headrace.config import EngineConfig, config_from_env
 from headrace.engine.capacity import model_folder
+from headrace.engine.footprint import AUTO_SHARE, PROCESS_BYTES
 from headrace.host import GIB
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.files import weight_files
@@ -14,12 +15,6 @@ from headrace.types import CHUNK, chunks_for
 
 LENGTHS = (2048, 8192, 32_768, 131_072)
 """Tokens of the requests whose number at once is told, where the model takes so many."""
-
-AUTO_SHARE = 4
-"""The KV cache takes one part in so many of the free memory where its size is not given."""
-
-PROCESS_BYTES = GIB // 4
-"""Of an engine's process, before weights and KV."""
 
 
 def check_model(model: str, free: int | None = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from headrace.config import EngineConfig, config_from_env
 from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import messages as m
-from headrace.engine import process
+from headrace.engine import preflight, process
 from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.waiting import WaitingPrompts
@@ -110,7 +110,7 @@ class AsyncLLM(metaclass=PublicNames):
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens per second that the last steps computed; 0.0 if there was none."""
+        """Prompt tokens per second: see PrefillClock.rate."""
         return self._prefilling.rate
 
     async def start(self, progress: Callable[[int, int], None] | None = None, *, phases: OnPhase | None = None) -> None:
@@ -121,6 +121,7 @@ class AsyncLLM(metaclass=PublicNames):
         cannot work, EngineDead for any other failure.
         """
         tell = _both(progress, phases)
+        preflight.check(self.config)
         folder = model_folder(self.config.model.folder)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "headrace.engine.worker", str(theirs.fileno())]
@@ -154,26 +155,33 @@ class AsyncLLM(metaclass=PublicNames):
             elif isinstance(message, m.LoadProgress):
                 tell(LoadPhase(message.phase, message.done, message.total))
             elif isinstance(message, m.EngineFailed) or message is None:
-                told = message.reason if message else "the engine process ended while loading"
+                told = message.reason if message else f"{await self._how_ended()} while loading"
                 self.failure = self.failure or told
                 settings = isinstance(message, m.EngineFailed) and message.settings
                 raise ValueError(self.failure) if settings else EngineDead(self.failure)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Hands out what the engine says until it falls silent."""
-        reason = "the engine process ended"
+        reason = ""
         try:
             while (message := await self._receive(reader)) is not None:
                 if isinstance(message, m.Events):
                     self._hand_out(message)
                 elif isinstance(message, m.Prefills):
-                    self._prefilling.begin(each for each in message.prefills if each.request_id in self._streams)
+                    known = [each for each in message.prefills if each.request_id in self._streams]
+                    self._prefilling.begin(known, message.expected_s)
                 elif isinstance(message, m.EngineFailed):  # it may yet take seconds to end
                     reason = message.reason
                     break
         except Exception as error:  # whatever it is, those who wait must hear of it
             reason = f"the link to the engine broke: {type(error).__name__}: {error}"
-        self._die(reason)
+        self._die(reason or await self._how_ended())
+
+    async def _how_ended(self) -> str:
+        how = (
+            "" if self._process is None or self._closing else await asyncio.to_thread(process.how_ended, self._process)
+        )
+        return f"the engine process ended{how}"
 
     async def _keep_watch(self, engine: process.Process) -> None:
         """Pings the engine process and kills it after engine_timeout_s of silence, LOADING_S at least until ready.
@@ -332,9 +340,11 @@ class AsyncLLM(metaclass=PublicNames):
         return stream
 
     def _retry_after(self) -> float:
-        """Seconds that the new tokens of the waiting prompts take at the rate so far; between 1 and 60."""
+        """Seconds that the new tokens of the waiting prompts take at the rate so far, after what the step under way has
+        begun to read; between 1 and 60. Prompts that wait for chunks of another one have no part in the step."""
+        begun = sum(each.total - each.done for each in self.prefills if each.step)
         rate = self.stats.tokens.prefilled / self.stats.scheduler.step_s if self.stats.scheduler.step_s else 1000.0
-        return min(60.0, max(1.0, self._queued.new_tokens / max(rate, 1.0)))
+        return min(60.0, max(1.0, (begun + self._queued.new_tokens) / max(rate, 1.0)))
 
     def _send(self, message: m.ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():

@@ -36,6 +36,9 @@ class Below(Protocol):
     def closing(self, slices: Sequence[Slice]) -> list[RestoreTransfer]:
         """Restores that the step of these slices has to wait for, layer by layer."""
 
+    def coming(self, sequence: SequenceState) -> int:
+        """Tokens of its table whose chunks are still on their way."""
+
     def confirm(self, slices: Sequence[Slice]) -> set[SequenceState]:
         """After the step, before KVCache.commit: the sequences whose rows are void, since chunks that they needed did
         not come. They are computed again from there."""
@@ -80,6 +83,9 @@ class NothingBelow(Below):
 
     def closing(self, slices: Sequence[Slice]) -> list[RestoreTransfer]:
         return []
+
+    def coming(self, sequence: SequenceState) -> int:
+        return 0
 
     def confirm(self, slices: Sequence[Slice]) -> set[SequenceState]:
         return set()

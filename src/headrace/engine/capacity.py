@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
+from headrace.engine.folders import SHIPPED, model_folder
 from headrace.types import CHUNK, InvalidRequest, SamplingParams
 
-SHIPPED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
-"""Models that come with the package, by name."""
-
+__all__ = ["SHIPPED", "Capacity", "check_variables", "flag", "model_folder"]
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 """OpenAI's code for a prompt, or a prompt and its answer, beyond the context."""
@@ -107,12 +105,3 @@ def check_variables(template: Iterable[str]) -> None:
     wrong = next((name for name in template if name in SamplingParams.__dataclass_fields__), None)
     if wrong is not None:
         raise TypeError(f"{wrong} is a sampling parameter: give SamplingParams({wrong}=...)")
-
-
-def model_folder(model: str) -> Path:
-    """The folder of a model: a shipped one by name, else a path. Raises ValueError if there is none."""
-    folder = SHIPPED.get(model, Path(model))
-    if not (folder / "config.json").is_file():
-        known = ", ".join(SHIPPED)
-        raise ValueError(f"model {model!r}: no folder with a config.json; give a path, or one of: {known}")
-    return folder

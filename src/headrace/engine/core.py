@@ -31,14 +31,16 @@ from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.stopping import finish_reason
 from headrace.kv.chunk_table import ChunkTable
 from headrace.logs import fields, short_id
+from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.progress import Prefill
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, Delta, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
-OnPrefill = Callable[[list[Prefill]], None]
-"""Called as a step begins that computes at least a chunk of prompts, with all prompts being read."""
+OnPrefill = Callable[[list[Prefill], float], None]
+"""Called as a step begins that computes at least a chunk of prompts, or waits for restored chunks: with all prompts
+being read, and the seconds that the step should take (0.0: nobody knows)."""
 
 Observer = Callable[[SequenceState, int, Tensor], None]
 """Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
@@ -163,9 +165,10 @@ class EngineCore:
         self._note_start(slices, began)
         new = sum(part.length for part in slices if not part.decodes)
         self._stats.tokens.prefilled += new
-        if new >= CHUNK and self.on_prefill is not None:  # fewer take about as long as a step of decoding
-            self.on_prefill(self._prefills(slices))
-        computed = self._compute(slices)
+        restores = self.below.closing(slices)
+        if self.on_prefill is not None and (new >= CHUNK or restores):  # less takes about as long as a decode step
+            self.on_prefill(self._prefills(slices), self.loaded.executor.expected_s(slices))
+        computed = self._compute(slices, restores)
         self.cache.commit()
         self._observe(computed)
         deltas = self._advance(computed)
@@ -173,9 +176,8 @@ class EngineCore:
         self._stats.scheduler.step_s += time.monotonic() - began
         return deltas
 
-    def _compute(self, slices: list[Slice]) -> Computed:
+    def _compute(self, slices: list[Slice], restores: list[RestoreTransfer]) -> Computed:
         """The step's logits; those that a failed restore has spoilt are left out."""
-        restores = self.below.closing(slices)
         began = time.perf_counter()
         computed = self.loaded.executor.run(slices, restores)
         if not restores:
@@ -199,8 +201,9 @@ class EngineCore:
         for sequence in self.scheduler.running:
             request_id, step = sequence.request.request_id, steps.get(sequence, 0)
             if self._active[request_id].first_token_s is None and request_id not in found:
-                done = sequence.computed - step
-                found[request_id] = Prefill(request_id, done, sequence.cached_tokens, sequence.prompt_len, step)
+                coming, cached = self.below.coming(sequence), sequence.cached_tokens
+                done = sequence.computed - step - coming
+                found[request_id] = Prefill(request_id, done, cached, sequence.prompt_len, step, coming)
         return list(found.values())
 
     def settle(self) -> bool:

@@ -86,6 +86,11 @@ class Driver(Executor):
         first = max(range(self.size), key=self.cache.available_on)
         return lambda chunk: keeper_of(chunk // BLOCK_CHUNKS, self.size, first)
 
+    def expected_s(self, slices: Sequence[Slice]) -> float:
+        """As the planner predicted when the slices were scheduled."""
+        choices = [self._planned[part.sequence] for part in slices if part.sequence in self._planned]
+        return sum(choice.predicted_s.get(choice.strategy, 0.0) for choice in choices)
+
     def _keeper(self, table: ChunkTable, start: int, count: int) -> int | None:
         """The rank that would keep all new chunks; None if none has room for them."""
         new = chunks_for(start + count) - len(table.nodes)

@@ -43,6 +43,10 @@ class Executor(Protocol):
         """Who shall own the new chunks of a slice that is about to be taken (Scheduler.owners)."""
         return None
 
+    def expected_s(self, slices: Seq[Slice]) -> float:
+        """Seconds that the prompts of this step, which is about to run, should take; 0.0: nobody knows."""
+        return 0.0
+
     def add_stats(self, stats: EngineStats) -> None:
         """Writes its counters into `stats`."""
         return None

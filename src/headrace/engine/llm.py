@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.config import EngineConfig, config_from_env
 from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import PublicNames, public_names, shows_settings
+from headrace.engine import preflight
 from headrace.engine.capacity import check_variables
 from headrace.engine.core import EngineCore
 from headrace.engine.loader import Loaded, load
@@ -53,6 +54,7 @@ class LLM(metaclass=PublicNames):
 
     def __init__(self, model: str | PathLike[str] = "tiny", **settings: Unpack[SettingKeywords]) -> None:
         self.config = config_from_env(model=str(model), **settings)
+        preflight.check(self.config)
         self.engine = EngineCore(_load(self.config))
         self.capacity = self.engine.loaded.capacity
         atexit.register(self.close)

@@ -15,6 +15,8 @@ from headrace.engine import ranks, tiers, torchrun
 from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.executor import Executor
+from headrace.engine.footprint import AUTO_SHARE, gib, keeps_activations, ranks_here
+from headrace.engine.preflight import check_fit
 from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
 from headrace.engine.stored_prefixes import StoredPrefixes
@@ -147,7 +149,8 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     backend = dispatch.choose(config.model.backend, dtype, device_of(config), model.attention.head_dim)
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else dtype
     bytes_per_token = KVStorage.bytes_per_token(shard(model, 0, config.ranks.tensor), kv_dtype)
-    hidden = model.hidden_size if tiers.keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
+    hidden = model.hidden_size if keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
+    check_fit(config, model)
     if config.streaming is not None:
         per_rank, max_len = streaming.sizes(config, model, kv_dtype, dtype)
     else:
@@ -217,15 +220,10 @@ def device_of(config: EngineConfig) -> torch.device:
 
 def _sizes(config: EngineConfig, model_len: int, bytes_per_token: int) -> tuple[int, int]:
     """(tokens of KV cache on each rank, whole chunks; longest sequence, which all context ranks together can hold)."""
-    if config.model.max_len is not None and config.model.max_len > model_len:
-        raise ValueError(f"max_model_len {config.model.max_len} exceeds the model's {model_len}")
     wanted, parts = config.model.max_len or model_len, config.ranks.context
     if config.cache.tokens is not None:
         tokens = config.cache.tokens // CHUNK * CHUNK
-        if config.model.max_len is not None and config.model.max_len > tokens * parts:
-            raise ValueError(
-                f"kv_cache_tokens {config.cache.tokens} holds no sequence of max_model_len {config.model.max_len}"
-            )
+        _check_gpu(config, bytes_per_token)
         return tokens, min(wanted, tokens * parts)
     affordable = _free_memory(config) // bytes_per_token // CHUNK * CHUNK
     tokens = min(affordable, config.scheduler.max_sequences * chunks_for(wanted) * CHUNK)
@@ -234,12 +232,25 @@ def _sizes(config: EngineConfig, model_len: int, bytes_per_token: int) -> tuple[
     return tokens, min(wanted, tokens * parts)
 
 
+def _check_gpu(config: EngineConfig, bytes_per_token: int) -> None:
+    """Raises ValueError for a KV cache that a GPU has no memory for (of a host's, preflight has told already)."""
+    device, tokens = device_of(config), config.cache.tokens or 0
+    if device.type != "cuda":
+        return
+    free = torch.cuda.mem_get_info(device)[0]
+    if tokens * bytes_per_token > free:
+        raise ValueError(
+            f"kv_cache_tokens {tokens:,} needs {gib(tokens * bytes_per_token)}; {gib(free)} are free on the GPU: "
+            f"at most {free // bytes_per_token // CHUNK * CHUNK:,} tokens fit beside no weights"
+        )
+
+
 def _free_memory(config: EngineConfig) -> int:
     """Bytes for the KV cache: half of what is free on a GPU, else a rank's part of a quarter of what is free here."""
     device = device_of(config)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
-    return host.memory_available() // ranks.on_this_host(config) // 4
+    return host.memory_available() // ranks_here(config) // AUTO_SHARE
 
 
 def _eos(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:

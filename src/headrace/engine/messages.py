@@ -57,10 +57,11 @@ class EngineReady(msgspec.Struct, tag=True):
 
 
 class Prefills(msgspec.Struct, tag=True):
-    """From the engine, as a step begins that computes a chunk of prompts or more: all prompts being read. Events say
-    that it has ended."""
+    """From the engine, as a step begins that computes a chunk of prompts or more: all prompts being read, and
+    the seconds that it should take, if known. Events say that it has ended."""
 
     prefills: list[Prefill]
+    expected_s: float = 0.0
 
 
 class Events(msgspec.Struct, tag=True):

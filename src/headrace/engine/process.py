@@ -8,6 +8,8 @@ import signal
 import subprocess
 import time
 
+from headrace.host import told_signal
+
 END_S = 5.0
 """So long may a process take to end by itself, and again after SIGTERM."""
 
@@ -28,6 +30,22 @@ def kill(process: Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def how_ended(process: Process, seconds: float = 1.0) -> str:
+    """' by SIGKILL ...' or ' with code 3' of a process that is ending; empty if it has not within that time. It stays
+    unreaped, see `end`."""
+    deadline = time.monotonic() + seconds
+    while process.returncode is None:
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is not None:
+            killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            return f" by {told_signal(found.si_status)}" if killed else f" with code {found.si_status}"
+        if time.monotonic() >= deadline:
+            return ""
+        time.sleep(0.01)
+    code = process.returncode
+    return f" by {told_signal(-code)}" if code < 0 else f" with code {code}"
 
 
 def end(process: Process, seconds: float = END_S) -> None:

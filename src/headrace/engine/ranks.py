@@ -6,28 +6,33 @@ The driver, rank 0, opens the group; workers make their rank by `make` (parallel
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+import msgspec
 import torch
 
 from headrace import cores
 from headrace.config import EngineConfig
-from headrace.engine import torchrun
+from headrace.engine import preflight, torchrun
 from headrace.engine.capacity import model_folder
 from headrace.engine.driver import Advise, Driver
+from headrace.engine.footprint import ranks_here
+from headrace.engine.rank_advice import advice
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.parallel import launch, measure
-from headrace.parallel.group import Group, interface_name, unless_failed
+from headrace.parallel.group import Group, unless_failed
+from headrace.parallel.interfaces import interface_name
+from headrace.parallel.probe import shape_of
 from headrace.parallel.rank import Rank
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.tensor import TensorGroup
+from headrace.parallel.threads import RankThreads
 from headrace.parallel.torchrun_environment import started_this
 from headrace.parallel.transport import RankLost
 from headrace.planner.choice import StrategyChoice, choose
@@ -36,7 +41,6 @@ from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.strategies import OFFERED
 from headrace.types import CHUNK
-from headrace.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +54,9 @@ def count(config: EngineConfig) -> int:
     return config.ranks.context * config.ranks.tensor
 
 
-def on_this_host(config: EngineConfig) -> int:
-    """Ranks that share this host's cores and memory, as far as is known."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", count(config)))
-
-
 def set_threads(config: EngineConfig) -> None:
     """Threads of this rank: as given, else its part of the cores that may be used, and no more than OMP_NUM_THREADS."""
-    ranks = on_this_host(config)
+    ranks = ranks_here(config)
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
     elif ranks > 1:
@@ -66,12 +65,28 @@ def set_threads(config: EngineConfig) -> None:
         torch.set_num_threads(min(torch.get_num_threads(), cores.usable()))
 
 
+def rank_threads(config: EngineConfig) -> RankThreads:
+    """This rank's threads as `set_threads` set them, and those of a step that it computes by itself: the threads of all
+    context ranks of this host together. Ray gives each rank cores of its own."""
+    share, here, usable = torch.get_num_threads(), ranks_here(config), cores.usable()
+    tensor = min(config.ranks.tensor, here)
+    if config.ranks.launcher == "ray" and not started_this():
+        return RankThreads(share, share)
+    crowding = max(1.0, here * share / usable)
+    if here == tensor:
+        return RankThreads(share, share, crowding)
+    whole = usable // tensor
+    if config.model.threads is not None:
+        whole = min(whole, config.model.threads * here // tensor)
+    return RankThreads.of(share, whole, crowding)
+
+
 def make(config: EngineConfig, group: Group) -> Rank:
     """This rank's share: config.kv_cache_tokens must be set, and is what each rank holds."""
     torchrun.leave_signals_to_rank_0()
     set_threads(config)
     rank = _make(config, group, load_share(config, group))
-    measure.take_part(rank)
+    measure.take_part(rank, config.ranks.tensor)
     return rank
 
 
@@ -91,7 +106,7 @@ def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
     storage = KVStorage(decoder.config.attention, config.cache.tokens // CHUNK, kv_dtype)
     if config.cache.prefault:
         storage.prefault()
-    return Rank(decoder, storage, backend, group.context)
+    return Rank(decoder, storage, backend, group.context, rank_threads(config))
 
 
 @dataclass(slots=True)
@@ -169,16 +184,27 @@ def open_ranks(
         tell(LoadPhase("memory for the KV cache"))
         rank = _make(config, group, decoder)
         tell(LoadPhase("measuring the ranks"))
-        measured = unless_failed(group.workers, lambda: measure.take_part(rank))
+        machine: Machine = unless_failed(group.workers, lambda: measure.take_part(rank, config.ranks.tensor))
         group.workers.wait_ready()
-        machine, shape = measure.machine(*measured), ModelShape.of(decoder.config, decoder.dtype.itemsize)
+        shape = shape_of(decoder)
         tuned = _table(config, shape, machine)
         told = describe(config) + (_profile(config, machine) if config.ranks.context > 1 else "")
         log.debug("%s", told)
-        return Ranks(group, rank, machine if tuned is None else tuned.machine, shape, tuned, told), decoder
+        _advise_at_start(config, _planned_on(machine, tuned), shape)
+        return Ranks(group, rank, _planned_on(machine, tuned), shape, tuned, told), decoder
     except BaseException:
         group.close()
         raise
+
+
+def _advise_at_start(config: EngineConfig, machine: Machine, shape: ModelShape) -> None:
+    """Says what ranks that share this machine gain and lose. Ray places ranks on cores of their own."""
+    if config.ranks.launcher == "ray" and not started_this():
+        return
+    told = advice(config, ranks_here(config), torch.get_num_threads(), cores.usable(), machine, shape)
+    if told is not None:
+        text, warns = told
+        log.log(logging.WARNING if warns else logging.INFO, "%s", text)
 
 
 def describe(config: EngineConfig) -> str:
@@ -207,10 +233,13 @@ def _table(config: EngineConfig, shape: ModelShape, machine: Machine) -> TunedTa
     return tuned
 
 
+def _planned_on(measured: Machine, tuned: TunedTable | None) -> Machine:
+    """The table's profile if there is one. Of one engine with all cores it may know nothing: that is measured then."""
+    if tuned is None:
+        return measured
+    return msgspec.structs.replace(tuned.machine, one_engine=tuned.machine.one_engine or measured.one_engine)
+
+
 def stamp(config: EngineConfig, shape: ModelShape, machine: Machine) -> TableStamp:
     """What a tuned table of this group is made for."""
-    return TableStamp(
-        machine=machine.fingerprint, model=model_folder(config.model.folder).name, shape=shape,
-        ranks=config.ranks.context, link=f"gloo on {config.ranks.interface}", version=__version__,
-        date=date.today().isoformat(),
-    )  # fmt: skip
+    return preflight.stamp(config, shape, machine.fingerprint, date.today().isoformat())

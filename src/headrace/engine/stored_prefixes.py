@@ -268,6 +268,11 @@ class StoredPrefixes(Below):
         states = [self._states.get(part.sequence) for part in slices]
         return [state.restore for state in states if isinstance(state, Attached)]
 
+    def coming(self, sequence: SequenceState) -> int:
+        """Tokens of its table whose chunks are still on their way."""
+        state = self._states.get(sequence)
+        return len(state.nodes) * CHUNK if isinstance(state, Attached) else 0
+
     def confirm(self, slices: Sequence[Slice]) -> set[SequenceState]:
         """After the step, before KVCache.commit: the sequences whose rows are void, since chunks that they needed did
         not come. They are computed again from there."""

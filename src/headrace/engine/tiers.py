@@ -11,7 +11,6 @@ from headrace.kernels.backend import backend_of
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
-from headrace.models.spec import ModelConfig
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import ThreadStream
 from headrace.offload.emulated_link import EmulatedLink
@@ -20,18 +19,6 @@ from headrace.offload.restore.profile import measure, probe
 from headrace.offload.restore.source import StoredChunks
 from headrace.offload.tiers.open import open_tiers
 from headrace.offload.writeback import Writeback
-
-
-def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: int, kv_element_bytes: int) -> bool:
-    """Whether the pool keeps the inputs of the projections beside K and V, to store them below: KVPR, section 3.2.
-
-    They pay where they are smaller than K and V, which is not so where several query heads share a KV head.
-    """
-    if config.tiers is None or config.tiers.activations == "off":
-        return False
-    spec = model.attention
-    smaller = model.hidden_size * element_bytes < 2 * spec.kv_heads * spec.head_dim * kv_element_bytes
-    return smaller or config.tiers.activations == "on"
 
 
 def identity(config: EngineConfig, capacity: Capacity) -> bytes:

@@ -51,10 +51,20 @@ def main(descriptor: int) -> int:
         except (BrokenPipeError, ConnectionResetError):
             return 0
         except Exception as error:
-            log.exception("the engine has failed")
-            settings = isinstance(error, ValueError | UnsupportedModel) and not isinstance(error, InvalidRequest)
-            _report(link, m.EngineFailed(f"{type(error).__name__}: {error}", settings))
+            _report(link, _failure(error, serving=inbox.serving.is_set()))
             return 1
+
+
+def _failure(error: Exception, *, serving: bool) -> m.EngineFailed:
+    """What is told of it. A traceback is of use for a failure of ours alone; while an engine loads, to those who ask
+    for it by --debug."""
+    settings = isinstance(error, ValueError | UnsupportedModel) and not isinstance(error, InvalidRequest)
+    if serving:
+        log.exception("the engine has failed")
+    else:
+        log.debug("the engine has failed", exc_info=True)
+    told = f"{error}" if settings and not serving else f"{type(error).__name__}: {error}"
+    return m.EngineFailed(told, settings)
 
 
 class Link:
@@ -183,7 +193,7 @@ def _serve(link: Link, inbox: Inbox, closing: ExitStack) -> int:
     watch = RankWatch(link, loaded.ranks) if loaded.ranks is not None else None
     try:
         core = EngineCore(loaded)
-        core.on_prefill = lambda prefills: link.send(m.Prefills(prefills))
+        core.on_prefill = lambda prefills, expected_s: link.send(m.Prefills(prefills, expected_s))
         return _step_on(core, link, inbox)
     except RankLost as error:
         assert watch is not None and loaded.ranks is not None, "one rank loses none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, cast, get_args
@@ -26,14 +27,18 @@ def read_config(folder: str | Path) -> ModelConfig:
 
     Raises UnsupportedModel naming the architecture or the config field, ValueError if the folder cannot be read.
     """
-    folder = Path(folder)
+    return read_with(Path(folder), _normalised)
+
+
+def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any]) -> ModelConfig:
+    """normalised(fields of config.json, family): those fields with defaults filled in."""
     path = folder / "config.json"
     raw = read_json(path)
     schema.check(raw, schema.ConfigFields, path)
     try:
         family = _family(raw)
         _refuse_fields(raw)
-        config = _normalised(raw, family)
+        config = normalised(raw, family)
         facts = family.facts(config)
         _check_size(config, facts)
         return ModelConfig(

@@ -8,6 +8,7 @@ headrace.kernels.ops or within one row, and whatever is elementwise is add, mult
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -194,8 +195,7 @@ class Decoder:
         share = _share(config, tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
         self.matrices = _pack_all(weights, quantization, config.gated, packed)
-        # What was packed is not kept twice.
-        self.weights = {name: w for name, w in weights.items() if self.matrices.get(name, w) is w}
+        self.weights = weights
         self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
         self.layers = self._layers(share, tensor)
         self._ends = self._plain_ends()
@@ -214,6 +214,18 @@ class Decoder:
             return block.Blocks(_shape(self.config), layers)
         log.info("layers are computed one operation at a time: %s", reason)
         return OneByOne(layers)
+
+    def first(self, count: int) -> Decoder:
+        """A decoder of the first layers alone, with the same weights: for measurements."""
+        part, spec, layers = copy.copy(self), self.config.attention, self.layers
+        attention = replace(spec, layers=count, windows=spec.windows[:count])
+        part.config = replace(self.config, layers=count, attention=attention)
+        if isinstance(layers, block.Blocks):
+            part.layers = block.Blocks(layers.shape, layers.layers[:count])
+        else:
+            part.layers = OneByOne(layers.layers[:count])
+        part._ends = None
+        return part
 
     def _plain_ends(self) -> Ends | None:
         """What is beside the layers, where that is a table, a norm and a head, and all runs in C++."""
@@ -316,12 +328,15 @@ def _shape(config: ModelConfig) -> block.LayerShape:
 
 
 def _pack_all(weights: Weights, quantization: Quantization, gated: bool, packed: OnProgress | None) -> Matrices:
-    """All weights that rows are multiplied by."""
-    plain = {name: weight for name, weight in weights.items() if weight.dim() == 2 and name not in LOOKED_UP}
+    """All weights that rows are multiplied by. What is packed leaves `weights`: memory never holds all twice."""
+    names = [name for name, weight in weights.items() if weight.dim() == 2 and name not in LOOKED_UP]
     matrices: Matrices = {}
-    done, total = 0, sum(weight.nbytes for weight in plain.values())
-    for name, weight in plain.items():
+    done, total = 0, sum(weights[name].nbytes for name in names)
+    for name in names:
+        weight = weights[name]
         matrices[name] = _packed(name, weight, quantization, gated and name.endswith(".up.weight"))
+        if matrices[name] is not weight:
+            del weights[name]
         done += weight.nbytes
         if packed is not None:
             packed(done, total)

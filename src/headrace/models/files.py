@@ -16,6 +16,9 @@ INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_HEADER = 32 << 20
 """Bytes; some 200,000 tensors. safetensors itself takes 100 MB."""
+QUICK_HEADER = 1 << 20
+"""Bytes of a header that is looked through before anything is started; safetensors reads longer ones as it loads."""
+POINTER = b"version https://git-lfs"
 MAX_JSON = 32 << 20
 """Bytes of a JSON file; an index of 200,000 tensors has half of it."""
 
@@ -53,7 +56,53 @@ def weight_files(folder: Path) -> list[Path]:
             f"where you trust them: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER, "
             f"safe_serialization=True), and copy the tokenizer files"
         )
-    raise ValueError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
+    raise ValueError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}; {_other_weights(folder)}")
+
+
+def _other_weights(folder: Path) -> str:
+    """What there is instead."""
+    for pattern, told in (
+        ("*.safetensors", "the index of {} is missing; download the folder again, whole"),
+        ("*.gguf", "{} is not read; download the original model's safetensors files"),
+        ("*.h5", "{} is of TensorFlow; download the safetensors files"),
+        ("*.msgpack", "{} is of Flax; download the safetensors files"),
+    ):
+        found = sorted(path.name for path in folder.glob(pattern))
+        if found:
+            return told.format(shown(found[0]))
+    return "download them too"
+
+
+def check_whole(path: Path) -> None:
+    """Raises ValueError for a file that by its beginning and its size cannot be a whole safetensors file."""
+    try:
+        size = path.stat().st_size
+        with open_given(path) as file:
+            begin = file.read(len(POINTER))
+        length = struct.unpack("<Q", begin[:8])[0]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except struct.error:
+        raise ValueError(f"{path} is empty or cut short; download it again") from None
+    if begin == POINTER:
+        raise ValueError(f"{path} is a pointer of Git LFS, not the file; `git lfs pull` fetches it")
+    if length + 8 > size:
+        raise ValueError(f"{path} is not a safetensors file, or is cut short; download it again")
+    if length <= QUICK_HEADER:
+        _check_size(path, length, size)
+
+
+def _check_size(path: Path, length: int, size: int) -> None:
+    try:
+        with open_given(path) as file:
+            file.seek(8)
+            tensors = json.loads(file.read(length))
+        ends = [item["data_offsets"][1] for name, item in tensors.items() if name != "__metadata__"]
+        short = max(ends, default=0) + 8 + length - size
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, IndexError, RecursionError):
+        raise ValueError(f"{path} is not a safetensors file, or is damaged; download it again") from None
+    if short > 0:
+        raise ValueError(f"{path} is cut short: {short:,} bytes are missing; download it again")
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from headrace.config import AttentionSpec
 from headrace.models.spec import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Width = Literal["heads", "inner", "hidden"]
 """What ranks gather: the attended heads [T, Hq D], the MLP's activations [T, I], the block's output [T, H]."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import logging
 import os
 import secrets
-import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace.parallel.control import Refused, proof
+from headrace.parallel.interfaces import interface_name
 from headrace.parallel.link_store import LinkStore
 from headrace.parallel.listeners import stop_accepting
 from headrace.parallel.supervisor import WorkerSupervisor
@@ -32,7 +30,6 @@ log = logging.getLogger(__name__)
 NO_TIMEOUT = timedelta(days=365)
 """Of the process groups: one timeout there closes every link, and a wait may be as long as a prompt."""
 
-SIOCGIFADDR = 0x8915
 PROOF_GROUP = 511
 """In place of a group's number in the tags of the proofs."""
 
@@ -140,28 +137,6 @@ def gloo_on(interface: str) -> Iterator[None]:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
-
-
-def addresses() -> dict[str, str]:
-    """First IPv4 address -> name, of this host's network interfaces that have one."""
-    known = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-            except OSError:  # an interface without an IPv4 address
-                continue
-            known[socket.inet_ntoa(answer[20:24])] = name
-    return known
-
-
-def interface_name(address: str) -> str:
-    """Of the network interface whose first IPv4 address this is. Raises ValueError if there is none."""
-    known = addresses()
-    if address not in known:
-        there = ", ".join(f"{a} ({n})" for a, n in sorted(known.items()))
-        raise ValueError(f"rank_interface: {address} is not an address of this host; there are {there}")
-    return known[address]
 
 
 def unless_failed(workers: WorkerSupervisor, call: Callable[[], Any], limit_s: float | None = None) -> Any:

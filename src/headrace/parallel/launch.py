@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import signal
 import stat
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from headrace.config import EngineConfig
 from headrace.files import open_own
+from headrace.host import told_signal
 from headrace.parallel import torchrun_environment
 from headrace.parallel.control import FORM_S, Channel, JoinGroup, WorkerHello
 from headrace.parallel.group import Group, form, unless_failed
@@ -136,7 +136,7 @@ class ChildProcess:
         if status is None:
             return None
         if status < 0:
-            return f"its process {self.popen.pid} was ended by {signal.Signals(-status).name}"
+            return f"its process {self.popen.pid} was ended by {told_signal(-status)}"
         return f"its process {self.popen.pid} ended with status {status}"
 
     def terminate(self) -> None:

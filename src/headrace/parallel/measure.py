@@ -1,4 +1,5 @@
-"""The profile of a group: what a rank attains while all of them are at work, and what the links carry.
+"""The profile of a group: what a rank attains while all of them are at work, what the first one attains by itself with
+all cores, and what the links carry.
 
 Takes a second or less. All ranks take part at the same time, since cores share memory and clock.
 """
@@ -7,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,52 +19,85 @@ from torch import Tensor
 
 from headrace.kernels import dispatch, ops
 from headrace.parallel.merging import Kernels
+from headrace.parallel.probe import Probe, least, meet, passed_on
 from headrace.parallel.rank import Rank
-from headrace.parallel.transport import Tag
 from headrace.parallel.workspace import LayerBuffer
-from headrace.planner.machine import Machine
+from headrace.planner.machine import ComputeRates, Machine, count_of
 from headrace.types import CHUNK
 
 KEYS = 2048
 ROWS = (16, 128, 1024)
-LINEAR_ROWS = 512
 MESSAGE = 8 << 20
 LINK_CPU_S_PER_BYTE = 0.2e-9
 """What gloo takes from a core on each side where ranks share a host. It runs on a thread beside the computation, on the
 same cores: a rank's threads meet after every product, so that one which gives its core away holds up the others. Not
 measured here, since nothing is computed while the link is."""
 
-GROUP = 510
-"""In place of a group's number in the tags."""
+
+TENSOR_REPEATS = 2
+"""Prefills of a tensor rank: all ranks of its group compute each together, so none may go by its own time."""
 
 
-def take_part(rank: Rank) -> tuple[dict[str, float], list[tuple[int, float]]]:
-    """Measures; every rank of the group calls it once. Returns figures of Machine, and attention's rates by rows."""
-    _meet(rank)
+def take_part(rank: Rank, tensor: int = 1) -> Machine:
+    """Measures; every rank of the group calls it once. The whole profile is known on the first context rank alone.
+
+    tensor: the number of tensor ranks.
+    """
+    meet(rank)
+    crowding = 1.0 if rank.threads is None else rank.threads.crowding
     with torch.inference_mode():
-        figures = _linear(rank)
-        attention = [(rows, _attention(rank, rows)) for rows in ROWS]
-        figures["attention_call_s"] = _seconds(_attend_once(rank, 1, CHUNK))
-    figures |= _link(rank)
-    figures["link_cpu_s_per_byte"] = LINK_CPU_S_PER_BYTE if _shares_host(rank) else 0.0
-    return figures, attention
-
-
-def machine(figures: dict[str, float], attention: list[tuple[int, float]]) -> Machine:
+        rates = _rates(rank, crowding)
+        link_bytes_s, latency_s = _link(rank)
+        one = _one_engine(rank)
     isa = str(dispatch.reasons().get("attend", "reference"))
-    return Machine(
-        name=_cpu(), cores=torch.get_num_threads(), isa=isa.split(" (")[0], date=date.today().isoformat(),
-        attention_flops_s=tuple(attention), **figures,
+    plain = Machine(
+        name=_cpu(), cores=rates.cores, isa=isa.split(" (")[0], date=date.today().isoformat(),
+        linear_flops_s=rates.linear_flops_s, attention_flops_s=rates.attention_flops_s,
+        attention_call_s=rates.attention_call_s, memory_bytes_s=rates.memory_bytes_s, link_bytes_s=link_bytes_s,
+        latency_s=latency_s, link_cpu_s_per_byte=LINK_CPU_S_PER_BYTE if _shares_host(rank) else 0.0, one_engine=one,
     )  # fmt: skip
+    return Probe(rank, TENSOR_REPEATS if tensor > 1 else None).refined(plain)
+
+
+def _one_engine(rank: Rank) -> ComputeRates | None:
+    """The rates of the first rank with all cores, while the others wait."""
+    found, threads = None, rank.threads
+    if threads is not None and threads.widens and rank.transport.rank == 0:
+        threads.use(whole=True)
+        found = _rates(rank)
+        threads.use(whole=False)
+    meet(rank)
+    return found
+
+
+def _rates(rank: Rank, crowding: float = 1.0) -> ComputeRates:
+    """What this rank attains now. With more threads than cores each has its turns on a core: what it attains in them,
+    over `crowding`. The linear layers' rate stands for that of the memory, until prefills are measured."""
+    seconds = partial(least, clock=time.perf_counter if crowding == 1.0 else time.thread_time)
+    matrices = [w for name, w in rank.decoder.matrices.items() if name.startswith("layers.0.")]
+    size = sum(w.shape[0] * w.shape[1] for w in matrices) * rank.decoder.dtype.itemsize
+    read = size / seconds(_products(rank, matrices)) / crowding
+    return ComputeRates(
+        cores=torch.get_num_threads(),
+        linear_flops_s=read,
+        attention_flops_s=tuple((rows, _attention(rank, rows, seconds) / crowding) for rows in ROWS),
+        memory_bytes_s=read,
+        attention_call_s=seconds(_attend_once(rank, 1, CHUNK)) * crowding,
+    )
 
 
 def describe(machine: Machine) -> str:
     """The profile in one line."""
-    best = machine.attention_flops_s[-1][1]
-    return (
-        f"linear {machine.linear_flops_s / 1e9:.0f} and attention {best / 1e9:.0f} GFLOP/s a rank, link "
-        f"{machine.link_bytes_s / 1e9:.1f} GB/s and {machine.latency_s * 1e3:.2f} ms"
-    )
+    one = ""
+    if machine.one_engine is not None:
+        cores = count_of(machine.one_engine.cores, "core")
+        one = f" (one engine with all {cores}: {_attained(machine.alone)})"
+    link = f"link {machine.link_bytes_s / 1e9:.1f} GB/s and {machine.latency_s * 1e3:.2f} ms"
+    return f"{_attained(machine)} GFLOP/s a rank{one}, {link}"
+
+
+def _attained(machine: Machine) -> str:
+    return f"linear {machine.linear_flops_s / 1e9:.0f} and attention {machine.attention_flops_s[-1][1] / 1e9:.0f}"
 
 
 def _cpu() -> str:
@@ -75,31 +109,10 @@ def _cpu() -> str:
         return "unknown processor"
 
 
-def _seconds(work: Callable[[], object], repeats: int = 3) -> float:
-    """Median time of a call, after one that is not counted."""
-    work()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
-
-
-def _linear(rank: Rank) -> dict[str, float]:
-    """Rates of the first layer's matrices: at many rows, and for one row as bytes read."""
-    matrices = [w for name, w in rank.decoder.matrices.items() if name.startswith("layers.0.")]
-
-    def products(rows: int) -> Callable[[], object]:
-        inputs = [torch.ones(rows, w.shape[1], dtype=rank.decoder.dtype) for w in matrices]
-        return lambda: [ops.linear(x, w) for x, w in zip(inputs, matrices, strict=True)]
-
-    elements = sum(w.shape[0] * w.shape[1] for w in matrices)
-    many, one = _seconds(products(LINEAR_ROWS)), _seconds(products(1))
-    return {
-        "linear_flops_s": 2 * LINEAR_ROWS * elements / many,
-        "memory_bytes_s": elements * rank.decoder.dtype.itemsize / one,
-    }
+def _products(rank: Rank, matrices: Sequence[ops.Weight]) -> Callable[[], object]:
+    """The matrices of a layer, each multiplied by one row: they are read."""
+    inputs = [torch.ones(1, w.shape[1], dtype=rank.decoder.dtype) for w in matrices]
+    return lambda: [ops.linear(x, w) for x, w in zip(inputs, matrices, strict=True)]
 
 
 def _attend_once(rank: Rank, rows: int, keys: int) -> Callable[[], object]:
@@ -115,27 +128,21 @@ def _attend_once(rank: Rank, rows: int, keys: int) -> Callable[[], object]:
     return lambda: kernels.attend(0, q, buffer.pool, items, positions)
 
 
-def _attention(rank: Rank, rows: int) -> float:
+def _attention(rank: Rank, rows: int, seconds: Callable[[Callable[[], object]], float]) -> float:
     """Operations a second of both products."""
     spec = rank.kernels.spec
     window = spec.windows[0]
     keys = KEYS if window is None else min(KEYS, max(CHUNK, window // CHUNK * CHUNK))
-    return 4 * spec.heads * spec.head_dim * rows * keys / _seconds(_attend_once(rank, rows, keys))
+    return 4 * spec.heads * spec.head_dim * rows * keys / seconds(_attend_once(rank, rows, keys))
 
 
-def _link(rank: Rank) -> dict[str, float]:
-    """Round the ring 0 -> 1 -> .. -> 0, all ranks at once."""
+def _link(rank: Rank) -> tuple[float, float]:
+    """Bytes a second and latency, round the ring 0 -> 1 -> .. -> 0, all ranks at once."""
     small, large = torch.zeros(8, dtype=torch.uint8), torch.zeros(MESSAGE, dtype=torch.uint8)
-    _meet(rank)
+    meet(rank)
     latency = min(_exchange_all(rank, small, range(1, 6)))
     seconds = min(_exchange_all(rank, large, range(6, 9)))
-    return {"latency_s": latency, "link_bytes_s": MESSAGE / max(seconds - latency, 1e-9)}
-
-
-def _meet(rank: Rank) -> None:
-    """Waits for the others: twice round, so that nobody leaves before all have come."""
-    for piece in range(2 * rank.transport.size):
-        _exchange(rank, torch.zeros(8, dtype=torch.uint8), 100 + piece)
+    return MESSAGE / max(seconds - latency, 1e-9), latency
 
 
 def _exchange_all(rank: Rank, x: Tensor, pieces: Iterable[int]) -> list[float]:
@@ -147,20 +154,8 @@ def _exchange(rank: Rank, x: Tensor, piece: int) -> float:
     if rank.transport.size == 1:
         return 1e-6
     began = time.perf_counter()
-    _passed_on(rank, x, piece)
+    passed_on(rank, x, piece)
     return time.perf_counter() - began
-
-
-def _passed_on(rank: Rank, x: Tensor, piece: int) -> Tensor:
-    """Sends x to the next rank; what came from the one before."""
-    transport, tag, there = rank.transport, Tag(GROUP, 0, piece), torch.empty_like(x)
-    works = [
-        transport.irecv(there, (transport.rank - 1) % transport.size, tag),
-        transport.isend(x, (transport.rank + 1) % transport.size, tag),
-    ]
-    for work in works:
-        work.wait()
-    return there
 
 
 def _shares_host(rank: Rank) -> bool:
@@ -168,7 +163,7 @@ def _shares_host(rank: Rank) -> bool:
     mine = torch.frombuffer(bytearray(_host()), dtype=torch.uint8)
     passing, found = mine, False
     for piece in range(rank.transport.size - 1):
-        passing = _passed_on(rank, passing, 200 + piece)
+        passing = passed_on(rank, passing, 200 + piece)
         found |= torch.equal(passing, mine)
     return found
 

@@ -15,6 +15,7 @@ from headrace.parallel import group_layout
 from headrace.parallel.group_context import GroupContext, TokenCounters
 from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import RankStep, StepGroup
+from headrace.parallel.threads import RankThreads, one_rank_computes
 from headrace.parallel.transport import LAST, Tag, Transfer, Transport
 from headrace.parallel.workspace import Workspace
 from headrace.strategies import STRATEGIES, load
@@ -29,10 +30,20 @@ PendingHidden = tuple[int, list[tuple[int, int]], Tensor, Transfer]
 
 
 class Rank:
-    """A model, its pool of `storage.slots` chunks, and a place among the ranks of `transport`."""
+    """A model, its pool of `storage.slots` chunks, and a place among the ranks of `transport`.
 
-    def __init__(self, decoder: Decoder, storage: KVStorage, backend: str, transport: Transport) -> None:
-        self.decoder, self.storage, self.transport = decoder, storage, transport
+    threads: how many it computes with; None: as many as the caller has set.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        storage: KVStorage,
+        backend: str,
+        transport: Transport,
+        threads: RankThreads | None = None,
+    ) -> None:
+        self.decoder, self.storage, self.transport, self.threads = decoder, storage, transport, threads
         spec = decoder.config.attention
         self.kernels = Kernels(backend_of(backend), spec, decoder.key_bias)
         self.workspace = Workspace(spec, storage.dtype)
@@ -47,6 +58,8 @@ class Rank:
         """
         for group in step.groups:
             group_layout.check(group, self.transport.size)
+        if self.threads is not None:  # all ranks alike: rank 0 makes the logits, whoever computed the rows
+            self.threads.use(one_rank_computes(step))
         found: Hidden = {}
         coming: list[PendingHidden] = []
         going: list[Transfer] = []

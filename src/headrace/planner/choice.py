@@ -6,12 +6,12 @@ The engine asks this for every request; nothing else decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from headrace.config.ranks import StrategyRule
 from headrace.planner.heuristic import Heuristic, RingRates, algorithm1, algorithm5, guarded
-from headrace.planner.machine import Machine, ModelShape
+from headrace.planner.machine import Machine, ModelShape, count_of
 from headrace.planner.partition import Bounds
 from headrace.planner.schedule import Shards
 from headrace.planner.shards import Prefill
@@ -65,8 +65,13 @@ def predict(
     P: int = 0,
     cached_on: Sequence[float] | None = None,
 ) -> Cost:
-    """The cost model's figures for a strategy with these bounds (as `shards_for` gives them): see planner.cost."""
-    return COST[known(strategy).name](machine, shape, ranks, bounds, P, cached_on)
+    """The cost model's figures for a strategy with these bounds (as `shards_for` gives them): see planner.cost.
+
+    What its exchanges were measured to take beyond them is added (Machine.exchange_s).
+    """
+    cost = COST[known(strategy).name](machine, shape, ranks, bounds, P, cached_on)
+    beyond = dict(machine.exchange_s).get(strategy, 0.0) * shape.layers
+    return replace(cost, ttft_s=cost.ttft_s + beyond) if beyond else cost
 
 
 def choose(
@@ -108,8 +113,14 @@ def choose(
     else:
         coefficients = heuristic or (table.heuristic if table else None)
         name, why = _ruled(rule, RingRates.of(machine, shape, ranks), coefficients, predicted, T, P)
-    cut = cuts[name]
-    return StrategyChoice(name, cut.bounds, cut.ranks, predicted, _reason(name, why, predicted))
+    cut, one = cuts[name], one_engine_s(machine, shape, T, P)
+    return StrategyChoice(name, cut.bounds, cut.ranks, predicted, _reason(name, why, predicted, machine, one))
+
+
+def one_engine_s(machine: Machine, shape: ModelShape, T: int, P: int = 0) -> float | None:
+    """Predicted seconds of one engine that has all cores of the ranks' host and all cached tokens, in place of these
+    ranks. None where the ranks share no host, or a rank may not use its other cores."""
+    return None if machine.one_engine is None else predict("single", machine, shape, 1, (P, P + T), P).ttft_s
 
 
 def _check(ranks: int, T: int, P: int, rule: str, allowed: Collection[str], table: TunedTable | None) -> None:
@@ -152,13 +163,30 @@ def _ruled(
     return name, f"by {rule}"
 
 
-def _reason(chosen: str, why: str, predicted: Mapping[str, float]) -> str:
-    """'chain: 0.41 s predicted, ring-kv 0.44, gather 0.52, single 0.80'."""
-    others = sorted((name for name in predicted if name != chosen), key=predicted.__getitem__)
-    parts = [f"{chosen}{f' ({why})' if why else ''}: {_seconds(predicted[chosen])} s predicted"]
-    return ", ".join([*parts, *(f"{name} {_seconds(predicted[name])}" for name in others)])
+def _reason(chosen: str, why: str, predicted: Mapping[str, float], machine: Machine, one: float | None) -> str:
+    """'chain: 0.41 s predicted, ring-kv 0.44, gather 0.52, single (one engine with all 2 cores) 0.80'.
+
+    Where `single` is not considered the one engine stands beside the others.
+    """
+    with_cores = (
+        None if machine.one_engine is None else f"one engine with all {count_of(machine.one_engine.cores, 'core')}"
+    )
+    notes = {"single": [with_cores or f"one rank, {count_of(machine.cores, 'core')}"]}
+    said = {name: _noted(name, notes.get(name, [])) for name in predicted}
+    others = {said[name]: seconds for name, seconds in predicted.items() if name != chosen}
+    if with_cores and one is not None and "single" not in predicted:
+        others[with_cores] = one
+    head = _noted(chosen, [*notes.get(chosen, []), *([why] if why else [])])
+    parts = [f"{head}: {seconds_text(predicted[chosen])} s predicted"]
+    return ", ".join(
+        [*parts, *(f"{name} {seconds_text(others[name])}" for name in sorted(others, key=others.__getitem__))]
+    )
 
 
-def _seconds(seconds: float) -> str:
+def _noted(name: str, notes: Sequence[str]) -> str:
+    return f"{name} ({'; '.join(notes)})" if notes else name
+
+
+def seconds_text(seconds: float) -> str:
     """Two digits after the point, or two significant ones below a tenth."""
     return f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.2g}"

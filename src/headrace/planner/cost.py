@@ -4,7 +4,7 @@ Each function walks the layers of all ranks once and books every message on the 
 recurrence, not a closed form, so that pipelines that fill, waits and slow links come out by themselves. It counts what
 the strategies do, in causal pairs (gather_full: in rectangles):
 
-  single     one rank has all rows; cached K, V that lie elsewhere are fetched.
+  single     one rank has all rows, and its host's cores; cached K, V that lie elsewhere are fetched.
   gather     even contiguous rows; every layer waits for everybody's K, V (TSP, KV-Runahead's baseline).
   chain      contiguous blocks; K, V of all earlier blocks are relayed from rank to rank; the local block is attended
              while they are awaited; all but the last rank end after the last layer's projections (KV-Runahead).
@@ -49,10 +49,11 @@ def single(
 ) -> Cost:
     """All rows on the rank that holds most of the cached tokens (`home`), which fetches the others' K and V.
 
-    Where it holds all of them, nothing goes through the workspace.
+    Where it holds all of them, nothing goes through the workspace. It has the cores of all ranks of its host, where it
+    may use them.
     """
     check_bounds(bounds, 1, P)
-    times, T, end = LayerTimes(machine, shape), bounds[-1] - P, bounds[-1]
+    times, T, end = LayerTimes(machine.alone, shape), bounds[-1] - P, bounds[-1]
     run, rank, lies = Timeline(times, ranks, full_last_layer), home(cached_on, ranks), shares(cached_on, ranks)
     copied = P > 0 and lies[rank] < 1
     fetched = _ahead(run, [rank], P, lies)[rank] if copied else []

@@ -17,6 +17,17 @@ STATE_BYTES = 4
 """States travel in fp32: head_dim numbers and two more (maximum, sum) per row and head."""
 
 
+class ComputeRates(msgspec.Struct, frozen=True, kw_only=True):
+    """What computing attains on so many cores. Each figure: see Machine."""
+
+    cores: int
+    linear_flops_s: float
+    attention_flops_s: tuple[tuple[int, float], ...]
+    memory_bytes_s: float
+    attention_call_s: float = 0.0
+    layer_s: float = 0.0
+
+
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank attains, as measured with all ranks at work: the profile.
 
@@ -25,8 +36,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     attention_call_s: fixed time of one attention call; layer_s: fixed time of a layer beside it. memory_bytes_s:
     reading weights and KV, a floor under both rates. link_bytes_s, latency_s: a link between two ranks, one way;
     a rank sends one message at a time and receives one at a time. link_cpu_s_per_byte: time that a message takes from
-    the computing cores, on each side. Raises ValueError for a figure that is not positive (fixed times, latency and
-    link_cpu_s_per_byte may be 0).
+    the computing cores, on each side. one_engine: what a rank attains by itself with the cores of all ranks of its
+    host, where they share one and it may use them all. exchange_s: by strategy, what an exchange adds to each
+    layer beyond all that: threads that are woken and wait for a core. Raises ValueError for a figure that is not
+    positive (fixed times, latency and link_cpu_s_per_byte may be 0).
     """
 
     name: str
@@ -41,6 +54,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     attention_call_s: float = 0.0
     layer_s: float = 0.0
     link_cpu_s_per_byte: float = 0.0
+    one_engine: ComputeRates | None = None
+    exchange_s: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         rates = {name: getattr(self, name) for name in ("linear_flops_s", "memory_bytes_s", "link_bytes_s")}
@@ -57,6 +72,15 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
                 f"profile: attention_flops_s needs rising row counts from 1 up, got {rows}; "
                 "measure it again (`headrace tune`)"
             )
+        if self.one_engine is not None:
+            _ = self.alone  # its figures are checked likewise
+
+    @property
+    def alone(self) -> Machine:
+        """The profile of a rank that computes by itself while the others wait."""
+        if self.one_engine is None:
+            return self
+        return msgspec.structs.replace(self, one_engine=None, **msgspec.structs.asdict(self.one_engine))
 
     @property
     def fingerprint(self) -> str:
@@ -198,6 +222,11 @@ class LayerTimes:
     def fold(self, states: int) -> float:
         """Merging so many states of one row into a result: they are read once."""
         return states * self.shape.state_bytes / self.machine.memory_bytes_s
+
+
+def count_of(number: int, name: str) -> str:
+    """'1 core', '2 cores'."""
+    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def shares(cached_on: Sequence[float] | None, ranks: int) -> tuple[float, ...]:

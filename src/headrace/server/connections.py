@@ -20,7 +20,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headrace.logs import fields
-from headrace.server.tally import Tally
+from headrace.server.tally import MOST_KEYS, Tally
 
 log = logging.getLogger("headrace.server")
 
@@ -180,17 +180,23 @@ class Connection(H11Protocol):
 
 
 class LogThrottle(logging.Filter):
-    """Passes a message once per LOG_S, whoever may cause it and how often: bad requests, failed accepts."""
+    """Passes a message once per LOG_S, whoever may cause it and how often: bad requests, failed accepts. The next one
+    says how many like it were left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
         self._until: dict[str, float] = {}
+        self._left_out: Counter[str] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        now = self._clock()
-        if now < self._until.get(str(record.msg), now):
+        now, message = self._clock(), str(record.msg)
+        if now < self._until.get(message, now):
+            if message in self._left_out or len(self._left_out) < MOST_KEYS:
+                self._left_out[message] += 1
             return False
-        self._until = {message: until for message, until in self._until.items() if until > now}
-        self._until[str(record.msg)] = now + LOG_S
+        self._until = {each: until for each, until in self._until.items() if until > now}
+        self._until[message] = now + LOG_S
+        if more := self._left_out.pop(message, 0):
+            record.msg = f"{message} ({more:,} more like it since the last such line)"
         return True

@@ -53,4 +53,4 @@ class LoadLog:
     def _ended(phase: PhaseTime) -> None:
         if phase.seconds > LONG_S:
             told = fields(phase=phase.name, seconds=round(phase.seconds, 3), bytes=phase.size)
-            log.info("loaded    %s", phase.text, extra=told)
+            log.info("loading   %s", phase.text, extra=told)

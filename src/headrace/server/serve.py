@@ -41,6 +41,9 @@ BACKLOG = 1024
 FINISH_S = 10
 """After SIGTERM running requests may go on for so long."""
 
+SPARE_S = 2
+"""So long may it take until they have heard of their end."""
+
 
 def serve(config: EngineConfig, make_engine: MakeEngine | None = None) -> int:
     """Serves until a signal or a last failure. Returns the exit code: 0 after a signal, 1 after a failure, 2 where the
@@ -76,7 +79,8 @@ class HTTPServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: ServerState, connections: Connections) -> None:
         super().__init__(config)
         self.state, self.connections = state, connections
-        self.asked_to_end = False
+        self.asked_to_end = self._ended = False
+        state.listens = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Tells that it listens once it does, and once signals are caught."""
@@ -87,8 +91,31 @@ class HTTPServer(uvicorn.Server):
         log.debug("up to %d connections at once", self.connections.most)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.asked_to_end = self.asked_to_end or self.state.phase != "failed"
-        super().handle_exit(sig, frame)
+        """The first signal lets requests under way end, a ctrl-c after it ends them, and one more whatever is left."""
+        if self.state.phase == "failed" or self._ended:
+            super().handle_exit(sig, frame)
+        elif not self.asked_to_end:
+            self.asked_to_end = True
+            again = "; ctrl-c again ends them at once" if sig == signal.SIGINT else ""
+            log.info("stopping%s", f": requests under way have up to {FINISH_S} s{again}" if self._busy() else "")
+            asyncio.get_running_loop().call_later(FINISH_S, self._end_requests)
+            super().handle_exit(sig, frame)
+        elif sig == signal.SIGINT:
+            self._end_requests()
+
+    def _end_requests(self) -> None:
+        """Closes connections with a request under way, which ends it as if its client had left. (uvicorn would cancel
+        it, with a traceback in the log.)"""
+        self._ended = True
+        busy = self._busy()
+        if busy:
+            log.info("stopping: ended what was under way: %d request%s", len(busy), "s" * (len(busy) != 1))
+        for each in busy:
+            each.end(None)
+
+    def _busy(self) -> list[Connection]:
+        """Connections with a request under way."""
+        return [each for each in self.server_state.connections if isinstance(each, Connection) and each.busy]
 
     def exit_code(self) -> int:
         if self.asked_to_end or self.state.phase != "failed":
@@ -121,7 +148,7 @@ def make_server(app: FastAPI) -> HTTPServer:
             lifespan="on",
             backlog=ACCEPTED_AT_ONCE,
             timeout_keep_alive=math.ceil(KEEP_ALIVE_S),
-            timeout_graceful_shutdown=FINISH_S,
+            timeout_graceful_shutdown=FINISH_S + SPARE_S,
         ),
         app.state.headrace,
         connections,

@@ -39,7 +39,8 @@ class ServerState:
     is called once at the end.
 
     A failed engine is replaced if the settings say so, it can be made again, and RestartLimit allows it. `reason` says
-    why it failed, `error` is what stopped it from loading, `loading` how far an engine is that loads.
+    why it failed, `error` is what stopped it from loading, `loading` how far an engine is that loads. `listens`:
+    requests come over HTTP.
     """
 
     def __init__(self, engine: ServedEngine | MakeEngine, config: EngineConfig) -> None:
@@ -55,6 +56,7 @@ class ServerState:
         self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
         self.on_failure: Callable[[], None] = lambda: None
         self.admitting = 0
+        self.listens = False
         self._was_ready = False
         self._earlier = EngineStats()
         self._limit = RestartLimit()
@@ -94,6 +96,8 @@ class ServerState:
     async def close(self) -> None:
         await cancel(*self._tasks)
         if self._engine is not None:
+            if self.listens and self.config.tiers is not None and self._engine.alive:
+                log.info("stopping: the engine stores what is left of its KV cache")
             await self._engine.shutdown()
         for threads in (self._tokenizing, self._rendering):
             threads.shutdown(wait=False, cancel_futures=True)
@@ -140,7 +144,9 @@ class ServerState:
         return engine
 
     def _start_lines(self, engine: ServedEngine) -> list[Line]:
-        ready = ready_lines(self.config, self.model, engine.tokenizer, host.process_age_s())
+        ready = []
+        if self.listens:
+            ready = ready_lines(self.config, self.model, engine.tokenizer, host.process_age_s())
         lines = start_lines(engine.capacity, self.config, self.model, self.loading.weights, self.public.lines)
         return lines + ready
 

@@ -22,6 +22,9 @@ log = logging.getLogger("headrace.server")
 LONG_QUEUE_S = 0.1
 """A request's time in the queue is told from here on."""
 
+SHORT = {"client gone": "left"}
+"""How a request ended -> in a column."""
+
 MOST_TEXT = 200
 """Characters of a prompt and of an answer that --log-requests text shows."""
 
@@ -52,7 +55,7 @@ def job_line(job: Job, outcome: str, texts: bool = False) -> Line:
     """What came of a request, and what it cost where that is known: the engine tells it at the end. texts: with the
     beginning of its answers."""
     reasons = ", ".join(sorted({choice.finish_reason for choice in job.choices if choice.finish_reason}))
-    head = _head(job, reasons or "done" if outcome == "done" else outcome)
+    head = _head(job, reasons or "done" if outcome == "done" else SHORT.get(outcome, outcome))
     answers = [shown(choice.text, MOST_TEXT) for choice in job.choices] if texts else []
     said = "".join(f"  '{answer}'" for answer in answers)
     named = {"request_id": job.request_id, "event": "ended", "outcome": outcome, "finish_reason": reasons or None,
@@ -66,13 +69,13 @@ def job_line(job: Job, outcome: str, texts: bool = False) -> Line:
     speed = f"{told['decode_tokens_per_s']:>7,.1f}" if told["decode_tokens_per_s"] else f"{'-':>7}"
     line = (
         f"{head}  prompt {job.prompt_tokens:>7,} ({told['cached_tokens']:>7,} cached)  output {job.output_tokens:>6,}  "
-        f"first token {told['ttft_s']:>7.3f} s  {speed} tokens/s{_how(job, told)}"
+        f"ttft {told['ttft_s']:>7.3f} s  {speed} tokens/s{_how(job, told)}"
     )
     return Line(line + said, {**named, **told})
 
 
 def _head(job: Job, what: str) -> str:
-    return f"{short_id(job.request_id):8}  {what:<11}"
+    return f"{short_id(job.request_id):8}  {what:<8}"
 
 
 def _how(job: Job, told: dict[str, Any]) -> str:
@@ -87,7 +90,7 @@ def _how(job: Job, told: dict[str, Any]) -> str:
     if job.restore_reason:
         parts.append(f"restore: {job.restore_reason}")
     if job.strategy:
-        parts.append(f"prefill by {job.strategy} ({job.strategy_reason})")
+        parts.append(f"prefill by {job.strategy} ({job.strategy_reason.removeprefix(job.strategy + ': ')})")
     return f"  {', '.join(parts)}" if parts else ""
 
 
@@ -118,20 +121,24 @@ def is_busy(before: dict[str, float], now: dict[str, float], prefills: Sequence[
 def status_line(
     before: dict[str, float], now: dict[str, float], seconds: float, prefills: Sequence[Prefill] = (), rate: float = 0.0
 ) -> Line:
-    """Rates are those of the interval, levels those of its end. The engine's counters stand still while a long step
-    runs: what it reads then is known from `prefills`."""
+    """Rates are those of the interval, levels those of its end. Both are left out where no step ended in it, since the
+    engine's counters stand still while a long step runs; what it reads is known from `prefills`."""
     grown = {name: now[name] - before[name] for name in now}
     running = max(int(now["scheduler.running"]), len(prefills))
     held, unshared = now["kv.chunks_used"], now["kv.chunks_unshared"]
     share = min(1.0, grown["tokens.cached"] / grown["tokens.prompt"]) if grown["tokens.prompt"] > 0 else None
     read, written = grown["tokens.prefilled"] / seconds, grown["tokens.generated"] / seconds
-    text = (
-        f"running {running:>4,}  waiting {now['scheduler.waiting']:>4,.0f}  read {read:>7,.0f}/s  "
-        f"written {written:>7,.1f}/s  cached {'-' if share is None else percent(round(share * 1000), 1000):>5}  "
-        f"KV {held / max(1, now['kv.chunks_total']):>6.1%}{_sharing(held, unshared)}{_tier_levels(grown, now)}"
-    )
     progress = reading(prefills, rate)
-    return Line(f"{text}  {progress}" if progress else text, {
+    parts = [f"running {running:>3,}  waiting {now['scheduler.waiting']:>3,.0f}"]
+    if grown["scheduler.steps"]:
+        parts.append(
+            f"read {read:>7,.0f}/s  written {written:>7,.1f}/s  "
+            f"cached {'-' if share is None else percent(round(share * 1000), 1000):>5}  "
+            f"KV {held / max(1, now['kv.chunks_total']):>6.1%}{_sharing(held, unshared)}{_tier_levels(grown, now)}"
+        )
+    elif not progress:
+        parts.append(f"no step ended in the last {seconds:.0f} s")
+    return Line("  ".join([*parts, progress] if progress else parts), {
         "event": "status", "seconds": round(seconds, 3), "running": running, "waiting": int(now["scheduler.waiting"]),
         "prefill_tokens_per_s": round(read, 3), "decode_tokens_per_s": round(written, 3),
         "cached_share": None if share is None else round(share, 4), "kv_chunks_used": held,
@@ -142,7 +149,7 @@ def status_line(
 
 
 def _sharing(held: float, unshared: float) -> str:
-    return f" ({held:,.0f} chunks, {unshared:,.0f} if unshared)" if unshared > held else ""
+    return f" ({held:,.0f} chunks; {unshared:,.0f} unshared)" if unshared > held else ""
 
 
 def _tier_levels(grown: dict[str, float], now: dict[str, float]) -> str:

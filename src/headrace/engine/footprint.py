@@ -1,0 +1,143 @@
+"""What an engine takes of this host's memory, known before anything is started. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from headrace import host
+from headrace.config import EngineConfig, KVDType
+from headrace.host import GIB
+from headrace.models.shards import shard
+from headrace.models.sizes import BYTES, compute_type, kv_bytes_per_token, weight_bytes
+from headrace.models.spec import ModelConfig
+from headrace.types import CHUNK, chunks_for
+
+PROCESS_BYTES = GIB // 4
+"""Of a rank's process with torch, before weights and KV."""
+
+AUTO_SHARE = 4
+"""The KV cache takes one part in so many of the free memory where its size is not given."""
+
+
+def ranks_here(config: EngineConfig) -> int:
+    """Ranks that share this host's cores and memory, as far as is known."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks.count))
+
+
+def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: int, kv_element_bytes: int) -> bool:
+    """Whether the pool keeps the inputs of the projections beside K and V, to store them below: KVPR, section 3.2.
+
+    They pay where they are smaller than K and V, which is not so where several query heads share a KV head.
+    """
+    if config.tiers is None or config.tiers.activations == "off":
+        return False
+    spec = model.attention
+    smaller = model.hidden_size * element_bytes < 2 * spec.kv_heads * spec.head_dim * kv_element_bytes
+    return smaller or config.tiers.activations == "on"
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of all ranks on this host. free: what can be had; weights: with what the processes take themselves, and
+    loading: the same before they are quantised."""
+
+    config: EngineConfig
+    model: ModelConfig
+    free: int
+    weights: int
+    loading: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelConfig, free: int | None = None) -> Footprint:
+        compute = compute_type(model, config.model.dtype)
+        loading = weight_bytes(model, compute, ranks=config.ranks.tensor)
+        kept = weight_bytes(model, compute, config.model.quantization, ranks=config.ranks.tensor)
+        if config.streaming is not None and config.streaming.weights and config.streaming.path is not None:
+            kept = 0  # they lie in a file
+        free = host.memory_available() if free is None else free
+        return cls(config, model, free, *((each + PROCESS_BYTES) * ranks_here(config) for each in (kept, loading)))
+
+    def check(self) -> None:
+        """Raises ValueError, with what is needed, what is free and what fits, where it is more than there is."""
+        if self.config.model.backend == "triton":
+            return  # a GPU's memory, which the engine looks at
+        if self.loading > self.free:
+            raise ValueError(
+                f"the weights of {self.config.model.folder} need {gib(self.loading)}, but {gib(self.free)} are free: "
+                f"take a smaller model, or free memory"
+            )
+        if self.config.streaming is not None:
+            self._check_streamed()
+            return
+        if self.config.cache.tokens is not None and self.kv_bytes() > self.free - self.weights:
+            raise ValueError(self._too_many_tokens(self.config.cache.tokens))
+        self._check_host_tier()
+
+    def per_token(self, kv_dtype: KVDType | None = None) -> int:
+        """Bytes of a token of the pool on each rank, of the settings' type unless another is asked for."""
+        config, spec = self.config, shard(self.model, 0, self.config.ranks.tensor)
+        compute = compute_type(self.model, config.model.dtype)
+        kv_dtype = kv_dtype or config.cache.dtype
+        kv_element = 1 if kv_dtype == "int8" else BYTES[compute]
+        kept = keeps_activations(config, self.model, BYTES[compute], kv_element)
+        activations = spec.layers * self.model.hidden_size * BYTES[compute] if kept else 0
+        return kv_bytes_per_token(spec, compute, kv_dtype) + activations
+
+    def kv_bytes(self) -> int:
+        """Of the pools of all ranks here."""
+        return self._tokens() * self.per_token() * ranks_here(self.config)
+
+    def _tokens(self) -> int:
+        """Of one rank's pool, as the loader sizes it."""
+        if self.config.cache.tokens is not None:
+            return self.config.cache.tokens // CHUNK * CHUNK
+        affordable = self.free // ranks_here(self.config) // AUTO_SHARE // self.per_token()
+        length = self.config.model.max_len or self.model.max_model_len
+        return min(affordable, self.config.scheduler.max_sequences * chunks_for(length) * CHUNK)
+
+    def _fitting(self, kv_dtype: KVDType) -> int:
+        room = (self.free - self.weights) // ranks_here(self.config)
+        return max(0, room // self.per_token(kv_dtype) // CHUNK * CHUNK)
+
+    def _too_many_tokens(self, tokens: int) -> str:
+        several = ranks_here(self.config) > 1
+        each = f" on {ranks_here(self.config)} ranks" if several else ""
+        fit, small = self._fitting(self.config.cache.dtype), self._fitting("int8")
+        int8 = f" ({small:,} with --kv-cache-dtype int8)" if self.config.cache.dtype != "int8" else ""
+        return (
+            f"kv_cache_tokens {tokens:,} needs {gib(self.kv_bytes())}{each}; {self._what_is_free()}: "
+            f"at most {fit:,} tokens{' a rank' if several else ''} fit{int8}"
+        )
+
+    def _check_host_tier(self) -> None:
+        """The tier's memory is taken as it fills, so an engine would die hours later."""
+        size = sum(own.size for own in self.config.tiers.each if own.kind == "host") if self.config.tiers else 0
+        room = self.free - self.weights - self.kv_bytes()
+        if size * GIB > room:
+            raise ValueError(
+                f"kv_offloading_size {size:g} GiB is too much: {self._what_is_free()} and {gib(self.kv_bytes())} for "
+                f"the KV cache in the pool: at most {gib(room)} fit"
+            )
+
+    def _check_streamed(self) -> None:
+        """Where KV is streamed from host memory, all of it lies there."""
+        streaming = self.config.streaming
+        assert streaming is not None
+        if streaming.path is not None:
+            return
+        length = self.config.model.max_len or self.model.max_model_len
+        most = self.config.cache.tokens or self.config.scheduler.max_sequences * chunks_for(length) * CHUNK
+        need = min(int(streaming.host.size * GIB), most * self.per_token())
+        if need > self.free - self.weights:
+            raise ValueError(
+                f"kv_offloading_size {streaming.host.size:g} GiB is too much: {self._what_is_free()}: "
+                f"at most {gib(self.free - self.weights)} fit"
+            )
+
+    def _what_is_free(self) -> str:
+        return f"{gib(self.free)} are free, {self.weights / GIB:.1f} of them for the weights"
+
+
+def gib(size: int) -> str:
+    return f"{max(0, size) / GIB:,.1f} GiB"

@@ -1,0 +1,150 @@
+"""What can be said of settings and a model before anything is started. Imports no torch: it takes a tenth of a second.
+
+The engine checks again what it depends on. This is for people: they hear of a mistake at once, in one line.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from headrace.config import EngineConfig
+from headrace.config.environment import warn_of_unknown
+from headrace.engine.folders import model_folder
+from headrace.engine.footprint import Footprint, gib
+from headrace.host import GIB
+from headrace.models.files import check_whole, weight_files
+from headrace.models.plain_config import plain_config
+from headrace.models.shards import Share, shard
+from headrace.models.sizes import BYTES, compute_type
+from headrace.models.spec import ModelConfig
+from headrace.parallel.interfaces import interface_name
+from headrace.planner.machine import ModelShape
+from headrace.planner.tuned_table import TableStamp, load_table
+from headrace.types import CHUNK
+from headrace.version import __version__
+
+log = logging.getLogger(__name__)
+
+BLOBS = "blobs"
+"""What a directory that a disk tier has filled holds (offload.tiers.files)."""
+
+GPU_DEVICES = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")
+"""What a machine with a GPU has one of in /dev."""
+
+_passed: set[str] = set()
+
+
+def check(config: EngineConfig) -> None:
+    """Raises ValueError, or UnsupportedModel, which says what is wrong and the remedy. What has passed in this process
+    is not looked at again: an engine that is started anew finds other memory free than the first."""
+    name = repr(sorted(config.flat.items()))
+    if name in _passed:
+        return
+    warn_of_unknown()
+    folder = model_folder(config.model.folder)
+    model = plain_config(folder)
+    for path in weight_files(folder):
+        check_whole(path)
+    check_fit(config, model)
+    _check_devices(config)
+    _check_ranks(config, model)
+    Footprint.of(config, model).check()
+    _check_disk(config)
+    _passed.add(name)
+
+
+def check_fit(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for settings that the model rules out: a type of the cache that is not computed in, a sequence
+    longer than the model's, or than the KV cache holds."""
+    asked, tokens, kv_dtype = config.model.max_len, config.cache.tokens, config.cache.dtype
+    compute = compute_type(model, config.model.dtype)
+    if kv_dtype not in ("auto", "int8", compute):
+        raise ValueError(
+            f"kv_cache_dtype {kv_dtype}: keys and values are kept in the compute type, which is {compute}, or as int8; "
+            f"leave it out, or set dtype {kv_dtype}"
+        )
+    if asked is None:
+        return
+    if asked > model.max_model_len:
+        raise ValueError(f"max_model_len {asked} exceeds the model's {model.max_model_len}: lower it, or leave it out")
+    if tokens is not None and config.streaming is None and asked > tokens // CHUNK * CHUNK * config.ranks.context:
+        raise ValueError(
+            f"kv_cache_tokens {tokens} holds no sequence of max_model_len {asked}: raise the one or lower the other"
+        )
+
+
+def _check_devices(config: EngineConfig) -> None:
+    """Packages and devices that the settings ask for."""
+    if config.model.backend == "triton" and not any(any(Path("/dev").glob(name)) for name in GPU_DEVICES):
+        raise ValueError("attention_backend 'triton': no CUDA device; use 'auto'")
+    if config.ranks.launcher == "ray" and config.ranks.count > 1 and find_spec("ray") is None:
+        raise ValueError("distributed_backend ray needs the package: pip install 'headrace[ray]'")
+    kinds = {own.kind for own in config.tiers.each} if config.tiers is not None else set()
+    if "remote" in kinds and find_spec("redis") is None:
+        raise ValueError("KV on a remote server needs redis-py 5.3 or later: pip install 'headrace[remote]'")
+
+
+def _check_ranks(config: EngineConfig, model: ModelConfig) -> None:
+    ranks = config.ranks
+    if ranks.count > 1:
+        interface_name(ranks.interface)
+    if ranks.tensor > 1:
+        for rank in range(ranks.tensor):
+            Share(model, rank, ranks.tensor)
+    if ranks.table is not None:
+        _check_table(config, model, Path(ranks.table))
+
+
+def _check_table(config: EngineConfig, model: ModelConfig, path: Path) -> None:
+    """All of the table's stamp but the machine, which the ranks measure."""
+    table = load_table(path)
+    own = replace(model, attention=shard(model, 0, config.ranks.tensor))
+    shape = ModelShape.of(own, BYTES[compute_type(model, config.model.dtype)])
+    table.check(stamp(config, shape, table.stamp.machine))
+
+
+def stamp(config: EngineConfig, shape: ModelShape, machine: str, date: str = "") -> TableStamp:
+    """What a tuned table of this group is made for; machine: Machine.fingerprint."""
+    return TableStamp(
+        machine=machine, model=model_folder(config.model.folder).name, shape=shape, ranks=config.ranks.context,
+        link=f"gloo on {config.ranks.interface}", version=__version__, date=date,
+    )  # fmt: skip
+
+
+def _check_disk(config: EngineConfig) -> None:
+    """Raises ValueError for a directory in which nothing can be written; says where it has less room than allowed."""
+    outside = config.tiers or config.streaming
+    for own in outside.each if outside is not None else ():
+        if own.kind == "disk":
+            folder = Path(own.place)
+            _check_directory(folder)
+            usage = shutil.disk_usage(folder)
+            new = not any(folder.iterdir())
+            if own.size * GIB > (usage.free if new else usage.total):
+                log.warning(
+                    "kv_offload_disk_size %g GiB is more than the disk of %s has: %s %s", own.size, folder,
+                    gib(usage.free if new else usage.total), "are free" if new else "in all",
+                )  # fmt: skip
+
+
+def _check_directory(folder: Path) -> None:
+    """Makes it, as the tier will, and writes a file there. What an earlier engine stored can be read all the same."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except FileExistsError:
+        raise ValueError(f"kv_offload_path {folder} is not a directory; name another") from None
+    except NotADirectoryError:
+        raise ValueError(f"kv_offload_path {folder}: a part of the path is a file; name another directory") from None
+    except OSError as error:
+        told = os.strerror(error.errno) if error.errno else str(error)
+        if not (folder / BLOBS).is_dir():
+            raise ValueError(f"kv_offload_path {folder}: nothing can be written there ({told}); name another") from None
+        log.warning("kv_offload_path %s: nothing can be written there (%s); what it holds is read", folder, told)

@@ -1,0 +1,51 @@
+"""How much memory a model takes, from its facts alone. Imports no torch."""
+
+from __future__ import annotations
+
+from headrace.config import AttentionSpec, KVDType, Quantization
+from headrace.models.shards import Share
+from headrace.models.spec import ModelConfig, Slot, expected
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Of a number by type; float16 is computed in bfloat16."""
+SCALE_BYTES = 4
+LOOKED_UP = ("embed.weight", "positions.weight")
+
+
+def compute_type(config: ModelConfig, dtype: str) -> str:
+    """The name of the type that is computed in where `dtype` is asked for."""
+    found = config.dtype if dtype == "auto" else dtype
+    return "bfloat16" if found == "float16" else found
+
+
+def kv_bytes_per_token(spec: AttentionSpec, compute: str, kv_dtype: KVDType) -> int:
+    """Bytes of one token's K and V over all layers, scales included."""
+    if kv_dtype == "int8":
+        return spec.kv_bytes_per_token(1) + 2 * spec.layers * spec.kv_heads * SCALE_BYTES
+    return spec.kv_bytes_per_token(BYTES[compute])
+
+
+def weight_bytes(
+    config: ModelConfig, compute: str, quantization: Quantization = "none", rank: int = 0, ranks: int = 1
+) -> int:
+    """Bytes of the weights of one tensor rank, once loaded."""
+    share = None if ranks == 1 else Share(config, rank, ranks)
+    return sum(
+        _bytes(name, slot, _rows(name, slot, share), BYTES[compute], quantization)
+        for name, slot in expected(config).items()
+        if share is None or share.holds(name)
+    )
+
+
+def _rows(name: str, slot: Slot, share: Share | None) -> int:
+    rows = share.rows(name) if share is not None else None
+    return sum(slot.parts) if rows is None else sum(map(len, rows))
+
+
+def _bytes(name: str, slot: Slot, rows: int, each: int, quantization: Quantization) -> int:
+    columns = slot.columns or 1
+    if quantization == "none" or slot.columns is None or name in LOOKED_UP:
+        return rows * columns * each
+    if quantization == "int8":
+        return rows * (columns + SCALE_BYTES)
+    return rows * columns // 2 + rows * columns // 64 * 2

@@ -1,0 +1,35 @@
+"""Bytes that are told from a model's facts, against those of the tensors that it then has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.config import Quantization
+from headrace.engine.capacity import model_folder
+from headrace.kv.storage import KVStorage
+from headrace.models.decoder import load_decoder
+from headrace.models.plain_config import plain_config
+from headrace.models.sizes import kv_bytes_per_token, weight_bytes
+from headrace.offload.weights.layers import tensors_of
+
+pytestmark = pytest.mark.cpu
+
+TINY = model_folder("tiny")
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bytes_of_the_weights(dtype: str, quantization: Quantization) -> None:
+    decoder = load_decoder(TINY, dtype, quantization=quantization)  # type: ignore[arg-type]
+    plain = {id(w): w.nbytes for name, w in decoder.weights.items() if name not in decoder.matrices}
+    packed = sum(x.nbytes for weight in decoder.matrices.values() for x in tensors_of(weight).values())
+    told = weight_bytes(plain_config(TINY), dtype, quantization)
+    assert sum(plain.values()) + packed == pytest.approx(told, rel=0.03)  # some are filled up to whole blocks
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bytes_of_the_cache(dtype: str) -> None:
+    spec = plain_config(TINY).attention
+    assert kv_bytes_per_token(spec, dtype, "auto") == KVStorage.bytes_per_token(spec, getattr(torch, dtype))
+    assert kv_bytes_per_token(spec, dtype, "int8") == KVStorage.bytes_per_token(spec, torch.int8)

@@ -1,0 +1,108 @@
+"""What an engine will take of a host's memory, told before it is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace import host
+from headrace.config import EngineConfig
+from headrace.engine import preflight
+from headrace.engine.capacity import model_folder
+from headrace.engine.footprint import Footprint
+from headrace.host import GIB
+from headrace.models.plain_config import plain_config
+
+pytestmark = pytest.mark.unit
+
+TINY = plain_config(model_folder("tiny"))
+TOO_MUCH = [
+    (
+        dict(kv_cache_tokens=10_000_000),
+        "kv_cache_tokens 10,000,000 needs 14.3 GiB; 10.0 GiB are free, 0.3 of them for the weights: "
+        "at most 6,811,264 tokens fit (12,108,992 with --kv-cache-dtype int8)",
+    ),
+    (
+        dict(kv_cache_tokens=99_999_999_999, kv_cache_dtype="int8"),
+        "kv_cache_tokens 99,999,999,999 needs 80,466.3 GiB; 10.0 GiB are free, 0.3 of them for the weights: "
+        "at most 12,108,992 tokens fit",
+    ),
+    (
+        dict(kv_cache_tokens=4_000_000, context_parallel_size=2),
+        "kv_cache_tokens 4,000,000 needs 11.4 GiB on 2 ranks; 10.0 GiB are free, 0.5 of them for the weights: "
+        "at most 3,316,032 tokens a rank fit (5,895,232 with --kv-cache-dtype int8)",
+    ),
+    (
+        dict(kv_offloading_size=8, kv_cache_tokens=2_000_000),
+        "kv_offloading_size 8 GiB is too much: 10.0 GiB are free, 0.3 of them for the weights and 2.9 GiB for the "
+        "KV cache in the pool: at most 6.9 GiB fit",
+    ),
+    (
+        dict(kv_offloading_size=12, offload_schedule="row", max_sequences=1000),
+        "kv_offloading_size 12 GiB is too much: 10.0 GiB are free, 0.3 of them for the weights: at most 9.7 GiB fit",
+    ),
+]
+FITS: list[dict[str, Any]] = [
+    dict(),
+    dict(kv_cache_tokens=6_811_264),
+    dict(kv_cache_tokens=6_000_000, tensor_parallel_size=2),
+    dict(kv_offloading_size=4),
+    dict(kv_offloading_size=12, offload_schedule="row", kv_cache_tokens=4096),
+    dict(kv_cache_tokens=10_000_000, attention_backend="triton"),
+]
+
+
+@pytest.mark.parametrize(("settings", "told"), TOO_MUCH, ids=str)
+def test_what_does_not_fit_is_told_with_what_does(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        Footprint.of(EngineConfig(**settings), TINY, 10 * GIB).check()
+    assert str(refused.value) == told
+
+
+@pytest.mark.parametrize("settings", FITS, ids=str)
+def test_what_fits_passes(settings: dict[str, Any]) -> None:
+    Footprint.of(EngineConfig(**settings), TINY, 10 * GIB).check()
+
+
+def test_the_most_that_is_told_fits_and_a_chunk_more_does_not() -> None:
+    with pytest.raises(ValueError, match="6,811,264 tokens fit"):
+        Footprint.of(EngineConfig(kv_cache_tokens=6_811_264 + 64), TINY, 10 * GIB).check()
+
+
+def test_weights_that_do_not_fit() -> None:
+    """Quantised ones are read whole first."""
+    free = Footprint.of(EngineConfig(), TINY).loading
+    for quantization in ("none", "int4"):
+        config = EngineConfig(quantization=quantization)
+        Footprint.of(config.replace(kv_cache_tokens=64), TINY, free + (1 << 20)).check()
+        with pytest.raises(ValueError, match=r"the weights of tiny need 0\.3 GiB, but 0\.3 GiB are free: take"):
+            Footprint.of(config, TINY, free - 1000).check()
+
+
+def test_ranks_elsewhere_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(kv_cache_tokens=4_000_000, context_parallel_size=2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    Footprint.of(config, TINY, 10 * GIB).check()
+
+
+def test_lengths() -> None:
+    for settings, told in (
+        (dict(max_model_len=16385), "max_model_len 16385 exceeds the model's 16384: lower it, or leave it out"),
+        (
+            dict(max_model_len=8192, kv_cache_tokens=4096),
+            "kv_cache_tokens 4096 holds no sequence of max_model_len",
+        ),
+    ):
+        with pytest.raises(ValueError, match=told):
+            preflight.check(EngineConfig(**settings))
+    preflight.check(EngineConfig(max_model_len=8192, kv_cache_tokens=4096, context_parallel_size=2))
+
+
+def test_what_has_passed_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(kv_cache_tokens=123_456)
+    preflight.check(config)
+    monkeypatch.setattr(host, "memory_available", lambda: 1)
+    preflight.check(config)
+    with pytest.raises(ValueError, match="take a smaller model"):
+        preflight.check(EngineConfig(kv_cache_tokens=123_457))

@@ -1,0 +1,72 @@
+"""config.json read without transformers, against transformers' own reading."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.models.config import read_config
+from headrace.models.families import FAMILIES
+from headrace.models.plain_config import plain_config
+from headrace.types import UnsupportedModel
+
+pytestmark = pytest.mark.unit
+
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+WINDOWS = dict(use_sliding_window=True, sliding_window=64, num_hidden_layers=3)
+GIVEN: list[dict[str, Any]] = [
+    *(dict(architectures=[name]) for name in FAMILIES),
+    dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=[3, 4]),
+    dict(head_dim=None, num_key_value_heads=None, dtype="float16"),
+    dict(rope_theta=5e5, max_position_embeddings=4096, torch_dtype="float32"),
+    dict(rope_theta=5e5, rope_scaling=dict(type="linear", factor=2.0)),
+    dict(rope_scaling=dict(rope_type="dynamic", factor=2)),
+    dict(rope_parameters=dict(rope_type="llama3", rope_theta=5e5, **LLAMA3)),
+    dict(rope_scaling=dict(rope_type="yarn", factor=4.0)),
+    dict(rope_scaling=dict(rope_type="yarn", factor=4.0), original_max_position_embeddings=512),
+    dict(rope_parameters=dict(rope_type="default"), partial_rotary_factor=0.5),
+    dict(rope_parameters=dict(rope_type="su", factor=2.0)),
+    dict(architectures=["MistralForCausalLM"], sliding_window=None),
+    dict(architectures=["Qwen2ForCausalLM"], max_window_layers=1, **WINDOWS),
+    dict(architectures=["Qwen3ForCausalLM"], layer_types=["full_attention"] * 2 + ["sliding_attention"], **WINDOWS),
+    dict(architectures=["OPTForCausalLM"], word_embed_proj_dim=512, do_layer_norm_before=False, enable_bias=False),
+    dict(architectures=["FalconForCausalLM"], n_embed=256, num_attention_heads=4, alibi=True, ffn_hidden_size=100),
+    dict(architectures=["FalconForCausalLM"], new_decoder_architecture=True, num_kv_heads=71),
+    dict(num_attention_heads=4, num_key_value_heads=3),
+    dict(architectures=["GPT2LMHeadModel"]),
+    dict(pretraining_tp=2),
+    dict(hidden_act="gelu"),
+    dict(quantization_config=dict(bits=4)),
+]
+
+
+def written(folder: Path, given: dict[str, Any]) -> Path:
+    raw = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **given}
+    family = FAMILIES.get(raw["architectures"][0])
+    raw["model_type"] = family.model_type if family else "other"
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_it_reads_and_refuses_what_transformers_does(given: dict[str, Any], tmp_path: Path) -> None:
+    folder = written(tmp_path, given)
+    try:
+        theirs: Any = read_config(folder)
+    except UnsupportedModel as error:
+        with pytest.raises(UnsupportedModel) as refused:
+            plain_config(folder)
+        assert str(refused.value) == str(error)
+    else:
+        assert plain_config(folder) == theirs
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings"])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_null_where_a_number_is_needed(architecture: str, name: str, tmp_path: Path) -> None:
+    folder = written(tmp_path, {"architectures": [architecture], name: None})
+    with pytest.raises(UnsupportedModel, match=rf"config.json: {name} is null; download the file again"):
+        plain_config(folder)

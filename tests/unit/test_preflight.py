@@ -1,0 +1,50 @@
+"""What is said of a disk, and of processes that ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from headrace.config import EngineConfig
+from headrace.engine import preflight, process
+from headrace.host import told_signal
+
+pytestmark = pytest.mark.unit
+
+KILLED = " by SIGKILL (out of memory? the kernel's log, `dmesg`, tells)"
+
+
+def test_a_disk_with_less_room_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    preflight.check(EngineConfig(kv_offload_path=str(tmp_path / "kv"), kv_offload_disk_size="1000000TiB"))
+    assert "GiB is more than the disk of" in caplog.text and "are free" in caplog.text
+    assert os.listdir(tmp_path / "kv") == []
+    caplog.clear()
+    preflight.check(EngineConfig(kv_offload_path=str(tmp_path / "kv"), kv_offload_disk_size="1MiB"))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("script", "told"), [("kill -KILL $$", KILLED), ("kill -SEGV $$", " by SIGSEGV"), ("exit 3", " with code 3")]
+)
+def test_how_a_process_ended(script: str, told: str) -> None:
+    made = subprocess.Popen(["sh", "-c", script])
+    assert process.how_ended(made, 10) == told  # before it is waited for
+    made.wait()
+    assert process.how_ended(made, 0) == told
+
+
+def test_a_process_that_goes_on_has_not_ended() -> None:
+    made = subprocess.Popen(["sleep", "60"])
+    try:
+        assert process.how_ended(made, 0.02) == ""
+    finally:
+        made.kill()
+        made.wait()
+
+
+def test_signals_without_a_name() -> None:
+    assert told_signal(signal.SIGTERM) == "SIGTERM" and told_signal(200) == "signal 200"
