@@ -52,6 +52,11 @@ def test_a_terminal_has_colours_and_no_others_with_no_color() -> None:
     assert plain == SCREEN
 
 
+def test_the_shipped_models_short_steps_have_no_limit() -> None:
+    row = shown(CacheBench().columns(), [CASES[1] | {"model": "tiny"}], 80).splitlines()[-1]
+    assert row.split() == ["bookkeeping", "2,048", "30.50", "2.47", "1,234.5"]
+
+
 ATTENTION: Case = {
     "name": "decode_gqa_16x2048", "ours_ms": 1.25, "sdpa_ms": 5.5, "unshared_ms": None, "gbps": 40.0, "gflops": 160.4,
     "of_bandwidth": 0.88, "of_gemm": 0.2, "of_peak": 0.17, "threads": 2, "read_gbps": 45.5, "gemm_gflops": 800.0,

@@ -53,9 +53,14 @@ class CacheBench(Benchmark):
             Column("case", "name", width=len("bookkeeping")),
             Column("tokens", lambda case: case.get("prompt_tokens", case.get("shared_tokens")), form=","),
             Column("time", _time_ms, "ms", ",.2f", limit="limit_ms", bound="at most"),
-            Column("of a step", "share", "%", ".2f", 100, limit="limit", bound="at most"),
+            Column("of a step", "share", "%", ".2f", 100, limit=_share_limit, bound="at most"),
             Column("step", "step_ms", "ms", ",.1f"),
         )
+
+
+def _share_limit(case: Case) -> float | None:
+    """Set for S1 to S3: a step of the shipped model is too short to compare."""
+    return None if case.get("model") == "tiny" else case.get("limit")
 
 
 def _time_ms(case: Case) -> float | None:

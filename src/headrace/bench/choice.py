@@ -174,7 +174,7 @@ def summary(cases: Sequence[Case]) -> list[Case]:
 
 PREDICTIONS = (
     CELL[0], CELL[2], CELL[3],
-    Column("way", width=len("one engine")),
+    Column("way", width=len("one engine, all cores")),
     Column("measured", unit="s", form=",.3f"),
     Column("predicted", unit="s", form=",.3f"),
     Column("of measured", "ratio", "times", ".2f"),

@@ -13,7 +13,8 @@ from headrace.types import did_you_mean
 log = logging.getLogger(__name__)
 
 OTHERS = frozenset({
-    "HEADRACE_CACHE_DIR", "HEADRACE_DEBUG", "HEADRACE_ISA", "HEADRACE_ISA_BUILD", "HEADRACE_RANK_SECRET", "HEADRACE_TEST_SEED",
+    "HEADRACE_CACHE_DIR", "HEADRACE_DEBUG", "HEADRACE_ISA", "HEADRACE_ISA_BUILD", "HEADRACE_RANK_SECRET",
+    "HEADRACE_TEST_SEED",
 })  # fmt: skip
 """Variables that are no settings of an engine."""
 
