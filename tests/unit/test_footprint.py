@@ -50,6 +50,7 @@ FITS: list[dict[str, Any]] = [
     dict(kv_offloading_size=4),
     dict(kv_offloading_size=12, offload_schedule="row", kv_cache_tokens=4096),
     dict(kv_cache_tokens=10_000_000, attention_backend="triton"),
+    dict(kv_cache_tokens=10_000_000, context_parallel_size=2, distributed_backend="ray"),
 ]
 
 
