@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from headrace.bench.choice import pass_q_until, summary, tie
+from headrace.bench.choice import (
+    ONE_ENGINE,
+    ONE_RANK,
+    _beside,
+    _by_itself,
+    pass_q_until,
+    predictions,
+    summary,
+    tie,
+)
 from headrace.bench.prefill import PrefillBench
 from headrace.bench.prefill_grid import link_bandwidths
 from headrace.bench.prefill_links import RankLink, apply
@@ -16,7 +26,7 @@ from headrace.bench.prefill_testbed import PrefillRun, _owners, median
 from headrace.parallel.messages import decode, encode
 from headrace.parallel.rate_limit import RateLimitedTransport
 from headrace.parallel.transport import LoopbackHub
-from headrace.planner.machine import Machine
+from headrace.planner.machine import ComputeRates, Machine, ModelShape
 from headrace.planner.partition_search import PartitionSearch
 from headrace.planner.schedule import Shards
 
@@ -121,6 +131,22 @@ def cell(T: int, P: int, wins: bool, over: float = 1.0, tied: bool = True) -> di
         "ranks": 2, "bandwidth_gbps": 0.1, "tokens": T, "cached": P,
         "pass_q_wins": wins, "over_best": over, "tie": tied,
     }  # fmt: skip
+
+
+def test_predictions_stand_beside_what_was_measured() -> None:
+    """The fastest first; a strategy without a prediction is left out. A rank by itself has no turns to take."""
+    shape = ModelShape(layers=2, hidden=64, heads=2, kv_heads=2, head_dim=32, mlp=128, vocab=256)
+    rates = ComputeRates(cores=2, linear_flops_s=4e9, attention_flops_s=((1, 4e9),), memory_bytes_s=4e9)
+    crowded = msgspec.structs.replace(MACHINE, one_engine=rates)
+    machines = {ONE_ENGINE: crowded.alone, ONE_RANK: _by_itself(crowded, 1.5)}
+    beside = _beside(machines, shape, 256, 0, {ONE_ENGINE: [0.1, 0.3, 0.2], ONE_RANK: [0.5]})
+    engine, rank = beside[ONE_ENGINE], beside[ONE_RANK]
+    assert (engine["cores"], engine["measured_s"], rank["cores"], rank["measured_s"]) == (2, 0.2, 1, 0.5)
+    assert rank["predicted_s"] == pytest.approx(engine["predicted_s"] * 4 / 1.5)
+    case = {"ranks": 2, "tokens": 256, "cached": 0, "measured_s": {"chain": 0.25, "ring-q": 0.1}, "beside": beside}
+    told = predictions([case | {"predicted_s": {"chain": 0.5}}]).splitlines()[2:]
+    assert [line.split(" | ")[3] for line in told] == [ONE_ENGINE, "chain", ONE_RANK]
+    assert told[1] == "| 2 | 256 | 0 | chain | 0.250 | 0.500 | 2.00 |"
 
 
 def test_ties_and_where_pass_q_stops_winning() -> None:

@@ -155,7 +155,7 @@ def test_choice_tells_what_was_picked_and_where_pass_q_wins(tmp_path: Path) -> N
     file = tmp_path / "choice.json"
     told = invoke(
         "bench", "choice", "tiny", "--json", file, "--tokens", "64,128", "--cached", "0,256", "--bandwidth", "0.05",
-        "--repeats", 1,
+        "--repeats", 1, "--against-one-engine",
     )  # fmt: skip
     cases = json.loads(file.read_text())["cases"]
     assert [(case["tokens"], case["cached"]) for case in cases] == [(64, 0), (128, 0), (64, 256), (128, 256)]
@@ -166,7 +166,8 @@ def test_choice_tells_what_was_picked_and_where_pass_q_wins(tmp_path: Path) -> N
         assert case["over_best"] == measured[case["chosen"]] / measured[case["best"]] >= 1
         assert case["pass_q_wins"] == (measured["ring-q"] < measured["ring-kv"])
         assert case["tie"] or case["chosen"] != case["best"]
-    assert "| 2 | 0.05 | 256 |" in told
+        assert set(case["beside"]) == {"one engine, all cores", "one rank by itself"}
+    assert "| 2 | 0.05 | 256 |" in told and "| 2 | 128 | 256 | one engine, all cores |" in told
 
 
 def test_network_namespaces_limit_the_link_and_are_removed() -> None:

@@ -85,7 +85,10 @@ class ChoiceBench(PrefillGrid):
         found = {name: [run.seconds for run in each] for name, each in in_turns(runs, self.repeats).items()}
         beside = {name: found.pop(name) for name in (ONE_ENGINE, ONE_RANK) if name in found}
         case = _case(testbed, T, P, choice, found)
-        return case | {"beside": _beside(machine, testbed.shape, T, P, beside)} if beside else case
+        if not beside:
+            return case
+        machines = {ONE_ENGINE: machine.alone, ONE_RANK: _by_itself(machine, testbed.crowding)}
+        return case | {"beside": _beside(machines, testbed.shape, T, P, beside)}
 
 
 def _case(testbed: PrefillTestbed, T: int, P: int, choice: StrategyChoice, found: dict[str, list[float]]) -> Case:
@@ -100,19 +103,29 @@ def _case(testbed: PrefillTestbed, T: int, P: int, choice: StrategyChoice, found
     }  # fmt: skip
 
 
-def _beside(machine: Machine, shape: ModelShape, T: int, P: int, found: dict[str, list[float]]) -> dict[str, Any]:
-    """Of what is not a strategy of the ranks: seconds measured and predicted."""
+def _by_itself(machine: Machine, crowding: float) -> Machine:
+    """The profile of a rank that keeps to its share of the cores, but has turns on them with no other."""
     import msgspec
 
+    return msgspec.structs.replace(
+        machine, one_engine=None, linear_flops_s=machine.linear_flops_s * crowding,
+        memory_bytes_s=machine.memory_bytes_s * crowding,
+        attention_flops_s=tuple((rows, rate * crowding) for rows, rate in machine.attention_flops_s),
+    )  # fmt: skip
+
+
+def _beside(
+    machines: dict[str, Machine], shape: ModelShape, T: int, P: int, found: dict[str, list[float]]
+) -> dict[str, Any]:
+    """Of what is not a strategy of the ranks: seconds measured and predicted."""
     from headrace.planner.choice import predict
 
-    rank = msgspec.structs.replace(machine, one_engine=None)
     return {
         name: {
-            "cores": profile.cores, "measured_s": statistics.median(found[name]), "times_s": found[name],
-            "predicted_s": predict("single", profile, shape, 1, (P, P + T), P).ttft_s,
+            "cores": machine.cores, "measured_s": statistics.median(found[name]), "times_s": found[name],
+            "predicted_s": predict("single", machine, shape, 1, (P, P + T), P).ttft_s,
         }
-        for name, profile in ((ONE_ENGINE, machine.alone), (ONE_RANK, rank))
+        for name, machine in machines.items()
     }  # fmt: skip
 
 

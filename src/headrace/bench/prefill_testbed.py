@@ -111,6 +111,12 @@ class PrefillTestbed:
         self._laid: set[tuple[int, int]] = set()
         """(rank, chunk) that hold the whole chunk."""
 
+    @property
+    def crowding(self) -> float:
+        """Threads of all ranks of this host for each of its cores, at least 1."""
+        threads = self._rank.rank.threads
+        return 1.0 if threads is None else threads.crowding
+
     def close(self) -> None:
         """Ends the threads of the testbed's own links; the group is closed by its owner."""
         self._rank.link(RankLink().step(0))

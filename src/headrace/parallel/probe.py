@@ -7,7 +7,7 @@ take it from those that compute. A prefill of few layers has all of that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import torch
@@ -18,10 +18,10 @@ from headrace.models.decoder import Decoder
 from headrace.parallel.messages import RankStep, StepGroup, StepPart
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import Tag
-from headrace.planner.chain_partition import best_chain
-from headrace.planner.choice import predict
+from headrace.planner.choice import predict, shards_for
 from headrace.planner.machine import ComputeRates, LayerTimes, Machine, ModelShape
-from headrace.planner.partition import align, causal_pairs, even, zigzag, zigzag_ranks
+from headrace.planner.partition import causal_pairs
+from headrace.strategies import FALLBACK, OFFERED, STRATEGIES
 from headrace.types import CHUNK, chunks_for
 
 FLOPS = 100e9
@@ -29,9 +29,6 @@ FLOPS = 100e9
 MOST_ROWS, LEAST_ROWS, MOST_LAYERS = 1024, 128, 4
 SLOW_S = 0.25
 """A prefill that takes longer is measured once instead of three times."""
-
-ALIKE = {"ring-q": "ring-kv"}
-"""Not measured, since it needs cached tokens: has as many exchanges as the other."""
 
 GROUP = 510
 """In place of a group's number in the tags."""
@@ -67,21 +64,19 @@ class Probe:
             one_engine=None if plain.one_engine is None else self._rated(plain, plain.one_engine, alone),
         )
         exchanges = {each.strategy: self._beyond(found, each) for each in self._exchanges(found)}
-        exchanges |= {name: exchanges[other] for name, other in ALIKE.items() if other in exchanges}
+        if exchanges:  # a strategy for cached tokens has as many exchanges as the one in its place without
+            exchanges |= {name: exchanges[FALLBACK] for name in OFFERED if STRATEGIES[name].needs_cached}
         self.of.groups = self.rank.groups
         return msgspec.structs.replace(found, exchange_s=tuple(sorted(exchanges.items())))
 
-    def _exchanges(self, machine: Machine) -> list[StepGroup]:
-        """The prefill by each strategy that several ranks compute by. The chain's blocks are those of the whole model:
-        with others its ranks would not wait for each other as they do there."""
-        if self.size == 1:
-            return []
-        order, chain = range(self.size), best_chain(machine, shape_of(self.of.decoder), self.size, self.rows)
-        return [
-            self._group("chain", [int(bound) for bound in self._told(chain)], order, self.size - 1),
-            self._group("gather", align(even(self.rows, self.size), CHUNK), order, 0),
-            self._group("ring-kv", zigzag(self.rows, self.size, CHUNK), zigzag_ranks(self.size), 0),
-        ]
+    def _exchanges(self, machine: Machine) -> Iterator[StepGroup]:
+        """The prefill by each strategy that several ranks may compute by, cut as that of the whole model: with other
+        blocks the ranks of a chain would not wait for each other as they do there."""
+        for name in OFFERED if self.size > 1 else ():
+            if name != "single" and not STRATEGIES[name].needs_cached:
+                cut = shards_for(name, machine, shape_of(self.of.decoder), self.size, self.rows)
+                bounds = [int(bound) for bound in self._told(cut.bounds)]
+                yield self._group(name, bounds, cut.ranks, cut.ranks[-1] if STRATEGIES[name].keeps_all else 0)
 
     def _group(self, strategy: str, bounds: Sequence[int], ranks: Sequence[int], owner: int) -> StepGroup:
         """The prefill of all rows, whose keys and values `owner` keeps."""
