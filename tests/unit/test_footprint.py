@@ -81,6 +81,13 @@ def test_weights_that_do_not_fit() -> None:
             Footprint.of(config, TINY, free - 1000).check()
 
 
+def test_a_cache_of_no_given_size_leaves_room_for_the_weights() -> None:
+    weights = Footprint.of(EngineConfig(), TINY).weights
+    assert Footprint.of(EngineConfig(), TINY, 10 * GIB).auto_bytes() == 10 * GIB // 4
+    assert Footprint.of(EngineConfig(), TINY, weights + 1000).auto_bytes() == 1000
+    assert Footprint.of(EngineConfig(), TINY, weights - 1000).auto_bytes() == 0
+
+
 def test_ranks_elsewhere_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(kv_cache_tokens=4_000_000, context_parallel_size=2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
