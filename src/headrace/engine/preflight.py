@@ -31,6 +31,9 @@ from headrace.version import __version__
 
 log = logging.getLogger(__name__)
 
+BLOBS = "blobs"
+"""What a directory that a disk tier has filled holds (offload.tiers.files)."""
+
 GPU_DEVICES = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")
 """What a machine with a GPU has one of in /dev."""
 
@@ -131,7 +134,7 @@ def _check_disk(config: EngineConfig) -> None:
 
 
 def _check_directory(folder: Path) -> None:
-    """Makes it, as the tier will, and writes a file there."""
+    """Makes it, as the tier will, and writes a file there. What an earlier engine stored can be read all the same."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -142,4 +145,6 @@ def _check_directory(folder: Path) -> None:
         raise ValueError(f"kv_offload_path {folder}: a part of the path is a file; name another directory") from None
     except OSError as error:
         told = os.strerror(error.errno) if error.errno else str(error)
-        raise ValueError(f"kv_offload_path {folder}: nothing can be written there ({told}); name another") from None
+        if not (folder / BLOBS).is_dir():
+            raise ValueError(f"kv_offload_path {folder}: nothing can be written there ({told}); name another") from None
+        log.warning("kv_offload_path %s: nothing can be written there (%s); what it holds is read", folder, told)
