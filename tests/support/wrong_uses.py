@@ -98,6 +98,7 @@ FLAGS = (
     WrongUse("a negative temperature", "generate hi --temperature -1", "temperature must be"),
     WrongUse("a temperature in words", "generate hi --temperature warm", "--temperature must be a number"),
     WrongUse("a share above one", "generate hi --top-p 2", "top_p must be"),
+    WrongUse("an answer's length in words", "generate hi --max-tokens some", "--max-tokens must be a number of tokens"),
     WrongUse("no token asked for", "generate hi --max-tokens 0", "max_tokens must be"),
     WrongUse("a prompt and a file", "generate hi --file p.txt", "give prompts or --file, not both"),
     WrongUse("a prompt file that is not there", "generate --file p.txt", "cannot read p.txt: "),

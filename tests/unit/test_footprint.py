@@ -50,6 +50,7 @@ FITS: list[dict[str, Any]] = [
     dict(kv_offloading_size=4),
     dict(kv_offloading_size=12, offload_schedule="row", kv_cache_tokens=4096),
     dict(kv_cache_tokens=10_000_000, attention_backend="triton"),
+    dict(kv_cache_tokens=10_000_000, context_parallel_size=2, distributed_backend="ray"),
 ]
 
 
@@ -78,6 +79,13 @@ def test_weights_that_do_not_fit() -> None:
         Footprint.of(config.replace(kv_cache_tokens=64), TINY, free + (1 << 20)).check()
         with pytest.raises(ValueError, match=r"the weights of tiny need 0\.3 GiB, but 0\.3 GiB are free: take"):
             Footprint.of(config, TINY, free - 1000).check()
+
+
+def test_a_cache_of_no_given_size_leaves_room_for_the_weights() -> None:
+    weights = Footprint.of(EngineConfig(), TINY).weights
+    assert Footprint.of(EngineConfig(), TINY, 10 * GIB).auto_bytes() == 10 * GIB // 4
+    assert Footprint.of(EngineConfig(), TINY, weights + 1000).auto_bytes() == 1000
+    assert Footprint.of(EngineConfig(), TINY, weights - 1000).auto_bytes() == 0
 
 
 def test_ranks_elsewhere_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config import EngineConfig
-from headrace.engine import preflight, process
+from headrace.engine import messages, preflight, process, worker
 from headrace.host import told_signal
 
 pytestmark = pytest.mark.unit
@@ -48,3 +49,19 @@ def test_a_process_that_goes_on_has_not_ended() -> None:
 
 def test_signals_without_a_name() -> None:
     assert told_signal(signal.SIGTERM) == "SIGTERM" and told_signal(200) == "signal 200"
+
+
+@pytest.mark.parametrize(
+    ("error", "serving", "told"),
+    [
+        (ValueError("the checkpoint"), False, messages.EngineFailed("the checkpoint", True)),
+        (MemoryError("no room"), False, messages.EngineFailed("MemoryError: no room", False)),
+        (KeyError("x"), True, messages.EngineFailed("KeyError: 'x'", False)),
+    ],
+)
+def test_what_stops_an_engine_from_loading_is_told_without_a_traceback(
+    error: Exception, serving: bool, told: messages.EngineFailed, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        assert worker._failure(error, serving=serving) == told
+    assert [record.levelno for record in caplog.records] == [logging.ERROR if serving else logging.DEBUG]

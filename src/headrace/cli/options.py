@@ -17,6 +17,7 @@ from headrace.cli.errors import log_as, one_line_errors
 from headrace.cli.help import COMMON_PANEL, HELP_ALL, SAMPLING_PANEL, panel
 from headrace.config import SETTINGS, Setting, config_from_env
 from headrace.config.server import ServerSettings
+from headrace.config.sizes import parse_size
 from headrace.engine import preflight, torchrun
 from headrace.types import SamplingParams
 
@@ -25,6 +26,9 @@ SERVER_ONLY = {item.name for item in SETTINGS.values() if item.record is ServerS
 
 WITHOUT_EFFECT = {"max_connections"}
 """Settings of the server that other commands take, do nothing with, and do not show."""
+
+TOKEN_COUNTS = {"max_tokens", "min_tokens"}
+"""Sampling parameters that may be given as 2k, too."""
 
 Option = inspect.Parameter
 
@@ -91,11 +95,13 @@ def with_sampling(command: Callable[..., None], **defaults: Any) -> Callable[...
             place = COMMON_PANEL if name in defaults else SAMPLING_PANEL
             shown = False if default in (None, []) else shown_default(default)
             info = typer.Option(*flags, help=told, metavar=metavar(kind), show_default=shown, rich_help_panel=place)
-            options.append(_option(name, kind, default, info))
+            options.append(_option(name, str | None if name in TOKEN_COUNTS else kind, default, info))
     names = [option.name for option in options]
 
     def run(**given: Any) -> None:
         sampling = {name: given.pop(name) for name in names}
+        for name in TOKEN_COUNTS & {name for name, value in sampling.items() if value is not None}:
+            sampling[name] = parse_size("--" + name.replace("_", "-"), str(sampling[name]), "tokens")
         lists = {name: tuple(value) for name, value in sampling.items() if isinstance(value, list)}
         command(params=SamplingParams(**sampling | lists), **given)
 

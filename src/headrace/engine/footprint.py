@@ -60,8 +60,9 @@ class Footprint:
 
     def check(self) -> None:
         """Raises ValueError, with what is needed, what is free and what fits, where it is more than there is."""
-        if self.config.model.backend == "triton":
-            return  # a GPU's memory, which the engine looks at
+        ray = self.config.ranks.launcher == "ray" and self.config.ranks.count > 1
+        if self.config.model.backend == "triton" or ray:
+            return  # a GPU's memory, which the engine looks at, or ranks on hosts of which nothing is known
         if self.loading > self.free:
             raise ValueError(
                 f"the weights of {self.config.model.folder} need {gib(self.loading)}, but {gib(self.free)} are free: "
@@ -88,11 +89,16 @@ class Footprint:
         """Of the pools of all ranks here."""
         return self._tokens() * self.per_token() * ranks_here(self.config)
 
+    def auto_bytes(self) -> int:
+        """For a rank's pool whose size is not given: its part of a quarter of the free memory, and of what the weights
+        leave."""
+        return max(0, min(self.free // AUTO_SHARE, self.free - self.weights)) // ranks_here(self.config)
+
     def _tokens(self) -> int:
         """Of one rank's pool, as the loader sizes it."""
         if self.config.cache.tokens is not None:
             return self.config.cache.tokens // CHUNK * CHUNK
-        affordable = self.free // ranks_here(self.config) // AUTO_SHARE // self.per_token()
+        affordable = self.auto_bytes() // self.per_token()
         length = self.config.model.max_len or self.model.max_model_len
         return min(affordable, self.config.scheduler.max_sequences * chunks_for(length) * CHUNK)
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from headrace import host
 from headrace.config import EngineConfig, Quantization
 from headrace.engine import ranks, tiers, torchrun
 from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.executor import Executor
-from headrace.engine.footprint import AUTO_SHARE, gib, keeps_activations, ranks_here
+from headrace.engine.footprint import Footprint, gib, keeps_activations
 from headrace.engine.preflight import check_fit
 from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
@@ -30,6 +29,7 @@ from headrace.models.config import ModelConfig, read_config
 from headrace.models.decoder import Decoder, compute_dtype, load_decoder
 from headrace.models.files import MAX_JSON
 from headrace.models.shards import shard
+from headrace.models.sizes import compute_type, weight_bytes
 from headrace.offload.streaming import open as streaming
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.types import CHUNK, chunks_for
@@ -155,7 +155,7 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
         per_rank, max_len = streaming.sizes(config, model, kv_dtype, dtype)
     else:
         pool_bytes = bytes_per_token + model.attention.layers * (hidden or 0) * dtype.itemsize
-        per_rank, max_len = _sizes(config, model.max_model_len, pool_bytes)
+        per_rank, max_len = _sizes(config, model, pool_bytes)
     capacity = _capacity(config, model, backend, dtype, kv_dtype, per_rank, bytes_per_token, max_len)
     tell(LoadPhase("tokenizer"))
     tokenizer = Tokenizer.load(folder)
@@ -218,39 +218,40 @@ def device_of(config: EngineConfig) -> torch.device:
     return torch.device("cuda", 0) if config.model.backend == "triton" else torch.device("cpu")
 
 
-def _sizes(config: EngineConfig, model_len: int, bytes_per_token: int) -> tuple[int, int]:
+def _sizes(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -> tuple[int, int]:
     """(tokens of KV cache on each rank, whole chunks; longest sequence, which all context ranks together can hold)."""
-    wanted, parts = config.model.max_len or model_len, config.ranks.context
+    wanted, parts = config.model.max_len or model.max_model_len, config.ranks.context
     if config.cache.tokens is not None:
         tokens = config.cache.tokens // CHUNK * CHUNK
-        _check_gpu(config, bytes_per_token)
+        _check_gpu(config, model, bytes_per_token)
         return tokens, min(wanted, tokens * parts)
-    affordable = _free_memory(config) // bytes_per_token // CHUNK * CHUNK
+    affordable = _free_memory(config, model) // bytes_per_token // CHUNK * CHUNK
     tokens = min(affordable, config.scheduler.max_sequences * chunks_for(wanted) * CHUNK)
     if tokens < CHUNK:
         raise ValueError(f"no memory for a KV cache: {bytes_per_token} bytes a token; set kv_cache_tokens")
     return tokens, min(wanted, tokens * parts)
 
 
-def _check_gpu(config: EngineConfig, bytes_per_token: int) -> None:
+def _check_gpu(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -> None:
     """Raises ValueError for a KV cache that a GPU has no memory for (of a host's, preflight has told already)."""
     device, tokens = device_of(config), config.cache.tokens or 0
     if device.type != "cuda":
         return
-    free = torch.cuda.mem_get_info(device)[0]
-    if tokens * bytes_per_token > free:
+    free, weights = torch.cuda.mem_get_info(device)[0], weight_bytes(model, compute_type(model, config.model.dtype))
+    if tokens * bytes_per_token > free - weights:
         raise ValueError(
-            f"kv_cache_tokens {tokens:,} needs {gib(tokens * bytes_per_token)}; {gib(free)} are free on the GPU: "
-            f"at most {free // bytes_per_token // CHUNK * CHUNK:,} tokens fit beside no weights"
+            f"kv_cache_tokens {tokens:,} needs {gib(tokens * bytes_per_token)}; {gib(free)} are free on the GPU, "
+            f"{gib(weights)} of them for the weights: "
+            f"at most {max(0, free - weights) // bytes_per_token // CHUNK * CHUNK:,} tokens fit"
         )
 
 
-def _free_memory(config: EngineConfig) -> int:
-    """Bytes for the KV cache: half of what is free on a GPU, else a rank's part of a quarter of what is free here."""
+def _free_memory(config: EngineConfig, model: ModelConfig) -> int:
+    """Bytes for the KV cache: half of what is free on a GPU, else as Footprint has it."""
     device = device_of(config)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
-    return host.memory_available() // ranks_here(config) // AUTO_SHARE
+    return Footprint.of(config, model).auto_bytes()
 
 
 def _eos(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:

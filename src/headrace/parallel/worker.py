@@ -63,7 +63,7 @@ Maker = Callable[[EngineConfig, Group], RankLike]
 class DriverLink:
     """The worker's end of its control link. `steps` gets what RunStep carries, and None after StopWorker.
 
-    When the link ends the process does: with status 0 after StopWorker, GONE otherwise.
+    When the link ends the process does: with status 0 after StopWorker, GONE otherwise. ready: the rank has been made.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -72,6 +72,7 @@ class DriverLink:
         self._answers: queue.SimpleQueue[StoreValue] = queue.SimpleQueue()
         self._asking = threading.Lock()
         self._status = GONE
+        self.ready = False
 
     @property
     def stopped(self) -> bool:
@@ -128,7 +129,8 @@ def rank_main(address: str, secret: str, rank: int, interface: str) -> int:
     except Exception as error:
         if link.stopped and isinstance(error, RankLost):
             return 0  # the others end as well, and nobody wants the rest of the step
-        log.exception("rank %d has failed", rank)
+        # What is wrong with the model or the settings the driver tells; a traceback is for those who ask by --debug.
+        log.log(logging.ERROR if link.ready else logging.DEBUG, "rank %d has failed", rank, exc_info=True)
         link.tell(WorkerFailed(f"{type(error).__name__}: {error}", isinstance(error, RankLost)))
         return 1
 
@@ -139,6 +141,7 @@ def _serve(link: DriverLink, join: JoinGroup, rank: int, interface: str, secret:
     make = named(join.maker)
     group = form(rank, join.context, join.tensor, LinkStore(link.ask), interface, secret)
     made = make(config, group)
+    link.ready = True
     link.tell(WorkerReady(getattr(made, "report", b"")))
     while (body := link.steps.get()) is not None:
         made.run(messages.decode(body))
