@@ -21,14 +21,14 @@ pytestmark = pytest.mark.unit
 CASES: list[Case] = [
     {"name": "match", "prompt_tokens": 100_000, "median_ms": 13.1824, "limit_ms": 20},
     {"name": "bookkeeping", "shared_tokens": 2048, "step_ms": 1234.5, "bookkeeping_ms": 30.5, "share": 0.0247,
-     "limit": 0.02},
+     "limit": 0.02, "limit_ms": 50},
 ]  # fmt: skip
 
 SCREEN = """\
 case           tokens      time        limit  of a step         limit      step
                              ms                       %                      ms
 match         100,000     13.18     <= 20.00          -                       -  ok
-bookkeeping     2,048     30.50                    2.47       <= 2.00   1,234.5  short
+bookkeeping     2,048     30.50     <= 50.00       2.47       <= 2.00   1,234.5  short
 """
 
 
@@ -54,7 +54,7 @@ def test_a_terminal_has_colours_and_no_others_with_no_color() -> None:
 
 def test_the_shipped_models_short_steps_have_no_limit() -> None:
     row = shown(CacheBench().columns(), [CASES[1] | {"model": "tiny"}], 80).splitlines()[-1]
-    assert row.split() == ["bookkeeping", "2,048", "30.50", "2.47", "1,234.5"]
+    assert row.split() == ["bookkeeping", "2,048", "30.50", "<=", "50.00", "2.47", "1,234.5", "ok"]
 
 
 ATTENTION: Case = {
