@@ -269,7 +269,7 @@ def test_demo_ends_well() -> None:
     ran = run("demo", "--requests", "8", "--system-tokens", "600", HEADRACE_API_KEY="of another server")
     assert ran.exit_code == 0, ran.output
     assert ran.stdout.count("What is the code of") == 8
-    for row in ("first token, cold", "prompt tokens from the cache", "KV memory if nothing were shared"):
+    for row in ("first token, cold", "prompt tokens from the cache", "KV memory if none were shared"):
         assert row in ran.stdout
 
 

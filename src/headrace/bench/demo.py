@@ -122,11 +122,16 @@ def _show_answers(names: list[str], facts: dict[str, str], samples: list[Sample]
         good = facts[name] in sample.text
         right += good
         mark = "[green]right[/]" if good else f"[red]wrong, it is {facts[name]}[/]"
-        out.print(f"{question(name):36} {' '.join(sample.text.split()):40} {mark}")
+        out.print(f"{question(name):30} {' '.join(sample.text.split()):34} {mark}")
     return right
 
 
-COLUMNS = (Column("measure", width=41), Column("value", form=",.1f", width=9), Column("unit", width=8), Column("saved"))
+COLUMNS = (
+    Column("measure", width=35),
+    Column("value", form=",.1f", width=9),
+    Column("unit", width=8),
+    Column("saved", width=22),
+)
 
 
 def _show_table(m: DemoFigures, metrics: dict[str, float]) -> None:
@@ -143,12 +148,12 @@ def table_rows(m: DemoFigures, metrics: dict[str, float]) -> list[tuple[str, flo
     return [
         ("first token, cold", m.cold.ttft_s * 1e3, "ms", ""),
         ("first token, cached, alone", m.warm.ttft_s * 1e3, "ms", f"{m.cold.ttft_s / m.warm.ttft_s:.1f} times as fast"),
-        ("first token, cached, all at once (median)", _median_ttft(m) * 1e3, "ms", ""),
+        ("first token, cached, all at once", _median_ttft(m) * 1e3, "ms", ""),
         ("answered tokens", sum(s.output_tokens for s in m.samples) / m.seconds, "tokens/s", ""),
         ("prompt tokens", prompt / m.seconds, "tokens/s", ""),
-        ("prompt tokens from the cache", 100 * cached / prompt, "%", f"{cached:,} of {prompt:,} not computed"),
-        ("KV memory held", held, "MiB", f"{1 - held / apart:.0%} less memory" if apart else ""),
-        ("KV memory if nothing were shared", apart, "MiB", ""),
+        ("prompt tokens from the cache", 100 * cached / prompt, "%", f"{cached:,} of {prompt:,}"),
+        ("KV memory held", held, "MiB", f"{1 - held / apart:.0%}" if apart else ""),
+        ("KV memory if none were shared", apart, "MiB", ""),
     ]
 
 
