@@ -10,11 +10,11 @@ from rich.console import Console
 
 from headrace.bench.attention import AttentionBench
 from headrace.bench.attention_goals import goal, judged
-from headrace.bench.benchmark import Case
+from headrace.bench.benchmark import Benchmark, Case
 from headrace.bench.cache import CacheBench
 from headrace.bench.registry import BENCHMARKS
 from headrace.bench.result import quick_text, result
-from headrace.bench.table import Column, columns_of, show
+from headrace.bench.table import CaseTable, Column, columns_of, show
 
 pytestmark = pytest.mark.unit
 
@@ -55,6 +55,12 @@ def test_a_terminal_has_colours_and_no_others_with_no_color() -> None:
 def test_the_shipped_models_short_steps_have_no_limit() -> None:
     row = shown(CacheBench().columns(), [CASES[1] | {"model": "tiny"}], 80).splitlines()[-1]
     assert row.split() == ["bookkeeping", "2,048", "30.50", "<=", "50.00", "2.47", "1,234.5", "ok"]
+
+
+@pytest.mark.parametrize("kind", BENCHMARKS, ids=lambda kind: kind.name)
+def test_what_stays_of_a_table_fits_80_columns(kind: type[Benchmark]) -> None:
+    table = CaseTable(kind.columns(kind.__new__(kind)), Console(width=80, force_terminal=True))
+    assert table.width <= 80
 
 
 ATTENTION: Case = {

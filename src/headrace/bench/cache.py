@@ -54,7 +54,7 @@ class CacheBench(Benchmark):
             Column("tokens", lambda case: case.get("prompt_tokens", case.get("shared_tokens")), form=","),
             Column("time", _time_ms, "ms", ",.2f", limit="limit_ms", bound="at most"),
             Column("of a step", "share", "%", ".2f", 100, limit=_share_limit, bound="at most"),
-            Column("step", "step_ms", "ms", ",.1f"),
+            Column("step", "step_ms", "ms", ",.1f", optional=True),
         )
 
 

@@ -38,7 +38,7 @@ COLUMNS = (
     Column("chosen", "chosen_s", "s", ",.4f"),
     Column("predicted", "predicted_s", "s", ",.4f", optional=True),
     Column("load all", "load_all_s", "s", ",.4f"),
-    Column("recompute", "recompute_all_s", "all, s", ",.4f"),
+    Column("recompute", "recompute_all_s", "all, s", ",.4f", optional=True),
     Column("best", "best_s", "s", ",.4f", optional=True),
     Column("of best", "to_best", "times", ",.3f", limit=1.03, bound="at most"),
     Column("gain", unit="times", form=",.2f", optional=True),

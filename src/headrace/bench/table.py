@@ -91,6 +91,10 @@ class CaseTable:
         self.columns = _fitting(list(columns), console.width if console.is_terminal else None)
         self.limited = any(column.limit is not None for column in self.columns)
 
+    @property
+    def width(self) -> int:
+        return _width(self.columns)
+
     def head(self) -> None:
         cells = [(Text(c.head), Text("limit") if c.limit is not None else None) for c in self.columns]
         self._print(cells, Text(""), "bold")
