@@ -44,6 +44,8 @@ def test_every_test_file_is_collected() -> None:
     there = set((ROOT / "tests").glob("**/test_*.py"))
     assert len(there) > 90
     assert visited(ROOT / "tests") == there
+    names = [path.name for path in there]
+    assert sorted(set(names)) == sorted(names), "of two files of one name pytest takes the first it meets"
 
 
 def test_a_folder_that_is_left_out_would_be_noticed(tmp_path: Path) -> None:
