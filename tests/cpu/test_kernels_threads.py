@@ -35,7 +35,14 @@ def three_threads() -> Iterator[None]:
 def workers() -> list[Path]:
     """Of this process: the folders of the kernels' threads."""
     tasks = Path("/proc/self/task").iterdir()
-    return [task for task in tasks if (task / "comm").read_text().strip() == "kernels"]
+    return [task for task in tasks if _name(task) == "kernels"]
+
+
+def _name(task: Path) -> str:
+    try:
+        return (task / "comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+        return ""
 
 
 def in_thread(function: object) -> None:
