@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from headrace import cgroups
 
 SPINS = "20000"
 """Rounds of `pause`, 0.2 to 1 ms by processor, for which an idle thread of torch's OpenMP spins; 15 times as many by
 default. 1,000 rounds cost a first token 3 % on an Intel. csrc/common/threads.cpp spins for 50 us."""
-
-CGROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def let_idle_threads_sleep() -> None:
@@ -35,26 +34,11 @@ def quota() -> float | None:
 
 
 def _limits() -> Iterator[float | None]:
-    try:
-        lines = MEMBERSHIP.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            for folder in _up(CGROUPS, path):
-                yield _share(*_words(folder / "cpu.max"))
-        elif "cpu" in controllers.split(","):
-            for folder in _up(CGROUPS / "cpu", path):
-                yield _share(*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us"))
-
-
-def _up(root: Path, path: str) -> Iterator[Path]:
-    """The folders of a group and of those that it is part of. In a container the group may be the root itself."""
-    inside = PurePosixPath(path.lstrip("/"))
-    for part in (inside, *inside.parents):
-        if ".." not in part.parts:
-            yield root / part
+    for folder, version in cgroups.folders("cpu"):
+        if version == 2:
+            yield _share(*_words(folder / "cpu.max"))
+        else:
+            yield _share(*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us"))
 
 
 def _words(path: Path) -> list[str]:

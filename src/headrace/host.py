@@ -7,11 +7,11 @@ import platform
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from headrace import cgroups
 
 GIB = 2**30
-CGROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
 NO_LIMIT = 2**60
 """Bytes; a group of the first version that has no limit says a number beyond."""
 _IMPORTED_S = time.monotonic()
@@ -63,26 +63,11 @@ def memory_limit() -> int | None:
 
 def _limited() -> Iterator[tuple[int, int]]:
     """(Limit, bytes in use) of each group above this process that has a limit; the file cache counts as free."""
-    for folder in _groups():
-        version2 = folder / "memory.max"
-        limit = _number(version2 if version2.exists() else folder / "memory.limit_in_bytes")
+    for folder, version in cgroups.folders("memory"):
+        limit = _number(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
         if limit is not None and limit < NO_LIMIT:
-            used = _number(folder / ("memory.current" if version2.exists() else "memory.usage_in_bytes")) or 0
+            used = _number(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")) or 0
             yield limit, max(0, used - _file_cache(folder / "memory.stat"))
-
-
-def _groups() -> Iterator[Path]:
-    """The folders of this process's groups and of those that they are part of."""
-    try:
-        lines = MEMBERSHIP.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):
-            root = CGROUPS / "memory" if controllers else CGROUPS
-            inside = PurePosixPath(path.lstrip("/"))
-            yield from (root / part for part in (inside, *inside.parents) if ".." not in part.parts)
 
 
 def _number(path: Path) -> int | None:

@@ -16,7 +16,20 @@ import pytest
 pytestmark = pytest.mark.unit
 
 SOURCE = Path(__file__).parents[2] / "src"
-BASE = {"types", "version", "stats", "strategies", "config", "logs", "files", "cores", "host", "memory", "progress"}
+BASE = {
+    "types",
+    "cgroups",
+    "version",
+    "stats",
+    "strategies",
+    "config",
+    "logs",
+    "files",
+    "cores",
+    "host",
+    "memory",
+    "progress",
+}
 CORE = BASE | {"kernels.registry", "kernels.records", "kernels", "kv", "attention"}
 BELOW_ENGINE = CORE | {"models", "planner", "parallel", "offload", "assets"}
 
@@ -31,8 +44,9 @@ MAY_IMPORT = {
     "progress": {"types"},
     "logs": set(),
     "files": set(),
-    "cores": set(),
-    "host": set(),
+    "cgroups": set(),
+    "cores": {"cgroups"},
+    "host": {"cgroups"},
     "console": BASE,
     "assets": BASE,
     "kernels.records": {"types"},

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace import cores
+from headrace import cgroups, cores
 
 ALL = {0, 1, 2, 3, 4, 5, 6, 7}
 
@@ -13,8 +13,8 @@ ALL = {0, 1, 2, 3, 4, 5, 6, 7}
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty tree of control groups, on a machine of eight cores."""
-    monkeypatch.setattr(cores, "CGROUPS", tmp_path)
-    monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: ALL)
     return tmp_path
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace import host
+from headrace import cgroups, host
 
 pytestmark = pytest.mark.unit
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.unit
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty tree of control groups, on a machine with 8,000 bytes free."""
-    monkeypatch.setattr(host, "CGROUPS", tmp_path)
-    monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(host, "_memory", lambda _: 8000)
     return tmp_path
 

@@ -82,7 +82,7 @@ def test_level_and_form_may_change_and_are_headraces_own(capsys: pytest.CaptureF
         log.info("unseen")
         logs.to_stderr(logs.level_of("debug", logging.WARNING), "json")
         log.debug("seen", extra=logs.fields(level=7, tokens=3))
-        logging.getLogger("another.library").info("unseen")
+        logging.getLogger("another.package").info("unseen")
         assert len(root.handlers) == 1
     (line,) = capsys.readouterr().err.splitlines()
     told = json.loads(line)
