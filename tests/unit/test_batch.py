@@ -247,7 +247,12 @@ def test_model_that_cannot_load_is_told_once(
     assert "gates" not in caplog.text + capsys.readouterr().err
 
 
-def test_interrupt_keeps_what_is_done(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_keeps_what_is_done(
+    place: Place, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+
     def prepare(number: int, engine: FakeEngine) -> None:
         async def interrupt() -> None:
             while not place.target.stat().st_size:
