@@ -137,6 +137,37 @@ def test_supervisor_keeps_the_first_reason_and_tells_late_listeners() -> None:
     assert [told.get(), told.get()] == ["rank 1 failed: ValueError: this"] * 2 and told.empty()
 
 
+class Ended:
+    """A worker's process that has ended."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    def ended(self) -> str | None:
+        return self._how
+
+    def terminate(self) -> None: ...
+
+    kill = terminate
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_rank_that_ends_over_another_is_not_the_one_that_is_named(killed: bool) -> None:
+    """Rank 2 says that it lost rank 1, and is gone, before the end of rank 1 is seen."""
+    (driver1, worker1), (driver2, worker2) = pair(), pair()
+    links = {1: (driver1, WorkerHello(1, 1, "here")), 2: (driver2, WorkerHello(2, 1, "here"))}
+    workers = WorkerSupervisor(links, 10.0, {1: Ended("ended by SIGKILL"), 2: Ended("ended with status 1")})
+    worker2.send(control.WorkerFailed("RankLost: rank 1", True))
+    worker2.close()
+    if killed:
+        assert not workers.failed.wait(0.1)
+        worker1.close()
+    assert workers.failed.wait(10)
+    assert workers.reason == ("rank 1 is gone: ended by SIGKILL" if killed else "rank 2 failed: RankLost: rank 1")
+    workers.close()
+    worker1.close()
+
+
 @pytest.mark.parametrize(("second", "agree"), [(SECRET, True), (OTHER, False)])
 def test_ranks_prove_the_secret_to_each_other(second: str, agree: bool) -> None:
     hub = LoopbackHub(3)

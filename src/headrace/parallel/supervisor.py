@@ -72,6 +72,8 @@ class WorkerSupervisor:
         self._processes = dict(processes or {})
         self._changed = threading.Condition()
         self._reports: dict[int, bytes] = {}
+        self._bereft: set[int] = set()
+        """Ranks that gave up because they lost another: their end explains nothing."""
         self._values = StoreValues()
         self._callbacks: list[Callable[[str], None]] = []
         self._closed = threading.Event()
@@ -160,6 +162,7 @@ class WorkerSupervisor:
                 self._reports[rank] = message.report
                 self._changed.notify_all()
         elif isinstance(message, WorkerFailed) and message.lost:
+            self._bereft.add(rank)
             threading.Timer(GRACE_S, self._fail, args=(_failure(rank, message),)).start()
         elif isinstance(message, WorkerFailed):
             self._fail(_failure(rank, message))
@@ -170,6 +173,8 @@ class WorkerSupervisor:
 
     def _gone(self, rank: int, cause: str) -> None:
         """Prefers how the process ended to how its link did."""
+        if rank in self._bereft:
+            return  # what it said is told after GRACE_S, unless the other's own end says more
         process = self._processes.get(rank)
         end = time.monotonic() + GRACE_S
         while process is not None and not self._closed.is_set() and time.monotonic() < end:
