@@ -48,10 +48,21 @@ class FakeTokenizer:
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode("utf-8", "replace")
 
-    def render_chat(self, messages: Any, add_generation_prompt: bool = True, *, sign: str = "") -> str:
-        if any(m["content"] == "refuse me" for m in messages):
+    def render_chat(
+        self,
+        messages: Any,
+        add_generation_prompt: bool = True,
+        tools: Any = None,
+        *,
+        documents: Any = None,
+        sign: str = "",
+        enable_thinking: bool | None = None,
+        thinking: bool | None = None,
+        reasoning_effort: str | None = None,
+    ) -> str:
+        if any(m.get("content") == "refuse me" for m in messages):
             raise InvalidRequest("the chat template refused the messages", "messages")
-        return "".join(m["content"] + "\n" for m in messages) + sign
+        return "".join((m.get("content") or "") + "\n" for m in messages) + sign
 
     def encode_chat(self, text: str) -> list[int]:
         return self.encode(text)
