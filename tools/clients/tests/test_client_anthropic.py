@@ -126,6 +126,6 @@ def test_models(client: anthropic.Anthropic) -> None:
 
 
 async def test_async_client(real: Server) -> None:
-    async with anthropic.AsyncAnthropic(base_url=real.url, api_key="none", max_retries=0) as client:
-        async with client.messages.stream(model=MODEL, max_tokens=8, messages=ASKED) as stream:
-            assert [text async for text in stream.text_stream]
+    client = anthropic.AsyncAnthropic(base_url=real.url, api_key="none", max_retries=0)
+    async with client, client.messages.stream(model=MODEL, max_tokens=8, messages=ASKED) as stream:
+        assert [text async for text in stream.text_stream]
