@@ -67,6 +67,11 @@ class ServerSettings(SettingsRecord):
         "Text file, such as a system prompt: requests of all cache_salts share the chunks of a prompt that begins "
         "with it. Several: separated by colons.",
     )
+    stable_system_prompt: bool = setting(
+        False,
+        "On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, "
+        "the date, git's status), so that prefixes are shared.",
+    )
     restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")
     engine_timeout_s: float = setting(
         10.0,

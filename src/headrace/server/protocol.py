@@ -189,7 +189,7 @@ def parse_body(kind: type[B], raw: bytes) -> B:
     try:
         return kind.model_validate(kept)
     except ValidationError as error:
-        raise _explain(error) from None
+        raise _explain(error, kept) from None
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
@@ -227,17 +227,37 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _explain(error: ValidationError) -> ApiError:
+def _explain(error: ValidationError, fields: dict[str, Any]) -> ApiError:
     """The first fault, a wrong value before an unknown field: an image part should be told about its type."""
-    faults = error.errors(include_url=False, include_context=False)
+    faults = error.errors(include_url=False)
     fault = min(faults, key=lambda e: e["type"] == "extra_forbidden")
-    path = _path(fault["loc"])
+    path = _path(_untagged(fault["loc"], fields))
+    if fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        path += "." + fault["ctx"]["discriminator"].strip("'")
     param = path if fault["loc"][0] == "messages" else str(fault["loc"][0])
     if fault["type"] == "extra_forbidden":
         return invalid(f"unknown field {path!r}", param, "unknown_parameter")
-    if fault["type"] == "missing":
+    if fault["type"] in ("missing", "union_tag_not_found"):
         return invalid(f"{path} is required", param, "missing")
+    if fault["type"] == "union_tag_invalid":
+        told = f"{fault['ctx']['tag'][:100]!r} is not supported here; possible: {fault['ctx']['expected_tags']}"
+        return invalid(f"{path}: {told}", param, "unsupported_parameter")
     return invalid(f"{path}: {fault['msg']}", param, "invalid_type" if "type" in fault["type"] else None)
+
+
+def _untagged(loc: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
+    """Without pydantic's names of a union's members, which stand behind the place of an object with a type or role."""
+    out: list[int | str] = []
+    for part in loc:
+        if out and isinstance(value, dict) and part in (value.get("type"), value.get("role")):
+            value = {name: held for name, held in value.items() if name not in ("type", "role")}
+            continue
+        out.append(part)
+        if isinstance(value, dict):
+            value = value.get(part) if isinstance(part, str) else None
+        else:
+            value = value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None
+    return tuple(out)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

@@ -8,6 +8,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from headrace.server.answering import answer, check_model
+from headrace.server.anthropic.messages import Messages
 from headrace.server.chat import Chat
 from headrace.server.completions import Completions
 from headrace.server.errors import ApiError, JsonReply
@@ -24,6 +25,16 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await answer(state, request, Chat())
+
+    messages = Messages()
+
+    @router.post("/v1/messages")
+    async def message(request: Request) -> Response:
+        return await answer(state, request, messages)
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        return await messages.count(state, request)
 
     @router.get("/v1/models")
     async def models() -> Response:

@@ -7,17 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from headrace.server.errors import invalid
-from headrace.server.protocol import _Strict
+from headrace.server.protocol import Strict
 
 
-class CacheControl(_Strict):
+class CacheControl(Strict):
     """Accepted anywhere, without effect: prefixes are cached by themselves."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
-class _Block(_Strict):
+class _Block(Strict):
     cache_control: CacheControl | None = None
 
 
@@ -32,18 +32,18 @@ class TextBlock(_Block):
         return self.text
 
 
-class PlainSource(_Strict):
+class PlainSource(Strict):
     type: Literal["text"]
     media_type: Literal["text/plain"]
     data: str
 
 
-class TextSource(_Strict):
+class TextSource(Strict):
     type: Literal["content"]
     content: str | list[TextBlock]
 
 
-class NoCitations(_Strict):
+class NoCitations(Strict):
     enabled: Literal[False] | None = None
 
 
@@ -63,7 +63,7 @@ class DocumentBlock(_Block):
         return "\n".join(part for part in (self.title, self.context, body) if part)
 
 
-class DirectCaller(_Strict):
+class DirectCaller(Strict):
     type: Literal["direct"]
 
 
@@ -97,7 +97,7 @@ class ToolResultBlock(_Block):
         return f"Error: {text}" if self.is_error else text
 
 
-class ThinkingBlock(_Strict):
+class ThinkingBlock(Strict):
     """Comes back as it was told; the template says how much of it the model sees again."""
 
     type: Literal["thinking"]
@@ -105,14 +105,14 @@ class ThinkingBlock(_Strict):
     signature: str | None = None
 
 
-class RedactedThinkingBlock(_Strict):
+class RedactedThinkingBlock(Strict):
     """Of another server, which alone can read it."""
 
     type: Literal["redacted_thinking"]
     data: str
 
 
-class _Message(_Strict):
+class _Message(Strict):
     @field_validator("content", mode="before", check_fields=False)
     @classmethod
     def _text_is_one_block(cls, value: Any) -> Any:
@@ -193,9 +193,7 @@ class Conversation:
         if name is None:
             told = f"no tool_use block before it has the id {block.tool_use_id[:100]!r}"
             raise invalid(f"{where}.tool_use_id: {told}", f"{where}.tool_use_id")
-        self.turns.append(
-            {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": block.as_text()}
-        )
+        self.turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": block.as_text()})
 
     def _add_assistant(self, message: AssistantMessage) -> None:
         turn = self._say("assistant", joined([block for block in message.content if isinstance(block, TextBlock)]))

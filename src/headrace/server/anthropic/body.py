@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping, Sequence, Set
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from headrace.server.anthropic.blocks import (
     CacheControl,
@@ -17,11 +17,12 @@ from headrace.server.anthropic.blocks import (
     reminder,
 )
 from headrace.server.anthropic.system import has_billing, stable
-from headrace.server.errors import ApiError, invalid
-from headrace.server.protocol import _json_object, _path, _Strict
+from headrace.server.chat_body import MAX_BUDGET, MAX_TOOLS, ToolName
+from headrace.server.errors import invalid
+from headrace.server.protocol import StreamedBody, Strict
 from headrace.server.turn import Reasoning, Tool, ToolChoice, Turn
 from headrace.structured import Structured
-from headrace.types import InvalidRequest, SamplingParams, check_sharing
+from headrace.types import SamplingParams, check_sharing
 
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 """Anthropic's levels of effort -> those that templates know."""
@@ -44,18 +45,20 @@ REFUSED = {
     "compaction": "conversations are not made shorter here",
     "container": "containers are not supported",
     "mcp_servers": "this server calls no MCP servers; let the client offer their tools",
+    "stream_options": "usage comes with every stream",
     "thread": "conversations are not kept here: send all messages",
 }
 """Fields known by name and refused unless null or empty."""
 
-MAX_NAME = 128
+MAX_TOLD = 100
+"""Characters of a client's text in a message."""
 
 
-class ToolBody(_Strict):
+class ToolBody(Strict):
     """A tool of the client. Arguments are streamed as they are written, whether or not eager_input_streaming is set."""
 
     type: Literal["custom"] | None = None
-    name: str = Field(min_length=1, max_length=MAX_NAME)
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     input_examples: list[dict[str, Any]] | None = None
@@ -71,77 +74,73 @@ class ToolBody(_Strict):
         return Tool(self.name, self.description, schema, bool(self.strict))
 
 
-class AutoChoice(_Strict):
+class AutoChoice(Strict):
     type: Literal["auto", "any"]
     disable_parallel_tool_use: bool | None = None
 
 
-class NamedChoice(_Strict):
+class NamedChoice(Strict):
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool | None = None
 
 
-class NoChoice(_Strict):
+class NoChoice(Strict):
     type: Literal["none"]
     disable_parallel_tool_use: bool | None = None
 
 
-class _Display(_Strict):
+class _Display(Strict):
     display: Literal["summarized", "omitted"] | None = None
 
 
 class ThinkingEnabled(_Display):
     type: Literal["enabled"]
-    budget_tokens: int = Field(ge=1)
+    budget_tokens: int = Field(ge=1, le=MAX_BUDGET)
 
 
 class ThinkingOtherwise(_Display):
     type: Literal["adaptive", "disabled", "between_tools"]
 
 
-class JsonFormat(_Strict):
+class JsonFormat(Strict):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(_Strict):
+class OutputConfig(Strict):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
     task_budget: None = None
 
 
-class ClearThinking(_Strict):
+class ClearThinking(Strict):
     """The template alone says which earlier thinking the model sees."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Any = None
 
 
-class ContextManagement(_Strict):
+class ContextManagement(Strict):
     edits: list[ClearThinking] | None = None
 
 
-class CountBody(_Strict):
-    """What a prompt is made of. `cache_salt`, `public_prefix_tokens`: as on the other routes."""
+class CountBody(StreamedBody):
+    """What a prompt is made of."""
 
-    model: str | None = None
+    ignored: ClassVar[Set[str]] = IGNORED
+    refused: ClassVar[Mapping[str, str]] = REFUSED
+    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(REFUSED, ([], {}))
+
     messages: list[GivenMessage] = Field(min_length=1)
     system: list[TextBlock] | None = None
-    tools: list[ToolBody] | None = None
+    tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[AutoChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Annotated[ThinkingEnabled | ThinkingOtherwise, Field(discriminator="type")] | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
     context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
-
-    renamed: ClassVar[dict[str | None, str]] = {
-        **dict.fromkeys((None, "prompt", "prompt_token_ids"), "messages"),
-        "stop": "stop_sequences",
-        "structured": "output_config.format",
-    }
-    """The engine's names of fields -> those of this body."""
 
     @field_validator("system", mode="before", json_schema_input_type=str | list[TextBlock] | None)
     @classmethod
@@ -154,8 +153,8 @@ class CountBody(_Strict):
         for number, tool in enumerate(value if isinstance(value, list) else ()):
             kind = tool.get("type") if isinstance(tool, dict) else None
             if kind not in (None, "custom"):
-                told = f"tools[{number}].type: {str(kind)[:100]!r} is not supported; describe it as a tool of your own"
-                raise invalid(f"{told}, with name and input_schema", f"tools[{number}].type", "unsupported_parameter")
+                told = f"tools[{number}].type: {str(kind)[:MAX_TOLD]!r} is not supported; describe the tool"
+                raise invalid(f"{told} by name and input_schema", f"tools[{number}].type", "unsupported_parameter")
         return value
 
     @property
@@ -195,13 +194,13 @@ class CountBody(_Strict):
     def _choice(self, tools: Sequence[Tool]) -> ToolChoice:
         given = self.tool_choice
         if given is None:
-            return ToolChoice()
+            return ToolChoice("auto" if tools else "none")
         if given.type in ("any", "tool") and not tools:
             raise invalid(f"tool_choice {given.type!r} needs tools", "tool_choice")
         parallel = not given.disable_parallel_tool_use
         if isinstance(given, NamedChoice):
             if given.name not in {tool.name for tool in tools}:
-                raise invalid(f"tool_choice.name: no tool is called {given.name[:MAX_NAME]!r}", "tool_choice.name")
+                raise invalid(f"tool_choice.name: no tool is called {given.name[:MAX_TOLD]!r}", "tool_choice.name")
             return ToolChoice("required", (given.name,), parallel)
         if isinstance(given, NoChoice):
             return ToolChoice("none")
@@ -217,8 +216,9 @@ class CountBody(_Strict):
 
 
 class MessagesBody(CountBody):
+    """`cache_salt`, `public_prefix_tokens`: as on the other routes."""
+
     max_tokens: int = Field(ge=1, le=2**31)
-    stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = Field(default=None, ge=0, le=1)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -257,64 +257,3 @@ def _prefilled(talk: Conversation) -> dict[str, Any]:
         talk.turns.pop()
         return {}
     return {"add_generation_prompt": False, "continue_final_message": True}
-
-
-B = TypeVar("B", bound=CountBody)
-
-
-def parse(kind: type[B], raw: bytes) -> B:
-    """The body as `kind`. Raises ApiError 400 naming the first field at fault."""
-    fields = _json_object(raw)
-    for name, why in REFUSED.items():
-        if fields.pop(name, None) not in (None, [], {}):
-            raise invalid(f"{name}: {why}", name, "unsupported_parameter")
-    kept = {name: value for name, value in fields.items() if name not in IGNORED}
-    try:
-        return kind.model_validate(kept)
-    except ValidationError as error:
-        raise _explain(error, kept) from None
-
-
-def params_of(body: MessagesBody) -> SamplingParams:
-    """Raises ApiError by the client's names of fields."""
-    try:
-        return body.to_params()
-    except InvalidRequest as error:
-        raise invalid(str(error), body.renamed.get(error.param, error.param), error.code) from None
-
-
-def _explain(error: ValidationError, fields: dict[str, Any]) -> ApiError:
-    """The first fault, a wrong value before an unknown field: an image should be told about its type."""
-    faults = error.errors(include_url=False)
-    fault = min(faults, key=lambda each: each["type"] == "extra_forbidden")
-    path = _path(_untagged(fault["loc"], fields))
-    kind, told = fault["type"], fault["msg"]
-    if kind == "extra_forbidden":
-        return invalid(f"unknown field {path!r}", path, "unknown_parameter")
-    if kind == "missing":
-        return invalid(f"{path} is required", path, "missing")
-    if kind == "union_tag_invalid":
-        name, possible = fault["ctx"]["discriminator"].strip("'"), fault["ctx"]["expected_tags"]
-        told = f"{fault['ctx']['tag'][:100]!r} is not supported here; possible: {possible}"
-        return invalid(f"{path}.{name}: {told}", f"{path}.{name}", "unsupported_parameter")
-    if kind == "union_tag_not_found":
-        name = fault["ctx"]["discriminator"].strip("'")
-        return invalid(f"{path}.{name} is required", f"{path}.{name}", "missing")
-    return invalid(f"{path}: {told}", path, "invalid_type" if "type" in kind else None)
-
-
-def _untagged(loc: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
-    """Without pydantic's names of a union's members, which stand behind a block's or a message's place."""
-    out: list[int | str] = []
-    entered = False
-    for part in loc:
-        if entered and isinstance(value, dict) and part in (value.get("type"), value.get("role")):
-            entered = False
-            continue
-        out.append(part)
-        entered = True
-        if isinstance(value, dict):
-            value = value.get(part) if isinstance(part, str) else None
-        else:
-            value = value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None
-    return tuple(out)

@@ -9,6 +9,9 @@ from uuid import uuid4
 MESSAGES = "/v1/messages"
 MODELS = "/v1/models"
 
+REQUEST_ID = "request-id"
+"""Header of a refusal, from which Anthropic's clients take the id they show."""
+
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
