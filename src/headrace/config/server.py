@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from headrace.config.fields import SettingsRecord, at_least, seconds, setting
+from headrace.config.served import check_names
 
 LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -36,7 +37,11 @@ class ServerSettings(SettingsRecord):
         secret=True,
     )
     model_name: str | None = setting(
-        None, "Name of the model in the API. Default: the model as given.", name="served_model_name"
+        None,
+        "Name of the model in the API; several, separated by commas, and patterns with *, as in 'tiny,claude-*'. "
+        "Default: the model as given.",
+        name="served_model_name",
+        check=check_names,
     )
     max_connections: int | None = setting(
         None,

@@ -84,7 +84,7 @@ SAMPLING = {
 """Sampling parameters that all bodies have, and their types there."""
 
 
-class StreamedBody(Strict):
+class Body(Strict):
     """What every body has. ignored: fields accepted with any value, and not used; refused: fields known by name and
     refused, with the reason, unless null or one of harmless."""
 
@@ -93,6 +93,9 @@ class StreamedBody(Strict):
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = HARMLESS
 
     model: str | None = None
+
+
+class StreamedBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -175,7 +178,7 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-B = TypeVar("B", bound=StreamedBody)
+B = TypeVar("B", bound=Body)
 
 
 def parse_body(kind: type[B], raw: bytes) -> B:

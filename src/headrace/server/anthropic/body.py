@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,9 +16,9 @@ from headrace.server.anthropic.blocks import (
     reminder,
 )
 from headrace.server.anthropic.system import has_billing, stable
-from headrace.server.chat_body import MAX_BUDGET, MAX_TOOLS, ToolName
+from headrace.server.chat_body import MAX_BUDGET, MAX_TOOLS, ToolName, tools_of
 from headrace.server.errors import invalid
-from headrace.server.protocol import StreamedBody, Strict
+from headrace.server.protocol import Body, StreamedBody, Strict
 from headrace.server.turn import Reasoning, Tool, ToolChoice, Turn
 from headrace.structured import Structured
 from headrace.types import SamplingParams, check_sharing
@@ -125,7 +124,7 @@ class ContextManagement(Strict):
     edits: list[ClearThinking] | None = None
 
 
-class CountBody(StreamedBody):
+class CountBody(Body):
     """What a prompt is made of."""
 
     ignored: ClassVar[Set[str]] = IGNORED
@@ -180,16 +179,9 @@ class CountBody(StreamedBody):
             talk.add(message, f"messages[{number}]")
         if moved:
             _put_first(talk, moved)
-        tools = self._tools()
+        tools = tools_of(self.tools)
         template = _prefilled(talk)
         return Turn(talk.messages(), tools, self._choice(tools), self._reasoning(), template=template)
-
-    def _tools(self) -> tuple[Tool, ...]:
-        tools = tuple(tool.tool() for tool in self.tools or ())
-        name, times = Counter(tool.name for tool in tools).most_common(1)[0] if tools else ("", 0)
-        if times > 1:
-            raise invalid(f"tools: {times} tools are called {name!r}", "tools")
-        return tools
 
     def _choice(self, tools: Sequence[Tool]) -> ToolChoice:
         given = self.tool_choice
@@ -215,7 +207,7 @@ class CountBody(StreamedBody):
         return Reasoning(self.thinking.type != "disabled", None, effort)
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, StreamedBody):
     """`cache_salt`, `public_prefix_tokens`: as on the other routes."""
 
     max_tokens: int = Field(ge=1, le=2**31)

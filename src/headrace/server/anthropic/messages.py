@@ -15,7 +15,6 @@ from headrace.server.anthropic.errors import error_body
 from headrace.server.anthropic.events import PING, Blocks, frame, message, stop_reason, usage
 from headrace.server.errors import JsonReply, as_api_error
 from headrace.server.job import Event, Job
-from headrace.server.parsers.parts import Answer, CallArguments, CallStart, Part, ReasoningPart, TextPart
 from headrace.server.protocol import parse_body
 from headrace.server.replies import figures
 from headrace.server.state import ServerState
@@ -83,14 +82,14 @@ class MessageReplies:
 
     def __init__(self, job: Job, model: str, asked: int, caching: bool = True, omit_thinking: bool = False) -> None:
         self.job, self.model, self.asked, self.caching = job, model, asked, caching
-        self.omit_thinking = omit_thinking
         self.blocks = Blocks(omit_thinking)
         self.started = False
 
+    def take(self, event: Event) -> None:
+        self.blocks.add(event.parts)
+
     def whole(self) -> dict[str, Any]:
-        blocks = Blocks(self.omit_thinking)
-        blocks.add(parts_of(self.job.choices[0].answer))
-        told = message(self.job.request_id, self.model, blocks.content, self._usage())
+        told = message(self.job.request_id, self.model, self.blocks.content, self._usage())
         return {**told, **self._end(), "headrace": figures(self.job)}
 
     def frames(self, event: Event) -> list[bytes]:
@@ -128,15 +127,3 @@ class MessageReplies:
         prompt, cached = self.job.prompt_tokens, self.job.cached_tokens
         written = max(0, prompt // CHUNK * CHUNK - cached) if self.caching else 0
         return usage(prompt, cached, self.job.output_tokens, written)
-
-
-def parts_of(answer: Answer) -> list[Part]:
-    """An answer as parts again: what was thought, the text, the calls."""
-    parts: list[Part] = []
-    if answer.reasoning:
-        parts.append(ReasoningPart(answer.reasoning))
-    if answer.text:
-        parts.append(TextPart(answer.text))
-    for number, call in enumerate(answer.calls):
-        parts += [CallStart(number, call.call_id, call.name), CallArguments(number, call.arguments)]
-    return parts
