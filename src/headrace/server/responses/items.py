@@ -52,7 +52,11 @@ class Part(Strict):
     @classmethod
     def _refusal_is_text(cls, raw: Any) -> Any:
         if isinstance(raw, dict) and raw.get("type") == "refusal" and "text" not in raw:
-            return {**{k: v for k, v in raw.items() if k != "refusal"}, "type": "output_text", "text": raw.get("refusal")}
+            return {
+                **{k: v for k, v in raw.items() if k != "refusal"},
+                "type": "output_text",
+                "text": raw.get("refusal"),
+            }
         return raw
 
 
@@ -186,14 +190,16 @@ def _read(raw: Any, where: str, found: Callable[[str], Item | None]) -> Item:
     try:
         item = _class(raw, where).model_validate(raw)
     except ValidationError as error:
-        raise _not_text(raw, where) or explain(error, where) from None
+        raise _not_text(raw, where) or explain(error, raw, where) from None
     if not isinstance(item, Reference):
         assert isinstance(item, _Item)
         return item.kept()
     kept = found(item.id)
     if kept is None:
         told = "it was not kept (store=false), or no longer is; send the item itself"
-        raise ApiError(404, f"{where}: no item has the id {item.id[:MAX_ID]!r}: {told}", f"{where}.id", "item_not_found")
+        raise ApiError(
+            404, f"{where}: no item has the id {item.id[:MAX_ID]!r}: {told}", f"{where}.id", "item_not_found"
+        )
     return kept
 
 
