@@ -38,10 +38,10 @@ class FakeTokenizer:
     chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     """A test of tools sets another; what is rendered stays the same."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:

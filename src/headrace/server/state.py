@@ -45,7 +45,8 @@ class ServerState:
 
     def __init__(self, engine: ServedEngine | MakeEngine, config: EngineConfig) -> None:
         self.config = config
-        self.model = config.server.model_name or config.model.folder
+        self.names = config.served
+        self.model = self.names.main
         self.phase: Phase = "loading"
         self.reason: str | None = None
         self.error: BaseException | None = None

@@ -43,14 +43,19 @@ async def job_of(
 
 async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams) -> Prompt:
     """The conversation as the model reads it. Raises InvalidRequest, and ApiError for variables that are none."""
+    ids = await tokens_of(state, turn)
+    return Prompt(ids, state.engine.check(ids, params))
+
+
+async def tokens_of(state: ServerState, turn: Turn) -> list[int]:
+    """The tokens of a conversation, however many. Raises as prompt_of does."""
     tokenizer = tokenizer_of(state, "messages")
     variables = _variables(turn)
     try:
         text = await state.in_renderer(lambda: tokenizer.render_chat(turn.messages, **variables))
     except TypeError as error:
         raise invalid(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
-    ids = await state.in_tokenizer(tokenizer.encode_chat, text)
-    return Prompt(ids, state.engine.check(ids, params))
+    return list(await state.in_tokenizer(tokenizer.encode_chat, text))
 
 
 def _variables(turn: Turn) -> dict[str, Any]:
