@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from headrace.server.parsers.json_calls import CallReader
+from headrace.server.parsers.lark import Grammar, json_call
 from headrace.server.parsers.scan import Marks, Parser, Reading
+from headrace.server.turn import Tool
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 _REST = re.compile(r"[\s}]+")
@@ -29,3 +32,8 @@ class HermesParser(Parser):
                 self.reader.drop()
             else:
                 self.fail()
+
+
+def calls_grammar(grammar: Grammar, tools: Sequence[Tool], most: int) -> str:
+    one = json_call(grammar, tools, "arguments", (f"{BEGIN}\n", f"\n{END}"), (BEGIN, END))
+    return grammar.several(one, "\n", most)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.server.parsers.json_calls import CallReader
+from headrace.server.parsers.lark import Grammar, json_call
 from headrace.server.parsers.line_calls import LineParser
 from headrace.server.parsers.scan import Reading
+from headrace.server.turn import Tool
 
 
 class LlamaJsonParser(LineParser):
@@ -24,3 +28,7 @@ class LlamaJsonParser(LineParser):
             if not (yield from self._opening()):
                 break
         return self.calls > begun
+
+
+def calls_grammar(grammar: Grammar, tools: Sequence[Tool], most: int) -> str:
+    return grammar.several(json_call(grammar, tools, "parameters"), "; ", most)

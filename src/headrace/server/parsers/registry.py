@@ -35,8 +35,19 @@ class ToolFormat(NamedTuple):
 
 
 class ReasoningFormat(NamedTuple):
+    """begin, end: what stands around reasoning. after: what follows it before the answer. answer: what begins the
+    answer."""
+
     begin: str
     end: str
+    after: str = ""
+    answer: str = ""
+    tokens: tuple[str, ...] = ()
+    """Special tokens in these texts, where they are more than `begin` and `end`."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.tokens or (self.begin, self.end)
 
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
@@ -69,7 +80,7 @@ class Formats:
     def marks(self) -> tuple[str, ...]:
         """Texts that the parser reads as marks."""
         tools = TOOL_FORMATS[self.tools].marks if self.tools != NONE else ()
-        return tools + (tuple(REASONING_FORMATS[self.reasoning]) if self.reasoning in REASONING_FORMATS else ())
+        return tools + (REASONING_FORMATS[self.reasoning].marks if self.reasoning != NONE else ())
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -124,7 +135,7 @@ def parser_for(template: str) -> str:
 
 def reasoning_for(template: str) -> str:
     """The format of reasoning of a chat template."""
-    return next((name for name, (_, end) in REASONING_FORMATS.items() if end in template), NONE)
+    return next((name for name, form in REASONING_FORMATS.items() if form.end in template), NONE)
 
 
 def call_id() -> str:
@@ -142,7 +153,7 @@ def make_parser(
     the reasoning. Without tools, or where none may be called, calls are text; reasoning is split in any case."""
     parser = _calls_parser(formats, tools, choice, new_id)
     if formats.reasoning in REASONING_FORMATS:
-        begin, end = REASONING_FORMATS[formats.reasoning]
+        begin, end, *_ = REASONING_FORMATS[formats.reasoning]
         parser = ReasoningParser(parser, begin, end, prompt_end.rstrip().endswith(begin))
     others = formats.hidden - set(formats.marks)
     return WithoutTokens(parser, others) if formats.needs_special_tokens and others else parser
