@@ -238,7 +238,8 @@ def explain(error: ValidationError, where: str = "") -> ApiError:
         return invalid(f"unknown field {path!r}", param, "unknown_parameter")
     if fault["type"] == "missing":
         return invalid(f"{path} is required", param, "missing")
-    return invalid(f"{path}: {fault['msg']}", param, "invalid_type" if "type" in fault["type"] else None)
+    told = fault["msg"].removeprefix("Value error, ")
+    return invalid(f"{path}: {told}", param, "invalid_type" if "type" in fault["type"] else None)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

@@ -11,6 +11,7 @@ from headrace.server.answering import answer, check_model
 from headrace.server.chat import Chat
 from headrace.server.completions import Completions
 from headrace.server.errors import ApiError, JsonReply
+from headrace.server.responses.api import install_responses
 from headrace.server.state import ServerState
 
 
@@ -24,6 +25,8 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await answer(state, request, Chat())
+
+    install_responses(router, state)
 
     @router.get("/v1/models")
     async def models() -> Response:

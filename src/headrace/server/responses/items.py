@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, FailFast, Field, ValidationError, field_validator, model_validator
 
 from headrace.server.chat_body import arguments_object
 from headrace.server.errors import ApiError, invalid
@@ -52,7 +52,11 @@ class Part(Strict):
     @classmethod
     def _refusal_is_text(cls, raw: Any) -> Any:
         if isinstance(raw, dict) and raw.get("type") == "refusal" and "text" not in raw:
-            return {**{k: v for k, v in raw.items() if k != "refusal"}, "type": "output_text", "text": raw.get("refusal")}
+            return {
+                **{k: v for k, v in raw.items() if k != "refusal"},
+                "type": "output_text",
+                "text": raw.get("refusal"),
+            }
         return raw
 
 
@@ -64,6 +68,10 @@ class SummaryText(Strict):
 class ReasoningText(Strict):
     type: Literal["reasoning_text"]
     text: str
+
+
+def _none_is_empty(value: Any) -> Any:
+    return [] if value is None else value
 
 
 def _texts(value: Any) -> Any:
@@ -136,8 +144,8 @@ class ReasoningItem(_Item):
     """The reasoning in front of an answer; its text is taken from content, else summary, else encrypted_content."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[SummaryText], FailFast()] | None = None
-    content: Annotated[list[ReasoningText], FailFast()] | None = None
+    summary: Annotated[list[SummaryText], FailFast(), BeforeValidator(_none_is_empty)] = Field(default_factory=list)
+    content: Annotated[list[ReasoningText], FailFast(), BeforeValidator(_none_is_empty)] = Field(default_factory=list)
     encrypted_content: str | None = None
 
     @field_validator("encrypted_content")
@@ -146,8 +154,8 @@ class ReasoningItem(_Item):
         return None if value is None else unsealed(value)
 
     def kept(self) -> Item:
-        summary = [part.model_dump() for part in self.summary or ()]
-        content = [part.model_dump() for part in self.content or ()]
+        summary = [part.model_dump() for part in self.summary]
+        content = [part.model_dump() for part in self.content]
         if self.encrypted_content is not None and not content:
             content = [{"type": "reasoning_text", "text": self.encrypted_content}]
         return self._kept("reasoning", summary=summary, content=content, encrypted_content=None)
@@ -193,7 +201,9 @@ def _read(raw: Any, where: str, found: Callable[[str], Item | None]) -> Item:
     kept = found(item.id)
     if kept is None:
         told = "it was not kept (store=false), or no longer is; send the item itself"
-        raise ApiError(404, f"{where}: no item has the id {item.id[:MAX_ID]!r}: {told}", f"{where}.id", "item_not_found")
+        raise ApiError(
+            404, f"{where}: no item has the id {item.id[:MAX_ID]!r}: {told}", f"{where}.id", "item_not_found"
+        )
     return kept
 
 
