@@ -65,7 +65,7 @@ async def answer(state: ServerState, request: Request, api: Api[B]) -> Response:
             first = await unless_gone(request.receive, anext(events))
         return EventStream(_stream(state, job, replies, events, first))
     with account(state, job, last=True):
-        await unless_gone(request.receive, _drain(events))
+        await unless_gone(request.receive, _drain(events, replies))
     return JsonReply(replies.whole())
 
 
@@ -117,10 +117,10 @@ def account(state: ServerState, job: Job, last: bool = False) -> Iterator[None]:
         state.finish(job, "done")
 
 
-async def _drain(events: AsyncIterator[Event]) -> None:
+async def _drain(events: AsyncIterator[Event], replies: Replies) -> None:
     try:
-        async for _ in events:
-            pass
+        async for event in events:
+            replies.take(event)
     finally:
         await aclose(events)
 

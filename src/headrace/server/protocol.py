@@ -189,7 +189,7 @@ def parse_body(kind: type[B], raw: bytes) -> B:
     try:
         return kind.model_validate(kept)
     except ValidationError as error:
-        raise _explain(error) from None
+        raise explain(error) from None
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
@@ -227,12 +227,13 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _explain(error: ValidationError) -> ApiError:
-    """The first fault, a wrong value before an unknown field: an image part should be told about its type."""
+def explain(error: ValidationError, where: str = "") -> ApiError:
+    """The first fault, a wrong value before an unknown field: an image part should be told about its type. where: the
+    path of what was checked, if that was not the whole body; `param` then names the field in full."""
     faults = error.errors(include_url=False, include_context=False)
     fault = min(faults, key=lambda e: e["type"] == "extra_forbidden")
-    path = _path(fault["loc"])
-    param = path if fault["loc"][0] == "messages" else str(fault["loc"][0])
+    path = _path((where, *fault["loc"]) if where else fault["loc"])
+    param = path if where or fault["loc"][0] == "messages" else str(fault["loc"][0])
     if fault["type"] == "extra_forbidden":
         return invalid(f"unknown field {path!r}", param, "unknown_parameter")
     if fault["type"] == "missing":

@@ -7,13 +7,14 @@ write blanks for ever, and all text between two values is forced. Strings are wr
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from headrace.errors import InvalidRequest
 from headrace.structured import Structured
 
-JSON_OPTIONS = {
+JSON_OPTIONS: Any = {
     "item_separator": ", ",
     "key_separator": ": ",
     "whitespace_flexible": False,
