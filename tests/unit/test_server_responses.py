@@ -231,6 +231,14 @@ def test_what_is_not_to_be_kept_is_not(server: Running, client: openai.OpenAI) -
         client.responses.retrieve(made.id)
 
 
+def test_input_is_counted_without_an_answer(server: Running, client: openai.OpenAI) -> None:
+    asked = len(server.engine.asked)
+    assert client.responses.input_tokens.count(model="fake", input="hello", instructions="Be kind.").input_tokens == 15
+    assert len(server.engine.asked) == asked
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_tokens.count(model="gpt-9", input="hello")
+
+
 def test_logprobs_of_the_text(server: Running, client: openai.OpenAI) -> None:
     says(server, "~hm~Hi", "~hm~Hi")
     ask: dict[str, Any] = {

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.server.answering import answer
+from headrace.server.answering import admission, answer, check_model, read
 from headrace.server.errors import ApiError, JsonReply, invalid
 from headrace.server.job import Job
+from headrace.server.protocol import parse_body
 from headrace.server.replies import Shown
 from headrace.server.responses.body import ResponsesBody
 from headrace.server.responses.items import MAX_ID, Item, check_calls, messages_of, read_input
 from headrace.server.responses.reply import Kept, ResponseReplies
 from headrace.server.responses.store import Owner, ResponseStore
 from headrace.server.state import ServerState
+from headrace.server.stream import unless_gone
 from headrace.server.turn import Turn
 from headrace.server.turns import Sharing, job_of, naming, tokenizer_of
 
@@ -78,6 +81,15 @@ def install_responses(router: APIRouter, state: ServerState) -> None:
     @router.post("/v1/responses")
     async def create(request: Request) -> Response:
         return await answer(state, request, Responses(tenant_of(request)))
+
+    @router.post("/v1/responses/input_tokens")
+    async def input_tokens(request: Request) -> Response:
+        with admission(state):
+            body = parse_body(ResponsesBody, await read(request))
+            if body.model is not None:
+                check_model(state, body.model)
+            job = await unless_gone(request.receive, Responses(tenant_of(request)).job(state, body, time.monotonic()))
+        return JsonReply({"object": "response.input_tokens", "input_tokens": job.prompt_tokens})
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
