@@ -194,7 +194,7 @@ def _read(raw: Any, where: str, found: Callable[[str], Item | None]) -> Item:
     try:
         item = _class(raw, where).model_validate(raw)
     except ValidationError as error:
-        raise _not_text(raw, where) or explain(error, where) from None
+        raise _not_text(raw, where) or explain(error, raw, where) from None
     if not isinstance(item, Reference):
         assert isinstance(item, _Item)
         return item.kept()
