@@ -27,7 +27,6 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     async def chat(request: Request) -> Response:
         return await answer(state, request, Chat())
 
-    install_responses(router, state)
     messages = Messages()
 
     @router.post("/v1/messages")
@@ -45,6 +44,8 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     @router.post("/detokenize")
     async def text(request: Request) -> Response:
         return await detokenize(state, request)
+
+    install_responses(router, state)
 
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
