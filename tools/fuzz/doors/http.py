@@ -19,21 +19,8 @@ FIELDS = ["temperature", "top_p", "top_k", "seed", "stop", "n", "logprobs", "top
           "chat_template_kwargs", "prompt", "messages", "model", "input", "previous_response_id", "text", "reasoning",
           "tool_choice", "include", "metadata", "store", "max_output_tokens", "instructions"]  # fmt: skip
 RESPONSES = "/v1/responses"
-ROUTES = [
-    TEXT,
-    CHAT,
-    RESPONSES,
-    RESPONSES + "/resp_1",
-    RESPONSES + "/resp_1/input_items",
-    "/v1/models",
-    "/health",
-    "/metrics",
-    "/",
-    "/v1/completions/..",
-    "/%00",
-    "/" + "a" * 9000,
-    "*",
-]
+ROUTES = [TEXT, CHAT, RESPONSES, RESPONSES + "/resp_1", RESPONSES + "/resp_1/input_items", "/v1/models", "/health",
+          "/metrics", "/", "/v1/completions/..", "/%00", "/" + "a" * 9000, "*"]  # fmt: skip
 HEADS = ["Authorization: Bearer x", "Content-Length: -1",
          "Content-Length: 99999999999999999999", "Expect: 100-continue",
          "Transfer-Encoding: chunked", "Connection: Upgrade", "Upgrade: websocket", "Content-Encoding: gzip",
