@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from headrace.progress import OnPhase, Prefill
@@ -19,6 +19,12 @@ class ServedTokenizer(Protocol):
 
     @property
     def chat_template(self) -> str: ...
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]: ...
+
+    @property
+    def special_tokens(self) -> Collection[str]: ...
 
     def encode_chat(self, text: str) -> list[int]: ...
 

@@ -192,7 +192,7 @@ def parse_body(kind: type[B], raw: bytes) -> B:
     try:
         return kind.model_validate(kept)
     except ValidationError as error:
-        raise _explain(error, kept) from None
+        raise explain(error, kept) from None
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
@@ -230,14 +230,16 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _explain(error: ValidationError, fields: dict[str, Any]) -> ApiError:
-    """The first fault, a wrong value before an unknown field: an image part should be told about its type."""
+def explain(error: ValidationError, fields: Any, where: str = "") -> ApiError:
+    """The first fault, a wrong value before an unknown field: an image part should be told about its type. fields: what
+    was checked; where: its path, if it was not the whole body; `param` then names the field in full."""
     faults = error.errors(include_url=False)
     fault = min(faults, key=lambda e: e["type"] == "extra_forbidden")
-    path = _path(_untagged(fault["loc"], fields))
+    loc = _untagged(fault["loc"], fields)
+    path = _path((where, *loc) if where else loc)
     if fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
         path += "." + fault["ctx"]["discriminator"].strip("'")
-    param = path if fault["loc"][0] == "messages" else str(fault["loc"][0])
+    param = path if where or fault["loc"][0] == "messages" else str(fault["loc"][0])
     if fault["type"] == "extra_forbidden":
         return invalid(f"unknown field {path!r}", param, "unknown_parameter")
     if fault["type"] in ("missing", "union_tag_not_found"):
