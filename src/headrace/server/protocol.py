@@ -110,7 +110,7 @@ class SampledBody(_Sampling):
     public_prefix_tokens: int | None = None
     return_token_ids: bool | None = None
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod
     def _one_stop_is_a_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
@@ -247,7 +247,8 @@ def explain(error: ValidationError, fields: Any, where: str = "") -> ApiError:
     if fault["type"] == "union_tag_invalid":
         told = f"{fault['ctx']['tag'][:100]!r} is not supported here; possible: {fault['ctx']['expected_tags']}"
         return invalid(f"{path}: {told}", param, "unsupported_parameter")
-    return invalid(f"{path}: {fault['msg']}", param, "invalid_type" if "type" in fault["type"] else None)
+    told = fault["msg"].removeprefix("Value error, ")
+    return invalid(f"{path}: {told}", param, "invalid_type" if "type" in fault["type"] else None)
 
 
 def _untagged(loc: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
