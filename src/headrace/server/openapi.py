@@ -58,6 +58,7 @@ ROUTES = (
     Route("POST", f"{MESSAGES}/count_tokens", "Tokens of such a prompt.", CountBody, (shapes.CountedTokens,)),
     Route("POST", "/tokenize", "Token ids of a text or a chat.", TokenizeBody, (shapes.Tokenized,)),
     Route("POST", "/detokenize", "The text of token ids.", DetokenizeBody, (shapes.Detokenized,)),
+    Route("GET", "/tokenizer_info", "Special tokens and chat template.", None, (shapes.TokenizerInfo,)),
     Route("GET", "/v1/models", "The served model, by all names.", None, (shapes.ModelList, shapes.AnthropicModelList)),
     Route("GET", "/v1/models/{name}", "It by one name.", None, (shapes.ModelCard, shapes.AnthropicModel)),
     Route("GET", OPEN, "Whether requests are answered.", None, (shapes.Health,)),
