@@ -139,3 +139,10 @@ REFUSED = {
 def test_the_document_refuses_what_the_server_refuses(name: str) -> None:
     path, body = REFUSED[name]
     assert path in DOCUMENT["paths"] and not body_of(path).is_valid(body)
+
+
+def test_fields_that_are_refused_are_not_there() -> None:
+    for route in ROUTES:
+        if route.body is not None:
+            told = DOCUMENT["components"]["schemas"][route.body.__name__]["properties"]
+            assert not set(told) & set(route.body.refused) and set(route.body.ignored) <= set(told)

@@ -15,7 +15,7 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from headrace.server import shapes
 from headrace.server.anthropic.body import CountBody, MessagesBody
-from headrace.server.anthropic.errors import MESSAGES
+from headrace.server.anthropic.errors import MESSAGES, MODELS
 from headrace.server.chat_body import ChatBody
 from headrace.server.protocol import Body, CompletionBody
 from headrace.server.tokenizing import DetokenizeBody, TokenizeBody
@@ -47,8 +47,11 @@ class Route:
         return f"{self.method.lower()}_{words}"
 
     @property
-    def error(self) -> Any:
-        return shapes.AnthropicError if self.path.startswith(MESSAGES) else shapes.Error
+    def errors(self) -> tuple[Any, ...]:
+        """Shapes of a refusal; of models it depends on the client."""
+        if self.path.startswith(MESSAGES):
+            return (shapes.AnthropicError,)
+        return (shapes.Error, shapes.AnthropicError) if self.path.startswith(MODELS) else (shapes.Error,)
 
 
 ROUTES = (
@@ -58,8 +61,8 @@ ROUTES = (
     Route("POST", f"{MESSAGES}/count_tokens", "Tokens of such a prompt.", CountBody, (shapes.CountedTokens,)),
     Route("POST", "/tokenize", "Token ids of a text or a chat.", TokenizeBody, (shapes.Tokenized,)),
     Route("POST", "/detokenize", "The text of token ids.", DetokenizeBody, (shapes.Detokenized,)),
-    Route("GET", "/v1/models", "The served model, by all names.", None, (shapes.ModelList, shapes.AnthropicModelList)),
-    Route("GET", "/v1/models/{name}", "It by one name.", None, (shapes.ModelCard, shapes.AnthropicModel)),
+    Route("GET", MODELS, "The served model, by all names.", None, (shapes.ModelList, shapes.AnthropicModelList)),
+    Route("GET", f"{MODELS}/{{name}}", "It by one name.", None, (shapes.ModelCard, shapes.AnthropicModel)),
     Route("GET", OPEN, "Whether requests are answered.", None, (shapes.Health,)),
     Route("GET", "/metrics", "Figures for Prometheus."),
     Route("GET", "/openapi.json", "This document.", None, (dict[str, Any],)),
@@ -91,6 +94,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "cache_salt": {"minLength": 1, "maxLength": MAX_SALT},
     "public_prefix_tokens": {"minimum": 0, "maximum": 2**31},
+    "tokens": {"items": TOKEN_IDS["items"]},
     "stop_token_ids": {"items": TOKEN_IDS["items"], "maxItems": MAX_LISTED},
     "logit_bias": {
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
@@ -103,8 +107,17 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 """What fields of bodies may hold beyond their types; their records check it, not their models."""
 
-REQUIRED: dict[type[Body], dict[str, dict[str, Any]]] = {CompletionBody: {"prompt": PROMPT}}
-"""Fields that a model does not ask for, since the refusal comes elsewhere."""
+ALSO: dict[type[Body], dict[str, Any]] = {
+    CompletionBody: {"required": ["prompt"], "properties": {"prompt": PROMPT}},
+    TokenizeBody: {
+        "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+        "properties": {
+            "prompt": {"type": "string"},
+            "messages": {"type": "array", "items": {"$ref": REF.format(model="Message")}, "minItems": 1},
+        },
+    },
+}
+"""What bodies check by themselves."""
 
 
 def document(guarded: bool, routes: Iterable[Route] = ROUTES) -> dict[str, Any]:
@@ -140,7 +153,7 @@ def _operation(route: Route) -> dict[str, Any]:
 def _responses(route: Route) -> dict[str, Any]:
     content = _json(*route.replies) if route.replies else {"text/plain": {"schema": {"type": "string"}}}
     if route.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}
     responses = {"200": {"description": "The reply.", "content": content}}
     if route.path == OPEN:
         return {**responses, "503": {"description": "Not ready.", "content": _json(shapes.NotHealthy)}}
@@ -151,7 +164,7 @@ def _responses(route: Route) -> dict[str, Any]:
         told |= {"400": "A field is wrong.", "408": "The body is slow.", "413": "The body is too large.",
                  "429": "Too many requests wait."}  # fmt: skip
     told["default"] = "Another refusal, or a fault of the server."
-    refusals = {code: {"description": words, "content": _json(route.error)} for code, words in told.items()}
+    refusals = {code: {"description": words, "content": _json(*route.errors)} for code, words in told.items()}
     return responses | dict(sorted(refusals.items()))
 
 
@@ -178,7 +191,7 @@ def _schemas(routes: Iterable[Route]) -> dict[str, Any]:
     """By name: bodies, shapes of replies, and what they hold."""
     bodies = dict.fromkeys(route.body for route in routes if route.body is not None)
     replies = dict.fromkeys(
-        kind for route in routes for kind in (*route.replies, route.error) if kind != dict[str, Any]
+        kind for route in routes for kind in (*route.replies, *route.errors) if kind != dict[str, Any]
     )
     asked: Any = [(body, "validation") for body in bodies]
     _, found = models_json_schema(asked, ref_template=REF, schema_generator=Untitled)
@@ -198,6 +211,5 @@ def _as_taken(body: type[Body], schema: dict[str, Any]) -> dict[str, Any]:
         name: told | FIELDS.get(name, {}) for name, told in schema["properties"].items() if name not in body.refused
     }
     fields |= {name: {"description": "Accepted without effect."} for name in sorted(body.ignored)}
-    needed = REQUIRED.get(body, {})
-    required = [*schema.get("required", ()), *needed]
-    return {**schema, "properties": fields | needed, **({"required": required} if required else {})}
+    also = ALSO.get(body, {})
+    return {**schema, **also, "properties": fields | also.get("properties", {})}

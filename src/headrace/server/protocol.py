@@ -7,9 +7,18 @@ import re
 from collections.abc import Mapping, Set
 from dataclasses import fields
 from types import UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    WithJsonSchema,
+    create_model,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from headrace.server.errors import ApiError, invalid
 from headrace.types import SamplingParams, check_sharing
@@ -53,9 +62,19 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def _only_false(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError("only_false", "only false is supported")
+    return value
+
+
+OnlyFalse = Annotated[bool, AfterValidator(_only_false), WithJsonSchema({"const": False})]
+"""False and nothing else; Literal[False] takes 0 too."""
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: OnlyFalse | None = None
 
 
 class ResponseFormat(Strict):
