@@ -153,6 +153,9 @@ class SettingKeywords(TypedDict, total=False):
     max_queued_tokens: str | int
     """Prompt tokens that may wait; more are refused with 429."""
 
+    response_store_mb: str | int
+    """MiB of memory for responses of /v1/responses that are kept for previous_response_id; 0: none."""
+
     log_level: Literal["auto", "debug", "info", "warning", "error"]
     """Least level of log lines. auto: info for serve, warning for other commands."""
 

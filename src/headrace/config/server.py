@@ -53,6 +53,13 @@ class ServerSettings(SettingsRecord):
     max_queued_tokens: int = setting(
         1_000_000, "Prompt tokens that may wait; more are refused with 429.", check=at_least(1), unit="tokens"
     )
+    response_store_mb: int = setting(
+        64,
+        "MiB of memory for responses of /v1/responses that are kept for previous_response_id; 0: none.",
+        check=at_least(0),
+        rare=True,
+        unit="MiB",
+    )
     log_level: LogLevel = setting(
         "auto", "Least level of log lines. auto: info for serve, warning for other commands.", everywhere=True
     )

@@ -97,6 +97,17 @@ class Tokenizer:
         """Whether token_bytes is the exact part of a token in any text, so that text can be built token by token."""
         return self._rule is not None
 
+    def as_json(self) -> str:
+        """The tokenizer as the tokenizers library writes it, added tokens included. Raises ValueError where it is of
+        another library."""
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError("the tokenizer is none of the tokenizers library")
+        plain = type(backend).from_str(backend.to_str())
+        plain.no_padding()
+        plain.no_truncation()
+        return str(plain.to_str())
+
     def is_special(self, token: int) -> bool:
         """Whether skip_special_tokens leaves this token out."""
         return token in self._special

@@ -266,7 +266,8 @@ def explain(error: ValidationError, fields: Any, where: str = "") -> ApiError:
     if fault["type"] == "union_tag_invalid":
         told = f"{fault['ctx']['tag'][:100]!r} is not supported here; possible: {fault['ctx']['expected_tags']}"
         return invalid(f"{path}: {told}", param, "unsupported_parameter")
-    return invalid(f"{path}: {fault['msg']}", param, "invalid_type" if "type" in fault["type"] else None)
+    told = fault["msg"].removeprefix("Value error, ")
+    return invalid(f"{path}: {told}", param, "invalid_type" if "type" in fault["type"] else None)
 
 
 def _untagged(loc: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:

@@ -12,6 +12,7 @@ from headrace.server.completions import Completions
 from headrace.server.errors import ApiError, JsonReply
 from headrace.server.model_cards import list_models, tell_model
 from headrace.server.openapi import document
+from headrace.server.responses.api import install_responses
 from headrace.server.state import ServerState
 from headrace.server.tokenizing import detokenize, tokenize
 
@@ -44,6 +45,8 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     @router.post("/detokenize")
     async def text(request: Request) -> Response:
         return await detokenize(state, request)
+
+    install_responses(router, state)
 
     @router.get("/v1/models")
     async def models(request: Request) -> Response:

@@ -19,6 +19,7 @@ from headrace.server.metrics import ServerMetrics
 from headrace.server.parsers.registry import Formats, formats_of
 from headrace.server.public import PublicPrefixes, prefixes_of, read_texts
 from headrace.server.refusals import Refusals
+from headrace.server.responses.store import ResponseStore
 from headrace.server.restarts import MOST, WINDOW_S, RestartLimit
 from headrace.server.start import Line, ready_again_line, ready_lines, start_lines
 from headrace.server.status import StatusLines, arrival_line, job_line
@@ -58,6 +59,7 @@ class ServerState:
         self.refusals = Refusals(config.server.log_interval_s)
         self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
         self.on_failure: Callable[[], None] = lambda: None
+        self.responses = ResponseStore(config.server.response_store_mb << 20)
         self.admitting = 0
         self.listens = False
         self._was_ready = False

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, FailFast, Field, ValidationError, field_validator, model_validator
 
 from headrace.server.chat_body import arguments_object
 from headrace.server.errors import ApiError, invalid
@@ -68,6 +68,10 @@ class SummaryText(Strict):
 class ReasoningText(Strict):
     type: Literal["reasoning_text"]
     text: str
+
+
+def _none_is_empty(value: Any) -> Any:
+    return [] if value is None else value
 
 
 def _texts(value: Any) -> Any:
@@ -140,8 +144,8 @@ class ReasoningItem(_Item):
     """The reasoning in front of an answer; its text is taken from content, else summary, else encrypted_content."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[SummaryText], FailFast()] | None = None
-    content: Annotated[list[ReasoningText], FailFast()] | None = None
+    summary: Annotated[list[SummaryText], FailFast(), BeforeValidator(_none_is_empty)] = Field(default_factory=list)
+    content: Annotated[list[ReasoningText], FailFast(), BeforeValidator(_none_is_empty)] = Field(default_factory=list)
     encrypted_content: str | None = None
 
     @field_validator("encrypted_content")
@@ -150,8 +154,8 @@ class ReasoningItem(_Item):
         return None if value is None else unsealed(value)
 
     def kept(self) -> Item:
-        summary = [part.model_dump() for part in self.summary or ()]
-        content = [part.model_dump() for part in self.content or ()]
+        summary = [part.model_dump() for part in self.summary]
+        content = [part.model_dump() for part in self.content]
         if self.encrypted_content is not None and not content:
             content = [{"type": "reasoning_text", "text": self.encrypted_content}]
         return self._kept("reasoning", summary=summary, content=content, encrypted_content=None)
