@@ -190,7 +190,9 @@ def test_item_references_are_the_kept_items(server: Running, client: openai.Open
 
 
 def test_a_kept_response_is_its_owners(server: Running, client: openai.OpenAI) -> None:
+    before = server.metric("responses_kept"), server.metric("responses_kept_bytes")
     salted = client.responses.create(model="fake", input="a", max_output_tokens=1, extra_body={"cache_salt": "mine"})
+    assert server.metric("responses_kept") == before[0] + 1 and server.metric("responses_kept_bytes") > before[1]
     for salt in ({}, {"cache_salt": "other"}):
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(salted.id, extra_query=salt)
@@ -206,7 +208,9 @@ def test_a_kept_response_is_its_owners(server: Running, client: openai.OpenAI) -
 
 
 def test_what_is_not_to_be_kept_is_not(server: Running, client: openai.OpenAI) -> None:
+    before = server.metric("responses_kept"), server.metric("responses_kept_bytes")
     made = client.responses.create(model="fake", input="a", max_output_tokens=1, store=False)
+    assert (server.metric("responses_kept"), server.metric("responses_kept_bytes")) == before
     assert made.store is False  # type: ignore[attr-defined]
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
@@ -326,4 +330,5 @@ def test_a_server_may_keep_nothing() -> None:
     with serving(response_store_mb=0) as running:
         made = running.client().responses.create(model="fake", input="a", max_output_tokens=1)
         assert made.store is False  # type: ignore[attr-defined]
+        assert running.metric("responses_kept") == 0
         assert running.http.get(f"{ROUTE}/{made.id}").status_code == 404
