@@ -11,6 +11,9 @@ import pydantic
 import pytest
 from openai.types.responses import Response
 
+from headrace.server.protocol import parse_body
+from headrace.server.responses.body import ResponsesBody
+from headrace.types import Structured
 from tests.support.fake_engine import FakeEngine, FakeTokenizer
 from tests.support.fake_server import Running, serving
 
@@ -138,12 +141,19 @@ def test_parse_gives_the_clients_own_class(server: Running, client: openai.OpenA
     says(server, '{"a": 3}')
     made = client.responses.parse(model="fake", input="1 + 2?", text_format=Sum)
     assert made.output_parsed == Sum(a=3)
-    shape = server.engine.asked[-1][1].structured
-    assert shape is not None and json.loads(shape.json)["properties"]["a"]["type"] == "integer"
     assert made.text is not None and made.text.format.type == "json_schema"  # type: ignore[union-attr]
-    says(server, "{}")
-    client.responses.create(model="fake", input="a", text={"format": {"type": "json_object"}})
-    assert server.engine.asked[-1][1].structured.json_object is True
+    assert server.engine.asked[-1][1].structured is not None
+
+
+def test_formats_are_shapes_of_the_answer() -> None:
+    for told, shape in (
+        ({"type": "json_schema", "name": "a", "schema": {"type": "object"}}, Structured(json={"type": "object"})),
+        ({"type": "json_object"}, Structured(json_object=True)),
+        ({"type": "text"}, None),
+        (None, None),
+    ):
+        body = parse_body(ResponsesBody, json.dumps({"input": "a", "text": {"format": told}}).encode())
+        assert body.to_params().structured == shape
 
 
 def test_a_loop_of_tools(server: Running, client: openai.OpenAI) -> None:

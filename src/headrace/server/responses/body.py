@@ -85,15 +85,15 @@ class FunctionTool(Strict):
         return Tool(self.name, self.description, schema, bool(self.strict))
 
 
-class NamedTool(Strict):
+class ChosenFunction(Strict):
     type: Literal["function"]
     name: str
 
 
-class AllowedTools(Strict):
+class AllowedFunctions(Strict):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(max_length=MAX_TOOLS)
+    tools: list[ChosenFunction] = Field(max_length=MAX_TOOLS)
 
 
 def _choice_kind(given: Any) -> str:
@@ -102,8 +102,8 @@ def _choice_kind(given: Any) -> str:
 
 Choice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("mode")]
-    | Annotated[NamedTool, Tag("function")]
-    | Annotated[AllowedTools, Tag("allowed_tools")],
+    | Annotated[ChosenFunction, Tag("function")]
+    | Annotated[AllowedFunctions, Tag("allowed_tools")],
     Discriminator(_choice_kind),
 ]
 
@@ -220,11 +220,11 @@ class ResponsesBody(SampledBody):
             return ToolChoice("none", (), parallel)
         if given is None or isinstance(given, str):
             return ToolChoice(given or "auto", (), parallel)
-        allowed = (given.name,) if isinstance(given, NamedTool) else tuple(each.name for each in given.tools)
+        allowed = (given.name,) if isinstance(given, ChosenFunction) else tuple(each.name for each in given.tools)
         known = {tool.name for tool in tools}
         if unknown := next((name for name in allowed if name not in known), None):
             raise invalid(f"tool_choice: no tool has the name {unknown[:128]!r}", "tool_choice")
-        if isinstance(given, NamedTool):
+        if isinstance(given, ChosenFunction):
             return ToolChoice("required", allowed, False)
         return ToolChoice(given.mode if allowed else "none", allowed, parallel)
 
