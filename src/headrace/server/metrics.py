@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -100,6 +100,10 @@ class ServerMetrics:
             PREFIX + "engine_restarts", "Times a failed engine was started again.", registry=self.registry
         )
         self.gone = Counter(PREFIX + "clients_gone", "Requests whose client left early.", registry=self.registry)
+
+    def watch(self, name: str, told: str, value: Callable[[], float]) -> None:
+        """A gauge whose value is asked for at every scrape."""
+        Gauge(PREFIX + name, told, registry=self.registry).set_function(value)
 
     def note_peak(self, stats: EngineStats) -> None:
         """Keeps the moment at which running requests would have held most without sharing."""

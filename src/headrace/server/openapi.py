@@ -6,6 +6,7 @@ Bodies are parsed by hand, so that errors name fields; ROUTES says which route t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,14 @@ from headrace.server.anthropic.body import CountBody, MessagesBody
 from headrace.server.anthropic.errors import MESSAGES, MODELS
 from headrace.server.chat_body import ChatBody
 from headrace.server.protocol import Body, CompletionBody
+from headrace.server.responses import shapes as responses
+from headrace.server.responses.body import ResponsesBody
 from headrace.server.tokenizing import DetokenizeBody, TokenizeBody
 from headrace.types import MAX_LISTED, MAX_SALT, MAX_STOP_LENGTH, MAX_STOPS, RANGES
 from headrace.version import __version__
+
+PLACE = re.compile(r"\{(\w+)\}")
+"""A parameter in a path."""
 
 REF = "#/components/schemas/{model}"
 
@@ -31,7 +37,7 @@ OPEN = "/health"
 @dataclass(frozen=True, slots=True)
 class Route:
     """One operation. replies: TypedDicts of server.shapes, of which a reply has one; without any it is plain text.
-    streams: with `stream` the reply is server-sent events."""
+    streams: with `stream` the reply is server-sent events. query: names of its parameters there."""
 
     method: str
     path: str
@@ -39,11 +45,12 @@ class Route:
     body: type[Body] | None = None
     replies: tuple[Any, ...] = ()
     streams: bool = False
+    query: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Of the operation: get_v1_models."""
-        words = self.path.replace("{name}", "one").strip("/").replace("/", "_").replace(".", "_")
+        words = PLACE.sub("one", self.path).strip("/").replace("/", "_").replace(".", "_")
         return f"{self.method.lower()}_{words}"
 
     @property
@@ -54,11 +61,20 @@ class Route:
         return (shapes.Error, shapes.AnthropicError) if self.path.startswith(MODELS) else (shapes.Error,)
 
 
+RESPONSES = "/v1/responses"
+ONE = RESPONSES + "/{response_id}"
+PAGED = ("cache_salt", "limit", "order", "after")
+
 ROUTES = (
     Route("POST", "/v1/completions", "The continuation of a text.", CompletionBody, (shapes.Completion,), True),
     Route("POST", "/v1/chat/completions", "The next turn of a chat.", ChatBody, (shapes.ChatCompletion,), True),
     Route("POST", MESSAGES, "The next turn, in Anthropic's shape.", MessagesBody, (shapes.AnthropicMessage,), True),
     Route("POST", f"{MESSAGES}/count_tokens", "Tokens of such a prompt.", CountBody, (shapes.CountedTokens,)),
+    Route("POST", RESPONSES, "A response, in OpenAI's newer shape.", ResponsesBody, (responses.ModelResponse,), True),
+    Route("POST", f"{RESPONSES}/input_tokens", "Tokens of such a prompt.", ResponsesBody, (responses.CountedInput,)),
+    Route("GET", ONE, "A kept response.", None, (responses.ModelResponse,), query=("cache_salt",)),
+    Route("DELETE", ONE, "Forgets a kept response.", None, (responses.DeletedResponse,), query=("cache_salt",)),
+    Route("GET", f"{ONE}/input_items", "What its model was given.", None, (responses.ItemList,), query=PAGED),
     Route("POST", "/tokenize", "Token ids of a text or a chat.", TokenizeBody, (shapes.Tokenized,)),
     Route("POST", "/detokenize", "The text of token ids.", DetokenizeBody, (shapes.Detokenized,)),
     Route("GET", MODELS, "The served model, by all names.", None, (shapes.ModelList, shapes.AnthropicModelList)),
@@ -90,6 +106,7 @@ BOUNDS = {name: {"minimum": low, "maximum": high} for name, low, high, _, _ in R
 FIELDS: dict[str, dict[str, Any]] = {
     **BOUNDS,
     "max_completion_tokens": BOUNDS["max_tokens"],
+    "max_output_tokens": BOUNDS["max_tokens"],
     "messages": {"minItems": 1},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "cache_salt": {"minLength": 1, "maxLength": MAX_SALT},
@@ -109,6 +126,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 ALSO: dict[type[Body], dict[str, Any]] = {
     CompletionBody: {"required": ["prompt"], "properties": {"prompt": PROMPT}},
+    ResponsesBody: {"required": ["input"], "properties": {"input": responses.INPUT}},
     TokenizeBody: {
         "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
         "properties": {
@@ -141,13 +159,20 @@ def document(guarded: bool, routes: Iterable[Route] = ROUTES) -> dict[str, Any]:
 
 def _operation(route: Route) -> dict[str, Any]:
     told: dict[str, Any] = {"operationId": route.name, "summary": route.summary, "responses": _responses(route)}
-    if "{name}" in route.path:
-        told["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if parameters := _parameters(route):
+        told["parameters"] = parameters
     if route.body is not None:
         told["requestBody"] = {"required": True, "content": _json(route.body)}
     if route.path == OPEN:
         told["security"] = []
     return told
+
+
+def _parameters(route: Route) -> list[dict[str, Any]]:
+    places = [(name, "path") for name in PLACE.findall(route.path)] + [(name, "query") for name in route.query]
+    return [
+        {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}} for name, place in places
+    ]
 
 
 def _responses(route: Route) -> dict[str, Any]:
@@ -158,6 +183,8 @@ def _responses(route: Route) -> dict[str, Any]:
     if route.path == OPEN:
         return {**responses, "503": {"description": "Not ready.", "content": _json(shapes.NotHealthy)}}
     told = {"401": "The key is missing or wrong.", "503": "The model loads, or the engine has failed."}
+    if "{response_id}" in route.path:
+        told |= {"404": "It is not kept.", "400": "A parameter is wrong."}
     if "{name}" in route.path or route.body is not None:
         told |= {"404": "Another model."}
     if route.body is not None:

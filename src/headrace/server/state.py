@@ -60,6 +60,8 @@ class ServerState:
         self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
         self.on_failure: Callable[[], None] = lambda: None
         self.responses = ResponseStore(config.server.response_store_mb << 20)
+        self.metrics.watch("responses_kept", "Responses kept for the next turn.", lambda: len(self.responses))
+        self.metrics.watch("responses_kept_bytes", "Memory that they take.", lambda: self.responses.used)
         self.admitting = 0
         self.listens = False
         self._was_ready = False

@@ -13,7 +13,7 @@ from headrace.server.job import Job
 from headrace.server.protocol import parse_body
 from headrace.server.replies import Shown
 from headrace.server.responses.body import ResponsesBody
-from headrace.server.responses.items import MAX_ID, Item, check_calls, messages_of, read_input
+from headrace.server.responses.items import MAX_ID, Item, check_conversation, messages_of, read_input
 from headrace.server.responses.reply import Kept, ResponseReplies
 from headrace.server.responses.store import Owner, ResponseStore
 from headrace.server.state import ServerState
@@ -65,7 +65,7 @@ class Responses:
             told = f"previous response with id {str(body.previous_response_id)[:MAX_ID]!r} not found: {LOST}"
             raise invalid(told, "previous_response_id", "previous_response_not_found")
         items = before + read_input(body.input, lambda item_id: store.item(owner, item_id))
-        check_calls(items)
+        check_conversation(items)
         return items
 
     def replies(self, state: ServerState, body: ResponsesBody, job: Job) -> ResponseReplies:

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag, field_validat
 
 from headrace.server.chat_body import MAX_BUDGET, MAX_TOOLS, ToolName
 from headrace.server.errors import invalid
-from headrace.server.protocol import SampledBody, Strict
+from headrace.server.protocol import OnlyFalse, SampledBody, Strict
 from headrace.server.responses.output import Told
 from headrace.server.turn import Reasoning, Tool, ToolChoice
 from headrace.types import MAX_LOGPROBS, SamplingParams, Structured
@@ -68,9 +68,9 @@ class FunctionTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    async_: Literal[False] | None = Field(None, alias="async")
+    async_: OnlyFalse | None = Field(None, alias="async")
     allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: OnlyFalse | None = None
     output_schema: None = None
 
     @field_validator("type", mode="before")
@@ -85,15 +85,15 @@ class FunctionTool(Strict):
         return Tool(self.name, self.description, schema, bool(self.strict))
 
 
-class NamedTool(Strict):
+class ChosenFunction(Strict):
     type: Literal["function"]
     name: str
 
 
-class AllowedTools(Strict):
+class AllowedFunctions(Strict):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(max_length=MAX_TOOLS)
+    tools: list[ChosenFunction] = Field(max_length=MAX_TOOLS)
 
 
 def _choice_kind(given: Any) -> str:
@@ -102,8 +102,8 @@ def _choice_kind(given: Any) -> str:
 
 Choice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("mode")]
-    | Annotated[NamedTool, Tag("function")]
-    | Annotated[AllowedTools, Tag("allowed_tools")],
+    | Annotated[ChosenFunction, Tag("function")]
+    | Annotated[AllowedFunctions, Tag("allowed_tools")],
     Discriminator(_choice_kind),
 ]
 
@@ -220,11 +220,11 @@ class ResponsesBody(SampledBody):
             return ToolChoice("none", (), parallel)
         if given is None or isinstance(given, str):
             return ToolChoice(given or "auto", (), parallel)
-        allowed = (given.name,) if isinstance(given, NamedTool) else tuple(each.name for each in given.tools)
+        allowed = (given.name,) if isinstance(given, ChosenFunction) else tuple(each.name for each in given.tools)
         known = {tool.name for tool in tools}
         if unknown := next((name for name in allowed if name not in known), None):
             raise invalid(f"tool_choice: no tool has the name {unknown[:128]!r}", "tool_choice")
-        if isinstance(given, NamedTool):
+        if isinstance(given, ChosenFunction):
             return ToolChoice("required", allowed, False)
         return ToolChoice(given.mode if allowed else "none", allowed, parallel)
 
