@@ -43,7 +43,7 @@ class Messages:
 
     async def job(self, state: ServerState, body: MessagesBody, arrival_s: float) -> Job:
         """max_tokens may exceed what the context allows, as Anthropic's may: the answer then ends with the context."""
-        with naming(NAMES):
+        with naming(NAMES if body.format is not None else {**NAMES, "structured": "tools"}):
             params = body.to_params()
             sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
             turn = self._turn(state, body)
