@@ -58,7 +58,7 @@ def test_what_the_command_prints_is_a_file(write: Write, name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[tenants.a]\nkeys = [\n", "line 3"),
+        ("[tenants.a]\nkeys = ]\n", "line 2"),
         ("", "there are no tenants"),
         ("tenants = 3", "there are no tenants"),
         ("x = 1\n[tenants.a]", "'x' is not expected"),
@@ -125,7 +125,7 @@ def test_no_two_tenants_and_client_salts_meet(pairs: list[tuple[str, str | None]
 
 @given(st.text(min_size=1, max_size=4))
 def test_a_client_cannot_choose_a_tenants_salt(client: str) -> None:
-    """Neither of its own tenant, nor with the one key beside the file, not even if it knows what the engine is given."""
+    """Neither within its own, nor with the one key beside the file; not even if it knows what the engine is given."""
     acme, other, one_key = (Tenant(name, Rules()) for name in ("acme", "other", ""))
     reached = {acme.salt(None), acme.salt("x")}
     for salt in (client, "acme", *reached):

@@ -145,7 +145,7 @@ def test_sizes_of_a_request(write: Write) -> None:
 
 
 def test_a_tenant_leaves_half_of_the_queue_to_the_others(write: Write) -> None:
-    """acme weighs twice as much: of 3 requests under way 2 may be its own."""
+    """acme weighs twice as much as free: of 4 requests under way it may have 2."""
     file = write(limited("weight = 2"))
     with serving(api_keys_file=file, max_queued_requests=4, running_limit=1, token_s=0.01) as running:
         waiting = running.engine.stats.scheduler
@@ -216,7 +216,7 @@ def test_a_bad_file_ends_the_start_and_an_open_one_is_warned_of(
     write: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = EngineConfig(model="fake", api_keys_file=write("[tenants.a]\nkeys = 1"))
-    with pytest.raises(ValueError, match="tenants.a.keys must be a list"):
+    with pytest.raises(ValueError, match=r"tenants\.a\.keys must be a list"):
         create_app(FakeEngine(config), config)
     Path(write(FILE)).chmod(0o644)
     create_app(FakeEngine(config), config)

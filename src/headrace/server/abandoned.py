@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 from headrace.config import EngineConfig
 from headrace.server.engine import ServedEngine
-from headrace.server.job import Job, cancel
+from headrace.server.job import Event, Job, cancel
 
 MOST = 8
 """At one time."""
@@ -33,7 +34,7 @@ class Leavable(Protocol):
     @property
     def reading(self) -> bool: ...
 
-    async def drain(self) -> None: ...
+    async def drain(self, take: Callable[[Event], None]) -> None: ...
 
     async def close(self, outcome: str) -> None: ...
 
@@ -68,7 +69,7 @@ class AbandonedPrefills:
         await cancel(*self._tasks)
 
     async def _finish(self, run: Leavable) -> None:
-        rest = asyncio.ensure_future(run.drain())
+        rest = asyncio.ensure_future(run.drain(lambda _: None))
         try:
             while not rest.done() and not run.engine.stats.scheduler.waiting:
                 await asyncio.wait((rest,), timeout=LOOK_S)

@@ -21,6 +21,7 @@ from headrace.server.replies import OpenAIReplies, Replies
 from headrace.server.run import JobRun, outcome_of
 from headrace.server.state import CLIENT_GONE, ServerState
 from headrace.server.stream import EventStream, Note, unless_gone
+from headrace.server.turns import naming
 from headrace.types import Overloaded
 
 RETRY_S = 1.0
@@ -60,7 +61,8 @@ async def answer(state: ServerState, request: Request, api: Api[B]) -> Response:
         if body.model is not None:
             check_model(state, body.model)
         job = await unless_gone(request.receive, api.job(state, body, arrival_s))
-        admit(job, request.scope[TENANT], state.public, state.engine.capacity.max_model_len)
+        with naming(job.names):
+            admit(job, request.scope[TENANT], state.public, state.engine.capacity.max_model_len)
     replies = api.replies(state, body, job)
     run = await start(state, request, job)
     if body.stream:
@@ -69,7 +71,7 @@ async def answer(state: ServerState, request: Request, api: Api[B]) -> Response:
         ending = _Ending(run)
         return EventStream(_frames(run, replies, ending), ending.end, keepalive_s, note)
     async with ended(run):
-        await unless_gone(request.receive, run.drain())
+        await unless_gone(request.receive, run.drain(replies.take))
     return JsonReply(replies.whole())
 
 

@@ -26,7 +26,7 @@ class Completions:
             params = body.to_params()
             prompts = await _prompts(state, body, params)
         public = body.public_prefix_tokens or 0
-        return Job(f"cmpl-{uuid4().hex}", prompts, arrival_s, body.cache_salt, public)
+        return Job(f"cmpl-{uuid4().hex}", prompts, arrival_s, body.cache_salt, public, names=NAMES)
 
     def replies(self, state: ServerState, body: CompletionBody, job: Job) -> CompletionReplies:
         shown = Shown(state.model, state.engine.tokenizer, bool(body.return_token_ids), body.wants_usage)

@@ -67,8 +67,8 @@ class Guard:
         return tenant
 
     def _place(self, scope: Scope, tenant: Tenant) -> AbstractContextManager[None]:
-        """For a request that may cost something. While the queue is half full, more than a tenant's share of all
-        requests is refused to it, so that the rest of the queue is left to the others."""
+        """For a request that may cost something. While the queue is half full, a tenant beyond its share of requests
+        gets no more, so that the rest of the queue is left to the others."""
         if scope["method"] != "POST":
             return nullcontext()
         keys = self.state.keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +77,8 @@ class Job:
 
     cache_salt: the client's, and the engine's once the job is `admitted` (server.admission). taken: tokens that its
     tenant has been charged. queued: set once the engine has taken all prompts into its queue. left: the client is gone,
-    and each prompt ends with its first token. remark: for the log.
+    and each prompt ends with its first token. remark: for the log. names: the engine's names of fields, None for the
+    prompt -> the client's.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class Job:
     queued: asyncio.Event = field(default_factory=asyncio.Event)
     left: bool = False
     remark: str = ""
+    names: Mapping[str | None, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     choices: list[ReplyChoice] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)

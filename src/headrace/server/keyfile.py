@@ -143,7 +143,7 @@ def _rules(where: str, table: dict[str, Any]) -> Rules:
     try:
         return msgspec.convert(table, Rules)
     except msgspec.ValidationError as error:
-        told, _, field_name = str(error).replace("`", "").partition(" - at $")
+        told, _, field_name = str(error).replace("`", "").replace(" | null", "").partition(" - at $")
         raise ValueError(f"{where}{field_name}: {told[:1].lower()}{told[1:]}") from None
 
 

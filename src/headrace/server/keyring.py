@@ -56,14 +56,14 @@ class Keyring:
         log.info("keys read again: %s", told, extra=fields(tenants=len(self.tenants), keys=len(self._file.owners)))
 
     def beyond_share(self, tenant: Tenant) -> bool:
-        """Whether one more request would be more than its weight's share of all that are under way, among the tenants
-        that have any."""
+        """Whether its requests are more than its weight's share of all that are under way, among the tenants that have
+        any. There is always one that is not beyond its share."""
         known = [*self.tenants.values(), self.anybody]
         others = [each for each in known if each.under_way and each is not tenant]
         weight = tenant.rules.weight
         total = weight + sum(each.rules.weight for each in others)
-        under_way = tenant.under_way + 1 + sum(each.under_way for each in others)
-        return (tenant.under_way + 1) * total > weight * under_way
+        under_way = tenant.under_way + sum(each.under_way for each in others)
+        return tenant.under_way * total > weight * under_way
 
     def _use(self, file: KeyFile) -> None:
         if file.readable:

@@ -21,17 +21,20 @@ class PromptProgress:
     def __init__(self, job: Job, engine: ServedEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._job, self._engine, self._clock = job, engine, clock
         self._ids = [job.prompt_id(p) for p in range(len(job.prompts))]
-        self._cached: dict[str, int] = {}
+        self._cached = dict.fromkeys(self._ids, 0)
+        self._done = dict.fromkeys(self._ids, 0)
         self._began_s: float | None = None
         self._told: tuple[int, int] | None = None
 
     def __call__(self) -> dict[str, Any] | None:
         reading = {each.request_id: each for each in self._engine.prefills}
         own = [reading[name] for name in self._ids if name in reading]
-        self._cached |= {each.request_id: each.cached for each in own}
+        for each in own:  # one that is read again, or whose answer is on its way, does not fall back
+            self._cached[each.request_id] = each.cached
+            self._done[each.request_id] = max(self._done[each.request_id], each.done)
         if own and self._began_s is None:
             self._began_s = self._clock()
-        processed = sum(map(self._processed, range(len(self._ids)), map(reading.get, self._ids)))
+        processed = sum(map(self._processed, range(len(self._ids))))
         told = sum(self._cached.values()), processed
         if told == self._told or processed == self._job.prompt_tokens:
             return None
@@ -44,11 +47,9 @@ class PromptProgress:
             "left_s": self._left_s(own, list(reading.values())),
         }
 
-    def _processed(self, p: int, prefill: Prefill | None) -> int:
-        if prefill is not None:
-            return prefill.done
+    def _processed(self, p: int) -> int:
         answered = self._job.choices[p * self._job.n].last_s
-        return len(self._job.prompts[p].ids) if answered else 0
+        return len(self._job.prompts[p].ids) if answered else self._done[self._ids[p]]
 
     def _left_s(self, own: list[Prefill], all_read: list[Prefill]) -> float | None:
         """Prompts are read in order of arrival: those before the job's last one come first."""

@@ -66,6 +66,10 @@ class Replies(Protocol):
     """How a route tells a job: in one piece, or as server-sent events while it runs. `events` come in order of
     generation."""
 
+    def take(self, event: Event) -> None:
+        """Every event of a reply in one piece, before `whole`: the order of an answer's parts is in them alone."""
+        ...
+
     def whole(self) -> dict[str, Any]: ...
 
     def frames(self, event: Event) -> list[bytes]:
@@ -89,6 +93,9 @@ class OpenAIReplies:
 
     def __init__(self, job: Job, shown: Shown) -> None:
         self.job, self.shown, self.tokenizer = job, shown, shown.tokenizer
+
+    def take(self, event: Event) -> None:
+        """The job keeps all that these replies tell."""
 
     def whole(self) -> dict[str, Any]:
         head = self._head(self.object)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
 from headrace.server.errors import ClientGone
@@ -38,11 +38,11 @@ class JobRun:
             async for event in self._events:
                 yield event
 
-    async def drain(self) -> None:
-        """Waits for the end of the job."""
+    async def drain(self, take: Callable[[Event], None]) -> None:
+        """Hands on all events, until the end of the job."""
         async with aclosing(self.events()) as events:
-            async for _ in events:
-                pass
+            async for event in events:
+                take(event)
 
     @property
     def reading(self) -> bool:
