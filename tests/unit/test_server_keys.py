@@ -121,6 +121,9 @@ def test_tokens_per_minute(write: Write) -> None:
         assert post(running, text("x" * 384)).status_code == 200
         assert tenant._tokens.level == pytest.approx(600 - 192 - 8, abs=5)
         check_refusal(post(running, text("x" * 384, max_tokens=10_000_000)), 400, "max_tokens")
+        running.engine.stats.scheduler.waiting = 1000
+        assert post(running, text("x" * 384)).json()["error"]["code"] == "overloaded"
+        running.engine.stats.scheduler.waiting = 0
         assert tenant._tokens.level == pytest.approx(600 - 192 - 8, abs=5), "what the engine never had costs nothing"
         check_limited(post(running, text("x" * 599, stream=True)), "tokens_per_minute", "20")
         assert post(running, text("x" * 700), FREE).status_code == 200

@@ -145,7 +145,8 @@ class SettingKeywords(TypedDict, total=False):
     again."""
 
     served_model_name: str | None
-    """Name of the model in the API. Default: the model as given."""
+    """Name of the model in the API; several, separated by commas, and patterns with *, as in 'tiny,claude-*'. Default:
+    the model as given."""
 
     max_connections: int | None
     """Connections open at once; then idle ones make room. Default: as file descriptors allow, at most 10,000."""
@@ -155,6 +156,9 @@ class SettingKeywords(TypedDict, total=False):
 
     max_queued_tokens: str | int
     """Prompt tokens that may wait; more are refused with 429."""
+
+    response_store_mb: str | int
+    """MiB of memory for responses of /v1/responses that are kept for previous_response_id; 0: none."""
 
     log_level: Literal["auto", "debug", "info", "warning", "error"]
     """Least level of log lines. auto: info for serve, warning for other commands."""
@@ -180,6 +184,10 @@ class SettingKeywords(TypedDict, total=False):
     on_disconnect: Literal["stop", "finish"]
     """When a client leaves during its prefill: stop at once, or finish the prefill, so that its retry finds it cached.
     A few at a time, and only while no other request waits."""
+
+    stable_system_prompt: bool
+    """On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, the
+    date, git's status), so that prefixes are shared."""
 
     restart: bool
     """Start the engine again after a failure; without it the server ends with code 1."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from headrace.config.fields import NOT_NEGATIVE, SettingsRecord, at_least, seconds, setting
+from headrace.config.served import check_names
 
 LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -48,7 +49,11 @@ class ServerSettings(SettingsRecord):
         check=_a_file_name,
     )
     model_name: str | None = setting(
-        None, "Name of the model in the API. Default: the model as given.", name="served_model_name"
+        None,
+        "Name of the model in the API; several, separated by commas, and patterns with *, as in 'tiny,claude-*'. "
+        "Default: the model as given.",
+        name="served_model_name",
+        check=check_names,
     )
     max_connections: int | None = setting(
         None,
@@ -59,6 +64,13 @@ class ServerSettings(SettingsRecord):
     max_queued_requests: int = setting(512, "Requests that may wait; more are refused with 429.", check=at_least(1))
     max_queued_tokens: int = setting(
         1_000_000, "Prompt tokens that may wait; more are refused with 429.", check=at_least(1), unit="tokens"
+    )
+    response_store_mb: int = setting(
+        64,
+        "MiB of memory for responses of /v1/responses that are kept for previous_response_id; 0: none.",
+        check=at_least(0),
+        rare=True,
+        unit="MiB",
     )
     log_level: LogLevel = setting(
         "auto", "Least level of log lines. auto: info for serve, warning for other commands.", everywhere=True
@@ -89,6 +101,11 @@ class ServerSettings(SettingsRecord):
         "stop",
         "When a client leaves during its prefill: stop at once, or finish the prefill, so that its retry finds it "
         "cached. A few at a time, and only while no other request waits.",
+    )
+    stable_system_prompt: bool = setting(
+        False,
+        "On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, "
+        "the date, git's status), so that prefixes are shared.",
     )
     restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")
     engine_timeout_s: float = setting(

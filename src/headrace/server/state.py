@@ -15,13 +15,15 @@ from headrace.config import EngineConfig
 from headrace.server.abandoned import CLIENT_GONE as CLIENT_GONE
 from headrace.server.abandoned import AbandonedPrefills
 from headrace.server.admission import settle
-from headrace.server.engine import ServedCapacity, ServedEngine
+from headrace.server.engine import ServedCapacity, ServedEngine, ServedTokenizer
 from headrace.server.job import Job, cancel
 from headrace.server.keyring import Keyring
 from headrace.server.loading import LoadLog
 from headrace.server.metrics import ServerCounts, ServerMetrics
+from headrace.server.parsers.registry import Formats, formats_of
 from headrace.server.public import PublicPrefixes, prefixes_of, read_texts
 from headrace.server.refusals import Refusals
+from headrace.server.responses.store import ResponseStore
 from headrace.server.restarts import MOST, WINDOW_S, RestartLimit
 from headrace.server.start import Line, ready_again_line, ready_lines, start_lines
 from headrace.server.status import StatusLines, arrival_line, job_line
@@ -52,12 +54,14 @@ class ServerState:
 
     def __init__(self, engine: ServedEngine | MakeEngine, config: EngineConfig) -> None:
         self.config = config
-        self.model = config.server.model_name or config.model.folder
+        self.names = config.served
+        self.model = self.names.main
         self.phase: Phase = "loading"
         self.reason: str | None = None
         self.error: BaseException | None = None
         self.loading = LoadLog()
         self.public = PublicPrefixes()
+        self.formats = Formats()
         self._public_texts = read_texts(config.server.public_prefix_file)
         self.refusals = Refusals(config.server.log_interval_s)
         self.keys = Keyring(config.server)
@@ -65,6 +69,7 @@ class ServerState:
         self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
         self.metrics.register(ServerCounts(self.keys, self.abandoned))
         self.on_failure: Callable[[], None] = lambda: None
+        self.responses = ResponseStore(config.server.response_store_mb << 20)
         self.admitting = 0
         self.listens = False
         self._was_ready = False
@@ -151,6 +156,7 @@ class ServerState:
             await engine.start(phases=self.loading)
             self.loading.times.close()
             self.public = await self.in_renderer(prefixes_of, self._public_texts, engine.tokenizer)
+            self.formats = _formats(engine.tokenizer)
         finally:
             await cancel(lines)
         again = self.phase == "restarting"
@@ -224,6 +230,13 @@ class ServerState:
             self.metrics.gone.inc()
         if self.config.server.log_requests != "off":
             _tell(job_line(job, outcome, self.config.server.log_requests == "text"))
+
+
+def _formats(tokenizer: ServedTokenizer | None) -> Formats:
+    """How the model writes calls and reasoning."""
+    if tokenizer is None:
+        return Formats()
+    return formats_of(tokenizer.chat_template, tokens=tokenizer.added_tokens, hidden=tokenizer.special_tokens)
 
 
 def _tell(*lines: Line) -> None:
