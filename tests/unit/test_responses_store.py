@@ -58,6 +58,7 @@ def test_items_are_counted_once() -> None:
     shared = item("i", "x" * 1000)
     store.put(A, response("r1"), [shared])
     used = store.used
+    assert used > 1000 + RESPONSE_BYTES + ITEM_BYTES
     store.put(A, response("r2"), [shared])
     assert store.used - used < 1000
     assert store.delete(A, "r1") and store.item(A, "i") == shared

@@ -233,3 +233,27 @@ def test_health_keeps_the_reason_from_strangers_here_too(write: Write) -> None:
         running.engine.die("secret path")
         running.wait(503)
         assert "secret" not in json.dumps(running.http.get("/health").json())
+
+
+def test_responses_are_kept_for_their_tenant(write: Write) -> None:
+    with serving(api_keys_file=write(FILE)) as running:
+        acme, other = running.client(ACME).responses, running.client(OTHER).responses
+        kept = acme.create(model="fake", input="hi", max_output_tokens=4)
+        assert acme.retrieve(kept.id).id == kept.id
+        for call in (other.retrieve, other.delete):
+            with pytest.raises(openai.NotFoundError):
+                call(kept.id)
+        with pytest.raises(openai.BadRequestError, match="not found"):
+            other.create(model="fake", input="and?", previous_response_id=kept.id)
+
+
+def test_limits_name_the_field_of_each_route(write: Write) -> None:
+    with serving(api_keys_file=write(limited("max_output_tokens = 4"))) as running:
+        too_many = post(running, {"model": "fake", "input": "hi", "max_output_tokens": 5}, path="/v1/responses")
+        check_refusal(too_many, 400, "max_output_tokens")
+        message = {"model": "fake", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+        told = post(running, message, path="/v1/messages")
+        assert told.status_code == 400 and told.json()["error"]["type"] == "invalid_request_error"
+        assert "this key allows 4" in told.json()["error"]["message"]
+        assert post(running, {**message, "max_tokens": 4}, path="/v1/messages").status_code == 200
+        assert {salt for salt, _ in running.engine.salts} == {salt_of("acme", None)}

@@ -283,3 +283,18 @@ def test_a_job_that_nobody_admitted_does_not_run() -> None:
 
     with pytest.raises(RuntimeError, match="admit"):
         asyncio.run(first())
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_all_streams_begin_at_once_and_stay_open(path: str) -> None:
+    body: dict[str, Any] = {"model": "fake", "stream": True}
+    if path == "/v1/messages":
+        body |= {"messages": [{"role": "user", "content": LONG}], "max_tokens": 4}
+    else:
+        body |= {"input": LONG, "max_output_tokens": 4}
+    with serving(chunk_s=0.01, sse_keepalive_s=0.02) as running:
+        told = running.http.post(path, json=body).text
+        running.engine.fail_after_tokens = 0
+        failed = running.http.post(path, json=body)
+    assert told.startswith(KEEP_ALIVE.decode()) and "event: " in told and "injected" not in told
+    assert failed.status_code == 200 and "injected failure" in failed.text

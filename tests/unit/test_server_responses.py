@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,7 @@ import pydantic
 import pytest
 from openai.types.responses import Response
 
-from headrace.server.parsers.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
-from headrace.server.responses import api
+from tests.support.fake_engine import FakeEngine, FakeTokenizer
 from tests.support.fake_server import Running, serving
 
 pytestmark = pytest.mark.unit
@@ -33,46 +31,25 @@ ADD = {
 }
 
 
-class Marked:
-    """Reads what the tests' scripts write: ~reasoning~, @name@arguments@, other text."""
+class Hermes(FakeTokenizer):
+    chat_template = "{{ tools }} <tool_call> </think>"
 
-    def __init__(self) -> None:
-        self.mark, self.name, self.calls = "", "", 0
 
-    def push(self, text: str) -> list[Part]:
-        return [part for piece in re.split("([~@])", text) if piece for part in self._piece(piece)]
+def speaks_hermes(number: int, engine: FakeEngine) -> None:
+    engine.tokenizer = Hermes()
 
-    def finish(self) -> list[Part]:
-        return []
 
-    def _piece(self, piece: str) -> list[Part]:
-        if piece == "~":
-            self.mark = "" if self.mark else "~"
-        elif piece == "@":
-            self.mark = {"": "@", "@": "@@", "@@": ""}[self.mark]
-            if self.mark == "@@":
-                name, self.name, self.calls = self.name, "", self.calls + 1
-                return [CallStart(self.calls - 1, f"call_{self.calls}", name)]
-        elif self.mark == "@":
-            self.name += piece
-        elif self.mark == "@@":
-            return [CallArguments(self.calls - 1, piece)]
-        else:
-            return [ReasoningPart(piece) if self.mark else TextPart(piece)]
-        return []
+def thought(text: str) -> str:
+    return f"<think>{text}</think>"
+
+
+def called(arguments: str) -> str:
+    return f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    plain = api.job_of
-
-    async def marked(*args: Any) -> Any:
-        job = await plain(*args)
-        job.choices[0].parser = Marked()
-        return job
-
-    with serving() as running, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "job_of", marked)
+    with serving(prepare=speaks_hermes) as running:
         yield running
 
 
@@ -110,7 +87,11 @@ def test_create(server: Running, client: openai.OpenAI) -> None:
     assert made.headrace["new_tokens"] == 96  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("script", ["~hm~Hello!", "", 'a@add@{}@b@add@{"a": 1}@'])
+@pytest.mark.parametrize(
+    "script",
+    [thought("hm") + "Hello!", "", "a" + called("{}") + "b" + called('{"a": 1}')],
+    ids=["reasoning", "nothing", "calls"],
+)
 def test_the_stream_adds_up_to_the_whole(server: Running, client: openai.OpenAI, script: str) -> None:
     more: dict[str, Any] = {"stop": ["#"]}  # also ends answers that say nothing
     says(server, script + "#", script + "#")
@@ -126,15 +107,15 @@ def test_the_stream_adds_up_to_the_whole(server: Running, client: openai.OpenAI,
 
 
 def _plain(item: Any) -> dict[str, Any]:
-    return item.to_dict() | {"id": ""}  # type: ignore[no-any-return]
+    return item.to_dict() | {"id": "", "call_id": ""}  # type: ignore[no-any-return]
 
 
 def test_reasoning_is_an_item_and_counted(server: Running, client: openai.OpenAI) -> None:
-    says(server, "~hmm~Hi", "~hmm~Hi")
+    says(server, thought("hmm") + "Hi", thought("hmm") + "Hi")
     made = client.responses.create(model="fake", input="a", include=["reasoning.encrypted_content"])
     assert [item.type for item in made.output] == ["reasoning", "message"]
     assert made.output[0].content[0].text == "hmm" and made.output[0].encrypted_content  # type: ignore[union-attr]
-    assert made.usage is not None and made.usage.output_tokens_details.reasoning_tokens == 4  # with its mark
+    assert made.usage is not None and made.usage.output_tokens_details.reasoning_tokens == len("<think>hmm")
     reply = server.http.post(ROUTE, json={"input": "a", "stream": True, "reasoning": {"summary": "auto"}})
     names = [event["type"] for event in events_of(reply.text)]
     assert names[2:5] == [
@@ -166,7 +147,7 @@ def test_parse_gives_the_clients_own_class(server: Running, client: openai.OpenA
 
 
 def test_a_loop_of_tools(server: Running, client: openai.OpenAI) -> None:
-    says(server, '~add~@add@{"a": 3}@', "It is 3.")
+    says(server, thought("add") + called('{"a": 3}'), "It is 3.")
     asked: list[Any] = [{"role": "user", "content": "1 + 2?"}]
     first = client.responses.create(model="fake", input=asked, tools=[ADD], store=False)  # type: ignore[list-item]
     call = next(item for item in first.output if item.type == "function_call")
@@ -179,10 +160,10 @@ def test_a_loop_of_tools(server: Running, client: openai.OpenAI) -> None:
 
 
 def test_previous_response_id_goes_on(server: Running, client: openai.OpenAI) -> None:
-    says(server, "I am fake.", '@add@{"a": 1}@', "One.")
+    says(server, "I am fake.", called('{"a": 1}'), "One.")
     first = client.responses.create(model="fake", input="Who?", instructions="Be kind.")
     second = client.responses.create(model="fake", input="1?", previous_response_id=first.id, tools=[ADD])  # type: ignore[list-item]
-    result = {"type": "function_call_output", "call_id": "call_1", "output": "1"}
+    result = {"type": "function_call_output", "call_id": second.output[0].call_id, "output": "1"}  # type: ignore[union-attr]
     third = client.responses.create(model="fake", input=[result], previous_response_id=second.id)  # type: ignore[list-item]
     assert server.engine.asked[-1][0] == "Who?\nI am fake.\n1?\n\n1\n"  # the instructions are not carried over
     assert third.output_text == "One." and third.previous_response_id == second.id
@@ -199,7 +180,7 @@ def test_previous_response_id_goes_on(server: Running, client: openai.OpenAI) ->
 
 
 def test_item_references_are_the_kept_items(server: Running, client: openai.OpenAI) -> None:
-    says(server, "~hm~Hello", "Bye", "x")
+    says(server, thought("hm") + "Hello", "Bye", "x")
     first = client.responses.create(model="fake", input="a")
     references: list[Any] = [{"type": "item_reference", "id": item.id} for item in first.output]
     client.responses.create(model="fake", input=[*references, {"role": "user", "content": "b"}])
@@ -231,8 +212,16 @@ def test_what_is_not_to_be_kept_is_not(server: Running, client: openai.OpenAI) -
         client.responses.retrieve(made.id)
 
 
+def test_input_is_counted_without_an_answer(server: Running, client: openai.OpenAI) -> None:
+    asked = len(server.engine.asked)
+    assert client.responses.input_tokens.count(model="fake", input="hello", instructions="Be kind.").input_tokens == 15
+    assert len(server.engine.asked) == asked
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_tokens.count(model="gpt-9", input="hello")
+
+
 def test_logprobs_of_the_text(server: Running, client: openai.OpenAI) -> None:
-    says(server, "~hm~Hi", "~hm~Hi")
+    says(server, thought("hm") + "Hi", thought("hm") + "Hi")
     ask: dict[str, Any] = {
         "model": "fake",
         "input": "a",

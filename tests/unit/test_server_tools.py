@@ -10,6 +10,7 @@ import pytest
 
 from headrace.server.chat_body import ChatBody
 from headrace.server.protocol import parse_body
+from headrace.server.tool_prompt import told_in_text
 from headrace.server.turn import Reasoning, ToolChoice
 from tests.support.fake_engine import FakeEngine, FakeTokenizer
 from tests.support.fake_server import CHAT, Running, ask, serving, tool
@@ -133,3 +134,32 @@ def test_choices(fields: dict[str, Any], choice: ToolChoice) -> None:
 def test_reasoning_that_is_asked_for() -> None:
     assert parsed(reasoning_effort="none").turn().reasoning == Reasoning(False)
     assert parsed(reasoning_effort="low", thinking_token_budget=7).turn().reasoning == Reasoning(True, 7, "low")
+
+
+def test_a_template_that_knows_no_tools_is_told_in_text() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "ü"}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "Both.", "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "c", "content": "42"},
+    ]
+    turn = parsed(messages=messages, tools=[tool("f"), tool("g")]).turn()
+    first, user, one, both, result = told_in_text(turn.messages, turn.tools)
+    lines = first["content"].split("\n")
+    assert [json.loads(line)["name"] for line in lines[1:3]] == ["f", "g"] and lines[-1] == "Be brief."
+    assert user == {"role": "user", "content": "?"}
+    assert json.loads(one["content"]) == {"name": "f", "arguments": {"a": "ü"}}
+    assert both["content"].startswith("Both.\n[{") and "tool_calls" not in both
+    assert result == {"role": "user", "content": "Result of the call c: 42"}
+    assert told_in_text([user], turn.tools)[0]["role"] == "system" and told_in_text([user], []) == [user]
+
+
+def test_tools_are_told_to_a_model_without_a_format() -> None:
+    with serving() as plain:
+        plain.engine.scripts = ['{"name": "f", "arguments": {"x": 1}}']
+        reply = plain.http.post(CHAT, json=ask(tools=[tool("f")], max_tokens=None)).json()["choices"][0]
+        assert reply["finish_reason"] == "tool_calls"
+        assert reply["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
+        assert '"name": "f"' in plain.engine.asked[-1][0]

@@ -66,7 +66,7 @@ class Message(Strict):
     function_call: None = None
     annotations: list[None] | None = None
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
     @classmethod
     def _text_is_one_part(cls, value: Any) -> Any:
         return [{"type": "text", "text": value}] if isinstance(value, str) else value

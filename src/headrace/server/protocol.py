@@ -116,7 +116,7 @@ class SampledBody(_Sampling):
     return_token_ids: bool | None = None
     return_progress: bool | None = None
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod
     def _one_stop_is_a_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value

@@ -11,6 +11,7 @@ from headrace.server.chat import Chat
 from headrace.server.completions import Completions
 from headrace.server.errors import ApiError, JsonReply
 from headrace.server.model_cards import list_models, tell_model
+from headrace.server.openapi import document
 from headrace.server.responses.api import install_responses
 from headrace.server.state import ServerState
 from headrace.server.tokenizing import detokenize, tokenize
@@ -62,6 +63,10 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     @router.get("/metrics")
     async def metrics() -> Response:
         return Response(state.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @router.get("/openapi.json")
+    async def openapi() -> Response:
+        return JsonReply(document(state.config.server.api_key is not None))
 
     app.include_router(router)
 

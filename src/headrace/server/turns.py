@@ -10,8 +10,10 @@ from uuid import uuid4
 
 from headrace.server.errors import invalid
 from headrace.server.job import Job, Prompt
+from headrace.server.parsers.constraint import constraint
 from headrace.server.parsers.registry import make_parser
 from headrace.server.state import ServerState
+from headrace.server.tool_prompt import knows_tools, told_in_text
 from headrace.server.turn import Turn
 from headrace.types import InvalidRequest, SamplingParams
 
@@ -50,9 +52,9 @@ async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams) -> P
     text = await _render(state, turn)
     ids = await _encode(state, text)
     formats, end = state.formats, text[-SEEN:]
-    if formats.needs_special_tokens and params.skip_special_tokens:
-        params = replace(params, skip_special_tokens=False)
-    checked = state.engine.check(ids, params)
+    shape = constraint(formats, turn.tools, turn.choice, turn.reasoning, end, params.structured)
+    skips = params.skip_special_tokens and not formats.needs_special_tokens
+    checked = state.engine.check(ids, replace(params, structured=shape, skip_special_tokens=skips))
     return Prompt(ids, checked, parser=lambda: make_parser(formats, turn.tools, turn.choice, end))
 
 
@@ -63,9 +65,12 @@ async def tokens_of(state: ServerState, turn: Turn) -> list[int]:
 
 async def _render(state: ServerState, turn: Turn) -> str:
     tokenizer = tokenizer_of(state, "messages")
-    variables = _variables(turn)
+    messages, variables = turn.messages, _variables(turn)
+    if not knows_tools(tokenizer.chat_template):
+        messages = told_in_text(messages, turn.tools)
+        variables.pop("tools", None)
     try:
-        return str(await state.in_renderer(lambda: tokenizer.render_chat(turn.messages, **variables)))
+        return str(await state.in_renderer(lambda: tokenizer.render_chat(messages, **variables)))
     except TypeError as error:
         raise invalid(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from headrace.server.errors import invalid
 from headrace.server.protocol import Strict
+
+
+def as_blocks(value: Any) -> Any:
+    """A text stands for one block of text."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 class CacheControl(Strict):
@@ -79,17 +84,15 @@ class ToolUseBlock(_Block):
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
 
 
+ResultBlock = Annotated[TextBlock | DocumentBlock, Field(discriminator="type")]
+
+
 class ToolResultBlock(_Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: list[Annotated[TextBlock | DocumentBlock, Field(discriminator="type")]] | None = None
+    content: Annotated[list[ResultBlock] | None, BeforeValidator(as_blocks, str | list[ResultBlock] | None)] = None
     is_error: bool | None = None
     toolset_name: None = None
-
-    @field_validator("content", mode="before", json_schema_input_type=str | list[TextBlock | DocumentBlock] | None)
-    @classmethod
-    def _text_is_one_block(cls, value: Any) -> Any:
-        return as_blocks(value)
 
     def as_text(self) -> str:
         """Templates know no failed results, so that the text says it."""
@@ -112,40 +115,31 @@ class RedactedThinkingBlock(Strict):
     data: str
 
 
-class _Message(Strict):
-    @field_validator("content", mode="before", check_fields=False)
-    @classmethod
-    def _text_is_one_block(cls, value: Any) -> Any:
-        return as_blocks(value)
-
-
 UserBlock = Annotated[TextBlock | ToolResultBlock | DocumentBlock, Field(discriminator="type")]
 AssistantBlock = Annotated[
     TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
 ]
 
 
-class UserMessage(_Message):
+UserBlocks = Annotated[list[UserBlock], Field(min_length=1)]
+
+
+class UserMessage(Strict):
     role: Literal["user"]
-    content: list[UserBlock] = Field(min_length=1)
+    content: Annotated[UserBlocks, BeforeValidator(as_blocks, str | UserBlocks)]
 
 
-class AssistantMessage(_Message):
+class AssistantMessage(Strict):
     role: Literal["assistant"]
-    content: list[AssistantBlock]
+    content: Annotated[list[AssistantBlock], BeforeValidator(as_blocks, str | list[AssistantBlock])]
 
 
-class SystemMessage(_Message):
+class SystemMessage(Strict):
     role: Literal["system"]
-    content: list[TextBlock]
+    content: Annotated[list[TextBlock], BeforeValidator(as_blocks, str | list[TextBlock])]
 
 
 GivenMessage = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
-
-
-def as_blocks(value: Any) -> Any:
-    """A text stands for one block of text."""
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 def joined(blocks: list[Any]) -> str:

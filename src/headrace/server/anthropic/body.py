@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from headrace.server.anthropic.blocks import (
     CacheControl,
@@ -53,7 +53,7 @@ MAX_TOLD = 100
 """Characters of a client's text in a message."""
 
 
-class ToolBody(Strict):
+class ClientTool(Strict):
     """A tool of the client. Arguments are streamed as they are written, whether or not eager_input_streaming is set."""
 
     type: Literal["custom"] | None = None
@@ -132,8 +132,8 @@ class CountBody(Body):
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(REFUSED, ([], {}))
 
     messages: list[GivenMessage] = Field(min_length=1)
-    system: list[TextBlock] | None = None
-    tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
+    system: Annotated[list[TextBlock] | None, BeforeValidator(as_blocks, str | list[TextBlock] | None)] = None
+    tools: list[ClientTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[AutoChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Annotated[ThinkingEnabled | ThinkingOtherwise, Field(discriminator="type")] | None = None
     output_config: OutputConfig | None = None
@@ -141,12 +141,7 @@ class CountBody(Body):
     context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
 
-    @field_validator("system", mode="before", json_schema_input_type=str | list[TextBlock] | None)
-    @classmethod
-    def _text_is_one_block(cls, value: Any) -> Any:
-        return as_blocks(value)
-
-    @field_validator("tools", mode="before", json_schema_input_type=list[ToolBody] | None)
+    @field_validator("tools", mode="before", json_schema_input_type=list[ClientTool] | None)
     @classmethod
     def _tools_of_the_client(cls, value: Any) -> Any:
         for number, tool in enumerate(value if isinstance(value, list) else ()):

@@ -7,19 +7,21 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.server.answering import answer
+from headrace.server.answering import admission, answer, check_model, read
 from headrace.server.errors import ApiError, JsonReply, invalid
 from headrace.server.guard import TENANT
 from headrace.server.job import Job
+from headrace.server.protocol import parse_body
 from headrace.server.replies import Shown
 from headrace.server.responses.body import ResponsesBody
 from headrace.server.responses.items import MAX_ID, Item, check_calls, messages_of, read_input
 from headrace.server.responses.reply import Kept, ResponseReplies
 from headrace.server.responses.store import Owner, ResponseStore
 from headrace.server.state import ServerState
+from headrace.server.stream import unless_gone
 from headrace.server.tenants import Tenant
 from headrace.server.turn import Turn
-from headrace.server.turns import Sharing, job_of, naming, tokenizer_of
+from headrace.server.turns import Sharing, job_of, naming, tokenizer_of, tokens_of
 
 NAMES: dict[str | None, str] = {
     **dict.fromkeys((None, "prompt", "prompt_token_ids", "messages"), "input"),
@@ -43,17 +45,19 @@ class Responses:
         self._given: list[Item] = []
 
     async def job(self, state: ServerState, body: ResponsesBody, arrival_s: float) -> Job:
-        tokenizer_of(state, "input")
         with naming(NAMES):
             params = body.to_params()
-            self._given = self._conversation(state.responses, body)
-            tools = body.functions()
-            messages = messages_of(self._given, body.instructions)
-            turn = Turn(messages, tools, body.choice(tools), body.thinking())
+            turn = self.turn(state, body)
             sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
             job = await job_of(state, turn, params, "resp_", arrival_s, sharing)
         job.names = NAMES
         return job
+
+    def turn(self, state: ServerState, body: ResponsesBody) -> Turn:
+        tokenizer_of(state, "input")
+        self._given = self._conversation(state.responses, body)
+        tools = body.functions()
+        return Turn(messages_of(self._given, body.instructions), tools, body.choice(tools), body.thinking())
 
     def _conversation(self, store: ResponseStore, body: ResponsesBody) -> list[Item]:
         """All that the model is to read, as items."""
@@ -70,7 +74,7 @@ class Responses:
 
     def replies(self, state: ServerState, body: ResponsesBody, job: Job) -> ResponseReplies:
         kept = Kept(state.responses, (self.tenant, body.cache_salt), self._given, body.store is not False)
-        return ResponseReplies(job, body, Shown(state.model, state.engine.tokenizer), kept)
+        return ResponseReplies(job, body, Shown(body.model or state.model, state.engine.tokenizer), kept)
 
 
 LOST = "it was not kept (store=false), was deleted, or made room for others; send the whole conversation as input"
@@ -82,6 +86,17 @@ def install_responses(router: APIRouter, state: ServerState) -> None:
     @router.post("/v1/responses")
     async def create(request: Request) -> Response:
         return await answer(state, request, Responses(tenant_of(request)))
+
+    @router.post("/v1/responses/input_tokens")
+    async def input_tokens(request: Request) -> Response:
+        with admission(state):
+            body = parse_body(ResponsesBody, await read(request))
+            if body.model is not None:
+                check_model(state, body.model)
+            with naming(NAMES):
+                turn = Responses(tenant_of(request)).turn(state, body)
+                tokens = await unless_gone(request.receive, tokens_of(state, turn))
+        return JsonReply({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:

@@ -41,6 +41,7 @@ class ResponseReplies:
         self.output = Output(body.told())
         self._echo = echo(body, job.prompts[0].params)
         self._number = 0
+        self._begun = self.response("in_progress")
 
     def take(self, event: Event) -> None:
         self.output.take(event.parts, self._tokens(event))
@@ -50,16 +51,12 @@ class ResponseReplies:
         return self._ended()
 
     def frames(self, event: Event) -> list[bytes]:
-        events = self.output.take(event.parts, self._tokens(event))
-        if event.first:
-            begun = self.response("in_progress")
-            events = [{"type": f"response.{each}", "response": begun} for each in ("created", "in_progress")] + events
-        return [self._frame(each) for each in events]
+        return self._framed(self.output.take(event.parts, self._tokens(event)))
 
     def ending(self) -> list[bytes]:
         events = self.output.end(self._item_status)
         response = self._ended()
-        return [self._frame(each) for each in (*events, _lifecycle(response))]
+        return self._framed([*events, _lifecycle(response)])
 
     def failure(self, error: BaseException) -> list[bytes]:
         """An error in both of its shapes: flat as OpenAI documents it, nested as OpenAI sends it. Clients raise at it,
@@ -68,7 +65,7 @@ class ResponseReplies:
         nested = told.body()["error"]
         flat = {"type": "error", "code": told.code, "message": told.message, "param": told.param, "error": nested}
         response = self.response("failed", {"code": "server_error", "message": told.message})
-        return [self._frame(each) for each in (flat, _lifecycle(response))]
+        return self._framed([flat, _lifecycle(response)])
 
     def response(self, status: str, error: dict[str, str] | None = None) -> dict[str, Any]:
         """The response as it stands."""
@@ -105,6 +102,13 @@ class ResponseReplies:
         response = self.response(self._status)
         self.kept.keep(response)
         return response
+
+    def _framed(self, events: list[OutputEvent]) -> list[bytes]:
+        """With the two events that come first of all, if none has come yet."""
+        if not self._number:
+            begun = self._begun
+            events = [{"type": f"response.{each}", "response": begun} for each in ("created", "in_progress")] + events
+        return [self._frame(each) for each in events]
 
     def _frame(self, event: OutputEvent) -> bytes:
         numbered = {**event, "sequence_number": self._number}
