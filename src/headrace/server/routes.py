@@ -66,7 +66,7 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
 
     @router.get("/openapi.json")
     async def openapi() -> Response:
-        return JsonReply(document(state.config.server.api_key is not None))
+        return JsonReply(document(state.keys.guarded))
 
     app.include_router(router)
 
