@@ -218,7 +218,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_ones(tmp_path_factory: pytest.TempPathFactory, key_file: Path) -> Iterator[Callable[[], ServerProcess]]:
     """The small server; another one once a test has ended it."""
     started: list[ServerProcess] = []
-    options = (*SMALL, "--api-keys-file", str(key_file))
+    options = (*SMALL, "--api-keys-file", str(key_file), "--on-disconnect", "finish")
     with ExitStack() as stack:
 
         def alive() -> ServerProcess:
@@ -254,6 +254,16 @@ def test_keys_are_read_again_on_sighup(small: ServerProcess, key_file: Path) -> 
     until(lambda: status("key-of-beta") == 200)
     assert [status(key) for key in ("k3y", "key-of-acme")] == [200, 401]
     assert "1 key added (beta); 1 key removed (acme); tenants removed (acme)" in small.log.read_text()
+
+
+def test_a_retry_finds_the_prefill_that_its_client_gave_up(small: ServerProcess) -> None:
+    body = text([100 + i * i % 89 for i in range(8000)], max_tokens=1)
+    given_up = open_request(small.port, body, key="k3y")
+    until(lambda: small.metric("num_requests_running") == 1 or small.metric("prefilled_tokens_total") > 8000)
+    given_up.close()
+    until(small.idle, 60)
+    retry = small.http.post(TEXT, json=body).json()
+    assert retry["usage"]["prompt_tokens_details"]["cached_tokens"] == 7936, "all but the chunk of the last token"
 
 
 def test_full_queue(small: ServerProcess) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from headrace.server.keyfile import Rules, digest, hashed, lines_for, new_key, read_key_file
+from headrace.cli.main import app
+from headrace.server.keyfile import Rules, digest, hashed, lines_for, new_key, parsed, read_key_file
 from headrace.server.keyring import changes
 from headrace.server.rates import Bucket
 from headrace.server.tenants import Tenant, salt_of
@@ -88,6 +91,38 @@ def test_a_bad_file_is_told_by_its_place(write: Write, text: str, told: str) -> 
         read_key_file(write(text))
     assert told in str(error.value) and "keys.toml" in str(error.value)
     assert KEY not in str(error.value) and "a key'" not in str(error.value)
+
+
+values = st.recursive(
+    st.one_of(st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.sampled_from([KEY, "a-plain-key"])),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+    max_leaves=5,
+)
+names = st.one_of(st.sampled_from([*Rules.__struct_fields__, "keys", "tenants", "a"]), st.text(max_size=4))
+tables = st.dictionaries(names, values, max_size=4)
+
+
+files = st.dictionaries(names, st.one_of(values, st.dictionaries(names, st.one_of(tables, values))), max_size=2)
+
+
+@given(files)
+def test_whatever_it_holds_it_is_taken_or_refused(told: dict[str, Any]) -> None:
+    try:
+        rules, owners = parsed(told)
+    except ValueError as error:
+        assert str(error) and KEY not in str(error)
+    else:
+        assert rules and set(owners.values()) <= set(rules)
+
+
+def test_the_command_makes_a_key_and_its_line() -> None:
+    runner = CliRunner()
+    _, key, _, line = runner.invoke(app, ["keys", "new"]).stdout.splitlines()
+    assert line == f'"{hashed(key)}",'
+    told = runner.invoke(app, ["keys", "new", "--tenant", "acme"]).stdout.splitlines()
+    assert told[3:] == lines_for("acme", told[1]).splitlines()
+    bad = runner.invoke(app, ["keys", "new", "--tenant", "a b"])
+    assert bad.exit_code == 2 and "a tenant's name has" in bad.stderr
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, write: Write) -> None:

@@ -86,7 +86,7 @@ def read_key_file(path: str) -> KeyFile:
     try:
         text = read_given(Path(path), MOST_BYTES).decode()
         readable = bool(Path(path).stat().st_mode & 0o004)
-        rules, owners = _parsed(tomllib.loads(text))
+        rules, owners = parsed(tomllib.loads(text))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         if isinstance(error, UnicodeDecodeError):
@@ -95,7 +95,8 @@ def read_key_file(path: str) -> KeyFile:
     return KeyFile(rules, owners, readable)
 
 
-def _parsed(told: dict[str, Any]) -> tuple[dict[str, Rules], dict[bytes, str]]:
+def parsed(told: dict[str, Any]) -> tuple[dict[str, Rules], dict[bytes, str]]:
+    """Rules and owners of a KeyFile, of what its TOML holds. Raises ValueError."""
     tenants = told.pop("tenants", None)
     if told:
         raise ValueError(f"{next(iter(told))!r} is not expected; tenants are tables [tenants.NAME]")
