@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-
 from headrace.server.parsers.scan import Marks, Parser, Reading
 
 
@@ -16,10 +14,6 @@ class LineParser(Parser):
 
     opening: str
     marks: tuple[str, ...] = ()
-
-    def __init__(self, new_id: Callable[[], str], names: Collection[str] = ()) -> None:
-        super().__init__(new_id)
-        self.names = frozenset(names)
 
     def call(self) -> Reading[bool]:
         """Reads what may be a call, or several; whether there was one. The reader holds what is none."""

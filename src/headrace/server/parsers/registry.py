@@ -27,8 +27,6 @@ class ToolFormat(NamedTuple):
     module: str
     parser: str
     marks: tuple[str, ...] = ()
-    by_name: bool = False
-    """Calls have no mark: only names of the request's tools make them."""
 
     def load(self) -> Any:
         return import_module(f"headrace.server.parsers.{self.module}")
@@ -50,15 +48,23 @@ class ReasoningFormat(NamedTuple):
         return self.tokens or (self.begin, self.end)
 
 
+HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat("hermes", "HermesParser", ("<tool_call>", "</tool_call>")),
-    "llama3_json": ToolFormat("llama_json", "LlamaJsonParser", ("<|python_tag|>",), by_name=True),
+    "qwen3_coder": ToolFormat("qwen3_coder", "Qwen3CoderParser", ("<tool_call>", "</tool_call>")),
+    "llama3_json": ToolFormat("llama_json", "LlamaJsonParser", ("<|python_tag|>",)),
     "mistral": ToolFormat("mistral", "MistralParser", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
-    "json": ToolFormat("plain_json", "PlainJsonParser", by_name=True),
+    "pythonic": ToolFormat("pythonic", "PythonicParser", ("<|python_start|>", "<|python_end|>")),
+    "openai": ToolFormat("harmony", "HarmonyParser", HARMONY_TOKENS),
+    "json": ToolFormat("plain_json", "PlainJsonParser"),
 }
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "harmony": ReasoningFormat(
+        "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>", HARMONY_TOKENS
+    ),
 }
 
 
@@ -75,6 +81,11 @@ class Formats:
     tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
     hidden: frozenset[str] = frozenset()
     template: str = field(default="", repr=False, compare=False)
+
+    @property
+    def harmony(self) -> bool:
+        """One format for both."""
+        return self.tools == "openai" or self.reasoning == "harmony"
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -121,6 +132,8 @@ def _given(called: str, name: str | None, known: Collection[str]) -> str:
 
 _TOOLS_BY: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mistral", ("[TOOL_CALLS]",)),
+    ("openai", ("<|channel|>", "<|message|>")),
+    ("qwen3_coder", ("<function=", "<parameter=")),
     ("hermes", ("<tool_call>",)),
     ("llama3_json", ("<|python_tag|>",)),
     ("llama3_json", ("<|eom_id|>",)),
@@ -152,7 +165,7 @@ def make_parser(
     """The parser of one answer. prompt_end: the end of the rendered prompt, which tells whether the template has begun
     the reasoning. Without tools, or where none may be called, calls are text; reasoning is split in any case."""
     parser = _calls_parser(formats, tools, choice, new_id)
-    if formats.reasoning in REASONING_FORMATS:
+    if formats.reasoning != NONE and not formats.harmony:
         begin, end, *_ = REASONING_FORMATS[formats.reasoning]
         parser = ReasoningParser(parser, begin, end, prompt_end.rstrip().endswith(begin))
     others = formats.hidden - set(formats.marks)
@@ -162,10 +175,12 @@ def make_parser(
 def _calls_parser(
     formats: Formats, tools: Sequence[Tool], choice: ToolChoice, new_id: Callable[[], str] | None
 ) -> OutputParser:
-    if formats.tools == NONE or not tools or choice.mode == NONE:
+    called = formats.tools != NONE and bool(tools) and choice.mode != NONE
+    if not called and not formats.harmony:
         return PlainText()
-    form = TOOL_FORMATS[formats.tools]
+    form = TOOL_FORMATS["openai" if formats.harmony else formats.tools]
     module = form.load()
-    more = ([tool.name for tool in tools],) if form.by_name else ()
-    parser: OutputParser = getattr(module, form.parser)(new_id or getattr(module, "call_id", call_id), *more)
+    parser: OutputParser = getattr(module, form.parser)(
+        new_id or getattr(module, "call_id", call_id), tools if called else ()
+    )
     return parser if choice.parallel else FirstCall(parser)

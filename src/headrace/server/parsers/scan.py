@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from itertools import groupby
 from typing import TypeVar
 
 from headrace.server.parsers.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
+from headrace.server.turn import Tool
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -156,7 +157,7 @@ class Flow:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._pending: list[str] = []
-        self._told = self._after_gap = self._gaps = False
+        self.told = self._after_gap = self._gaps = False
 
     def text(self, piece: str) -> None:
         if self._after_gap:
@@ -164,15 +165,20 @@ class Flow:
         body = piece.rstrip()
         if body:
             self._sink("".join([*self._pending, body]))
-            self._told, self._after_gap, self._pending = True, False, []
+            self.told, self._after_gap, self._pending = True, False, []
         if piece[len(body) :]:
             self._pending.append(piece[len(body) :])
 
     def gap(self) -> None:
         """A call stands here."""
         self._after_gap = self._gaps = True
-        if not self._told:
+        if not self.told:
             self._pending = []
+
+    def part(self) -> None:
+        """The text that follows is a message of its own, on a line of its own."""
+        if self.told:
+            self._pending.append("\n")
 
     def finish(self) -> None:
         if not self._gaps and self._pending:
@@ -183,10 +189,11 @@ class Flow:
 class Parser:
     """An OutputParser around one reading, `read`. It tells text by `flow`, calls by `start` and `arguments`.
 
-    new_id: makes the id of a call.
+    new_id: makes the id of a call. tools: those of the request; none where calls are text.
     """
 
-    def __init__(self, new_id: Callable[[], str]) -> None:
+    def __init__(self, new_id: Callable[[], str], tools: Sequence[Tool] = ()) -> None:
+        self.tools = {tool.name: tool for tool in tools}
         self.reader = Reader()
         self._out: list[Part] = []
         self._new_id = new_id
