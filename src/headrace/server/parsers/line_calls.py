@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.server.parsers.scan import Marks, Parser, Reading
+from headrace.server.parsers.scan import SPACE, Parser, Reading, marks_of
 
 
 class LineParser(Parser):
@@ -20,8 +20,10 @@ class LineParser(Parser):
         raise NotImplementedError
 
     def read(self) -> Reading[None]:
-        lines, mark = Marks("\n", *self.marks), ""
+        lines, mark = marks_of("\n", *self.marks), ""
         while mark or (yield from self.reader.peek()):
+            while not mark and (space := (yield from self.reader.run(SPACE))):
+                self.flow.text(space)
             self.reader.hold(mark)
             mark = ""
             yield from self.reader.skip_space()

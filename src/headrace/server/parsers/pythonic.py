@@ -35,18 +35,25 @@ class PythonicParser(LineParser):
                 break
             reader.hold()
             yield from reader.skip_space()
+            more = yield from reader.literal(",")
+            yield from reader.skip_space()
             if (yield from reader.literal("]")):
-                reader.drop()
-                reader.hold()
-                yield from reader.skip_space()
-                if (yield from reader.literal(END)):
-                    reader.drop()
+                yield from self._end()
                 break
-            if not (yield from reader.literal(",")):
+            if not more:
                 break
         if self.calls > begun and not (yield from reader.peek()):
             reader.drop()
         return self.calls > begun
+
+    def _end(self) -> Reading[None]:
+        """Leaves out the mark that may follow the list."""
+        reader = self.reader
+        reader.drop()
+        reader.hold()
+        yield from reader.skip_space()
+        if (yield from reader.literal(END)) or reader.cut(END):
+            reader.drop()
 
     def _one(self) -> Reading[bool]:
         """Reads one call; whether it is whole."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from headrace.errors import InvalidRequest
 from headrace.server.parsers.json_calls import NAME_LIMIT
 from headrace.server.parsers.lark import Grammar, arguments_schema, in_order, is_simple, own_schema, quoted
-from headrace.server.parsers.scan import Marks, Parser, Reading, Sink
+from headrace.server.parsers.scan import Parser, Reading, Sink, marks_of
 from headrace.server.turn import Tool
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -27,7 +27,7 @@ class Qwen3CoderParser(Parser):
     become strings (told as they come) and which are JSON (told at their end; what is no JSON becomes a string)."""
 
     def read(self) -> Reading[None]:
-        marks = Marks(BEGIN, FUNCTION)
+        marks = marks_of(BEGIN, FUNCTION)
         while mark := (yield from self.reader.until(marks, self.flow.text)):
             self.reader.hold(mark)
             yield from self.reader.skip_space()
@@ -77,14 +77,14 @@ class Qwen3CoderParser(Parser):
         if (yield from reader.literal(END)):
             reader.drop()
             return True
-        if not (yield from reader.peek()):
+        if reader.cut(PARAMETER, FUNCTION_END, END):
             reader.drop()
         return ended
 
     def _value(self, schema: Any, sink: Sink) -> Reading[bool]:
         """Tells a value as JSON; whether it is whole."""
         yield from self.reader.literal("\n")
-        marks = Marks(PARAMETER_END)
+        marks = marks_of(PARAMETER_END)
         if is_text(schema):
             sink('"')
             lines = _LastLine(lambda piece: sink(json.dumps(piece, ensure_ascii=False)[1:-1]))

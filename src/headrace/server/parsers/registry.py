@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -80,7 +80,8 @@ class Formats:
     reasoning: str = NONE
     tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
     hidden: frozenset[str] = frozenset()
-    template: str = field(default="", repr=False, compare=False)
+    left_out: tuple[str, ...] = ()
+    """Of those, what a parser that needs special tokens leaves out itself."""
 
     @property
     def harmony(self) -> bool:
@@ -113,13 +114,16 @@ def formats_of(
     """
     seen = {mark for mark in (tokens or {}) if mark not in template}
     text = "\n".join([template, *sorted(seen)])
-    return Formats(
+    found = Formats(
         _given("tool_parser", tool_parser, (*TOOL_FORMATS, NONE)) or parser_for(text),
         _given("reasoning_parser", reasoning_parser, (*REASONING_FORMATS, NONE)) or reasoning_for(text),
         dict(tokens or {}),
         frozenset(hidden),
-        template,
     )
+    others = sorted(found.hidden - {*found.marks, ""}, key=len)
+    # A token within another is left out with the shorter one alone: marks of a parser must not contain each other.
+    apart = [token for i, token in enumerate(others) if not any(shorter in token for shorter in others[:i])]
+    return replace(found, left_out=tuple(apart))
 
 
 def _given(called: str, name: str | None, known: Collection[str]) -> str:
@@ -168,8 +172,7 @@ def make_parser(
     if formats.reasoning != NONE and not formats.harmony:
         begin, end, *_ = REASONING_FORMATS[formats.reasoning]
         parser = ReasoningParser(parser, begin, end, prompt_end.rstrip().endswith(begin))
-    others = formats.hidden - set(formats.marks)
-    return WithoutTokens(parser, others) if formats.needs_special_tokens and others else parser
+    return WithoutTokens(parser, formats.left_out) if formats.needs_special_tokens and formats.left_out else parser
 
 
 def _calls_parser(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import TypeVar
 
@@ -35,6 +36,12 @@ class Marks:
             if text[begin:] in self._begins:
                 return begin, ""
         return len(text), ""
+
+
+@lru_cache(maxsize=64)
+def marks_of(*marks: str) -> Marks:
+    """The same object for the same marks: parsers are made for every answer."""
+    return Marks(*marks)
 
 
 class Reader:
@@ -133,6 +140,14 @@ class Reader:
             if end >= 0 or self._closed:
                 return end >= 0
             yield
+
+    def cut(self, *texts: str) -> bool:
+        """Whether the text ended within one of these, none of which came whole; reads what there is of it, if so."""
+        rest = self._text[self._at :]
+        found = self._closed and any(text.startswith(rest) for text in texts)
+        if found:
+            self._take(len(self._text))
+        return found
 
     def until(self, marks: Marks, sink: Sink) -> Reading[str]:
         """Hands all text before the first mark to `sink`, piece by piece; the mark, read and not handed over, or '' at
