@@ -31,8 +31,9 @@ B = TypeVar("B", bound=StreamedBody)
 
 
 def check_model(state: ServerState, name: str) -> None:
-    if name != state.model:
-        told = f"the model {name[:100]!r} does not exist here; this server has {state.model!r}"
+    """Raises ApiError for a model that is not served."""
+    if name not in state.names:
+        told = f"the model {name[:100]!r} does not exist here; this server has {state.names.told}"
         raise ApiError(404, told, "model", "model_not_found")
 
 
