@@ -112,11 +112,10 @@ def formats_of(
 
     tokens, hidden: as of `Formats`. Raises ValueError for a name that is none.
     """
-    seen = {mark for mark in (tokens or {}) if mark not in template}
-    text = "\n".join([template, *sorted(seen)])
+    vocabulary = "\n".join(tokens or ())
     found = Formats(
-        _given("tool_parser", tool_parser, (*TOOL_FORMATS, NONE)) or parser_for(text),
-        _given("reasoning_parser", reasoning_parser, (*REASONING_FORMATS, NONE)) or reasoning_for(text),
+        _given("tool_parser", tool_parser, (*TOOL_FORMATS, NONE)) or parser_for(template, vocabulary),
+        _given("reasoning_parser", reasoning_parser, (*REASONING_FORMATS, NONE)) or reasoning_for(template, vocabulary),
         dict(tokens or {}),
         frozenset(hidden),
     )
@@ -134,25 +133,34 @@ def _given(called: str, name: str | None, known: Collection[str]) -> str:
     return name
 
 
-_TOOLS_BY: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("openai", ("<|channel|>", "<|message|>")),
-    ("qwen3_coder", ("<function=", "<parameter=")),
-    ("hermes", ("<tool_call>",)),
-    ("llama3_json", ("<|python_tag|>",)),
-    ("llama3_json", ("<|eom_id|>",)),
+_TOOLS_BY = (
+    ("mistral", "[TOOL_CALLS]"),
+    ("openai", "<|channel|>"),
+    ("qwen3_coder", "<function="),
+    ("hermes", "<tool_call>"),
+    ("pythonic", "func_name1("),
+    ("llama3_json", '"parameters": dictionary'),
+    ("llama3_json", "<|python_tag|>"),
+    ("pythonic", "<|python_start|>"),
 )
-"""A format, and what a template of it contains; the first that fits counts."""
+"""A format, and what a template or vocabulary of it contains; the first that fits counts."""
 
 
-def parser_for(template: str) -> str:
-    """The format of calls of a chat template: 'json' for one that shows tools in a way not known here."""
-    return next((name for name, marks in _TOOLS_BY if all(mark in template for mark in marks)), "json")
+def parser_for(template: str, vocabulary: str = "") -> str:
+    """The format of calls of a chat template; by the texts of the vocabulary's added tokens for one that shows tools
+    without a mark that is known here; 'json' where neither tells, and for a template that shows none."""
+    places = (template, vocabulary) if "tools" in template else (template,)
+    return next((name for place in places for name, mark in _TOOLS_BY if mark in place), "json")
 
 
-def reasoning_for(template: str) -> str:
-    """The format of reasoning of a chat template."""
-    return next((name for name, form in REASONING_FORMATS.items() if form.end in template), NONE)
+def reasoning_for(template: str, vocabulary: str = "") -> str:
+    """The format of reasoning of a chat template, or of its vocabulary."""
+    forms = REASONING_FORMATS.items()
+    return next((name for place in (template, vocabulary) for name, form in forms if _reasons(form, place)), NONE)
+
+
+def _reasons(form: ReasoningFormat, text: str) -> bool:
+    return all(mark in text for mark in form.tokens[:3] or (form.end,))
 
 
 def call_id() -> str:

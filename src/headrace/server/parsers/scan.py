@@ -143,8 +143,10 @@ class Reader:
 
     def cut(self, *texts: str) -> bool:
         """Whether the text ended within one of these, none of which came whole; reads what there is of it, if so."""
+        if not self._closed or self.unread >= max(map(len, texts)):
+            return False
         rest = self._text[self._at :]
-        found = self._closed and any(text.startswith(rest) for text in texts)
+        found = any(text.startswith(rest) for text in texts)
         if found:
             self._take(len(self._text))
         return found
