@@ -19,7 +19,9 @@ class Chat:
 
     async def job(self, state: ServerState, body: ChatBody, arrival_s: float) -> Job:
         most = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        with naming({**PROMPT, "logprobs": "top_logprobs", "max_tokens": most}):
+        with naming(
+            {**PROMPT, "logprobs": "top_logprobs", "max_tokens": most, "structured": body.shape_field or "structured"}
+        ):
             sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
             return await job_of(state, body.turn(), body.to_params(), "chatcmpl-", arrival_s, sharing)
 

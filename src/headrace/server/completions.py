@@ -22,8 +22,9 @@ class Completions:
     body = CompletionBody
 
     async def job(self, state: ServerState, body: CompletionBody, arrival_s: float) -> Job:
-        with naming(NAMES):
+        with naming({**NAMES, "structured": body.shape_field or "structured"}):
             params = body.to_params()
+            await state.engine.check_shape(params)
             prompts = await _prompts(state, body, params)
         note_public(state, prompts, body.cache_salt)
         public = body.public_prefix_tokens or 0

@@ -9,9 +9,11 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model, field_validator
+from pydantic import ValidationError, create_model, field_validator
 
 from headrace.server.errors import ApiError, invalid
+from headrace.server.shapes import ShapedBody
+from headrace.server.strict import Strict as Strict
 from headrace.types import SamplingParams, check_sharing
 
 IGNORED = {
@@ -47,19 +49,9 @@ SPECIAL = ("logit_bias", "max_tokens")
 """Sampling parameters of a body that need more than to be handed on."""
 
 
-class Strict(BaseModel):
-    """No coercion ('16' is not 16), no unknown fields, no NaN."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
-
-
-class ResponseFormat(Strict):
-    type: Literal["text"]
 
 
 def _json_form(kind: Any) -> Any:
@@ -101,8 +93,7 @@ _FIELDS: Any = {name: (kind, None) for name, kind in SAMPLING.items()}
 _Sampling: Any = create_model("_Sampling", __base__=StreamedBody, **_FIELDS)
 
 
-class SampledBody(_Sampling):
-    response_format: ResponseFormat | None = None
+class SampledBody(_Sampling, ShapedBody):
     cache_salt: str | None = None
     public_prefix_tokens: int | None = None
     return_token_ids: bool | None = None
@@ -126,7 +117,7 @@ class SampledBody(_Sampling):
         given = {name: value for name, value in given.items() if value is not None}
         if self.logit_bias:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
-        return SamplingParams(**given, **special)
+        return SamplingParams(**given, structured=self.shape(), **special)
 
     @property
     def wants_usage(self) -> bool:
@@ -238,7 +229,11 @@ def explain(error: ValidationError, where: str = "") -> ApiError:
         return invalid(f"unknown field {path!r}", param, "unknown_parameter")
     if fault["type"] == "missing":
         return invalid(f"{path} is required", param, "missing")
-    return invalid(f"{path}: {fault['msg']}", param, "invalid_type" if "type" in fault["type"] else None)
+    return invalid(
+        f"{path}: {fault['msg'].removeprefix('Value error, ')}",
+        param,
+        "invalid_type" if "type" in fault["type"] else None,
+    )
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

@@ -50,6 +50,7 @@ async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams) -> P
     except TypeError as error:
         raise invalid(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
     ids = await state.in_tokenizer(tokenizer.encode_chat, text)
+    await state.engine.check_shape(params)
     return Prompt(ids, state.engine.check(ids, params))
 
 
