@@ -128,12 +128,11 @@ def test_logits_have_the_same_bits(size: int) -> None:
         llm.workers.close()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("budget", [2048, 192])
-def test_forced_tokens_are_those_of_one_rank(size: int, budget: int) -> None:
+def test_forced_tokens_are_those_of_one_rank(size: int) -> None:
     """Computed one at a time, across the ends of chunks, with prompts beside them."""
     literal = Structured(choice=[" ".join(str(number) for number in range(60))])
     shapes = [literal, Structured(json_object=True), literal, Structured(regex="[a-z]{3}( of the)+")]
-    truth, llm = LLM("tiny", kv_cache_tokens=4096), over_ranks(size, max_batch_tokens=budget)
+    truth, llm = LLM("tiny", kv_cache_tokens=4096), over_ranks(size, max_batch_tokens=192)
     prompts = prompts_of(llm)[:4]
     params = [replace(GREEDY, structured=shape, max_tokens=100) for shape in shapes]
     for _ in range(2):
