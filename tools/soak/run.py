@@ -29,6 +29,10 @@ from tools.clients.servers import Server, start
 from tools.soak import watch
 from tools.soak.traffic import KINDS, PROBES, Client
 
+OPTIONS = ["--max-model-len", "8192", "--kv-cache-tokens", "32768", "--kv-cache-prefault"]
+OPTIONS += ["--response-store-mb", "1", "--log-level", "warning"]
+"""Of the server. Its caches have all their memory, or are full, soon, so that this does not count as growth."""
+
 QUIET_S = 60
 MOST_FAILURES = 20
 """After so many the run ends."""
@@ -92,8 +96,8 @@ class Soak:
 
     def _line(self, passed: float) -> str:
         processes = "; ".join(
-            f"{role} {figures['memory_mib']:.0f} MiB, {figures['descriptors']:.0f} fds, {figures['threads']:.0f} threads"
-            for role, figures in sorted(self.samples[-1].items())
+            f"{role} {of['memory_mib']:.0f} MiB, {of['descriptors']:.0f} fds, {of['threads']:.0f} threads"
+            for role, of in sorted(self.samples[-1].items())
         )
         return f"{passed:6.0f} s  {self.counts.total():7,} requests, {len(self.failures)} failed; {processes}"
 
@@ -116,7 +120,7 @@ class Soak:
 
 def soaked(seconds: float, seed: int, clients: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        server = start(Path(folder), "real", "--max-model-len", "8192", "--log-level", "warning").wait()
+        server = start(Path(folder), "real", *OPTIONS).wait()
         try:
             soak = Soak(server, seconds, seed, clients)
             if soak.left_out:
@@ -139,7 +143,7 @@ def result(
     failures += [f"{name} is {value:g} when all is quiet" for name, value in held.items() if value]
     if "Traceback" in log:
         failures.append(f"the log has a traceback:\n{log[log.index('Traceback') - 500 :][:3000]}")
-    compared = watch.checks(soak.samples) if len(failures) == len(held) == 0 or alive else []
+    compared = watch.checks(soak.samples) if alive else []
     failures += [f"{check.name} grows: {check.early:.1f} -> {check.late:.1f}" for check in compared if not check.ok]
     for check in compared:
         print("  " + check.told())

@@ -129,7 +129,8 @@ def gone(client: Client) -> int:
     """Sends a request, or half of one, and leaves before an answer."""
     raw = json.dumps({"prompt": TEXT[: client.rng.choice((100, 12_000))], "max_tokens": 100}).encode()
     host, _, port = client.url.removeprefix("http://").partition(":")
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(raw)}\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=20) as link:
         link.sendall((head.encode() + raw)[: client.rng.choice((20, len(head) + 10, 10**9))])
     return 0
@@ -206,8 +207,8 @@ def look(client: Client) -> int:
 
 
 KINDS: dict[Callable[[Client], int], float] = {
-    chat: 3, chat_stream: 3, completions: 2, long_prompt: 1, cut: 2, gone: 1, tools: 2, schema: 2, wrong: 2, responses: 1,
-    messages: 1, embeddings: 1, score: 1, tokenize: 1, look: 1,
+    chat: 3, chat_stream: 3, completions: 2, long_prompt: 1, cut: 2, gone: 1, tools: 2, schema: 2, wrong: 2,
+    responses: 1, messages: 1, embeddings: 1, score: 1, tokenize: 1, look: 1,
 }  # fmt: skip
 """And how often each comes."""
 
