@@ -109,11 +109,11 @@ def serving(ready: bool = True, **options: Any) -> Iterator[Running]:
         running.close()
 
 
-def open_request(port: int, body: dict[str, Any], path: str = TEXT) -> socket.socket:
+def open_request(port: int, body: dict[str, Any], path: str = TEXT, key: str = "none") -> socket.socket:
     raw = json.dumps(body).encode()
     sock = socket.create_connection(("127.0.0.1", port), timeout=10)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-    sock.sendall(head.encode() + raw)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n"
+    sock.sendall(f"{head}X-Api-Key: {key}\r\n\r\n".encode() + raw)
     return sock
 
 

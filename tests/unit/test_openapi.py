@@ -75,7 +75,8 @@ def references(told: Any) -> Iterator[str]:
 
 
 def test_the_key_is_told_and_wanted() -> None:
-    assert DOCUMENT["security"] == [{"bearer": []}] and DOCUMENT["paths"]["/health"]["get"]["security"] == []
+    assert DOCUMENT["security"] == [{"bearer": []}, {"x-api-key": []}]
+    assert DOCUMENT["paths"]["/health"]["get"]["security"] == []
     with serving(api_key="k3y") as running:
         assert running.http.get("/openapi.json").status_code == 401
         told = running.http.get("/openapi.json", headers={"Authorization": "Bearer k3y"}).json()

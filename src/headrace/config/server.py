@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from headrace.config.fields import SettingsRecord, at_least, seconds, setting
+from headrace.config.fields import NOT_NEGATIVE, SettingsRecord, at_least, seconds, setting
 from headrace.config.served import check_names
 
 LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 LogRequests = Literal["off", "ends", "params", "text"]
+OnDisconnect = Literal["stop", "finish"]
 
 
 def _a_port(name: str, value: Any) -> None:
@@ -21,6 +22,11 @@ def _a_port(name: str, value: Any) -> None:
 def _a_key(name: str, value: Any) -> None:
     if not value.strip():
         raise ValueError(f"{name} must not be empty; leave it out to serve without one")
+
+
+def _a_file_name(name: str, value: Any) -> None:
+    if not value.strip():
+        raise ValueError(f"{name} must name a file; leave it out to serve without one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,12 @@ class ServerSettings(SettingsRecord):
         check=_a_key,
         common=True,
         secret=True,
+    )
+    api_keys_file: str | None = setting(
+        None,
+        "TOML file of API keys by tenant, each with its limits and chunks of its own (docs/keys.md). SIGHUP reads it "
+        "again.",
+        check=_a_file_name,
     )
     model_name: str | None = setting(
         None,
@@ -78,6 +90,17 @@ class ServerSettings(SettingsRecord):
         None,
         "Text file, such as a system prompt: requests of all cache_salts share the chunks of a prompt that begins "
         "with it. Several: separated by colons.",
+    )
+    sse_keepalive_s: float = setting(
+        10.0,
+        "A stream that has nothing to tell for so many seconds, as during a long prefill, sends a comment, so that "
+        "proxies keep it open; 0: never.",
+        check=NOT_NEGATIVE,
+    )
+    on_disconnect: OnDisconnect = setting(
+        "stop",
+        "When a client leaves during its prefill: stop at once, or finish the prefill, so that its retry finds it "
+        "cached. A few at a time, and only while no other request waits.",
     )
     stable_system_prompt: bool = setting(
         False,

@@ -33,6 +33,12 @@ REF = "#/components/schemas/{model}"
 OPEN = "/health"
 """The route that no key guards."""
 
+KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""How a key may come, either way."""
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -144,13 +150,12 @@ def document(guarded: bool, routes: Iterable[Route] = ROUTES) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
-    keys = {"type": "http", "scheme": "bearer"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Headrace", "version": __version__},
         "paths": paths,
-        "components": {"schemas": _schemas(routes), "securitySchemes": {"bearer": keys} if guarded else {}},
-        "security": [{"bearer": []}] if guarded else [],
+        "components": {"schemas": _schemas(routes), "securitySchemes": KEYS if guarded else {}},
+        "security": [{name: []} for name in KEYS] if guarded else [],
     }
 
 
@@ -189,7 +194,7 @@ def _responses(route: Route) -> dict[str, Any]:
         told |= {"404": "Another model."}
     if route.body is not None:
         told |= {"400": "A field is wrong.", "408": "The body is slow.", "413": "The body is too large.",
-                 "429": "Too many requests wait."}  # fmt: skip
+                 "429": "Too many requests wait, or a limit of the key is reached."}  # fmt: skip
     told["default"] = "Another refusal, or a fault of the server."
     refusals = {code: {"description": words, "content": _json(*route.errors)} for code, words in told.items()}
     return responses | dict(sorted(refusals.items()))

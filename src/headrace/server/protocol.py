@@ -118,6 +118,11 @@ class StreamedBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    @property
+    def wants_progress(self) -> bool:
+        """Whether a stream should tell how far the prompt is read."""
+        return False
+
 
 _FIELDS: Any = {name: (kind, None) for name, kind in SAMPLING.items()}
 _Sampling: Any = create_model("_Sampling", __base__=StreamedBody, **_FIELDS)
@@ -128,6 +133,7 @@ class SampledBody(_Sampling):
     cache_salt: str | None = None
     public_prefix_tokens: int | None = None
     return_token_ids: bool | None = None
+    return_progress: bool | None = None
 
     @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod
@@ -138,6 +144,8 @@ class SampledBody(_Sampling):
         """Fields that are right alone and wrong together."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options needs stream=true", "stream_options")
+        if self.return_progress and not self.stream:
+            raise invalid("return_progress needs stream=true", "return_progress")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs is not available with stream=true", "prompt_logprobs")
         check_sharing(self.cache_salt, self.public_prefix_tokens or 0)
@@ -149,6 +157,10 @@ class SampledBody(_Sampling):
         if self.logit_bias:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
         return SamplingParams(**given, **special)
+
+    @property
+    def wants_progress(self) -> bool:
+        return bool(self.return_progress)
 
     @property
     def wants_usage(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,7 +43,6 @@ async def job_of(
 ) -> Job:
     """The job of a turn; its id begins with `prefix`. Raises InvalidRequest."""
     prompts = [await prompt_of(state, turn, params)]
-    note_public(state, prompts, sharing.cache_salt)
     return Job(f"{prefix}{uuid4().hex}", prompts, arrival_s, sharing.cache_salt, sharing.public_prefix_tokens)
 
 
@@ -94,13 +93,6 @@ def _variables(turn: Turn) -> dict[str, Any]:
     if turn.reasoning.effort is not None:
         variables.setdefault("reasoning_effort", turn.reasoning.effort)
     return variables
-
-
-def note_public(state: ServerState, prompts: Sequence[Prompt], cache_salt: str | None) -> None:
-    """How much of each prompt is the operator's."""
-    if cache_salt is not None:
-        for prompt in prompts:
-            prompt.public_tokens = state.public.tokens(prompt.ids)
 
 
 def tokenizer_of(state: ServerState, param: str) -> Any:

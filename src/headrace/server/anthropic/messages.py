@@ -48,6 +48,7 @@ class Messages:
             sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
             turn = self._turn(state, body)
             job = await job_of(state, turn, replace(params, max_tokens=None), "msg_", arrival_s, sharing)
+        job.names = NAMES
         prompt = job.prompts[0]
         prompt.params = replace(prompt.params, max_tokens=min(body.max_tokens, prompt.params.max_tokens or 1))
         return job

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from headrace.server.answering import admission, answer, check_model, read
 from headrace.server.errors import ApiError, JsonReply, invalid
+from headrace.server.guard import TENANT
 from headrace.server.job import Job
 from headrace.server.protocol import parse_body
 from headrace.server.replies import Shown
@@ -18,6 +19,7 @@ from headrace.server.responses.reply import Kept, ResponseReplies
 from headrace.server.responses.store import Owner, ResponseStore
 from headrace.server.state import ServerState
 from headrace.server.stream import unless_gone
+from headrace.server.tenants import Tenant
 from headrace.server.turn import Turn
 from headrace.server.turns import Sharing, job_of, naming, tokenizer_of, tokens_of
 
@@ -47,7 +49,9 @@ class Responses:
             params = body.to_params()
             turn = self.turn(state, body)
             sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
-            return await job_of(state, turn, params, "resp_", arrival_s, sharing)
+            job = await job_of(state, turn, params, "resp_", arrival_s, sharing)
+        job.names = NAMES
+        return job
 
     def turn(self, state: ServerState, body: ResponsesBody) -> Turn:
         tokenizer_of(state, "input")
@@ -122,7 +126,8 @@ def install_responses(router: APIRouter, state: ServerState) -> None:
 
 def tenant_of(request: Request) -> str:
     """Whose responses these are: with one key, or none, there is one tenant."""
-    return ""
+    tenant: Tenant = request.scope[TENANT]
+    return tenant.name
 
 
 def _owner(request: Request) -> Owner:

@@ -47,6 +47,7 @@ REFUSED = {
     "prompt_logprobs": "they are for /v1/completions and /v1/chat/completions",
     "reasoning_effort": "it is called reasoning.effort here",
     "response_format": "it is called text.format here",
+    "return_progress": "it is for /v1/completions and /v1/chat/completions",
     "return_token_ids": "it is for /v1/completions and /v1/chat/completions",
     "verbosity": "it is called text.verbosity here",
 }
@@ -54,6 +55,7 @@ REFUSED = {
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "n": (1,),
+    "return_progress": (False,),
     "return_token_ids": (False,),
     "context_management": ([],),
 }
