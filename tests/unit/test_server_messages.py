@@ -100,6 +100,14 @@ def test_a_stream(server: Running) -> None:
     assert ended["usage"]["output_tokens"] == 3 and ended["headrace"]["new_tokens"] == 6
 
 
+@pytest.mark.parametrize(("path", "begun"), [(URL, "message_start"), ("/v1/responses", "response.created")])
+def test_a_stream_begins_before_the_prompt_is_read(path: str, begun: str) -> None:
+    body = asked(stream=True) if path == URL else {"input": "hello", "stream": True}
+    with serving(running_limit=0) as running, running.http.stream("POST", path, json=body) as reply:
+        assert next(reply.iter_lines()) == f"event: {begun}"
+        assert running.engine.stats.scheduler.waiting == 1
+
+
 def test_parts_and_how_answers_end(server: Running, marked: None) -> None:
     server.engine.scripts += ["hhokc", "hhokc", "ok"]
     whole = server.http.post(URL, json=asked()).json()
@@ -221,6 +229,7 @@ def test_keys_and_restarts_are_told_so() -> None:
     with serving(api_key="k3y") as running:
         refused = running.http.post(URL, json=asked())
         assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+        assert running.http.post(URL, json=asked(), headers={"x-api-key": "k3y"}).status_code == 200
         running.engine.die("test")
         running.wait(503)
         failed = running.http.post(URL, json=asked(), headers={"Authorization": "Bearer k3y"})

@@ -84,7 +84,6 @@ class MessageReplies:
     def __init__(self, job: Job, model: str, asked: int, caching: bool = True, omit_thinking: bool = False) -> None:
         self.job, self.model, self.asked, self.caching = job, model, asked, caching
         self.blocks = Blocks(omit_thinking)
-        self.started = False
 
     def take(self, event: Event) -> None:
         self.blocks.add(event.parts)
@@ -93,10 +92,14 @@ class MessageReplies:
         told = message(self.job.request_id, self.model, self.blocks.content, self._usage())
         return {**told, **self._end(), "headrace": figures(self.job)}
 
+    def opening(self) -> list[bytes]:
+        """What is cached is known at the end, and told then."""
+        counts = usage(self.job.prompt_tokens, 0, 0, 0)
+        begun = {"type": "message_start", "message": message(self.job.request_id, self.model, [], counts)}
+        return [frame(begun), frame(PING)]
+
     def frames(self, event: Event) -> list[bytes]:
-        events = [] if self.started else self._opening()
-        self.started = True
-        return [frame(each) for each in [*events, *self.blocks.add(event.parts)]]
+        return [frame(each) for each in self.blocks.add(event.parts)]
 
     def ending(self) -> list[bytes]:
         last = {
@@ -110,11 +113,6 @@ class MessageReplies:
     def failure(self, error: BaseException) -> list[bytes]:
         told = as_api_error(error)
         return [frame(error_body(told.status, told.message))]
-
-    def _opening(self) -> list[dict[str, Any]]:
-        """What is cached is known at the end, and told then."""
-        counts = usage(self.job.prompt_tokens, 0, 0, 0)
-        return [{"type": "message_start", "message": message(self.job.request_id, self.model, [], counts)}, PING]
 
     def _end(self) -> dict[str, Any]:
         choice = self.job.choices[0]
