@@ -12,6 +12,8 @@ LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 LogRequests = Literal["off", "ends", "params", "text"]
 OnDisconnect = Literal["stop", "finish"]
+ToolParser = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "openai", "json", "none"]
+ReasoningParser = Literal["auto", "think", "mistral", "harmony", "none"]
 
 
 def _a_port(name: str, value: Any) -> None:
@@ -106,6 +108,21 @@ class ServerSettings(SettingsRecord):
         False,
         "On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, "
         "the date, git's status), so that prefixes are shared.",
+    )
+    tool_call_parser: ToolParser = setting(
+        "auto",
+        "Form in which the model writes calls of tools. auto: as its chat template says; none: calls stay text.",
+        spellings={
+            "llama4_json": "llama3_json",
+            "llama4_pythonic": "pythonic",
+            "qwen3_xml": "qwen3_coder",
+            "harmony": "openai",
+        },
+    )
+    reasoning_parser: ReasoningParser = setting(
+        "auto",
+        "Form in which the model writes its reasoning. auto: as its chat template says; none: it stays text.",
+        spellings={"deepseek_r1": "think", "qwen3": "think", "openai_gptoss": "harmony"},
     )
     restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")
     engine_timeout_s: float = setting(

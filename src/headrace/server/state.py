@@ -158,7 +158,7 @@ class ServerState:
             await engine.start(phases=self.loading)
             self.loading.times.close()
             self.public = await self.in_renderer(prefixes_of, self._public_texts, engine.tokenizer)
-            self.formats = _formats(engine.tokenizer)
+            self.formats = _formats(engine.tokenizer, self.config)
         finally:
             await cancel(lines)
         again = self.phase == "restarting"
@@ -234,11 +234,17 @@ class ServerState:
             _tell(job_line(job, outcome, self.config.server.log_requests == "text"))
 
 
-def _formats(tokenizer: ServedTokenizer | None) -> Formats:
+def _formats(tokenizer: ServedTokenizer | None, config: EngineConfig) -> Formats:
     """How the model writes calls and reasoning."""
     if tokenizer is None:
         return Formats()
-    return formats_of(tokenizer.chat_template, tokens=tokenizer.added_tokens, hidden=tokenizer.special_tokens)
+    return formats_of(
+        tokenizer.chat_template,
+        tool_parser=config.server.tool_call_parser,
+        reasoning_parser=config.server.reasoning_parser,
+        tokens=tokenizer.added_tokens,
+        hidden=tokenizer.special_tokens,
+    )
 
 
 def _tell(*lines: Line) -> None:
