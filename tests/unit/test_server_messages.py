@@ -104,7 +104,8 @@ def test_a_stream(server: Running) -> None:
 def test_a_stream_begins_before_the_prompt_is_read(path: str, begun: str) -> None:
     body = asked(stream=True) if path == URL else {"input": "hello", "stream": True}
     with serving(running_limit=0) as running, running.http.stream("POST", path, json=body) as reply:
-        assert next(reply.iter_lines()) == f"event: {begun}"
+        lines = reply.iter_lines()  # whose end would be the connection's
+        assert next(lines) == f"event: {begun}"
         assert running.engine.stats.scheduler.waiting == 1
 
 
@@ -145,6 +146,14 @@ def test_max_tokens_may_exceed_the_context(server: Running) -> None:
     assert tight["stop_reason"] == "max_tokens"
     full = server.http.post(URL, json=asked("y" * 4000))
     assert full.status_code == 400 and full.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_prompt_may_be_read_for_the_cache_alone(server: Running) -> None:
+    whole = server.http.post(URL, json=asked("y" * 199, max_tokens=0)).json()
+    assert (whole["content"], whole["stop_reason"], whole["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+    assert whole["usage"]["cache_creation_input_tokens"] == 96
+    names = [name for name, _ in events_of(server.http.post(URL, json=asked(max_tokens=0, stream=True)).text)]
+    assert names == ["message_start", "ping", "message_delta", "message_stop"]
 
 
 def test_usage_adds_up_to_the_prompt(server: Running) -> None:

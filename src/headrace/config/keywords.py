@@ -189,7 +189,9 @@ class SettingKeywords(TypedDict, total=False):
     """On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, the
     date, git's status), so that prefixes are shared."""
 
-    tool_call_parser: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "openai", "json", "none"]
+    tool_call_parser: Literal[
+        "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "openai", "json", "none"
+    ]
     """Form in which the model writes calls of tools. auto: as its chat template says; none: calls stay text."""
 
     reasoning_parser: Literal["auto", "think", "mistral", "harmony", "none"]
