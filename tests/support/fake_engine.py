@@ -147,6 +147,10 @@ class FakeEngine:
     async def shutdown(self) -> None:
         self.die("the engine was shut down")
 
+    async def check_shape(self, params: SamplingParams) -> None:
+        if params.structured is not None and params.structured.regex == "refuse me":
+            raise InvalidRequest("regex cannot be taken: refuse me", "structured")
+
     async def wait_dead(self) -> str:
         await self._dead.wait()
         return self.failure or ""

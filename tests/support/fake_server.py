@@ -169,7 +169,7 @@ BAD_REQUESTS: dict[str, tuple[str, Any, int, str | None]] = {
     ),
     "tool_choice without tools": (CHAT, ask(tool_choice="required"), 400, "tool_choice"),
     "older functions": (CHAT, ask(functions=[{"name": "f"}]), 400, "functions"),
-    "response_format": (CHAT, ask(response_format={"type": "json_object"}), 400, "response_format"),
+    "response_format": (CHAT, ask(response_format={"type": "structural_tag"}), 400, "response_format"),
     "json schema": (CHAT, ask(response_format={"type": "json_schema", "json_schema": {}}), 400, "response_format"),
     "reasoning_effort": (CHAT, ask(reasoning_effort="most"), 400, "reasoning_effort"),
     "negative budget": (CHAT, ask(thinking_token_budget=-1), 400, "thinking_token_budget"),

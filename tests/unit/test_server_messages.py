@@ -234,6 +234,13 @@ def test_other_errors_have_the_shape_too(server: Running) -> None:
     assert server.http.get("/v1/nothing").json()["error"]["code"] is None  # OpenAI's elsewhere
 
 
+def test_the_tool_runner_learns_that_there_are_no_threads(server: Running) -> None:
+    """Anthropic's client asks for a thread first and goes on without one by the details of the error."""
+    refused = server.http.post(URL, json=asked(thread={"type": "create"}))
+    assert refused.status_code == 400
+    assert refused.json()["error"]["details"]["error_code"] == "thread_unsupported_request"
+
+
 def test_keys_and_restarts_are_told_so() -> None:
     with serving(api_key="k3y") as running:
         refused = running.http.post(URL, json=asked())

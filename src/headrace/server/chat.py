@@ -19,7 +19,8 @@ class Chat:
 
     async def job(self, state: ServerState, body: ChatBody, arrival_s: float) -> Job:
         most = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        names = {**PROMPT, "logprobs": "top_logprobs", "max_tokens": most}
+        shape = body.shape_field or "tools"
+        names = {**PROMPT, "logprobs": "top_logprobs", "max_tokens": most, "structured": shape}
         with naming(names):
             sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
             job = await job_of(state, body.turn(), body.to_params(), "chatcmpl-", arrival_s, sharing)

@@ -22,8 +22,9 @@ class Completions:
     body = CompletionBody
 
     async def job(self, state: ServerState, body: CompletionBody, arrival_s: float) -> Job:
-        with naming(NAMES):
+        with naming({**NAMES, "structured": body.shape_field or "structured"}):
             params = body.to_params()
+            await state.engine.check_shape(params)
             prompts = await _prompts(state, body, params)
         public = body.public_prefix_tokens or 0
         return Job(f"cmpl-{uuid4().hex}", prompts, arrival_s, body.cache_salt, public, names=NAMES)

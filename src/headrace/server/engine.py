@@ -95,6 +95,8 @@ class ServedEngine(Protocol):
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams: ...
 
+    async def check_shape(self, params: SamplingParams) -> None: ...
+
     def generate(
         self,
         prompt: str | list[int],

@@ -89,7 +89,7 @@ def error_reply(told: ApiError, scope: Scope) -> JsonReply:
     """In the shape that the request's client knows."""
     if not speaks(scope["path"], scope["headers"]):
         return JsonReply(told.body(), status_code=told.status, headers=told.headers)
-    body = error_body(told.status, told.message)
+    body = error_body(told.status, told.message, told.param)
     return JsonReply(body, status_code=told.status, headers={**(told.headers or {}), REQUEST_ID: body["request_id"]})
 
 

@@ -7,20 +7,14 @@ import re
 from collections.abc import Mapping, Set
 from dataclasses import fields
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    ValidationError,
-    WithJsonSchema,
-    create_model,
-    field_validator,
-)
+from pydantic import AfterValidator, ValidationError, WithJsonSchema, create_model, field_validator
 from pydantic_core import PydanticCustomError
 
 from headrace.server.errors import ApiError, invalid
+from headrace.server.shape_fields import ShapedBody
+from headrace.server.strict import Strict as Strict
 from headrace.types import SamplingParams, check_sharing
 
 IGNORED = {
@@ -56,12 +50,6 @@ SPECIAL = ("logit_bias", "max_tokens")
 """Sampling parameters of a body that need more than to be handed on."""
 
 
-class Strict(BaseModel):
-    """No coercion ('16' is not 16), no unknown fields, no NaN."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
 def _only_false(value: bool) -> bool:
     if value:
         raise PydanticCustomError("only_false", "only false is supported")
@@ -75,10 +63,6 @@ OnlyFalse = Annotated[bool, AfterValidator(_only_false), WithJsonSchema({"const"
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: OnlyFalse | None = None
-
-
-class ResponseFormat(Strict):
-    type: Literal["text"]
 
 
 def _json_form(kind: Any) -> Any:
@@ -128,8 +112,7 @@ _FIELDS: Any = {name: (kind, None) for name, kind in SAMPLING.items()}
 _Sampling: Any = create_model("_Sampling", __base__=StreamedBody, **_FIELDS)
 
 
-class SampledBody(_Sampling):
-    response_format: ResponseFormat | None = None
+class SampledBody(_Sampling, ShapedBody):
     cache_salt: str | None = None
     public_prefix_tokens: int | None = None
     return_token_ids: bool | None = None
@@ -156,7 +139,7 @@ class SampledBody(_Sampling):
         given = {name: value for name, value in given.items() if value is not None}
         if self.logit_bias:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
-        return SamplingParams(**given, **special)
+        return SamplingParams(**given, structured=self.shape(), **special)
 
     @property
     def wants_progress(self) -> bool:

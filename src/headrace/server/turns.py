@@ -54,8 +54,11 @@ async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams) -> P
     formats, end = state.formats, text[-SEEN:]
     shape = constraint(formats, turn.tools, turn.choice, turn.reasoning, end, params.structured)
     skips = params.skip_special_tokens and not formats.needs_special_tokens
-    checked = state.engine.check(ids, replace(params, structured=shape, skip_special_tokens=skips))
-    return Prompt(ids, checked, parser=lambda: make_parser(formats, turn.tools, turn.choice, end))
+    params = replace(params, structured=shape, skip_special_tokens=skips)
+    await state.engine.check_shape(params)
+    return Prompt(
+        ids, state.engine.check(ids, params), parser=lambda: make_parser(formats, turn.tools, turn.choice, end)
+    )
 
 
 async def tokens_of(state: ServerState, turn: Turn) -> list[int]:

@@ -190,17 +190,21 @@ class ResponsesBody(SampledBody):
         if self.top_logprobs and not self.includes(LOGPROBS):
             raise invalid(f"top_logprobs needs include: [{LOGPROBS!r}]", "top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.includes(LOGPROBS) else None
-        shape = self._structured()
-        more = {} if shape is None else {"structured": shape}
-        return self.sampling(max_tokens=self.max_output_tokens, logprobs=logprobs, **more)
+        return self.sampling(max_tokens=self.max_output_tokens, logprobs=logprobs)
 
-    def _structured(self) -> Structured | None:
-        if isinstance(self.shape, SchemaFormat):
-            return Structured(json=self.shape.schema_)
-        return Structured(json_object=True) if isinstance(self.shape, ObjectFormat) else None
+    def shape(self) -> Structured | None:
+        """Of text.format, or of the fields that other routes have for it."""
+        other = super().shape()
+        if isinstance(self.form, TextFormat):
+            return other
+        if other is not None:
+            raise invalid(f"text.format and {self.shape_field} both give the answer a shape; give one", "text")
+        if isinstance(self.form, SchemaFormat):
+            return Structured(json=self.form.schema_)
+        return Structured(json_object=True)
 
     @property
-    def shape(self) -> TextFormat | ObjectFormat | SchemaFormat:
+    def form(self) -> TextFormat | ObjectFormat | SchemaFormat:
         return (self.text.format if self.text is not None else None) or TextFormat()
 
     def functions(self) -> tuple[Tool, ...]:
