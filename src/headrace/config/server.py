@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from headrace.config.fields import Check, SettingsRecord, at_least, seconds, setting
+from headrace.config.fields import NOT_NEGATIVE, Check, SettingsRecord, at_least, seconds, setting
 from headrace.config.served import check_names
 from headrace.types import did_you_mean
 
@@ -17,6 +17,7 @@ REASONING_PARSERS = ("think", "mistral", "harmony", "none")
 PARSER_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder",
                   "qwen3": "think", "deepseek_r1": "think", "openai_gptoss": "harmony"}  # fmt: skip
 """vLLM's names of formats -> ours, where these differ."""
+OnDisconnect = Literal["stop", "finish"]
 
 
 def _a_port(name: str, value: Any) -> None:
@@ -38,6 +39,11 @@ def _a_parser(known: tuple[str, ...]) -> Check:
     return check
 
 
+def _a_file_name(name: str, value: Any) -> None:
+    if not value.strip():
+        raise ValueError(f"{name} must name a file; leave it out to serve without one")
+
+
 @dataclass(frozen=True, slots=True)
 class ServerSettings(SettingsRecord):
     title: ClassVar[str] = "Server"
@@ -50,6 +56,12 @@ class ServerSettings(SettingsRecord):
         check=_a_key,
         common=True,
         secret=True,
+    )
+    api_keys_file: str | None = setting(
+        None,
+        "TOML file of API keys by tenant, each with its limits and chunks of its own (docs/keys.md). SIGHUP reads it "
+        "again.",
+        check=_a_file_name,
     )
     model_name: str | None = setting(
         None,
@@ -94,6 +106,17 @@ class ServerSettings(SettingsRecord):
         "Text file, such as a system prompt: requests of all cache_salts share the chunks of a prompt that begins "
         "with it. Several: separated by colons.",
     )
+    sse_keepalive_s: float = setting(
+        10.0,
+        "A stream that has nothing to tell for so many seconds, as during a long prefill, sends a comment, so that "
+        "proxies keep it open; 0: never.",
+        check=NOT_NEGATIVE,
+    )
+    on_disconnect: OnDisconnect = setting(
+        "stop",
+        "When a client leaves during its prefill: stop at once, or finish the prefill, so that its retry finds it "
+        "cached. A few at a time, and only while no other request waits.",
+    )
     stable_system_prompt: bool = setting(
         False,
         "On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, "
@@ -101,8 +124,8 @@ class ServerSettings(SettingsRecord):
     )
     tool_call_parser: str = setting(
         "auto",
-        "How the model writes calls of tools: hermes, qwen3_coder, llama3_json, mistral, pythonic, openai, json, or none "
-        "(calls stay text). auto: as its chat template says.",
+        "How the model writes calls of tools: hermes, qwen3_coder, llama3_json, mistral, pythonic, openai, json, or "
+        "none (calls stay text). auto: as its chat template says.",
         check=_a_parser(TOOL_PARSERS),
     )
     reasoning_parser: str = setting(

@@ -19,6 +19,7 @@ from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import messages as m
 from headrace.engine import preflight, process
 from headrace.engine.capacity import Capacity, check_variables, model_folder
+from headrace.engine.structured.door import ShapeDoor
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.waiting import WaitingPrompts
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, Prefill, PrefillClock
@@ -69,6 +70,7 @@ class AsyncLLM(metaclass=PublicNames):
         self._silence_s = 0.0
         self._dead = asyncio.Event()
         self._closing = False
+        self._shapes = ShapeDoor()
         self._streams: dict[str, asyncio.Queue[Item]] = {}
         self._queued = WaitingPrompts(0)
         self._prefilling = PrefillClock()
@@ -241,6 +243,10 @@ class AsyncLLM(metaclass=PublicNames):
         """Parameters with max_tokens resolved. Raises InvalidRequest naming what cannot be served."""
         return self.capacity.check(prompt_token_ids, params)
 
+    async def check_shape(self, params: SamplingParams) -> None:
+        """Raises InvalidRequest for a shape that answers cannot have. `generate` does so, too."""
+        await self._shapes.check_beside(params, self.tokenizer, self.capacity)
+
     async def generate(
         self,
         prompt: str | list[int],
@@ -249,8 +255,10 @@ class AsyncLLM(metaclass=PublicNames):
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        queued: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences.
+        """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences. `queued` is
+        called once the request waits for its turn.
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.
@@ -258,10 +266,13 @@ class AsyncLLM(metaclass=PublicNames):
         self._must_live()
         tokens = self._tokens(prompt)
         params = self.check(tokens, SamplingParams() if params is None else params)
+        await self.check_shape(params)
         name = request_id or uuid.uuid4().hex
         stream = self._enqueue(Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic()))
         unfinished = set(range(params.n))
         try:
+            if queued is not None:
+                queued()
             while unfinished:
                 item = await stream.get()
                 if isinstance(item, Exception):
