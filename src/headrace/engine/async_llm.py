@@ -255,8 +255,10 @@ class AsyncLLM(metaclass=PublicNames):
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        queued: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences.
+        """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences. `queued` is
+        called once the request waits for its turn.
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.
@@ -269,6 +271,8 @@ class AsyncLLM(metaclass=PublicNames):
         stream = self._enqueue(Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic()))
         unfinished = set(range(params.n))
         try:
+            if queued is not None:
+                queued()
             while unfinished:
                 item = await stream.get()
                 if isinstance(item, Exception):

@@ -191,7 +191,7 @@ def _capacity(
 ) -> Capacity:
     align = 1 if config.ranks.context == 1 else CHUNK
     return Capacity(
-        model=config.server.model_name or config.model.folder,
+        model=config.served.main,
         folder=str(model_folder(config.model.folder)),
         dtype=str(dtype).removeprefix("torch."),
         quantization=config.model.quantization,

@@ -83,6 +83,16 @@ class Tokenizer:
         return str(templates)
 
     @property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens beside the learnt vocabulary, by their text."""
+        return {added.content: token for token, added in self._hf.added_tokens_decoder.items()}
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Those of them that skip_special_tokens leaves out."""
+        return frozenset(added.content for added in self._hf.added_tokens_decoder.values() if added.special)
+
+    @property
     def has_pieces(self) -> bool:
         """Whether token_bytes is the exact part of a token in any text, so that text can be built token by token."""
         return self._rule is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from headrace.progress import OnPhase, Prefill
@@ -11,14 +11,20 @@ from headrace.types import Delta, SamplingParams
 
 
 class ServedTokenizer(Protocol):
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
-    def decode(self, token_ids: list[int]) -> str: ...
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
     def render_chat(self, messages: Any, add_generation_prompt: bool = True, **kwargs: Any) -> str: ...
 
     @property
     def chat_template(self) -> str: ...
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]: ...
+
+    @property
+    def special_tokens(self) -> Collection[str]: ...
 
     def encode_chat(self, text: str) -> list[int]: ...
 
@@ -62,7 +68,8 @@ class ServedCapacity(Protocol):
 
 class ServedEngine(Protocol):
     """`generate` raises InvalidRequest, Overloaded or EngineDead at the call or at the first item; closing its
-    iterator early, or cancelling the task that waits on it, aborts the request and frees its chunks."""
+    iterator early, or cancelling the task that waits on it, aborts the request and frees its chunks. It calls `queued`
+    once the request waits for its turn: what refuses it before that is known then."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -98,6 +105,7 @@ class ServedEngine(Protocol):
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        queued: Callable[[], None] | None = None,
     ) -> AsyncIterator[Delta]: ...
 
     async def wait_dead(self) -> str: ...

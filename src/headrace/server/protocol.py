@@ -7,12 +7,13 @@ import re
 from collections.abc import Mapping, Set
 from dataclasses import fields
 from types import UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import ValidationError, create_model, field_validator
+from pydantic import AfterValidator, ValidationError, WithJsonSchema, create_model, field_validator
+from pydantic_core import PydanticCustomError
 
 from headrace.server.errors import ApiError, invalid
-from headrace.server.shapes import ShapedBody
+from headrace.server.shape_fields import ShapedBody
 from headrace.server.strict import Strict as Strict
 from headrace.types import SamplingParams, check_sharing
 
@@ -49,9 +50,19 @@ SPECIAL = ("logit_bias", "max_tokens")
 """Sampling parameters of a body that need more than to be handed on."""
 
 
+def _only_false(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError("only_false", "only false is supported")
+    return value
+
+
+OnlyFalse = Annotated[bool, AfterValidator(_only_false), WithJsonSchema({"const": False})]
+"""False and nothing else; Literal[False] takes 0 too."""
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: OnlyFalse | None = None
 
 
 def _json_form(kind: Any) -> Any:
@@ -76,7 +87,7 @@ SAMPLING = {
 """Sampling parameters that all bodies have, and their types there."""
 
 
-class StreamedBody(Strict):
+class Body(Strict):
     """What every body has. ignored: fields accepted with any value, and not used; refused: fields known by name and
     refused, with the reason, unless null or one of harmless."""
 
@@ -85,8 +96,16 @@ class StreamedBody(Strict):
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = HARMLESS
 
     model: str | None = None
+
+
+class StreamedBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    @property
+    def wants_progress(self) -> bool:
+        """Whether a stream should tell how far the prompt is read."""
+        return False
 
 
 _FIELDS: Any = {name: (kind, None) for name, kind in SAMPLING.items()}
@@ -97,8 +116,9 @@ class SampledBody(_Sampling, ShapedBody):
     cache_salt: str | None = None
     public_prefix_tokens: int | None = None
     return_token_ids: bool | None = None
+    return_progress: bool | None = None
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod
     def _one_stop_is_a_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
@@ -107,6 +127,8 @@ class SampledBody(_Sampling, ShapedBody):
         """Fields that are right alone and wrong together."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options needs stream=true", "stream_options")
+        if self.return_progress and not self.stream:
+            raise invalid("return_progress needs stream=true", "return_progress")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs is not available with stream=true", "prompt_logprobs")
         check_sharing(self.cache_salt, self.public_prefix_tokens or 0)
@@ -118,6 +140,10 @@ class SampledBody(_Sampling, ShapedBody):
         if self.logit_bias:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
         return SamplingParams(**given, structured=self.shape(), **special)
+
+    @property
+    def wants_progress(self) -> bool:
+        return bool(self.return_progress)
 
     @property
     def wants_usage(self) -> bool:
@@ -166,7 +192,7 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-B = TypeVar("B", bound=StreamedBody)
+B = TypeVar("B", bound=Body)
 
 
 def parse_body(kind: type[B], raw: bytes) -> B:
@@ -180,7 +206,7 @@ def parse_body(kind: type[B], raw: bytes) -> B:
     try:
         return kind.model_validate(kept)
     except ValidationError as error:
-        raise explain(error) from None
+        raise explain(error, kept) from None
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
@@ -218,22 +244,40 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def explain(error: ValidationError, where: str = "") -> ApiError:
-    """The first fault, a wrong value before an unknown field: an image part should be told about its type. where: the
-    path of what was checked, if that was not the whole body; `param` then names the field in full."""
-    faults = error.errors(include_url=False, include_context=False)
+def explain(error: ValidationError, fields: Any, where: str = "") -> ApiError:
+    """The first fault, a wrong value before an unknown field: an image part should be told about its type. fields: what
+    was checked; where: its path, if it was not the whole body; `param` then names the field in full."""
+    faults = error.errors(include_url=False)
     fault = min(faults, key=lambda e: e["type"] == "extra_forbidden")
-    path = _path((where, *fault["loc"]) if where else fault["loc"])
+    loc = _untagged(fault["loc"], fields)
+    path = _path((where, *loc) if where else loc)
+    if fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        path += "." + fault["ctx"]["discriminator"].strip("'")
     param = path if where or fault["loc"][0] == "messages" else str(fault["loc"][0])
     if fault["type"] == "extra_forbidden":
         return invalid(f"unknown field {path!r}", param, "unknown_parameter")
-    if fault["type"] == "missing":
+    if fault["type"] in ("missing", "union_tag_not_found"):
         return invalid(f"{path} is required", param, "missing")
-    return invalid(
-        f"{path}: {fault['msg'].removeprefix('Value error, ')}",
-        param,
-        "invalid_type" if "type" in fault["type"] else None,
-    )
+    if fault["type"] == "union_tag_invalid":
+        told = f"{fault['ctx']['tag'][:100]!r} is not supported here; possible: {fault['ctx']['expected_tags']}"
+        return invalid(f"{path}: {told}", param, "unsupported_parameter")
+    told = fault["msg"].removeprefix("Value error, ")
+    return invalid(f"{path}: {told}", param, "invalid_type" if "type" in fault["type"] else None)
+
+
+def _untagged(loc: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
+    """Without pydantic's names of a union's members, which stand behind the place of an object with a type or role."""
+    out: list[int | str] = []
+    for part in loc:
+        if out and isinstance(value, dict) and part in (value.get("type"), value.get("role")):
+            value = {name: held for name, held in value.items() if name not in ("type", "role")}
+            continue
+        out.append(part)
+        if isinstance(value, dict):
+            value = value.get(part) if isinstance(part, str) else None
+        else:
+            value = value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None
+    return tuple(out)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

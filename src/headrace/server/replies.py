@@ -115,6 +115,11 @@ class OpenAIReplies:
     def failure(self, error: BaseException) -> list[bytes]:
         return [sse_error(error)]
 
+    def progress(self, told: dict[str, Any]) -> bytes:
+        """A chunk without choices that tells how far the prompt is read (server.prompt_progress)."""
+        usage = {"usage": None} if self.shown.usage else {}
+        return sse({**self._head(self.chunk_object), "choices": [], **usage, "prompt_progress": told})
+
     def chunks(self, event: Event) -> list[dict[str, Any]]:
         """Chunks for one event."""
         choices = self._deltas(event)
@@ -149,10 +154,7 @@ class OpenAIReplies:
         raise NotImplementedError
 
     def _text(self, token: int, info: Logprob | None = None) -> str:
-        """Text of one token; its number where the model has no tokenizer."""
-        if info is not None and info.text:
-            return info.text
-        return str(token) if self.tokenizer is None else self.tokenizer.token_text(token)
+        return token_text(self.tokenizer, token, info)
 
     def prompt_logprobs(self, choice: ReplyChoice) -> list[dict[str, Any] | None] | None:
         """As vLLM gives them: per position, token id -> logprob, rank, decoded_token."""
@@ -165,6 +167,25 @@ class OpenAIReplies:
             str(token): {"logprob": finite(i.logprob), "rank": i.rank, "decoded_token": self._text(token, i)}
             for token, i in row.items()
         }
+
+
+def token_text(tokenizer: ServedTokenizer | None, token: int, info: Logprob | None = None) -> str:
+    """Text of one token; its number where the model has no tokenizer."""
+    if info is not None and info.text:
+        return info.text
+    return str(token) if tokenizer is None else tokenizer.token_text(token)
+
+
+def token_logprob(tokenizer: ServedTokenizer | None, token: int, row: TokenLogprobs, top: int) -> dict[str, Any]:
+    """One token in OpenAI's newer format, with the `top` most likely ones in its place."""
+
+    def told(token: int, info: Logprob) -> dict[str, Any]:
+        text = token_text(tokenizer, token, info)
+        exact = text.encode() if tokenizer is None else tokenizer.token_bytes(token)
+        return {"token": text, "logprob": finite(info.logprob), "bytes": list(exact)}
+
+    best = sorted(row.items(), key=lambda item: item[1].rank)[:top]  # without the chosen one, where it is no top
+    return {**told(token, row[token]), "top_logprobs": [told(t, info) for t, info in best]}
 
 
 class ChatReplies(OpenAIReplies):
@@ -213,16 +234,8 @@ class ChatReplies(OpenAIReplies):
         top = choice.prompt.params.logprobs
         if top is None or not rows:
             return None
-        return {"content": [self._entry(t, row, top) for t, row in zip(tokens, rows, strict=True)], "refusal": None}
-
-    def _entry(self, token: int, row: TokenLogprobs, top: int) -> dict[str, Any]:
-        best = sorted(row.items(), key=lambda item: item[1].rank)[:top]  # without the chosen one, where it is no top
-        return {**self._told(token, row[token]), "top_logprobs": [self._told(t, info) for t, info in best]}
-
-    def _told(self, token: int, info: Logprob) -> dict[str, Any]:
-        text = self._text(token, info)
-        exact = text.encode() if self.tokenizer is None else self.tokenizer.token_bytes(token)
-        return {"token": text, "logprob": finite(info.logprob), "bytes": list(exact)}
+        pairs = zip(tokens, rows, strict=True)
+        return {"content": [token_logprob(self.tokenizer, t, row, top) for t, row in pairs], "refusal": None}
 
 
 class CompletionReplies(OpenAIReplies):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
-from headrace.server.answering import answer, check_model
+from headrace.server.answering import answer
+from headrace.server.anthropic.messages import Messages
 from headrace.server.chat import Chat
 from headrace.server.completions import Completions
 from headrace.server.errors import ApiError, JsonReply
+from headrace.server.model_cards import list_models, tell_model
+from headrace.server.openapi import document
+from headrace.server.responses.api import install_responses
 from headrace.server.state import ServerState
+from headrace.server.tokenizing import detokenize, tokenize
 
 
 def install_routes(app: FastAPI, state: ServerState) -> None:
@@ -25,14 +28,33 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     async def chat(request: Request) -> Response:
         return await answer(state, request, Chat())
 
+    messages = Messages()
+
+    @router.post("/v1/messages")
+    async def message(request: Request) -> Response:
+        return await answer(state, request, messages)
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        return await messages.count(state, request)
+
+    @router.post("/tokenize")
+    async def tokens(request: Request) -> Response:
+        return await tokenize(state, request)
+
+    @router.post("/detokenize")
+    async def text(request: Request) -> Response:
+        return await detokenize(state, request)
+
+    install_responses(router, state)
+
     @router.get("/v1/models")
-    async def models() -> Response:
-        return JsonReply({"object": "list", "data": [_model_card(state)]})
+    async def models(request: Request) -> Response:
+        return list_models(state, request)
 
     @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        check_model(state, name)
-        return JsonReply(_model_card(state))
+    async def model(request: Request, name: str) -> Response:
+        return tell_model(state, request, name)
 
     @router.get("/health")
     async def health() -> Response:
@@ -42,18 +64,11 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     async def metrics() -> Response:
         return Response(state.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    @router.get("/openapi.json")
+    async def openapi() -> Response:
+        return JsonReply(document(state.keys.guarded))
+
     app.include_router(router)
-
-
-def _model_card(state: ServerState) -> dict[str, Any]:
-    return {
-        "id": state.model,
-        "object": "model",
-        "created": state.created,
-        "owned_by": "headrace",
-        "root": state.config.model.folder,
-        "max_model_len": state.engine.capacity.max_model_len,
-    }
 
 
 def _health(state: ServerState) -> Response:
@@ -63,7 +78,7 @@ def _health(state: ServerState) -> Response:
     if state.phase == "loading":
         told = f"the model is still loading{_how_far(state)}"
     else:
-        told = "the engine has failed" if state.config.server.api_key else str(state.reason)
+        told = "the engine has failed" if state.keys.guarded else str(state.reason)
         if state.phase == "restarting":
             told += f"; it is being started again{_how_far(state)}"
     return JsonReply({"status": state.phase, **ApiError(503, told, None, state.phase).body()}, status_code=503)

@@ -1,102 +1,214 @@
-"""The shape of an answer in request bodies: OpenAI's response_format, vLLM's structured_outputs and older fields."""
+"""Shapes of replies, for /openapi.json. Replies are made without them; tests hold the two together."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
-from pydantic import Field, field_validator
+from typing_extensions import TypedDict
 
-from headrace.server.errors import invalid
-from headrace.server.strict import Strict
-from headrace.structured import Structured
-from headrace.types import InvalidRequest
-
-FORMATS = ("text", "json_object", "json_schema")
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
-class NamedSchema(Strict):
-    """strict: the answer follows the schema either way."""
+class Figures(TypedDict):
+    """What the request cost."""
 
+    ttft_s: float
+    queue_s: float
+    e2e_s: float
+    cached_tokens: int
+    new_tokens: int
+    prompt_tokens_per_s: float | None
+    decode_tokens_per_s: float | None
+    strategy: str | None
+    strategy_reason: str | None
+    restored_tokens: int
+    restore_reason: str | None
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Choice(TypedDict):
+    index: int
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    logprobs: dict[str, Any] | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class TextChoice(Choice):
+    text: str
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
+
+
+class ChatCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: dict[str, str]
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ChatCall]]
+
+
+class ChatChoice(Choice):
+    message: ChatMessage
+
+
+class Reply(TypedDict):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    headrace: Figures
+
+
+class Completion(Reply):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class ChatCompletion(Reply):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
+
+
+class MessageText(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class MessageThinking(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class MessageToolUse(TypedDict):
+    type: Literal["tool_use"]
+    id: str
     name: str
-    description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = None
+    input: dict[str, Any]
 
 
-class ResponseFormat(Strict):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _is_known(cls, value: Any) -> Any:
-        if isinstance(value, str) and value not in FORMATS:
-            known = ", ".join(FORMATS[:-1])
-            raise ValueError(
-                f"{value[:40]!r} is not supported, only {known} and {FORMATS[-1]}; structured_outputs takes a grammar"
-            )
-        return value
-
-    def structured(self) -> Structured | None:
-        """Raises ApiError for a type without its schema, or a schema without its type."""
-        if (self.json_schema is not None) != (self.type == "json_schema"):
-            told = "type json_schema needs json_schema, and no other type has it"
-            raise invalid(f"response_format: {told}", "response_format")
-        if self.json_schema is None:
-            return None if self.type == "text" else Structured(json_object=True)
-        if self.json_schema.schema_ is None:
-            raise invalid("response_format.json_schema.schema is required", "response_format", "missing")
-        return Structured(json=self.json_schema.schema_)
+class MessageUsage(TypedDict):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
 
 
-class StructuredOutputs(Strict):
-    """The fields of Structured; exactly one of them."""
-
-    json_: str | dict[str, Any] | None = Field(None, alias="json")
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-
-    def structured(self) -> Structured:
-        return Structured(self.json_, bool(self.json_object), self.regex, self.choice or (), self.grammar)
-
-
-GUIDED: dict[str, str] = {
-    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
-}  # fmt: skip
-"""vLLM's older fields -> that of Structured."""
+class AnthropicMessage(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageText | MessageThinking | MessageToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    headrace: Figures
 
 
-class ShapedBody(Strict):
-    """The fields of a body that give the answer a shape."""
+class CountedTokens(TypedDict):
+    input_tokens: int
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
 
-    def shape(self) -> Structured | None:
-        """Raises ApiError naming the field, or the two that both give a shape."""
-        name = self.shape_field
-        if name is None:
-            return None
-        try:
-            if name in GUIDED:
-                return Structured(**{GUIDED[name]: getattr(self, name)})
-            given: ResponseFormat | StructuredOutputs = getattr(self, name)
-            return given.structured()
-        except InvalidRequest as error:
-            raise invalid(f"{name}: {error}", name) from None
+class Tokenized(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
 
-    @property
-    def shape_field(self) -> str | None:
-        """The field that gives a shape."""
-        given = [name for name in ("structured_outputs", *GUIDED) if getattr(self, name) is not None]
-        if self.response_format is not None and self.response_format.type != "text":
-            given.insert(0, "response_format")
-        if given[1:]:
-            raise invalid(f"{given[0]} and {given[1]} both give the answer a shape; give one", given[1])
-        return given[0] if given else None
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class AnthropicModel(TypedDict):
+    """In place of ModelCard where the request has the header anthropic-version."""
+
+    id: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class AnthropicModelList(TypedDict):
+    """In place of ModelList where the request has the header anthropic-version."""
+
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str
+    last_id: str
+
+
+class Health(TypedDict):
+    status: Literal["ok"]
+
+
+class NotHealthy(TypedDict):
+    status: Literal["loading", "restarting", "failed"]
+    error: Fault
+
+
+class Fault(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    error: Fault
+
+
+class AnthropicFault(TypedDict):
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "not_found_error",
+        "request_too_large",
+        "rate_limit_error",
+        "overloaded_error",
+        "api_error",
+    ]
+    message: str
+
+
+class AnthropicError(TypedDict):
+    type: Literal["error"]
+    error: AnthropicFault
+    request_id: str | None

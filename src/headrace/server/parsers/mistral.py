@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import secrets
 import string
+from collections.abc import Sequence
 
 from headrace.server.parsers.json_calls import NAME_LIMIT, CallReader, value
-from headrace.server.parsers.scan import Marks, Parser, Reading
+from headrace.server.parsers.lark import Grammar, json_call
+from headrace.server.parsers.scan import Parser, Reading, marks_of
+from headrace.server.turn import Tool
 
 BEGIN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[^\s\[\]{}()\"]+")
@@ -24,10 +27,12 @@ class MistralParser(Parser):
     JSON does; without arguments it is a call of none."""
 
     def read(self) -> Reading[None]:
-        marks, calls = Marks(BEGIN), CallReader(self, eager=True)
+        marks, calls = marks_of(BEGIN), CallReader(self, eager=True)
         while (yield from self.reader.until(marks, self.flow.text)):
             self.reader.hold(BEGIN)
             yield from self.reader.skip_space()
+            while (yield from self.reader.literal(BEGIN)):
+                yield from self.reader.skip_space()
             if (yield from self.reader.peek()) in ("[", "{"):
                 yield from calls.objects()
             else:
@@ -50,3 +55,12 @@ class MistralParser(Parser):
             yield from value(reader, lambda piece: self.arguments(number, piece))
         elif (yield from reader.peek()):
             self.arguments(number, "{}")
+
+
+def calls_grammar(grammar: Grammar, tools: Sequence[Tool], most: int) -> str:
+    """The newer form where the vocabulary has [ARGS]."""
+    marks = (BEGIN, ID, ARGS)
+    if ARGS not in grammar.tokens:
+        return f'{grammar.text(BEGIN, marks)} " "? "[" {grammar.several(json_call(grammar, tools), ", ", most)} "]"'
+    named = [f"{grammar.text(f'{BEGIN}{tool.name}{ARGS}', marks)} {grammar.arguments(tool)}" for tool in tools]
+    return grammar.several(" | ".join(named), "", most)

@@ -7,10 +7,10 @@ function_call_output or a reasoning item, with an id of ours.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, FailFast, Field, ValidationError, field_validator, model_validator
 
 from headrace.server.chat_body import arguments_object
 from headrace.server.errors import ApiError, invalid
@@ -18,6 +18,7 @@ from headrace.server.protocol import Strict, explain
 from headrace.server.responses.sealed import unsealed
 
 MAX_ITEMS = 10_000
+"""Of a conversation: items without text have no tokens that would bound them."""
 MAX_ID = 256
 
 Item = dict[str, Any]
@@ -52,7 +53,11 @@ class Part(Strict):
     @classmethod
     def _refusal_is_text(cls, raw: Any) -> Any:
         if isinstance(raw, dict) and raw.get("type") == "refusal" and "text" not in raw:
-            return {**{k: v for k, v in raw.items() if k != "refusal"}, "type": "output_text", "text": raw.get("refusal")}
+            return {
+                **{k: v for k, v in raw.items() if k != "refusal"},
+                "type": "output_text",
+                "text": raw.get("refusal"),
+            }
         return raw
 
 
@@ -64,6 +69,10 @@ class SummaryText(Strict):
 class ReasoningText(Strict):
     type: Literal["reasoning_text"]
     text: str
+
+
+def _none_is_empty(value: Any) -> Any:
+    return [] if value is None else value
 
 
 def _texts(value: Any) -> Any:
@@ -136,8 +145,8 @@ class ReasoningItem(_Item):
     """The reasoning in front of an answer; its text is taken from content, else summary, else encrypted_content."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[SummaryText], FailFast()] | None = None
-    content: Annotated[list[ReasoningText], FailFast()] | None = None
+    summary: Annotated[list[SummaryText], FailFast(), BeforeValidator(_none_is_empty)] = Field(default_factory=list)
+    content: Annotated[list[ReasoningText], FailFast(), BeforeValidator(_none_is_empty)] = Field(default_factory=list)
     encrypted_content: str | None = None
 
     @field_validator("encrypted_content")
@@ -146,8 +155,8 @@ class ReasoningItem(_Item):
         return None if value is None else unsealed(value)
 
     def kept(self) -> Item:
-        summary = [part.model_dump() for part in self.summary or ()]
-        content = [part.model_dump() for part in self.content or ()]
+        summary = [part.model_dump() for part in self.summary]
+        content = [part.model_dump() for part in self.content]
         if self.encrypted_content is not None and not content:
             content = [{"type": "reasoning_text", "text": self.encrypted_content}]
         return self._kept("reasoning", summary=summary, content=content, encrypted_content=None)
@@ -177,23 +186,29 @@ def read_input(given: Any, found: Callable[[str], Item | None]) -> list[Item]:
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise invalid("input must be a text or a list of items, and not empty", "input")
-    if len(given) > MAX_ITEMS:
-        raise invalid(f"input: at most {MAX_ITEMS:,} items, got {len(given):,}", "input")
+    _check_number(given)
     return [_read(raw, f"input[{number}]", found) for number, raw in enumerate(given)]
+
+
+def _check_number(items: Sequence[Any]) -> None:
+    if len(items) > MAX_ITEMS:
+        raise invalid(f"input: at most {MAX_ITEMS:,} items in a conversation, got {len(items):,}", "input")
 
 
 def _read(raw: Any, where: str, found: Callable[[str], Item | None]) -> Item:
     try:
         item = _class(raw, where).model_validate(raw)
     except ValidationError as error:
-        raise _not_text(raw, where) or explain(error, where) from None
+        raise _not_text(raw, where) or explain(error, raw, where) from None
     if not isinstance(item, Reference):
         assert isinstance(item, _Item)
         return item.kept()
     kept = found(item.id)
     if kept is None:
         told = "it was not kept (store=false), or no longer is; send the item itself"
-        raise ApiError(404, f"{where}: no item has the id {item.id[:MAX_ID]!r}: {told}", f"{where}.id", "item_not_found")
+        raise ApiError(
+            404, f"{where}: no item has the id {item.id[:MAX_ID]!r}: {told}", f"{where}.id", "item_not_found"
+        )
     return kept
 
 
@@ -221,8 +236,9 @@ def _not_text(raw: Any, where: str) -> ApiError | None:
     return None
 
 
-def check_calls(items: Iterable[Item]) -> None:
-    """Raises ApiError for an output without its call, which no template could show."""
+def check_conversation(items: Sequence[Item]) -> None:
+    """Raises ApiError for too many items, and for an output without its call, which no template could show."""
+    _check_number(items)
     called: set[str] = set()
     for item in items:
         if item["type"] == "function_call":
