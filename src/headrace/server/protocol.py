@@ -27,7 +27,7 @@ IGNORED = {
     "store",
     "user",
 }
-"""OpenAI fields that change no answer here: accepted with any value, and not used (docs/server.md)."""
+"""OpenAI fields that change no answer here: accepted with any value, and not used (docs/api/common.md)."""
 
 REFUSED = {
     "functions": "this older form is not supported; use tools and tool_choice",
