@@ -83,6 +83,7 @@ ROUTES = (
     Route("GET", f"{ONE}/input_items", "What its model was given.", None, (responses.ItemList,), query=PAGED),
     Route("POST", "/tokenize", "Token ids of a text or a chat.", TokenizeBody, (shapes.Tokenized,)),
     Route("POST", "/detokenize", "The text of token ids.", DetokenizeBody, (shapes.Detokenized,)),
+    Route("GET", "/tokenizer_info", "Special tokens and chat template.", None, (shapes.TokenizerInfo,)),
     Route("GET", MODELS, "The served model, by all names.", None, (shapes.ModelList, shapes.AnthropicModelList)),
     Route("GET", f"{MODELS}/{{name}}", "It by one name.", None, (shapes.ModelCard, shapes.AnthropicModel)),
     Route("GET", OPEN, "Whether requests are answered.", None, (shapes.Health,)),
