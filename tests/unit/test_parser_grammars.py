@@ -10,7 +10,7 @@ import pytest
 
 from headrace.errors import InvalidRequest
 from headrace.server.parsers.constraint import constraint
-from headrace.server.parsers.lark import MOST_CALLS
+from headrace.server.parsers.lark import MOST_CALLS, bare
 from headrace.server.parsers.parts import Answer
 from headrace.server.parsers.registry import NONE, TOOL_FORMATS, Formats, make_parser
 from headrace.server.turn import Reasoning, Tool, ToolChoice
@@ -170,7 +170,7 @@ def test_after_a_budget_alone_any_text_may_come(tokens: bool) -> None:
 SHAPES = {
     "json": (Structured(json={"type": "array", "items": {"type": "integer"}, "maxItems": 2}), "[1, 2]"),
     "json_object": (Structured(json_object=True), '{"a": 1}'),
-    "regex": (Structured(regex=r"a/b+\n[0-9]\.\w"), "a/bb\n1.é"),
+    "regex": (Structured(regex=r"a/b+\n[0-9]\.\w"), "a/bb\n1.e"),
     "choice": (Structured(choice=('x "y"\n', "z")), 'x "y"\n'),
     "grammar": (Structured(grammar='start: one+\none: "q" B\nB: /[0-9]{2}/'), "q12q34"),
 }
@@ -215,6 +215,13 @@ def test_nothing_is_forced_where_nothing_is_asked() -> None:
     assert constraint(Formats(NONE), TOOLS, ToolChoice(), Reasoning(), "", boolean) is boolean
 
 
+def deep(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(levels):
+        found = {"properties": {"a": found}}
+    return found
+
+
 PATTERN = {"type": "string", "pattern": "a"}
 REFUSED = {
     "no-tool": ("hermes", [], ToolChoice("required"), "tool_choice"),
@@ -227,6 +234,10 @@ REFUSED = {
         REQUIRED,
         "tools",
     ),
+    "mark-in-xml": ("qwen3_coder", [Tool("f", parameters=schema(a={"enum": ["</parameter>"]}))], REQUIRED, "tools"),
+    "no-schema": ("hermes", [Tool("f", parameters={"properties": {"a": {"type": "strin"}}})], REQUIRED, "tools"),
+    "no-properties": ("pythonic", [Tool("f", parameters={"properties": 3, "required": 4})], REQUIRED, "tools"),
+    "deep": ("hermes", [Tool("f", parameters=deep(3000))], REQUIRED, "tools"),
     "whole-schema-in-xml": ("qwen3_coder", [Tool("f", parameters={"anyOf": [{}]})], REQUIRED, "tools"),
 }
 
@@ -236,3 +247,20 @@ def test_what_cannot_be_forced_is_refused(name: str, tools: list[Tool], choice: 
     with pytest.raises(InvalidRequest) as refused:
         constraint(Formats(name), tools, choice, Reasoning(), "", None)
     assert refused.value.param == param
+
+
+def test_words_for_readers_are_left_out_of_grammars() -> None:
+    named = {"type": "string", "description": "e", "default": "f", "enum": ["x", {"title": 1}]}
+    listed = {"items": {"$comment": "g", "anyOf": [{"examples": []}, True]}}
+    told = {"type": "object", "description": "d", "properties": {"description": named, "title": listed}}
+    left = {"description": {"type": "string", "enum": ["x", {"title": 1}]}, "title": {"items": {"anyOf": [{}, True]}}}
+    assert bare(told) == {"type": "object", "properties": left}
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_many_tools_make_a_grammar(name: str) -> None:
+    words = {"type": "string", "description": "What it is good for. " * 100}
+    tools = [Tool(f"tool_{i}", parameters=schema(["a"], **dict.fromkeys("abcde", words))) for i in range(40)]
+    shape = constraint(Formats(name), tools, REQUIRED, Reasoning(), "", None)
+    assert shape is not None and len(shape.grammar or "") < 48_000
+    assert Walk(shape, vocabulary()).allowed()

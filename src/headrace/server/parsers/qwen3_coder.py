@@ -157,7 +157,9 @@ def _item(grammar: Grammar, tool: Tool, name: str, schema: dict[str, Any]) -> st
     if not is_text(schema):
         return f"{begin} {grammar.json(schema)} {end}"
     if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
+        values = [value for value in schema.get("enum", [schema.get("const")]) if isinstance(value, str)]
+        if not values or any(PARAMETER_END in value for value in values):
+            raise _cannot(tool, f"{name!r} has no value, or one with {PARAMETER_END}")
         return f"{begin} ({' | '.join(map(quoted, values))}) {end}"
     if other := {"pattern", "format"} & set(schema):
         raise _cannot(tool, f"{name!r} has {min(other)!r}")
