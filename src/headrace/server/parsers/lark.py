@@ -37,15 +37,15 @@ class Grammar:
         return " ".join(f"<[{self.tokens[part]}]>" if part in known else quoted(part) for part in parts if part)
 
     def json(self, schema: Any) -> str:
-        """A rule for JSON text that fits the schema."""
-        return self.rule(f"%json {json.dumps({} if schema is True else schema)}")
+        """An expression for JSON text that fits the schema."""
+        return f"%json {json.dumps({} if schema is True else schema)}"
 
     def arguments(self, tool: Tool) -> str:
-        """A rule for JSON text of a tool's arguments. Raises InvalidRequest as arguments_schema."""
+        """An expression for JSON text of a tool's arguments. Raises InvalidRequest as arguments_schema."""
         return self.json(arguments_schema(tool))
 
     def shape(self, structured: Structured) -> str:
-        """A rule for an answer of this shape."""
+        """An expression for an answer of this shape."""
         kind = structured.kind
         if kind == "json_object":
             return self.json({"type": "object"})
