@@ -71,6 +71,9 @@ def check_calls(answer: Answer) -> None:
     assert answer.calls and answer.text == ""
     for call in answer.calls:
         jsonschema.validate(json.loads(call.arguments), PARAMETERS[call.name])
+        assert not set("\n\t\r").intersection(call.arguments), (
+            "JSON on one line: a model must not write blanks for ever"
+        )
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["marks-as-text", "marks-as-tokens"])

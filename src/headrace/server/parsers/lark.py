@@ -37,8 +37,11 @@ class Grammar:
         return " ".join(f"<[{self.tokens[part]}]>" if part in known else quoted(part) for part in parts if part)
 
     def json(self, schema: Any) -> str:
-        """An expression for JSON text that fits the schema."""
-        return f"%json {json.dumps({} if schema is True else schema)}"
+        """An expression for JSON text that fits the schema, written as answers of a shape are."""
+        from headrace.engine.structured.compile import JSON_OPTIONS
+
+        given = {} if schema is True else schema
+        return f"%json {json.dumps({**given, 'x-guidance': JSON_OPTIONS})}"
 
     def arguments(self, tool: Tool) -> str:
         """An expression for JSON text of a tool's arguments. Raises InvalidRequest as arguments_schema."""
