@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import jsonschema
@@ -71,9 +72,7 @@ def check_calls(answer: Answer) -> None:
     assert answer.calls and answer.text == ""
     for call in answer.calls:
         jsonschema.validate(json.loads(call.arguments), PARAMETERS[call.name])
-        assert not set("\n\t\r").intersection(call.arguments), (
-            "JSON on one line: a model must not write blanks for ever"
-        )
+        assert not set("\n\t\r").intersection(call.arguments), "blanks have no end"
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["marks-as-text", "marks-as-tokens"])
@@ -250,6 +249,14 @@ def test_what_cannot_be_forced_is_refused(name: str, tools: list[Tool], choice: 
     with pytest.raises(InvalidRequest) as refused:
         constraint(Formats(name), tools, choice, Reasoning(), "", None)
     assert refused.value.param == param
+
+
+def test_texts_that_are_tokens_cannot_be_forced() -> None:
+    words = vocabulary(*marks_of("hermes"))
+    for schema_of in ({"enum": ["a <think> b"]}, {"type": "string", "description": "Write <think>."}):
+        tools, refused = [Tool("f", parameters=schema(a=schema_of))], "enum" in schema_of
+        with pytest.raises(InvalidRequest, match="contain '<think>'") if refused else nullcontext():
+            assert constraint(formats("hermes", words), tools, REQUIRED, Reasoning(), "", None)
 
 
 def test_words_for_readers_are_left_out_of_grammars() -> None:
