@@ -205,7 +205,7 @@ SERVER_USE = {"type": "server_tool_use", "id": "1", "name": "web_search", "input
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "^thinking.budget_tokens"),
         ({"temperature": 1.5}, "^temperature"),
         ({"max_tokens": None}, "^max_tokens"),
-        ({"max_tokens": 0}, "^max_tokens"),
+        ({"max_tokens": -1}, "^max_tokens"),
         ({"stop_sequences": [""]}, "^stop strings"),
         ({"container": "c"}, "^container: "),
         ({"stream_options": {"include_usage": True}}, "^stream_options: "),

@@ -148,6 +148,8 @@ class _Ending:
 async def _frames(run: JobRun, replies: Replies, ending: _Ending) -> AsyncIterator[bytes]:
     """The server-sent events of one job. A failure becomes the last of them."""
     try:
+        for frame in replies.opening():
+            yield frame
         async with aclosing(run.events()) as events:
             async for event in events:
                 for frame in replies.frames(event):

@@ -72,6 +72,10 @@ class Replies(Protocol):
 
     def whole(self) -> dict[str, Any]: ...
 
+    def opening(self) -> list[bytes]:
+        """Server-sent events before the first event, at once: the prompt is still to be read."""
+        ...
+
     def frames(self, event: Event) -> list[bytes]:
         """Server-sent events for one event: often one, none while its text is held back."""
         ...
@@ -105,6 +109,9 @@ class OpenAIReplies:
             "usage": usage(self.job),
             "headrace": figures(self.job),
         }
+
+    def opening(self) -> list[bytes]:
+        return []
 
     def frames(self, event: Event) -> list[bytes]:
         return [sse(chunk) for chunk in self.chunks(event)]

@@ -1,4 +1,4 @@
-"""Pydantic AI: agents over chat completions and responses. (Its Anthropic model needs an older client of Anthropic's.)"""
+"""Pydantic AI over chat completions and responses. (Its model of Anthropic's needs an older client of theirs.)"""
 
 from __future__ import annotations
 

@@ -203,9 +203,10 @@ class CountBody(Body):
 
 
 class MessagesBody(CountBody, StreamedBody):
-    """`cache_salt`, `public_prefix_tokens`: as on the other routes."""
+    """`cache_salt`, `public_prefix_tokens`: as on the other routes. max_tokens 0: the prompt is read, so that it is
+    cached, and nothing is told of the one token that follows."""
 
-    max_tokens: int = Field(ge=1, le=2**31)
+    max_tokens: int = Field(ge=0, le=2**31)
     stop_sequences: list[str] | None = None
     temperature: float | None = Field(default=None, ge=0, le=1)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -220,7 +221,7 @@ class MessagesBody(CountBody, StreamedBody):
         given = {name: value for name, value in given.items() if value is not None}
         shape = None if self.format is None else Structured(json=self.format.schema_)
         return SamplingParams(
-            max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ()), structured=shape, **given
+            max_tokens=self.max_tokens or 1, stop=tuple(self.stop_sequences or ()), structured=shape, **given
         )
 
 

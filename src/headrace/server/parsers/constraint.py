@@ -57,7 +57,15 @@ def constraint(
         before = grammar.text(form.answer, form.marks) if form and form.answer else ""
         answers.append(f"{before} {grammar.shape(structured)}")
     answer = grammar.rule(" | ".join(answers))
-    return Structured(grammar=grammar.done(answer if thought is None else f"({thought})? {answer}"))
+    if thought is None:
+        return Structured(grammar=grammar.done(answer))
+    whether = "" if _opened(formats, prompt_end) else "?"
+    return Structured(grammar=grammar.done(f"({thought}){whether} {answer}"))
+
+
+def _opened(formats: Formats, prompt_end: str) -> bool:
+    """Whether the prompt ends within reasoning."""
+    return prompt_end.rstrip().endswith(REASONING_FORMATS[formats.reasoning].begin)
 
 
 def _callable(formats: Formats, tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
@@ -79,9 +87,8 @@ def _thought(grammar: Grammar, formats: Formats, reasoning: Reasoning, prompt_en
     form = REASONING_FORMATS.get(formats.reasoning)
     if form is None:
         return None
-    before = prompt_end.rstrip()
-    opened = before.endswith(form.begin)
-    if not opened and (reasoning.enabled is False or before.endswith(form.end)):
+    opened = _opened(formats, prompt_end)
+    if not opened and (reasoning.enabled is False or prompt_end.rstrip().endswith(form.end)):
         return None
     begin = "" if opened else grammar.text(form.begin, form.marks)
     after = grammar.text(form.after, form.marks) if form.after else grammar.rule(BREAK)
