@@ -60,15 +60,20 @@ def grammar_of(structured: Structured) -> str:
     if kind == "json":
         return _of_schema(_lowered(structured.json or "").whole())
     if kind == "regex":
-        try:
-            return LLMatcher.grammar_from_regex(translated(structured.regex or ""))
-        except Unreadable as fault:
-            raise Refused("regex", str(fault)) from None
+        return LLMatcher.grammar_from_regex(expression_of(structured.regex or ""))
     if kind == "choice":
         return _of_choices(structured.choice)
     grammar, schemas = lark.checked(structured.grammar or "")
-    texts = [json.dumps(_with_options(_lowered(schema).whole())) for schema in schemas]
+    texts = [json.dumps(_with_options(_lowered(schema, written=True).whole())) for schema in schemas]
     return LLMatcher.grammar_from_lark(re.sub(r"(?<=%json )\d+", lambda found: texts[int(found[0])], grammar))
+
+
+def expression_of(regex: str) -> str:
+    """A regular expression as llguidance reads it. Raises InvalidRequest."""
+    try:
+        return translated(regex, python=True)
+    except Unreadable as fault:
+        raise Refused("regex", str(fault)) from None
 
 
 def limits() -> LLParserLimits:
@@ -147,11 +152,14 @@ def _line(fault: str) -> str:
     return fault.split("\n<", 1)[0].strip()[:500]
 
 
-def _lowered(text: str) -> Lowered:
+def _lowered(text: str, written: bool = False) -> Lowered:
+    """`written`: the schema may have the options that this module would give it."""
     try:
         schema = json.loads(text, parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"json is no JSON Schema: {error}", "structured") from None
+    if written and isinstance(schema, dict) and schema.get("x-guidance") == JSON_OPTIONS:
+        del schema["x-guidance"]
     return lowered(schema)
 
 

@@ -9,9 +9,9 @@ from headrace.engine.structured.keywords import Refused
 from headrace.engine.structured.patterns import Unreadable, translated
 
 MAX_GRAMMAR = 64 << 10
-"""Characters."""
+"""Characters, those of the schemas within apart."""
 
-MAX_RULES = 500
+MAX_RULES = 1000
 """The library's recursion goes along rules and terminals, and ends the process where there are some thousands."""
 
 MAX_TIMES = 10_000
@@ -30,6 +30,7 @@ _TOKENS = re.compile(
       | .""",
     re.X | re.S,
 )
+_FLAGS = re.compile(r"\(\?([imsU-]+)([:)])")
 _ATTRIBUTE = re.compile(r"\b(stop|temperature)\b")
 
 
@@ -38,8 +39,6 @@ def checked(grammar: str) -> tuple[str, list[str]]:
 
     The places hold the schemas' numbers: `%json 0`.
     """
-    if len(grammar) > MAX_GRAMMAR:
-        raise Refused("grammar", f"is longer than {MAX_GRAMMAR:,} characters", "use a shorter one")
     parts: list[str] = []
     schemas: list[str] = []
     rules, times, at = 0, 1, 0
@@ -59,7 +58,9 @@ def checked(grammar: str) -> tuple[str, list[str]]:
         if text == "%json":
             at = _cut(grammar, at, line, schemas)
             parts.append(f" {len(schemas) - 1}")
-    return "".join(parts), schemas
+    if len(text := "".join(parts)) > MAX_GRAMMAR:
+        raise Refused("grammar", f"is longer than {MAX_GRAMMAR:,} characters", "use a shorter one")
+    return text, schemas
 
 
 def _check(kind: str | None, text: str, where: str) -> None:
@@ -69,7 +70,7 @@ def _check(kind: str | None, text: str, where: str) -> None:
         raise Refused(where, f"{found[0]}= is not supported", "use lazy or suffix, or the request's own parameters")
     if kind == "regex":
         try:
-            translated(text[1 : text.rindex("/")].replace("(?s:", "(?:").replace("(?i:", "(?:"))
+            translated(_FLAGS.sub(lambda found: "(?:" * (found[2] == ":"), text[1 : text.rindex("/")]))
         except Unreadable as fault:
             raise Refused(where, str(fault)) from None
 

@@ -21,6 +21,7 @@ MAX_LEAST = 16_384
 
 _SPACE = r"\t\n\x0B\x0C\r \u{A0}\u{1680}\u{2000}-\u{200A}\u{2028}\u{2029}\u{202F}\u{205F}\u{3000}"
 _FEW = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACE}
+_PYTHON = {"d": r"\p{Nd}", "w": r"\p{L}\p{N}_", "s": _SPACE}
 _MANY = {"d": r"\p{Nd}", "w": r"\p{Alphabetic}\p{M}\p{N}\p{Pc}", "s": _SPACE + r"\x1C-\x1F\u{85}\u{FEFF}"}
 _ANY = r"[^\n\r\u{2028}\u{2029}]"
 _CONTROL = {"t": r"\t", "n": r"\n", "r": r"\r", "v": r"\x0B", "f": r"\x0C", "0": r"\x00"}
@@ -40,6 +41,7 @@ class _Reader:
     """One pass from left to right; `at` is the next character, `done` what is written of the ones before it."""
 
     text: str
+    few: dict[str, str] = field(default_factory=lambda: _FEW)
     at: int = 0
     done: list[str] = field(default_factory=list)
     least: list[int] = field(default_factory=lambda: [0])
@@ -72,9 +74,10 @@ class _Reader:
         return self.text[self.at : self.at + 1]
 
 
-def translated(pattern: str) -> str:
-    """The expression in the library's dialect. Raises Unreadable."""
-    reader, depth, repeatable = _Reader(pattern), 0, False
+def translated(pattern: str, python: bool = False) -> str:
+    """The expression in the library's dialect. `python`: \\d and \\w are those of Python, letters and digits of every
+    script. Raises Unreadable."""
+    reader, depth, repeatable = _Reader(pattern, _PYTHON if python else _FEW), 0, False
     while reader.ahead:
         char = reader.next()
         if char == "(":
@@ -143,7 +146,7 @@ def _one(reader: _Reader, char: str) -> str:
     letter = reader.ahead
     if letter and letter in "dws":
         reader.at += 1
-        return f"[{_FEW[letter]}]"
+        return f"[{reader.few[letter]}]"
     if letter and letter in "DWS":
         reader.at += 1
         return f"[^{_MANY[letter.lower()]}]"
@@ -211,8 +214,8 @@ def _item(reader: _Reader, char: str, negated: bool) -> tuple[str, bool]:
     if char == "\\" and letter and letter in "dwsDWS":
         reader.at += 1
         if letter.islower():
-            return (_MANY if negated else _FEW)[letter], False
-        return f"[^{(_FEW if negated else _MANY)[letter.lower()]}]", False
+            return (_MANY if negated else reader.few)[letter], False
+        return f"[^{(reader.few if negated else _MANY)[letter.lower()]}]", False
     if char == "\\" and letter == "b":
         reader.at += 1
         return r"\x08", True

@@ -54,9 +54,9 @@ class Grammar:
         if kind == "json":
             return self.json(_schema(structured.json or ""))
         if kind == "regex":
-            from llguidance import regex_to_lark
+            from headrace.engine.structured.compile import expression_of
 
-            return self.rule(f"/{regex_to_lark(structured.regex or '', use_ascii='')}/")
+            return self.rule(f"/{expression_of(structured.regex or '')}/")
         if kind == "choice":
             return self.rule(" | ".join(map(quoted, structured.choice)))
         return self.rule("%lark {\n" + (structured.grammar or "") + "\n}")
