@@ -16,7 +16,7 @@ NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/*/*)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test test-matrix test-clients soak test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny wheel mutants clean
+.PHONY: help install demo docs test test-matrix test-schemas test-clients soak test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny wheel mutants clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -54,6 +54,10 @@ test-sanitize: $(DEV) ## kernel tests under the address, undefined-behaviour and
 
 test-arm: $(DEV) ## kernel tests on kernels built for 64-bit ARM, emulated (Debian; an hour)
 	@$(BIN)/python tools/arm/run.py
+
+test-schemas: $(DEV) ## that answers fit their schemas: the official suite's and 200 as clients send them (ten minutes)
+	@mkdir -p build/schemas
+	@$(BIN)/python -m tools.schemas.run --json build/schemas/result.json
 
 fuzz: $(DEV) ## attack every door with seeded nonsense (5 minutes; FUZZ_SECONDS=60 FUZZ_SEED=2 for others)
 	@$(BIN)/python -m tools.fuzz.run --seconds $(or $(FUZZ_SECONDS),300) --seed $(or $(FUZZ_SEED),1)

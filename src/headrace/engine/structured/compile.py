@@ -77,12 +77,13 @@ def expression_of(regex: str) -> str:
 
 
 def limits() -> LLParserLimits:
-    """What a grammar may cost: once, when it is compiled (about 0.5 s and 100 MiB), and for each token (50 ms)."""
+    """What a grammar may cost: when it is compiled (about 0.5 s, 100 MiB), and for each token (some 50 ms; 0.3 s if
+    it is ambiguous all over)."""
     return LLParserLimits(
-        max_items_in_row=6000,
+        max_items_in_row=2000,  # an ambiguous grammar costs the square of this for each token
         initial_lexer_fuel=200_000,
         step_lexer_fuel=200_000,
-        step_max_items=50_000,
+        step_max_items=20_000,
         max_lexer_states=50_000,
         max_grammar_size=200_000,
         verbose_errors=False,

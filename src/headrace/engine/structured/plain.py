@@ -17,7 +17,8 @@ MAX_COUNT = 1_000_000_000
 """A longer string or list than this ends no answer: as a maximum it says nothing."""
 
 MAX_NAMES = 1000
-"""Properties of one object; what the library's parser holds at once is bounded as well."""
+MAX_OPTIONAL = 450
+"""Properties of one object; for each that is optional the library's parser has four items at once, of 2,000."""
 
 MAX_PATTERNS = 24
 """patternProperties of one object, each pair of which is proven disjoint."""
@@ -126,8 +127,10 @@ def _object(made: dict[str, Any], schema: dict[str, Any], pointer: str, inner: I
         made["additionalProperties"] = inner(schema[rest], rest)
     if required:
         made["required"] = list(dict.fromkeys(required))
-    if len(made.get("properties", {}).keys() | set(required)) > MAX_NAMES:
-        raise Refused(pointer, f"more than {MAX_NAMES:,} properties", "use fewer")
+    optional = len(made.get("properties", {}).keys() - set(required))
+    if optional > MAX_OPTIONAL or optional + len(set(required)) > MAX_NAMES:
+        most = f"{MAX_NAMES:,} properties, or more than {MAX_OPTIONAL} that are not required"
+        raise Refused(pointer, f"more than {most}", "use fewer")
     for name in made.get("properties", {}).keys() | set(required):
         _check_name(name, pointer)
 
