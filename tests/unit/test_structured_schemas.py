@@ -14,6 +14,7 @@ from headrace.errors import InvalidRequest
 from headrace.structured import Structured
 from tools.schemas.accepting import Accepting, tokenizer
 from tools.schemas.families import built
+from tools.schemas.judging import fault
 from tools.schemas.written import WRITTEN
 
 pytestmark = pytest.mark.unit
@@ -134,3 +135,11 @@ def test_the_200_schemas_can_be_enforced() -> None:
         Draft202012Validator.check_schema(schema) if "draft-0" not in str(schema.get("$schema")) else None
         grammar_of(Structured(json=schema)), name
         check(Structured(json=schema), None)
+
+
+def test_the_judge_of_answers() -> None:
+    assert fault({"multipleOf": 0.1}, "0.30") is None
+    assert fault({"type": "object"}, '{"a": -0, "b": [1.50, "\\n"]}') is None
+    assert "otherwise" in (fault({"type": "object"}, '{"a":1}') or "")
+    assert "date" in (fault({"format": "date"}, '"2023-02-29"') or "")
+    assert "JSON" in (fault({}, "{") or "")
