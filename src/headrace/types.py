@@ -11,6 +11,12 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Literal
 
+from headrace.errors import EngineDead as EngineDead
+from headrace.errors import InvalidRequest as InvalidRequest
+from headrace.errors import Overloaded as Overloaded
+from headrace.errors import UnsupportedModel as UnsupportedModel
+from headrace.structured import Structured as Structured
+
 CHUNK = 64
 """Tokens in a chunk: the unit of sharing, of storage and of the canonical merge (docs/attention.md)."""
 
@@ -18,31 +24,6 @@ BLOCK_CHUNKS = 32
 """Chunks in a block: states are merged chunk by chunk inside a block, then block by block."""
 
 FinishReason = Literal["stop", "length", "abort"]
-
-
-class InvalidRequest(ValueError):
-    """A request that cannot be served as asked. `param` names the offending parameter (None: the whole request),
-    `code` the kind of the fault as OpenAI's API does, where it has a name of its own ('context_length_exceeded')."""
-
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param, self.code = param, code
-
-
-class Overloaded(RuntimeError):
-    """The waiting queue is full; try again after `retry_after_s` seconds (HTTP 429 with Retry-After)."""
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-class EngineDead(RuntimeError):
-    """The engine has failed and answers nothing any more; the message says why."""
-
-
-class UnsupportedModel(ValueError):
-    """The model folder asks for something Headrace does not implement; the message names it."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -142,6 +123,7 @@ class SamplingParams:
       `include_stop_str_in_output`.
     - `max_tokens`, `min_tokens`: most tokens (None: as many as the context allows); no end before so many.
     - `ignore_eos`: go on past the end-of-text token. `skip_special_tokens`: leave special tokens out of the text.
+    - `structured`: the shape that the answer must have, a Structured.
 
     Raises InvalidRequest (a ValueError with `.param`) for anything out of range.
     """
@@ -168,6 +150,7 @@ class SamplingParams:
     min_tokens: int = _option(0, 0, 2**31, cli="Fewest tokens of an answer.")
     ignore_eos: bool = _option(False, cli="Go on past the end-of-text token.")
     skip_special_tokens: bool = _option(True)
+    structured: Structured | None = _option(None, body=False)
 
     def __repr__(self) -> str:
         return set_apart(self)
@@ -177,6 +160,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
         if not isinstance(self.logit_bias, dict | None):
             raise InvalidRequest(f"logit_bias must be a dict, got {type(self.logit_bias).__name__}", "logit_bias")
+        if not isinstance(self.structured, Structured | None):
+            raise InvalidRequest("structured must be a Structured: json, regex, choice, ...", "structured")
         self._check_numbers()
         self._check_lists()
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from headrace.config import EngineConfig
 from headrace.progress import LoadPhase, OnPhase, Prefill
@@ -35,11 +35,16 @@ class FakeTokenizer:
     vocab_size = VOCAB
     eos_token_id = EOS
     has_chat_template = True
+    chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    """A test of tools sets another; what is rendered stays the same."""
+    added_tokens: ClassVar[dict[str, int]] = {}
+    named_tokens: ClassVar[dict[str, str | None]] = {"bos_token": None, "eos_token": "<256>", "pad_token": None}
+    special_tokens: ClassVar[frozenset[str]] = frozenset()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
@@ -48,10 +53,21 @@ class FakeTokenizer:
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode("utf-8", "replace")
 
-    def render_chat(self, messages: Any, add_generation_prompt: bool = True, *, sign: str = "") -> str:
-        if any(m["content"] == "refuse me" for m in messages):
+    def render_chat(
+        self,
+        messages: Any,
+        add_generation_prompt: bool = True,
+        tools: Any = None,
+        *,
+        documents: Any = None,
+        sign: str = "",
+        enable_thinking: bool | None = None,
+        thinking: bool | None = None,
+        reasoning_effort: str | None = None,
+    ) -> str:
+        if any(m.get("content") == "refuse me" for m in messages):
             raise InvalidRequest("the chat template refused the messages", "messages")
-        return "".join(m["content"] + "\n" for m in messages) + sign
+        return "".join((m.get("content") or "") + "\n" for m in messages) + sign
 
     def encode_chat(self, text: str) -> list[int]:
         return self.encode(text)
@@ -75,14 +91,27 @@ class FakeCapacity:
     quantization: str = "none"
 
 
+Salted = tuple[str | None, tuple[int, ...]]
+"""A salt, and tokens under it."""
+
+
 class FakeEngine:
-    """`start_s` and `token_s` are delays; `running_limit` sequences of requests run at once, the others wait."""
+    """Answers repeat the prompt, or are what `scripts` holds: a text a request, first in, first out, token by token,
+    which then stops. `start_s`, `token_s` and `chunk_s` (of a prompt; 0: it is read at once, and half of it counts as
+    cached) are delays; `running_limit` sequences of requests run at once, the others wait. `asked`: prompts and
+    parameters so far; `read`: what has been read of them, if it took time."""
 
     def __init__(
-        self, config: EngineConfig, start_s: float = 0.0, token_s: float = 0.0, running_limit: int = 8
+        self,
+        config: EngineConfig,
+        start_s: float = 0.0,
+        token_s: float = 0.0,
+        running_limit: int = 8,
+        chunk_s: float = 0.0,
     ) -> None:
         self.config = config
-        self.start_s, self.token_s = start_s, token_s
+        self.start_s, self.token_s, self.chunk_s = start_s, token_s, chunk_s
+        self.read: list[Salted] = []
         self.capacity = FakeCapacity()
         self.tokenizer: FakeTokenizer | None = FakeTokenizer()
         self.failure: str | None = None
@@ -93,6 +122,8 @@ class FakeEngine:
         self.strategy = self.strategy_reason = self.restore_reason = ""
         self.restored_tokens = 0
         self.salts: list[tuple[str | None, int]] = []
+        self.scripts: list[str] = []
+        self.asked: list[tuple[str, SamplingParams]] = []
         self.prefills: list[Prefill] = []
         self.prefill_rate = 0.0
         self._started = False
@@ -116,6 +147,10 @@ class FakeEngine:
 
     async def shutdown(self) -> None:
         self.die("the engine was shut down")
+
+    async def check_shape(self, params: SamplingParams) -> None:
+        if params.structured is not None and params.structured.regex == "refuse me":
+            raise InvalidRequest("regex cannot be taken: refuse me", "structured")
 
     async def wait_dead(self) -> str:
         await self._dead.wait()
@@ -146,6 +181,7 @@ class FakeEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        queued: Callable[[], None] | None = None,
     ) -> AsyncIterator[Delta]:
         if not self.alive:
             raise EngineDead(self.failure or "not started")
@@ -153,9 +189,13 @@ class FakeEngine:
             raise Overloaded("the queue is full", 2.5)
         assert isinstance(prompt, list) and request_id is not None
         self.salts.append((cache_salt, public_prefix_tokens))
-        run = _Run(self, prompt, params, request_id)
+        self.asked.append((FakeTokenizer().decode(prompt), params))
+        run = _Run(self, prompt, params, request_id, cache_salt)
         try:
+            if queued is not None:
+                queued()
             await run.wait_for_turn()
+            await run.read()
             while not run.done:
                 for delta in await run.step():
                     yield delta
@@ -166,10 +206,14 @@ class FakeEngine:
 class _Run:
     """One request. Invariant: its chunks are in `stats.kv.chunks_used` from its turn until close()."""
 
-    def __init__(self, engine: FakeEngine, prompt: list[int], params: SamplingParams, request_id: str) -> None:
-        self.engine, self.prompt, self.params, self.request_id = engine, prompt, params, request_id
+    def __init__(
+        self, engine: FakeEngine, prompt: list[int], params: SamplingParams, request_id: str, salt: str | None
+    ) -> None:
+        self.engine, self.prompt, self.params, self.request_id, self.salt = engine, prompt, params, request_id, salt
+        self.cached = 0
         self.arrival = time.monotonic()
         self.turn = self.first = 0.0
+        self.script = list(engine.scripts.pop(0).encode()) if engine.scripts else None
         self.sequences = [_Sequence(self, index) for index in range(params.n)]
         self.chunks = chunks_for(len(prompt)) + params.n
 
@@ -193,6 +237,24 @@ class _Run:
         if strategy := self.engine.strategy:
             stats.ranks.prefills[strategy] = stats.ranks.prefills.get(strategy, 0) + 1
 
+    async def read(self) -> None:
+        """The prompt, a chunk at a time; what an earlier request with its salt has read is cached."""
+        engine, key = self.engine, (self.salt, tuple(self.prompt))
+        if not engine.chunk_s:
+            return
+        whole = (len(self.prompt) - 1) // 64 * 64
+        self.cached = min(whole, max((_common(key, other) // 64 * 64 for other in engine.read), default=0))
+        for done in range(self.cached, len(self.prompt), 64):
+            step = min(64, len(self.prompt) - done)
+            self.note_prefill(Prefill(self.request_id, done, self.cached, len(self.prompt), step))
+            await asyncio.sleep(engine.chunk_s)
+            engine.read.append((self.salt, tuple(self.prompt[: done + step])))
+        self.note_prefill(None)
+
+    def note_prefill(self, now: Prefill | None) -> None:
+        others = [each for each in self.engine.prefills if each.request_id != self.request_id]
+        self.engine.prefills = [*others, now] if now else others
+
     async def step(self) -> list[Delta]:
         """One token for each unfinished sequence."""
         await asyncio.sleep(self.engine.token_s)
@@ -212,7 +274,7 @@ class _Run:
     def _metrics(self) -> Metrics:
         now = time.monotonic()
         output = sum(len(sequence.token_ids) for sequence in self.sequences)
-        cached = len(self.prompt) // 64 * 64 // 2
+        cached = self.cached if self.engine.chunk_s else len(self.prompt) // 64 * 64 // 2
         times = (self.first - self.arrival, now - self.arrival, self.turn - self.arrival)
         engine = self.engine
         made = Metrics(*times, len(self.prompt), cached, output, engine.strategy, engine.strategy_reason)
@@ -220,6 +282,8 @@ class _Run:
 
     def close(self) -> None:
         stats = self.engine.stats
+        if self.engine.chunk_s:
+            self.note_prefill(None)
         if self.turn:
             stats.scheduler.running -= 1
             stats.kv.chunks_used -= self.chunks
@@ -230,6 +294,14 @@ class _Run:
         else:
             stats.finished.abort += 1
             self.engine.aborted.append(self.request_id)
+
+
+def _common(one: Salted, other: Salted) -> int:
+    """Tokens that both begin with, where their salts are the same."""
+    same = 0
+    while one[0] == other[0] and same < min(len(one[1]), len(other[1])) and one[1][same] == other[1][same]:
+        same += 1
+    return same
 
 
 class _Sequence:
@@ -243,7 +315,8 @@ class _Sequence:
 
     def next(self) -> Delta:
         run, params = self.run, self.run.params
-        token = run.prompt[(len(self.token_ids) + self.index) % len(run.prompt)]
+        said = run.script or run.prompt
+        token = said[(len(self.token_ids) + self.index) % len(said)]
         delta = Delta(run.request_id, self.index, token_ids=[token])
         if params.logprobs is not None:
             delta.logprobs = [_logprobs(token, params.logprobs)]
@@ -261,6 +334,8 @@ class _Sequence:
         if found:
             at, delta.stop_reason = min(found)
             text, delta.finish_reason = text[:at], "stop"
+        elif self.run.script is not None and len(self.token_ids) == len(self.run.script):
+            delta.finish_reason = "stop"
         elif len(self.token_ids) >= (params.max_tokens or 16):
             delta.finish_reason = "length"
         else:

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.unit
 
 SOURCE = Path(__file__).parents[2] / "src"
 BASE = {
+    "errors",
+    "structured",
     "types",
     "cgroups",
     "version",
@@ -34,7 +36,9 @@ CORE = BASE | {"kernels.registry", "kernels.records", "kernels", "kv", "attentio
 BELOW_ENGINE = CORE | {"models", "planner", "parallel", "offload", "assets"}
 
 MAY_IMPORT = {
-    "types": set(),
+    "errors": set(),
+    "structured": {"errors"},
+    "types": {"errors", "structured"},
     "version": set(),
     "stats": {"types"},
     "strategies": set(),

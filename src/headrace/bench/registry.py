@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from headrace.bench import attention, cache, choice, connections, engine, offload, prefill, restart, restore, serve
+from headrace.bench import (
+    attention,
+    cache,
+    choice,
+    connections,
+    engine,
+    offload,
+    prefill,
+    restart,
+    restore,
+    serve,
+    structured,
+)
 from headrace.bench.benchmark import Benchmark
 
 BENCHMARKS: tuple[type[Benchmark], ...] = (
@@ -16,4 +28,5 @@ BENCHMARKS: tuple[type[Benchmark], ...] = (
     prefill.PrefillBench,
     choice.ChoiceBench,
     serve.ServeBench,
+    structured.StructuredBench,
 )

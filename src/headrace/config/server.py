@@ -5,11 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from headrace.config.fields import SettingsRecord, at_least, seconds, setting
+from headrace.config.fields import NOT_NEGATIVE, Check, SettingsRecord, at_least, seconds, setting
+from headrace.config.served import check_names
+from headrace.types import did_you_mean
 
 LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 LogRequests = Literal["off", "ends", "params", "text"]
+TOOL_PARSERS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "openai", "json", "none")
+REASONING_PARSERS = ("think", "mistral", "harmony", "none")
+PARSER_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder",
+                  "qwen3": "think", "deepseek_r1": "think", "openai_gptoss": "harmony"}  # fmt: skip
+"""vLLM's names of formats -> ours, where these differ."""
+OnDisconnect = Literal["stop", "finish"]
 
 
 def _a_port(name: str, value: Any) -> None:
@@ -20,6 +28,20 @@ def _a_port(name: str, value: Any) -> None:
 def _a_key(name: str, value: Any) -> None:
     if not value.strip():
         raise ValueError(f"{name} must not be empty; leave it out to serve without one")
+
+
+def _a_parser(known: tuple[str, ...]) -> Check:
+    def check(name: str, value: Any) -> None:
+        if value != "auto" and PARSER_ALIASES.get(value, value) not in known:
+            near = did_you_mean(value, ("auto", *known))
+            raise ValueError(f"{name} must be auto or one of {', '.join(known)}, got {value!r}{near}")
+
+    return check
+
+
+def _a_file_name(name: str, value: Any) -> None:
+    if not value.strip():
+        raise ValueError(f"{name} must name a file; leave it out to serve without one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +57,18 @@ class ServerSettings(SettingsRecord):
         common=True,
         secret=True,
     )
+    api_keys_file: str | None = setting(
+        None,
+        "TOML file of API keys by tenant, each with its limits and chunks of its own (docs/keys.md). SIGHUP reads it "
+        "again.",
+        check=_a_file_name,
+    )
     model_name: str | None = setting(
-        None, "Name of the model in the API. Default: the model as given.", name="served_model_name"
+        None,
+        "Name of the model in the API; several, separated by commas, and patterns with *, as in 'tiny,claude-*'. "
+        "Default: the model as given.",
+        name="served_model_name",
+        check=check_names,
     )
     max_connections: int | None = setting(
         None,
@@ -47,6 +79,13 @@ class ServerSettings(SettingsRecord):
     max_queued_requests: int = setting(512, "Requests that may wait; more are refused with 429.", check=at_least(1))
     max_queued_tokens: int = setting(
         1_000_000, "Prompt tokens that may wait; more are refused with 429.", check=at_least(1), unit="tokens"
+    )
+    response_store_mb: int = setting(
+        64,
+        "MiB of memory for responses of /v1/responses that are kept for previous_response_id; 0: none.",
+        check=at_least(0),
+        rare=True,
+        unit="MiB",
     )
     log_level: LogLevel = setting(
         "auto", "Least level of log lines. auto: info for serve, warning for other commands.", everywhere=True
@@ -66,6 +105,34 @@ class ServerSettings(SettingsRecord):
         None,
         "Text file, such as a system prompt: requests of all cache_salts share the chunks of a prompt that begins "
         "with it. Several: separated by colons.",
+    )
+    sse_keepalive_s: float = setting(
+        10.0,
+        "A stream that has nothing to tell for so many seconds, as during a long prefill, sends a comment, so that "
+        "proxies keep it open; 0: never.",
+        check=NOT_NEGATIVE,
+    )
+    on_disconnect: OnDisconnect = setting(
+        "stop",
+        "When a client leaves during its prefill: stop at once, or finish the prefill, so that its retry finds it "
+        "cached. A few at a time, and only while no other request waits.",
+    )
+    stable_system_prompt: bool = setting(
+        False,
+        "On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, "
+        "the date, git's status), so that prefixes are shared.",
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "How the model writes calls of tools: hermes, qwen3_coder, llama3_json, mistral, pythonic, openai, json, or "
+        "none (calls stay text). auto: as its chat template says.",
+        check=_a_parser(TOOL_PARSERS),
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "How the model writes its reasoning: think, mistral, harmony, or none (it stays text). auto: as its chat "
+        "template says.",
+        check=_a_parser(REASONING_PARSERS),
     )
     restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")
     engine_timeout_s: float = setting(

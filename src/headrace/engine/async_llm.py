@@ -19,9 +19,10 @@ from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import messages as m
 from headrace.engine import preflight, process
 from headrace.engine.capacity import Capacity, check_variables, model_folder
+from headrace.engine.structured.door import ShapeDoor
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.waiting import WaitingPrompts
-from headrace.progress import WEIGHTS, LoadPhase, OnPhase, Prefill, PrefillClock
+from headrace.progress import LoadPhase, OnPhase, Prefill, PrefillClock, both
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, MAX_N, Delta, EngineDead, InvalidRequest, Overloaded, Request, SamplingParams
 
@@ -69,6 +70,7 @@ class AsyncLLM(metaclass=PublicNames):
         self._silence_s = 0.0
         self._dead = asyncio.Event()
         self._closing = False
+        self._shapes = ShapeDoor()
         self._streams: dict[str, asyncio.Queue[Item]] = {}
         self._queued = WaitingPrompts(0)
         self._prefilling = PrefillClock()
@@ -120,7 +122,7 @@ class AsyncLLM(metaclass=PublicNames):
         the first moment on; headrace.progress.PhaseTimes times it. Raises ValueError for settings or a model that
         cannot work, EngineDead for any other failure.
         """
-        tell = _both(progress, phases)
+        tell = both(progress, phases)
         preflight.check(self.config)
         folder = model_folder(self.config.model.folder)
         ours, theirs = socket.socketpair()
@@ -241,6 +243,10 @@ class AsyncLLM(metaclass=PublicNames):
         """Parameters with max_tokens resolved. Raises InvalidRequest naming what cannot be served."""
         return self.capacity.check(prompt_token_ids, params)
 
+    async def check_shape(self, params: SamplingParams) -> None:
+        """Raises InvalidRequest for a shape that answers cannot have. `generate` does so, too."""
+        await self._shapes.check_beside(params, self.tokenizer, self.capacity)
+
     async def generate(
         self,
         prompt: str | list[int],
@@ -249,8 +255,10 @@ class AsyncLLM(metaclass=PublicNames):
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        queued: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences.
+        """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences. `queued` is
+        called once the request waits for its turn.
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.
@@ -258,10 +266,13 @@ class AsyncLLM(metaclass=PublicNames):
         self._must_live()
         tokens = self._tokens(prompt)
         params = self.check(tokens, SamplingParams() if params is None else params)
+        await self.check_shape(params)
         name = request_id or uuid.uuid4().hex
         stream = self._enqueue(Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic()))
         unfinished = set(range(params.n))
         try:
+            if queued is not None:
+                queued()
             while unfinished:
                 item = await stream.get()
                 if isinstance(item, Exception):
@@ -363,16 +374,6 @@ class AsyncLLM(metaclass=PublicNames):
             await asyncio.to_thread(process.end, self._process, seconds)
         await _cancel(self._listener)
         self._die("the engine was shut down")
-
-
-def _both(progress: Callable[[int, int], None] | None, phases: OnPhase | None) -> OnPhase:
-    def tell(phase: LoadPhase) -> None:
-        if phases is not None:
-            phases(phase)
-        if progress is not None and phase.name == WEIGHTS and phase.total:
-            progress(phase.done, phase.total)
-
-    return tell
 
 
 async def _cancel(task: asyncio.Task[None] | None) -> None:

@@ -20,6 +20,7 @@ from headrace.engine import preflight
 from headrace.engine.capacity import check_variables
 from headrace.engine.core import EngineCore
 from headrace.engine.loader import Loaded, load
+from headrace.engine.structured.door import ShapeDoor
 from headrace.progress import Answering, PrefillClock
 from headrace.stats import Summary
 from headrace.types import (
@@ -61,6 +62,7 @@ class LLM(metaclass=PublicNames):
         self.tokenizer = self.engine.loaded.tokenizer
         self._count = 0
         self._closed = False
+        self._shapes = ShapeDoor()
 
     def __repr__(self) -> str:
         return f"LLM({self.capacity.told}{', closed' if self._closed else ''})"
@@ -165,6 +167,7 @@ class LLM(metaclass=PublicNames):
         else:
             tokens = [int(token) for token in prompt]
         params = self.capacity.check(tokens, params)
+        self._shapes.check(params, self.tokenizer, self.capacity)
         self._count += 1
         return Request(f"offline-{self._count}", tokens, params, salt, public, time.monotonic())
 

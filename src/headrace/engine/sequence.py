@@ -13,6 +13,9 @@ from headrace.types import Request
 class SequenceState:
     """tokens: prompt and answer so far, the list its table refers to. order: rank of arrival; lower goes first.
 
+    held: the grammar of its answer is still being compiled, so its last token must not be computed yet. forced: its
+    newest tokens were appended without sampling while it decoded; they are computed together.
+
     |<------ prompt_len ------>|<-- answer -->|
     |<--- table.length: in the cache --->|<-1->|   while decoding, all but the newest token is cached
     """
@@ -30,6 +33,8 @@ class SequenceState:
     restore_reason: str = ""
     strategy: str = ""
     strategy_reason: str = ""
+    held: bool = False
+    forced: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
@@ -73,5 +78,6 @@ class Slice(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Whether the slice is one answer token met for the first time or again, and not part of a longer stretch."""
-        return self.length == 1 and self.start >= self.sequence.prompt_len
+        """Whether the slice is one answer token met for the first time or again, and not part of a longer stretch; or
+        tokens forced while it decoded."""
+        return self.start >= self.sequence.prompt_len and (self.length == 1 or self.sequence.forced)

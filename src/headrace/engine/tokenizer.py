@@ -75,9 +75,43 @@ class Tokenizer:
         return bool(self._hf.chat_template)
 
     @property
+    def chat_template(self) -> str:
+        """The template of conversations with tools, where the model has one of its own for them; empty: none."""
+        templates = self._hf.chat_template or ""
+        if isinstance(templates, dict):
+            return str(templates.get("tool_use") or templates.get("default") or "")
+        return str(templates)
+
+    @property
+    def named_tokens(self) -> dict[str, str | None]:
+        """Texts of the tokens that begin a text, end it and fill it up; None where the model has no such token."""
+        return {name: getattr(self._hf, name) for name in ("bos_token", "eos_token", "pad_token")}
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens beside the learnt vocabulary, by their text."""
+        return {added.content: token for token, added in self._hf.added_tokens_decoder.items()}
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Those of them that skip_special_tokens leaves out."""
+        return frozenset(added.content for added in self._hf.added_tokens_decoder.values() if added.special)
+
+    @property
     def has_pieces(self) -> bool:
         """Whether token_bytes is the exact part of a token in any text, so that text can be built token by token."""
         return self._rule is not None
+
+    def as_json(self) -> str:
+        """The tokenizer as the tokenizers library writes it, added tokens included. Raises ValueError where it is of
+        another library."""
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError("the tokenizer is none of the tokenizers library")
+        plain = type(backend).from_str(backend.to_str())
+        plain.no_padding()
+        plain.no_truncation()
+        return str(plain.to_str())
 
     def is_special(self, token: int) -> bool:
         """Whether skip_special_tokens leaves this token out."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from headrace.progress import OnPhase, Prefill
@@ -11,11 +11,23 @@ from headrace.types import Delta, SamplingParams
 
 
 class ServedTokenizer(Protocol):
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
-    def decode(self, token_ids: list[int]) -> str: ...
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
     def render_chat(self, messages: Any, add_generation_prompt: bool = True, **kwargs: Any) -> str: ...
+
+    @property
+    def chat_template(self) -> str: ...
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]: ...
+
+    @property
+    def named_tokens(self) -> Mapping[str, str | None]: ...
+
+    @property
+    def special_tokens(self) -> Collection[str]: ...
 
     def encode_chat(self, text: str) -> list[int]: ...
 
@@ -59,7 +71,8 @@ class ServedCapacity(Protocol):
 
 class ServedEngine(Protocol):
     """`generate` raises InvalidRequest, Overloaded or EngineDead at the call or at the first item; closing its
-    iterator early, or cancelling the task that waits on it, aborts the request and frees its chunks."""
+    iterator early, or cancelling the task that waits on it, aborts the request and frees its chunks. It calls `queued`
+    once the request waits for its turn: what refuses it before that is known then."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -85,6 +98,8 @@ class ServedEngine(Protocol):
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams: ...
 
+    async def check_shape(self, params: SamplingParams) -> None: ...
+
     def generate(
         self,
         prompt: str | list[int],
@@ -93,6 +108,7 @@ class ServedEngine(Protocol):
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        queued: Callable[[], None] | None = None,
     ) -> AsyncIterator[Delta]: ...
 
     async def wait_dead(self) -> str: ...

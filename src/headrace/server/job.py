@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.server.engine import ServedEngine
+from headrace.server.parsers.parts import Answer, OutputParser, Part, PlainText
+from headrace.server.tenants import ANYBODY, Tenant
 from headrace.stats import EngineStats
 from headrace.types import Delta, Metrics, SamplingParams, TokenLogprobs
 
@@ -17,17 +19,19 @@ from headrace.types import Delta, Metrics, SamplingParams, TokenLogprobs
 @dataclass(slots=True)
 class Prompt:
     """`text` is set where a reply repeats it (echo); `params` are resolved for this prompt by ServedEngine.check;
-    `public_tokens` at its beginning are the operator's (server.public)."""
+    `public_tokens` at its beginning are the operator's (server.public). `parser` makes what takes the text of one
+    sequence to parts."""
 
     ids: list[int]
     params: SamplingParams
     text: str = ""
     public_tokens: int = 0
+    parser: Callable[[], OutputParser] = PlainText
 
 
 @dataclass(slots=True)
 class ReplyChoice:
-    """What one sequence has produced so far."""
+    """What one sequence has produced so far: `text` as the model wrote it, `answer` in parts."""
 
     index: int
     prompt: Prompt
@@ -38,6 +42,19 @@ class ReplyChoice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     last_s: float = 0.0
+    answer: Answer = field(default_factory=Answer)
+    parser: OutputParser = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parser = self.prompt.parser()
+
+    def read(self, delta: Delta) -> list[Part]:
+        """The parts that this delta adds to the answer."""
+        parts = self.parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += self.parser.finish()
+        self.answer.add(parts)
+        return parts
 
     @property
     def text(self) -> str:
@@ -46,28 +63,43 @@ class ReplyChoice:
 
 @dataclass(slots=True)
 class Event:
-    """One delta, with the choice it belongs to. `first`: the choice had none before."""
+    """One delta, with the choice it belongs to and what it adds to the answer. `first`: the choice had none before."""
 
     choice: ReplyChoice
     delta: Delta
     first: bool
+    parts: list[Part] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Job:
-    """Invariant: `choices[p * n + i]` is sequence i of prompt p and holds every event that `events` has given out."""
+    """Invariant: `choices[p * n + i]` is sequence i of prompt p and holds every event that `events` has given out.
+
+    cache_salt: the client's, and the engine's once the job is `admitted` (server.admission). taken: tokens that its
+    tenant has been charged. queued: set once the engine has taken all prompts into its queue. left: the client is gone,
+    and each prompt ends with its first token. remark: for the log. names: the engine's names of fields, None for the
+    prompt -> the client's.
+    """
 
     request_id: str
     prompts: list[Prompt]
     arrival_s: float
     cache_salt: str | None = None
     public_prefix_tokens: int = 0
+    tenant: Tenant = ANYBODY
+    admitted: bool = False
+    taken: int = 0
+    queued: asyncio.Event = field(default_factory=asyncio.Event)
+    left: bool = False
+    remark: str = ""
+    names: Mapping[str | None, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     choices: list[ReplyChoice] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
     first_s: float | None = None
     end_s: float | None = None
     gaps: list[float] = field(default_factory=list)
+    _queued: int = 0
 
     def __post_init__(self) -> None:
         each = [prompt for prompt in self.prompts for _ in range(prompt.params.n)]
@@ -113,8 +145,11 @@ class Job:
     async def events(self, engine: ServedEngine, note: Callable[[EngineStats], None]) -> AsyncIterator[Event]:
         """Runs every prompt; closing this iterator, or cancelling its task, aborts what still runs.
 
-        `note` is told the engine's counters as they stand at each delta.
+        `note` is told the engine's counters as they stand at each delta. Raises RuntimeError for a job that has not
+        been admitted: it would meet any tenant's chunks.
         """
+        if not self.admitted:
+            raise RuntimeError("a job needs server.admission.admit before it goes to the engine")
         deltas = self._deltas(engine)
         try:
             async for p, delta in deltas:
@@ -140,35 +175,42 @@ class Job:
         choice.prompt_logprobs = delta.prompt_logprobs or choice.prompt_logprobs
         if delta.metrics:
             self.metrics.append(delta.metrics)
-        return Event(choice, delta, first)
+        return Event(choice, delta, first, choice.read(delta))
 
     def _deltas(self, engine: ServedEngine) -> AsyncIterator[tuple[int, Delta]]:
-        if len(self.prompts) == 1:
-            return self._one(engine, 0, self.request_id)
-        return self._many(engine)
+        return self._one(engine, 0) if len(self.prompts) == 1 else self._many(engine)
 
-    async def _one(self, engine: ServedEngine, p: int, request_id: str) -> AsyncIterator[tuple[int, Delta]]:
+    def prompt_id(self, p: int) -> str:
+        """The engine's request id of a prompt."""
+        return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{p}"
+
+    async def _one(self, engine: ServedEngine, p: int) -> AsyncIterator[tuple[int, Delta]]:
         prompt = self.prompts[p]
         stream = engine.generate(
             prompt.ids,
             prompt.params,
-            request_id=request_id,
+            request_id=self.prompt_id(p),
             cache_salt=self.cache_salt,
             public_prefix_tokens=max(self.public_prefix_tokens, prompt.public_tokens),
+            queued=self._note_queued,
         )
         try:
             async for delta in stream:
                 yield p, delta
+                if self.left:
+                    return
         finally:
             await aclose(stream)
+
+    def _note_queued(self) -> None:
+        self._queued += 1
+        if self._queued == len(self.prompts):
+            self.queued.set()
 
     async def _many(self, engine: ServedEngine) -> AsyncIterator[tuple[int, Delta]]:
         """All prompts at once. The first failure ends the others."""
         queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
-        tasks = [
-            asyncio.create_task(_pump(self._one(engine, p, f"{self.request_id}-{p}"), queue))
-            for p in range(len(self.prompts))
-        ]
+        tasks = [asyncio.create_task(_pump(self._one(engine, p), queue)) for p in range(len(self.prompts))]
         try:
             running = len(tasks)
             while running:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Set
 from dataclasses import fields
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model, field_validator
+from pydantic import AfterValidator, ValidationError, WithJsonSchema, create_model, field_validator
+from pydantic_core import PydanticCustomError
 
 from headrace.server.errors import ApiError, invalid
+from headrace.server.shape_fields import ShapedBody
+from headrace.server.strict import Strict as Strict
 from headrace.types import SamplingParams, check_sharing
 
 IGNORED = {
     "metadata",
-    "parallel_tool_calls",
     "prediction",
     "prompt_cache_key",
     "prompt_cache_retention",
@@ -24,16 +27,13 @@ IGNORED = {
     "store",
     "user",
 }
-"""OpenAI fields that change no answer here: accepted with any value, and not used (docs/server.md)."""
+"""OpenAI fields that change no answer here: accepted with any value, and not used (docs/api/common.md)."""
 
 REFUSED = {
-    "tools": "tool calling is not supported",
-    "tool_choice": "tool calling is not supported",
-    "functions": "function calling is not supported",
-    "function_call": "function calling is not supported",
+    "functions": "this older form is not supported; use tools and tool_choice",
+    "function_call": "this older form is not supported; use tools and tool_choice",
     "audio": "audio is not supported",
     "web_search_options": "web search is not supported",
-    "reasoning_effort": "reasoning effort is not supported",
     "verbosity": "verbosity is not supported",
     "suffix": "a suffix (fill in the middle) is not supported",
     "chat_template": "templates come from the model folder; a request cannot bring one",
@@ -41,8 +41,6 @@ REFUSED = {
 """Fields known by name and refused unless null or one of HARMLESS."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "suffix": ("",),
@@ -51,53 +49,20 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 SPECIAL = ("logit_bias", "max_tokens")
 """Sampling parameters of a body that need more than to be handed on."""
 
-RESERVED = {"self", "messages", "tools", "add_generation_prompt"}
-"""Names that are no variables of a chat template; the tokenizer knows of more."""
+
+def _only_false(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError("only_false", "only false is supported")
+    return value
 
 
-class _Strict(BaseModel):
-    """No coercion ('16' is not 16), no unknown fields, no NaN."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+OnlyFalse = Annotated[bool, AfterValidator(_only_false), WithJsonSchema({"const": False})]
+"""False and nothing else; Literal[False] takes 0 too."""
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
-
-
-class ResponseFormat(_Strict):
-    type: Literal["text"]
-
-
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: list[TextPart]
-    name: str | None = None
-    # Fields of our own replies, so that a client may send them back; only the empty values mean nothing.
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
-    annotations: list[None] | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _text_is_one_part(cls, value: Any) -> Any:
-        return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-    def for_template(self) -> dict[str, str]:
-        """OpenAI's 'developer' is the newer name of 'system', which is what templates know."""
-        told = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": "\n".join(part.text for part in self.content),
-        }
-        return told if self.name is None else {**told, "name": self.name}
+    include_obfuscation: OnlyFalse | None = None
 
 
 def _json_form(kind: Any) -> Any:
@@ -122,22 +87,38 @@ SAMPLING = {
 """Sampling parameters that all bodies have, and their types there."""
 
 
-class _Head(_Strict):
+class Body(Strict):
+    """What every body has. ignored: fields accepted with any value, and not used; refused: fields known by name and
+    refused, with the reason, unless null or one of harmless."""
+
+    ignored: ClassVar[Set[str]] = IGNORED
+    refused: ClassVar[Mapping[str, str]] = REFUSED
+    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = HARMLESS
+
     model: str | None = None
+
+
+class StreamedBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    @property
+    def wants_progress(self) -> bool:
+        """Whether a stream should tell how far the prompt is read."""
+        return False
 
-_Sampling: Any = create_model("_Sampling", __base__=_Head, **{name: (kind, None) for name, kind in SAMPLING.items()})  # type: ignore[call-overload]
+
+_FIELDS: Any = {name: (kind, None) for name, kind in SAMPLING.items()}
+_Sampling: Any = create_model("_Sampling", __base__=StreamedBody, **_FIELDS)
 
 
-class _Body(_Sampling):
-    response_format: ResponseFormat | None = None
+class SampledBody(_Sampling, ShapedBody):
     cache_salt: str | None = None
     public_prefix_tokens: int | None = None
     return_token_ids: bool | None = None
+    return_progress: bool | None = None
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod
     def _one_stop_is_a_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
@@ -146,6 +127,8 @@ class _Body(_Sampling):
         """Fields that are right alone and wrong together."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options needs stream=true", "stream_options")
+        if self.return_progress and not self.stream:
+            raise invalid("return_progress needs stream=true", "return_progress")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs is not available with stream=true", "prompt_logprobs")
         check_sharing(self.cache_salt, self.public_prefix_tokens or 0)
@@ -156,14 +139,18 @@ class _Body(_Sampling):
         given = {name: value for name, value in given.items() if value is not None}
         if self.logit_bias:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
-        return SamplingParams(**given, **special)
+        return SamplingParams(**given, structured=self.shape(), **special)
+
+    @property
+    def wants_progress(self) -> bool:
+        return bool(self.return_progress)
 
     @property
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class CompletionBody(_Body):
+class CompletionBody(SampledBody):
     prompt: Any = None
     best_of: int | None = None
     echo: bool | None = None
@@ -195,37 +182,6 @@ class CompletionBody(_Body):
         return prompts
 
 
-class ChatBody(_Body):
-    messages: list[Message]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    modalities: list[Literal["text"]] | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def to_params(self) -> SamplingParams:
-        self.check_together()
-        if not self.messages:
-            raise invalid("messages must not be empty", "messages")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise invalid("max_tokens and max_completion_tokens differ; give one", "max_tokens")
-        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling(max_tokens=most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
-
-    def template_kwargs(self) -> dict[str, Any]:
-        """Raises for names that are arguments of the rendering call, not variables of the template."""
-        kwargs = dict(self.chat_template_kwargs or {})
-        for name in kwargs:
-            if name in RESERVED or not name.isidentifier():
-                raise invalid(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
-        if self.add_generation_prompt is not None:
-            kwargs["add_generation_prompt"] = self.add_generation_prompt
-        return kwargs
-
-
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
@@ -236,21 +192,21 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-B = TypeVar("B", bound=_Body)
+B = TypeVar("B", bound=Body)
 
 
 def parse_body(kind: type[B], raw: bytes) -> B:
     """The body as `kind`. Raises ApiError 400 naming the first field at fault."""
     fields = _json_object(raw)
-    for name, why in REFUSED.items():
+    for name, why in kind.refused.items():
         value = fields.pop(name, None)
-        if value is not None and value not in HARMLESS.get(name, ()):
+        if value is not None and value not in kind.harmless.get(name, ()):
             raise invalid(f"{name}: {why}", name, "unsupported_parameter")
-    kept = {name: value for name, value in fields.items() if name not in IGNORED}
+    kept = {name: value for name, value in fields.items() if name not in kind.ignored}
     try:
         return kind.model_validate(kept)
     except ValidationError as error:
-        raise _explain(error) from None
+        raise explain(error, kept) from None
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
@@ -288,17 +244,41 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _explain(error: ValidationError) -> ApiError:
-    """The first fault, a wrong value before an unknown field: an image part should be told about its type."""
-    faults = error.errors(include_url=False, include_context=False)
+def explain(error: ValidationError, fields: Any, where: str = "") -> ApiError:
+    """The first fault, a wrong value before an unknown field: an image part should be told about its type. fields: what
+    was checked; where: its path, if it was not the whole body; `param` then names the field in full."""
+    faults = error.errors(include_url=False)
     fault = min(faults, key=lambda e: e["type"] == "extra_forbidden")
-    path = _path(fault["loc"])
-    param = path if fault["loc"][0] == "messages" else str(fault["loc"][0])
+    loc = _untagged(fault["loc"], fields)
+    path = _path((where, *loc) if where else loc)
+    if fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        path += "." + fault["ctx"]["discriminator"].strip("'")
+    param = path if where or fault["loc"][0] == "messages" else str(fault["loc"][0])
     if fault["type"] == "extra_forbidden":
         return invalid(f"unknown field {path!r}", param, "unknown_parameter")
-    if fault["type"] == "missing":
+    if fault["type"] in ("missing", "union_tag_not_found"):
         return invalid(f"{path} is required", param, "missing")
-    return invalid(f"{path}: {fault['msg']}", param, "invalid_type" if "type" in fault["type"] else None)
+    if fault["type"] == "union_tag_invalid":
+        told = f"{fault['ctx']['tag'][:100]!r} is not supported here; possible: {fault['ctx']['expected_tags']}"
+        return invalid(f"{path}: {told}", param, "unsupported_parameter")
+    told = fault["msg"].removeprefix("Value error, ")
+    return invalid(f"{path}: {told}", param, "invalid_type" if "type" in fault["type"] else None)
+
+
+def _untagged(loc: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
+    """Without pydantic's names of a union's members, which stand behind the place of an object with a type or role. The
+    last part is the field at fault."""
+    out: list[int | str] = []
+    for place, part in enumerate(loc):
+        if out and place < len(loc) - 1 and isinstance(value, dict) and part in (value.get("type"), value.get("role")):
+            value = {name: held for name, held in value.items() if name not in ("type", "role")}
+            continue
+        out.append(part)
+        if isinstance(value, dict):
+            value = value.get(part) if isinstance(part, str) else None
+        else:
+            value = value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None
+    return tuple(out)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

@@ -1,0 +1,126 @@
+"""A model's vocabulary as llguidance reads it: the bytes of each token, and which ones end a text."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from headrace.engine.tokenizer import Tokenizer
+from headrace.logs import shown
+from headrace.types import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """tokens: llguidance's view. width: token ids that the logits have. canonical: whether forced text
+    has one right tokenization, so that its tokens can be appended without sampling."""
+
+    tokens: LLTokenizer
+    width: int
+    canonical: bool
+
+    @property
+    def words(self) -> int:
+        """32-bit words of a mask."""
+        return (self.tokens.vocab_size + 31) // 32
+
+    def masks(self, words: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Masks [R, width] of llguidance's bits [R, words]."""
+        bits = np.unpackbits(words.view(np.uint8), axis=1, count=self.width, bitorder="little")
+        return bits.view(np.bool_)
+
+
+_Key = tuple[int, tuple[int, ...]]
+_made: WeakKeyDictionary[Tokenizer, dict[_Key, Vocabulary]] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def vocabulary_of(tokenizer: Tokenizer | None, width: int, ends: Sequence[int]) -> Vocabulary:
+    """The vocabulary of a model with logits of this width and these end-of-sequence tokens; made once, which takes up
+    to some seconds for a large one. For any thread. Raises InvalidRequest for a tokenizer that cannot be used."""
+    if tokenizer is None:
+        raise InvalidRequest(
+            "the model folder has no tokenizer, so answers cannot be given a shape; add its files", "structured"
+        )
+    if not tokenizer.has_pieces:
+        raise InvalidRequest(
+            "structured answers need a tokenizer whose tokens stand for fixed bytes; this model's does not decode "
+            "token by token",
+            "structured",
+        )
+    with _making:
+        known = _made.setdefault(tokenizer, {})
+        key = width, tuple(ends)
+        if key not in known:
+            known[key] = _make(tokenizer, width, tuple(ends))
+        return known[key]
+
+
+def _make(tokenizer: Tokenizer, width: int, ends: tuple[int, ...]) -> Vocabulary:
+    within = [token for token in ends if token < tokenizer.vocab_size]
+    found = _from_library(tokenizer, width, within) if within else None
+    if found is not None:
+        return Vocabulary(found, width, bool(found.is_canonical))
+    try:
+        return Vocabulary(_from_bytes(tokenizer, width, within), width, canonical=False)
+    except ValueError as error:
+        raise InvalidRequest(f"this model's tokenizer cannot be used: {shown(error)}", "structured") from None
+
+
+def _from_library(tokenizer: Tokenizer, width: int, ends: list[int]) -> LLTokenizer | None:
+    """As llguidance reads tokenizer.json; None where it cannot, or takes a token for other bytes than we do."""
+    try:
+        made = LLTokenizer(tokenizer.as_json(), n_vocab=max(width, tokenizer.vocab_size), eos_token=ends)
+    except ValueError:
+        return None
+    for token in range(tokenizer.vocab_size):
+        if token % 256 == 0:
+            time.sleep(0)  # lets the engine's thread go on with its steps
+        expected = tokenizer.token_bytes(token)
+        differs = not tokenizer.is_special(token) and made.decode_bytes([token]) != expected
+        if differs and expected != b"\xff":  # by which llguidance marks special tokens, and which no text has
+            return None
+    return made
+
+
+def _from_bytes(tokenizer: Tokenizer, width: int, ends: list[int]) -> LLTokenizer:
+    """By the bytes of each token. A model without end-of-sequence gets one beyond its logits, which is never drawn."""
+    size = max(width, tokenizer.vocab_size)
+    return LLTokenizer(TokenizerWrapper(_ByBytes(tokenizer, size, ends)), eos_token=ends or None)
+
+
+class _ByBytes:
+    """What TokenizerWrapper asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, size: int, ends: list[int]) -> None:
+        self.tokens = [tokenizer.token_bytes(token) for token in range(size)]
+        self.special_token_ids = [token for token in range(size) if tokenizer.is_special(token)]
+        if not ends:
+            self.tokens.append(b"<end of text>")
+            self.special_token_ids.append(size)
+        self.eos_token_id = ends[0] if ends else size
+        special = set(self.special_token_ids)
+        self._spelled = {data: token for token, data in enumerate(self.tokens) if data and token not in special}
+        self._longest = max(map(len, self._spelled), default=0)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The longest tokens first: the tokenizer's own way may put a space before a text. It ends before what no token
+        spells."""
+        found, at = [], 0
+        while at < len(text):
+            ends = range(min(len(text), at + self._longest), at, -1)
+            end = next((end for end in ends if text[at:end] in self._spelled), None)
+            if end is None:
+                break
+            found.append(self._spelled[text[at:end]])
+            at = end
+        return found

@@ -1,0 +1,178 @@
+"""From a request to its reply: what all routes that ask the engine have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from headrace.server.admission import admit, settle
+from headrace.server.errors import ApiError, JsonReply
+from headrace.server.guard import TENANT
+from headrace.server.job import Job
+from headrace.server.prompt_progress import PromptProgress
+from headrace.server.protocol import StreamedBody, parse_body
+from headrace.server.replies import OpenAIReplies, Replies
+from headrace.server.run import JobRun, outcome_of
+from headrace.server.state import CLIENT_GONE, ServerState
+from headrace.server.stream import EventStream, Note, unless_gone
+from headrace.server.turns import naming
+from headrace.types import Overloaded
+
+RETRY_S = 1.0
+
+READ_S = 60.0
+"""A client that sends its body slower than this does not hold a place among the admitted any longer."""
+
+TOLD_TOKENS = 24
+"""Tokens of a prompt's beginning, and of its end, that --log-requests text shows."""
+
+B = TypeVar("B", bound=StreamedBody)
+
+
+def check_model(state: ServerState, name: str) -> None:
+    """Raises ApiError for a model that is not served."""
+    if name not in state.names:
+        told = f"the model {name[:100]!r} does not exist here; this server has {state.names.told}"
+        raise ApiError(404, told, "model", "model_not_found")
+
+
+class Api(Protocol[B]):
+    """What a route has of its own: its bodies, what the engine is to do about them, and its replies."""
+
+    body: type[B]
+
+    async def job(self, state: ServerState, body: B, arrival_s: float) -> Job:
+        """Tokenizes and checks. Raises ApiError naming the field as the client knows it."""
+        ...
+
+    def replies(self, state: ServerState, body: B, job: Job) -> Replies: ...
+
+
+async def answer(state: ServerState, request: Request, api: Api[B]) -> Response:
+    """One request, from its body to its reply or to the beginning of its stream."""
+    arrival_s = time.monotonic()
+    with admission(state):
+        body = parse_body(api.body, await read(request))
+        if body.model is not None:
+            check_model(state, body.model)
+        job = await unless_gone(request.receive, api.job(state, body, arrival_s))
+        with naming(job.names):
+            admit(job, request.scope[TENANT], state.public, state.engine.capacity.max_model_len)
+    replies = api.replies(state, body, job)
+    run = await start(state, request, job)
+    if body.stream:
+        note = _progress(run, replies) if body.wants_progress else None
+        keepalive_s = state.config.server.sse_keepalive_s
+        ending = _Ending(run)
+        return EventStream(_frames(run, replies, ending), ending.end, keepalive_s, note)
+    async with ended(run):
+        await unless_gone(request.receive, run.drain(replies.take))
+    return JsonReply(replies.whole())
+
+
+async def start(state: ServerState, request: Request, job: Job) -> JobRun:
+    """The job in the engine's queue. What the engine refuses it with before that is raised: the answer's status can
+    still tell it."""
+    try:
+        state.arrived(job, await _told_text(state, job))
+        run = JobRun(state, job)
+    except BaseException:
+        settle(job, refused=True)
+        raise
+    try:
+        await unless_gone(request.receive, run.queued())
+    except BaseException as error:
+        await run.end(outcome_of(error))
+        raise
+    return run
+
+
+async def _told_text(state: ServerState, job: Job) -> str:
+    """Beginning and end of the first prompt where --log-requests text wants them, else nothing."""
+    if state.config.server.log_requests != "text":
+        return ""
+    ids, tokenizer = job.prompts[0].ids, state.engine.tokenizer
+    parts = [ids] if len(ids) <= 2 * TOLD_TOKENS else [ids[:TOLD_TOKENS], ids[-TOLD_TOKENS:]]
+    if tokenizer is None:
+        return " ... ".join(map(str, parts))
+    return " ... ".join([await state.in_tokenizer(tokenizer.decode, part) for part in parts])
+
+
+async def read(request: Request) -> bytes:
+    try:
+        async with asyncio.timeout(READ_S):
+            return await request.body()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {READ_S:.0f} s") from None
+
+
+@contextmanager
+def admission(state: ServerState) -> Iterator[None]:
+    """Bounds what is read and tokenized at one time, before the engine's own queue bounds what waits."""
+    if state.admitting >= state.config.server.max_queued_requests:
+        raise Overloaded(f"{state.admitting} requests are being read", RETRY_S)
+    state.admitting += 1
+    try:
+        yield
+    finally:
+        state.admitting -= 1
+
+
+@asynccontextmanager
+async def ended(run: JobRun) -> AsyncIterator[None]:
+    """Ends the run with what is done within."""
+    try:
+        yield
+    except BaseException as error:
+        await run.end(outcome_of(error))
+        raise
+    await run.end("done")
+
+
+class _Ending:
+    """How a stream has ended so far."""
+
+    def __init__(self, run: JobRun) -> None:
+        self.run, self.outcome = run, CLIENT_GONE
+
+    async def end(self) -> None:
+        await self.run.end(self.outcome)
+
+
+async def _frames(run: JobRun, replies: Replies, ending: _Ending) -> AsyncIterator[bytes]:
+    """The server-sent events of one job. A failure becomes the last of them."""
+    try:
+        for frame in replies.opening():
+            yield frame
+        if (first := await run.first()) is not None:
+            for frame in replies.frames(first):
+                yield frame
+        async for event in run.rest:
+            for frame in replies.frames(event):
+                yield frame
+        last = replies.ending()
+        ending.outcome = "done"
+        for frame in last:
+            yield frame
+    except Exception as error:
+        ending.outcome = f"failed ({type(error).__name__})"
+        for frame in replies.failure(error):
+            yield frame
+
+
+def _progress(run: JobRun, replies: Replies) -> Note:
+    """Notes on how far the prompt is read."""
+    assert isinstance(replies, OpenAIReplies), "other bodies have no such field"
+    progress, frame = PromptProgress(run.job, run.engine), replies.progress
+
+    def note() -> bytes | None:
+        told = progress()
+        return None if told is None else frame(told)
+
+    return note

@@ -1,0 +1,199 @@
+"""Which formats a model writes, chosen by its chat template, and the parser of a request's answers.
+
+A format of calls is one file of this package and one line of TOOL_FORMATS; one of reasoning one line of
+REASONING_FORMATS.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from headrace.config.server import PARSER_ALIASES
+from headrace.server.parsers.filters import FirstCall, WithoutTokens
+from headrace.server.parsers.parts import OutputParser, PlainText
+from headrace.server.parsers.reasoning import ReasoningParser
+from headrace.server.turn import Tool, ToolChoice
+from headrace.types import did_you_mean
+
+NONE = "none"
+
+
+class ToolFormat(NamedTuple):
+    """module: its file in this package. parser: the class there. marks: special tokens that it reads."""
+
+    module: str
+    parser: str
+    marks: tuple[str, ...] = ()
+
+    def load(self) -> Any:
+        return import_module(f"headrace.server.parsers.{self.module}")
+
+
+class ReasoningFormat(NamedTuple):
+    """begin, end: what stands around reasoning. after: what follows it before the answer. answer: what begins the
+    answer."""
+
+    begin: str
+    end: str
+    after: str = ""
+    answer: str = ""
+    tokens: tuple[str, ...] = ()
+    """Special tokens in these texts, where they are more than `begin` and `end`."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.tokens or (self.begin, self.end)
+
+
+HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "hermes": ToolFormat("hermes", "HermesParser", ("<tool_call>", "</tool_call>")),
+    "qwen3_coder": ToolFormat("qwen3_coder", "Qwen3CoderParser", ("<tool_call>", "</tool_call>")),
+    "llama3_json": ToolFormat("llama_json", "LlamaJsonParser", ("<|python_tag|>",)),
+    "mistral": ToolFormat("mistral", "MistralParser", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
+    "pythonic": ToolFormat("pythonic", "PythonicParser", ("<|python_start|>", "<|python_end|>")),
+    "openai": ToolFormat("harmony", "HarmonyParser", HARMONY_TOKENS),
+    "json": ToolFormat("plain_json", "PlainJsonParser"),
+}
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    "think": ReasoningFormat("<think>", "</think>"),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "harmony": ReasoningFormat(
+        "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>", HARMONY_TOKENS
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """How a model writes calls and reasoning: names of TOOL_FORMATS and REASONING_FORMATS, or 'none'.
+
+    tokens: added tokens of the vocabulary, by text. hidden: those that the engine leaves out of texts by default
+    (`skip_special_tokens`).
+    """
+
+    tools: str = NONE
+    reasoning: str = NONE
+    tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
+    hidden: frozenset[str] = frozenset()
+    left_out: tuple[str, ...] = ()
+    """Of those, what a parser that needs special tokens leaves out itself."""
+
+    @property
+    def harmony(self) -> bool:
+        """One format for both."""
+        return self.tools == "openai" or self.reasoning == "harmony"
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that the parser reads as marks."""
+        tools = TOOL_FORMATS[self.tools].marks if self.tools != NONE else ()
+        return tools + (REASONING_FORMATS[self.reasoning].marks if self.reasoning != NONE else ())
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether the parser must see special tokens in the text: `SamplingParams(skip_special_tokens=False)`."""
+        return any(mark in self.hidden for mark in self.marks)
+
+
+def formats_of(
+    template: str,
+    *,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    tokens: Mapping[str, int] | None = None,
+    hidden: Collection[str] = (),
+) -> Formats:
+    """The formats of the model with this chat template, which flags may name instead.
+
+    tokens, hidden: as of `Formats`. Raises ValueError for a name that is none.
+    """
+    vocabulary = "\n".join(tokens or ())
+    found = Formats(
+        _given("tool_parser", tool_parser, (*TOOL_FORMATS, NONE)) or parser_for(template, vocabulary),
+        _given("reasoning_parser", reasoning_parser, (*REASONING_FORMATS, NONE)) or reasoning_for(template, vocabulary),
+        dict(tokens or {}),
+        frozenset(hidden),
+    )
+    others = sorted(found.hidden - {*found.marks, ""}, key=len)
+    # A token within another is left out with the shorter one alone: marks of a parser must not contain each other.
+    apart = [token for i, token in enumerate(others) if not any(shorter in token for shorter in others[:i])]
+    return replace(found, left_out=tuple(apart))
+
+
+def _given(called: str, name: str | None, known: Collection[str]) -> str:
+    if name is None or name == "auto":
+        return ""
+    name = PARSER_ALIASES.get(name, name)
+    if name not in known:
+        raise ValueError(f"{called} must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}")
+    return name
+
+
+_TOOLS_BY = (
+    ("mistral", "[TOOL_CALLS]"),
+    ("openai", "<|channel|>"),
+    ("qwen3_coder", "<function="),
+    ("hermes", "<tool_call>"),
+    ("pythonic", "func_name1("),
+    ("llama3_json", '"parameters": dictionary'),
+    ("llama3_json", "<|python_tag|>"),
+    ("pythonic", "<|python_start|>"),
+)
+"""A format, and what a template or vocabulary of it contains; the first that fits counts."""
+
+
+def parser_for(template: str, vocabulary: str = "") -> str:
+    """The format of calls of a chat template; by the texts of the vocabulary's added tokens for one that shows tools
+    without a mark that is known here; 'json' where neither tells, and for a template that shows none."""
+    places = (template, vocabulary) if "tools" in template else (template,)
+    return next((name for place in places for name, mark in _TOOLS_BY if mark in place), "json")
+
+
+def reasoning_for(template: str, vocabulary: str = "") -> str:
+    """The format of reasoning of a chat template, or of its vocabulary."""
+    forms = REASONING_FORMATS.items()
+    return next((name for place in (template, vocabulary) for name, form in forms if _reasons(form, place)), NONE)
+
+
+def _reasons(form: ReasoningFormat, text: str) -> bool:
+    return all(mark in text for mark in form.tokens[:3] or (form.end,))
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def make_parser(
+    formats: Formats,
+    tools: Sequence[Tool] = (),
+    choice: ToolChoice = ToolChoice(),
+    prompt_end: str = "",
+    new_id: Callable[[], str] | None = None,
+) -> OutputParser:
+    """The parser of one answer. prompt_end: the end of the rendered prompt, which tells whether the template has begun
+    the reasoning. Without tools, or where none may be called, calls are text; reasoning is split in any case."""
+    parser = _calls_parser(formats, tools, choice, new_id)
+    if formats.reasoning != NONE and not formats.harmony:
+        begin, end, *_ = REASONING_FORMATS[formats.reasoning]
+        parser = ReasoningParser(parser, begin, end, prompt_end.rstrip().endswith(begin))
+    return WithoutTokens(parser, formats.left_out) if formats.needs_special_tokens and formats.left_out else parser
+
+
+def _calls_parser(
+    formats: Formats, tools: Sequence[Tool], choice: ToolChoice, new_id: Callable[[], str] | None
+) -> OutputParser:
+    called = formats.tools != NONE and bool(tools) and choice.mode != NONE
+    if not called and not formats.harmony:
+        return PlainText()
+    form = TOOL_FORMATS["openai" if formats.harmony else formats.tools]
+    module = form.load()
+    parser: OutputParser = getattr(module, form.parser)(
+        new_id or getattr(module, "call_id", call_id), tools if called else ()
+    )
+    return parser if choice.parallel else FirstCall(parser)

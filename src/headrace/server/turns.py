@@ -1,0 +1,109 @@
+"""From a Turn to a job: the conversation rendered, its parser chosen, its calls constrained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import uuid4
+
+from headrace.server.errors import invalid
+from headrace.server.job import Job, Prompt
+from headrace.server.parsers.constraint import constraint
+from headrace.server.parsers.registry import make_parser
+from headrace.server.state import ServerState
+from headrace.server.tool_prompt import knows_tools, told_in_text
+from headrace.server.turn import Turn
+from headrace.types import InvalidRequest, SamplingParams
+
+SEEN = 200
+"""Characters at the end of a prompt that tell whether the template has begun the reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What a request shares of the cache: see Request."""
+
+    cache_salt: str | None = None
+    public_prefix_tokens: int = 0
+
+
+@contextmanager
+def naming(names: Mapping[str | None, str]) -> Iterator[None]:
+    """Names the field of a refusal as the client knows it. names: the engine's -> the client's."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise invalid(str(error), names.get(error.param, error.param), error.code) from None
+
+
+async def job_of(
+    state: ServerState, turn: Turn, params: SamplingParams, prefix: str, arrival_s: float, sharing: Sharing
+) -> Job:
+    """The job of a turn; its id begins with `prefix`. Raises InvalidRequest."""
+    prompts = [await prompt_of(state, turn, params)]
+    return Job(f"{prefix}{uuid4().hex}", prompts, arrival_s, sharing.cache_salt, sharing.public_prefix_tokens)
+
+
+async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams) -> Prompt:
+    """The conversation as the model reads it, and the parser of what it answers. Raises InvalidRequest, and ApiError
+    for variables that are none."""
+    text = await _render(state, turn)
+    ids = await _encode(state, text)
+    formats, end = state.formats, text[-SEEN:]
+    shape = params.structured
+    if shape is not None or turn.choice.mode == "required" or turn.reasoning.budget is not None:
+        asked = (turn.tools, turn.choice, turn.reasoning, end, shape)
+        shape = await asyncio.to_thread(constraint, formats, *asked)  # schemas may be long
+    skips = params.skip_special_tokens and not formats.needs_special_tokens
+    params = replace(params, structured=shape, skip_special_tokens=skips)
+    await state.engine.check_shape(params)
+    return Prompt(
+        ids, state.engine.check(ids, params), parser=lambda: make_parser(formats, turn.tools, turn.choice, end)
+    )
+
+
+async def tokens_of(state: ServerState, turn: Turn) -> list[int]:
+    """The tokens of a conversation, however many. Raises as prompt_of does."""
+    return await _encode(state, await _render(state, turn))
+
+
+async def _render(state: ServerState, turn: Turn) -> str:
+    tokenizer = tokenizer_of(state, "messages")
+    messages, variables = turn.messages, _variables(turn)
+    if not knows_tools(tokenizer.chat_template):
+        messages = told_in_text(messages, turn.tools)
+        variables.pop("tools", None)
+    try:
+        return str(await state.in_renderer(lambda: tokenizer.render_chat(messages, **variables)))
+    except TypeError as error:
+        raise invalid(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
+
+
+async def _encode(state: ServerState, text: str) -> list[int]:
+    return list(await state.in_tokenizer(tokenizer_of(state, "messages").encode_chat, text))
+
+
+def _variables(turn: Turn) -> dict[str, Any]:
+    """Variables of the template. Tools are shown whichever may be called, so that the prompt's beginning stays the
+    same, and cached, from turn to turn."""
+    variables = dict(turn.template)
+    if turn.tools:
+        variables["tools"] = [tool.for_template() for tool in turn.tools]
+    if turn.documents:
+        variables["documents"] = list(turn.documents)
+    if turn.reasoning.enabled is not None:
+        variables.setdefault("enable_thinking", turn.reasoning.enabled)
+        variables.setdefault("thinking", turn.reasoning.enabled)
+    if turn.reasoning.effort is not None:
+        variables.setdefault("reasoning_effort", turn.reasoning.effort)
+    return variables
+
+
+def tokenizer_of(state: ServerState, param: str) -> Any:
+    tokenizer = state.engine.tokenizer
+    if tokenizer is None:
+        raise invalid("the model folder has no tokenizer: send token ids to /v1/completions", param)
+    return tokenizer

@@ -1,0 +1,145 @@
+"""JSON Schemas: what is enforced to the letter, and what is refused, with the pointer of the part."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from headrace.engine.structured.compile import check, grammar_of
+from headrace.engine.structured.schemas import MAX_PARTS
+from headrace.errors import InvalidRequest
+from headrace.structured import Structured
+from tools.schemas.accepting import Accepting, tokenizer
+from tools.schemas.families import built
+from tools.schemas.judging import fault
+from tools.schemas.written import WRITTEN
+
+pytestmark = pytest.mark.unit
+
+
+def accepts(schema: Any, text: str) -> bool:
+    return Accepting(Structured(json=json.dumps(schema))).whole(text)
+
+
+def refusal(**shape: Any) -> str:
+    with pytest.raises(InvalidRequest) as refused:
+        check(Structured(**shape), tokenizer())
+    assert refused.value.param == "structured"
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer"),
+    [
+        ({"properties": {"a/b": {"not": {}}}}, "#/properties/a~1b/not"),
+        ({"items": {"uniqueItems": True}}, "#/items/uniqueItems"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"contains": {}}}}, "#/$defs/a/contains"),
+        ({"anyOf": [{"type": "null"}, {"format": "cron"}]}, "#/anyOf/1/format"),
+        ({"oneOf": [{"type": "string"}, {"minLength": 2}]}, "#/oneOf"),
+        ({"$ref": "#"}, "#: refers to itself"),
+        ({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "#/$defs/a: refers to itself"),
+        ({"$ref": "http://example.com/a.json"}, "#/$ref"),
+        ({"$ref": "#/nowhere"}, "#/$ref"),
+        ({"$schema": "http://json-schema.org/draft-03/schema#"}, "#/$schema"),
+        ({"properties": {"a": {"pattern": "(?=a)"}}}, "#/properties/a/pattern"),
+        ({"properties": {"a": {"pattern": r"\bword"}}}, "#/properties/a/pattern"),
+        ({"minProperties": 2}, "#/minProperties"),
+        ({"const": 2**53 + 1}, "#/const"),
+        ({"enum": ["a", "\u0001"]}, "#/enum/1"),
+        ({"type": "integer", "multipleOf": 123456789}, "#/multipleOf"),
+        ({"items": {"properties": {"a": {"allOf": [{"pattern": f"{letter}.*"} for letter in "abcdefghijkl"]}}}},
+         "#/items/properties/a"),
+        ({"x-guidance": {"lenient": True}, "not": {}}, "#/x-guidance"),
+        ({"required": True}, "#/required"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_cannot_be_enforced_is_refused_by_its_pointer(schema: Any, pointer: str) -> None:
+    assert refusal(json=schema).startswith(pointer)
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"format": "date"}, '"2024-02-29"', '"2023-02-29"'),
+        ({"format": "time"}, '"23:59:59Z"', '"12:00:60Z"'),
+        ({"properties": {"a": {"const": 1}}, "type": "object"}, '{"a": 1}', '{"\\u0061": 2}'),
+        ({"const": [1, {"b": None}]}, '[1, {"b": null}]', '[1,{"b":null}]'),
+        ({"type": "string", "pattern": "[a&&b]"}, '"&"', '"c"'),
+        ({"type": "string", "pattern": "^.$"}, '"x"', '"\\r"'),
+        ({"type": "integer", "maximum": 2**63 - 1}, "5", "9223372036854775808"),
+        ({"maximum": 12345678901234567, "type": "number"}, "12345678901234500", "12345678901234570"),
+        ({"unevaluatedProperties": False, "properties": {"a": {}}, "type": "object"}, '{"a": 1}', '{"b": 1}'),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "items": [{}], "anyOf": [{}], "additionalItems": False},
+         "[1]", "[1, 2]"),
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "type": "integer", "minimum": 1,
+          "exclusiveMinimum": True}, "2", "1"),
+    ],
+)  # fmt: skip
+def test_enforced_to_the_letter(schema: Any, good: str, bad: str) -> None:
+    assert accepts(schema, good) and not accepts(schema, bad)
+
+
+def test_one_of_with_references_to_tagged_cases() -> None:
+    cases = {kind: {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in "ab"}
+    schema = {"oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in cases], "$defs": cases}
+    assert accepts(schema, '{"kind": "b"}') and not accepts(schema, '{"kind": "c"}')
+
+
+@pytest.mark.parametrize("shape", [
+    {"json": "[" * 100_000},
+    {"json": '{"items":' * 5000 + "{}" + "}" * 5000},
+    {"json": {"$ref": "#/$defs/0", "$defs": {str(n): {"items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(5000)}}},
+    {"json": {"properties": {str(n): {} for n in range(20_000)}}},
+    {"json": {"required": [str(n) for n in range(20_000)]}},
+    {"json": {"properties": {str(n): {} for n in range(900)}, "minProperties": 1, "additionalProperties": False}},
+    {"json": {"anyOf": [{"type": "null"}] * (MAX_PARTS + 1)}},
+    {"json": {"allOf": [{"anyOf": [{"properties": {f"{n}{m}": {}}} for m in range(4)]} for n in range(30)]}},
+    {"json": {"type": "string", "pattern": "((a{1000}){1000}){1000}"}},
+    {"json": {"type": "string", "pattern": "(" * 5000 + ")" * 5000}},
+    {"json": {"const": "x" * 100_000}},
+    {"regex": "a{100000}"},
+    {"grammar": "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(5000)) + '\nr5000: "a"'},
+    {"grammar": "start: X\nX: " + " & ".join(f"/(.{{{prime}}})*/" for prime in (2, 3, 5, 7, 11, 13, 17))},
+    {"grammar": "start: X\nX: ~/a/"},
+    {"grammar": 'start: "a"{100}{1000}'},
+    {"grammar": 'start: "' + "a" * 100_000 + '"'},
+    {"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000},
+    {"grammar": 'start: x "z"\nx[stop="b"]: /.*/'},
+    {"grammar": 'start: %json {"not": {}}'},
+    {"choice": ["x" * 200_000]},
+], ids=lambda shape: f"{next(iter(shape))}-{str(next(iter(shape.values())))[:30]}")  # fmt: skip
+def test_hostile_shapes_are_refused(shape: dict[str, Any]) -> None:
+    refusal(**shape)
+
+
+@pytest.mark.parametrize("shape", [
+    {"regex": "(a|aa)*b"}, {"regex": "[a-z]{1,100000}"}, {"regex": "(.*a.{20})|(.*b.{20})"},
+    {"grammar": 'start: "a" start'}, {"grammar": 'start: start start | "a" | ""'},
+    {"grammar": 'start: ((("a"{0,50}){0,50}){0,50}){0,50}'},
+    {"json": {"type": "string", "minLength": 10**6}}, {"json": {"type": "array", "maxItems": 10**9}},
+    {"json": {"type": "string", "allOf": [{"pattern": f"^(.{{{n}}})*$"} for n in (997, 991)]}},
+], ids=str)  # fmt: skip
+def test_others_run_out_of_fuel_or_do_not_need_it(shape: dict[str, Any]) -> None:
+    accepting = Accepting(Structured(**shape))
+    assert accepting.whole("a" * 100) in (True, False)
+
+
+def test_the_200_schemas_can_be_enforced() -> None:
+    schemas = dict([*built(), *WRITTEN.items()])
+    assert len(schemas) == 200
+    for name, schema in list(schemas.items())[::7]:
+        Draft202012Validator.check_schema(schema) if "draft-0" not in str(schema.get("$schema")) else None
+        grammar_of(Structured(json=schema)), name
+        check(Structured(json=schema), None)
+
+
+def test_the_judge_of_answers() -> None:
+    assert fault({"multipleOf": 0.1}, "0.30") is None
+    assert fault({"type": "object"}, '{"a": -0, "b": [1.50, "\\n"]}') is None
+    assert "otherwise" in (fault({"type": "object"}, '{"a":1}') or "")
+    assert "date" in (fault({"format": "date"}, '"2023-02-29"') or "")
+    assert "JSON" in (fault({}, "{") or "")
