@@ -11,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 import headrace.assets
+from headrace.engine.structured.compile import grammar_of
 from headrace.structured import Structured
 
 CLOSING = frozenset(b"\"')]}>")
@@ -39,7 +40,7 @@ class Walk:
     refuses."""
 
     def __init__(self, shape: Structured, words: Vocabulary) -> None:
-        self._words, self._matcher = words, LLMatcher(words.tokens, shape.grammar or "", log_level=0)
+        self._words, self._matcher = words, LLMatcher(words.tokens, grammar_of(shape), log_level=0)
         self.taken: list[int] = []
         self._check()
 

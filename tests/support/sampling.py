@@ -59,10 +59,18 @@ def seed() -> str:
     return os.environ.get("HEADRACE_TEST_SEED", "1")
 
 
+def _word(value: object) -> str:
+    """The value's repr; of one nested too deeply for that, its type."""
+    try:
+        return repr(value)
+    except RecursionError:
+        return type(value).__name__
+
+
 def values(item: pytest.Function) -> Case:
     """What each parameter is, in words that are the same in every process."""
     spec = item.callspec
-    words = {name: repr(value) for name, value in spec.params.items()}
+    words = {name: _word(value) for name, value in spec.params.items()}
     return {name: word if " at 0x" not in word else str(spec.indices[name]) for name, word in words.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import jsonschema
@@ -10,7 +11,7 @@ import pytest
 
 from headrace.errors import InvalidRequest
 from headrace.server.parsers.constraint import constraint
-from headrace.server.parsers.lark import MOST_CALLS
+from headrace.server.parsers.lark import MOST_CALLS, bare
 from headrace.server.parsers.parts import Answer
 from headrace.server.parsers.registry import NONE, TOOL_FORMATS, Formats, make_parser
 from headrace.server.turn import Reasoning, Tool, ToolChoice
@@ -71,6 +72,7 @@ def check_calls(answer: Answer) -> None:
     assert answer.calls and answer.text == ""
     for call in answer.calls:
         jsonschema.validate(json.loads(call.arguments), PARAMETERS[call.name])
+        assert not set("\n\t\r").intersection(call.arguments), "blanks have no end"
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["marks-as-text", "marks-as-tokens"])
@@ -170,7 +172,7 @@ def test_after_a_budget_alone_any_text_may_come(tokens: bool) -> None:
 SHAPES = {
     "json": (Structured(json={"type": "array", "items": {"type": "integer"}, "maxItems": 2}), "[1, 2]"),
     "json_object": (Structured(json_object=True), '{"a": 1}'),
-    "regex": (Structured(regex=r"a/b+\n[0-9]\.\w"), "a/bb\n1.é"),
+    "regex": (Structured(regex=r"a/b+\n[0-9]\.\w"), "a/bb\n1.e"),
     "choice": (Structured(choice=('x "y"\n', "z")), 'x "y"\n'),
     "grammar": (Structured(grammar='start: one+\none: "q" B\nB: /[0-9]{2}/'), "q12q34"),
 }
@@ -215,6 +217,13 @@ def test_nothing_is_forced_where_nothing_is_asked() -> None:
     assert constraint(Formats(NONE), TOOLS, ToolChoice(), Reasoning(), "", boolean) is boolean
 
 
+def deep(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(levels):
+        found = {"properties": {"a": found}}
+    return found
+
+
 PATTERN = {"type": "string", "pattern": "a"}
 REFUSED = {
     "no-tool": ("hermes", [], ToolChoice("required"), "tool_choice"),
@@ -227,6 +236,10 @@ REFUSED = {
         REQUIRED,
         "tools",
     ),
+    "mark-in-xml": ("qwen3_coder", [Tool("f", parameters=schema(a={"enum": ["</parameter>"]}))], REQUIRED, "tools"),
+    "no-schema": ("hermes", [Tool("f", parameters={"properties": {"a": {"type": "strin"}}})], REQUIRED, "tools"),
+    "no-properties": ("pythonic", [Tool("f", parameters={"properties": 3, "required": 4})], REQUIRED, "tools"),
+    "deep": ("hermes", [Tool("f", parameters=deep(3000))], REQUIRED, "tools"),
     "whole-schema-in-xml": ("qwen3_coder", [Tool("f", parameters={"anyOf": [{}]})], REQUIRED, "tools"),
 }
 
@@ -236,3 +249,28 @@ def test_what_cannot_be_forced_is_refused(name: str, tools: list[Tool], choice: 
     with pytest.raises(InvalidRequest) as refused:
         constraint(Formats(name), tools, choice, Reasoning(), "", None)
     assert refused.value.param == param
+
+
+def test_texts_that_are_tokens_cannot_be_forced() -> None:
+    words = vocabulary(*marks_of("hermes"))
+    for schema_of in ({"enum": ["a <think> b"]}, {"type": "string", "description": "Write <think>."}):
+        tools, refused = [Tool("f", parameters=schema(a=schema_of))], "enum" in schema_of
+        with pytest.raises(InvalidRequest, match="contain '<think>'") if refused else nullcontext():
+            assert constraint(formats("hermes", words), tools, REQUIRED, Reasoning(), "", None)
+
+
+def test_words_for_readers_are_left_out_of_grammars() -> None:
+    named = {"type": "string", "description": "e", "default": "f", "enum": ["x", {"title": 1}]}
+    listed = {"items": {"$comment": "g", "anyOf": [{"examples": []}, True]}}
+    told = {"type": "object", "description": "d", "properties": {"description": named, "title": listed}}
+    left = {"description": {"type": "string", "enum": ["x", {"title": 1}]}, "title": {"items": {"anyOf": [{}, True]}}}
+    assert bare(told) == {"type": "object", "properties": left}
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_many_tools_make_a_grammar(name: str) -> None:
+    words = {"type": "string", "description": "What it is good for. " * 100}
+    tools = [Tool(f"tool_{i}", parameters=schema(["a"], **dict.fromkeys("abcde", words))) for i in range(40)]
+    shape = constraint(Formats(name), tools, REQUIRED, Reasoning(), "", None)
+    assert shape is not None and len(shape.grammar or "") < 48_000
+    assert Walk(shape, vocabulary()).allowed()

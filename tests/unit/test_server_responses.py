@@ -313,9 +313,9 @@ def test_what_changes_nothing_is_taken(server: Running) -> None:
     body = {
         "background": False, "truncation": "disabled", "text": {"verbosity": "medium", "format": None}, "n": 1,
         "max_tool_calls": 3, "service_tier": "auto", "prompt_cache_key": "k", "safety_identifier": "s", "tools": [],
-        "prompt_cache_options": {"mode": "implicit"}, "stream_options": None, "reasoning": {"effort": None},
-        "include": ["web_search_call.action.sources"], "tool_choice": "auto", "seed": 1, "top_k": 3,
-        "metadata": None, "conversation": None,
+        "prompt_cache_options": {"mode": "implicit"}, "client_metadata": {"a": "b"}, "stream_options": None,
+        "reasoning": {"effort": None}, "include": ["web_search_call.action.sources"], "tool_choice": "auto", "seed": 1,
+        "top_k": 3, "metadata": None, "conversation": None,
     }  # fmt: skip
     reply = server.http.post(ROUTE, json={"input": "hello", "max_output_tokens": 1, **body})
     assert reply.status_code == 200, reply.text

@@ -190,7 +190,8 @@ def embeddings(client: Client) -> int:
 
 
 def score(client: Client) -> int:
-    assert client.right("/v1/score", {"text_1": client.text(100), "text_2": [client.text(100)]})
+    options = [client.text(60) for _ in range(client.rng.randrange(1, 12))]
+    assert len(client.right("/v1/score", {"text": client.text(), "options": options})["data"]) == len(options)
     return 200
 
 

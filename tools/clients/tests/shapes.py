@@ -8,8 +8,9 @@ MODEL = "tiny"
 
 
 class City(BaseModel):
-    """A city. Its class is closed and bounded: the shipped model would write on where it may."""
+    """A city."""
 
+    # Closed and bounded: the shipped model would write on where it may.
     model_config = ConfigDict(extra="forbid")
 
     name: str = Field(max_length=16)

@@ -35,7 +35,7 @@ def test_chat(real: Server, tasks: TaskManager) -> None:
 
 
 def test_completions(real: Server, tasks: TaskManager) -> None:
-    assert figure(real, tasks, "local-completions", "codes", "exact_match") == 1.0
+    assert figure(real, tasks, "local-completions", "codes", "exact_match") > 0.5
 
 
 def test_log_likelihoods(real: Server, tasks: TaskManager) -> None:

@@ -13,7 +13,6 @@ from headrace.server.anthropic.blocks import (
     GivenMessage,
     TextBlock,
     as_blocks,
-    reminder,
 )
 from headrace.server.anthropic.system import has_billing, stable
 from headrace.server.chat_body import MAX_BUDGET, MAX_TOOLS, ToolName, tools_of
@@ -173,7 +172,7 @@ class CountBody(Body):
         for number, message in enumerate(self.messages):
             talk.add(message, f"messages[{number}]")
         if moved:
-            _put_first(talk, moved)
+            talk.say_first(moved)
         tools = tools_of(self.tools)
         template = _prefilled(talk)
         return Turn(talk.messages(), tools, self._choice(tools), self._reasoning(), template=template)
@@ -225,23 +224,14 @@ class MessagesBody(CountBody, StreamedBody):
         )
 
 
-def _put_first(talk: Conversation, text: str) -> None:
-    """At the beginning of the user's first turn: behind the system text and the tools, before what else is said."""
-    first = next((turn for turn in talk.turns if turn["role"] == "user"), None)
-    if first is None:
-        talk.system.append(text)
-    else:
-        first["content"] = f"{reminder(text)}\n{first['content']}"
-
-
 def _prefilled(talk: Conversation) -> dict[str, Any]:
     """Variables of a template that goes on with the assistant's last message, if that is where the messages end."""
-    last = talk.turns[-1] if talk.turns else {"role": "system"}
-    if last["role"] != "assistant":
+    last = talk.turns[-1] if talk.turns else None
+    if last is None or last.role != "assistant":
         return {}
-    if "tool_calls" in last:
+    if last.calls:
         raise invalid("messages: the last message ends in a tool_use; send its tool_result after it", "messages")
-    if not last["content"]:
+    if not last.texts:
         talk.turns.pop()
         return {}
     return {"add_generation_prompt": False, "continue_final_message": True}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
 from headrace.errors import InvalidRequest
-from headrace.server.parsers.lark import MOST_CALLS, Grammar
+from headrace.server.parsers.lark import MOST_CALLS, Grammar, bare
 from headrace.server.parsers.registry import NONE, REASONING_FORMATS, TOOL_FORMATS, Formats, ReasoningFormat
 from headrace.server.turn import Reasoning, Tool, ToolChoice
 from headrace.structured import Structured
@@ -53,6 +54,7 @@ def constraint(
     if callable_tools:
         most = MOST_CALLS if choice.parallel else 1
         answers.append(TOOL_FORMATS[formats.tools].load().calls_grammar(grammar, callable_tools, most))
+        _check_texts(formats, callable_tools)
     if structured is not None and not forced:
         before = grammar.text(form.answer, form.marks) if form and form.answer else ""
         answers.append(f"{before} {grammar.shape(structured)}")
@@ -61,6 +63,19 @@ def constraint(
         return Structured(grammar=grammar.done(answer))
     whether = "" if _opened(formats, prompt_end) else "?"
     return Structured(grammar=grammar.done(f"({thought}){whether} {answer}"))
+
+
+def _check_texts(formats: Formats, tools: Sequence[Tool]) -> None:
+    """Raises InvalidRequest if a text that would be forced contains an added token: llguidance then forces the token,
+    and refuses it as no text."""
+    for tool in tools:
+        text = f"{tool.name} {json.dumps(bare(tool.parameters), ensure_ascii=False)}"
+        if "<" not in text:
+            continue
+        found = next((token for token in formats.tokens if token.startswith("<") and token in text), None)
+        if found is not None:
+            told = f"tools: calls of {tool.name!r} cannot be forced: its name or parameters contain {found!r}"
+            raise InvalidRequest(f"{told}, which is a token of this model's vocabulary", "tools")
 
 
 def _opened(formats: Formats, prompt_end: str) -> bool:
