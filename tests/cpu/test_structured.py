@@ -112,6 +112,7 @@ def test_max_tokens_cuts_forced_tokens(llm: LLM) -> None:
     text = "one two three four five six seven"
     whole = ask(llm, Structured(choice=[text]))
     assert whole.text == text and whole.finish_reason == "stop" and len(whole.token_ids) > 5
+    assert not {*llm.capacity.eos_token_ids} & {*whole.token_ids}, "it ends without an end-of-text token"
     cut = ask(llm, Structured(choice=[text]), max_tokens=5)
     assert cut.token_ids == whole.token_ids[:5] and cut.finish_reason == "length" and text.startswith(cut.text)
     exact = ask(llm, Structured(choice=[text]), max_tokens=len(whole.token_ids))
