@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from headrace.engine.folders import SHIPPED, model_folder
-from headrace.types import CHUNK, InvalidRequest, SamplingParams
+from headrace.types import CHUNK, MAX_REPORTED, InvalidRequest, SamplingParams
 
 __all__ = ["SHIPPED", "Capacity", "check_variables", "flag", "model_folder"]
 
@@ -60,15 +60,19 @@ class Capacity:
         bad = next((t for t in prompt_token_ids if not 0 <= t < self.vocab_size), None)
         if bad is not None:
             raise InvalidRequest(f"token id {bad} is outside the vocabulary of {self.vocab_size}", "prompt")
-        if count >= self.max_model_len:
+        least = 0 if params.max_tokens == 0 else 1
+        if count + least > self.max_model_len:
             raise InvalidRequest(
-                f"the prompt has {count:,} tokens; {self._limit(count + 1, 'shorten the prompt')}",
+                f"the prompt has {count:,} tokens; {self._limit(count + least, 'shorten the prompt')}",
                 "prompt", CONTEXT_LENGTH_EXCEEDED,
             )  # fmt: skip
         params.check_vocabulary(self.vocab_size)
+        check_reported(count, params)
         room = self.max_model_len - count
         if params.max_tokens is None:
-            return replace(params, max_tokens=max(room, params.min_tokens))
+            resolved = replace(params, max_tokens=max(room, params.min_tokens))
+            check_reported(count, resolved)
+            return resolved
         if params.max_tokens > room:
             wanted, remedy = count + params.max_tokens, f"ask for at most {room:,}"
             raise InvalidRequest(
@@ -93,6 +97,22 @@ class Capacity:
         flags = " and ".join(f"{flag(name)} {least[name]}" for name in names if name in least)
         lifts = f"start the engine with {flags}" if flags else f"raise {flag(self.length_limit)}"
         return f"{told}, bounded by {self.length_limit}: {remedy}, or {lifts}"
+
+
+def check_reported(count: int, params: SamplingParams) -> None:
+    """Raises InvalidRequest where log probabilities are asked for of positions beyond a prompt of `count` tokens, or of
+    too many tokens at too many positions."""
+    if params.prompt_logprobs_start > count:
+        told = f"prompt_logprobs_start {params.prompt_logprobs_start:,} is beyond the prompt of {count:,} tokens"
+        raise InvalidRequest(told, "prompt_logprobs_start")
+    if not params.logprob_token_ids:
+        return
+    positions = 0 if params.prompt_logprobs is None else count - params.prompt_logprobs_start
+    if params.reports_answer and params.max_tokens is not None:
+        positions += params.n * params.max_tokens
+    if positions * len(params.logprob_token_ids) > MAX_REPORTED:
+        told = f"{len(params.logprob_token_ids):,} tokens at {positions:,} positions are more than {MAX_REPORTED:,}"
+        raise InvalidRequest(f"logprob_token_ids: {told}; name fewer, or lower max_tokens", "logprob_token_ids")
 
 
 def flag(name: str) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.executor import Computed
 from headrace.engine.loader import Loaded
+from headrace.engine.prompt_logprobs import PromptLogprobs
 from headrace.engine.sampler import (
     BadLogits,
     History,
@@ -24,7 +25,6 @@ from headrace.engine.sampler import (
     is_plain,
     needs_history,
     sample,
-    target_logprobs,
 )
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
@@ -57,7 +57,7 @@ class _Active:
     scheduled_s: float | None = None
     first_token_s: float | None = None
     output_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +108,8 @@ class EngineCore:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         seed = request.params.seed
         active = _Active(request, self.loaded.config.scheduler.seed + (self._order << 20) if seed is None else seed)
+        if request.params.prompt_logprobs is not None:
+            active.prompt_logprobs = PromptLogprobs(request)
         for index in range(request.params.n):
             active.sequences.append(self._new_sequence(active, index, want_logits))
         active.unfinished = request.params.n
@@ -117,7 +119,8 @@ class EngineCore:
     def _new_sequence(self, active: _Active, index: int, want_logits: bool) -> SequenceState:
         request = active.request
         sequence = SequenceState(request, index, self._order)
-        sequence.wants_all_logits = want_logits or (request.params.prompt_logprobs is not None and index == 0)
+        if want_logits:
+            sequence.reports_from = 0
         self._order += 1
         tokenizer, eos = self.loaded.tokenizer, self.loaded.capacity.eos_token_ids
         detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params, eos) if tokenizer else None
@@ -135,7 +138,8 @@ class EngineCore:
             public_tokens=request.public_prefix_tokens,
             # Length-dependent rotary scaling: keys of prompts of different lengths differ.
             namespace=f"length {sequence.prompt_len}" if stretched else "",
-            shares=self.loaded.config.cache.prefix_caching and not sequence.wants_all_logits,
+            shares=self.loaded.config.cache.prefix_caching,
+            reusable=sequence.reusable,
         )
 
     def abort(self, request_id: str) -> bool:
@@ -170,8 +174,8 @@ class EngineCore:
             self.on_prefill(self._prefills(slices), self.loaded.executor.expected_s(slices))
         computed = self._compute(slices, restores)
         self.cache.commit()
-        self._observe(computed)
-        deltas = self._advance(computed)
+        broken = self._observe(computed)
+        deltas = broken + self._advance(computed)
         self._stats.scheduler.steps += 1
         self._stats.scheduler.step_s += time.monotonic() - began
         return deltas
@@ -219,42 +223,44 @@ class EngineCore:
         started, self._started = self._started, []
         return started
 
-    def _observe(self, computed: Computed) -> None:
+    def _observe(self, computed: Computed) -> list[Delta]:
+        """Shows logits to whoever watches, and notes the log probabilities of prompts. Requests whose logits are broken
+        are ended, by the deltas returned."""
+        broken: list[Delta] = []
         for part, span in computed.parts:
-            wanted = part.sequence.wants_all_logits and part.sequence.request.params.prompt_logprobs is not None
-            if self.on_logits is None and not wanted:
+            reports = part.sequence.reusable is not None and part.sequence.request.params.prompt_logprobs is not None
+            if (self.on_logits is None and not reports) or part.sequence not in self._outputs:
                 continue
             logits = computed.logits[span.start : span.stop]
             if self.on_logits is not None:
                 # Logits that came with their greatest ones are overwritten by the next step.
                 self.on_logits(part.sequence, part.end - len(logits), logits.clone() if computed.greatest else logits)
-            if wanted:
-                self._note_prompt_logprobs(part, logits)
+            noted = self._active[part.sequence.request.request_id].prompt_logprobs if reports else None
+            if noted is not None:
+                try:
+                    noted.note(part, logits, self._with_text)
+                except BadLogits as error:
+                    broken += self._break_off(part.sequence.request.request_id, str(error))
+        return broken
 
-    def _note_prompt_logprobs(self, part: Slice, logits: Tensor) -> None:
-        """Logprobs of the prompt's tokens start+1 .. start+count, given the rows start .. start+count-1."""
-        sequence = part.sequence
-        if len(sequence.tokens) > sequence.prompt_len:
-            return  # computed again after preemption: reported with the first token
-        active = self._active[sequence.request.request_id]
-        active.prompt_logprobs = known = active.prompt_logprobs or [None]
-        end = min(part.end, sequence.prompt_len - 1)
-        targets = sequence.tokens[part.start + 1 : end + 1]
-        top = sequence.request.params.prompt_logprobs or 0
-        rows = target_logprobs(logits[: len(targets)], targets, top)
-        del known[part.start + 1 :]
-        known.extend(self._with_text(entry) for entry in rows)
-
-    def _with_text(self, entry: TokenLogprobs | None) -> TokenLogprobs | None:
+    def _with_text(self, entry: TokenLogprobs) -> TokenLogprobs:
         tokenizer = self.loaded.tokenizer
-        if entry is None or tokenizer is None:
+        if tokenizer is None:
             return entry
         return {token: _named(logprob, tokenizer.token_text(token)) for token, logprob in entry.items()}
 
     def _advance(self, computed: Computed) -> list[Delta]:
         """Samples the next token of each sequence and sees which are finished."""
-        rows = [(self._outputs[part.sequence], span[-1]) for part, span in computed.parts if part.samples]
+        rows: list[tuple[_Output, int]] = []
         broken: list[Delta] = []
+        for part, span in computed.parts:
+            output = self._outputs.get(part.sequence) if part.samples else None
+            if output is None:
+                continue
+            if part.sequence.request.params.max_tokens == 0:
+                broken.append(self._end_scored(output))
+            else:
+                rows.append((output, span[-1]))
         while rows:
             try:
                 inputs = [self._sample_input(output) for output, _ in rows]
@@ -268,6 +274,19 @@ class EngineCore:
             now = time.monotonic()
             return broken + [self._push(row[0], token, now) for row, token in zip(rows, sampled, strict=True)]
         return broken
+
+    def _end_scored(self, output: _Output) -> Delta:
+        """The delta of a prompt that is scored, and has no answer."""
+        delta = Delta(output.active.request.request_id, output.sequence.index, finish_reason="length")
+        self._hand_prompt_logprobs(output, delta)
+        self._finish(output.active, output.sequence, delta, time.monotonic())
+        return delta
+
+    @staticmethod
+    def _hand_prompt_logprobs(output: _Output, delta: Delta) -> None:
+        active = output.active
+        if active.prompt_logprobs is not None and output.sequence.index == 0:
+            delta.prompt_logprobs, active.prompt_logprobs = active.prompt_logprobs.rows, None
 
     def _break_off(self, request_id: str, reason: str) -> list[Delta]:
         """Aborts a request whose logits nothing can be chosen from; all others go on."""
@@ -306,9 +325,8 @@ class EngineCore:
         self._stats.tokens.generated += 1
         delta = Delta(active.request.request_id, sequence.index, token_ids=[sampled.token])
         if sampled.logprobs is not None:
-            delta.logprobs = [self._with_text(sampled.logprobs) or {}]
-        if sequence.index == 0:
-            delta.prompt_logprobs, active.prompt_logprobs = active.prompt_logprobs, None
+            delta.logprobs = [self._with_text(sampled.logprobs)]
+        self._hand_prompt_logprobs(output, delta)
         self._text_and_end(output, delta)
         if delta.finish_reason is not None:
             self._finish(active, sequence, delta, now)

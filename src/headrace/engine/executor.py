@@ -36,8 +36,8 @@ class Executor(Protocol):
     """Computes steps. Subclasses override what they have a say in."""
 
     def run(self, slices: Seq[Slice], restores: Seq[RestoreTransfer] = ()) -> Computed:
-        """Computes the slices. Logits are those of all of a slice's rows if its sequence wants all, of the last row if
-        it samples. restores: whose layers the step waits for; one rank alone has any."""
+        """Computes the slices. Logits are those of the rows that its sequence reports, and of the last row if it
+        samples (wanted_of). restores: whose layers the step waits for; one rank alone has any."""
 
     def owners(self, sequence: SequenceState, start: int, count: int) -> Owners | None:
         """Who shall own the new chunks of a slice that is about to be taken (Scheduler.owners)."""
@@ -72,9 +72,10 @@ def wanted_rows(slices: list[Slice]) -> tuple[list[int], list[tuple[Slice, range
 
 def wanted_of(part: Slice) -> int:
     """Last rows of a slice whose logits are needed."""
-    if part.sequence.wants_all_logits and part.start < part.sequence.prompt_len:
-        return part.length
-    return int(part.samples)
+    first = part.sequence.reusable
+    if first is None:
+        return int(part.samples)
+    return max(part.end - max(part.start, first), int(part.samples))
 
 
 def table_of(part: Slice) -> ChunkTable:

@@ -234,7 +234,7 @@ class Answer:
 
     def __init__(self, request: Request) -> None:
         completions = [
-            Completion(index, logprobs=None if request.params.logprobs is None else [])
+            Completion(index, logprobs=[] if request.params.reports_answer else None)
             for index in range(request.params.n)
         ]
         self.output = RequestOutput(request.request_id, request.prompt_token_ids, completions, Metrics())

@@ -132,7 +132,7 @@ def needs_history(params: SamplingParams) -> bool:
 
 def is_plain(params: SamplingParams) -> bool:
     """Greedy, and nothing that changes or reports the logits: the argmax says it all, where no token is forbidden."""
-    if not params.greedy or params.logit_bias or params.logprobs is not None:
+    if not params.greedy or params.logit_bias or params.reports_answer:
         return False
     return not needs_history(params)
 
@@ -171,12 +171,16 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (int(np.random.Philox(key=key, counter=position).random_raw()) >> 11) * 2.0**-53
 
 
-def target_logprobs(logits: torch.Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Log probability of targets[i] under row i of `logits` [T, V], with `top` alternatives: for a prefill chunk."""
+def target_logprobs(
+    logits: torch.Tensor, targets: Sequence[int], top: int, listed: Sequence[int] = ()
+) -> list[TokenLogprobs]:
+    """Log probability of targets[i] under row i of `logits` [T, V], with alternatives: `top` most likely tokens or, if
+    there are any, the `listed` ones. For a prefill chunk."""
     if len(logits) != len(targets):
         raise ValueError(f"{len(targets)} targets need as many rows of logits, got {len(logits)}")
     rows = logits.detach()
-    return [_logprobs(_to_row(rows[i], i), token, top) for i, token in enumerate(targets)]
+    scratch = np.empty(rows.shape[1])
+    return [_logprobs(_to_row(rows[i], i), token, top, listed, scratch) for i, token in enumerate(targets)]
 
 
 # ---- one row ---------------------------------------------------------------------------------------------------------
@@ -209,8 +213,9 @@ def _sample_row(raw: Row, number: int, item: SampleInput) -> Sampled:
         raise BadLogits(number, "no token is left after logit_bias and forbidden tokens")
     if not params.greedy:
         token = _draw(row, params, uniform(item.seed, item.index, len(item.output)))
-    wanted = params.logprobs
-    return Sampled(token, None if wanted is None else _logprobs(raw, token, wanted))
+    if not params.reports_answer:
+        return Sampled(token, None)
+    return Sampled(token, _logprobs(raw, token, params.logprobs or 0, params.logprob_token_ids))
 
 
 def _adjusted(raw: Row, item: SampleInput) -> Row:
@@ -321,10 +326,14 @@ def _kept(weights: Row, mass: Row, total: float, params: SamplingParams) -> int 
 # ---- log probabilities -----------------------------------------------------------------------------------------------
 
 
-def _logprobs(raw: Row, token: int, top: int) -> TokenLogprobs:
-    """log_softmax of the raw row at `token` and at its `top` greatest, most likely first; impossible ones left out."""
+def _logprobs(raw: Row, token: int, top: int, listed: Sequence[int] = (), scratch: Row | None = None) -> TokenLogprobs:
+    """log_softmax of the raw row at `token` and at its `top` greatest, most likely first; impossible ones left out.
+    listed: tokens to report in place of the greatest, impossible ones too. scratch: overwritten; saves an array."""
     peak = raw.max()
-    norm = peak + np.log(np.exp(raw - peak).sum())
+    weights = np.subtract(raw, peak, out=scratch)
+    norm = peak + np.log(np.exp(weights, out=weights).sum())
+    if listed:
+        return _listed_logprobs(raw, norm, {token, *listed})
     ids = [i for i in _descending(raw, top).tolist() if raw[i] > -np.inf] if top else []
     if token not in ids:
         ids.append(token)
@@ -335,3 +344,10 @@ def _logprobs(raw: Row, token: int, top: int) -> TokenLogprobs:
         rank = 1 + int(np.count_nonzero((raw if place == top else greatest) > raw[i]))
         entries[i] = Logprob(float(raw[i] - norm), rank, "")
     return entries
+
+
+def _listed_logprobs(raw: Row, norm: float, tokens: set[int]) -> TokenLogprobs:
+    """Of these tokens, most likely first, equals by id."""
+    ids = sorted(tokens, key=lambda i: (-raw[i], i))
+    ranks = 1 + raw.size - np.searchsorted(np.sort(raw), raw[ids], side="right")
+    return {i: Logprob(float(raw[i] - norm), int(rank), "") for i, rank in zip(ids, ranks, strict=True)}

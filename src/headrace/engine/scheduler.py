@@ -143,8 +143,6 @@ class Scheduler:
         self._take(sequence, table, count)
 
     def _until(self, sequence: SequenceState) -> int:
-        if sequence.wants_all_logits:
-            return len(sequence.tokens)
         return self.below.until(sequence, alone=len(self.running) == 1)
 
     def _room(self, table: ChunkTable, least: int) -> int:

@@ -13,6 +13,9 @@ from headrace.types import Request
 class SequenceState:
     """tokens: prompt and answer so far, the list its table refers to. order: rank of arrival; lower goes first.
 
+    reports_from: while the prompt is computed, its rows from this one on are wanted; None: the last one alone. Of a
+    prompt that is only scored the last token is left out of `tokens`, since its row predicts nothing.
+
     |<------ prompt_len ------>|<-- answer -->|
     |<--- table.length: in the cache --->|<-1->|   while decoding, all but the newest token is cached
     """
@@ -25,15 +28,23 @@ class SequenceState:
     table: ChunkTable | None = None
     cached_tokens: int = 0
     preemptions: int = 0
-    wants_all_logits: bool = False
+    reports_from: int | None = None
     restored_tokens: int = 0
     restore_reason: str = ""
     strategy: str = ""
     strategy_reason: str = ""
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt_token_ids)
-        self.prompt_len = len(self.tokens)
+        prompt, params = self.request.prompt_token_ids, self.request.params
+        self.tokens = prompt[: max(1, len(prompt) - 1)] if params.max_tokens == 0 else list(prompt)
+        self.prompt_len = len(prompt)
+        if params.prompt_logprobs is not None and self.index == 0:
+            self.reports_from = max(0, params.prompt_logprobs_start - 1)
+
+    @property
+    def reusable(self) -> int | None:
+        """Tokens from the beginning that may be taken from elsewhere, since no row of them is wanted; None: all."""
+        return None if self.n_output > 0 else self.reports_from
 
     @property
     def computed(self) -> int:
