@@ -15,6 +15,7 @@ from headrace.types import (
     Overloaded,
     RequestOutput,
     SamplingParams,
+    Score,
     UnsupportedModel,
 )
 from headrace.version import __version__
@@ -32,6 +33,7 @@ __all__ = [
     "Overloaded",
     "RequestOutput",
     "SamplingParams",
+    "Score",
     "UnsupportedModel",
     "__version__",
 ]

@@ -269,6 +269,29 @@ TokenLogprobs = dict[int, Logprob]
 """Token id -> Logprob at one position: the chosen token and the asked-for alternatives, most likely first."""
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The likelihood of an option after a text. `token_ids`: the option's tokens, from position `start` of text and option
+    together; `token_logprobs`: theirs, each after all before it; `logprob` is their sum.
+
+    `greedy`: each token is the most likely one, so that a greedy answer to the text would begin with the option.
+    """
+
+    token_ids: list[int]
+    token_logprobs: list[float]
+    start: int
+    greedy: bool
+
+    @property
+    def logprob(self) -> float:
+        return sum(self.token_logprobs)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of a token: compares options of different lengths."""
+        return self.logprob / len(self.token_ids)
+
+
 @dataclass(slots=True)
 class Metrics:
     """What one request cost. Times in seconds; `cached_tokens` of the prompt came from the cache, unmultiplied by n.

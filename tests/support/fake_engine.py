@@ -36,7 +36,7 @@ class FakeTokenizer:
     eos_token_id = EOS
     has_chat_template = True
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, token_ids: list[int]) -> str:
@@ -136,7 +136,7 @@ class FakeEngine:
         params.check_vocabulary(VOCAB)
         if (params.max_tokens or 0) > room:
             raise InvalidRequest("max_tokens is too large", "max_tokens")
-        return params if params.max_tokens else replace(params, max_tokens=room)
+        return replace(params, max_tokens=room) if params.max_tokens is None else params
 
     async def generate(
         self,
@@ -243,16 +243,24 @@ class _Sequence:
 
     def next(self) -> Delta:
         run, params = self.run, self.run.params
+        if params.max_tokens == 0:
+            self.finish = "length"
+            return Delta(run.request_id, self.index, finish_reason="length", prompt_logprobs=self._prompt_logprobs())
         token = run.prompt[(len(self.token_ids) + self.index) % len(run.prompt)]
         delta = Delta(run.request_id, self.index, token_ids=[token])
         if params.logprobs is not None:
-            delta.logprobs = [_logprobs(token, params.logprobs)]
+            delta.logprobs = [_logprobs(token, params.logprobs, params.logprob_token_ids)]
         if params.prompt_logprobs is not None and self.index == 0 and not self.token_ids:
-            top = params.prompt_logprobs
-            delta.prompt_logprobs = [None, *(_logprobs(t, top) for t in run.prompt[1:])]
+            delta.prompt_logprobs = self._prompt_logprobs()
         self.token_ids.append(token)
         self._text(delta)
         return delta
+
+    def _prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        run, params = self.run, self.run.params
+        first = max(1, params.prompt_logprobs_start)
+        found = [_logprobs(t, params.prompt_logprobs or 0, params.logprob_token_ids) for t in run.prompt[first:]]
+        return [None] * min(first, len(run.prompt)) + found
 
     def _text(self, delta: Delta) -> None:
         params = self.run.params
@@ -269,8 +277,10 @@ class _Sequence:
         delta.text, self.sent = text[len(self.sent) :], max(self.sent, text, key=len)
 
 
-def _logprobs(token: int, top: int) -> TokenLogprobs:
+def _logprobs(token: int, top: int, listed: tuple[int, ...] = ()) -> TokenLogprobs:
     """The chosen token is the second most likely: alternatives and the choice must not be mixed up."""
+    if listed:
+        return {t: Logprob(-0.01 * t, 1 + t, "") for t in sorted({token, *listed})}
     others = [t for t in range(65, 65 + top + 1) if t != token]
     ranked = [*others[:1], token, *others[1:]]
     return {t: Logprob(-0.5 * (i + 1), i + 1, "") for i, t in enumerate(ranked) if i < top or t == token}

@@ -156,7 +156,10 @@ class _Body(_Sampling):
         given = {name: value for name, value in given.items() if value is not None}
         if self.logit_bias:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
-        return SamplingParams(**given, **special)
+        params = SamplingParams(**given, **special)
+        if params.logprob_token_ids and params.logprobs is None and params.prompt_logprobs is None:
+            raise invalid("logprob_token_ids needs logprobs, or prompt_logprobs", "logprob_token_ids")
+        return params
 
     @property
     def wants_usage(self) -> bool:

@@ -159,7 +159,11 @@ class ChatReplies(Replies):
         return {"content": [self._entry(t, row, top) for t, row in zip(tokens, rows, strict=True)], "refusal": None}
 
     def _entry(self, token: int, row: TokenLogprobs, top: int) -> dict[str, Any]:
-        best = sorted(row.items(), key=lambda item: item[1].rank)[:top]  # without the chosen one, where it is no top
+        listed = self.job.prompts[0].params.logprob_token_ids
+        if listed:
+            best = [(t, info) for t, info in row.items() if t in listed]
+        else:
+            best = sorted(row.items(), key=lambda item: item[1].rank)[:top]  # without the chosen one, if it is no top
         return {**self._told(token, row[token]), "top_logprobs": [self._told(t, info) for t, info in best]}
 
     def _told(self, token: int, info: Logprob) -> dict[str, Any]:
@@ -219,11 +223,20 @@ class CompletionReplies(Replies):
         text = self._text(token, row[token] if row else None)
         out["tokens"].append(text)
         out["token_logprobs"].append(finite(row[token].logprob) if row else None)
-        out["top_logprobs"].append({self._text(t, i): finite(i.logprob) for t, i in row.items()} if row else None)
+        out["top_logprobs"].append(self._by_text(row) if row else None)
         at = self.offsets[choice.index]
         out["text_offset"].append(at)
         if not self._unseen_start(choice, at, text):
             self.offsets[choice.index] += len(text)
+
+    def _by_text(self, row: TokenLogprobs) -> dict[str, float]:
+        """Text -> log probability. Of tokens with one text (parts of characters) all but the likeliest go by their ids,
+        in the form of vLLM."""
+        found: dict[str, float] = {}
+        for token, info in row.items():
+            text = self._text(token, info)
+            found[f"token_id:{token}" if text in found else text] = finite(info.logprob)
+        return found
 
     def _unseen_start(self, choice: ReplyChoice, at: int, text: str) -> bool:
         """Whether this is the beginning-of-text token that the tokenizer put before an echoed prompt."""
