@@ -35,6 +35,8 @@ class FakeTokenizer:
     vocab_size = VOCAB
     eos_token_id = EOS
     has_chat_template = True
+    chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    """A test of tools sets another; what is rendered stays the same."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -48,10 +50,21 @@ class FakeTokenizer:
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode("utf-8", "replace")
 
-    def render_chat(self, messages: Any, add_generation_prompt: bool = True, *, sign: str = "") -> str:
-        if any(m["content"] == "refuse me" for m in messages):
+    def render_chat(
+        self,
+        messages: Any,
+        add_generation_prompt: bool = True,
+        tools: Any = None,
+        *,
+        documents: Any = None,
+        sign: str = "",
+        enable_thinking: bool | None = None,
+        thinking: bool | None = None,
+        reasoning_effort: str | None = None,
+    ) -> str:
+        if any(m.get("content") == "refuse me" for m in messages):
             raise InvalidRequest("the chat template refused the messages", "messages")
-        return "".join(m["content"] + "\n" for m in messages) + sign
+        return "".join((m.get("content") or "") + "\n" for m in messages) + sign
 
     def encode_chat(self, text: str) -> list[int]:
         return self.encode(text)
@@ -76,7 +89,9 @@ class FakeCapacity:
 
 
 class FakeEngine:
-    """`start_s` and `token_s` are delays; `running_limit` sequences of requests run at once, the others wait."""
+    """Answers repeat the prompt, or are what `scripts` holds: a text a request, first in, first out, token by token,
+    which then stops. `start_s` and `token_s` are delays; `running_limit` sequences of requests run at once, the others
+    wait. `asked`: prompts and parameters so far."""
 
     def __init__(
         self, config: EngineConfig, start_s: float = 0.0, token_s: float = 0.0, running_limit: int = 8
@@ -93,6 +108,8 @@ class FakeEngine:
         self.strategy = self.strategy_reason = self.restore_reason = ""
         self.restored_tokens = 0
         self.salts: list[tuple[str | None, int]] = []
+        self.scripts: list[str] = []
+        self.asked: list[tuple[str, SamplingParams]] = []
         self.prefills: list[Prefill] = []
         self.prefill_rate = 0.0
         self._started = False
@@ -153,6 +170,7 @@ class FakeEngine:
             raise Overloaded("the queue is full", 2.5)
         assert isinstance(prompt, list) and request_id is not None
         self.salts.append((cache_salt, public_prefix_tokens))
+        self.asked.append((FakeTokenizer().decode(prompt), params))
         run = _Run(self, prompt, params, request_id)
         try:
             await run.wait_for_turn()
@@ -170,6 +188,7 @@ class _Run:
         self.engine, self.prompt, self.params, self.request_id = engine, prompt, params, request_id
         self.arrival = time.monotonic()
         self.turn = self.first = 0.0
+        self.script = list(engine.scripts.pop(0).encode()) if engine.scripts else None
         self.sequences = [_Sequence(self, index) for index in range(params.n)]
         self.chunks = chunks_for(len(prompt)) + params.n
 
@@ -246,7 +265,8 @@ class _Sequence:
         if params.max_tokens == 0:
             self.finish = "length"
             return Delta(run.request_id, self.index, finish_reason="length", prompt_logprobs=self._prompt_logprobs())
-        token = run.prompt[(len(self.token_ids) + self.index) % len(run.prompt)]
+        said = run.script or run.prompt
+        token = said[(len(self.token_ids) + self.index) % len(said)]
         delta = Delta(run.request_id, self.index, token_ids=[token])
         if params.logprobs is not None:
             delta.logprobs = [_logprobs(token, params.logprobs, params.logprob_token_ids)]
@@ -269,6 +289,8 @@ class _Sequence:
         if found:
             at, delta.stop_reason = min(found)
             text, delta.finish_reason = text[:at], "stop"
+        elif self.run.script is not None and len(self.token_ids) == len(self.run.script):
+            delta.finish_reason = "stop"
         elif len(self.token_ids) >= (params.max_tokens or 16):
             delta.finish_reason = "length"
         else:

@@ -125,6 +125,12 @@ def text(prompt: Any = "hello", **more: Any) -> dict[str, Any]:
     return {"model": "fake", "prompt": prompt, "max_tokens": 8, **more}
 
 
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
 BAD_REQUESTS: dict[str, tuple[str, Any, int, str | None]] = {
     # name: (route, body or raw bytes, status, param); "MODEL" stands for the served model's name
     "unknown model": (CHAT, ask(model="gpt-9"), 404, "model"),
@@ -132,7 +138,19 @@ BAD_REQUESTS: dict[str, tuple[str, Any, int, str | None]] = {
     "no messages": (CHAT, {"model": "MODEL"}, 400, "messages"),
     "empty messages": (CHAT, ask(messages=[]), 400, "messages"),
     "unknown role": (CHAT, ask(messages=[{"role": "boss", "content": "hi"}]), 400, "messages[0].role"),
-    "tool role": (CHAT, ask(messages=[{"role": "tool", "content": "hi"}]), 400, "messages[0].role"),
+    "tool without a call": (CHAT, ask(messages=[{"role": "tool", "content": "hi"}]), 400, "messages[0].tool_call_id"),
+    "calls of a user": (
+        CHAT,
+        ask(messages=[{"role": "user", "content": "", "tool_calls": [CALL]}]),
+        400,
+        "messages[0].tool_calls",
+    ),
+    "answer to a call by a user": (
+        CHAT,
+        ask(messages=[{"role": "user", "content": "", "tool_call_id": "1"}]),
+        400,
+        "messages[0].tool_call_id",
+    ),
     "image part": (
         CHAT,
         ask(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
@@ -140,10 +158,21 @@ BAD_REQUESTS: dict[str, tuple[str, Any, int, str | None]] = {
         "messages[0].content[0].type",
     ),
     "message without content": (CHAT, ask(messages=[{"role": "user"}]), 400, "messages[0].content"),
-    "tools": (CHAT, ask(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools"),
+    "tool of another type": (CHAT, ask(tools=[{"type": "web_search"}]), 400, "tools"),
+    "tool with a bad name": (CHAT, ask(tools=[tool("a b")]), 400, "tools"),
+    "two tools of one name": (CHAT, ask(tools=[tool("f"), tool("f")]), 400, "tools"),
+    "unknown tool chosen": (
+        CHAT,
+        ask(tools=[tool("f")], tool_choice={"type": "function", "function": {"name": "g"}}),
+        400,
+        "tool_choice",
+    ),
+    "tool_choice without tools": (CHAT, ask(tool_choice="required"), 400, "tool_choice"),
+    "older functions": (CHAT, ask(functions=[{"name": "f"}]), 400, "functions"),
     "response_format": (CHAT, ask(response_format={"type": "json_object"}), 400, "response_format"),
     "json schema": (CHAT, ask(response_format={"type": "json_schema", "json_schema": {}}), 400, "response_format"),
-    "reasoning_effort": (CHAT, ask(reasoning_effort="high"), 400, "reasoning_effort"),
+    "reasoning_effort": (CHAT, ask(reasoning_effort="most"), 400, "reasoning_effort"),
+    "negative budget": (CHAT, ask(thinking_token_budget=-1), 400, "thinking_token_budget"),
     "template of the client": (CHAT, ask(chat_template="{{ 1 }}"), 400, "chat_template"),
     "reserved template variable": (CHAT, ask(chat_template_kwargs={"tools": []}), 400, "chat_template_kwargs"),
     "top_logprobs alone": (CHAT, ask(top_logprobs=2), 400, "top_logprobs"),

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.server.protocol import ChatBody, CompletionBody
+from headrace.server.chat_body import ChatBody
+from headrace.server.protocol import CompletionBody
 from headrace.types import InvalidRequest, Request, SamplingParams
 from tests.support.fake_server import CHAT, TEXT, Running, ask, serving, text
 

@@ -157,7 +157,7 @@ def test_empty_key_is_refused() -> None:
 
 
 def test_slow_body_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.server.routes.READ_S", 0.2)
+    monkeypatch.setattr("headrace.server.answering.READ_S", 0.2)
     with serving() as running, socket.create_connection(("127.0.0.1", running.port), timeout=10) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
         assert sock.recv(1000).startswith(b"HTTP/1.1 408")

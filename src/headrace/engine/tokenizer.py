@@ -75,6 +75,14 @@ class Tokenizer:
         return bool(self._hf.chat_template)
 
     @property
+    def chat_template(self) -> str:
+        """The template of conversations with tools, where the model has one of its own for them; empty: none."""
+        templates = self._hf.chat_template or ""
+        if isinstance(templates, dict):
+            return str(templates.get("tool_use") or templates.get("default") or "")
+        return str(templates)
+
+    @property
     def has_pieces(self) -> bool:
         """Whether token_bytes is the exact part of a token in any text, so that text can be built token by token."""
         return self._rule is not None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.server.engine import ServedEngine
+from headrace.server.parsers.parts import Answer, OutputParser, Part, PlainText
 from headrace.stats import EngineStats
 from headrace.types import Delta, Metrics, SamplingParams, TokenLogprobs
 
@@ -17,17 +18,19 @@ from headrace.types import Delta, Metrics, SamplingParams, TokenLogprobs
 @dataclass(slots=True)
 class Prompt:
     """`text` is set where a reply repeats it (echo); `params` are resolved for this prompt by ServedEngine.check;
-    `public_tokens` at its beginning are the operator's (server.public)."""
+    `public_tokens` at its beginning are the operator's (server.public). `parser` makes what takes the text of one
+    sequence to parts."""
 
     ids: list[int]
     params: SamplingParams
     text: str = ""
     public_tokens: int = 0
+    parser: Callable[[], OutputParser] = PlainText
 
 
 @dataclass(slots=True)
 class ReplyChoice:
-    """What one sequence has produced so far."""
+    """What one sequence has produced so far: `text` as the model wrote it, `answer` in parts."""
 
     index: int
     prompt: Prompt
@@ -38,6 +41,19 @@ class ReplyChoice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     last_s: float = 0.0
+    answer: Answer = field(default_factory=Answer)
+    parser: OutputParser = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parser = self.prompt.parser()
+
+    def read(self, delta: Delta) -> list[Part]:
+        """The parts that this delta adds to the answer."""
+        parts = self.parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += self.parser.finish()
+        self.answer.add(parts)
+        return parts
 
     @property
     def text(self) -> str:
@@ -46,11 +62,12 @@ class ReplyChoice:
 
 @dataclass(slots=True)
 class Event:
-    """One delta, with the choice it belongs to. `first`: the choice had none before."""
+    """One delta, with the choice it belongs to and what it adds to the answer. `first`: the choice had none before."""
 
     choice: ReplyChoice
     delta: Delta
     first: bool
+    parts: list[Part] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -140,7 +157,7 @@ class Job:
         choice.prompt_logprobs = delta.prompt_logprobs or choice.prompt_logprobs
         if delta.metrics:
             self.metrics.append(delta.metrics)
-        return Event(choice, delta, first)
+        return Event(choice, delta, first, choice.read(delta))
 
     def _deltas(self, engine: ServedEngine) -> AsyncIterator[tuple[int, Delta]]:
         if len(self.prompts) == 1:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Set
 from dataclasses import fields
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model, field_validator
 
@@ -15,7 +16,6 @@ from headrace.types import SamplingParams, check_sharing
 
 IGNORED = {
     "metadata",
-    "parallel_tool_calls",
     "prediction",
     "prompt_cache_key",
     "prompt_cache_retention",
@@ -27,13 +27,10 @@ IGNORED = {
 """OpenAI fields that change no answer here: accepted with any value, and not used (docs/server.md)."""
 
 REFUSED = {
-    "tools": "tool calling is not supported",
-    "tool_choice": "tool calling is not supported",
-    "functions": "function calling is not supported",
-    "function_call": "function calling is not supported",
+    "functions": "this older form is not supported; use tools and tool_choice",
+    "function_call": "this older form is not supported; use tools and tool_choice",
     "audio": "audio is not supported",
     "web_search_options": "web search is not supported",
-    "reasoning_effort": "reasoning effort is not supported",
     "verbosity": "verbosity is not supported",
     "suffix": "a suffix (fill in the middle) is not supported",
     "chat_template": "templates come from the model folder; a request cannot bring one",
@@ -41,8 +38,6 @@ REFUSED = {
 """Fields known by name and refused unless null or one of HARMLESS."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "suffix": ("",),
@@ -51,53 +46,20 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 SPECIAL = ("logit_bias", "max_tokens")
 """Sampling parameters of a body that need more than to be handed on."""
 
-RESERVED = {"self", "messages", "tools", "add_generation_prompt"}
-"""Names that are no variables of a chat template; the tokenizer knows of more."""
 
-
-class _Strict(BaseModel):
+class Strict(BaseModel):
     """No coercion ('16' is not 16), no unknown fields, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     type: Literal["text"]
-
-
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: list[TextPart]
-    name: str | None = None
-    # Fields of our own replies, so that a client may send them back; only the empty values mean nothing.
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
-    annotations: list[None] | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _text_is_one_part(cls, value: Any) -> Any:
-        return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-    def for_template(self) -> dict[str, str]:
-        """OpenAI's 'developer' is the newer name of 'system', which is what templates know."""
-        told = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": "\n".join(part.text for part in self.content),
-        }
-        return told if self.name is None else {**told, "name": self.name}
 
 
 def _json_form(kind: Any) -> Any:
@@ -122,16 +84,24 @@ SAMPLING = {
 """Sampling parameters that all bodies have, and their types there."""
 
 
-class _Head(_Strict):
+class StreamedBody(Strict):
+    """What every body has. ignored: fields accepted with any value, and not used; refused: fields known by name and
+    refused, with the reason, unless null or one of harmless."""
+
+    ignored: ClassVar[Set[str]] = IGNORED
+    refused: ClassVar[Mapping[str, str]] = REFUSED
+    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = HARMLESS
+
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
 
-_Sampling: Any = create_model("_Sampling", __base__=_Head, **{name: (kind, None) for name, kind in SAMPLING.items()})  # type: ignore[call-overload]
+_FIELDS: Any = {name: (kind, None) for name, kind in SAMPLING.items()}
+_Sampling: Any = create_model("_Sampling", __base__=StreamedBody, **_FIELDS)
 
 
-class _Body(_Sampling):
+class SampledBody(_Sampling):
     response_format: ResponseFormat | None = None
     cache_salt: str | None = None
     public_prefix_tokens: int | None = None
@@ -166,7 +136,7 @@ class _Body(_Sampling):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class CompletionBody(_Body):
+class CompletionBody(SampledBody):
     prompt: Any = None
     best_of: int | None = None
     echo: bool | None = None
@@ -198,37 +168,6 @@ class CompletionBody(_Body):
         return prompts
 
 
-class ChatBody(_Body):
-    messages: list[Message]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    modalities: list[Literal["text"]] | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def to_params(self) -> SamplingParams:
-        self.check_together()
-        if not self.messages:
-            raise invalid("messages must not be empty", "messages")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise invalid("max_tokens and max_completion_tokens differ; give one", "max_tokens")
-        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling(max_tokens=most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
-
-    def template_kwargs(self) -> dict[str, Any]:
-        """Raises for names that are arguments of the rendering call, not variables of the template."""
-        kwargs = dict(self.chat_template_kwargs or {})
-        for name in kwargs:
-            if name in RESERVED or not name.isidentifier():
-                raise invalid(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
-        if self.add_generation_prompt is not None:
-            kwargs["add_generation_prompt"] = self.add_generation_prompt
-        return kwargs
-
-
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
@@ -239,17 +178,17 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-B = TypeVar("B", bound=_Body)
+B = TypeVar("B", bound=StreamedBody)
 
 
 def parse_body(kind: type[B], raw: bytes) -> B:
     """The body as `kind`. Raises ApiError 400 naming the first field at fault."""
     fields = _json_object(raw)
-    for name, why in REFUSED.items():
+    for name, why in kind.refused.items():
         value = fields.pop(name, None)
-        if value is not None and value not in HARMLESS.get(name, ()):
+        if value is not None and value not in kind.harmless.get(name, ()):
             raise invalid(f"{name}: {why}", name, "unsupported_parameter")
-    kept = {name: value for name, value in fields.items() if name not in IGNORED}
+    kept = {name: value for name, value in fields.items() if name not in kind.ignored}
     try:
         return kind.model_validate(kept)
     except ValidationError as error:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from headrace.server.engine import ServedTokenizer
 from headrace.server.job import Event, Job, ReplyChoice
+from headrace.server.parsers.parts import Call, CallArguments, CallStart, Part, ReasoningPart, TextPart
+from headrace.server.stream import DONE, sse, sse_error
 from headrace.types import Logprob, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
@@ -48,14 +51,44 @@ def _rate(tokens: int, seconds: float) -> float | None:
     return round(tokens / seconds, 3) if tokens > 0 and seconds > 0 else None
 
 
-class Replies:
-    """What chat and plain completions have in common. `events` of a job come in order of generation."""
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What replies need to know beside the job: the model's name as the client knows it, and what was asked for."""
+
+    model: str
+    tokenizer: ServedTokenizer | None = None
+    token_ids: bool = False
+    usage: bool = False
+    """Usage is asked for in a chunk of its own behind the others."""
+
+
+class Replies(Protocol):
+    """How a route tells a job: in one piece, or as server-sent events while it runs. `events` come in order of
+    generation."""
+
+    def whole(self) -> dict[str, Any]: ...
+
+    def frames(self, event: Event) -> list[bytes]:
+        """Server-sent events for one event: often one, none while its text is held back."""
+        ...
+
+    def ending(self) -> list[bytes]:
+        """Behind the last event."""
+        ...
+
+    def failure(self, error: BaseException) -> list[bytes]:
+        """In the midst of a stream, as its end."""
+        ...
+
+
+class OpenAIReplies:
+    """What chat and plain completions have in common."""
 
     object = ""
     chunk_object = ""
 
-    def __init__(self, job: Job, model: str, tokenizer: ServedTokenizer | None, return_token_ids: bool) -> None:
-        self.job, self.model, self.tokenizer, self.return_token_ids = job, model, tokenizer, return_token_ids
+    def __init__(self, job: Job, shown: Shown) -> None:
+        self.job, self.shown, self.tokenizer = job, shown, shown.tokenizer
 
     def whole(self) -> dict[str, Any]:
         head = self._head(self.object)
@@ -66,13 +99,22 @@ class Replies:
             "headrace": figures(self.job),
         }
 
-    def chunks(self, event: Event, include_usage: bool) -> list[dict[str, Any]]:
-        """What goes to the client for one event: often one chunk, none while its text is held back."""
+    def frames(self, event: Event) -> list[bytes]:
+        return [sse(chunk) for chunk in self.chunks(event)]
+
+    def ending(self) -> list[bytes]:
+        return [sse(self.usage_chunk()), DONE] if self.shown.usage else [DONE]
+
+    def failure(self, error: BaseException) -> list[bytes]:
+        return [sse_error(error)]
+
+    def chunks(self, event: Event) -> list[dict[str, Any]]:
+        """Chunks for one event."""
         choices = self._deltas(event)
-        if self.return_token_ids and choices:
+        if self.shown.token_ids and choices:
             choices[-1]["token_ids"] = event.delta.token_ids
         out = [{**self._head(self.chunk_object), "choices": [choice]} for choice in choices]
-        if include_usage:
+        if self.shown.usage:
             out = [{**chunk, "usage": None} for chunk in out]
         elif self.job.done and out:
             out[-1]["headrace"] = figures(self.job)
@@ -83,13 +125,13 @@ class Replies:
         return {**head, "choices": [], "usage": usage(self.job), "headrace": figures(self.job)}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.job.request_id, "object": kind, "created": self.job.created, "model": self.model}
+        return {"id": self.job.request_id, "object": kind, "created": self.job.created, "model": self.shown.model}
 
     def _choice(self, choice: ReplyChoice) -> dict[str, Any]:
         out = {"index": choice.index, **self._body(choice)}
         out["finish_reason"] = choice.finish_reason
         out["stop_reason"] = choice.stop_reason
-        if self.return_token_ids:
+        if self.shown.token_ids:
             out["token_ids"], out["prompt_token_ids"] = choice.token_ids, choice.prompt.ids
         return out
 
@@ -118,7 +160,7 @@ class Replies:
         }
 
 
-class ChatReplies(Replies):
+class ChatReplies(OpenAIReplies):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -128,27 +170,35 @@ class ChatReplies(Replies):
             out["prompt_logprobs"] = self.prompt_logprobs(self.job.choices[0])
         return out
 
+    def _choice(self, choice: ReplyChoice) -> dict[str, Any]:
+        out = super()._choice(choice)
+        out["finish_reason"] = _finish(choice)
+        return out
+
     def _body(self, choice: ReplyChoice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        answer = choice.answer
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["content"] = answer.text or None
+            message["tool_calls"] = [_called(call) for call in answer.calls]
         return {"message": message, "logprobs": self._logprobs(choice, choice.token_ids, choice.logprobs)}
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
         choice, delta = event.choice, event.delta
         out = [self._delta(choice, {"role": "assistant", "content": ""})] if event.first else []
-        if delta.text or delta.logprobs or delta.finish_reason or (self.return_token_ids and delta.token_ids):
-            body = {"content": delta.text} if delta.text or not delta.finish_reason else {}
-            logprobs = self._logprobs(choice, delta.token_ids, delta.logprobs)
-            out.append(self._delta(choice, body, logprobs, delta.finish_reason))
+        bodies = [_told_part(part) for part in event.parts]
+        if not bodies and (delta.logprobs or delta.finish_reason or (self.shown.token_ids and delta.token_ids)):
+            bodies = [{} if delta.finish_reason else {"content": ""}]
+        out += [self._delta(choice, body) for body in bodies]
+        if bodies:
+            out[-1]["logprobs"] = self._logprobs(choice, delta.token_ids, delta.logprobs)
+            out[-1]["finish_reason"] = _finish(choice) if delta.finish_reason else None
         return out
 
-    def _delta(
-        self,
-        choice: ReplyChoice,
-        body: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        finish: str | None = None,
-    ) -> dict[str, Any]:
-        return {"index": choice.index, "delta": body, "logprobs": logprobs, "finish_reason": finish}
+    def _delta(self, choice: ReplyChoice, body: dict[str, Any]) -> dict[str, Any]:
+        return {"index": choice.index, "delta": body, "logprobs": None, "finish_reason": None}
 
     def _logprobs(
         self, choice: ReplyChoice, tokens: list[int], rows: list[TokenLogprobs] | None
@@ -172,15 +222,13 @@ class ChatReplies(Replies):
         return {"token": text, "logprob": finite(info.logprob), "bytes": list(exact)}
 
 
-class CompletionReplies(Replies):
+class CompletionReplies(OpenAIReplies):
     """The older shape. `echo` repeats the prompt's text, and its log probabilities where they were asked for."""
 
     object = chunk_object = "text_completion"
 
-    def __init__(
-        self, job: Job, model: str, tokenizer: ServedTokenizer | None, return_token_ids: bool, echo: bool
-    ) -> None:
-        super().__init__(job, model, tokenizer, return_token_ids)
+    def __init__(self, job: Job, shown: Shown, echo: bool = False) -> None:
+        super().__init__(job, shown)
         self.echo = echo
         self.offsets = [0] * len(job.choices)
 
@@ -197,7 +245,7 @@ class CompletionReplies(Replies):
         choice, delta = event.choice, event.delta
         echo = self.echo and event.first
         text = choice.prompt.text + delta.text if echo else delta.text
-        if not (text or delta.logprobs or delta.finish_reason or (self.return_token_ids and delta.token_ids)):
+        if not (text or delta.logprobs or delta.finish_reason or (self.shown.token_ids and delta.token_ids)):
             return []
         logprobs = self._logprobs(choice, delta.token_ids, delta.logprobs or [], echo)
         finish, stop = delta.finish_reason, delta.stop_reason
@@ -241,6 +289,28 @@ class CompletionReplies(Replies):
     def _unseen_start(self, choice: ReplyChoice, at: int, text: str) -> bool:
         """Whether this is the beginning-of-text token that the tokenizer put before an echoed prompt."""
         return self.echo and at == 0 and not choice.prompt.text.startswith(text)
+
+
+def _finish(choice: ReplyChoice) -> str | None:
+    """Calls are why an answer that stopped by itself has ended."""
+    return "tool_calls" if choice.answer.calls and choice.finish_reason == "stop" else choice.finish_reason
+
+
+def _called(call: Call) -> dict[str, Any]:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _told_part(part: Part) -> dict[str, Any]:
+    """A part as the `delta` of a chunk."""
+    if isinstance(part, TextPart):
+        return {"content": part.text}
+    if isinstance(part, ReasoningPart):
+        return {"reasoning_content": part.text}
+    if isinstance(part, CallStart):
+        call = {**_called(Call(part.call_id, part.name)), "index": part.number}
+        return {"tool_calls": [call]}
+    assert isinstance(part, CallArguments)
+    return {"tool_calls": [{"index": part.number, "function": {"arguments": part.text}}]}
 
 
 def finite(logprob: float) -> float:

@@ -1,0 +1,28 @@
+"""POST /v1/chat/completions: the next turn of a conversation, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from headrace.server.chat_body import ChatBody
+from headrace.server.job import Job
+from headrace.server.replies import ChatReplies, Shown
+from headrace.server.state import ServerState
+from headrace.server.turns import Sharing, job_of, naming
+
+PROMPT = dict.fromkeys((None, "prompt", "prompt_token_ids"), "messages")
+"""The engine's names of the prompt -> the client's."""
+
+
+class Chat:
+    """An Api (server.answering)."""
+
+    body = ChatBody
+
+    async def job(self, state: ServerState, body: ChatBody, arrival_s: float) -> Job:
+        most = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        with naming({**PROMPT, "logprobs": "top_logprobs", "max_tokens": most}):
+            sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
+            return await job_of(state, body.turn(), body.to_params(), "chatcmpl-", arrival_s, sharing)
+
+    def replies(self, state: ServerState, body: ChatBody, job: Job) -> ChatReplies:
+        shown = Shown(state.model, state.engine.tokenizer, bool(body.return_token_ids), body.wants_usage)
+        return ChatReplies(job, shown)

@@ -1,0 +1,206 @@
+"""Bodies of /v1/chat/completions: messages, tools and their choice, reasoning."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints, field_validator
+
+from headrace.server.errors import invalid
+from headrace.server.protocol import SampledBody, Strict
+from headrace.server.turn import Reasoning, Tool, ToolChoice, Turn
+from headrace.types import SamplingParams
+
+RESERVED = {"self", "messages", "tools", "documents", "add_generation_prompt"}
+"""Names that are no variables of a chat template; the tokenizer knows of more."""
+
+MAX_TOOLS = 512
+MAX_BUDGET = 2**31
+
+ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Arguments as an object, which is what templates write as JSON; text that is no object stays text."""
+        function = {"name": self.function.name, "arguments": arguments_object(self.function.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def arguments_object(text: str) -> Any:
+    """The object that a call's arguments are, {} where they are empty, the text where they are no JSON object."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    # Fields of our own replies, so that a client may send them back; only the empty values mean nothing.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[None] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_is_one_part(cls, value: Any) -> Any:
+        return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+    def check(self, where: str) -> None:
+        """Fields that are right alone and wrong together."""
+        if self.tool_calls and self.role != "assistant":
+            raise invalid(f"{where}: only the assistant has tool_calls", f"{where}.tool_calls")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise invalid(f"{where}: only a tool has tool_call_id", f"{where}.tool_call_id")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise invalid(f"{where}.tool_call_id is required: the id of the call it answers", f"{where}.tool_call_id")
+        if self.content is None and self.role != "assistant":
+            raise invalid(f"{where}.content is required", f"{where}.content", "missing")
+
+    def for_template(self) -> dict[str, Any]:
+        """OpenAI's 'developer' is the newer name of 'system', which is what templates know."""
+        content = None if self.content is None else "\n".join(part.text for part in self.content)
+        given = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content if self.tool_calls else content or "",
+            "name": self.name,
+            "tool_calls": [call.for_template() for call in self.tool_calls] if self.tool_calls else None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class FunctionBody(Strict):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Strict):
+    type: Literal["function"]
+    function: FunctionBody
+
+    def tool(self) -> Tool:
+        given = self.function
+        schema = {"type": "object", "properties": {}} if given.parameters is None else given.parameters
+        return Tool(given.name, given.description, schema, bool(given.strict))
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedList(Strict):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedList
+
+
+class ChatBody(SampledBody):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_token_budget: int | None = Field(None, ge=0, le=MAX_BUDGET)
+
+    def to_params(self) -> SamplingParams:
+        self.check_together()
+        if not self.messages:
+            raise invalid("messages must not be empty", "messages")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise invalid("max_tokens and max_completion_tokens differ; give one", "max_tokens")
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.sampling(max_tokens=most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    def turn(self) -> Turn:
+        """What is asked of the model. Raises ApiError naming the field."""
+        for number, message in enumerate(self.messages):
+            message.check(f"messages[{number}]")
+        tools = tuple(each.tool() for each in self.tools or ())
+        names = [tool.name for tool in tools]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise invalid(f"two tools have the name {twice!r}", "tools")
+        return Turn(
+            [message.for_template() for message in self.messages],
+            tools,
+            self._choice(names),
+            self._reasoning(),
+            tuple(self.documents or ()),
+            self._template(),
+        )
+
+    def _choice(self, names: list[str]) -> ToolChoice:
+        given, parallel = self.tool_choice, self.parallel_tool_calls is not False
+        if not names:
+            if given not in (None, "none", "auto"):
+                raise invalid("tool_choice needs tools", "tool_choice")
+            return ToolChoice("none", (), parallel)
+        if given is None or isinstance(given, str):
+            return ToolChoice(given or "auto", (), parallel)
+        listed = [given] if isinstance(given, NamedTool) else given.allowed_tools.tools
+        allowed = tuple(each.function.name for each in listed)
+        if unknown := next((name for name in allowed if name not in names), None):
+            raise invalid(f"tool_choice: no tool has the name {unknown!r}", "tool_choice")
+        if isinstance(given, NamedTool):
+            return ToolChoice("required", allowed, False)
+        return ToolChoice(given.allowed_tools.mode if allowed else "none", allowed, parallel)
+
+    def _reasoning(self) -> Reasoning:
+        if self.reasoning_effort == "none":
+            return Reasoning(False)
+        return Reasoning(True if self.reasoning_effort else None, self.thinking_token_budget, self.reasoning_effort)
+
+    def _template(self) -> dict[str, Any]:
+        """Raises for names that are arguments of the rendering call, not variables of the template."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        for name in kwargs:
+            if name in RESERVED or not name.isidentifier():
+                raise invalid(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
+        if self.add_generation_prompt is not None:
+            kwargs["add_generation_prompt"] = self.add_generation_prompt
+        return kwargs

@@ -1,0 +1,83 @@
+"""From a Turn to a job: the conversation rendered, its parser chosen, its calls constrained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from headrace.server.errors import invalid
+from headrace.server.job import Job, Prompt
+from headrace.server.state import ServerState
+from headrace.server.turn import Turn
+from headrace.types import InvalidRequest, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What a request shares of the cache: see Request."""
+
+    cache_salt: str | None = None
+    public_prefix_tokens: int = 0
+
+
+@contextmanager
+def naming(names: Mapping[str | None, str]) -> Iterator[None]:
+    """Names the field of a refusal as the client knows it. names: the engine's -> the client's."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise invalid(str(error), names.get(error.param, error.param), error.code) from None
+
+
+async def job_of(
+    state: ServerState, turn: Turn, params: SamplingParams, prefix: str, arrival_s: float, sharing: Sharing
+) -> Job:
+    """The job of a turn; its id begins with `prefix`. Raises InvalidRequest."""
+    prompts = [await prompt_of(state, turn, params)]
+    note_public(state, prompts, sharing.cache_salt)
+    return Job(f"{prefix}{uuid4().hex}", prompts, arrival_s, sharing.cache_salt, sharing.public_prefix_tokens)
+
+
+async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams) -> Prompt:
+    """The conversation as the model reads it. Raises InvalidRequest, and ApiError for variables that are none."""
+    tokenizer = tokenizer_of(state, "messages")
+    variables = _variables(turn)
+    try:
+        text = await state.in_renderer(lambda: tokenizer.render_chat(turn.messages, **variables))
+    except TypeError as error:
+        raise invalid(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
+    ids = await state.in_tokenizer(tokenizer.encode_chat, text)
+    return Prompt(ids, state.engine.check(ids, params))
+
+
+def _variables(turn: Turn) -> dict[str, Any]:
+    """Variables of the template. Tools are shown whichever may be called, so that the prompt's beginning stays the
+    same, and cached, from turn to turn."""
+    variables = dict(turn.template)
+    if turn.tools:
+        variables["tools"] = [tool.for_template() for tool in turn.tools]
+    if turn.documents:
+        variables["documents"] = list(turn.documents)
+    if turn.reasoning.enabled is not None:
+        variables.setdefault("enable_thinking", turn.reasoning.enabled)
+        variables.setdefault("thinking", turn.reasoning.enabled)
+    if turn.reasoning.effort is not None:
+        variables.setdefault("reasoning_effort", turn.reasoning.effort)
+    return variables
+
+
+def note_public(state: ServerState, prompts: Sequence[Prompt], cache_salt: str | None) -> None:
+    """How much of each prompt is the operator's."""
+    if cache_salt is not None:
+        for prompt in prompts:
+            prompt.public_tokens = state.public.tokens(prompt.ids)
+
+
+def tokenizer_of(state: ServerState, param: str) -> Any:
+    tokenizer = state.engine.tokenizer
+    if tokenizer is None:
+        raise invalid("the model folder has no tokenizer: send token ids to /v1/completions", param)
+    return tokenizer
