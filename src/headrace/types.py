@@ -271,8 +271,8 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The likelihood of an option after a text. `token_ids`: the option's tokens, from position `start` of text and option
-    together; `token_logprobs`: theirs, each after all before it; `logprob` is their sum.
+    """The likelihood of an option after a text. `token_ids`: the option's tokens, from position `start` of text and
+    option together; `token_logprobs`: theirs, each after all before it; `logprob` is their sum.
 
     `greedy`: each token is the most likely one, so that a greedy answer to the text would begin with the option.
     """
@@ -281,6 +281,10 @@ class Score:
     token_logprobs: list[float]
     start: int
     greedy: bool
+
+    def __repr__(self) -> str:
+        greedy = ", greedy" if self.greedy else ""
+        return f"Score({self.logprob:.4f}, {len(self.token_ids):,} tokens{greedy})"
 
     @property
     def logprob(self) -> float:

@@ -86,6 +86,7 @@ class FakeCapacity:
     architecture: str = "FakeForCausalLM"
     layers: int = 1
     quantization: str = "none"
+    alike_tokens: int = 0
 
 
 class FakeEngine:

@@ -18,6 +18,7 @@ from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import messages as m
 from headrace.engine import preflight, process
+from headrace.engine.async_scores import AsyncScores
 from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.waiting import WaitingPrompts
@@ -36,7 +37,7 @@ its threads, and a timeout chosen for a serving engine would kill one that has j
 
 
 @shows_settings
-class AsyncLLM(metaclass=PublicNames):
+class AsyncLLM(AsyncScores, metaclass=PublicNames):
     """An engine process and its queue.
 
         async with AsyncLLM("tiny") as llm:

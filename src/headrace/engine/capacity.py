@@ -20,6 +20,7 @@ class Capacity:
 
     `max_model_len`: the longest sequence, prompt and answer; `length_limit`: the setting that bounds it, empty where
     the model does; `model_len`: what the model itself takes.
+    `alike_tokens`: prompts up to this length have the same keys whatever their length; 0: all prompts.
     `ranks`: the group of several ranks, its profile, and how strategies are chosen; empty for one rank.
     """
 
@@ -43,6 +44,7 @@ class Capacity:
     layers: int = 0
     model_len: int = 0
     length_limit: str = ""
+    alike_tokens: int = 0
 
     @property
     def told(self) -> str:
@@ -57,8 +59,8 @@ class Capacity:
         count = len(prompt_token_ids)
         if not count:
             raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
-        bad = next((t for t in prompt_token_ids if not 0 <= t < self.vocab_size), None)
-        if bad is not None:
+        if not (min(prompt_token_ids) >= 0 and max(prompt_token_ids) < self.vocab_size):
+            bad = next(t for t in prompt_token_ids if not 0 <= t < self.vocab_size)
             raise InvalidRequest(f"token id {bad} is outside the vocabulary of {self.vocab_size}", "prompt")
         least = 0 if params.max_tokens == 0 else 1
         if count + least > self.max_model_len:

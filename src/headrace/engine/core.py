@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.executor import Computed
 from headrace.engine.loader import Loaded
-from headrace.engine.prompt_logprobs import PromptLogprobs
+from headrace.engine.reports import Head, PromptLogprobs, note_logprobs
 from headrace.engine.sampler import (
     BadLogits,
     History,
@@ -34,7 +34,7 @@ from headrace.logs import fields, short_id
 from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.progress import Prefill
 from headrace.stats import EngineStats, KVStats
-from headrace.types import CHUNK, Delta, InvalidRequest, Logprob, Metrics, Request, TokenLogprobs
+from headrace.types import CHUNK, Delta, InvalidRequest, Metrics, Request
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class _Active:
     scheduled_s: float | None = None
     first_token_s: float | None = None
     output_tokens: int = 0
-    prompt_logprobs: PromptLogprobs | None = None
+    report: PromptLogprobs | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +90,7 @@ class EngineCore:
         self.offload, self.below = loaded.offload, loaded.below
         self.on_logits: Observer | None = None
         self.on_prefill: OnPrefill | None = None
+        self._head = Head(loaded.decoder, loaded.tokenizer)
         self._active: dict[str, _Active] = {}
         self._outputs: dict[SequenceState, _Output] = {}
         self._order = 0
@@ -109,7 +110,7 @@ class EngineCore:
         seed = request.params.seed
         active = _Active(request, self.loaded.config.scheduler.seed + (self._order << 20) if seed is None else seed)
         if request.params.prompt_logprobs is not None:
-            active.prompt_logprobs = PromptLogprobs(request)
+            active.report = PromptLogprobs(request, self._head)
         for index in range(request.params.n):
             active.sequences.append(self._new_sequence(active, index, want_logits))
         active.unfinished = request.params.n
@@ -189,7 +190,7 @@ class EngineCore:
         void = self.below.confirm(slices)
         if not void:
             return computed
-        return computed._replace(parts=[each for each in computed.parts if each[0].sequence not in void])
+        return computed.without(void)
 
     def _note_start(self, slices: list[Slice], now: float) -> None:
         for part in slices:
@@ -224,43 +225,52 @@ class EngineCore:
         return started
 
     def _observe(self, computed: Computed) -> list[Delta]:
-        """Shows logits to whoever watches, and notes the log probabilities of prompts. Requests whose logits are broken
-        are ended, by the deltas returned."""
-        broken: list[Delta] = []
-        for part, span in computed.parts:
-            reports = part.sequence.reusable is not None and part.sequence.request.params.prompt_logprobs is not None
-            if (self.on_logits is None and not reports) or part.sequence not in self._outputs:
-                continue
-            logits = computed.logits[span.start : span.stop]
-            if self.on_logits is not None:
-                # Logits that came with their greatest ones are overwritten by the next step.
-                self.on_logits(part.sequence, part.end - len(logits), logits.clone() if computed.greatest else logits)
-            noted = self._active[part.sequence.request.request_id].prompt_logprobs if reports else None
-            if noted is not None:
-                try:
-                    noted.note(part, logits, self._with_text)
-                except BadLogits as error:
-                    broken += self._break_off(part.sequence.request.request_id, str(error))
-        return broken
+        """Takes in what prompts report. Deltas of requests that end here: with
+        broken logits, or with nothing to draw."""
+        self._show(computed)
+        found = [(part, hidden) for part, hidden in computed.reported if part.sequence in self._outputs]
+        reports = {part.sequence: self._outputs[part.sequence].active.report for part, _ in found}
+        noted = [(report, part, hidden) for part, hidden in found if (report := reports[part.sequence]) is not None]
+        broken = note_logprobs(noted, self._head)
+        deltas: list[Delta] = []
+        for part, _ in found:
+            output, report = self._outputs[part.sequence], reports[part.sequence]
+            if report is not None and report in broken:
+                deltas += self._break_off(output.active.request.request_id, str(broken[report]))
+            elif part.samples and not part.sequence.draws:
+                deltas.append(self._end_undrawn(output))
+        return deltas
 
-    def _with_text(self, entry: TokenLogprobs) -> TokenLogprobs:
-        tokenizer = self.loaded.tokenizer
-        if tokenizer is None:
-            return entry
-        return {token: _named(logprob, tokenizer.token_text(token)) for token, logprob in entry.items()}
+    def _show(self, computed: Computed) -> None:
+        """To whoever watches the logits."""
+        if self.on_logits is None:
+            return
+        for part, hidden in computed.reported:
+            self.on_logits(part.sequence, part.end - len(hidden), self._head.logits(hidden))
+        seen = {part.sequence for part, _ in computed.reported}
+        for part, row in computed.parts:
+            if part.sequence not in seen:
+                # Logits that came with their greatest ones are overwritten by the next step.
+                self.on_logits(part.sequence, part.end - 1, computed.logits[row : row + 1].clone())
+
+    def _end_undrawn(self, output: _Output) -> Delta:
+        """The end of a prompt that has no answer."""
+        delta = Delta(output.active.request.request_id, output.sequence.index, finish_reason="length")
+        self._hand_report(output, delta)
+        self._finish(output.active, output.sequence, delta, time.monotonic())
+        return delta
+
+    @staticmethod
+    def _hand_report(output: _Output, delta: Delta) -> None:
+        """With the first delta of a request's first sequence."""
+        if output.active.report is not None and output.sequence.index == 0:
+            output.active.report.hand(delta)
+            output.active.report = None
 
     def _advance(self, computed: Computed) -> list[Delta]:
         """Samples the next token of each sequence and sees which are finished."""
-        rows: list[tuple[_Output, int]] = []
+        rows = [(self._outputs[part.sequence], row) for part, row in computed.parts if part.sequence in self._outputs]
         broken: list[Delta] = []
-        for part, span in computed.parts:
-            output = self._outputs.get(part.sequence) if part.samples else None
-            if output is None:
-                continue
-            if part.sequence.request.params.max_tokens == 0:
-                broken.append(self._end_scored(output))
-            else:
-                rows.append((output, span[-1]))
         while rows:
             try:
                 inputs = [self._sample_input(output) for output, _ in rows]
@@ -274,19 +284,6 @@ class EngineCore:
             now = time.monotonic()
             return broken + [self._push(row[0], token, now) for row, token in zip(rows, sampled, strict=True)]
         return broken
-
-    def _end_scored(self, output: _Output) -> Delta:
-        """The delta of a prompt that is scored, and has no answer."""
-        delta = Delta(output.active.request.request_id, output.sequence.index, finish_reason="length")
-        self._hand_prompt_logprobs(output, delta)
-        self._finish(output.active, output.sequence, delta, time.monotonic())
-        return delta
-
-    @staticmethod
-    def _hand_prompt_logprobs(output: _Output, delta: Delta) -> None:
-        active = output.active
-        if active.prompt_logprobs is not None and output.sequence.index == 0:
-            delta.prompt_logprobs, active.prompt_logprobs = active.prompt_logprobs.rows, None
 
     def _break_off(self, request_id: str, reason: str) -> list[Delta]:
         """Aborts a request whose logits nothing can be chosen from; all others go on."""
@@ -325,8 +322,8 @@ class EngineCore:
         self._stats.tokens.generated += 1
         delta = Delta(active.request.request_id, sequence.index, token_ids=[sampled.token])
         if sampled.logprobs is not None:
-            delta.logprobs = [self._with_text(sampled.logprobs)]
-        self._hand_prompt_logprobs(output, delta)
+            delta.logprobs = [self._head.named(sampled.logprobs)]
+        self._hand_report(output, delta)
         self._text_and_end(output, delta)
         if delta.finish_reason is not None:
             self._finish(active, sequence, delta, now)
@@ -388,7 +385,3 @@ class EngineCore:
         self.loaded.executor.add_stats(stats)
         self.below.add_stats(stats)
         return stats
-
-
-def _named(logprob: Logprob, text: str) -> Logprob:
-    return Logprob(logprob.logprob, logprob.rank, text)

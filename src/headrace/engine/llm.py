@@ -20,6 +20,7 @@ from headrace.engine import preflight
 from headrace.engine.capacity import check_variables
 from headrace.engine.core import EngineCore
 from headrace.engine.loader import Loaded, load
+from headrace.engine.scoring import Text, plan_score
 from headrace.progress import Answering, PrefillClock
 from headrace.stats import Summary
 from headrace.types import (
@@ -31,6 +32,8 @@ from headrace.types import (
     Request,
     RequestOutput,
     SamplingParams,
+    Score,
+    TokenLogprobs,
 )
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
@@ -133,6 +136,25 @@ class LLM(metaclass=PublicNames):
         sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
         return self.generate(prompts, sampling_params, **sharing, progress=progress)
 
+    def score(
+        self,
+        text: Text,
+        options: Sequence[Text],
+        *,
+        cache_salt: str | None = None,
+        public_prefix_tokens: int = 0,
+    ) -> list[Score]:
+        """The likelihood of each option (a text or token ids) as what follows the text, which is computed once.
+
+        Strings are tokenized together with the text. The other keywords are those of generate. Raises InvalidRequest.
+        """
+        self._must_be_open()
+        plan = plan_score(text, options, self.tokenizer, self.capacity.alike_tokens)
+        plan.check(self.capacity.check)
+        sharing = cache_salt, public_prefix_tokens
+        requests = [self._checked_request(each.token_ids, each.params, *sharing) for each in plan.requests]
+        return plan.scores([reported(output) for output in self._run(requests, progress=False)])
+
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits after each token of a prompt, computed without the prefix cache: fp32 [T, V]."""
         request = self._request(list(token_ids), SamplingParams(max_tokens=1, temperature=0.0), None, 0)
@@ -156,17 +178,22 @@ class LLM(metaclass=PublicNames):
             self.engine.on_logits = before
 
     def _request(self, prompt: str | Sequence[int], params: SamplingParams, salt: str | None, public: int) -> Request:
-        if self._closed:
-            raise EngineDead("this LLM is closed: make another")
+        self._must_be_open()
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("the model folder has no tokenizer: pass token ids", "prompts")
             tokens = self.tokenizer.encode(prompt)
         else:
             tokens = [int(token) for token in prompt]
-        params = self.capacity.check(tokens, params)
+        return self._checked_request(tokens, self.capacity.check(tokens, params), salt, public)
+
+    def _checked_request(self, tokens: list[int], params: SamplingParams, salt: str | None, public: int) -> Request:
         self._count += 1
         return Request(f"offline-{self._count}", tokens, params, salt, public, time.monotonic())
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise EngineDead("this LLM is closed: make another")
 
     def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
         for request in requests:
@@ -216,6 +243,11 @@ def _load(config: EngineConfig) -> Loaded:
 
     with loading(config.model.folder) as tell:
         return load(config, tell)
+
+
+def reported(output: RequestOutput) -> Sequence[TokenLogprobs | None]:
+    """Rows of log probabilities: the prompt's, or the answer's."""
+    return output.prompt_logprobs or output.logprobs or []
 
 
 def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:

@@ -193,6 +193,7 @@ def _capacity(
         layers=model.layers,
         model_len=model.max_model_len,
         length_limit=_length_limit(config, model.max_model_len, max_len),
+        alike_tokens=model.rope.original_length if model.rope and model.rope_depends_on_length else 0,
     )
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "forbidden_tokens",
     "is_plain",
     "needs_history",
+    "row_logprobs",
     "sample",
     "target_logprobs",
     "uniform",
@@ -158,7 +159,7 @@ def sample(
             _check(row, values[row])
             results.append(Sampled(best[row], None))
         else:
-            results.append(_sample_row(_to_row(logits[row], row), row, item))
+            results.append(_sample_row(*_to_row(logits[row], row), row, item))
     return results
 
 
@@ -178,9 +179,15 @@ def target_logprobs(
     there are any, the `listed` ones. For a prefill chunk."""
     if len(logits) != len(targets):
         raise ValueError(f"{len(targets)} targets need as many rows of logits, got {len(logits)}")
-    rows = logits.detach()
-    scratch = np.empty(rows.shape[1])
-    return [_logprobs(_to_row(rows[i], i), token, top, listed, scratch) for i, token in enumerate(targets)]
+    scratch = np.empty(logits.shape[1])
+    return [row_logprobs(logits[i], i, token, top, listed, scratch) for i, token in enumerate(targets)]
+
+
+def row_logprobs(
+    logits: torch.Tensor, number: int, target: int, top: int, listed: Sequence[int], scratch: Row
+) -> TokenLogprobs:
+    """`target_logprobs` of one row [V], whose number is told if it is broken. scratch [V]: overwritten."""
+    return _logprobs(*_to_row(logits, number), target, top, listed, scratch)
 
 
 # ---- one row ---------------------------------------------------------------------------------------------------------
@@ -191,10 +198,12 @@ def _greatest(logits: torch.Tensor) -> Greatest:
     return Greatest(values.tolist(), best.tolist())
 
 
-def _to_row(logits: torch.Tensor, number: int) -> Row:
+def _to_row(logits: torch.Tensor, number: int) -> tuple[Row, float]:
+    """The row and its greatest logit."""
     row = logits.detach().to(device="cpu", dtype=torch.float64).numpy()
-    _check(number, float(row.max()))
-    return row
+    peak = float(row.max())
+    _check(number, peak)
+    return row, peak
 
 
 def _check(number: int, greatest: float) -> None:
@@ -204,7 +213,7 @@ def _check(number: int, greatest: float) -> None:
         raise BadLogits(number, f"{reason}; the model's output is broken")
 
 
-def _sample_row(raw: Row, number: int, item: SampleInput) -> Sampled:
+def _sample_row(raw: Row, peak: float, number: int, item: SampleInput) -> Sampled:
     """The draw of one row; log probabilities are those of the raw logits."""
     params = item.params
     row = _adjusted(raw, item)
@@ -215,7 +224,7 @@ def _sample_row(raw: Row, number: int, item: SampleInput) -> Sampled:
         token = _draw(row, params, uniform(item.seed, item.index, len(item.output)))
     if not params.reports_answer:
         return Sampled(token, None)
-    return Sampled(token, _logprobs(raw, token, params.logprobs or 0, params.logprob_token_ids))
+    return Sampled(token, _logprobs(raw, peak, token, params.logprobs or 0, params.logprob_token_ids))
 
 
 def _adjusted(raw: Row, item: SampleInput) -> Row:
@@ -326,10 +335,12 @@ def _kept(weights: Row, mass: Row, total: float, params: SamplingParams) -> int 
 # ---- log probabilities -----------------------------------------------------------------------------------------------
 
 
-def _logprobs(raw: Row, token: int, top: int, listed: Sequence[int] = (), scratch: Row | None = None) -> TokenLogprobs:
-    """log_softmax of the raw row at `token` and at its `top` greatest, most likely first; impossible ones left out.
-    listed: tokens to report in place of the greatest, impossible ones too. scratch: overwritten; saves an array."""
-    peak = raw.max()
+def _logprobs(
+    raw: Row, peak: float, token: int, top: int, listed: Sequence[int] = (), scratch: Row | None = None
+) -> TokenLogprobs:
+    """log_softmax of the raw row, whose greatest is `peak`, at `token` and at its `top` greatest, most likely first;
+    impossible ones left out. listed: tokens to report in place of the greatest, impossible ones too. scratch:
+    overwritten; saves an array."""
     weights = np.subtract(raw, peak, out=scratch)
     norm = peak + np.log(np.exp(weights, out=weights).sum())
     if listed:

@@ -6,17 +6,17 @@
                                         | |<-- option 2 -->|
                                         row T - 1 predicts the first token of each option
 
-One request reads the text, and reports at its end the first tokens of all options (`logprob_token_ids`). One request for
-each option of several tokens computes what comes behind the text's last whole chunk, and reports from the option's second
-token on (`prompt_logprobs_start`). Every number is that of a whole prompt, text and option, to the bit.
+One request reads the text, and reports at its end the first tokens of all options (`logprob_token_ids`). One request
+for each option of several tokens computes what comes behind the text's last whole chunk, and reports from the option's
+second token on (`prompt_logprobs_start`). Every number is that of a whole prompt, text and option, to the bit.
 
 No torch: the server plans scores, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from headrace.types import MAX_LISTED, InvalidRequest, SamplingParams, Score, TokenLogprobs
@@ -28,6 +28,10 @@ TAIL = 256
 """Characters of the text's end that are tokenized with each option, if that comes to the same."""
 
 Text = str | Sequence[int]
+
+
+class ScoreAborted(RuntimeError):
+    """A request of a score has ended without its log probabilities."""
 
 
 class Encoder(Protocol):
@@ -56,10 +60,15 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScorePlan:
-    """`requests` are to be answered in this order, or all together; `scores` makes the scores of their answers."""
+    """`requests` are to be answered in this order, or all together; `scores` makes the scores of their answers.
+
+    alike: prompts up to so many tokens have the same keys whatever their length (Capacity.alike_tokens); the text's
+    request can report for these alone. 0: all.
+    """
 
     text: list[int]
     options: list[Option]
+    alike: int = 0
     requests: list[ScoreRequest] = field(init=False, default_factory=list)
     _asked: list[int] = field(init=False, default_factory=list)
     """Of each request its option; -1: the text."""
@@ -83,10 +92,24 @@ class ScorePlan:
 
     def _after_text(self, option: Option) -> bool:
         """Whether the text's request reports the option's first token."""
-        return option.start == len(self.text)
+        alike = not self.alike or option.start + len(option.token_ids) <= self.alike
+        return alike and option.start == len(self.text)
+
+    def check(self, check: Callable[[list[int], SamplingParams], SamplingParams]) -> None:
+        """Checks and resolves all requests by Capacity.check. Raises InvalidRequest naming `text` or `options`."""
+        for number, (asked, request) in enumerate(zip(self._asked, self.requests, strict=True)):
+            try:
+                self.requests[number] = replace(request, params=check(request.token_ids, request.params))
+            except InvalidRequest as error:
+                if asked < 0:
+                    raise InvalidRequest(str(error), "text", error.code) from None
+                raise InvalidRequest(f"the text with options[{asked}]: {error}", "options", error.code) from None
 
     def scores(self, answers: Sequence[Sequence[TokenLogprobs | None]]) -> list[Score]:
-        """answers: of each request its rows of log probabilities, of the answer or of the prompt."""
+        """answers: of each request its rows of log probabilities, of the answer or of the prompt. Raises ScoreAborted
+        where they are missing."""
+        if not all(answers):
+            raise ScoreAborted("the score was aborted: the model's output is broken, or a request was ended")
         rows = dict(zip(self._asked, answers, strict=True))
         return [self._score(option, rows.get(index, ()), rows) for index, option in enumerate(self.options)]
 
@@ -98,7 +121,7 @@ class ScorePlan:
         return Score(option.token_ids, [each.logprob for each in told], option.start, greedy)
 
 
-def plan_score(text: Text, options: Sequence[Text], tokenizer: Encoder | None) -> ScorePlan:
+def plan_score(text: Text, options: Sequence[Text], tokenizer: Encoder | None, alike: int = 0) -> ScorePlan:
     """Tokenizes and checks. A text and an option that are both strings are tokenized together; token ids stay as they
     are, and a string beside them is tokenized by itself. Raises InvalidRequest naming `text` or `options`."""
     if isinstance(options, str) or not 1 <= len(options) <= MOST_OPTIONS:
@@ -107,14 +130,14 @@ def plan_score(text: Text, options: Sequence[Text], tokenizer: Encoder | None) -
     strings = [each for each in (text, *options) if isinstance(each, str)]
     if strings and tokenizer is None:
         raise InvalidRequest("the model folder has no tokenizer: give token ids", "text")
-    if not isinstance(text, str) or tokenizer is None:
-        ids = _ids(text, "text")
-        return _checked(ids, [Option(len(ids), _own(option, tokenizer)) for option in options])
+    if tokenizer is None or not isinstance(text, str):
+        ids = _own(text, tokenizer, "text")
+        return _checked(ids, [Option(len(ids), _own(option, tokenizer, "options")) for option in options], alike)
     seam = _Seam(text, tokenizer, sum(isinstance(option, str) for option in options))
-    return _checked(seam.ids, [seam.option(option) for option in options])
+    return _checked(seam.ids, [seam.option(option) for option in options], alike)
 
 
-def _checked(text: list[int], options: list[Option]) -> ScorePlan:
+def _checked(text: list[int], options: list[Option], alike: int) -> ScorePlan:
     if not text:
         raise InvalidRequest("the text has no tokens: nothing would come before the options", "text")
     for index, option in enumerate(options):
@@ -122,14 +145,15 @@ def _checked(text: list[int], options: list[Option]) -> ScorePlan:
             raise InvalidRequest(f"options[{index}] adds no token to the text", "options")
         if not option.start:
             raise InvalidRequest(f"options[{index}] is joined with the whole text: give token ids", "options")
-    return ScorePlan(text, options)
+    return ScorePlan(text, options, alike)
 
 
-def _own(option: Text, tokenizer: Encoder | None) -> list[int]:
-    if isinstance(option, str):
+def _own(text: Text, tokenizer: Encoder | None, param: str) -> list[int]:
+    """Tokenized by itself."""
+    if isinstance(text, str):
         assert tokenizer is not None
-        return tokenizer.encode(option, add_special_tokens=False)
-    return _ids(option, "options")
+        return tokenizer.encode(text, add_special_tokens=False)
+    return _ids(text, param)
 
 
 def _ids(tokens: Sequence[int], param: str) -> list[int]:
@@ -165,3 +189,19 @@ class _Seam:
         while start < min(len(whole), len(self.ids)) and whole[start] == self.ids[start]:
             start += 1
         return Option(start, whole[start:])
+
+
+class QueueLimits(Protocol):
+    """ServerSettings."""
+
+    @property
+    def max_queued_requests(self) -> int: ...
+    @property
+    def max_queued_tokens(self) -> int: ...
+
+
+def at_once(plan: ScorePlan, max_sequences: int, limits: QueueLimits) -> int:
+    """Requests of a score that the engine should have at a time: as many as run at once, and half of what may wait, so
+    that others find a place."""
+    longest = max(len(request.token_ids) for request in plan.requests)
+    return max(1, min(max_sequences, limits.max_queued_requests // 2, limits.max_queued_tokens // 2 // longest))

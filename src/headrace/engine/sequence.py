@@ -42,6 +42,11 @@ class SequenceState:
             self.reports_from = max(0, params.prompt_logprobs_start - 1)
 
     @property
+    def draws(self) -> bool:
+        """Whether its prompt is answered; what it reports of the prompt is all otherwise."""
+        return self.request.params.max_tokens != 0
+
+    @property
     def reusable(self) -> int | None:
         """Tokens from the beginning that may be taken from elsewhere, since no row of them is wanted; None: all."""
         return None if self.n_output > 0 else self.reports_from

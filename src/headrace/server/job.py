@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.server.engine import ServedEngine
@@ -19,13 +19,14 @@ from headrace.types import Delta, Metrics, SamplingParams, TokenLogprobs
 class Prompt:
     """`text` is set where a reply repeats it (echo); `params` are resolved for this prompt by ServedEngine.check;
     `public_tokens` at its beginning are the operator's (server.public). `parser` makes what takes the text of one
-    sequence to parts."""
+    sequence to parts. `shared` tokens at its beginning are counted with another prompt of the job."""
 
     ids: list[int]
     params: SamplingParams
     text: str = ""
     public_tokens: int = 0
     parser: Callable[[], OutputParser] = PlainText
+    shared: int = 0
 
 
 @dataclass(slots=True)
@@ -72,7 +73,10 @@ class Event:
 
 @dataclass(slots=True)
 class Job:
-    """Invariant: `choices[p * n + i]` is sequence i of prompt p and holds every event that `events` has given out."""
+    """Invariant: `choices[p * n + i]` is sequence i of prompt p and holds every event that `events` has given out.
+
+    at_once: prompts that the engine has at a time, in their order; None: all.
+    """
 
     request_id: str
     prompts: list[Prompt]
@@ -85,6 +89,7 @@ class Job:
     first_s: float | None = None
     end_s: float | None = None
     gaps: list[float] = field(default_factory=list)
+    at_once: int | None = None
 
     def __post_init__(self) -> None:
         each = [prompt for prompt in self.prompts for _ in range(prompt.params.n)]
@@ -96,7 +101,7 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(prompt.ids) for prompt in self.prompts)
+        return sum(len(prompt.ids) - prompt.shared for prompt in self.prompts)
 
     @property
     def cached_tokens(self) -> int:
@@ -156,7 +161,8 @@ class Job:
         choice.stop_reason = delta.stop_reason if delta.finish_reason else choice.stop_reason
         choice.prompt_logprobs = delta.prompt_logprobs or choice.prompt_logprobs
         if delta.metrics:
-            self.metrics.append(delta.metrics)
+            cached = max(0, delta.metrics.cached_tokens - choice.prompt.shared)
+            self.metrics.append(replace(delta.metrics, cached_tokens=cached) if choice.prompt.shared else delta.metrics)
         return Event(choice, delta, first, choice.read(delta))
 
     def _deltas(self, engine: ServedEngine) -> AsyncIterator[tuple[int, Delta]]:
@@ -182,8 +188,9 @@ class Job:
     async def _many(self, engine: ServedEngine) -> AsyncIterator[tuple[int, Delta]]:
         """All prompts at once. The first failure ends the others."""
         queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
+        turn = asyncio.Semaphore(self.at_once or len(self.prompts))
         tasks = [
-            asyncio.create_task(_pump(self._one(engine, p, f"{self.request_id}-{p}"), queue))
+            asyncio.create_task(_pump(self._one(engine, p, f"{self.request_id}-{p}"), queue, turn))
             for p in range(len(self.prompts))
         ]
         try:
@@ -200,10 +207,11 @@ class Job:
             await cancel(*tasks)
 
 
-async def _pump(stream: AsyncIterator[Any], queue: asyncio.Queue[Any]) -> None:
+async def _pump(stream: AsyncIterator[Any], queue: asyncio.Queue[Any], turn: asyncio.Semaphore) -> None:
     try:
-        async for item in stream:
-            queue.put_nowait(item)
+        async with turn:
+            async for item in stream:
+                queue.put_nowait(item)
     except Exception as error:
         queue.put_nowait(error)
     else:

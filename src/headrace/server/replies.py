@@ -81,6 +81,19 @@ class Replies(Protocol):
         ...
 
 
+class InOnePiece(Replies):
+    """Those of a route that does not stream."""
+
+    def frames(self, event: Event) -> list[bytes]:
+        return []
+
+    def ending(self) -> list[bytes]:
+        return []
+
+    def failure(self, error: BaseException) -> list[bytes]:
+        return []
+
+
 class OpenAIReplies:
     """What chat and plain completions have in common."""
 

@@ -11,6 +11,7 @@ from headrace.server.answering import answer, check_model
 from headrace.server.chat import Chat
 from headrace.server.completions import Completions
 from headrace.server.errors import ApiError, JsonReply
+from headrace.server.scoring import Scoring
 from headrace.server.state import ServerState
 
 
@@ -24,6 +25,10 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await answer(state, request, Chat())
+
+    @router.post("/v1/score")
+    async def score(request: Request) -> Response:
+        return await answer(state, request, Scoring())
 
     @router.get("/v1/models")
     async def models() -> Response:
