@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from headrace.bench import attention, cache, choice, connections, engine, offload, prefill, restart, restore, serve
+from headrace.bench import (
+    attention,
+    cache,
+    choice,
+    connections,
+    engine,
+    offload,
+    prefill,
+    restart,
+    restore,
+    score,
+    serve,
+)
 from headrace.bench.benchmark import Benchmark
 
 BENCHMARKS: tuple[type[Benchmark], ...] = (
@@ -15,5 +27,6 @@ BENCHMARKS: tuple[type[Benchmark], ...] = (
     engine.EngineBench,
     prefill.PrefillBench,
     choice.ChoiceBench,
+    score.ScoreBench,
     serve.ServeBench,
 )
