@@ -16,7 +16,7 @@ NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/*/*)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test test-matrix test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny wheel mutants clean
+.PHONY: help install demo docs test test-matrix test-clients soak test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny wheel mutants clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -39,6 +39,13 @@ test: $(DEV) ## all tests, of large matrices a pairwise sample (HEADRACE_TEST_SE
 
 test-matrix: $(DEV) ## every case of the matrices from which make test draws
 	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.support.scheduling -p tests.support.sampling --matrices whole
+
+test-clients: $(USE) ## real clients, unmodified, against a server; schemathesis (SCHEMATHESIS_SECONDS=600 for longer)
+	@$(PYTHON) tools/clients/install.py
+	@.venv-clients/bin/python -m pytest -c tools/clients/pytest.ini tools/clients/tests
+
+soak: $(DEV) ## an hour of mixed traffic, after which memory, descriptors and threads must be flat (SOAK_SECONDS=300)
+	@$(BIN)/python -m tools.soak.run --seconds $(or $(SOAK_SECONDS),3600) --json build/soak.json
 
 test-sanitize: $(DEV) ## kernel tests under the address, undefined-behaviour and thread sanitizers (GCC)
 	@$(BIN)/python tools/sanitize/run.py
@@ -85,6 +92,6 @@ train-tiny: $(USE) ## train the shipped model again
 	@$(BIN)/python tools/train_tiny/train.py
 
 clean: ## remove .venv, the built kernels and caches
-	rm -rf $(VENV) build/arm build/cmake build/kernels build/docs build/sanitize dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-clients build/arm build/clients-node build/cmake build/kernels build/docs build/sanitize dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f src/headrace/kernels/*.so src/headrace/kernels/_unbuilt.txt
 	find src tests tools bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,7 +22,7 @@ MOST_IN_LINE = 4000
 
 NAMES = {logging.DEBUG: "DEBUG", logging.INFO: "INFO", logging.WARNING: "WARN", logging.ERROR: "ERROR"}
 
-SERVED_ID = re.compile(r"(?:chatcmpl|cmpl)-([0-9a-f]{8})[0-9a-f]*(-\d+)?")
+SERVED_ID = re.compile(r"(?:[a-z]+[-_])([0-9a-f]{8})[0-9a-f]{24}(-\d+)?")
 
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 

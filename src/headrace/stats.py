@@ -187,6 +187,18 @@ class RestoreStats(StatsRecord):
 
 
 @dataclass(slots=True)
+class StructuredStats(StatsRecord):
+    """Answers with a shape; time in seconds."""
+
+    requests: int = counter("structured_requests", "Requests whose answer has a shape.")
+    grammars: int = counter("structured_grammars", "Grammars compiled; requests with one shape share one.")
+    forced: int = counter("structured_forced_tokens", "Tokens appended unsampled, since a grammar forces them.")
+    waited_s: float = counter(
+        "structured_mask_wait_seconds", "Time in which a step waited for masks of allowed tokens.", default=0.0
+    )
+
+
+@dataclass(slots=True)
 class RankStats(StatsRecord):
     """`prefills` by the strategy that several ranks computed them with."""
 
@@ -224,6 +236,7 @@ class EngineStats(StatsRecord):
     kv: KVStats = field(default_factory=KVStats)
     restore: RestoreStats = field(default_factory=RestoreStats)
     ranks: RankStats = field(default_factory=RankStats)
+    structured: StructuredStats = field(default_factory=StructuredStats)
     tiers: dict[str, TierStats] = by("tier", TierStats)
 
     def summary(self) -> Summary:

@@ -97,7 +97,7 @@ def test_tokens_of_no_probability_are_never_drawn() -> None:
 @pytest.mark.parametrize("options", [{}, {"min_p": 0.1}])
 def test_a_draw_rounded_past_the_end_takes_the_last_token_with_weight(options: dict[str, Any]) -> None:
     weights, last = np.array([1.0, 0.25, 0.0]), 1 - 2.0**-53
-    assert _pick(weights, 1.25 + 1e-9, SamplingParams(**options), last, complete=True) == 1
+    assert _pick(weights, 1.25 + 1e-9, SamplingParams(**options), last, complete=True) == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])

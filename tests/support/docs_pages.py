@@ -9,13 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/api").glob("*.md"))]
 """What speaks of the present: its commands, names and files must be there."""
 
 NOTES = [ROOT / "CHANGELOG.md", *sorted((ROOT / "bench/notes").glob("*.md"))]
 """What speaks of its day: only links and results must be there."""
 
-MARK = re.compile(r"<!-- (run|run on|tested by (?P<tests>.+)|not run: (?P<reason>.+)) -->")
+MARK = re.compile(r"<!-- (run|run on|served|tested by (?P<tests>.+)|not run: (?P<reason>.+)) -->")
 PRINTED = "<!-- printed -->"
 """Precedes the block that shows, to the letter, what the block before it prints (one that is run)."""
 
@@ -45,6 +46,11 @@ class Block:
     def goes_on(self) -> bool:
         """Whether it knows the names of the block that ran before it."""
         return self.mark is not None and self.mark[1] == "run on"
+
+    @property
+    def served(self) -> bool:
+        """Whether it asks a server on port 8000 (tests/processes/test_docs_served.py)."""
+        return self.mark is not None and self.mark[1] == "served"
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from headrace.config import EngineConfig
 from headrace.progress import LoadPhase, OnPhase, Prefill
@@ -37,11 +37,13 @@ class FakeTokenizer:
     has_chat_template = True
     chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     """A test of tools sets another; what is rendered stays the same."""
+    added_tokens: ClassVar[dict[str, int]] = {}
+    special_tokens: ClassVar[frozenset[str]] = frozenset()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:

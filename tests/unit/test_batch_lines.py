@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headrace.config.served import ServedNames
 from headrace.server.batch import CHAT, MOST_LOSSES, TEXT, Answer, BatchRequest, answers, read_requests
 from headrace.types import EngineDead
 
@@ -82,12 +83,12 @@ def test_file_of_another_form_is_refused_with_the_remedy(lines: list[Any], words
 def test_other_models_in_all_lines_are_refused() -> None:
     same = read_requests(encoded(line(i, prompt="x", model="gpt-9") for i in "ab"))
     with pytest.raises(ValueError, match=r"'gpt-9'.*--served-model-name gpt-9"):
-        same.check_model("in.jsonl", "tiny")
-    same.check_model("in.jsonl", "gpt-9")
+        same.check_model("in.jsonl", ServedNames(("tiny",)))
+    same.check_model("in.jsonl", ServedNames(("tiny", "gpt-9")))
     several = [line("a", prompt="x", model="gpt-9"), line("b", prompt="x", model="gpt-8")]
     with pytest.raises(ValueError, match=r"leave model out of their bodies$"):
-        read_requests(encoded(several)).check_model("in.jsonl", "tiny")
-    read_requests(encoded([*several, line("c")])).check_model("in.jsonl", "tiny")
+        read_requests(encoded(several)).check_model("in.jsonl", ServedNames(("tiny",)))
+    read_requests(encoded([*several, line("c")])).check_model("in.jsonl", ServedNames(("tiny",)))
 
 
 def test_common_beginnings_are_neighbours() -> None:

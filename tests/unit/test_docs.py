@@ -1,7 +1,8 @@
 """README, CONTRIBUTING, SECURITY and docs/ say what is so: commands, flags, settings, files, results and links exist.
 
 Every block of commands is preceded by an HTML comment: `run` or `run on` (tests/cpu/test_docs_run.py runs it),
-`tested by FILES` (tests that run such commands) or `not run: REASON`. All are parsed here, whatever the comment says.
+`served` (tests/processes/test_docs_served.py runs it beside a server), `tested by FILES` (tests that run such commands)
+or `not run: REASON`. All are parsed here, whatever the comment says.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from tests.support.docs_pages import ALL_BLOCKS, NOTES, PAGES, ROOT, Block, anch
 
 pytestmark = pytest.mark.unit
 
-LANGUAGES = {"bash", "python", "text", "json"}
-FOREIGN = {"torchrun", "ray", "export", "echo", "head", ".venv/bin/pre-commit"}
+LANGUAGES = {"bash", "python", "javascript", "text", "json", "yaml"}
+FOREIGN = {"curl", "lm_eval", "torchrun", "ray", "export", "echo", "head", ".venv/bin/pre-commit"}
 """Programs of others: that they are named is all that is checked."""
 
 FOREIGN_FLAGS = {"--node-rank", "--nproc-per-node", "--strict"}  # torchrun, mkdocs
 MADE_WHEN_RUN = {
+    "/openapi.json",
     "notes.txt",
     "config.json",
     "index.damaged",
@@ -82,13 +84,13 @@ def test_code_is_fenced(page: Path) -> None:
 @pytest.mark.parametrize("block", ALL_BLOCKS, ids=str)
 def test_block_says_how_it_is_tested(block: Block) -> None:
     assert block.language in LANGUAGES, f"the block's language is one of {', '.join(sorted(LANGUAGES))}"
-    if block.language in {"text", "json"}:
+    if block.language in {"text", "json", "yaml"}:
         return
     assert block.mark, "the line before the block is <!-- run -->, <!-- tested by FILES --> or <!-- not run: REASON -->"
-    for file in re.findall(r"(?:tests/|\.ci/)[\w./]+", block.before):
+    for file in re.findall(r"(?:tests/|tools/|\.ci/)[\w./]+", block.before):
         assert (ROOT / file).exists(), f"no such test: {file}"
     if block.mark["tests"]:
-        assert re.fullmatch(r"((tests/|\.ci/)[\w./]+(, )?)+", block.mark["tests"])
+        assert re.fullmatch(r"((tests/|tools/|\.ci/)[\w./]+(, )?)+", block.mark["tests"])
     if block.language == "python":
         compile(block.text, str(block), "exec")
 

@@ -57,6 +57,7 @@ def test_a_traceback_cannot_begin_a_line_of_ours() -> None:
 def test_short_ids() -> None:
     name = "ed6062509bf84f6f9401fd1b57045b1a"
     assert logs.short_id(f"chatcmpl-{name}") == logs.short_id(f"cmpl-{name}") == "ed606250"
+    assert logs.short_id(f"resp_{name}") == logs.short_id(f"msg_{name}") == "ed606250"
     assert logs.short_id(f"cmpl-{name}-12") == "ed606250-12"
     assert logs.short_id("offline-7") == "offline-7" and logs.short_id("a\nb") == "a\\nb"
 

@@ -61,7 +61,7 @@ def test_body_too_large(fast: Running) -> None:
 
 
 def test_no_pages_for_developers(fast: Running) -> None:
-    for path in ("/docs", "/redoc", "/openapi.json", "/"):
+    for path in ("/docs", "/redoc", "/"):
         assert fast.http.get(path).status_code == 404
 
 

@@ -42,7 +42,7 @@ def run(
     """Raises ValueError for files that cannot be used, EngineDead for an engine that is lost for good. What is in the
     output by then remains, and the next run leaves it out."""
     given = _read(source, target)
-    given.check_model(_name(source, "standard input"), config.server.model_name or config.model.folder)
+    given.check_model(_name(source, "standard input"), config.served)
     config = unbounded(config)
     make_engine = (engine_maker or _engine_maker)(config)
     with _opened(target) as out:

@@ -11,6 +11,7 @@ from headrace.config.model import ModelSettings
 from headrace.config.offload import KVTiers
 from headrace.config.ranks import RankSettings
 from headrace.config.scheduler import SchedulerSettings
+from headrace.config.served import ServedNames
 from headrace.config.server import ServerSettings
 from headrace.config.streaming import KVStreaming
 from headrace.config.together import SETTINGS, Outside, Records
@@ -55,6 +56,11 @@ class EngineConfig:
         given = {name: value for name, value in self.flat.items() if value != usual[name] or name == "model"}
         told = [f"{name}={'***' if SETTINGS[name].secret else value!r}" for name, value in given.items()]
         return f"EngineConfig({', '.join(told)})"
+
+    @property
+    def served(self) -> ServedNames:
+        """By which names clients may call the model."""
+        return ServedNames.of(self.server.model_name, self.model.folder)
 
     @property
     def tiers(self) -> KVTiers | None:

@@ -141,7 +141,8 @@ class SettingKeywords(TypedDict, total=False):
     """Key that clients must send as 'Authorization: Bearer KEY' (all routes but /health)."""
 
     served_model_name: str | None
-    """Name of the model in the API. Default: the model as given."""
+    """Name of the model in the API; several, separated by commas, and patterns with *, as in 'tiny,claude-*'. Default:
+    the model as given."""
 
     max_connections: int | None
     """Connections open at once; then idle ones make room. Default: as file descriptors allow, at most 10,000."""
@@ -151,6 +152,9 @@ class SettingKeywords(TypedDict, total=False):
 
     max_queued_tokens: str | int
     """Prompt tokens that may wait; more are refused with 429."""
+
+    response_store_mb: str | int
+    """MiB of memory for responses of /v1/responses that are kept for previous_response_id; 0: none."""
 
     log_level: Literal["auto", "debug", "info", "warning", "error"]
     """Least level of log lines. auto: info for serve, warning for other commands."""
@@ -168,6 +172,10 @@ class SettingKeywords(TypedDict, total=False):
     public_prefix_file: str | None
     """Text file, such as a system prompt: requests of all cache_salts share the chunks of a prompt that begins with it.
     Several: separated by colons."""
+
+    stable_system_prompt: bool
+    """On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, the
+    date, git's status), so that prefixes are shared."""
 
     restart: bool
     """Start the engine again after a failure; without it the server ends with code 1."""

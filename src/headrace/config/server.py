@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from headrace.config.fields import SettingsRecord, at_least, seconds, setting
+from headrace.config.served import check_names
 
 LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -36,7 +37,11 @@ class ServerSettings(SettingsRecord):
         secret=True,
     )
     model_name: str | None = setting(
-        None, "Name of the model in the API. Default: the model as given.", name="served_model_name"
+        None,
+        "Name of the model in the API; several, separated by commas, and patterns with *, as in 'tiny,claude-*'. "
+        "Default: the model as given.",
+        name="served_model_name",
+        check=check_names,
     )
     max_connections: int | None = setting(
         None,
@@ -47,6 +52,13 @@ class ServerSettings(SettingsRecord):
     max_queued_requests: int = setting(512, "Requests that may wait; more are refused with 429.", check=at_least(1))
     max_queued_tokens: int = setting(
         1_000_000, "Prompt tokens that may wait; more are refused with 429.", check=at_least(1), unit="tokens"
+    )
+    response_store_mb: int = setting(
+        64,
+        "MiB of memory for responses of /v1/responses that are kept for previous_response_id; 0: none.",
+        check=at_least(0),
+        rare=True,
+        unit="MiB",
     )
     log_level: LogLevel = setting(
         "auto", "Least level of log lines. auto: info for serve, warning for other commands.", everywhere=True
@@ -66,6 +78,11 @@ class ServerSettings(SettingsRecord):
         None,
         "Text file, such as a system prompt: requests of all cache_salts share the chunks of a prompt that begins "
         "with it. Several: separated by colons.",
+    )
+    stable_system_prompt: bool = setting(
+        False,
+        "On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, "
+        "the date, git's status), so that prefixes are shared.",
     )
     restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")
     engine_timeout_s: float = setting(

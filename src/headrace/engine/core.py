@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.executor import Computed
 from headrace.engine.loader import Loaded
+from headrace.engine.output import Active, Output
 from headrace.engine.reports import Head, PromptLogprobs, note_logprobs
 from headrace.engine.sampler import (
     BadLogits,
@@ -28,13 +29,16 @@ from headrace.engine.sampler import (
 )
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
-from headrace.engine.stopping import finish_reason
 from headrace.kv.chunk_table import ChunkTable
 from headrace.logs import fields, short_id
 from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.progress import Prefill
 from headrace.stats import EngineStats, KVStats
-from headrace.types import CHUNK, Delta, InvalidRequest, Metrics, Request
+from headrace.types import CHUNK, Delta, InvalidRequest, Request
+
+if TYPE_CHECKING:  # llguidance is imported for the first structured request
+    from headrace.engine.structured.answers import StructuredAnswers
+    from headrace.engine.structured.matcher import SequenceMatcher
 
 log = logging.getLogger(__name__)
 
@@ -46,29 +50,8 @@ Observer = Callable[[SequenceState, int, Tensor], None]
 """Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
 
 
-@dataclass(slots=True, eq=False)
-class _Active:
-    """A request under way."""
-
-    request: Request
-    seed: int
-    sequences: list[SequenceState] = field(default_factory=list)
-    unfinished: int = 0
-    scheduled_s: float | None = None
-    first_token_s: float | None = None
-    output_tokens: int = 0
-    report: PromptLogprobs | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Output:
-    """What the engine keeps of a sequence beside the scheduler's record."""
-
-    sequence: SequenceState
-    active: _Active
-    detokenizer: Detokenizer | None
-    history: History | None
-    plain: bool
+_Row = tuple[Output, int]
+"""A sequence, and the row of the step's logits that its next token comes from."""
 
 
 class EngineCore:
@@ -91,12 +74,18 @@ class EngineCore:
         self.on_logits: Observer | None = None
         self.on_prefill: OnPrefill | None = None
         self._head = Head(loaded.decoder, loaded.tokenizer)
-        self._active: dict[str, _Active] = {}
-        self._outputs: dict[SequenceState, _Output] = {}
+        self._active: dict[str, Active] = {}
+        self._outputs: dict[SequenceState, Output] = {}
         self._order = 0
         self._stats = EngineStats(kv=KVStats(chunks_total=self.cache.pool.total))
         self._started: list[str] = []
         self._storing = False
+        self._moved: list[SequenceMatcher] = []
+
+    @property
+    def structured(self) -> StructuredAnswers:
+        """The structured answers of this engine, with the first of which it begins."""
+        return self.loaded.structured_answers()
 
     @property
     def has_work(self) -> bool:
@@ -108,7 +97,7 @@ class EngineCore:
         if request.request_id in self._active:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         seed = request.params.seed
-        active = _Active(request, self.loaded.config.scheduler.seed + (self._order << 20) if seed is None else seed)
+        active = Active(request, self.loaded.config.scheduler.seed + (self._order << 20) if seed is None else seed)
         if request.params.prompt_logprobs is not None:
             active.report = PromptLogprobs(request, self._head)
         for index in range(request.params.n):
@@ -117,7 +106,7 @@ class EngineCore:
         self._active[request.request_id] = active
         self._stats.tokens.prompt += len(request.prompt_token_ids)
 
-    def _new_sequence(self, active: _Active, index: int, want_logits: bool) -> SequenceState:
+    def _new_sequence(self, active: Active, index: int, want_logits: bool) -> SequenceState:
         request = active.request
         sequence = SequenceState(request, index, self._order)
         if want_logits:
@@ -126,7 +115,8 @@ class EngineCore:
         tokenizer, eos = self.loaded.tokenizer, self.loaded.capacity.eos_token_ids
         detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params, eos) if tokenizer else None
         history = History(request.prompt_token_ids) if needs_history(request.params) else None
-        self._outputs[sequence] = _Output(sequence, active, detokenizer, history, is_plain(request.params))
+        matcher = None if request.params.structured is None or not sequence.draws else self.structured.begin(sequence)
+        self._outputs[sequence] = Output(sequence, active, detokenizer, history, is_plain(request.params), matcher)
         self.scheduler.add(sequence)
         return sequence
 
@@ -155,17 +145,20 @@ class EngineCore:
         return True
 
     def _drop(self, sequence: SequenceState) -> None:
-        del self._outputs[sequence]
+        if self._outputs.pop(sequence).matcher is not None:
+            self.structured.drop(sequence)
         self.scheduler.remove(sequence)
 
     def step(self) -> list[Delta]:
         """Computes one step; what it added to each sequence."""
         began = time.monotonic()
         self.below.settle()
+        if self.loaded.structured is not None:
+            self.structured.release()
         slices = self.scheduler.schedule()
         if not slices:
             if self.has_work:
-                self.below.wait()
+                self._wait()
             return []
         self._note_start(slices, began)
         new = sum(part.length for part in slices if not part.decodes)
@@ -175,11 +168,16 @@ class EngineCore:
             self.on_prefill(self._prefills(slices), self.loaded.executor.expected_s(slices))
         computed = self._compute(slices, restores)
         self.cache.commit()
-        broken = self._observe(computed)
-        deltas = broken + self._advance(computed)
+        ended = self._observe(computed)
+        deltas = ended + self._advance(computed)
         self._stats.scheduler.steps += 1
         self._stats.scheduler.step_s += time.monotonic() - began
         return deltas
+
+    def _wait(self) -> None:
+        if self.loaded.structured is not None:
+            self.structured.wait()
+        self.below.wait()
 
     def _compute(self, slices: list[Slice], restores: list[RestoreTransfer]) -> Computed:
         """The step's logits; those that a failed restore has spoilt are left out."""
@@ -253,7 +251,7 @@ class EngineCore:
                 # Logits that came with their greatest ones are overwritten by the next step.
                 self.on_logits(part.sequence, part.end - 1, computed.logits[row : row + 1].clone())
 
-    def _end_undrawn(self, output: _Output) -> Delta:
+    def _end_undrawn(self, output: Output) -> Delta:
         """The end of a prompt that has no answer."""
         delta = Delta(output.active.request.request_id, output.sequence.index, finish_reason="length")
         self._hand_report(output, delta)
@@ -261,7 +259,7 @@ class EngineCore:
         return delta
 
     @staticmethod
-    def _hand_report(output: _Output, delta: Delta) -> None:
+    def _hand_report(output: Output, delta: Delta) -> None:
         """With the first delta of a request's first sequence."""
         if output.active.report is not None and output.sequence.index == 0:
             output.active.report.hand(delta)
@@ -270,7 +268,9 @@ class EngineCore:
     def _advance(self, computed: Computed) -> list[Delta]:
         """Samples the next token of each sequence and sees which are finished."""
         rows = [(self._outputs[part.sequence], row) for part, row in computed.parts if part.sequence in self._outputs]
-        broken: list[Delta] = []
+        deltas: list[Delta] = []
+        if self.loaded.structured is not None:
+            rows, deltas = self._follow_grammars(rows)
         while rows:
             try:
                 inputs = [self._sample_input(output) for output, _ in rows]
@@ -279,11 +279,36 @@ class EngineCore:
             except BadLogits as error:
                 active = rows[error.row][0].active
                 rows = [row for row in rows if row[0].active is not active]
-                broken += self._break_off(active.request.request_id, str(error))
+                deltas += self._break_off(active.request.request_id, str(error))
                 continue
             now = time.monotonic()
-            return broken + [self._push(row[0], token, now) for row, token in zip(rows, sampled, strict=True)]
-        return broken
+            deltas += [self._push(row[0], token, now) for row, token in zip(rows, sampled, strict=True)]
+            break
+        if self._moved:
+            self.structured.ask(self._moved)
+            self._moved = []
+        return deltas
+
+    def _follow_grammars(self, rows: list[_Row]) -> tuple[list[_Row], list[Delta]]:
+        """The rows to sample from, and the deltas of sequences that are not sampled: their grammar has failed, or
+        forces how the answer begins, or lets nothing follow."""
+        left: list[_Row] = []
+        deltas: list[Delta] = []
+        for output, row in rows:
+            matcher, request_id = output.matcher, output.active.request.request_id
+            if output.sequence not in self._outputs:
+                continue  # broken off with another sequence of its request
+            if matcher is None:
+                left.append((output, row))
+            elif fault := self.structured.fault(matcher):
+                deltas += self._break_off(request_id, fault)
+                left = [each for each in left if each[0].active is not output.active]
+            elif matcher.beginning or matcher.over:
+                beginning, matcher.beginning = matcher.beginning, []
+                deltas.append(self._add(output, Delta(request_id, output.sequence.index), beginning, time.monotonic()))
+            else:
+                left.append((output, row))
+        return left, deltas
 
     def _break_off(self, request_id: str, reason: str) -> list[Delta]:
         """Aborts a request whose logits nothing can be chosen from; all others go on."""
@@ -292,15 +317,17 @@ class EngineCore:
         open_ones = [sequence.index for sequence in active.sequences if sequence in self._outputs]
         self.abort(request_id)
         deltas = [Delta(request_id, index, finish_reason="abort", stop_reason=reason) for index in open_ones]
-        deltas[-1].metrics = self._metrics(active, time.monotonic())
+        deltas[-1].metrics = active.metrics(time.monotonic())
         return deltas
 
-    def _sample_input(self, output: _Output) -> SampleInput | None:
+    def _sample_input(self, output: Output) -> SampleInput | None:
         """None where the greatest logit is the answer."""
-        sequence = output.sequence
-        params = sequence.request.params
-        forbidden = forbidden_tokens(params, sequence.n_output, self.loaded.capacity.eos_token_ids)
-        if output.plain and not forbidden:
+        sequence, matcher, mask = output.sequence, output.matcher, None
+        params, eos = sequence.request.params, self.loaded.capacity.eos_token_ids
+        forbidden = forbidden_tokens(params, sequence.n_output, eos)
+        if matcher is not None:
+            mask, forbidden = matcher.allowed(forbidden, eos if params.ignore_eos else ())
+        elif output.plain and not forbidden:
             return None
         return SampleInput(
             params=params,
@@ -309,44 +336,39 @@ class EngineCore:
             index=sequence.index,
             seed=output.active.seed,
             forbidden=forbidden,
+            mask=mask,
             history=output.history,
         )
 
-    def _push(self, output: _Output, sampled: Sampled, now: float) -> Delta:
-        """Adds a token to a sequence; its delta."""
-        sequence, active = output.sequence, output.active
-        sequence.tokens.append(sampled.token)
-        if active.first_token_s is None:
-            active.first_token_s = now
-        active.output_tokens += 1
-        self._stats.tokens.generated += 1
-        delta = Delta(active.request.request_id, sequence.index, token_ids=[sampled.token])
+    def _push(self, output: Output, sampled: Sampled, now: float) -> Delta:
+        """Adds a token to a sequence, and those that its grammar forces after it; the delta."""
+        delta = Delta(output.active.request.request_id, output.sequence.index)
         if sampled.logprobs is not None:
             delta.logprobs = [self._head.named(sampled.logprobs)]
+        if output.matcher is None:
+            return self._add(output, delta, [sampled.token], now)
+        return self._add(output, delta, [sampled.token, *output.matcher.push(sampled.token)], now, forced_from=1)
+
+    def _add(self, output: Output, delta: Delta, tokens: list[int], now: float, forced_from: int = 0) -> Delta:
+        """Adds tokens up to the one that ends the sequence. No tokens: its grammar lets none follow."""
+        sequence, active, matcher = output.sequence, output.active, output.matcher
+        if active.first_token_s is None:
+            active.first_token_s = now
         self._hand_report(output, delta)
-        self._text_and_end(output, delta)
+        output.add(delta, tokens, self.loaded.capacity)
+        count = len(delta.token_ids)
+        active.output_tokens += count
+        self._stats.tokens.generated += count
         if delta.finish_reason is not None:
             self._finish(active, sequence, delta, now)
+        if matcher is not None:
+            sequence.forced = count > 1
+            self.structured.stats.forced += count - forced_from
+            if delta.finish_reason is None:
+                self._moved.append(matcher)
         return delta
 
-    def _text_and_end(self, output: _Output, delta: Delta) -> None:
-        sequence = output.sequence
-        params = sequence.request.params
-        room = self.loaded.capacity.max_model_len - sequence.prompt_len
-        eos = self.loaded.capacity.eos_token_ids
-        ended = finish_reason(params, delta.token_ids[-1], sequence.n_output, eos, room)
-        if output.detokenizer is not None:
-            piece = output.detokenizer.push(delta.token_ids[-1])
-            delta.text = piece.text
-            if isinstance(piece.stop, str):
-                delta.finish_reason, delta.stop_reason = "stop", piece.stop
-                return
-            if ended is not None:
-                delta.text += output.detokenizer.flush()
-        if ended is not None:
-            delta.finish_reason, delta.stop_reason = ended
-
-    def _finish(self, active: _Active, sequence: SequenceState, delta: Delta, now: float) -> None:
+    def _finish(self, active: Active, sequence: SequenceState, delta: Delta, now: float) -> None:
         self._drop(sequence)
         active.unfinished -= 1
         if active.unfinished:
@@ -356,24 +378,8 @@ class EngineCore:
             self._stats.finished.stop += 1
         else:
             self._stats.finished.length += 1
-        delta.metrics = self._metrics(active, now)
+        delta.metrics = active.metrics(now)
         self._stats.tokens.cached += delta.metrics.cached_tokens
-
-    @staticmethod
-    def _metrics(active: _Active, now: float) -> Metrics:
-        arrival = active.request.arrival_s
-        return Metrics(
-            ttft_s=(active.first_token_s or now) - arrival,
-            e2e_s=now - arrival,
-            queue_s=(active.scheduled_s or now) - arrival,
-            prompt_tokens=len(active.request.prompt_token_ids),
-            cached_tokens=active.sequences[0].cached_tokens,
-            output_tokens=active.output_tokens,
-            strategy=active.sequences[0].strategy,
-            strategy_reason=active.sequences[0].strategy_reason,
-            restored_tokens=active.sequences[0].restored_tokens,
-            restore_reason=active.sequences[0].restore_reason,
-        )
 
     def stats(self) -> EngineStats:
         """Counters and gauges as they stand; the same record each time."""
@@ -384,4 +390,6 @@ class EngineCore:
         stats.scheduler.preemptions, stats.kv.evictions = self.scheduler.preemptions, self.cache.tree.evictions
         self.loaded.executor.add_stats(stats)
         self.below.add_stats(stats)
+        if self.loaded.structured is not None:
+            stats.structured = self.structured.told()
         return stats

@@ -68,7 +68,7 @@ class Driver(Executor):
         """Chooses how to compute a slice of a prompt, and who shall own its new chunks (Scheduler.owners)."""
         table = sequence.table
         assert table is not None, "a scheduled sequence has a table"
-        if sequence.remaining == 1:
+        if Slice(sequence, start, count).decodes:
             return None
         keeper = self._keeper(table, start, count)
         allowed = self.allowed if keeper is not None else tuple(set(self.allowed) - set(KEEPS_ALL)) or (FALLBACK,)

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,13 +35,16 @@ from headrace.offload.streaming import open as streaming
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.types import CHUNK, chunks_for
 
+if TYPE_CHECKING:
+    from headrace.engine.structured.answers import StructuredAnswers
+
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Loaded:
     """All that a running engine consists of. ranks: of several, the group; offload: what is below the pool, if tiers
-    are."""
+    are; structured: see structured_answers."""
 
     config: EngineConfig
     capacity: Capacity
@@ -50,14 +54,26 @@ class Loaded:
     executor: Executor
     ranks: Ranks | None = None
     offload: StoredPrefixes | None = None
+    structured: StructuredAnswers | None = None
 
     @property
     def below(self) -> Below:
         """What lies below the pool."""
         return NothingBelow(self.cache) if self.offload is None else self.offload
 
+    def structured_answers(self) -> StructuredAnswers:
+        """Made for the first structured request, which is when llguidance is imported."""
+        if self.structured is None:
+            from headrace.engine.structured.answers import StructuredAnswers
+
+            capacity = self.capacity
+            self.structured = StructuredAnswers(self.tokenizer, capacity.vocab_size, capacity.eos_token_ids)
+        return self.structured
+
     def close(self) -> None:
         """Ends ranks and threads, and stores what is to be stored. May be called again."""
+        if self.structured is not None:
+            self.structured.close()
         self.executor.close()
         self.below.close()
 
@@ -175,7 +191,7 @@ def _capacity(
 ) -> Capacity:
     align = 1 if config.ranks.context == 1 else CHUNK
     return Capacity(
-        model=config.server.model_name or config.model.folder,
+        model=config.served.main,
         folder=str(model_folder(config.model.folder)),
         dtype=str(dtype).removeprefix("torch."),
         quantization=config.model.quantization,

@@ -5,9 +5,15 @@ Letters: R rows (sequences), T positions, V vocabulary. Logits are [R, V] or [T,
 A row's result depends on its own logits, parameters, history, seed, index and length, and on nothing else: whatever
 rounds is done row by row in float64 on the host. Only the plain greedy rows share one argmax, which does not round.
 
-Order: repetition penalty, frequency and presence penalties, logit_bias, forbidden tokens, temperature, top_k, top_p,
-min_p. The filters each keep a prefix of the tokens sorted by descending probability (equals: lower id first), so one
-sorted head of the row serves all of them, and only as much of it is sorted as the draw needs.
+Order: repetition penalty, frequency and presence penalties, logit_bias, forbidden tokens, mask, temperature, top_k,
+top_p, min_p. The filters each keep a prefix of the tokens sorted by descending probability (equals: lower id first), so
+one sorted head of the row serves all of them, and only as much of it is sorted as the draw needs.
+
+A mask (of a structured answer) changes a draw only where it has to. The row is drawn from without it first. Without
+filters that token counts if it is allowed; with filters, if all tokens that they keep are. Else the row is drawn from
+again, masked, by another random number. So a token has the probability that it has in the masked row, and the token
+without the mask is the token with it, wherever the mask forbids nothing in its place. (top_p alone sees a difference:
+its share is that of the unmasked row where nothing it keeps is forbidden.)
 """
 
 from __future__ import annotations
@@ -43,10 +49,14 @@ __all__ = [
 Row = npt.NDArray[np.float64]
 """Logits of one row, [V]."""
 Ids = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 _HEADS = (64, 2048, 16384)
 """Sizes of the sorted head that are tried before the whole row is sorted."""
 _EMPTY = np.empty(0, np.int64)
+_NONE_LEFT = "no token is left after logit_bias, forbidden tokens and the mask"
+_AGAIN = 1 << 128
+"""What the counter of a second random number has more than that of the first."""
 
 
 class BadLogits(FloatingPointError):
@@ -106,7 +116,8 @@ class History:
 class SampleInput:
     """One row of a batch. `index` is the sequence's number among the request's n; `seed` is resolved by the engine.
 
-    `forbidden`: token ids not allowed now (see forbidden_tokens). `history` saves recounting when a penalty is on
+    `forbidden`: token ids not allowed now (see forbidden_tokens). `mask`: of each token id, whether it is allowed; some
+    token is, and none of `forbidden`. `history` saves recounting when a penalty is on
     (`needs_history`); without one the counts are made afresh from `prompt` and `output`.
     """
 
@@ -116,6 +127,7 @@ class SampleInput:
     index: int
     seed: int
     forbidden: tuple[int, ...] = ()
+    mask: Mask | None = None
     history: History | None = None
 
 
@@ -145,31 +157,34 @@ def sample(
 ) -> list[Sampled]:
     """The next token of each row of `logits` [R, V]. Log probabilities come without text.
 
-    None for an input: `is_plain`, and no token is forbidden. greatest: of each row, if it is known.
+    None for an input: `is_plain`, no token is forbidden and there is no mask. greatest: of each row, if it is known.
 
     Raises BadLogits (a FloatingPointError naming the row) for NaN, infinity, or nothing left to choose.
     """
     if (greatest is None and logits.ndim != 2) or len(greatest.values if greatest else logits) != len(inputs):
         raise ValueError(f"{len(inputs)} inputs need logits [{len(inputs)}, V], got {list(logits.shape)}")
-    chosen = [None if item is None or (is_plain(item.params) and not item.forbidden) else item for item in inputs]
-    values, best = greatest or (_greatest(logits) if None in chosen else ([], []))
+    plain = [item is None or (is_plain(item.params) and not item.forbidden) for item in inputs]
+    values, best = greatest or (_greatest(logits) if any(plain) else ([], []))
     results = []
-    for row, item in enumerate(chosen):
-        if item is None:
+    for row, item in enumerate(inputs):
+        if plain[row] or item is None:
             _check(row, values[row])
-            results.append(Sampled(best[row], None))
+            mask = None if item is None else item.mask
+            allowed = mask is None or mask[best[row]]
+            results.append(Sampled(best[row] if allowed else _greatest_allowed(logits[row], row, mask), None))
         else:
             results.append(_sample_row(*_to_row(logits[row], row), row, item))
     return results
 
 
-def uniform(seed: int, index: int, position: int) -> float:
+def uniform(seed: int, index: int, position: int, again: bool = False) -> float:
     """The random number in [0, 1) of (seed, sequence index, number of tokens before): no state, so nothing to restore.
+    again: a second one.
 
     Philox 4x64, whose stream numpy guarantees not to change; the key is (seed, index), the counter the position.
     """
-    key = np.array([seed % 2**64, index], np.uint64)
-    return (int(np.random.Philox(key=key, counter=position).random_raw()) >> 11) * 2.0**-53
+    key, counter = np.array([seed % 2**64, index], np.uint64), position + (_AGAIN if again else 0)
+    return (int(np.random.Philox(key=key, counter=counter).random_raw()) >> 11) * 2.0**-53
 
 
 def target_logprobs(
@@ -217,14 +232,38 @@ def _sample_row(raw: Row, peak: float, number: int, item: SampleInput) -> Sample
     """The draw of one row; log probabilities are those of the raw logits."""
     params = item.params
     row = _adjusted(raw, item)
-    token = int(row.argmax())
-    if row[token] == -np.inf:
-        raise BadLogits(number, "no token is left after logit_bias and forbidden tokens")
-    if not params.greedy:
-        token = _draw(row, params, uniform(item.seed, item.index, len(item.output)))
+    token = _choose(row, number, item, masked=False)
+    if item.mask is not None and token is None:
+        token = _choose(np.where(item.mask, row, -np.inf), number, item, masked=True)
+    assert token is not None
     if not params.reports_answer:
         return Sampled(token, None)
     return Sampled(token, _logprobs(raw, peak, token, params.logprobs or 0, params.logprob_token_ids))
+
+
+def _choose(row: Row, number: int, item: SampleInput, *, masked: bool) -> int | None:
+    """The token of an adjusted row, which the item's mask was applied to or not; None where the mask has a say in it
+    and was not applied."""
+    params, mask = item.params, None if masked else item.mask
+    token = int(row.argmax())
+    if row[token] == -np.inf:
+        raise BadLogits(number, _NONE_LEFT)
+    kept: Ids | None = None
+    if not params.greedy:
+        token, kept = _draw(row, params, uniform(item.seed, item.index, len(item.output), again=masked))
+    if mask is not None and not (mask[token] if kept is None else mask[kept].all()):
+        return None
+    return token
+
+
+def _greatest_allowed(logits: torch.Tensor, number: int, mask: Mask | None) -> int:
+    """The most likely token that the mask allows, of a row without NaN; equals: the lowest id."""
+    assert mask is not None
+    row = np.where(mask, logits.detach().to(device="cpu", dtype=torch.float32).numpy(), np.float32(-np.inf))
+    token = int(row.argmax())
+    if row[token] == -np.inf:
+        raise BadLogits(number, _NONE_LEFT)
+    return token
 
 
 def _adjusted(raw: Row, item: SampleInput) -> Row:
@@ -282,15 +321,17 @@ def _sorted(values: Row) -> Ids:
     return run % len(order)
 
 
-def _draw(row: Row, params: SamplingParams, u: float) -> int:
-    """Inverse of the cumulative distribution at `u`, over the filtered tokens in descending order."""
+def _draw(row: Row, params: SamplingParams, u: float) -> tuple[int, Ids | None]:
+    """Inverse of the cumulative distribution at `u`, over the filtered tokens in descending order; and the tokens that
+    the filters keep, None without filters."""
     if 0 < params.top_k < row.size:
-        kept = _descending(row, params.top_k)
-        return int(kept[_place(row[kept], params, u)])
+        best = _descending(row, params.top_k)
+        place, kept = _place(row[best], params, u)
+        return int(best[place]), best if kept is None else best[kept]
     return _place(row, params, u)
 
 
-def _place(row: Row, params: SamplingParams, u: float) -> int:
+def _place(row: Row, params: SamplingParams, u: float) -> tuple[int, Ids | None]:
     """_draw after top_k. A head of the sorted row is enough as soon as the cut and the draw both fall inside it."""
     weights = np.exp((row - row.max()) / params.temperature)
     total = float(weights.sum())
@@ -298,12 +339,13 @@ def _place(row: Row, params: SamplingParams, u: float) -> int:
         head = _descending(row, count)
         picked = _pick(weights[head], total, params, u, complete=len(head) == row.size)
         if picked is not None:
-            return int(head[picked])
+            place, kept = picked
+            return int(head[place]), head[:kept] if params.top_p < 1 or params.min_p > 0 else None
     raise AssertionError("the whole row always decides")
 
 
-def _pick(weights: Row, total: float, params: SamplingParams, u: float, complete: bool) -> int | None:
-    """Place drawn by `u` in the descending `weights`, whose whole row sums to `total`.
+def _pick(weights: Row, total: float, params: SamplingParams, u: float, complete: bool) -> tuple[int, int] | None:
+    """Place drawn by `u` in the descending `weights`, whose whole row sums to `total`; and how many of them are kept.
 
     None where this head is too short to tell; never where `complete` says that it is the whole row.
     """
@@ -315,9 +357,10 @@ def _pick(weights: Row, total: float, params: SamplingParams, u: float, complete
     whole = float(mass[(kept or len(mass)) - 1]) if filtered else total
     place = int(np.searchsorted(mass, u * whole, side="right"))
     if kept is None and not complete:
-        return place if place < len(mass) else None
+        return (place, len(mass)) if place < len(mass) else None
     # Tokens without weight come last and are never drawn, not even where u * whole was rounded up to the end.
-    return min(place, (kept or len(mass)) - 1, int(np.count_nonzero(weights)) - 1)
+    last = min(kept or len(mass), int(np.count_nonzero(weights)))
+    return min(place, last - 1), last
 
 
 def _kept(weights: Row, mass: Row, total: float, params: SamplingParams) -> int | None:

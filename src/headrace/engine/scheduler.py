@@ -11,6 +11,9 @@ With several ranks a slice of a prompt ends at a multiple of `align` tokens, or 
     |     slice of one step     |   of the next step     |
 
 so that every slice but a decoding one begins with a chunk. A prompt for which a step has less left waits.
+
+Tokens that a grammar forces (SequenceState.forced) are computed with the decoding sequences, as many at once as the
+budget leaves; with several ranks one at a time.
 """
 
 from __future__ import annotations
@@ -98,19 +101,28 @@ class Scheduler:
         self._slices = {}
         self._budget = self.max_batch_tokens
         decoding: list[SequenceState] = []
+        forced: list[SequenceState] = []
         prefilling: list[SequenceState] = []
         for sequence in self.running:
-            (decoding if sequence.remaining == 1 else prefilling).append(sequence)
+            if sequence.remaining == 1:
+                if not sequence.held:
+                    decoding.append(sequence)
+            else:
+                (forced if sequence.forced else prefilling).append(sequence)
         for sequence in decoding:
             self._decode(sequence)
+        for behind, sequence in zip(reversed(range(len(forced))), forced, strict=True):
+            kept = behind + (self.align if prefilling else 0)  # a token for each behind it, and a prompt's least
+            self._decode(sequence, self._budget - kept if self.align == 1 else 1)
         for sequence in prefilling:
             self._prefill(sequence)
         self._admit()
         return list(self._slices.values())
 
-    def _decode(self, sequence: SequenceState) -> None:
+    def _decode(self, sequence: SequenceState, most: int = 1) -> None:
+        """Takes one token, or at most so many of those that are forced."""
         table = sequence.table
-        if table is not None and self.cache.grow(table):
+        if table is not None and most == 1 and self.cache.grow(table):
             self._slices[sequence] = Slice(sequence, table.length - 1, 1)
             self._budget -= 1
             return
@@ -119,20 +131,20 @@ class Scheduler:
                 return
             table = sequence.table
         if table is not None:
-            self._take(sequence, table, 1)
+            self._take(sequence, table, max(1, min(most, sequence.remaining, self.cache.room(table))))
 
     def _prefill(self, sequence: SequenceState) -> None:
         table = sequence.table
         if table is None:
             return  # preempted in this very step
         gained, blocked = self.cache.reuse(table)
-        if not sequence.preemptions:
+        if not sequence.preemptions and not sequence.n_output:
             sequence.cached_tokens += gained
         if blocked or self._budget < min(sequence.remaining, self.align):
             return
         left = self._until(sequence) - table.length
         least = min(left, self.align - table.length % self.align)
-        if not left or self._budget < least:
+        if left <= 0 or self._budget < least:
             return
         while self._room(table, least) < least:
             if not self._preempt_after(sequence.order):
@@ -143,7 +155,8 @@ class Scheduler:
         self._take(sequence, table, count)
 
     def _until(self, sequence: SequenceState) -> int:
-        return self.below.until(sequence, alone=len(self.running) == 1)
+        end = self.below.until(sequence, alone=len(self.running) == 1)
+        return min(end, (len(sequence.tokens) - 1) // self.align * self.align) if sequence.held else end
 
     def _room(self, table: ChunkTable, least: int) -> int:
         """Tokens by which the table can be extended, after making room if they are less than `least`."""
@@ -196,6 +209,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._close(sequence, ended=False)
         sequence.preemptions += 1
+        sequence.forced = False
         self.preemptions += 1
         self.add(sequence)
 

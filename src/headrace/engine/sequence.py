@@ -16,6 +16,9 @@ class SequenceState:
     reports_from: while the prompt is computed, its rows from this one on are wanted; None: the last one alone. Of a
     prompt that is only scored the last token is left out of `tokens`, since its row predicts nothing.
 
+    held: the grammar of its answer is still being compiled, so its last token must not be computed yet. forced: its
+    newest tokens were appended without sampling while it decoded; they are computed together.
+
     |<------ prompt_len ------>|<-- answer -->|
     |<--- table.length: in the cache --->|<-1->|   while decoding, all but the newest token is cached
     """
@@ -33,6 +36,8 @@ class SequenceState:
     restore_reason: str = ""
     strategy: str = ""
     strategy_reason: str = ""
+    held: bool = False
+    forced: bool = False
 
     def __post_init__(self) -> None:
         prompt, params = self.request.prompt_token_ids, self.request.params
@@ -63,7 +68,7 @@ class SequenceState:
     @property
     def n_output(self) -> int:
         """Tokens of the answer so far."""
-        return len(self.tokens) - self.prompt_len
+        return max(0, len(self.tokens) - self.prompt_len)
 
     @property
     def remaining(self) -> int:
@@ -89,5 +94,6 @@ class Slice(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Whether the slice is one answer token met for the first time or again, and not part of a longer stretch."""
-        return self.length == 1 and self.start >= self.sequence.prompt_len
+        """Whether the slice is one answer token met for the first time or again, and not part of a longer stretch; or
+        tokens forced while it decoded."""
+        return self.start >= self.sequence.prompt_len and (self.length == 1 or self.sequence.forced)

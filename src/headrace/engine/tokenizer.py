@@ -83,9 +83,30 @@ class Tokenizer:
         return str(templates)
 
     @property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens beside the learnt vocabulary, by their text."""
+        return {added.content: token for token, added in self._hf.added_tokens_decoder.items()}
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Those of them that skip_special_tokens leaves out."""
+        return frozenset(added.content for added in self._hf.added_tokens_decoder.values() if added.special)
+
+    @property
     def has_pieces(self) -> bool:
         """Whether token_bytes is the exact part of a token in any text, so that text can be built token by token."""
         return self._rule is not None
+
+    def as_json(self) -> str:
+        """The tokenizer as the tokenizers library writes it, added tokens included. Raises ValueError where it is of
+        another library."""
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError("the tokenizer is none of the tokenizers library")
+        plain = type(backend).from_str(backend.to_str())
+        plain.no_padding()
+        plain.no_truncation()
+        return str(plain.to_str())
 
     def is_special(self, token: int) -> bool:
         """Whether skip_special_tokens leaves this token out."""

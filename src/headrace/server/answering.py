@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from headrace.server.errors import ApiError, ClientGone, JsonReply
 from headrace.server.job import Event, Job, aclose
-from headrace.server.protocol import StreamedBody, parse_body
+from headrace.server.protocol import Body, StreamedBody, parse_body
 from headrace.server.replies import Replies
 from headrace.server.state import ServerState
 from headrace.server.stream import EventStream, unless_gone
@@ -27,12 +27,13 @@ READ_S = 60.0
 TOLD_TOKENS = 24
 """Tokens of a prompt's beginning, and of its end, that --log-requests text shows."""
 
-B = TypeVar("B", bound=StreamedBody)
+B = TypeVar("B", bound=Body)
 
 
 def check_model(state: ServerState, name: str) -> None:
-    if name != state.model:
-        told = f"the model {name[:100]!r} does not exist here; this server has {state.model!r}"
+    """Raises ApiError for a model that is not served."""
+    if name not in state.names:
+        told = f"the model {name[:100]!r} does not exist here; this server has {state.names.told}"
         raise ApiError(404, told, "model", "model_not_found")
 
 
@@ -59,13 +60,13 @@ async def answer(state: ServerState, request: Request, api: Api[B]) -> Response:
     state.arrived(job, await _told_text(state, job))
     replies = api.replies(state, body, job)
     events = job.events(state.engine, state.metrics.note_peak)
-    if body.stream:
+    if isinstance(body, StreamedBody) and body.stream:
         # The first event decides the status: a refusal after the headers could not carry one.
         with account(state, job):
             first = await unless_gone(request.receive, anext(events))
         return EventStream(_stream(state, job, replies, events, first))
     with account(state, job, last=True):
-        await unless_gone(request.receive, _drain(events))
+        await unless_gone(request.receive, _drain(events, replies))
     return JsonReply(replies.whole())
 
 
@@ -117,10 +118,10 @@ def account(state: ServerState, job: Job, last: bool = False) -> Iterator[None]:
         state.finish(job, "done")
 
 
-async def _drain(events: AsyncIterator[Event]) -> None:
+async def _drain(events: AsyncIterator[Event], replies: Replies) -> None:
     try:
-        async for _ in events:
-            pass
+        async for event in events:
+            replies.take(event)
     finally:
         await aclose(events)
 

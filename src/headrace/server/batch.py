@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.config import EngineConfig
+from headrace.config.served import ServedNames
 from headrace.logs import shown
 
 CHAT, TEXT = URLS = ("/v1/chat/completions", "/v1/completions")
@@ -90,13 +91,13 @@ class BatchInput:
             f"{name} is not in OpenAI's batch form. Line {first.line} is no request ({first.message}){others}{form}"
         )
 
-    def check_model(self, name: str, model: str) -> None:
+    def check_model(self, name: str, served: ServedNames) -> None:
         """Raises ValueError if every request names another model: each would be answered with 404."""
         named = {request.model for request in self.requests}
-        if named & {None, model}:
+        if any(model is None or model in served for model in named):
             return
         first = next(iter(self.requests)).model
-        told = f"all requests of {name} are for other models than {model!r}, as for {shown(first)!r}"
+        told = f"all requests of {name} are for other models than {served.told}, as for {shown(first)!r}"
         if len(named) > 1:
             raise ValueError(f"{told}: leave model out of their bodies")
         raise ValueError(f"{told}: leave model out of their bodies, or give --served-model-name {shown(first)}")

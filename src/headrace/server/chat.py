@@ -24,5 +24,5 @@ class Chat:
             return await job_of(state, body.turn(), body.to_params(), "chatcmpl-", arrival_s, sharing)
 
     def replies(self, state: ServerState, body: ChatBody, job: Job) -> ChatReplies:
-        shown = Shown(state.model, state.engine.tokenizer, bool(body.return_token_ids), body.wants_usage)
+        shown = Shown(body.model or state.model, state.engine.tokenizer, bool(body.return_token_ids), body.wants_usage)
         return ChatReplies(job, shown)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, StringConstraints, field_validator
 
@@ -65,7 +66,7 @@ class Message(Strict):
     function_call: None = None
     annotations: list[None] | None = None
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
     @classmethod
     def _text_is_one_part(cls, value: Any) -> Any:
         return [{"type": "text", "text": value}] if isinstance(value, str) else value
@@ -110,6 +111,30 @@ class ToolBody(Strict):
         given = self.function
         schema = {"type": "object", "properties": {}} if given.parameters is None else given.parameters
         return Tool(given.name, given.description, schema, bool(given.strict))
+
+
+class DescribedTool(Protocol):
+    """Tools as a client describes them, of any route."""
+
+    def tool(self) -> Tool: ...
+
+
+def tools_of(given: Sequence[DescribedTool] | None) -> tuple[Tool, ...]:
+    """Raises ApiError for two of one name."""
+    tools = tuple(each.tool() for each in given or ())
+    names = [tool.name for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise invalid(f"two tools have the name {twice!r}", "tools")
+    return tools
+
+
+def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Raises ApiError for names that are arguments of the rendering call, not variables of the template."""
+    variables = dict(given or {})
+    for name in variables:
+        if name in RESERVED or not name.isidentifier():
+            raise invalid(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
+    return variables
 
 
 class NamedFunction(Strict):
@@ -161,14 +186,11 @@ class ChatBody(SampledBody):
         """What is asked of the model. Raises ApiError naming the field."""
         for number, message in enumerate(self.messages):
             message.check(f"messages[{number}]")
-        tools = tuple(each.tool() for each in self.tools or ())
-        names = [tool.name for tool in tools]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise invalid(f"two tools have the name {twice!r}", "tools")
+        tools = tools_of(self.tools)
         return Turn(
             [message.for_template() for message in self.messages],
             tools,
-            self._choice(names),
+            self._choice([tool.name for tool in tools]),
             self._reasoning(),
             tuple(self.documents or ()),
             self._template(),
@@ -196,11 +218,7 @@ class ChatBody(SampledBody):
         return Reasoning(True if self.reasoning_effort else None, self.thinking_token_budget, self.reasoning_effort)
 
     def _template(self) -> dict[str, Any]:
-        """Raises for names that are arguments of the rendering call, not variables of the template."""
-        kwargs = dict(self.chat_template_kwargs or {})
-        for name in kwargs:
-            if name in RESERVED or not name.isidentifier():
-                raise invalid(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
+        kwargs = template_variables(self.chat_template_kwargs)
         if self.add_generation_prompt is not None:
             kwargs["add_generation_prompt"] = self.add_generation_prompt
         return kwargs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from headrace.progress import OnPhase, Prefill
@@ -13,12 +13,18 @@ from headrace.types import Delta, SamplingParams
 class ServedTokenizer(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
-    def decode(self, token_ids: list[int]) -> str: ...
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
     def render_chat(self, messages: Any, add_generation_prompt: bool = True, **kwargs: Any) -> str: ...
 
     @property
     def chat_template(self) -> str: ...
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]: ...
+
+    @property
+    def special_tokens(self) -> Collection[str]: ...
 
     def encode_chat(self, text: str) -> list[int]: ...
 

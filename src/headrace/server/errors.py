@@ -1,4 +1,5 @@
-"""Refusals. Every one leaves as OpenAI-shaped JSON: {"error": {"message", "type", "param", "code"}}."""
+"""Refusals. Every one leaves as OpenAI-shaped JSON: {"error": {"message", "type", "param", "code"}}, but in Anthropic's
+shape on Anthropic's routes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Scope
 
+from headrace.server.anthropic.errors import REQUEST_ID, error_body, speaks
 from headrace.types import EngineDead, InvalidRequest, Overloaded
 
 log = logging.getLogger("headrace.server")
@@ -81,8 +84,12 @@ class JsonReply(Response):
         return msgspec.json.encode(content)
 
 
-def error_reply(told: ApiError) -> JsonReply:
-    return JsonReply(told.body(), status_code=told.status, headers=told.headers)
+def error_reply(told: ApiError, scope: Scope) -> JsonReply:
+    """In the shape that the request's client knows."""
+    if not speaks(scope["path"], scope["headers"]):
+        return JsonReply(told.body(), status_code=told.status, headers=told.headers)
+    body = error_body(told.status, told.message)
+    return JsonReply(body, status_code=told.status, headers={**(told.headers or {}), REQUEST_ID: body["request_id"]})
 
 
 async def _handle(request: Request, error: Exception) -> Response:
@@ -95,7 +102,7 @@ async def _handle(request: Request, error: Exception) -> Response:
         )
     told = as_api_error(error)
     request.app.state.headrace.refusals.note(told, request.method, request.url.path)
-    return error_reply(told)
+    return error_reply(told, request.scope)
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -40,7 +40,7 @@ class Guard:
                 raise
             told = as_api_error(error)
             self.state.refusals.note(told, scope["method"], scope["path"])
-            await error_reply(told)(scope, receive, reply.send)
+            await error_reply(told, scope)(scope, receive, reply.send)
 
     def _check(self, scope: Scope) -> None:
         if self.key is not None and not hmac.compare_digest(self.key, _digest(_bearer(scope))):

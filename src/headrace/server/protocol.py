@@ -84,7 +84,7 @@ SAMPLING = {
 """Sampling parameters that all bodies have, and their types there."""
 
 
-class StreamedBody(Strict):
+class Body(Strict):
     """What every body has. ignored: fields accepted with any value, and not used; refused: fields known by name and
     refused, with the reason, unless null or one of harmless."""
 
@@ -93,6 +93,9 @@ class StreamedBody(Strict):
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = HARMLESS
 
     model: str | None = None
+
+
+class StreamedBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -107,7 +110,7 @@ class SampledBody(_Sampling):
     public_prefix_tokens: int | None = None
     return_token_ids: bool | None = None
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod
     def _one_stop_is_a_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
@@ -178,7 +181,7 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-B = TypeVar("B", bound=StreamedBody)
+B = TypeVar("B", bound=Body)
 
 
 def parse_body(kind: type[B], raw: bytes) -> B:
@@ -192,7 +195,7 @@ def parse_body(kind: type[B], raw: bytes) -> B:
     try:
         return kind.model_validate(kept)
     except ValidationError as error:
-        raise _explain(error) from None
+        raise explain(error, kept) from None
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
@@ -230,17 +233,40 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _explain(error: ValidationError) -> ApiError:
-    """The first fault, a wrong value before an unknown field: an image part should be told about its type."""
-    faults = error.errors(include_url=False, include_context=False)
+def explain(error: ValidationError, fields: Any, where: str = "") -> ApiError:
+    """The first fault, a wrong value before an unknown field: an image part should be told about its type. fields: what
+    was checked; where: its path, if it was not the whole body; `param` then names the field in full."""
+    faults = error.errors(include_url=False)
     fault = min(faults, key=lambda e: e["type"] == "extra_forbidden")
-    path = _path(fault["loc"])
-    param = path if fault["loc"][0] == "messages" else str(fault["loc"][0])
+    loc = _untagged(fault["loc"], fields)
+    path = _path((where, *loc) if where else loc)
+    if fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        path += "." + fault["ctx"]["discriminator"].strip("'")
+    param = path if where or fault["loc"][0] == "messages" else str(fault["loc"][0])
     if fault["type"] == "extra_forbidden":
         return invalid(f"unknown field {path!r}", param, "unknown_parameter")
-    if fault["type"] == "missing":
+    if fault["type"] in ("missing", "union_tag_not_found"):
         return invalid(f"{path} is required", param, "missing")
-    return invalid(f"{path}: {fault['msg']}", param, "invalid_type" if "type" in fault["type"] else None)
+    if fault["type"] == "union_tag_invalid":
+        told = f"{fault['ctx']['tag'][:100]!r} is not supported here; possible: {fault['ctx']['expected_tags']}"
+        return invalid(f"{path}: {told}", param, "unsupported_parameter")
+    told = fault["msg"].removeprefix("Value error, ")
+    return invalid(f"{path}: {told}", param, "invalid_type" if "type" in fault["type"] else None)
+
+
+def _untagged(loc: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
+    """Without pydantic's names of a union's members, which stand behind the place of an object with a type or role."""
+    out: list[int | str] = []
+    for part in loc:
+        if out and isinstance(value, dict) and part in (value.get("type"), value.get("role")):
+            value = {name: held for name, held in value.items() if name not in ("type", "role")}
+            continue
+        out.append(part)
+        if isinstance(value, dict):
+            value = value.get(part) if isinstance(part, str) else None
+        else:
+            value = value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None
+    return tuple(out)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

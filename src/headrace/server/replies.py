@@ -10,7 +10,7 @@ from headrace.server.engine import ServedTokenizer
 from headrace.server.job import Event, Job, ReplyChoice
 from headrace.server.parsers.parts import Call, CallArguments, CallStart, Part, ReasoningPart, TextPart
 from headrace.server.stream import DONE, sse, sse_error
-from headrace.types import Logprob, TokenLogprobs
+from headrace.types import Logprob, SamplingParams, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have (as in OpenAI's replies)."""
@@ -66,6 +66,10 @@ class Replies(Protocol):
     """How a route tells a job: in one piece, or as server-sent events while it runs. `events` come in order of
     generation."""
 
+    def take(self, event: Event) -> None:
+        """Every event of a reply in one piece, before `whole`: the order of an answer's parts is in them alone."""
+        ...
+
     def whole(self) -> dict[str, Any]: ...
 
     def frames(self, event: Event) -> list[bytes]:
@@ -83,6 +87,9 @@ class Replies(Protocol):
 
 class InOnePiece(Replies):
     """Those of a route that does not stream."""
+
+    def take(self, event: Event) -> None:
+        return None
 
     def frames(self, event: Event) -> list[bytes]:
         return []
@@ -102,6 +109,9 @@ class OpenAIReplies:
 
     def __init__(self, job: Job, shown: Shown) -> None:
         self.job, self.shown, self.tokenizer = job, shown, shown.tokenizer
+
+    def take(self, event: Event) -> None:
+        """The job keeps all that these replies tell."""
 
     def whole(self) -> dict[str, Any]:
         head = self._head(self.object)
@@ -155,10 +165,7 @@ class OpenAIReplies:
         raise NotImplementedError
 
     def _text(self, token: int, info: Logprob | None = None) -> str:
-        """Text of one token; its number where the model has no tokenizer."""
-        if info is not None and info.text:
-            return info.text
-        return str(token) if self.tokenizer is None else self.tokenizer.token_text(token)
+        return token_text(self.tokenizer, token, info)
 
     def prompt_logprobs(self, choice: ReplyChoice) -> list[dict[str, Any] | None] | None:
         """As vLLM gives them: per position, token id -> logprob, rank, decoded_token."""
@@ -171,6 +178,31 @@ class OpenAIReplies:
             str(token): {"logprob": finite(i.logprob), "rank": i.rank, "decoded_token": self._text(token, i)}
             for token, i in row.items()
         }
+
+
+def token_text(tokenizer: ServedTokenizer | None, token: int, info: Logprob | None = None) -> str:
+    """Text of one token; its number where the model has no tokenizer."""
+    if info is not None and info.text:
+        return info.text
+    return str(token) if tokenizer is None else tokenizer.token_text(token)
+
+
+def token_logprob(
+    tokenizer: ServedTokenizer | None, token: int, row: TokenLogprobs, params: SamplingParams
+) -> dict[str, Any]:
+    """One token in OpenAI's newer format, with the most likely ones in its place, or those that were named."""
+
+    def told(token: int, info: Logprob) -> dict[str, Any]:
+        text = token_text(tokenizer, token, info)
+        exact = text.encode() if tokenizer is None else tokenizer.token_bytes(token)
+        return {"token": text, "logprob": finite(info.logprob), "bytes": list(exact)}
+
+    listed = params.logprob_token_ids
+    if listed:
+        best = [(other, info) for other, info in row.items() if other in listed]
+    else:  # without the chosen one, where it is no top
+        best = sorted(row.items(), key=lambda item: item[1].rank)[: params.logprobs or 0]
+    return {**told(token, row[token]), "top_logprobs": [told(t, info) for t, info in best]}
 
 
 class ChatReplies(OpenAIReplies):
@@ -216,23 +248,11 @@ class ChatReplies(OpenAIReplies):
     def _logprobs(
         self, choice: ReplyChoice, tokens: list[int], rows: list[TokenLogprobs] | None
     ) -> dict[str, Any] | None:
-        top = choice.prompt.params.logprobs
-        if top is None or not rows:
+        params = choice.prompt.params
+        if params.logprobs is None or not rows:
             return None
-        return {"content": [self._entry(t, row, top) for t, row in zip(tokens, rows, strict=True)], "refusal": None}
-
-    def _entry(self, token: int, row: TokenLogprobs, top: int) -> dict[str, Any]:
-        listed = self.job.prompts[0].params.logprob_token_ids
-        if listed:
-            best = [(t, info) for t, info in row.items() if t in listed]
-        else:
-            best = sorted(row.items(), key=lambda item: item[1].rank)[:top]  # without the chosen one, if it is no top
-        return {**self._told(token, row[token]), "top_logprobs": [self._told(t, info) for t, info in best]}
-
-    def _told(self, token: int, info: Logprob) -> dict[str, Any]:
-        text = self._text(token, info)
-        exact = text.encode() if self.tokenizer is None else self.tokenizer.token_bytes(token)
-        return {"token": text, "logprob": finite(info.logprob), "bytes": list(exact)}
+        pairs = zip(tokens, rows, strict=True)
+        return {"content": [token_logprob(self.tokenizer, t, row, params) for t, row in pairs], "refusal": None}
 
 
 class CompletionReplies(OpenAIReplies):

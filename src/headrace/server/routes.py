@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
-from headrace.server.answering import answer, check_model
+from headrace.server.answering import answer
+from headrace.server.anthropic.messages import Messages
 from headrace.server.chat import Chat
 from headrace.server.completions import Completions
 from headrace.server.errors import ApiError, JsonReply
+from headrace.server.model_cards import list_models, tell_model
+from headrace.server.openapi import document
+from headrace.server.responses.api import install_responses
 from headrace.server.scoring import Scoring
 from headrace.server.state import ServerState
+from headrace.server.tokenizing import detokenize, tokenize
 
 
 def install_routes(app: FastAPI, state: ServerState) -> None:
@@ -30,14 +33,33 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     async def score(request: Request) -> Response:
         return await answer(state, request, Scoring())
 
+    messages = Messages()
+
+    @router.post("/v1/messages")
+    async def message(request: Request) -> Response:
+        return await answer(state, request, messages)
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        return await messages.count(state, request)
+
+    @router.post("/tokenize")
+    async def tokens(request: Request) -> Response:
+        return await tokenize(state, request)
+
+    @router.post("/detokenize")
+    async def text(request: Request) -> Response:
+        return await detokenize(state, request)
+
+    install_responses(router, state)
+
     @router.get("/v1/models")
-    async def models() -> Response:
-        return JsonReply({"object": "list", "data": [_model_card(state)]})
+    async def models(request: Request) -> Response:
+        return list_models(state, request)
 
     @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        check_model(state, name)
-        return JsonReply(_model_card(state))
+    async def model(request: Request, name: str) -> Response:
+        return tell_model(state, request, name)
 
     @router.get("/health")
     async def health() -> Response:
@@ -47,18 +69,11 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     async def metrics() -> Response:
         return Response(state.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    @router.get("/openapi.json")
+    async def openapi() -> Response:
+        return JsonReply(document(state.config.server.api_key is not None))
+
     app.include_router(router)
-
-
-def _model_card(state: ServerState) -> dict[str, Any]:
-    return {
-        "id": state.model,
-        "object": "model",
-        "created": state.created,
-        "owned_by": "headrace",
-        "root": state.config.model.folder,
-        "max_model_len": state.engine.capacity.max_model_len,
-    }
 
 
 def _health(state: ServerState) -> Response:

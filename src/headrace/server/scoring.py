@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from uuid import uuid4
+
+from pydantic import WithJsonSchema
 
 from headrace.engine.scoring import MOST_OPTIONS, ScoreAborted, ScorePlan, at_once, plan_score
 from headrace.server.errors import ApiError, invalid
 from headrace.server.job import Job, Prompt
-from headrace.server.protocol import IGNORED, StreamedBody
+from headrace.server.protocol import IGNORED, Body
 from headrace.server.replies import InOnePiece, figures, finite
 from headrace.server.state import ServerState
 from headrace.server.turns import naming, note_public
 from headrace.types import Score, check_sharing
 
+TEXT = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+    ]
+}
+TextOrIds = Annotated[Any, WithJsonSchema(TEXT)]
+Options = Annotated[Any, WithJsonSchema({"type": "array", "items": TEXT, "minItems": 1, "maxItems": MOST_OPTIONS})]
+
 CROSS_ENCODER = "the scores of a cross-encoder are not supported; give a text, and options that may follow it"
 
 
-class ScoreBody(StreamedBody):
+class ScoreBody(Body):
     """`text`, or `prompt`, and `options`: strings or token ids. normalize: what `best` compares."""
 
     ignored: ClassVar[Set[str]] = IGNORED
@@ -29,9 +40,9 @@ class ScoreBody(StreamedBody):
     }
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {"stream": (False,)}
 
-    text: Any = None
-    prompt: Any = None
-    options: Any = None
+    text: TextOrIds = None
+    prompt: TextOrIds = None
+    options: Options
     normalize: Literal["none", "tokens"] | None = None
     cache_salt: str | None = None
     public_prefix_tokens: int | None = None
@@ -42,8 +53,6 @@ class ScoreBody(StreamedBody):
             raise invalid("give a text, as text or as prompt", "text", "missing" if self.text is None else None)
         name, text = ("text", self.text) if self.prompt is None else ("prompt", self.prompt)
         _check_kind(text, name, name)
-        if self.options is None:
-            raise invalid("options is required", "options", "missing")
         if not isinstance(self.options, list) or not 1 <= len(self.options) <= MOST_OPTIONS:
             raise invalid(f"options must be a list of 1 to {MOST_OPTIONS:,} strings or lists of token ids", "options")
         for index, option in enumerate(self.options):

@@ -12,12 +12,14 @@ from typing import Literal, TypeVar
 
 from headrace import host
 from headrace.config import EngineConfig
-from headrace.server.engine import ServedCapacity, ServedEngine
+from headrace.server.engine import ServedCapacity, ServedEngine, ServedTokenizer
 from headrace.server.job import Job, cancel
 from headrace.server.loading import LoadLog
 from headrace.server.metrics import ServerMetrics
+from headrace.server.parsers.registry import Formats, formats_of
 from headrace.server.public import PublicPrefixes, prefixes_of, read_texts
 from headrace.server.refusals import Refusals
+from headrace.server.responses.store import ResponseStore
 from headrace.server.restarts import MOST, WINDOW_S, RestartLimit
 from headrace.server.start import Line, ready_again_line, ready_lines, start_lines
 from headrace.server.status import StatusLines, arrival_line, job_line
@@ -45,16 +47,19 @@ class ServerState:
 
     def __init__(self, engine: ServedEngine | MakeEngine, config: EngineConfig) -> None:
         self.config = config
-        self.model = config.server.model_name or config.model.folder
+        self.names = config.served
+        self.model = self.names.main
         self.phase: Phase = "loading"
         self.reason: str | None = None
         self.error: BaseException | None = None
         self.loading = LoadLog()
         self.public = PublicPrefixes()
+        self.formats = Formats()
         self._public_texts = read_texts(config.server.public_prefix_file)
         self.refusals = Refusals(config.server.log_interval_s)
         self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
         self.on_failure: Callable[[], None] = lambda: None
+        self.responses = ResponseStore(config.server.response_store_mb << 20)
         self.admitting = 0
         self.listens = False
         self._was_ready = False
@@ -134,6 +139,7 @@ class ServerState:
             await engine.start(phases=self.loading)
             self.loading.times.close()
             self.public = await self.in_renderer(prefixes_of, self._public_texts, engine.tokenizer)
+            self.formats = _formats(engine.tokenizer)
         finally:
             await cancel(lines)
         again = self.phase == "restarting"
@@ -204,6 +210,13 @@ class ServerState:
             self.metrics.gone.inc()
         if self.config.server.log_requests != "off":
             _tell(job_line(job, outcome, self.config.server.log_requests == "text"))
+
+
+def _formats(tokenizer: ServedTokenizer | None) -> Formats:
+    """How the model writes calls and reasoning."""
+    if tokenizer is None:
+        return Formats()
+    return formats_of(tokenizer.chat_template, tokens=tokenizer.added_tokens, hidden=tokenizer.special_tokens)
 
 
 def _tell(*lines: Line) -> None:

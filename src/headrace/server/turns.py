@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
 from headrace.server.errors import invalid
 from headrace.server.job import Job, Prompt
+from headrace.server.parsers.constraint import constraint
+from headrace.server.parsers.registry import make_parser
 from headrace.server.state import ServerState
+from headrace.server.tool_prompt import knows_tools, told_in_text
 from headrace.server.turn import Turn
 from headrace.types import InvalidRequest, SamplingParams
+
+SEEN = 200
+"""Characters at the end of a prompt that tell whether the template has begun the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +48,36 @@ async def job_of(
 
 
 async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams) -> Prompt:
-    """The conversation as the model reads it. Raises InvalidRequest, and ApiError for variables that are none."""
+    """The conversation as the model reads it, and the parser of what it answers. Raises InvalidRequest, and ApiError
+    for variables that are none."""
+    text = await _render(state, turn)
+    ids = await _encode(state, text)
+    formats, end = state.formats, text[-SEEN:]
+    shape = constraint(formats, turn.tools, turn.choice, turn.reasoning, end, params.structured)
+    skips = params.skip_special_tokens and not formats.needs_special_tokens
+    checked = state.engine.check(ids, replace(params, structured=shape, skip_special_tokens=skips))
+    return Prompt(ids, checked, parser=lambda: make_parser(formats, turn.tools, turn.choice, end))
+
+
+async def tokens_of(state: ServerState, turn: Turn) -> list[int]:
+    """The tokens of a conversation, however many. Raises as prompt_of does."""
+    return await _encode(state, await _render(state, turn))
+
+
+async def _render(state: ServerState, turn: Turn) -> str:
     tokenizer = tokenizer_of(state, "messages")
-    variables = _variables(turn)
+    messages, variables = turn.messages, _variables(turn)
+    if not knows_tools(tokenizer.chat_template):
+        messages = told_in_text(messages, turn.tools)
+        variables.pop("tools", None)
     try:
-        text = await state.in_renderer(lambda: tokenizer.render_chat(turn.messages, **variables))
+        return str(await state.in_renderer(lambda: tokenizer.render_chat(messages, **variables)))
     except TypeError as error:
         raise invalid(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
-    ids = await state.in_tokenizer(tokenizer.encode_chat, text)
-    return Prompt(ids, state.engine.check(ids, params))
+
+
+async def _encode(state: ServerState, text: str) -> list[int]:
+    return list(await state.in_tokenizer(tokenizer_of(state, "messages").encode_chat, text))
 
 
 def _variables(turn: Turn) -> dict[str, Any]:

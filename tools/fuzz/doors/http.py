@@ -16,8 +16,11 @@ from tools.fuzz.mutate import EDGES, FLOATS, TEXTS, damaged, dumped, edited, odd
 
 FIELDS = ["temperature", "top_p", "top_k", "seed", "stop", "n", "logprobs", "top_logprobs", "logit_bias", "max_tokens",
           "min_tokens", "echo", "stream", "stream_options", "cache_salt", "public_prefix_tokens", "tools", "user",
-          "chat_template_kwargs", "prompt", "messages", "model"]  # fmt: skip
-ROUTES = [TEXT, CHAT, "/v1/models", "/health", "/metrics", "/", "/v1/completions/..", "/%00", "/" + "a" * 9000, "*"]
+          "chat_template_kwargs", "prompt", "messages", "model", "input", "previous_response_id", "text", "reasoning",
+          "tool_choice", "include", "metadata", "store", "max_output_tokens", "instructions"]  # fmt: skip
+RESPONSES = "/v1/responses"
+ROUTES = [TEXT, CHAT, RESPONSES, RESPONSES + "/resp_1", RESPONSES + "/resp_1/input_items", "/v1/models", "/health",
+          "/metrics", "/", "/v1/completions/..", "/%00", "/" + "a" * 9000, "*"]  # fmt: skip
 HEADS = ["Authorization: Bearer x", "Content-Length: -1",
          "Content-Length: 99999999999999999999", "Expect: 100-continue",
          "Transfer-Encoding: chunked", "Connection: Upgrade", "Upgrade: websocket", "Content-Encoding: gzip",
@@ -54,8 +57,8 @@ class Http:
         return told
 
     def _request(self, rng: Random) -> bytes:
-        route = rng.choice(ROUTES) if rng.random() < 0.15 else rng.choice((TEXT, CHAT))
-        body: Any = ask() if route == CHAT else text()
+        route = rng.choice(ROUTES) if rng.random() < 0.15 else rng.choice((TEXT, CHAT, RESPONSES))
+        body: Any = _response() if route == RESPONSES else ask() if route == CHAT else text()
         if rng.random() < 0.6:
             body = edited(body, rng)
         for _ in range(rng.choice((0, 1, 2)) if isinstance(body, dict) else 0):
@@ -74,6 +77,20 @@ class Http:
         stats = self._server.engine.stats
         self._closing.close()
         assert stats.kv.chunks_used == 0, "chunks stay taken"
+
+
+def _response() -> dict[str, Any]:
+    """With an item of each kind, and a tool."""
+    call = {"call_id": "c", "name": "f", "arguments": "{}"}
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": True}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "c", "annotations": []}]},
+        {"type": "function_call", **call},
+        {"type": "function_call_output", "call_id": "c", "output": "d"},
+    ]
+    return {"input": items, "tools": [tool], "tool_choice": {"type": "function", "name": "f"}, "max_output_tokens": 8}
 
 
 def _pieces(raw: bytes, rng: Random) -> list[bytes]:

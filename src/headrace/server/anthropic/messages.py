@@ -1,0 +1,129 @@
+"""POST /v1/messages and its count_tokens: the next turn of a conversation, in Anthropic's shape."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from headrace.server.answering import admission, check_model, read
+from headrace.server.anthropic.body import CountBody, MessagesBody
+from headrace.server.anthropic.errors import error_body
+from headrace.server.anthropic.events import PING, Blocks, frame, message, stop_reason, usage
+from headrace.server.errors import JsonReply, as_api_error
+from headrace.server.job import Event, Job
+from headrace.server.protocol import parse_body
+from headrace.server.replies import figures
+from headrace.server.state import ServerState
+from headrace.server.stream import unless_gone
+from headrace.server.turn import Turn
+from headrace.server.turns import Sharing, job_of, naming, tokens_of
+from headrace.types import CHUNK
+
+log = logging.getLogger("headrace.server")
+
+NAMES: dict[str | None, str] = {
+    **dict.fromkeys((None, "prompt", "prompt_token_ids"), "messages"),
+    "stop": "stop_sequences",
+    "structured": "output_config.format",
+}
+"""The engine's names of fields -> the client's."""
+
+
+class Messages:
+    """An Api (server.answering). One for all requests: what hinders caching is warned of once."""
+
+    body = MessagesBody
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    async def job(self, state: ServerState, body: MessagesBody, arrival_s: float) -> Job:
+        """max_tokens may exceed what the context allows, as Anthropic's may: the answer then ends with the context."""
+        with naming(NAMES):
+            params = body.to_params()
+            sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
+            turn = self._turn(state, body)
+            job = await job_of(state, turn, replace(params, max_tokens=None), "msg_", arrival_s, sharing)
+        prompt = job.prompts[0]
+        prompt.params = replace(prompt.params, max_tokens=min(body.max_tokens, prompt.params.max_tokens or 1))
+        return job
+
+    def replies(self, state: ServerState, body: MessagesBody, job: Job) -> MessageReplies:
+        caching = state.config.cache.prefix_caching
+        return MessageReplies(job, body.model or state.model, body.max_tokens, caching, body.omits_thinking)
+
+    async def count(self, state: ServerState, request: Request) -> Response:
+        """How many tokens the prompt of such a request has, whether or not it fits."""
+        with admission(state):
+            body = parse_body(CountBody, await read(request))
+            if body.model is not None:
+                check_model(state, body.model)
+            with naming(NAMES):
+                tokens = await unless_gone(request.receive, tokens_of(state, self._turn(state, body)))
+        return JsonReply({"input_tokens": len(tokens)})
+
+    def _turn(self, state: ServerState, body: CountBody) -> Turn:
+        stable = state.config.server.stable_system_prompt
+        if body.has_billing and not stable and not self._warned:
+            self._warned = True
+            log.warning(
+                "system texts begin with a billing header that is another in each request, so that no prefix is "
+                "shared; --stable-system-prompt keeps it out"
+            )
+        return body.turn(stable)
+
+
+class MessageReplies:
+    """A message in one piece, or as events. asked: its max_tokens. caching: whole chunks of prompts are kept."""
+
+    def __init__(self, job: Job, model: str, asked: int, caching: bool = True, omit_thinking: bool = False) -> None:
+        self.job, self.model, self.asked, self.caching = job, model, asked, caching
+        self.blocks = Blocks(omit_thinking)
+        self.started = False
+
+    def take(self, event: Event) -> None:
+        self.blocks.add(event.parts)
+
+    def whole(self) -> dict[str, Any]:
+        told = message(self.job.request_id, self.model, self.blocks.content, self._usage())
+        return {**told, **self._end(), "headrace": figures(self.job)}
+
+    def frames(self, event: Event) -> list[bytes]:
+        events = [] if self.started else self._opening()
+        self.started = True
+        return [frame(each) for each in [*events, *self.blocks.add(event.parts)]]
+
+    def ending(self) -> list[bytes]:
+        last = {
+            "type": "message_delta",
+            "delta": self._end(),
+            "usage": self._usage(),
+            "headrace": figures(self.job),
+        }
+        return [frame(each) for each in [*self.blocks.finish(), last, {"type": "message_stop"}]]
+
+    def failure(self, error: BaseException) -> list[bytes]:
+        told = as_api_error(error)
+        return [frame(error_body(told.status, told.message))]
+
+    def _opening(self) -> list[dict[str, Any]]:
+        """What is cached is known at the end, and told then."""
+        counts = usage(self.job.prompt_tokens, 0, 0, 0)
+        return [{"type": "message_start", "message": message(self.job.request_id, self.model, [], counts)}, PING]
+
+    def _end(self) -> dict[str, Any]:
+        choice = self.job.choices[0]
+        cut = self.asked > (choice.prompt.params.max_tokens or 0)
+        reason = stop_reason(choice.finish_reason, choice.stop_reason, bool(choice.answer.calls), cut)
+        sequence = choice.stop_reason if reason == "stop_sequence" else None
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _usage(self) -> dict[str, int]:
+        """Whole chunks of the prompt are in the cache afterwards."""
+        prompt, cached = self.job.prompt_tokens, self.job.cached_tokens
+        written = max(0, prompt // CHUNK * CHUNK - cached) if self.caching else 0
+        return usage(prompt, cached, self.job.output_tokens, written)

@@ -1,0 +1,206 @@
+"""GET /openapi.json: every route with its body, its replies and its errors, made from what checks them.
+
+Bodies are parsed by hand, so that errors name fields; ROUTES says which route takes which. A new route adds its line
+(docs/extending.md); tests compare the lines with the application's routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+
+from headrace.server import shapes
+from headrace.server.anthropic.body import CountBody, MessagesBody
+from headrace.server.anthropic.errors import MESSAGES
+from headrace.server.chat_body import ChatBody
+from headrace.server.protocol import Body, CompletionBody
+from headrace.server.scoring import ScoreBody
+from headrace.server.tokenizing import DetokenizeBody, TokenizeBody
+from headrace.types import MAX_LISTED, MAX_SALT, MAX_STOP_LENGTH, MAX_STOPS, RANGES
+from headrace.version import __version__
+
+REF = "#/components/schemas/{model}"
+
+OPEN = "/health"
+"""The route that no key guards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One operation. replies: TypedDicts of server.shapes, of which a reply has one; without any it is plain text.
+    streams: with `stream` the reply is server-sent events."""
+
+    method: str
+    path: str
+    summary: str
+    body: type[Body] | None = None
+    replies: tuple[Any, ...] = ()
+    streams: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the operation: get_v1_models."""
+        words = self.path.replace("{name}", "one").strip("/").replace("/", "_").replace(".", "_")
+        return f"{self.method.lower()}_{words}"
+
+    @property
+    def error(self) -> Any:
+        return shapes.AnthropicError if self.path.startswith(MESSAGES) else shapes.Error
+
+
+ROUTES = (
+    Route("POST", "/v1/completions", "The continuation of a text.", CompletionBody, (shapes.Completion,), True),
+    Route("POST", "/v1/chat/completions", "The next turn of a chat.", ChatBody, (shapes.ChatCompletion,), True),
+    Route("POST", MESSAGES, "The next turn, in Anthropic's shape.", MessagesBody, (shapes.AnthropicMessage,), True),
+    Route("POST", f"{MESSAGES}/count_tokens", "Tokens of such a prompt.", CountBody, (shapes.CountedTokens,)),
+    Route("POST", "/v1/score", "The likelihood of options after a text.", ScoreBody, (shapes.Scores,)),
+    Route("POST", "/tokenize", "Token ids of a text or a chat.", TokenizeBody, (shapes.Tokenized,)),
+    Route("POST", "/detokenize", "The text of token ids.", DetokenizeBody, (shapes.Detokenized,)),
+    Route("GET", "/v1/models", "The served model, by all names.", None, (shapes.ModelList, shapes.AnthropicModelList)),
+    Route("GET", "/v1/models/{name}", "It by one name.", None, (shapes.ModelCard, shapes.AnthropicModel)),
+    Route("GET", OPEN, "Whether requests are answered.", None, (shapes.Health,)),
+    Route("GET", "/metrics", "Figures for Prometheus."),
+    Route("GET", "/openapi.json", "This document.", None, (dict[str, Any],)),
+)
+
+TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31}}
+
+PROMPT = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        {**TOKEN_IDS, "minItems": 1},
+        {"type": "array", "items": {**TOKEN_IDS, "minItems": 1}, "minItems": 1},
+    ]
+}
+
+STOPS = {
+    "type": "array",
+    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+    "maxItems": MAX_STOPS,
+}
+
+BOUNDS = {name: {"minimum": low, "maximum": high} for name, low, high, _, _ in RANGES}
+
+FIELDS: dict[str, dict[str, Any]] = {
+    **BOUNDS,
+    "max_completion_tokens": BOUNDS["max_tokens"],
+    "messages": {"minItems": 1},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "cache_salt": {"minLength": 1, "maxLength": MAX_SALT},
+    "public_prefix_tokens": {"minimum": 0, "maximum": 2**31},
+    "stop_token_ids": {"items": TOKEN_IDS["items"], "maxItems": MAX_LISTED},
+    "logprob_token_ids": {"items": TOKEN_IDS["items"], "maxItems": MAX_LISTED},
+    "logit_bias": {
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "maxProperties": MAX_LISTED,
+    },
+    "stop": {"anyOf": [STOPS["items"], STOPS, {"type": "null"}]},
+    "stop_sequences": {"anyOf": [STOPS, {"type": "null"}]},
+    "top_logprobs": {"minimum": 0, "maximum": 20},
+}
+"""What fields of bodies may hold beyond their types; their records check it, not their models."""
+
+REQUIRED: dict[type[Body], dict[str, dict[str, Any]]] = {CompletionBody: {"prompt": PROMPT}}
+"""Fields that a model does not ask for, since the refusal comes elsewhere."""
+
+
+def document(guarded: bool, routes: Iterable[Route] = ROUTES) -> dict[str, Any]:
+    """An OpenAPI 3.1 document. guarded: a key is wanted."""
+    routes = tuple(routes)
+    paths: dict[str, Any] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    keys = {"type": "http", "scheme": "bearer"}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Headrace", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": _schemas(routes), "securitySchemes": {"bearer": keys} if guarded else {}},
+        "security": [{"bearer": []}] if guarded else [],
+    }
+
+
+# ---- operations ------------------------------------------------------------------------------------------------------
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    told: dict[str, Any] = {"operationId": route.name, "summary": route.summary, "responses": _responses(route)}
+    if "{name}" in route.path:
+        told["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if route.body is not None:
+        told["requestBody"] = {"required": True, "content": _json(route.body)}
+    if route.path == OPEN:
+        told["security"] = []
+    return told
+
+
+def _responses(route: Route) -> dict[str, Any]:
+    content = _json(*route.replies) if route.replies else {"text/plain": {"schema": {"type": "string"}}}
+    if route.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    responses = {"200": {"description": "The reply.", "content": content}}
+    if route.path == OPEN:
+        return {**responses, "503": {"description": "Not ready.", "content": _json(shapes.NotHealthy)}}
+    told = {"401": "The key is missing or wrong.", "503": "The model loads, or the engine has failed."}
+    if "{name}" in route.path or route.body is not None:
+        told |= {"404": "Another model."}
+    if route.body is not None:
+        told |= {"400": "A field is wrong.", "408": "The body is slow.", "413": "The body is too large.",
+                 "429": "Too many requests wait."}  # fmt: skip
+    told["default"] = "Another refusal, or a fault of the server."
+    refusals = {code: {"description": words, "content": _json(route.error)} for code, words in told.items()}
+    return responses | dict(sorted(refusals.items()))
+
+
+def _json(*kinds: Any) -> dict[str, Any]:
+    listed = [{"type": "object"} if kind == dict[str, Any] else _ref(kind) for kind in kinds]
+    return {"application/json": {"schema": listed[0] if len(listed) == 1 else {"anyOf": listed}}}
+
+
+def _ref(kind: Any) -> dict[str, str]:
+    return {"$ref": REF.format(model=kind.__name__)}
+
+
+# ---- schemas ---------------------------------------------------------------------------------------------------------
+
+
+class Untitled(GenerateJsonSchema):
+    """Without titles that only repeat a field's name."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def _schemas(routes: Iterable[Route]) -> dict[str, Any]:
+    """By name: bodies, shapes of replies, and what they hold."""
+    bodies = dict.fromkeys(route.body for route in routes if route.body is not None)
+    replies = dict.fromkeys(
+        kind for route in routes for kind in (*route.replies, route.error) if kind != dict[str, Any]
+    )
+    asked: Any = [(body, "validation") for body in bodies]
+    _, found = models_json_schema(asked, ref_template=REF, schema_generator=Untitled)
+    schemas: dict[str, Any] = found["$defs"]
+    for body in bodies:
+        schemas[body.__name__] = _as_taken(body, schemas[body.__name__])
+    for kind in (*replies, shapes.NotHealthy):
+        made = TypeAdapter(kind).json_schema(ref_template=REF, schema_generator=Untitled)
+        schemas |= made.pop("$defs", {})
+        schemas[kind.__name__] = made
+    return dict(sorted(schemas.items()))
+
+
+def _as_taken(body: type[Body], schema: dict[str, Any]) -> dict[str, Any]:
+    """A body's schema as parse_body takes it: bounds, fields that are not used, and none that are refused."""
+    fields = {
+        name: told | FIELDS.get(name, {}) for name, told in schema["properties"].items() if name not in body.refused
+    }
+    fields |= {name: {"description": "Accepted without effect."} for name in sorted(body.ignored)}
+    needed = REQUIRED.get(body, {})
+    required = [*schema.get("required", ()), *needed]
+    return {**schema, "properties": fields | needed, **({"required": required} if required else {})}

@@ -1,0 +1,98 @@
+"""The grammar that forces calls, bounds reasoning, or lets an answer of a given shape follow reasoning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from headrace.errors import InvalidRequest
+from headrace.server.parsers.lark import MOST_CALLS, Grammar
+from headrace.server.parsers.registry import NONE, REASONING_FORMATS, TOOL_FORMATS, Formats, ReasoningFormat
+from headrace.server.turn import Reasoning, Tool, ToolChoice
+from headrace.structured import Structured
+
+ANY_TEXT = "/(?s:.*)/"
+BREAK = r"/\n{0,2}/"
+"""Between reasoning and the answer."""
+REST = "<[*]>*"
+"""Any tokens, added ones too."""
+CHARACTERS_PER_TOKEN = 4
+"""What a token of a budget stands for where the mark that ends reasoning is no token of the vocabulary."""
+
+
+def constraint(
+    formats: Formats,
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    reasoning: Reasoning,
+    prompt_end: str,
+    structured: Structured | None,
+) -> Structured | None:
+    """What an answer must look like, or None if it may be any text.
+
+    Required and named calls: one call, or up to MOST_CALLS where several are allowed, with arguments that fit their
+    schemas. `structured` alone: an answer of that shape; where tools may be called, such an answer or calls. Reasoning
+    may come first where the model reasons, at most of its budget. A budget alone: reasoning, then any text. With tools
+    that may be called, and nothing else, nothing is forced, strict tools or not.
+
+    Raises InvalidRequest (tools, tool_choice, structured) for what no grammar can be made of.
+    """
+    callable_tools = _callable(formats, tools, choice)
+    if structured is None and not callable_tools and reasoning.budget is None:
+        return None
+    grammar = Grammar(formats.tokens)
+    thought = _thought(grammar, formats, reasoning, prompt_end)
+    forced = bool(callable_tools) and choice.mode == "required"
+    if structured is None and not forced:
+        free = thought is None or reasoning.budget is None
+        return None if free else Structured(grammar=grammar.done(f"{thought} {REST}"))
+    form = REASONING_FORMATS.get(formats.reasoning)
+    if structured is not None and thought is None and not callable_tools and not (form and form.answer):
+        return structured
+    answers = []
+    if callable_tools:
+        most = MOST_CALLS if choice.parallel else 1
+        answers.append(TOOL_FORMATS[formats.tools].load().calls_grammar(grammar, callable_tools, most))
+    if structured is not None and not forced:
+        before = grammar.text(form.answer, form.marks) if form and form.answer else ""
+        answers.append(f"{before} {grammar.shape(structured)}")
+    answer = grammar.rule(" | ".join(answers))
+    return Structured(grammar=grammar.done(answer if thought is None else f"({thought})? {answer}"))
+
+
+def _callable(formats: Formats, tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
+    """The tools that may be called. Raises InvalidRequest if a call is asked for and cannot be made."""
+    if choice.mode == NONE:
+        return []
+    named = [tool for tool in tools if not choice.names or tool.name in choice.names]
+    if choice.mode == "required" and not named:
+        raise InvalidRequest("tool_choice asks for a call, and tools has no such tool", "tool_choice")
+    if formats.tools == NONE:
+        if choice.mode == "required":
+            raise InvalidRequest("tool_choice asks for a call, and this server has no parser of calls", "tool_choice")
+        return []
+    return named
+
+
+def _thought(grammar: Grammar, formats: Formats, reasoning: Reasoning, prompt_end: str) -> str | None:
+    """An expression for reasoning, from what the prompt has of it to where the answer begins; None where none comes."""
+    form = REASONING_FORMATS.get(formats.reasoning)
+    if form is None:
+        return None
+    before = prompt_end.rstrip()
+    opened = before.endswith(form.begin)
+    if not opened and (reasoning.enabled is False or before.endswith(form.end)):
+        return None
+    begin = "" if opened else grammar.text(form.begin, form.marks)
+    after = grammar.text(form.after, form.marks) if form.after else grammar.rule(BREAK)
+    return f"{begin} {_body(grammar, form, reasoning.budget)} {after}"
+
+
+def _body(grammar: Grammar, form: ReasoningFormat, budget: int | None) -> str:
+    """An expression for reasoning and the mark that ends it."""
+    if form.end in grammar.tokens:
+        end = grammar.text(form.end, form.marks)
+        limit = "" if budget is None else f"[max_tokens={budget}]"
+        return end if budget == 0 else f"{grammar.rule(ANY_TEXT, limit)} {end}"
+    most = "*" if budget is None else f"{{0,{budget * CHARACTERS_PER_TOKEN}}}"
+    return grammar.rule(f"/(?s:.{most}){re.escape(form.end).replace('/', chr(92) + '/')}/", "[lazy]")

@@ -1,0 +1,160 @@
+"""Responses that are kept for the next turn: in memory, the least recently used ones making room.
+
+An item is kept once, however many responses hold it: a conversation of many turns costs its items once and a list of
+their ids a turn. All of it belongs to an owner, and to any other owner does not exist.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.server.responses.items import Item
+
+MOST = 10_000
+"""Responses that are kept, however small."""
+
+RESPONSE_BYTES = 700
+ITEM_BYTES = 500
+LISTED_BYTES = 16
+"""What a response, an item and an item's place in a list cost beside their JSON."""
+
+Owner = tuple[str, str | None]
+"""The tenant, and the cache_salt of its requests."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """holders: responses that list the item."""
+
+    owner: Owner
+    raw: bytes
+    holders: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.raw) + ITEM_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    owner: Owner
+    raw: bytes
+    input_ids: tuple[str, ...]
+    output_ids: tuple[str, ...]
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self.input_ids + self.output_ids
+
+    @property
+    def size(self) -> int:
+        return len(self.raw) + RESPONSE_BYTES + LISTED_BYTES * (len(self.input_ids) + len(self.output_ids))
+
+
+class ResponseStore:
+    """Invariants: `used` is the size of all entries and items, at most `limit`; an item has as many holders as entries
+    list it, and at least one."""
+
+    def __init__(self, limit: int, most: int = MOST) -> None:
+        """limit: bytes; 0 keeps nothing. most: responses."""
+        self.limit, self.most = limit, most
+        self.used = 0
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
+        self._items: dict[str, _Kept] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, response_id: str) -> bool:
+        return response_id in self._entries
+
+    def put(self, owner: Owner, response: dict[str, Any], given: Sequence[Item]) -> bool:
+        """Keeps a response that has ended, with the items that it was given; False for one that is too large."""
+        output: list[Item] = response["output"]
+        raws = {item["id"]: msgspec.json.encode(item) for item in (*given, *output)}
+        entry = _Entry(
+            owner,
+            msgspec.json.encode(response),
+            tuple(item["id"] for item in given),
+            tuple(item["id"] for item in output),
+        )
+        if entry.size + sum(len(raw) + ITEM_BYTES for raw in raws.values()) > self.limit or not self.most:
+            return False
+        self._entries[response["id"]] = entry
+        self.used += entry.size
+        for item_id in entry.ids:
+            self._hold(item_id, owner, raws[item_id])
+        while self.used > self.limit or len(self._entries) > self.most:
+            self._drop(next(iter(self._entries)))
+        return True
+
+    def response(self, owner: Owner, response_id: str) -> bytes | None:
+        """Its JSON; None if it is not kept for this owner."""
+        entry = self._find(owner, response_id)
+        return None if entry is None else entry.raw
+
+    def given(self, owner: Owner, response_id: str) -> list[Item] | None:
+        """The items of its input; None if it is not kept for this owner."""
+        entry = self._find(owner, response_id)
+        return None if entry is None else [self._item(item_id) for item_id in entry.input_ids]
+
+    def conversation(self, owner: Owner, response_id: str) -> list[Item] | None:
+        """The items of its input and of its output; None if it is not kept for this owner."""
+        entry = self._find(owner, response_id)
+        return None if entry is None else [self._item(item_id) for item_id in entry.ids]
+
+    def item(self, owner: Owner, item_id: str) -> Item | None:
+        kept = self._items.get(item_id)
+        return None if kept is None or kept.owner != owner else self._item(item_id)
+
+    def delete(self, owner: Owner, response_id: str) -> bool:
+        """False if it is not kept for this owner. Items that other responses hold stay."""
+        if self._find(owner, response_id) is None:
+            return False
+        self._drop(response_id)
+        return True
+
+    def check(self) -> None:
+        """Asserts the invariants."""
+        held: dict[str, int] = {}
+        for entry in self._entries.values():
+            for item_id in entry.ids:
+                held[item_id] = held.get(item_id, 0) + 1
+                assert self._items[item_id].owner == entry.owner
+        assert held == {item_id: kept.holders for item_id, kept in self._items.items()}
+        sizes = [entry.size for entry in self._entries.values()] + [kept.size for kept in self._items.values()]
+        assert self.used == sum(sizes) <= self.limit or not sizes
+        assert len(self._entries) <= self.most
+
+    def _find(self, owner: Owner, response_id: str) -> _Entry | None:
+        entry = self._entries.get(response_id)
+        if entry is None or entry.owner != owner:
+            return None
+        self._entries.move_to_end(response_id)
+        return entry
+
+    def _item(self, item_id: str) -> Item:
+        item: Item = msgspec.json.decode(self._items[item_id].raw)
+        return item
+
+    def _hold(self, item_id: str, owner: Owner, raw: bytes) -> None:
+        kept = self._items.get(item_id)
+        if kept is None:
+            kept = self._items[item_id] = _Kept(owner, raw)
+            self.used += kept.size
+        kept.holders += 1
+
+    def _drop(self, response_id: str) -> None:
+        entry = self._entries.pop(response_id)
+        self.used -= entry.size
+        for item_id in entry.ids:
+            kept = self._items[item_id]
+            kept.holders -= 1
+            if not kept.holders:
+                del self._items[item_id]
+                self.used -= kept.size

@@ -1,0 +1,165 @@
+"""Tools and reasoning over /v1/chat/completions, of a model that says what it is told to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from headrace.server.chat_body import ChatBody
+from headrace.server.protocol import parse_body
+from headrace.server.tool_prompt import told_in_text
+from headrace.server.turn import Reasoning, ToolChoice
+from tests.support.fake_engine import FakeEngine, FakeTokenizer
+from tests.support.fake_server import CHAT, Running, ask, serving, tool
+
+pytestmark = pytest.mark.unit
+
+SAID = '<think>Where?</think>Let me look. <tool_call>\n{"name": "f", "arguments": {"x": "ü}"}}\n</tool_call>'
+ARGUMENTS = '{"x": "ü}"}'
+
+
+class Hermes(FakeTokenizer):
+    chat_template = "{{ tools }} <tool_call> </think>"
+
+
+def speaks_hermes(number: int, engine: FakeEngine) -> None:
+    engine.tokenizer = Hermes()
+
+
+@pytest.fixture(scope="module")
+def hermes() -> Iterator[Running]:
+    with serving(prepare=speaks_hermes) as running:
+        yield running
+
+
+def told(running: Running, said: str = SAID, **fields: Any) -> dict[str, Any]:
+    running.engine.scripts = [said]
+    reply = running.http.post(CHAT, json=ask(**{"tools": [tool("f")], "max_tokens": None, **fields}))
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def test_a_call_is_told_as_such(hermes: Running) -> None:
+    choice = told(hermes)["choices"][0]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls" and message["reasoning_content"] == "Where?"
+    assert message["content"].strip() == "Let me look."
+    (call,) = message["tool_calls"]
+    assert call["type"] == "function" and call["id"]
+    assert call["function"]["name"] == "f" and json.loads(call["function"]["arguments"]) == {"x": "ü}"}
+
+
+def test_a_stream_adds_up_to_the_same(hermes: Running) -> None:
+    hermes.engine.scripts = [SAID]
+    body = ask(tools=[tool("f")], stream=True, max_tokens=None)
+    text, thought, arguments, names, ends = "", "", [], [], []
+    with hermes.http.stream("POST", CHAT, json=body) as reply:
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            (choice,) = json.loads(line[6:])["choices"]
+            delta = choice["delta"]
+            text += delta.get("content") or ""
+            thought += delta.get("reasoning_content") or ""
+            for call in delta.get("tool_calls") or []:
+                assert call["index"] == 0
+                names += [call["function"]["name"]] if call.get("id") else []
+                arguments.append(call["function"].get("arguments") or "")
+            ends.append(choice["finish_reason"])
+    assert (text.strip(), thought, names) == ("Let me look.", "Where?", ["f"])
+    assert json.loads("".join(arguments)) == json.loads(ARGUMENTS) and len(arguments) > 4  # as they come
+    assert ends[-1] == "tool_calls" and not any(ends[:-1])
+
+
+@pytest.mark.parametrize("fields", [{"tools": None}, {"tool_choice": "none"}])
+def test_without_tools_a_call_is_text(hermes: Running, fields: dict[str, Any]) -> None:
+    choice = told(hermes, **fields)["choices"][0]
+    assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+    assert "<tool_call>" in choice["message"]["content"]
+
+
+def test_a_conversation_goes_on_with_the_result(hermes: Running) -> None:
+    message = told(hermes)["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "42"}
+    reply = told(hermes, "It is 42.", messages=[{"role": "user", "content": "?"}, message, result])
+    assert reply["choices"][0]["message"]["content"] == "It is 42."
+    assert hermes.engine.asked[-1][0].endswith("42\n")
+
+
+def parsed(**fields: Any) -> ChatBody:
+    body = parse_body(ChatBody, json.dumps(ask(**fields)).encode())
+    return body
+
+
+def test_what_templates_are_given() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    broken = {**call, "function": {"name": "f", "arguments": '{"a": '}}
+    empty = {**call, "function": {"name": "f", "arguments": ""}}
+    messages = [
+        {"role": "developer", "content": "be"},
+        {"role": "assistant", "content": None, "tool_calls": [call, broken, empty], "reasoning_content": "r"},
+        {
+            "role": "tool",
+            "tool_call_id": "c",
+            "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}],
+        },
+    ]
+    first, second, third = parsed(messages=messages).turn().messages
+    assert first == {"role": "system", "content": "be"}
+    assert [each["function"]["arguments"] for each in second["tool_calls"]] == [{"a": 1}, '{"a": ', {}]
+    assert "content" not in second and second["reasoning_content"] == "r"
+    assert third == {"role": "tool", "tool_call_id": "c", "content": "4\n2"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice"),
+    [
+        ({}, ToolChoice("auto")),
+        ({"tool_choice": "required"}, ToolChoice("required")),
+        ({"parallel_tool_calls": False}, ToolChoice("auto", (), False)),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, ToolChoice("required", ("f",), False)),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [tool("g")]}}},
+            ToolChoice("auto", ("g",)),
+        ),
+    ],
+)
+def test_choices(fields: dict[str, Any], choice: ToolChoice) -> None:
+    assert parsed(tools=[tool("f"), tool("g")], **fields).turn().choice == choice
+
+
+def test_reasoning_that_is_asked_for() -> None:
+    assert parsed(reasoning_effort="none").turn().reasoning == Reasoning(False)
+    assert parsed(reasoning_effort="low", thinking_token_budget=7).turn().reasoning == Reasoning(True, 7, "low")
+
+
+def test_a_template_that_knows_no_tools_is_told_in_text() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "ü"}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "Both.", "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "c", "content": "42"},
+    ]
+    turn = parsed(messages=messages, tools=[tool("f"), tool("g")]).turn()
+    first, user, one, both, result = told_in_text(turn.messages, turn.tools)
+    lines = first["content"].split("\n")
+    assert [json.loads(line)["name"] for line in lines[1:3]] == ["f", "g"] and lines[-1] == "Be brief."
+    assert user == {"role": "user", "content": "?"}
+    assert json.loads(one["content"]) == {"name": "f", "arguments": {"a": "ü"}}
+    assert both["content"].startswith("Both.\n[{") and "tool_calls" not in both
+    assert result == {"role": "user", "content": "Result of the call c: 42"}
+    assert told_in_text([user], turn.tools)[0]["role"] == "system" and told_in_text([user], []) == [user]
+
+
+def test_tools_are_told_to_a_model_without_a_format() -> None:
+    with serving() as plain:
+        plain.engine.scripts = ['{"name": "f", "arguments": {"x": 1}}']
+        reply = plain.http.post(CHAT, json=ask(tools=[tool("f")], max_tokens=None)).json()["choices"][0]
+        assert reply["finish_reason"] == "tool_calls"
+        assert reply["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
+        assert '"name": "f"' in plain.engine.asked[-1][0]

@@ -1,0 +1,97 @@
+"""Sets up the clients that `make test-clients` tries: .venv-clients from requirements.txt, build/clients-node by npm.
+
+    python3 tools/clients/install.py          # does nothing where both are as the files say
+    python3 tools/clients/install.py --lock   # solves requirements.txt anew and writes locked.txt
+
+uv is used where it is there, else pip. Without node and npm the clients of JavaScript are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+VENV = ROOT / ".venv-clients"
+PYTHON = VENV / "bin/python"
+NODE = ROOT / "build/clients-node"
+WANTED, LOCKED = HERE / "requirements.txt", HERE / "locked.txt"
+HEAD = "# Versions of everything that requirements.txt brings (tools/clients/install.py --lock).\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lock", action="store_true", help="solve requirements.txt anew and write locked.txt")
+    args = parser.parse_args()
+    if args.lock:
+        shutil.rmtree(VENV, ignore_errors=True)
+        python_clients([])
+        LOCKED.write_text(HEAD + installed())
+    elif stale(VENV, WANTED, LOCKED):
+        python_clients(["--constraint", str(LOCKED)])
+    mark(VENV, WANTED, LOCKED)
+    node_clients()
+
+
+def python_clients(constraints: list[str]) -> None:
+    print("setting up .venv-clients (some minutes where packages have to be loaded)", flush=True)
+    uv = shutil.which("uv")
+    if uv:
+        run([uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(VENV)])
+        run([uv, "pip", "install", "--quiet", "--python", str(PYTHON), "--requirement", str(WANTED), *constraints])
+    else:
+        run([sys.executable, "-m", "venv", str(VENV)])
+        pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--progress-bar", "off"]
+        run([*pip, "--requirement", str(WANTED), *constraints])
+
+
+def installed() -> str:
+    """name==version, a line each."""
+    listed = (
+        "import importlib.metadata as m\n"
+        "print(*sorted({f'{d.name}=={d.version}' for d in m.distributions()}, key=str.lower), sep='\\n')"
+    )
+    lines = subprocess.run([str(PYTHON), "-c", listed], capture_output=True, text=True, check=True).stdout
+    return "".join(line for line in lines.splitlines(True) if line.split("==")[0] not in {"pip", "setuptools"})
+
+
+def node_clients() -> None:
+    files = [HERE / "node" / name for name in ("package.json", "package-lock.json")]
+    npm = shutil.which("npm") if shutil.which("node") else None
+    if npm is None:
+        print("no node or no npm: the clients of JavaScript are left out")
+    elif stale(NODE, *files):
+        NODE.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            shutil.copy(file, NODE)
+        run([npm, "ci", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", str(NODE)])
+        mark(NODE, *files)
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, cwd=ROOT)
+    if done.returncode:
+        sys.exit(f"failed: {' '.join(command)}")
+
+
+def stale(folder: Path, *files: Path) -> bool:
+    """Whether what the files say has not been installed into the folder."""
+    mark_file = folder / ".installed"
+    return not mark_file.exists() or mark_file.read_text() != digest(*files)
+
+
+def mark(folder: Path, *files: Path) -> None:
+    (folder / ".installed").write_text(digest(*files))
+
+
+def digest(*files: Path) -> str:
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+
+if __name__ == "__main__":
+    main()
