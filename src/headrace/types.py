@@ -381,12 +381,30 @@ class RequestOutput:
         return self.outputs[0].finish_reason
 
 
+PoolingKind = Literal["last", "mean", "cls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How a model makes one vector of a text's hidden states: the last token's, their mean, or the first token's.
+
+    `normalize`: to length 1. `sizes`: to which the vector may be cut (Matryoshka); (): any; None: none. `obstacle`: why
+    there are no embeddings of this checkpoint.
+    """
+
+    kind: PoolingKind = "last"
+    normalize: bool = True
+    sizes: tuple[int, ...] | None = None
+    obstacle: str = ""
+
+
 @dataclass(slots=True)
 class Request:
     """One prompt as the engine takes it: token ids, already checked against the vocabulary and the context length.
 
     `cache_salt` separates tenants: requests share cached chunks only with the same salt, except for the first
-    `public_prefix_tokens` tokens (whole chunks of them), which all tenants share.
+    `public_prefix_tokens` tokens (whole chunks of them), which all tenants share. `embed`: the prompt's embedding is
+    wanted, and no answer.
     """
 
     request_id: str
@@ -395,6 +413,7 @@ class Request:
     cache_salt: str | None = None
     public_prefix_tokens: int = 0
     arrival_s: float = 0.0
+    embed: bool = False
 
     def __repr__(self) -> str:
         """Without the tokens, and without the salt, which is as good as a tenant's name."""
@@ -409,7 +428,8 @@ class Delta:
     """What one step added to one sequence of a request; the concatenation of all deltas is the whole answer.
 
     `text` may lag behind `token_ids` while a character or a possible stop string is incomplete. `metrics` and, once,
-    `prompt_logprobs` come with the delta that finishes the request's last sequence (metrics) or starts it.
+    `prompt_logprobs` come with the delta that finishes the request's last sequence (metrics) or starts it. `embedding`:
+    of a request that embeds, fp32, little-endian, before it is cut and normalised.
     """
 
     request_id: str
@@ -421,6 +441,7 @@ class Delta:
     stop_reason: str | int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: Metrics | None = None
+    embedding: bytes | None = None
 
     def __repr__(self) -> str:
         return set_apart(self)

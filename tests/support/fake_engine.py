@@ -7,6 +7,7 @@ them, so that leaks show; delays and failures can be injected.
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from headrace.types import (
     Logprob,
     Metrics,
     Overloaded,
+    Pooling,
     SamplingParams,
     TokenLogprobs,
     chunks_for,
@@ -89,6 +91,8 @@ class FakeCapacity:
     layers: int = 1
     quantization: str = "none"
     alike_tokens: int = 0
+    embedding_size: int = 4
+    pooling: Pooling = Pooling()
 
 
 class FakeEngine:
@@ -145,7 +149,7 @@ class FakeEngine:
         self.failure = self.failure or reason
         self._dead.set()
 
-    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
+    def check(self, prompt_token_ids: list[int], params: SamplingParams, embed: bool = False) -> SamplingParams:
         room = self.capacity.max_model_len - len(prompt_token_ids)
         if not prompt_token_ids:
             raise InvalidRequest("the prompt is empty", "prompt")
@@ -166,6 +170,7 @@ class FakeEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        embed: bool = False,
     ) -> AsyncIterator[Delta]:
         if not self.alive:
             raise EngineDead(self.failure or "not started")
@@ -175,6 +180,7 @@ class FakeEngine:
         self.salts.append((cache_salt, public_prefix_tokens))
         self.asked.append((FakeTokenizer().decode(prompt), params))
         run = _Run(self, prompt, params, request_id)
+        run.embed = embed
         try:
             await run.wait_for_turn()
             while not run.done:
@@ -191,6 +197,7 @@ class _Run:
         self.engine, self.prompt, self.params, self.request_id = engine, prompt, params, request_id
         self.arrival = time.monotonic()
         self.turn = self.first = 0.0
+        self.embed = False
         self.script = list(engine.scripts.pop(0).encode()) if engine.scripts else None
         self.sequences = [_Sequence(self, index) for index in range(params.n)]
         self.chunks = chunks_for(len(prompt)) + params.n
@@ -265,6 +272,10 @@ class _Sequence:
 
     def next(self) -> Delta:
         run, params = self.run, self.run.params
+        if run.embed:
+            self.finish = "length"
+            vector = struct.pack("<4f", len(run.prompt), *run.prompt[:1], 0, 0)
+            return Delta(run.request_id, self.index, finish_reason="length", embedding=vector)
         if params.max_tokens == 0:
             self.finish = "length"
             return Delta(run.request_id, self.index, finish_reason="length", prompt_logprobs=self._prompt_logprobs())

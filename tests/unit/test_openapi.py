@@ -89,6 +89,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", MESSAGE | {"system": "be brief", "metadata": {}, "stop_sequences": ["i"]}),
     ("/v1/messages/count_tokens", {"messages": MESSAGE["messages"]}),
     ("/v1/score", {"text": "a", "options": ["b", [97]], "normalize": "tokens"}),
+    ("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 4, "user": "u"}),
     ("/tokenize", {"prompt": "a", "return_token_strs": True}),
     ("/tokenize", {"messages": MESSAGE["messages"]}),
     ("/detokenize", {"tokens": [97]}),

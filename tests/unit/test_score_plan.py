@@ -134,9 +134,8 @@ def test_strings_need_a_tokenizer() -> None:
 
 
 def test_at_once_leaves_places_for_others() -> None:
-    plan = plan_score([5] * 100, [[6, 7]] * 500, None)
     limits = dict(max_queued_requests=512, max_queued_tokens=10**6)
-    assert at_once(plan, 256, ServerSettings(**limits)) == 256
-    assert at_once(plan, 256, ServerSettings(**{**limits, "max_queued_requests": 10})) == 5
-    assert at_once(plan, 256, ServerSettings(**{**limits, "max_queued_tokens": 2040})) == 10
-    assert at_once(plan, 256, ServerSettings(**{**limits, "max_queued_tokens": 1})) == 1
+    assert at_once(102, 256, ServerSettings(**limits)) == 256
+    assert at_once(102, 256, ServerSettings(**{**limits, "max_queued_requests": 10})) == 5
+    assert at_once(102, 256, ServerSettings(**{**limits, "max_queued_tokens": 2040})) == 10
+    assert at_once(102, 256, ServerSettings(**{**limits, "max_queued_tokens": 1})) == 1

@@ -238,9 +238,9 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         await self._dead.wait()
         return self.failure or ""
 
-    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
+    def check(self, prompt_token_ids: list[int], params: SamplingParams, embed: bool = False) -> SamplingParams:
         """Parameters with max_tokens resolved. Raises InvalidRequest naming what cannot be served."""
-        return self.capacity.check(prompt_token_ids, params)
+        return self.capacity.check(prompt_token_ids, params, embed)
 
     async def generate(
         self,
@@ -250,17 +250,19 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        embed: bool = False,
     ) -> AsyncGenerator[Delta, None]:
-        """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences.
+        """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences; with embed,
+        one Delta that has the embedding of the text, and no answer.
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.
         """
         self._must_live()
         tokens = self._tokens(prompt)
-        params = self.check(tokens, SamplingParams() if params is None else params)
+        params = self.check(tokens, SamplingParams() if params is None else params, embed)
         name = request_id or uuid.uuid4().hex
-        stream = self._enqueue(Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic()))
+        stream = self._enqueue(Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic(), embed))
         unfinished = set(range(params.n))
         try:
             while unfinished:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from headrace.engine.folders import SHIPPED, model_folder
-from headrace.types import CHUNK, MAX_REPORTED, InvalidRequest, SamplingParams
+from headrace.types import CHUNK, MAX_REPORTED, InvalidRequest, Pooling, SamplingParams
 
 __all__ = ["SHIPPED", "Capacity", "check_variables", "flag", "model_folder"]
 
@@ -20,6 +20,7 @@ class Capacity:
 
     `max_model_len`: the longest sequence, prompt and answer; `length_limit`: the setting that bounds it, empty where
     the model does; `model_len`: what the model itself takes.
+    `embedding_size`: numbers of a hidden state; `pooling`: how embeddings are made of them.
     `alike_tokens`: prompts up to this length have the same keys whatever their length; 0: all prompts.
     `ranks`: the group of several ranks, its profile, and how strategies are chosen; empty for one rank.
     """
@@ -45,6 +46,8 @@ class Capacity:
     model_len: int = 0
     length_limit: str = ""
     alike_tokens: int = 0
+    embedding_size: int = 0
+    pooling: Pooling = Pooling()
 
     @property
     def told(self) -> str:
@@ -54,20 +57,14 @@ class Capacity:
         several = f" on {ranks} ranks" if ranks > 1 else ""
         return f"{self.model!r}, {weights}, {self.kv_cache_tokens:,} KV tokens{several}"
 
-    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
-        """Parameters with max_tokens resolved. Raises InvalidRequest naming what cannot be served."""
+    def check(self, prompt_token_ids: list[int], params: SamplingParams, embed: bool = False) -> SamplingParams:
+        """Parameters with max_tokens resolved; with embed they have no say. Raises InvalidRequest naming what cannot be
+        served."""
+        if embed:
+            self._check_embedded(prompt_token_ids)
+            return params
         count = len(prompt_token_ids)
-        if not count:
-            raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
-        if not (min(prompt_token_ids) >= 0 and max(prompt_token_ids) < self.vocab_size):
-            bad = next(t for t in prompt_token_ids if not 0 <= t < self.vocab_size)
-            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {self.vocab_size}", "prompt")
-        least = 0 if params.max_tokens == 0 else 1
-        if count + least > self.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {count:,} tokens; {self._limit(count + least, 'shorten the prompt')}",
-                "prompt", CONTEXT_LENGTH_EXCEEDED,
-            )  # fmt: skip
+        self._check_tokens(prompt_token_ids, 0 if params.max_tokens == 0 else 1)
         params.check_vocabulary(self.vocab_size)
         check_reported(count, params)
         room = self.max_model_len - count
@@ -82,6 +79,25 @@ class Capacity:
                 "max_tokens", CONTEXT_LENGTH_EXCEEDED,
             )  # fmt: skip
         return params
+
+    def _check_embedded(self, token_ids: list[int]) -> None:
+        if self.pooling.obstacle:
+            raise InvalidRequest(f"this model has no embeddings: {self.pooling.obstacle}", "model")
+        self._check_tokens(token_ids, 0)
+
+    def _check_tokens(self, prompt_token_ids: list[int], answer: int) -> None:
+        """answer: tokens that there must be room for."""
+        count = len(prompt_token_ids)
+        if not count:
+            raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
+        if not (min(prompt_token_ids) >= 0 and max(prompt_token_ids) < self.vocab_size):
+            bad = next(t for t in prompt_token_ids if not 0 <= t < self.vocab_size)
+            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {self.vocab_size}", "prompt")
+        if count + answer > self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {count:,} tokens; {self._limit(count + answer, 'shorten the prompt')}",
+                "prompt", CONTEXT_LENGTH_EXCEEDED,
+            )  # fmt: skip
 
     def _limit(self, wanted: int, remedy: str) -> str:
         """What bounds the context, and what lifts it for a sequence of `wanted` tokens, beside the remedy of the

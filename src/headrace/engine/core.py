@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from headrace.engine.detokenizer import Detokenizer
+from headrace.engine.embedding import Pooled
 from headrace.engine.executor import Computed
 from headrace.engine.loader import Loaded
 from headrace.engine.output import Active, Output
-from headrace.engine.reports import Head, PromptLogprobs, note_logprobs
+from headrace.engine.reports import Head, Observer, PromptLogprobs, note_reports, show
 from headrace.engine.sampler import (
     BadLogits,
     History,
@@ -45,10 +44,6 @@ log = logging.getLogger(__name__)
 OnPrefill = Callable[[list[Prefill], float], None]
 """Called as a step begins that computes at least a chunk of prompts, or waits for restored chunks: with all prompts
 being read, and the seconds that the step should take (0.0: nobody knows)."""
-
-Observer = Callable[[SequenceState, int, Tensor], None]
-"""Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
-
 
 _Row = tuple[Output, int]
 """A sequence, and the row of the step's logits that its next token comes from."""
@@ -98,7 +93,9 @@ class EngineCore:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         seed = request.params.seed
         active = Active(request, self.loaded.config.scheduler.seed + (self._order << 20) if seed is None else seed)
-        if request.params.prompt_logprobs is not None:
+        if request.embed:
+            active.report = Pooled(self.loaded.capacity.pooling)
+        elif request.params.prompt_logprobs is not None:
             active.report = PromptLogprobs(request, self._head)
         for index in range(request.params.n):
             active.sequences.append(self._new_sequence(active, index, want_logits))
@@ -111,6 +108,8 @@ class EngineCore:
         sequence = SequenceState(request, index, self._order)
         if want_logits:
             sequence.reports_from = 0
+        if isinstance(active.report, Pooled):
+            active.report.prepare(sequence)
         self._order += 1
         tokenizer, eos = self.loaded.tokenizer, self.loaded.capacity.eos_token_ids
         detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params, eos) if tokenizer else None
@@ -225,31 +224,20 @@ class EngineCore:
     def _observe(self, computed: Computed) -> list[Delta]:
         """Takes in what prompts report. Deltas of requests that end here: with
         broken logits, or with nothing to draw."""
-        self._show(computed)
+        if self.on_logits is not None:
+            show(computed, self._head, self.on_logits)
         found = [(part, hidden) for part, hidden in computed.reported if part.sequence in self._outputs]
         reports = {part.sequence: self._outputs[part.sequence].active.report for part, _ in found}
         noted = [(report, part, hidden) for part, hidden in found if (report := reports[part.sequence]) is not None]
-        broken = note_logprobs(noted, self._head)
+        broken = note_reports(noted, self._head)
         deltas: list[Delta] = []
         for part, _ in found:
             output, report = self._outputs[part.sequence], reports[part.sequence]
             if report is not None and report in broken:
-                deltas += self._break_off(output.active.request.request_id, str(broken[report]))
+                deltas += self._break_off(output.active.request.request_id, broken[report])
             elif part.samples and not part.sequence.draws:
                 deltas.append(self._end_undrawn(output))
         return deltas
-
-    def _show(self, computed: Computed) -> None:
-        """To whoever watches the logits."""
-        if self.on_logits is None:
-            return
-        for part, hidden in computed.reported:
-            self.on_logits(part.sequence, part.end - len(hidden), self._head.logits(hidden))
-        seen = {part.sequence for part, _ in computed.reported}
-        for part, row in computed.parts:
-            if part.sequence not in seen:
-                # Logits that came with their greatest ones are overwritten by the next step.
-                self.on_logits(part.sequence, part.end - 1, computed.logits[row : row + 1].clone())
 
     def _end_undrawn(self, output: Output) -> Delta:
         """The end of a prompt that has no answer."""

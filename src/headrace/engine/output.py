@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.capacity import Capacity
 from headrace.engine.detokenizer import Detokenizer
-from headrace.engine.reports import PromptLogprobs
+from headrace.engine.reports import Report
 from headrace.engine.sampler import History
 from headrace.engine.sequence import SequenceState
 from headrace.engine.stopping import Finish, finish_reason
@@ -28,7 +28,7 @@ class Active:
     scheduled_s: float | None = None
     first_token_s: float | None = None
     output_tokens: int = 0
-    report: PromptLogprobs | None = None
+    report: Report | None = None
 
     def metrics(self, now: float) -> Metrics:
         """What it has cost so far."""

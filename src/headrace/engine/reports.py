@@ -1,21 +1,26 @@
-"""What a request reports of its prompt, put together as slices of it are computed: log probabilities of its tokens."""
+"""What requests report of their prompts, put together as slices of these are computed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.engine.sampler import BadLogits, Row, row_logprobs
-from headrace.engine.sequence import Slice
+from headrace.engine.embedding import Pooled
+from headrace.engine.executor import Computed
+from headrace.engine.logprobs import BadLogits, Row, row_logprobs
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.types import Delta, Logprob, Request, TokenLogprobs
 
 if TYPE_CHECKING:
     from headrace.engine.tokenizer import Tokenizer
     from headrace.models.decoder import Decoder
+
+Observer = Callable[[SequenceState, int, Tensor], None]
+"""Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
 
 LOGITS_BYTES = 32 << 20
 """Of the logits that are held at a time: a prompt's are as many as its tokens times the vocabulary."""
@@ -43,6 +48,17 @@ class Head:
         if tokenizer is None:
             return entry
         return {token: Logprob(i.logprob, i.rank, tokenizer.token_text(token)) for token, i in entry.items()}
+
+
+def show(computed: Computed, head: Head, observer: Observer) -> None:
+    """All logits of a step to whoever watches."""
+    for part, hidden in computed.reported:
+        observer(part.sequence, part.end - len(hidden), head.logits(hidden))
+    seen = {part.sequence for part, _ in computed.reported}
+    for part, row in computed.parts:
+        if part.sequence not in seen:
+            # Logits that came with their greatest ones are overwritten by the next step.
+            observer(part.sequence, part.end - 1, computed.logits[row : row + 1].clone())
 
 
 class PromptLogprobs:
@@ -82,15 +98,32 @@ class PromptLogprobs:
         delta.prompt_logprobs = self.rows
 
 
-def note_logprobs(found: Sequence[tuple[PromptLogprobs, Slice, Tensor]], head: Head) -> dict[PromptLogprobs, BadLogits]:
-    """Takes in the hidden states [n, E] of the last n rows of slices, all rows together. Returns the reports whose
-    logits are broken, with the reason."""
+Report = PromptLogprobs | Pooled
+
+
+def note_reports(found: Sequence[tuple[Report, Slice, Tensor]], head: Head) -> dict[Report, str]:
+    """Takes in the hidden states [n, E] of the last n rows of slices. Returns the reports whose numbers are broken,
+    with the reason."""
+    broken: dict[Report, str] = {}
+    asked: list[tuple[PromptLogprobs, Slice, Tensor]] = []
+    for report, part, hidden in found:
+        if isinstance(report, PromptLogprobs):
+            asked.append((report, part, hidden))
+            continue
+        report.note(part, hidden)
+        if report.broken:
+            broken[report] = "a hidden state is no number; the model's output is broken"
+    return broken | _note_logprobs(asked, head)
+
+
+def _note_logprobs(found: Sequence[tuple[PromptLogprobs, Slice, Tensor]], head: Head) -> dict[Report, str]:
+    """All rows together."""
     wanted = [(report, hidden, report.targets(part, len(hidden))) for report, part, hidden in found]
     rows = [(report, target) for report, _, targets in wanted for target in targets]
     if not rows:
         return {}
     states = torch.cat([hidden[: len(targets)] for _, hidden, targets in wanted])
-    broken: dict[PromptLogprobs, BadLogits] = {}
+    broken: dict[Report, str] = {}
     for at in range(0, len(rows), head.rows):
         logits = head.logits(states[at : at + head.rows])
         scratch = np.empty(logits.shape[1])
@@ -100,5 +133,5 @@ def note_logprobs(found: Sequence[tuple[PromptLogprobs, Slice, Tensor]], head: H
             try:
                 report.note(logits[number], at + number, target, scratch)
             except BadLogits as error:
-                broken[report] = error
+                broken[report] = str(error)
     return broken

@@ -200,8 +200,7 @@ class QueueLimits(Protocol):
     def max_queued_tokens(self) -> int: ...
 
 
-def at_once(plan: ScorePlan, max_sequences: int, limits: QueueLimits) -> int:
-    """Requests of a score that the engine should have at a time: as many as run at once, and half of what may wait, so
-    that others find a place."""
-    longest = max(len(request.token_ids) for request in plan.requests)
+def at_once(longest: int, max_sequences: int, limits: QueueLimits) -> int:
+    """How many of many requests, of at most `longest` tokens, the engine should have at a time: as many as run at once,
+    and half of what may wait, so that others find a place."""
     return max(1, min(max_sequences, limits.max_queued_requests // 2, limits.max_queued_tokens // 2 // longest))

@@ -49,7 +49,7 @@ class SequenceState:
     @property
     def draws(self) -> bool:
         """Whether its prompt is answered; what it reports of the prompt is all otherwise."""
-        return self.request.params.max_tokens != 0
+        return not self.request.embed and self.request.params.max_tokens != 0
 
     @property
     def reusable(self) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from headrace.progress import OnPhase, Prefill
 from headrace.stats import EngineStats
-from headrace.types import Delta, SamplingParams
+from headrace.types import Delta, Pooling, SamplingParams
 
 
 class ServedTokenizer(Protocol):
@@ -66,6 +66,10 @@ class ServedCapacity(Protocol):
     def quantization(self) -> str: ...
     @property
     def alike_tokens(self) -> int: ...
+    @property
+    def embedding_size(self) -> int: ...
+    @property
+    def pooling(self) -> Pooling: ...
 
 
 class ServedEngine(Protocol):
@@ -94,7 +98,7 @@ class ServedEngine(Protocol):
 
     async def shutdown(self) -> None: ...
 
-    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams: ...
+    def check(self, prompt_token_ids: list[int], params: SamplingParams, embed: bool = False) -> SamplingParams: ...
 
     def generate(
         self,
@@ -104,6 +108,7 @@ class ServedEngine(Protocol):
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        embed: bool = False,
     ) -> AsyncIterator[Delta]: ...
 
     async def wait_dead(self) -> str: ...

@@ -19,7 +19,8 @@ from headrace.types import Delta, Metrics, SamplingParams, TokenLogprobs
 class Prompt:
     """`text` is set where a reply repeats it (echo); `params` are resolved for this prompt by ServedEngine.check;
     `public_tokens` at its beginning are the operator's (server.public). `parser` makes what takes the text of one
-    sequence to parts. `shared` tokens at its beginning are counted with another prompt of the job."""
+    sequence to parts. `shared` tokens at its beginning are counted with another prompt of the job. `embed`: its
+    embedding is wanted, and no answer."""
 
     ids: list[int]
     params: SamplingParams
@@ -27,6 +28,7 @@ class Prompt:
     public_tokens: int = 0
     parser: Callable[[], OutputParser] = PlainText
     shared: int = 0
+    embed: bool = False
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class ReplyChoice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: bytes | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     last_s: float = 0.0
@@ -160,6 +163,7 @@ class Job:
         choice.finish_reason = delta.finish_reason or choice.finish_reason
         choice.stop_reason = delta.stop_reason if delta.finish_reason else choice.stop_reason
         choice.prompt_logprobs = delta.prompt_logprobs or choice.prompt_logprobs
+        choice.embedding = delta.embedding or choice.embedding
         if delta.metrics:
             cached = max(0, delta.metrics.cached_tokens - choice.prompt.shared)
             self.metrics.append(replace(delta.metrics, cached_tokens=cached) if choice.prompt.shared else delta.metrics)
@@ -178,6 +182,7 @@ class Job:
             request_id=request_id,
             cache_salt=self.cache_salt,
             public_prefix_tokens=max(self.public_prefix_tokens, prompt.public_tokens),
+            embed=prompt.embed,
         )
         try:
             async for delta in stream:

@@ -17,6 +17,7 @@ from headrace.server import shapes
 from headrace.server.anthropic.body import CountBody, MessagesBody
 from headrace.server.anthropic.errors import MESSAGES
 from headrace.server.chat_body import ChatBody
+from headrace.server.embeddings import EmbeddingBody
 from headrace.server.protocol import Body, CompletionBody
 from headrace.server.scoring import ScoreBody
 from headrace.server.tokenizing import DetokenizeBody, TokenizeBody
@@ -58,6 +59,7 @@ ROUTES = (
     Route("POST", MESSAGES, "The next turn, in Anthropic's shape.", MessagesBody, (shapes.AnthropicMessage,), True),
     Route("POST", f"{MESSAGES}/count_tokens", "Tokens of such a prompt.", CountBody, (shapes.CountedTokens,)),
     Route("POST", "/v1/score", "The likelihood of options after a text.", ScoreBody, (shapes.Scores,)),
+    Route("POST", "/v1/embeddings", "A vector for each text.", EmbeddingBody, (shapes.EmbeddingList,)),
     Route("POST", "/tokenize", "Token ids of a text or a chat.", TokenizeBody, (shapes.Tokenized,)),
     Route("POST", "/detokenize", "The text of token ids.", DetokenizeBody, (shapes.Detokenized,)),
     Route("GET", "/v1/models", "The served model, by all names.", None, (shapes.ModelList, shapes.AnthropicModelList)),
@@ -66,17 +68,6 @@ ROUTES = (
     Route("GET", "/metrics", "Figures for Prometheus."),
     Route("GET", "/openapi.json", "This document.", None, (dict[str, Any],)),
 )
-
-TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31}}
-
-PROMPT = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-        {**TOKEN_IDS, "minItems": 1},
-        {"type": "array", "items": {**TOKEN_IDS, "minItems": 1}, "minItems": 1},
-    ]
-}
 
 STOPS = {
     "type": "array",
@@ -93,8 +84,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "cache_salt": {"minLength": 1, "maxLength": MAX_SALT},
     "public_prefix_tokens": {"minimum": 0, "maximum": 2**31},
-    "stop_token_ids": {"items": TOKEN_IDS["items"], "maxItems": MAX_LISTED},
-    "logprob_token_ids": {"items": TOKEN_IDS["items"], "maxItems": MAX_LISTED},
+    "stop_token_ids": {"items": shapes.TOKEN_IDS["items"], "maxItems": MAX_LISTED},
+    "logprob_token_ids": {"items": shapes.TOKEN_IDS["items"], "maxItems": MAX_LISTED},
     "logit_bias": {
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
@@ -106,7 +97,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 """What fields of bodies may hold beyond their types; their records check it, not their models."""
 
-REQUIRED: dict[type[Body], dict[str, dict[str, Any]]] = {CompletionBody: {"prompt": PROMPT}}
+REQUIRED: dict[type[Body], dict[str, dict[str, Any]]] = {CompletionBody: {"prompt": shapes.PROMPT}}
 """Fields that a model does not ask for, since the refusal comes elsewhere."""
 
 

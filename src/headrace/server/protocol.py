@@ -155,20 +155,23 @@ class CompletionBody(SampledBody):
         return self.sampling(logprobs=self.logprobs, **extra)
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt. Raises for anything but text, token ids, or a list of either."""
-        value = self.prompt
-        if value is None:
-            raise invalid("prompt is required", "prompt", "missing")
-        many = isinstance(value, list) and bool(value) and not _is_ids(value)
-        prompts = value if many else [value]
-        for prompt in prompts:
-            if not isinstance(prompt, str) and not _is_ids(prompt):
-                raise invalid(
-                    "prompt must be a string, a list of strings, a list of token ids or a list of such lists", "prompt"
-                )
-            if not prompt:
-                raise invalid("prompt must not be empty", "prompt")
-        return prompts
+        """One entry per prompt."""
+        return prompts_of(self.prompt, "prompt")
+
+
+def prompts_of(value: Any, name: str) -> list[str | list[int]]:
+    """One entry per prompt. Raises for anything but text, token ids, or a list of either."""
+    if value is None:
+        raise invalid(f"{name} is required", name, "missing")
+    many = isinstance(value, list) and bool(value) and not _is_ids(value)
+    prompts = value if many else [value]
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not _is_ids(prompt):
+            told = f"{name} must be a string, a list of strings, a list of token ids or a list of such lists"
+            raise invalid(told, name)
+        if not prompt:
+            raise invalid(f"{name} must not be empty", name)
+    return prompts
 
 
 def _is_ids(value: Any) -> bool:

@@ -88,7 +88,8 @@ class Scoring:
         note_public(state, prompts, body.cache_salt)
         public = body.public_prefix_tokens or 0
         job = ScoreJob(f"score-{uuid4().hex}", prompts, arrival_s, body.cache_salt, public)
-        job.at_once = at_once(plan, engine.capacity.max_sequences, state.config.server)
+        longest = max(len(prompt.ids) for prompt in prompts)
+        job.at_once = at_once(longest, engine.capacity.max_sequences, state.config.server)
         job.plan = plan
         return job
 
