@@ -22,7 +22,7 @@ from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.planner.choice import StrategyChoice, choose
 from headrace.planner.machine import Machine, ModelShape
 from headrace.strategies import STRATEGIES
-from headrace.types import CHUNK
+from headrace.types import CHUNK, Structured
 
 MACHINE = Machine(
     name="made up", cores=2, isa="none", date="2026-01-01", linear_flops_s=1e9, attention_flops_s=((1, 1e9),),
@@ -126,6 +126,22 @@ def test_logits_have_the_same_bits(size: int) -> None:
         tokens = prompts_of(llm)[4]
         assert torch.equal(llm.logits(tokens), truth.logits(tokens))
         llm.workers.close()  # type: ignore[attr-defined]
+
+
+def test_forced_tokens_are_those_of_one_rank(size: int) -> None:
+    """Computed one at a time, across the ends of chunks, with prompts beside them."""
+    literal = Structured(choice=[" ".join(str(number) for number in range(60))])
+    shapes = [literal, Structured(json_object=True), literal, Structured(regex="[a-z]{3}( of the)+")]
+    truth, llm = LLM("tiny", kv_cache_tokens=4096), over_ranks(size, max_batch_tokens=192)
+    prompts = prompts_of(llm)[:4]
+    params = [replace(GREEDY, structured=shape, max_tokens=100) for shape in shapes]
+    for _ in range(2):
+        ours, theirs = llm.generate(prompts, params), truth.generate(prompts, params)
+        assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]
+    assert llm.engine.stats().structured.forced == truth.engine.stats().structured.forced > 200
+    llm.engine.scheduler.check()
+    llm.close()
+    llm.workers.close()  # type: ignore[attr-defined]
 
 
 def test_capacity_grows_with_ranks_and_full_caches_evict_and_preempt(size: int) -> None:

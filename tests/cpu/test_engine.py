@@ -203,6 +203,19 @@ def test_abort_at_any_moment(llm: LLM) -> None:
         assert not llm.engine.has_work and llm.engine.cache.used == 0
 
 
+def test_what_an_aborted_prefill_has_computed_stays_cached(llm: LLM) -> None:
+    """So that a client that gave up and asks again does not begin anew."""
+    tokens = [10 + (i * i) % 91 for i in range(3000)]
+    llm.engine.add(Request("gone", tokens, GREEDY, arrival_s=time.monotonic()))
+    llm.engine.step()
+    (sequence,) = llm.engine.scheduler.running
+    computed = sequence.computed
+    assert 64 <= computed < len(tokens) and llm.engine.abort("gone")
+    (again,) = llm.generate([tokens], replace(GREEDY, max_tokens=1))
+    assert again.metrics.cached_tokens == computed // 64 * 64
+    llm.engine.cache.check()
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_broken_logits_end_their_request_alone(llm: LLM, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """known: whether the greatest logits come with the others."""

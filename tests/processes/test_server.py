@@ -208,14 +208,22 @@ SMALL = ("--api-key", "k3y", "--max-num-seqs", "1", "--max-queued-requests", "2"
 
 
 @pytest.fixture(scope="module")
-def small_ones(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], ServerProcess]]:
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    path.write_text('[tenants.acme]\nkeys = ["key-of-acme"]\n')
+    return path
+
+
+@pytest.fixture(scope="module")
+def small_ones(tmp_path_factory: pytest.TempPathFactory, key_file: Path) -> Iterator[Callable[[], ServerProcess]]:
     """The small server; another one once a test has ended it."""
     started: list[ServerProcess] = []
+    options = (*SMALL, "--api-keys-file", str(key_file), "--on-disconnect", "finish")
     with ExitStack() as stack:
 
         def alive() -> ServerProcess:
             if not started or started[-1].process.poll() is not None:
-                started.append(stack.enter_context(process(tmp_path_factory.mktemp("small"), *SMALL)))
+                started.append(stack.enter_context(process(tmp_path_factory.mktemp("small"), *options)))
                 until(lambda: started[-1].health() == 503, 60)  # it listens before the model is loaded
                 started[-1].wait_ready()
             return started[-1]
@@ -234,6 +242,28 @@ def test_key(small: ServerProcess) -> None:
     with pytest.raises(openai.AuthenticationError):
         small.client("other").models.list()
     assert small.client("k3y").models.list().data[0].id == "tiny"
+
+
+def test_keys_are_read_again_on_sighup(small: ServerProcess, key_file: Path) -> None:
+    def status(key: str) -> int:
+        return httpx.get(small.url + "/v1/models", headers={"x-api-key": key}).status_code
+
+    assert [status(key) for key in ("k3y", "key-of-acme", "key-of-beta")] == [200, 200, 401]
+    key_file.write_text('[tenants.beta]\nkeys = ["key-of-beta"]\n')
+    small.process.send_signal(signal.SIGHUP)
+    until(lambda: status("key-of-beta") == 200)
+    assert [status(key) for key in ("k3y", "key-of-acme")] == [200, 401]
+    assert "1 key added (beta); 1 key removed (acme); tenants removed (acme)" in small.log.read_text()
+
+
+def test_a_retry_finds_the_prefill_that_its_client_gave_up(small: ServerProcess) -> None:
+    body = text([100 + i * i % 89 for i in range(8000)], max_tokens=1)
+    given_up = open_request(small.port, body, key="k3y")
+    until(lambda: small.metric("num_requests_running") == 1 or small.metric("prefilled_tokens_total") > 8000)
+    given_up.close()
+    until(small.idle, 60)
+    retry = small.http.post(TEXT, json=body).json()
+    assert retry["usage"]["prompt_tokens_details"]["cached_tokens"] == 7936, "all but the chunk of the last token"
 
 
 def test_full_queue(small: ServerProcess) -> None:

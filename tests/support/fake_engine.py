@@ -95,16 +95,27 @@ class FakeCapacity:
     pooling: Pooling = Pooling()
 
 
+Salted = tuple[str | None, tuple[int, ...]]
+"""A salt, and tokens under it."""
+
+
 class FakeEngine:
     """Answers repeat the prompt, or are what `scripts` holds: a text a request, first in, first out, token by token,
-    which then stops. `start_s` and `token_s` are delays; `running_limit` sequences of requests run at once, the others
-    wait. `asked`: prompts and parameters so far."""
+    which then stops. `start_s`, `token_s` and `chunk_s` (of a prompt; 0: it is read at once, and half of it counts as
+    cached) are delays; `running_limit` sequences of requests run at once, the others wait. `asked`: prompts and
+    parameters so far; `read`: what has been read of them, if it took time."""
 
     def __init__(
-        self, config: EngineConfig, start_s: float = 0.0, token_s: float = 0.0, running_limit: int = 8
+        self,
+        config: EngineConfig,
+        start_s: float = 0.0,
+        token_s: float = 0.0,
+        running_limit: int = 8,
+        chunk_s: float = 0.0,
     ) -> None:
         self.config = config
-        self.start_s, self.token_s = start_s, token_s
+        self.start_s, self.token_s, self.chunk_s = start_s, token_s, chunk_s
+        self.read: list[Salted] = []
         self.capacity = FakeCapacity()
         self.tokenizer: FakeTokenizer | None = FakeTokenizer()
         self.failure: str | None = None
@@ -141,6 +152,10 @@ class FakeEngine:
     async def shutdown(self) -> None:
         self.die("the engine was shut down")
 
+    async def check_shape(self, params: SamplingParams) -> None:
+        if params.structured is not None and params.structured.regex == "refuse me":
+            raise InvalidRequest("regex cannot be taken: refuse me", "structured")
+
     async def wait_dead(self) -> str:
         await self._dead.wait()
         return self.failure or ""
@@ -170,6 +185,7 @@ class FakeEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        queued: Callable[[], None] | None = None,
         embed: bool = False,
     ) -> AsyncIterator[Delta]:
         if not self.alive:
@@ -179,10 +195,13 @@ class FakeEngine:
         assert isinstance(prompt, list) and request_id is not None
         self.salts.append((cache_salt, public_prefix_tokens))
         self.asked.append((FakeTokenizer().decode(prompt), params))
-        run = _Run(self, prompt, params, request_id)
+        run = _Run(self, prompt, params, request_id, cache_salt)
         run.embed = embed
         try:
+            if queued is not None:
+                queued()
             await run.wait_for_turn()
+            await run.read()
             while not run.done:
                 for delta in await run.step():
                     yield delta
@@ -193,8 +212,11 @@ class FakeEngine:
 class _Run:
     """One request. Invariant: its chunks are in `stats.kv.chunks_used` from its turn until close()."""
 
-    def __init__(self, engine: FakeEngine, prompt: list[int], params: SamplingParams, request_id: str) -> None:
-        self.engine, self.prompt, self.params, self.request_id = engine, prompt, params, request_id
+    def __init__(
+        self, engine: FakeEngine, prompt: list[int], params: SamplingParams, request_id: str, salt: str | None
+    ) -> None:
+        self.engine, self.prompt, self.params, self.request_id, self.salt = engine, prompt, params, request_id, salt
+        self.cached = 0
         self.arrival = time.monotonic()
         self.turn = self.first = 0.0
         self.embed = False
@@ -222,6 +244,24 @@ class _Run:
         if strategy := self.engine.strategy:
             stats.ranks.prefills[strategy] = stats.ranks.prefills.get(strategy, 0) + 1
 
+    async def read(self) -> None:
+        """The prompt, a chunk at a time; what an earlier request with its salt has read is cached."""
+        engine, key = self.engine, (self.salt, tuple(self.prompt))
+        if not engine.chunk_s:
+            return
+        whole = (len(self.prompt) - 1) // 64 * 64
+        self.cached = min(whole, max((_common(key, other) // 64 * 64 for other in engine.read), default=0))
+        for done in range(self.cached, len(self.prompt), 64):
+            step = min(64, len(self.prompt) - done)
+            self.note_prefill(Prefill(self.request_id, done, self.cached, len(self.prompt), step))
+            await asyncio.sleep(engine.chunk_s)
+            engine.read.append((self.salt, tuple(self.prompt[: done + step])))
+        self.note_prefill(None)
+
+    def note_prefill(self, now: Prefill | None) -> None:
+        others = [each for each in self.engine.prefills if each.request_id != self.request_id]
+        self.engine.prefills = [*others, now] if now else others
+
     async def step(self) -> list[Delta]:
         """One token for each unfinished sequence."""
         await asyncio.sleep(self.engine.token_s)
@@ -241,7 +281,7 @@ class _Run:
     def _metrics(self) -> Metrics:
         now = time.monotonic()
         output = sum(len(sequence.token_ids) for sequence in self.sequences)
-        cached = len(self.prompt) // 64 * 64 // 2
+        cached = self.cached if self.engine.chunk_s else len(self.prompt) // 64 * 64 // 2
         times = (self.first - self.arrival, now - self.arrival, self.turn - self.arrival)
         engine = self.engine
         made = Metrics(*times, len(self.prompt), cached, output, engine.strategy, engine.strategy_reason)
@@ -249,6 +289,8 @@ class _Run:
 
     def close(self) -> None:
         stats = self.engine.stats
+        if self.engine.chunk_s:
+            self.note_prefill(None)
         if self.turn:
             stats.scheduler.running -= 1
             stats.kv.chunks_used -= self.chunks
@@ -259,6 +301,14 @@ class _Run:
         else:
             stats.finished.abort += 1
             self.engine.aborted.append(self.request_id)
+
+
+def _common(one: Salted, other: Salted) -> int:
+    """Tokens that both begin with, where their salts are the same."""
+    same = 0
+    while one[0] == other[0] and same < min(len(one[1]), len(other[1])) and one[1][same] == other[1][same]:
+        same += 1
+    return same
 
 
 class _Sequence:

@@ -109,11 +109,11 @@ def serving(ready: bool = True, **options: Any) -> Iterator[Running]:
         running.close()
 
 
-def open_request(port: int, body: dict[str, Any], path: str = TEXT) -> socket.socket:
+def open_request(port: int, body: dict[str, Any], path: str = TEXT, key: str = "none") -> socket.socket:
     raw = json.dumps(body).encode()
     sock = socket.create_connection(("127.0.0.1", port), timeout=10)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-    sock.sendall(head.encode() + raw)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n"
+    sock.sendall(f"{head}X-Api-Key: {key}\r\n\r\n".encode() + raw)
     return sock
 
 
@@ -169,7 +169,7 @@ BAD_REQUESTS: dict[str, tuple[str, Any, int, str | None]] = {
     ),
     "tool_choice without tools": (CHAT, ask(tool_choice="required"), 400, "tool_choice"),
     "older functions": (CHAT, ask(functions=[{"name": "f"}]), 400, "functions"),
-    "response_format": (CHAT, ask(response_format={"type": "json_object"}), 400, "response_format"),
+    "response_format": (CHAT, ask(response_format={"type": "structural_tag"}), 400, "response_format"),
     "json schema": (CHAT, ask(response_format={"type": "json_schema", "json_schema": {}}), 400, "response_format"),
     "reasoning_effort": (CHAT, ask(reasoning_effort="most"), 400, "reasoning_effort"),
     "negative budget": (CHAT, ask(thinking_token_budget=-1), 400, "thinking_token_budget"),

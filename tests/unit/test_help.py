@@ -16,11 +16,12 @@ from tools.golden import FOLDER, SCREENS, screen
 pytestmark = pytest.mark.unit
 
 GROUP: Any = typer.main.get_command(app)
+GROUPS = ("bench", "keys")
 COMMANDS = [
-    *(name for name in GROUP.commands if name != "bench"),
-    *(f"bench {name}" for name in GROUP.commands["bench"].commands),
+    *(name for name in GROUP.commands if name not in GROUPS),
+    *(f"{group} {name}" for group in GROUPS for name in GROUP.commands[group].commands),
 ]
-WITHOUT_A_MODEL = ("demo", "bench serve", "bench attention", "bench connections")
+WITHOUT_A_MODEL = ("demo", "bench serve", "bench attention", "bench connections", "keys new")
 COMMAND = pytest.mark.parametrize("command", COMMANDS)
 
 
@@ -48,7 +49,7 @@ def test_help_fits_the_terminal_and_is_plain(command: str) -> None:
         assert "{" not in text.splitlines()[0], "typer's braces around arguments"
 
 
-@pytest.mark.parametrize("group", ["", "bench"])
+@pytest.mark.parametrize("group", ["", *GROUPS])
 def test_summaries_are_whole_sentences_of_one_line(group: str) -> None:
     commands: dict[str, Any] = (GROUP.commands[group] if group else GROUP).commands
     lines = screen(group, 80).splitlines()

@@ -75,7 +75,8 @@ def references(told: Any) -> Iterator[str]:
 
 
 def test_the_key_is_told_and_wanted() -> None:
-    assert DOCUMENT["security"] == [{"bearer": []}] and DOCUMENT["paths"]["/health"]["get"]["security"] == []
+    assert DOCUMENT["security"] == [{"bearer": []}, {"x-api-key": []}]
+    assert DOCUMENT["paths"]["/health"]["get"]["security"] == []
     with serving(api_key="k3y") as running:
         assert running.http.get("/openapi.json").status_code == 401
         told = running.http.get("/openapi.json", headers={"Authorization": "Bearer k3y"}).json()
@@ -83,6 +84,13 @@ def test_the_key_is_told_and_wanted() -> None:
 
 
 MESSAGE = {"model": "fake", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}
+LOGPROBS = "message.output_text.logprobs"
+ITEMS = [
+    {"role": "user", "content": "hi"},
+    {"type": "reasoning", "id": "rs_1", "summary": []},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "1"}]},
+]
 GOOD: list[tuple[str, dict[str, Any]]] = [
     (CHAT, ask(logprobs=True, top_logprobs=2, n=2, stop="x", user="u")),
     (TEXT, text([1, 2], logprobs=1, echo=True, prompt_logprobs=1, return_token_ids=True)),
@@ -90,6 +98,9 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages/count_tokens", {"messages": MESSAGE["messages"]}),
     ("/v1/score", {"text": "a", "options": ["b", [97]], "normalize": "tokens"}),
     ("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 4, "user": "u"}),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 3, "tools": [{"type": "function", "name": "f"}]}),
+    ("/v1/responses", {"input": ITEMS, "include": [LOGPROBS], "metadata": {"a": "b"}, "instructions": "be brief"}),
+    ("/v1/responses/input_tokens", {"input": "a"}),
     ("/tokenize", {"prompt": "a", "return_token_strs": True}),
     ("/tokenize", {"messages": MESSAGE["messages"]}),
     ("/detokenize", {"tokens": [97]}),
@@ -111,6 +122,17 @@ def test_other_replies_are_as_told(server: Running, path: str, version: str | No
     reply = server.http.get(path.format(name="fake"), headers={"anthropic-version": version} if version else {})
     told = DOCUMENT["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
     validator(told, closed=True).validate(reply.json())
+
+
+def test_kept_responses_are_as_told(server: Running) -> None:
+    made = server.http.post("/v1/responses", json={"input": ITEMS}).json()["id"]
+    for method, more in (("get", "/input_items"), ("get", ""), ("delete", "")):
+        told = DOCUMENT["paths"][f"/v1/responses/{{response_id}}{more}"][method]["responses"]
+        reply = server.http.request(method, f"/v1/responses/{made}{more}")
+        validator(told["200"]["content"]["application/json"]["schema"], closed=True).validate(reply.json())
+    validator(told["404"]["content"]["application/json"]["schema"]).validate(
+        server.http.delete(f"/v1/responses/{made}").json()
+    )
 
 
 def test_errors_are_as_told(server: Running) -> None:
@@ -141,3 +163,10 @@ REFUSED = {
 def test_the_document_refuses_what_the_server_refuses(name: str) -> None:
     path, body = REFUSED[name]
     assert path in DOCUMENT["paths"] and not body_of(path).is_valid(body)
+
+
+def test_fields_that_are_refused_are_not_there() -> None:
+    for route in ROUTES:
+        if route.body is not None:
+            told = DOCUMENT["components"]["schemas"][route.body.__name__]["properties"]
+            assert not set(told) & set(route.body.refused) and set(route.body.ignored) <= set(told)

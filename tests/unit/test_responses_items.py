@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.server.errors import ApiError
-from headrace.server.responses.items import MAX_ITEMS, Item, check_calls, messages_of, read_input
+from headrace.server.responses.items import MAX_ITEMS, Item, check_conversation, messages_of, read_input
 from headrace.server.responses.sealed import sealed
 
 pytestmark = pytest.mark.unit
@@ -170,8 +170,15 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_refusals_name_the_item(name: str) -> None:
     given, param = BAD[name]
     with pytest.raises(ApiError) as refused:
-        check_calls(read_input(given, lambda _: None))
+        check_conversation(read_input(given, lambda _: None))
     assert (refused.value.status, refused.value.param) == (400, param), refused.value.message
+
+
+def test_a_conversation_has_no_more_items_than_an_input() -> None:
+    items = read(reasoning(""))
+    check_conversation(items * MAX_ITEMS)
+    with pytest.raises(ApiError):
+        check_conversation(items * (MAX_ITEMS + 1))
 
 
 def test_a_refusal_looks_at_no_more_than_the_first_fault() -> None:

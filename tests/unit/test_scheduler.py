@@ -19,11 +19,19 @@ from headrace.types import CHUNK, Request, SamplingParams
 
 class Harness:
     """A scheduler and a memory of tokens in place of keys and values. The next token is a function of those before it,
-    so that a sequence computed wrongly, or twice, shows."""
+    so that a sequence computed wrongly, or twice, shows. forces: some tokens are followed by some that are forced."""
 
     def __init__(
-        self, chunks: int, budget: int, sequences: int = 64, shares: bool = True, ranks: int = 1, align: int = 1
+        self,
+        chunks: int,
+        budget: int,
+        sequences: int = 64,
+        shares: bool = True,
+        ranks: int = 1,
+        align: int = 1,
+        forces: bool = False,
     ) -> None:
+        self.forces = forces
         self.cache = KVCache(chunks, ranks=ranks)
         self.scheduler = Scheduler(
             self.cache,
@@ -78,6 +86,9 @@ class Harness:
     def check_ends(self, part: Slice) -> None:
         """Slices end at a multiple of `align` or with all that is known; then longer ones begin with a chunk."""
         align = self.scheduler.align
+        if part.sequence.forced and part.decodes:
+            assert align == 1 or part.length == 1
+            return
         assert part.length >= 1 and (part.samples or part.end % align == 0), "ends inside a stretch"
         assert align % CHUNK or part.length == 1 or part.start % CHUNK == 0, "begins inside a chunk"
 
@@ -96,8 +107,11 @@ class Harness:
         return rows[: table.length]
 
     def sample(self, sequence: SequenceState) -> None:
-        sequence.tokens.append(sum(self.seen(sequence)) % 11)
-        if len(sequence.tokens) - sequence.prompt_len == self.live[sequence]:
+        drawn = sum(self.seen(sequence)) % 11
+        run = [drawn, *range(drawn * (drawn % 3) if self.forces else 0)]
+        sequence.tokens += run[: self.live[sequence] - sequence.n_output]
+        sequence.forced = len(run) > 1
+        if sequence.n_output == self.live[sequence]:
             del self.live[sequence]
             self.scheduler.remove(sequence)
 
@@ -129,10 +143,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         shares=st.booleans(),
         ranks=st.sampled_from([1, 1, 2, 4]),
         align=st.sampled_from([1, CHUNK, CHUNK, 10, 2 * CHUNK, 5 * CHUNK]),
+        forces=st.booleans(),
     )
-    def start(self, per_rank: int, budget: int, shares: bool, ranks: int, align: int) -> None:
+    def start(self, per_rank: int, budget: int, shares: bool, ranks: int, align: int, forces: bool) -> None:
         chunks = max(8, per_rank // ranks * ranks)
-        self.harness = Harness(chunks, max(budget, align), shares=shares, ranks=ranks, align=align)
+        self.harness = Harness(chunks, max(budget, align), shares=shares, ranks=ranks, align=align, forces=forces)
         self.harness.cache.block_chunks = 2
         self.capacity = chunks * CHUNK
 
@@ -195,6 +210,37 @@ def test_long_prompt_leaves_decoding_sequences_their_turn() -> None:
         slices = harness.step()
         assert [part.length for part in slices if part.sequence is short] == [1], "decodes at every step"
         assert sum(part.length for part in slices) == 64, "and the prompt takes the rest of the budget"
+
+
+def test_forced_tokens_are_computed_together_before_prompts() -> None:
+    """As many as the budget has for them, a token for each sequence and something for the prompt."""
+    harness = Harness(chunks=200, budget=16)
+    runs = [harness.add(prompt(1, seed), 60) for seed in range(3)]
+    harness.step()
+    for sequence in runs[:2]:
+        sequence.tokens += [1] * 9
+        sequence.forced = True
+    late = harness.add(prompt(40, seed=9), 1)
+    assert [(part.sequence, part.length) for part in harness.step()] == [
+        (runs[2], 1), (runs[0], 10), (runs[1], 5)
+    ]  # fmt: skip
+    assert [(part.sequence, part.length) for part in harness.step()][-1] == (late, 9)
+    harness.finish()
+
+
+def test_a_held_sequence_is_computed_to_all_but_its_last_token() -> None:
+    for align, computed in ((1, 199), (CHUNK, 192)):
+        harness = Harness(chunks=200, budget=2048, align=align, ranks=1)
+        held, other = harness.add(prompt(200), 5), harness.add(prompt(1), 30)
+        held.held = True
+        for _ in range(3):
+            harness.step()
+        assert held.computed == computed and other.n_output == 3
+        single = harness.add(prompt(1), 1)
+        single.held = True
+        harness.step()
+        held.held = single.held = False
+        harness.finish()
 
 
 def test_common_prefix_is_computed_once_by_requests_of_one_step() -> None:
@@ -260,18 +306,19 @@ def test_limits_on_sequences() -> None:
     lengths=st.lists(st.integers(1, 700), min_size=2, max_size=12),
     shares=st.booleans(),
     ranks=st.integers(1, 4),
+    forces=st.booleans(),
 )
 def test_the_first_prompt_goes_on_at_every_step(
-    align: int, spare: int, lengths: list[int], shares: bool, ranks: int
+    align: int, spare: int, lengths: list[int], shares: bool, ranks: int, forces: bool
 ) -> None:
     """However many decode, and however short the prompts that could use what is left of a step. The cache has room."""
-    harness = Harness(ranks * 300, align + spare, shares=shares, ranks=ranks, align=align)
+    harness = Harness(ranks * 300, align + spare, shares=shares, ranks=ranks, align=align, forces=forces)
     for seed, length in enumerate(lengths):
         harness.add(prompt(length, seed), 20)
     for _ in range(sum(lengths) + 20 * len(lengths)):
         running = harness.scheduler.running
-        first = next((s for s in running if s.remaining > 1), None)
-        decoding = [s for s in running if s.remaining == 1]
+        first = next((s for s in running if s.remaining > 1 and not s.forced), None)
+        decoding = [s for s in running if s.remaining == 1 or s.forced]
         served = {part.sequence for part in harness.step()}
         assert first is None or first in served
         assert served.issuperset(decoding)

@@ -152,6 +152,36 @@ def test_without_prefix_caching_nothing_is_written() -> None:
     assert counted["cache_creation_input_tokens"] == 0 and counted["input_tokens"] == 104
 
 
+def test_a_request_of_the_coding_client(server: Running) -> None:
+    """Its fields, as version 2.1.197 sends them."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object", "properties": {}}
+    body = {
+        "model": "claude-opus-4-8",
+        "max_tokens": 64_000,
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.86b; cc_entrypoint=cli;"},
+            {"type": "text", "text": "You code.", **cached},
+            {"type": "text", "text": "\nRules.\n\ngitStatus: clean", **cached},
+        ],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", **cached}]},
+            {"role": "system", "content": "Agents."},
+        ],
+        "tools": [{"name": "Bash", "description": "Runs a command.", "input_schema": schema}],
+        "metadata": {"user_id": "{}"},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "stream": True,
+    }
+    server.engine.scripts.append("done")
+    beta = {"anthropic-beta": "claude-code-20250219", "anthropic-version": "2023-06-01"}
+    reply = server.http.post(f"{URL}?beta=true", json=body, headers=beta)
+    assert reply.status_code == 200 and events_of(reply.text)[-2][1]["delta"]["stop_reason"] == "end_turn"
+    assert "Rules." in server.engine.asked[-1][0] and "Agents." in server.engine.asked[-1][0]
+
+
 def test_tokens_are_counted(server: Running) -> None:
     body = {name: value for name, value in asked(system="be brief").items() if name != "max_tokens"}
     assert server.http.post(COUNT, json=body).json() == {"input_tokens": 15}
@@ -185,6 +215,13 @@ def test_other_errors_have_the_shape_too(server: Running) -> None:
     assert server.http.get(URL).json()["error"]["type"] == "invalid_request_error"
     assert server.http.get(f"{URL}/batches").json()["error"]["type"] == "not_found_error"
     assert server.http.get("/v1/nothing").json()["error"]["code"] is None  # OpenAI's elsewhere
+
+
+def test_the_tool_runner_learns_that_there_are_no_threads(server: Running) -> None:
+    """Anthropic's client asks for a thread first and goes on without one by the details of the error."""
+    refused = server.http.post(URL, json=asked(thread={"type": "create"}))
+    assert refused.status_code == 400
+    assert refused.json()["error"]["details"]["error_code"] == "thread_unsupported_request"
 
 
 def test_keys_and_restarts_are_told_so() -> None:
@@ -238,13 +275,13 @@ def test_lists_of_models(server: Running) -> None:
     assert server.http.get("/v1/models/gpt").json()["error"]["code"] == "model_not_found"
 
 
-def test_a_billing_header_is_warned_of_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_billing_header_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     body = asked(system="x-anthropic-billing-header: cch=1;\nYou code.")
-    with caplog.at_level(logging.WARNING, "headrace.server"):
+    with serving() as running, caplog.at_level(logging.WARNING, "headrace.server"):
         for _ in range(2):
-            assert server.http.post(URL, json=body).status_code == 200
+            assert running.http.post(URL, json=body).status_code == 200
+        assert running.engine.asked[-1][0].startswith("x-anthropic-billing-header")
     assert caplog.text.count("--stable-system-prompt") == 1
-    assert server.engine.asked[-1][0].startswith("x-anthropic-billing-header")
 
 
 def test_the_flag_keeps_the_header_out_of_the_prompt() -> None:

@@ -11,6 +11,9 @@ import pydantic
 import pytest
 from openai.types.responses import Response
 
+from headrace.server.protocol import parse_body
+from headrace.server.responses.body import ResponsesBody
+from headrace.types import Structured
 from tests.support.fake_engine import FakeEngine, FakeTokenizer
 from tests.support.fake_server import Running, serving
 
@@ -138,12 +141,19 @@ def test_parse_gives_the_clients_own_class(server: Running, client: openai.OpenA
     says(server, '{"a": 3}')
     made = client.responses.parse(model="fake", input="1 + 2?", text_format=Sum)
     assert made.output_parsed == Sum(a=3)
-    shape = server.engine.asked[-1][1].structured
-    assert shape is not None and json.loads(shape.json)["properties"]["a"]["type"] == "integer"
     assert made.text is not None and made.text.format.type == "json_schema"  # type: ignore[union-attr]
-    says(server, "{}")
-    client.responses.create(model="fake", input="a", text={"format": {"type": "json_object"}})
-    assert server.engine.asked[-1][1].structured.json_object is True
+    assert server.engine.asked[-1][1].structured is not None
+
+
+def test_formats_are_shapes_of_the_answer() -> None:
+    for told, shape in (
+        ({"type": "json_schema", "name": "a", "schema": {"type": "object"}}, Structured(json={"type": "object"})),
+        ({"type": "json_object"}, Structured(json_object=True)),
+        ({"type": "text"}, None),
+        (None, None),
+    ):
+        body = parse_body(ResponsesBody, json.dumps({"input": "a", "text": {"format": told}}).encode())
+        assert body.to_params().structured == shape
 
 
 def test_a_loop_of_tools(server: Running, client: openai.OpenAI) -> None:
@@ -190,7 +200,9 @@ def test_item_references_are_the_kept_items(server: Running, client: openai.Open
 
 
 def test_a_kept_response_is_its_owners(server: Running, client: openai.OpenAI) -> None:
+    before = server.metric("responses_kept"), server.metric("responses_kept_bytes")
     salted = client.responses.create(model="fake", input="a", max_output_tokens=1, extra_body={"cache_salt": "mine"})
+    assert server.metric("responses_kept") == before[0] + 1 and server.metric("responses_kept_bytes") > before[1]
     for salt in ({}, {"cache_salt": "other"}):
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(salted.id, extra_query=salt)
@@ -206,7 +218,9 @@ def test_a_kept_response_is_its_owners(server: Running, client: openai.OpenAI) -
 
 
 def test_what_is_not_to_be_kept_is_not(server: Running, client: openai.OpenAI) -> None:
+    before = server.metric("responses_kept"), server.metric("responses_kept_bytes")
     made = client.responses.create(model="fake", input="a", max_output_tokens=1, store=False)
+    assert (server.metric("responses_kept"), server.metric("responses_kept_bytes")) == before
     assert made.store is False  # type: ignore[attr-defined]
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
@@ -326,4 +340,5 @@ def test_a_server_may_keep_nothing() -> None:
     with serving(response_store_mb=0) as running:
         made = running.client().responses.create(model="fake", input="a", max_output_tokens=1)
         assert made.store is False  # type: ignore[attr-defined]
+        assert running.metric("responses_kept") == 0
         assert running.http.get(f"{ROUTE}/{made.id}").status_code == 404

@@ -94,6 +94,16 @@ def parsed(**fields: Any) -> ChatBody:
     return body
 
 
+def test_what_openais_client_parsed_may_come_back(hermes: Running) -> None:
+    message = told(hermes)["choices"][0]["message"]
+    message["parsed"] = None
+    message["tool_calls"][0]["parsed_arguments"] = {"x": "ü}"}
+    message["tool_calls"][0]["function"]["parsed_arguments"] = {"x": "ü}"}
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"}
+    messages = [{"role": "user", "content": "?"}, message, result]
+    assert told(hermes, "It is sunny.", messages=messages)["choices"][0]["message"]["content"] == "It is sunny."
+
+
 def test_what_templates_are_given() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     broken = {**call, "function": {"name": "f", "arguments": '{"a": '}}

@@ -26,7 +26,7 @@ from headrace.server.serve import serve
 from headrace.types import Delta, Metrics, SamplingParams
 from tests.support.fake_engine import FakeCapacity, FakeEngine
 
-TOOLS = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
+TOOLS = re.compile(r"<tools>\n(.*?)\n</tools>", re.DOTALL)
 ANSWER = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 USER = re.compile(r"<\|user\|>(.*?)<\|end\|>", re.DOTALL)
 SAMPLES = {"string": "Paris", "integer": 3, "number": 1.5, "boolean": True, "null": None}

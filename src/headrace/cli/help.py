@@ -69,6 +69,10 @@ HELP_ALL_OF_GROUP = typer.Option("--help-all", callback=_show_everything, is_eag
 """Groups have nothing to hide, but who asks gets an answer."""
 
 
+MOST_VALUES = 56
+"""Characters of an option with its values."""
+
+
 class PanelledCommand(TyperCommand):
     """A command whose --help lists options under headings: COMMON_PANEL first, HELP_PANEL last, between them by first
     appearance. Where there are rare ones these and the variables of the environment are left out, as the last line
@@ -90,7 +94,8 @@ class PanelledCommand(TyperCommand):
             told = param.get_help_record(ctx)
             if told is not None and (everything or not _rare(param)) and (param.name != "help_all" or rare):
                 name = told[0] if param.opts[0].startswith("-") else told[0].partition(" <")[0]  # says its type, too
-                panels.setdefault(_panel_of(param), []).append((name, _text(told[1], everything)))
+                row = _many_values(name, _text(told[1], everything))
+                panels.setdefault(_panel_of(param), []).append(row)
         for heading in sorted(panels, key=_place):
             _write(formatter, heading, panels[heading])
 
@@ -132,6 +137,14 @@ class PanelledGroup(TyperGroup):
             panels.setdefault(_panel_of(command, "Commands"), []).append(row)
         for heading, rows in panels.items():
             _write(formatter, heading, rows)
+
+
+def _many_values(name: str, text: str) -> tuple[str, str]:
+    """A row of an option and its help; values too many for the first column stand in the second."""
+    flag, _, values = name.rpartition(" ")
+    if len(name) <= MOST_VALUES or "|" not in values:
+        return name, text
+    return f"{flag} NAME", f"{text} NAME: {values.replace('|', ', ')}."
 
 
 def _write(formatter: Any, heading: str, rows: list[tuple[str, str]]) -> None:

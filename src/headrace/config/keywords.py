@@ -140,6 +140,10 @@ class SettingKeywords(TypedDict, total=False):
     api_key: str | None
     """Key that clients must send as 'Authorization: Bearer KEY' (all routes but /health)."""
 
+    api_keys_file: str | None
+    """TOML file of API keys by tenant, each with its limits and chunks of its own (docs/keys.md). SIGHUP reads it
+    again."""
+
     served_model_name: str | None
     """Name of the model in the API; several, separated by commas, and patterns with *, as in 'tiny,claude-*'. Default:
     the model as given."""
@@ -173,9 +177,25 @@ class SettingKeywords(TypedDict, total=False):
     """Text file, such as a system prompt: requests of all cache_salts share the chunks of a prompt that begins with it.
     Several: separated by colons."""
 
+    sse_keepalive_s: float
+    """A stream that has nothing to tell for so many seconds, as during a long prefill, sends a comment, so that proxies
+    keep it open; 0: never."""
+
+    on_disconnect: Literal["stop", "finish"]
+    """When a client leaves during its prefill: stop at once, or finish the prefill, so that its retry finds it cached.
+    A few at a time, and only while no other request waits."""
+
     stable_system_prompt: bool
     """On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, the
     date, git's status), so that prefixes are shared."""
+
+    tool_call_parser: Literal[
+        "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "openai", "json", "none"
+    ]
+    """Form in which the model writes calls of tools. auto: as its chat template says; none: calls stay text."""
+
+    reasoning_parser: Literal["auto", "think", "mistral", "harmony", "none"]
+    """Form in which the model writes its reasoning. auto: as its chat template says; none: it stays text."""
 
     restart: bool
     """Start the engine again after a failure; without it the server ends with code 1."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from headrace.config.fields import SettingsRecord, at_least, seconds, setting
+from headrace.config.fields import NOT_NEGATIVE, SettingsRecord, at_least, seconds, setting
 from headrace.config.served import check_names
 
 LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 LogRequests = Literal["off", "ends", "params", "text"]
+OnDisconnect = Literal["stop", "finish"]
+ToolParser = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "openai", "json", "none"]
+ReasoningParser = Literal["auto", "think", "mistral", "harmony", "none"]
 
 
 def _a_port(name: str, value: Any) -> None:
@@ -21,6 +24,11 @@ def _a_port(name: str, value: Any) -> None:
 def _a_key(name: str, value: Any) -> None:
     if not value.strip():
         raise ValueError(f"{name} must not be empty; leave it out to serve without one")
+
+
+def _a_file_name(name: str, value: Any) -> None:
+    if not value.strip():
+        raise ValueError(f"{name} must name a file; leave it out to serve without one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,12 @@ class ServerSettings(SettingsRecord):
         check=_a_key,
         common=True,
         secret=True,
+    )
+    api_keys_file: str | None = setting(
+        None,
+        "TOML file of API keys by tenant, each with its limits and chunks of its own (docs/keys.md). SIGHUP reads it "
+        "again.",
+        check=_a_file_name,
     )
     model_name: str | None = setting(
         None,
@@ -79,10 +93,36 @@ class ServerSettings(SettingsRecord):
         "Text file, such as a system prompt: requests of all cache_salts share the chunks of a prompt that begins "
         "with it. Several: separated by colons.",
     )
+    sse_keepalive_s: float = setting(
+        10.0,
+        "A stream that has nothing to tell for so many seconds, as during a long prefill, sends a comment, so that "
+        "proxies keep it open; 0: never.",
+        check=NOT_NEGATIVE,
+    )
+    on_disconnect: OnDisconnect = setting(
+        "stop",
+        "When a client leaves during its prefill: stop at once, or finish the prefill, so that its retry finds it "
+        "cached. A few at a time, and only while no other request waits.",
+    )
     stable_system_prompt: bool = setting(
         False,
         "On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, "
         "the date, git's status), so that prefixes are shared.",
+    )
+    tool_call_parser: ToolParser = setting(
+        "auto",
+        "Form in which the model writes calls of tools. auto: as its chat template says; none: calls stay text.",
+        spellings={
+            "llama4_json": "llama3_json",
+            "llama4_pythonic": "pythonic",
+            "qwen3_xml": "qwen3_coder",
+            "harmony": "openai",
+        },
+    )
+    reasoning_parser: ReasoningParser = setting(
+        "auto",
+        "Form in which the model writes its reasoning. auto: as its chat template says; none: it stays text.",
+        spellings={"deepseek_r1": "think", "qwen3": "think", "openai_gptoss": "harmony"},
     )
     restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")
     engine_timeout_s: float = setting(

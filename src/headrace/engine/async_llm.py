@@ -20,6 +20,7 @@ from headrace.engine import messages as m
 from headrace.engine import preflight, process
 from headrace.engine.async_scores import AsyncScores
 from headrace.engine.capacity import Capacity, check_variables, model_folder
+from headrace.engine.structured.door import ShapeDoor
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.waiting import WaitingPrompts
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, Prefill, PrefillClock
@@ -70,6 +71,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         self._silence_s = 0.0
         self._dead = asyncio.Event()
         self._closing = False
+        self._shapes = ShapeDoor()
         self._streams: dict[str, asyncio.Queue[Item]] = {}
         self._queued = WaitingPrompts(0)
         self._prefilling = PrefillClock()
@@ -205,7 +207,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
 
     async def _receive(self, reader: asyncio.StreamReader) -> m.FromEngine | None:
         """The next message, None at the end. Each is a sign of life."""
-        message = await _receive(reader)
+        message = await m.receive(reader)
         self._silence_s = 0.0
         return message
 
@@ -242,6 +244,10 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         """Parameters with max_tokens resolved. Raises InvalidRequest naming what cannot be served."""
         return self.capacity.check(prompt_token_ids, params, embed)
 
+    async def check_shape(self, params: SamplingParams) -> None:
+        """Raises InvalidRequest for a shape that answers cannot have. `generate` does so, too."""
+        await self._shapes.check_beside(params, self.tokenizer, self.capacity)
+
     async def generate(
         self,
         prompt: str | list[int],
@@ -250,10 +256,12 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        queued: Callable[[], None] | None = None,
         embed: bool = False,
     ) -> AsyncGenerator[Delta, None]:
         """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences; with embed,
-        one Delta that has the embedding of the text, and no answer.
+        one Delta that has the embedding of the text, and no answer. `queued` is called once the request waits for its
+        turn.
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.
@@ -261,10 +269,13 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         self._must_live()
         tokens = self._tokens(prompt)
         params = self.check(tokens, SamplingParams() if params is None else params, embed)
+        await self.check_shape(params)
         name = request_id or uuid.uuid4().hex
         stream = self._enqueue(Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic(), embed))
         unfinished = set(range(params.n))
         try:
+            if queued is not None:
+                queued()
             while unfinished:
                 item = await stream.get()
                 if isinstance(item, Exception):
@@ -383,11 +394,3 @@ async def _cancel(task: asyncio.Task[None] | None) -> None:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-async def _receive(reader: asyncio.StreamReader) -> m.FromEngine | None:
-    try:
-        body = await reader.readexactly(m.length(await reader.readexactly(m.LENGTH.size)))
-    except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
-        return None  # a reset is the end of a process that had not read all we sent
-    return m.from_engine(body)

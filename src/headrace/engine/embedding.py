@@ -19,7 +19,7 @@ from headrace.types import Delta, InvalidRequest, Pooling, SamplingParams
 Vector = npt.NDArray[np.float32]
 Vectors = npt.NDArray[np.float32]
 """[inputs, size]"""
-EMBEDS = SamplingParams(max_tokens=1)
+EMBEDS = SamplingParams(max_tokens=0, prompt_logprobs=0)
 """Parameters of a request that embeds: none has a say."""
 
 

@@ -22,6 +22,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.embedding import EMBEDS, Inputs, Vectors, check_dimensions, listed, stacked
 from headrace.engine.loader import Loaded, load
 from headrace.engine.scoring import Text, plan_score
+from headrace.engine.structured.door import ShapeDoor
 from headrace.progress import Answering, PrefillClock
 from headrace.stats import Summary
 from headrace.types import (
@@ -65,6 +66,7 @@ class LLM(metaclass=PublicNames):
         self.tokenizer = self.engine.loaded.tokenizer
         self._count = 0
         self._closed = False
+        self._shapes = ShapeDoor()
 
     def __repr__(self) -> str:
         return f"LLM({self.capacity.told}{', closed' if self._closed else ''})"
@@ -206,7 +208,9 @@ class LLM(metaclass=PublicNames):
     def _request(self, prompt: str | Sequence[int], params: SamplingParams, salt: str | None, public: int) -> Request:
         self._must_be_open()
         tokens = self._tokens(prompt)
-        return self._checked_request(tokens, self.capacity.check(tokens, params), salt, public)
+        params = self.capacity.check(tokens, params)
+        self._shapes.check(params, self.tokenizer, self.capacity)
+        return self._checked_request(tokens, params, salt, public)
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):

@@ -41,9 +41,10 @@ class SequenceState:
 
     def __post_init__(self) -> None:
         prompt, params = self.request.prompt_token_ids, self.request.params
-        self.tokens = prompt[: max(1, len(prompt) - 1)] if params.max_tokens == 0 else list(prompt)
+        scored = params.max_tokens == 0 and not self.request.embed
+        self.tokens = prompt[: max(1, len(prompt) - 1)] if scored else list(prompt)
         self.prompt_len = len(prompt)
-        if params.prompt_logprobs is not None and self.index == 0:
+        if params.prompt_logprobs is not None and self.index == 0 and not self.request.embed:
             self.reports_from = max(0, params.prompt_logprobs_start - 1)
 
     @property

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
 
-from headrace.server.errors import ApiError, ClientGone, JsonReply
-from headrace.server.job import Event, Job, aclose
+from headrace.server.admission import admit, settle
+from headrace.server.errors import ApiError, JsonReply
+from headrace.server.guard import TENANT
+from headrace.server.job import Job
+from headrace.server.prompt_progress import PromptProgress
 from headrace.server.protocol import Body, StreamedBody, parse_body
-from headrace.server.replies import Replies
-from headrace.server.state import ServerState
-from headrace.server.stream import EventStream, unless_gone
-from headrace.types import InvalidRequest, Overloaded
+from headrace.server.replies import OpenAIReplies, Replies
+from headrace.server.run import JobRun, outcome_of
+from headrace.server.state import CLIENT_GONE, ServerState
+from headrace.server.stream import EventStream, Note, unless_gone
+from headrace.server.turns import naming
+from headrace.types import Overloaded
 
 RETRY_S = 1.0
 
@@ -57,17 +62,35 @@ async def answer(state: ServerState, request: Request, api: Api[B]) -> Response:
         if body.model is not None:
             check_model(state, body.model)
         job = await unless_gone(request.receive, api.job(state, body, arrival_s))
-    state.arrived(job, await _told_text(state, job))
+        with naming(job.names):
+            admit(job, request.scope[TENANT], state.public, state.engine.capacity.max_model_len)
     replies = api.replies(state, body, job)
-    events = job.events(state.engine, state.metrics.note_peak)
+    run = await start(state, request, job)
     if isinstance(body, StreamedBody) and body.stream:
-        # The first event decides the status: a refusal after the headers could not carry one.
-        with account(state, job):
-            first = await unless_gone(request.receive, anext(events))
-        return EventStream(_stream(state, job, replies, events, first))
-    with account(state, job, last=True):
-        await unless_gone(request.receive, _drain(events, replies))
+        note = _progress(run, replies) if body.wants_progress else None
+        keepalive_s = state.config.server.sse_keepalive_s
+        ending = _Ending(run)
+        return EventStream(_frames(run, replies, ending), ending.end, keepalive_s, note)
+    async with ended(run):
+        await unless_gone(request.receive, run.drain(replies.take))
     return JsonReply(replies.whole())
+
+
+async def start(state: ServerState, request: Request, job: Job) -> JobRun:
+    """The job in the engine's queue. What the engine refuses it with before that is raised: the answer's status can
+    still tell it."""
+    try:
+        state.arrived(job, await _told_text(state, job))
+        run = JobRun(state, job)
+    except BaseException:
+        settle(job, refused=True)
+        raise
+    try:
+        await unless_gone(request.receive, run.queued())
+    except BaseException as error:
+        await run.end(outcome_of(error))
+        raise
+    return run
 
 
 async def _told_text(state: ServerState, job: Job) -> str:
@@ -101,50 +124,51 @@ def admission(state: ServerState) -> Iterator[None]:
         state.admitting -= 1
 
 
-@contextmanager
-def account(state: ServerState, job: Job, last: bool = False) -> Iterator[None]:
-    """Every request that the engine took is accounted for once: at its end, or where it failed."""
+@asynccontextmanager
+async def ended(run: JobRun) -> AsyncIterator[None]:
+    """Ends the run with what is done within."""
     try:
         yield
-    except (Overloaded, InvalidRequest):
-        raise  # refused, and told as such
-    except ClientGone:
-        state.finish(job, "client gone")
-        raise
     except BaseException as error:
-        state.finish(job, f"failed ({type(error).__name__})")
+        await run.end(outcome_of(error))
         raise
-    if last:
-        state.finish(job, "done")
+    await run.end("done")
 
 
-async def _drain(events: AsyncIterator[Event], replies: Replies) -> None:
+class _Ending:
+    """How a stream has ended so far."""
+
+    def __init__(self, run: JobRun) -> None:
+        self.run, self.outcome = run, CLIENT_GONE
+
+    async def end(self) -> None:
+        await self.run.end(self.outcome)
+
+
+async def _frames(run: JobRun, replies: Replies, ending: _Ending) -> AsyncIterator[bytes]:
+    """The server-sent events of one job. A failure becomes the last of them."""
     try:
-        async for event in events:
-            replies.take(event)
-    finally:
-        await aclose(events)
-
-
-async def _stream(
-    state: ServerState, job: Job, replies: Replies, events: AsyncIterator[Event], first: Event
-) -> AsyncIterator[bytes]:
-    """The server-sent events of one job. A failure in their midst becomes an error event."""
-    outcome = "client gone"
-    try:
-        for frame in replies.frames(first):
-            yield frame
-        async for event in events:
-            for frame in replies.frames(event):
-                yield frame
-        ending = replies.ending()
-        outcome = "done"
-        for frame in ending:
+        async with aclosing(run.events()) as events:
+            async for event in events:
+                for frame in replies.frames(event):
+                    yield frame
+        last = replies.ending()
+        ending.outcome = "done"
+        for frame in last:
             yield frame
     except Exception as error:
-        outcome = f"failed ({type(error).__name__})"
+        ending.outcome = f"failed ({type(error).__name__})"
         for frame in replies.failure(error):
             yield frame
-    finally:
-        await aclose(events)
-        state.finish(job, outcome)
+
+
+def _progress(run: JobRun, replies: Replies) -> Note:
+    """Notes on how far the prompt is read."""
+    assert isinstance(replies, OpenAIReplies), "other bodies have no such field"
+    progress, frame = PromptProgress(run.job, run.engine), replies.progress
+
+    def note() -> bytes | None:
+        told = progress()
+        return None if told is None else frame(told)
+
+    return note

@@ -260,7 +260,7 @@ def _row(name: str, custom_id: str | None, response: Any, error: Any) -> bytes:
 
 def unbounded(config: EngineConfig) -> EngineConfig:
     """Without a key, and with queues that refuse nothing: InFlight bounds what waits."""
-    return config.replace(api_key=None, max_queued_requests=2**40, max_queued_tokens=2**60)
+    return config.replace(api_key=None, api_keys_file=None, max_queued_requests=2**40, max_queued_tokens=2**60)
 
 
 class Answering(Protocol):

@@ -19,9 +19,13 @@ class Chat:
 
     async def job(self, state: ServerState, body: ChatBody, arrival_s: float) -> Job:
         most = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        with naming({**PROMPT, "logprobs": "top_logprobs", "max_tokens": most}):
+        shape = body.shape_field or "tools"
+        names = {**PROMPT, "logprobs": "top_logprobs", "max_tokens": most, "structured": shape}
+        with naming(names):
             sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
-            return await job_of(state, body.turn(), body.to_params(), "chatcmpl-", arrival_s, sharing)
+            job = await job_of(state, body.turn(), body.to_params(), "chatcmpl-", arrival_s, sharing)
+        job.names = names
+        return job
 
     def replies(self, state: ServerState, body: ChatBody, job: Job) -> ChatReplies:
         shown = Shown(body.model or state.model, state.engine.tokenizer, bool(body.return_token_ids), body.wants_usage)

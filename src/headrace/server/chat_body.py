@@ -28,8 +28,11 @@ class TextPart(Strict):
 
 
 class CalledFunction(Strict):
+    """parsed_arguments: what OpenAI's client made of the arguments; it sends that back and nobody reads it."""
+
     name: str
     arguments: str
+    parsed_arguments: Any = None
 
 
 class ToolCall(Strict):
@@ -37,6 +40,7 @@ class ToolCall(Strict):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
+    parsed_arguments: Any = None
 
     def for_template(self) -> dict[str, Any]:
         """Arguments as an object, which is what templates write as JSON; text that is no object stays text."""
@@ -60,6 +64,7 @@ class Message(Strict):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    parsed: Any = None
     # Fields of our own replies, so that a client may send them back; only the empty values mean nothing.
     refusal: None = None
     audio: None = None

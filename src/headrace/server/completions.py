@@ -9,7 +9,7 @@ from headrace.server.job import Job, Prompt
 from headrace.server.protocol import CompletionBody
 from headrace.server.replies import CompletionReplies, Shown
 from headrace.server.state import ServerState
-from headrace.server.turns import naming, note_public, tokenizer_of
+from headrace.server.turns import naming, tokenizer_of
 from headrace.types import SamplingParams
 
 NAMES: dict[str | None, str] = {None: "prompt", "prompt_token_ids": "prompt"}
@@ -22,12 +22,12 @@ class Completions:
     body = CompletionBody
 
     async def job(self, state: ServerState, body: CompletionBody, arrival_s: float) -> Job:
-        with naming(NAMES):
+        with naming({**NAMES, "structured": body.shape_field or "structured"}):
             params = body.to_params()
+            await state.engine.check_shape(params)
             prompts = await _prompts(state, body, params)
-        note_public(state, prompts, body.cache_salt)
         public = body.public_prefix_tokens or 0
-        return Job(f"cmpl-{uuid4().hex}", prompts, arrival_s, body.cache_salt, public)
+        return Job(f"cmpl-{uuid4().hex}", prompts, arrival_s, body.cache_salt, public, names=NAMES)
 
     def replies(self, state: ServerState, body: CompletionBody, job: Job) -> CompletionReplies:
         shown = Shown(body.model or state.model, state.engine.tokenizer, bool(body.return_token_ids), body.wants_usage)

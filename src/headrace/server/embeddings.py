@@ -17,7 +17,7 @@ from headrace.server.protocol import Body, prompts_of
 from headrace.server.replies import InOnePiece, figures
 from headrace.server.shapes import PROMPT
 from headrace.server.state import ServerState
-from headrace.server.turns import naming, note_public, tokenizer_of
+from headrace.server.turns import naming, tokenizer_of
 from headrace.types import Pooling, check_sharing
 
 MOST_INPUTS = 2048
@@ -59,11 +59,10 @@ class Embeddings:
         with naming(NAMES):
             check_dimensions(body.dimensions, engine.capacity.embedding_size, engine.capacity.pooling)
             prompts = [await _prompt(state, each) for each in body.inputs()]
-        note_public(state, prompts, body.cache_salt)
         longest = max(len(prompt.ids) for prompt in prompts)
         return Job(
             f"embd-{uuid4().hex}", prompts, arrival_s, body.cache_salt, body.public_prefix_tokens or 0,
-            at_once=at_once(longest, engine.capacity.max_sequences, state.config.server),
+            names=NAMES, at_once=at_once(longest, engine.capacity.max_sequences, state.config.server),
         )  # fmt: skip
 
     def replies(self, state: ServerState, body: EmbeddingBody, job: Job) -> EmbeddingReplies:

@@ -74,7 +74,8 @@ class ServedCapacity(Protocol):
 
 class ServedEngine(Protocol):
     """`generate` raises InvalidRequest, Overloaded or EngineDead at the call or at the first item; closing its
-    iterator early, or cancelling the task that waits on it, aborts the request and frees its chunks."""
+    iterator early, or cancelling the task that waits on it, aborts the request and frees its chunks. It calls `queued`
+    once the request waits for its turn: what refuses it before that is known then."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -100,6 +101,8 @@ class ServedEngine(Protocol):
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams, embed: bool = False) -> SamplingParams: ...
 
+    async def check_shape(self, params: SamplingParams) -> None: ...
+
     def generate(
         self,
         prompt: str | list[int],
@@ -108,6 +111,7 @@ class ServedEngine(Protocol):
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        queued: Callable[[], None] | None = None,
         embed: bool = False,
     ) -> AsyncIterator[Delta]: ...
 

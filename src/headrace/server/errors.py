@@ -22,6 +22,7 @@ log = logging.getLogger("headrace.server")
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "invalid_request_error",
@@ -88,7 +89,7 @@ def error_reply(told: ApiError, scope: Scope) -> JsonReply:
     """In the shape that the request's client knows."""
     if not speaks(scope["path"], scope["headers"]):
         return JsonReply(told.body(), status_code=told.status, headers=told.headers)
-    body = error_body(told.status, told.message)
+    body = error_body(told.status, told.message, told.param)
     return JsonReply(body, status_code=told.status, headers={**(told.headers or {}), REQUEST_ID: body["request_id"]})
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.server.errors import ApiError, ClientGone, as_api_error, error_reply
 from headrace.server.state import ServerState
+from headrace.server.tenants import Tenant
+from headrace.types import Overloaded
 
 MAX_BODY_BYTES = 32 * 2**20
 """A million token ids take 7 MiB of JSON, a million tokens of text about 5."""
@@ -18,13 +20,18 @@ DISCARD_BYTES = 8 * MAX_BODY_BYTES
 """So much of a body too large is read and thrown away: a client that still sends would not see the answer."""
 
 
+TENANT = "headrace.tenant"
+"""Where the scope of a request that has passed holds its Tenant."""
+
+BUSY_S = 2.0
+
+
 class Guard:
-    """/health passes always. The rest needs the key, then a living engine (but /metrics also tells of a dead one)."""
+    """/health passes always. The rest needs a key, then a living engine (but /metrics also tells of a dead one), and
+    what is posted a place within the limits of the key's tenant, as long as it is answered."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app, self.state = app, state
-        key = state.config.server.api_key
-        self.key = None if key is None else _digest(key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -33,8 +40,12 @@ class Guard:
         reply = _Reply(send, self.state)
         try:
             if scope["path"] != "/health":
-                self._check(scope)
-            await self.app(scope, _limited(receive), reply.send)
+                tenant = self._check(scope)
+            else:
+                tenant = self.state.keys.anybody
+            scope[TENANT] = tenant
+            with self._place(scope, tenant):
+                await self.app(scope, _limited(receive), reply.send)
         except Exception as error:
             if reply.started:
                 raise
@@ -42,13 +53,31 @@ class Guard:
             self.state.refusals.note(told, scope["method"], scope["path"])
             await error_reply(told, scope)(scope, receive, reply.send)
 
-    def _check(self, scope: Scope) -> None:
-        if self.key is not None and not hmac.compare_digest(self.key, _digest(_bearer(scope))):
+    def _check(self, scope: Scope) -> Tenant:
+        tenant = self.state.keys.tenant(_presented(scope))
+        if tenant is None:
             raise ApiError(401, "missing or wrong API key", None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
         if self.state.phase == "loading":
             raise ApiError(503, "the model is still loading", None, "loading", {"Retry-After": "5"})
         if self.state.phase in ("restarting", "failed") and scope["path"] != "/metrics":
             raise self._away()
+        if scope["path"] == "/metrics" and tenant.name and not tenant.rules.metrics:
+            told = "this key may not read /metrics: it tells of all tenants; set metrics = true for its tenant"
+            raise ApiError(403, told, None, "not_allowed")
+        return tenant
+
+    def _place(self, scope: Scope, tenant: Tenant) -> AbstractContextManager[None]:
+        """For a request that may cost something. While the queue is half full, a tenant beyond its share of requests
+        gets no more, so that the rest of the queue is left to the others."""
+        if scope["method"] != "POST":
+            return nullcontext()
+        keys = self.state.keys
+        if keys.tenants and self.state.half_full and keys.beyond_share(tenant):
+            tenant.counts["limited", "weight"] += 1
+            who = f"tenant {tenant.name}" if tenant.name else "this key"
+            raise Overloaded(f"{who} has its share of all requests under way (weight), and the queue is half full",
+                             BUSY_S)  # fmt: skip
+        return tenant.request()
 
     def _away(self) -> ApiError:
         if self.state.phase == "failed":
@@ -72,16 +101,13 @@ class _Reply:
         await self._send(message)
 
 
-def _digest(key: bytes) -> bytes:
-    """Equal lengths, so that the comparison tells nothing about the key's."""
-    return hashlib.sha256(key).digest()
-
-
-def _bearer(scope: Scope) -> bytes:
+def _presented(scope: Scope) -> Iterator[bytes]:
+    """Keys that come with a request: OpenAI's clients send a bearer, Anthropic's x-api-key, and some both."""
     for name, value in scope["headers"]:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
-            return bytes(value[7:].strip())
-    return b""
+            yield bytes(value[7:].strip())
+        elif name == b"x-api-key":
+            yield bytes(value.strip())
 
 
 def _limited(receive: Receive) -> Receive:

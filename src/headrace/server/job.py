@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.server.engine import ServedEngine
 from headrace.server.parsers.parts import Answer, OutputParser, Part, PlainText
+from headrace.server.tenants import ANYBODY, Tenant
 from headrace.stats import EngineStats
 from headrace.types import Delta, Metrics, SamplingParams, TokenLogprobs
 
@@ -78,6 +79,10 @@ class Event:
 class Job:
     """Invariant: `choices[p * n + i]` is sequence i of prompt p and holds every event that `events` has given out.
 
+    cache_salt: the client's, and the engine's once the job is `admitted` (server.admission). taken: tokens that its
+    tenant has been charged. queued: set once the engine has taken all prompts into its queue, or `at_once` of them.
+    left: the client is gone, and each prompt ends with its first token. remark: for the log. names: the engine's names
+    of fields, None for the prompt -> the client's.
     at_once: prompts that the engine has at a time, in their order; None: all.
     """
 
@@ -86,6 +91,13 @@ class Job:
     arrival_s: float
     cache_salt: str | None = None
     public_prefix_tokens: int = 0
+    tenant: Tenant = ANYBODY
+    admitted: bool = False
+    taken: int = 0
+    queued: asyncio.Event = field(default_factory=asyncio.Event)
+    left: bool = False
+    remark: str = ""
+    names: Mapping[str | None, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     choices: list[ReplyChoice] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
@@ -93,6 +105,7 @@ class Job:
     end_s: float | None = None
     gaps: list[float] = field(default_factory=list)
     at_once: int | None = None
+    _queued: int = 0
 
     def __post_init__(self) -> None:
         each = [prompt for prompt in self.prompts for _ in range(prompt.params.n)]
@@ -138,8 +151,11 @@ class Job:
     async def events(self, engine: ServedEngine, note: Callable[[EngineStats], None]) -> AsyncIterator[Event]:
         """Runs every prompt; closing this iterator, or cancelling its task, aborts what still runs.
 
-        `note` is told the engine's counters as they stand at each delta.
+        `note` is told the engine's counters as they stand at each delta. Raises RuntimeError for a job that has not
+        been admitted: it would meet any tenant's chunks.
         """
+        if not self.admitted:
+            raise RuntimeError("a job needs server.admission.admit before it goes to the engine")
         deltas = self._deltas(engine)
         try:
             async for p, delta in deltas:
@@ -170,34 +186,48 @@ class Job:
         return Event(choice, delta, first, choice.read(delta))
 
     def _deltas(self, engine: ServedEngine) -> AsyncIterator[tuple[int, Delta]]:
-        if len(self.prompts) == 1:
-            return self._one(engine, 0, self.request_id)
-        return self._many(engine)
+        return self._one(engine, 0) if len(self.prompts) == 1 else self._many(engine)
 
-    async def _one(self, engine: ServedEngine, p: int, request_id: str) -> AsyncIterator[tuple[int, Delta]]:
+    def prompt_id(self, p: int) -> str:
+        """The engine's request id of a prompt."""
+        return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{p}"
+
+    async def _one(self, engine: ServedEngine, p: int) -> AsyncIterator[tuple[int, Delta]]:
         prompt = self.prompts[p]
+        if self.left:
+            return
         stream = engine.generate(
             prompt.ids,
             prompt.params,
-            request_id=request_id,
+            request_id=self.prompt_id(p),
             cache_salt=self.cache_salt,
             public_prefix_tokens=max(self.public_prefix_tokens, prompt.public_tokens),
+            queued=self._note_queued,
             embed=prompt.embed,
         )
         try:
             async for delta in stream:
                 yield p, delta
+                if self.left:
+                    return
         finally:
             await aclose(stream)
+
+    def _note_queued(self) -> None:
+        self._queued += 1
+        if self._queued == self._most:
+            self.queued.set()
+
+    @property
+    def _most(self) -> int:
+        """Prompts that the engine has at a time."""
+        return min(self.at_once or len(self.prompts), len(self.prompts))
 
     async def _many(self, engine: ServedEngine) -> AsyncIterator[tuple[int, Delta]]:
         """All prompts at once. The first failure ends the others."""
         queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
-        turn = asyncio.Semaphore(self.at_once or len(self.prompts))
-        tasks = [
-            asyncio.create_task(_pump(self._one(engine, p, f"{self.request_id}-{p}"), queue, turn))
-            for p in range(len(self.prompts))
-        ]
+        turn = asyncio.Semaphore(self._most)
+        tasks = [asyncio.create_task(_pump(self._one(engine, p), queue, turn)) for p in range(len(self.prompts))]
         try:
             running = len(tasks)
             while running:

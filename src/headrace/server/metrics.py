@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from headrace.server.abandoned import AbandonedPrefills
 from headrace.server.engine import ServedCapacity
 from headrace.server.job import Job
+from headrace.server.keyring import Keyring
 from headrace.stats import EngineStats
 
 PREFIX = "headrace:"
@@ -29,6 +31,15 @@ HISTOGRAMS = {
     "request_prompt_tokens": ("Prompt tokens by request.", TOKENS),
     "request_generation_tokens": ("Generated tokens by request.", TOKENS),
 }
+
+
+ABANDONED = "Prefills whose client left, by whether they were finished."
+TENANT_COUNTS = {
+    "requests": ("Requests by tenant.", ""),
+    "tokens": ("Tokens of prompts, of them cached ones, and of answers.", "kind"),
+    "limited": ("Requests refused since a limit of their tenant was reached.", "limit"),
+}
+"""What is counted -> its help, and the label that tells kinds apart."""
 
 
 class _EngineCollector(Collector):
@@ -76,6 +87,34 @@ class _PeakCollector(Collector):
             yield family
 
 
+class ServerCounts(Collector):
+    """What tenants have had, each under its name, and prefills that went on without their client."""
+
+    def __init__(self, keys: Keyring, abandoned: AbandonedPrefills) -> None:
+        self.keys, self.abandoned = keys, abandoned
+
+    def collect(self) -> Iterator[Metric]:
+        ended = CounterMetricFamily(PREFIX + "prefills_after_disconnect", ABANDONED, labels=["outcome"])
+        for outcome, count in self.abandoned.counts.items():
+            ended.add_metric([outcome], count)
+        yield ended
+        tenants = list(self.keys.tenants.values())
+        if not tenants:
+            return
+        running = GaugeMetricFamily(PREFIX + "tenant_requests_running", "Requests not answered yet.", labels=["tenant"])
+        for tenant in tenants:
+            running.add_metric([tenant.name], tenant.under_way)
+        yield running
+        for what, (told, label) in TENANT_COUNTS.items():
+            labels = ["tenant", *([label] if label else [])]
+            family = CounterMetricFamily(f"{PREFIX}tenant_{what}", told, labels=labels)
+            for tenant in tenants:
+                for (counted, kind), count in sorted(tenant.counts.items()):
+                    if counted == what:
+                        family.add_metric([tenant.name, *([kind] if label else [])], count)
+            yield family
+
+
 class ServerMetrics:
     """One registry per server. `refused` counts answers other than 2xx, `gone` requests whose client left, `restarts`
     engines that replaced a failed one."""
@@ -100,6 +139,14 @@ class ServerMetrics:
             PREFIX + "engine_restarts", "Times a failed engine was started again.", registry=self.registry
         )
         self.gone = Counter(PREFIX + "clients_gone", "Requests whose client left early.", registry=self.registry)
+
+    def watch(self, name: str, told: str, value: Callable[[], float]) -> None:
+        """A gauge whose value is asked for at every scrape."""
+        Gauge(PREFIX + name, told, registry=self.registry).set_function(value)
+
+    def register(self, collector: Collector) -> None:
+        """More figures for the page."""
+        self.registry.register(collector)
 
     def note_peak(self, stats: EngineStats) -> None:
         """Keeps the moment at which running requests would have held most without sharing."""

@@ -6,6 +6,7 @@ Bodies are parsed by hand, so that errors name fields; ROUTES says which route t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,25 +16,36 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from headrace.server import shapes
 from headrace.server.anthropic.body import CountBody, MessagesBody
-from headrace.server.anthropic.errors import MESSAGES
+from headrace.server.anthropic.errors import MESSAGES, MODELS
 from headrace.server.chat_body import ChatBody
 from headrace.server.embeddings import EmbeddingBody
 from headrace.server.protocol import Body, CompletionBody
+from headrace.server.responses import shapes as responses
+from headrace.server.responses.body import ResponsesBody
 from headrace.server.scoring import ScoreBody
 from headrace.server.tokenizing import DetokenizeBody, TokenizeBody
 from headrace.types import MAX_LISTED, MAX_SALT, MAX_STOP_LENGTH, MAX_STOPS, RANGES
 from headrace.version import __version__
+
+PLACE = re.compile(r"\{(\w+)\}")
+"""A parameter in a path."""
 
 REF = "#/components/schemas/{model}"
 
 OPEN = "/health"
 """The route that no key guards."""
 
+KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""How a key may come, either way."""
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """One operation. replies: TypedDicts of server.shapes, of which a reply has one; without any it is plain text.
-    streams: with `stream` the reply is server-sent events."""
+    streams: with `stream` the reply is server-sent events. query: names of its parameters there."""
 
     method: str
     path: str
@@ -41,17 +53,25 @@ class Route:
     body: type[Body] | None = None
     replies: tuple[Any, ...] = ()
     streams: bool = False
+    query: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Of the operation: get_v1_models."""
-        words = self.path.replace("{name}", "one").strip("/").replace("/", "_").replace(".", "_")
+        words = PLACE.sub("one", self.path).strip("/").replace("/", "_").replace(".", "_")
         return f"{self.method.lower()}_{words}"
 
     @property
-    def error(self) -> Any:
-        return shapes.AnthropicError if self.path.startswith(MESSAGES) else shapes.Error
+    def errors(self) -> tuple[Any, ...]:
+        """Shapes of a refusal; of models it depends on the client."""
+        if self.path.startswith(MESSAGES):
+            return (shapes.AnthropicError,)
+        return (shapes.Error, shapes.AnthropicError) if self.path.startswith(MODELS) else (shapes.Error,)
 
+
+RESPONSES = "/v1/responses"
+ONE = RESPONSES + "/{response_id}"
+PAGED = ("cache_salt", "limit", "order", "after")
 
 ROUTES = (
     Route("POST", "/v1/completions", "The continuation of a text.", CompletionBody, (shapes.Completion,), True),
@@ -60,10 +80,15 @@ ROUTES = (
     Route("POST", f"{MESSAGES}/count_tokens", "Tokens of such a prompt.", CountBody, (shapes.CountedTokens,)),
     Route("POST", "/v1/score", "The likelihood of options after a text.", ScoreBody, (shapes.Scores,)),
     Route("POST", "/v1/embeddings", "A vector for each text.", EmbeddingBody, (shapes.EmbeddingList,)),
+    Route("POST", RESPONSES, "A response, in OpenAI's newer shape.", ResponsesBody, (responses.ModelResponse,), True),
+    Route("POST", f"{RESPONSES}/input_tokens", "Tokens of such a prompt.", ResponsesBody, (responses.CountedInput,)),
+    Route("GET", ONE, "A kept response.", None, (responses.ModelResponse,), query=("cache_salt",)),
+    Route("DELETE", ONE, "Forgets a kept response.", None, (responses.DeletedResponse,), query=("cache_salt",)),
+    Route("GET", f"{ONE}/input_items", "What its model was given.", None, (responses.ItemList,), query=PAGED),
     Route("POST", "/tokenize", "Token ids of a text or a chat.", TokenizeBody, (shapes.Tokenized,)),
     Route("POST", "/detokenize", "The text of token ids.", DetokenizeBody, (shapes.Detokenized,)),
-    Route("GET", "/v1/models", "The served model, by all names.", None, (shapes.ModelList, shapes.AnthropicModelList)),
-    Route("GET", "/v1/models/{name}", "It by one name.", None, (shapes.ModelCard, shapes.AnthropicModel)),
+    Route("GET", MODELS, "The served model, by all names.", None, (shapes.ModelList, shapes.AnthropicModelList)),
+    Route("GET", f"{MODELS}/{{name}}", "It by one name.", None, (shapes.ModelCard, shapes.AnthropicModel)),
     Route("GET", OPEN, "Whether requests are answered.", None, (shapes.Health,)),
     Route("GET", "/metrics", "Figures for Prometheus."),
     Route("GET", "/openapi.json", "This document.", None, (dict[str, Any],)),
@@ -80,12 +105,14 @@ BOUNDS = {name: {"minimum": low, "maximum": high} for name, low, high, _, _ in R
 FIELDS: dict[str, dict[str, Any]] = {
     **BOUNDS,
     "max_completion_tokens": BOUNDS["max_tokens"],
+    "max_output_tokens": BOUNDS["max_tokens"],
     "messages": {"minItems": 1},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "cache_salt": {"minLength": 1, "maxLength": MAX_SALT},
     "public_prefix_tokens": {"minimum": 0, "maximum": 2**31},
     "stop_token_ids": {"items": shapes.TOKEN_IDS["items"], "maxItems": MAX_LISTED},
     "logprob_token_ids": {"items": shapes.TOKEN_IDS["items"], "maxItems": MAX_LISTED},
+    "tokens": {"items": shapes.TOKEN_IDS["items"]},
     "logit_bias": {
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
@@ -97,8 +124,18 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 """What fields of bodies may hold beyond their types; their records check it, not their models."""
 
-REQUIRED: dict[type[Body], dict[str, dict[str, Any]]] = {CompletionBody: {"prompt": shapes.PROMPT}}
-"""Fields that a model does not ask for, since the refusal comes elsewhere."""
+ALSO: dict[type[Body], dict[str, Any]] = {
+    CompletionBody: {"required": ["prompt"], "properties": {"prompt": shapes.PROMPT}},
+    ResponsesBody: {"required": ["input"], "properties": {"input": responses.INPUT}},
+    TokenizeBody: {
+        "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+        "properties": {
+            "prompt": {"type": "string"},
+            "messages": {"type": "array", "items": {"$ref": REF.format(model="Message")}, "minItems": 1},
+        },
+    },
+}
+"""What bodies check by themselves."""
 
 
 def document(guarded: bool, routes: Iterable[Route] = ROUTES) -> dict[str, Any]:
@@ -107,13 +144,12 @@ def document(guarded: bool, routes: Iterable[Route] = ROUTES) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
-    keys = {"type": "http", "scheme": "bearer"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Headrace", "version": __version__},
         "paths": paths,
-        "components": {"schemas": _schemas(routes), "securitySchemes": {"bearer": keys} if guarded else {}},
-        "security": [{"bearer": []}] if guarded else [],
+        "components": {"schemas": _schemas(routes), "securitySchemes": KEYS if guarded else {}},
+        "security": [{name: []} for name in KEYS] if guarded else [],
     }
 
 
@@ -122,8 +158,8 @@ def document(guarded: bool, routes: Iterable[Route] = ROUTES) -> dict[str, Any]:
 
 def _operation(route: Route) -> dict[str, Any]:
     told: dict[str, Any] = {"operationId": route.name, "summary": route.summary, "responses": _responses(route)}
-    if "{name}" in route.path:
-        told["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if parameters := _parameters(route):
+        told["parameters"] = parameters
     if route.body is not None:
         told["requestBody"] = {"required": True, "content": _json(route.body)}
     if route.path == OPEN:
@@ -131,21 +167,30 @@ def _operation(route: Route) -> dict[str, Any]:
     return told
 
 
+def _parameters(route: Route) -> list[dict[str, Any]]:
+    places = [(name, "path") for name in PLACE.findall(route.path)] + [(name, "query") for name in route.query]
+    return [
+        {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}} for name, place in places
+    ]
+
+
 def _responses(route: Route) -> dict[str, Any]:
     content = _json(*route.replies) if route.replies else {"text/plain": {"schema": {"type": "string"}}}
     if route.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}
     responses = {"200": {"description": "The reply.", "content": content}}
     if route.path == OPEN:
         return {**responses, "503": {"description": "Not ready.", "content": _json(shapes.NotHealthy)}}
     told = {"401": "The key is missing or wrong.", "503": "The model loads, or the engine has failed."}
+    if "{response_id}" in route.path:
+        told |= {"404": "It is not kept.", "400": "A parameter is wrong."}
     if "{name}" in route.path or route.body is not None:
         told |= {"404": "Another model."}
     if route.body is not None:
         told |= {"400": "A field is wrong.", "408": "The body is slow.", "413": "The body is too large.",
-                 "429": "Too many requests wait."}  # fmt: skip
+                 "429": "Too many requests wait, or a limit of the key is reached."}  # fmt: skip
     told["default"] = "Another refusal, or a fault of the server."
-    refusals = {code: {"description": words, "content": _json(route.error)} for code, words in told.items()}
+    refusals = {code: {"description": words, "content": _json(*route.errors)} for code, words in told.items()}
     return responses | dict(sorted(refusals.items()))
 
 
@@ -172,7 +217,7 @@ def _schemas(routes: Iterable[Route]) -> dict[str, Any]:
     """By name: bodies, shapes of replies, and what they hold."""
     bodies = dict.fromkeys(route.body for route in routes if route.body is not None)
     replies = dict.fromkeys(
-        kind for route in routes for kind in (*route.replies, route.error) if kind != dict[str, Any]
+        kind for route in routes for kind in (*route.replies, *route.errors) if kind != dict[str, Any]
     )
     asked: Any = [(body, "validation") for body in bodies]
     _, found = models_json_schema(asked, ref_template=REF, schema_generator=Untitled)
@@ -192,6 +237,5 @@ def _as_taken(body: type[Body], schema: dict[str, Any]) -> dict[str, Any]:
         name: told | FIELDS.get(name, {}) for name, told in schema["properties"].items() if name not in body.refused
     }
     fields |= {name: {"description": "Accepted without effect."} for name in sorted(body.ignored)}
-    needed = REQUIRED.get(body, {})
-    required = [*schema.get("required", ()), *needed]
-    return {**schema, "properties": fields | needed, **({"required": required} if required else {})}
+    also = ALSO.get(body, {})
+    return {**schema, **also, "properties": fields | also.get("properties", {})}

@@ -7,11 +7,14 @@ import re
 from collections.abc import Mapping, Set
 from dataclasses import fields
 from types import UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model, field_validator
+from pydantic import AfterValidator, ValidationError, WithJsonSchema, create_model, field_validator
+from pydantic_core import PydanticCustomError
 
 from headrace.server.errors import ApiError, invalid
+from headrace.server.shape_fields import ShapedBody
+from headrace.server.strict import Strict as Strict
 from headrace.types import SamplingParams, check_sharing
 
 IGNORED = {
@@ -47,19 +50,19 @@ SPECIAL = ("logit_bias", "max_tokens")
 """Sampling parameters of a body that need more than to be handed on."""
 
 
-class Strict(BaseModel):
-    """No coercion ('16' is not 16), no unknown fields, no NaN."""
+def _only_false(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError("only_false", "only false is supported")
+    return value
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+OnlyFalse = Annotated[bool, AfterValidator(_only_false), WithJsonSchema({"const": False})]
+"""False and nothing else; Literal[False] takes 0 too."""
 
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
-
-
-class ResponseFormat(Strict):
-    type: Literal["text"]
+    include_obfuscation: OnlyFalse | None = None
 
 
 def _json_form(kind: Any) -> Any:
@@ -99,16 +102,21 @@ class StreamedBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    @property
+    def wants_progress(self) -> bool:
+        """Whether a stream should tell how far the prompt is read."""
+        return False
+
 
 _FIELDS: Any = {name: (kind, None) for name, kind in SAMPLING.items()}
 _Sampling: Any = create_model("_Sampling", __base__=StreamedBody, **_FIELDS)
 
 
-class SampledBody(_Sampling):
-    response_format: ResponseFormat | None = None
+class SampledBody(_Sampling, ShapedBody):
     cache_salt: str | None = None
     public_prefix_tokens: int | None = None
     return_token_ids: bool | None = None
+    return_progress: bool | None = None
 
     @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod
@@ -119,6 +127,8 @@ class SampledBody(_Sampling):
         """Fields that are right alone and wrong together."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options needs stream=true", "stream_options")
+        if self.return_progress and not self.stream:
+            raise invalid("return_progress needs stream=true", "return_progress")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs is not available with stream=true", "prompt_logprobs")
         check_sharing(self.cache_salt, self.public_prefix_tokens or 0)
@@ -129,10 +139,14 @@ class SampledBody(_Sampling):
         given = {name: value for name, value in given.items() if value is not None}
         if self.logit_bias:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
-        params = SamplingParams(**given, **special)
+        params = SamplingParams(**given, structured=self.shape(), **special)
         if params.logprob_token_ids and params.logprobs is None and params.prompt_logprobs is None:
             raise invalid("logprob_token_ids needs logprobs, or prompt_logprobs", "logprob_token_ids")
         return params
+
+    @property
+    def wants_progress(self) -> bool:
+        return bool(self.return_progress)
 
     @property
     def wants_usage(self) -> bool:

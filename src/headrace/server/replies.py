@@ -131,6 +131,11 @@ class OpenAIReplies:
     def failure(self, error: BaseException) -> list[bytes]:
         return [sse_error(error)]
 
+    def progress(self, told: dict[str, Any]) -> bytes:
+        """A chunk without choices that tells how far the prompt is read (server.prompt_progress)."""
+        usage = {"usage": None} if self.shown.usage else {}
+        return sse({**self._head(self.chunk_object), "choices": [], **usage, "prompt_progress": told})
+
     def chunks(self, event: Event) -> list[dict[str, Any]]:
         """Chunks for one event."""
         choices = self._deltas(event)

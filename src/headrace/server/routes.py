@@ -76,7 +76,7 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
 
     @router.get("/openapi.json")
     async def openapi() -> Response:
-        return JsonReply(document(state.config.server.api_key is not None))
+        return JsonReply(document(state.keys.guarded))
 
     app.include_router(router)
 
@@ -88,7 +88,7 @@ def _health(state: ServerState) -> Response:
     if state.phase == "loading":
         told = f"the model is still loading{_how_far(state)}"
     else:
-        told = "the engine has failed" if state.config.server.api_key else str(state.reason)
+        told = "the engine has failed" if state.keys.guarded else str(state.reason)
         if state.phase == "restarting":
             told += f"; it is being started again{_how_far(state)}"
     return JsonReply({"status": state.phase, **ApiError(503, told, None, state.phase).body()}, status_code=503)

@@ -14,7 +14,7 @@ from headrace.server.job import Job, Prompt
 from headrace.server.protocol import IGNORED, Body
 from headrace.server.replies import InOnePiece, figures, finite
 from headrace.server.state import ServerState
-from headrace.server.turns import naming, note_public
+from headrace.server.turns import naming
 from headrace.types import Score, check_sharing
 
 TEXT = {
@@ -80,14 +80,14 @@ class Scoring:
 
     async def job(self, state: ServerState, body: ScoreBody, arrival_s: float) -> Job:
         engine, renamed = state.engine, "text" if body.prompt is None else "prompt"
-        with naming({"text": renamed}):
+        names: dict[str | None, str] = {None: "options", "text": renamed}
+        with naming(names):
             text, options = body.given()
             plan = await state.in_tokenizer(plan_score, text, options, engine.tokenizer, engine.capacity.alike_tokens)
             plan.check(engine.check)
         prompts = [Prompt(each.token_ids, each.params, shared=each.shared) for each in plan.requests]
-        note_public(state, prompts, body.cache_salt)
         public = body.public_prefix_tokens or 0
-        job = ScoreJob(f"score-{uuid4().hex}", prompts, arrival_s, body.cache_salt, public)
+        job = ScoreJob(f"score-{uuid4().hex}", prompts, arrival_s, body.cache_salt, public, names=names)
         longest = max(len(prompt.ids) for prompt in prompts)
         job.at_once = at_once(longest, engine.capacity.max_sequences, state.config.server)
         job.plan = plan

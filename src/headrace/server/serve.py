@@ -53,7 +53,7 @@ def serve(config: EngineConfig, make_engine: MakeEngine | None = None) -> int:
     app = create_app(make_engine or _engine_maker(config), config)
     server = make_server(app)
     server.state.on_failure = lambda: _end_after_failure(server)
-    if config.server.api_key is None and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
+    if not server.state.keys.guarded and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
         log.warning("anybody who reaches %s can use this server: set HEADRACE_API_KEY", address(config))
     asyncio.run(server.serve(sockets=[sock]))
     return server.exit_code()
@@ -128,6 +128,8 @@ class HTTPServer(uvicorn.Server):
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self.handle_exit, number, None)
+            if self.state.config.server.api_keys_file is not None:
+                loop.add_signal_handler(signal.SIGHUP, self.state.keys.reload)
         yield
 
 

@@ -152,5 +152,6 @@ def curl(config: EngineConfig, model: str, tokenizer: Any) -> str:
     elif tokenizer.has_chat_template:
         url = local_address(config) + "/v1/chat/completions"
         body = {"model": model, "messages": [{"role": "user", "content": "..."}]}
-    key = "" if config.server.api_key is None else ' -H "Authorization: Bearer $HEADRACE_API_KEY"'
+    guarded = config.server.api_key is not None or config.server.api_keys_file is not None
+    key = ' -H "Authorization: Bearer $HEADRACE_API_KEY"' if guarded else ""
     return f"curl {url} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"

@@ -12,10 +12,14 @@ from typing import Literal, TypeVar
 
 from headrace import host
 from headrace.config import EngineConfig
+from headrace.server.abandoned import CLIENT_GONE as CLIENT_GONE
+from headrace.server.abandoned import AbandonedPrefills
+from headrace.server.admission import settle
 from headrace.server.engine import ServedCapacity, ServedEngine, ServedTokenizer
 from headrace.server.job import Job, cancel
+from headrace.server.keyring import Keyring
 from headrace.server.loading import LoadLog
-from headrace.server.metrics import ServerMetrics
+from headrace.server.metrics import ServerCounts, ServerMetrics
 from headrace.server.parsers.registry import Formats, formats_of
 from headrace.server.public import PublicPrefixes, prefixes_of, read_texts
 from headrace.server.refusals import Refusals
@@ -31,6 +35,9 @@ log = logging.getLogger("headrace.server")
 Phase = Literal["loading", "ready", "restarting", "failed"]
 MakeEngine = Callable[[], Awaitable[ServedEngine]]
 T = TypeVar("T")
+
+REFUSED = "refused"
+"""How a request ended that the engine did not take."""
 
 RENDERING = 2
 """Threads that wait for chat templates; as many as there are processes that render them."""
@@ -57,9 +64,14 @@ class ServerState:
         self.formats = Formats()
         self._public_texts = read_texts(config.server.public_prefix_file)
         self.refusals = Refusals(config.server.log_interval_s)
+        self.keys = Keyring(config.server)
+        self.abandoned = AbandonedPrefills(config)
         self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
+        self.metrics.register(ServerCounts(self.keys, self.abandoned))
         self.on_failure: Callable[[], None] = lambda: None
         self.responses = ResponseStore(config.server.response_store_mb << 20)
+        self.metrics.watch("responses_kept", "Responses kept for the next turn.", lambda: len(self.responses))
+        self.metrics.watch("responses_kept_bytes", "Memory that they take.", lambda: self.responses.used)
         self.admitting = 0
         self.listens = False
         self._was_ready = False
@@ -86,6 +98,12 @@ class ServerState:
         left = self._load_s - (time.monotonic() - self._load_start_s)
         return max(1, math.ceil(left))
 
+    @property
+    def half_full(self) -> bool:
+        """Whether half of the places for waiting requests are taken."""
+        waiting = 0 if self._engine is None else self._engine.stats.scheduler.waiting
+        return 2 * waiting >= self.config.server.max_queued_requests
+
     def stats(self) -> EngineStats:
         """Gauges of the engine that is ready, and counters of all engines since the start."""
         own = self._engine.stats if self._engine is not None and self._was_ready else EngineStats()
@@ -100,6 +118,7 @@ class ServerState:
 
     async def close(self) -> None:
         await cancel(*self._tasks)
+        await self.abandoned.close()
         if self._engine is not None:
             if self.listens and self.config.tiers is not None and self._engine.alive:
                 log.info("stopping: the engine stores what is left of its KV cache")
@@ -139,7 +158,7 @@ class ServerState:
             await engine.start(phases=self.loading)
             self.loading.times.close()
             self.public = await self.in_renderer(prefixes_of, self._public_texts, engine.tokenizer)
-            self.formats = _formats(engine.tokenizer)
+            self.formats = _formats(engine.tokenizer, self.config)
         finally:
             await cancel(lines)
         again = self.phase == "restarting"
@@ -202,21 +221,30 @@ class ServerState:
             _tell(arrival_line(job, text if self.config.server.log_requests == "text" else None))
 
     def finish(self, job: Job, outcome: str) -> None:
-        """The account of one request that reached the engine, however it ended."""
+        """The account of one request that reached the engine, or was refused by it, however it ended."""
+        settle(job, refused=outcome == REFUSED)
+        if outcome == REFUSED:
+            return  # and told as such
         if outcome == "done":
             self.metrics.observe(job)
             self._limit.note_success()
-        elif outcome == "client gone":
+        elif outcome == CLIENT_GONE:
             self.metrics.gone.inc()
         if self.config.server.log_requests != "off":
             _tell(job_line(job, outcome, self.config.server.log_requests == "text"))
 
 
-def _formats(tokenizer: ServedTokenizer | None) -> Formats:
+def _formats(tokenizer: ServedTokenizer | None, config: EngineConfig) -> Formats:
     """How the model writes calls and reasoning."""
     if tokenizer is None:
         return Formats()
-    return formats_of(tokenizer.chat_template, tokens=tokenizer.added_tokens, hidden=tokenizer.special_tokens)
+    return formats_of(
+        tokenizer.chat_template,
+        tool_parser=config.server.tool_call_parser,
+        reasoning_parser=config.server.reasoning_parser,
+        tokens=tokenizer.added_tokens,
+        hidden=tokenizer.special_tokens,
+    )
 
 
 def _tell(*lines: Line) -> None:

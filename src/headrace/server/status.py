@@ -38,7 +38,7 @@ def arrival_line(job: Job, text: str | None) -> Line:
     begins = "" if text is None else f"  '{shown(text, MOST_TEXT)}'"
     line = f"{_head(job, 'arrived')}  prompt {job.prompt_tokens:>7,}{count}{told}{begins}"
     named = {"request_id": job.request_id, "event": "arrived", "prompt_tokens": job.prompt_tokens, "params": asked,
-             "choices": len(job.choices)}  # fmt: skip
+             "choices": len(job.choices), **_tenant(job)}  # fmt: skip
     return Line(line, named if text is None else {**named, "prompt": text[:MOST_TEXT]})
 
 
@@ -60,10 +60,12 @@ def job_line(job: Job, outcome: str, texts: bool = False) -> Line:
     said = "".join(f"  '{answer}'" for answer in answers)
     named = {"request_id": job.request_id, "event": "ended", "outcome": outcome, "finish_reason": reasons or None,
              "prompt_tokens": job.prompt_tokens, "output_tokens": job.output_tokens,
-             "choices": len(job.choices), **({"answers": answers} if texts else {})}  # fmt: skip
+             "choices": len(job.choices), **_tenant(job), **({"answers": answers} if texts else {}),
+             **({"remark": job.remark} if job.remark else {})}  # fmt: skip
     if not job.metrics:
         seconds = (job.end_s or time.monotonic()) - job.arrival_s
         line = f"{head}  prompt {job.prompt_tokens:>7,}{'':17}  output {job.output_tokens:>6,}  after {seconds:.3f} s"
+        line += f", {job.remark}" if job.remark else ""
         return Line(line + said, {**named, "e2e_s": round(seconds, 6)})
     told = figures(job)
     speed = f"{told['decode_tokens_per_s']:>7,.1f}" if told["decode_tokens_per_s"] else f"{'-':>7}"
@@ -75,7 +77,12 @@ def job_line(job: Job, outcome: str, texts: bool = False) -> Line:
 
 
 def _head(job: Job, what: str) -> str:
-    return f"{short_id(job.request_id):8}  {what:<8}"
+    tenant = f"  {job.tenant.name}" if job.tenant.name else ""
+    return f"{short_id(job.request_id):8}  {what:<8}{tenant}"
+
+
+def _tenant(job: Job) -> dict[str, str]:
+    return {"tenant": job.tenant.name} if job.tenant.name else {}
 
 
 def _how(job: Job, told: dict[str, Any]) -> str:

@@ -1,9 +1,12 @@
-"""Server-sent events, and the watch on a client that may leave at any moment."""
+"""Server-sent events, what a silent stream says meanwhile, and the watch on a client that may leave at any moment."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +19,12 @@ from headrace.server.job import aclose, cancel
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients skip."""
+
+NOTE_S = 1.0
+"""Seconds between two notes about an answer that has not begun."""
 
 
 def sse(content: Any) -> bytes:
@@ -47,25 +56,66 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """Sends `events`, each one whole server-sent event, and closes them when done or when the client goes."""
+Note = Callable[[], bytes | None]
+"""What there is to tell of an answer that has not begun: a server-sent event, None for nothing new."""
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+End = Callable[[], Awaitable[None]]
+
+
+class EventStream(Response):
+    """Sends `events`, each one whole server-sent event, until they are done or the client goes. Then awaits `end`, once
+    and in any case.
+
+    After keepalive_s without an event it sends a comment (0: never); until the first event also what `note` says, every
+    NOTE_S.
+    """
+
+    def __init__(
+        self, events: AsyncIterator[bytes], end: End, keepalive_s: float = 0.0, note: Note | None = None
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter is nginx's
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
-        self.events = events
+        self.events, self.end = events, end
+        self._keepalive_s, self._note = keepalive_s or math.inf, note
+        self._sent_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await unless_gone(receive, self._send_all(send))
-        except ClientGone:
-            pass
+            with suppress(ClientGone):
+                await unless_gone(receive, self._send_all(send))
         finally:
             await aclose(self.events)
+            await self.end()
 
     async def _send_all(self, send: Send) -> None:
-        async for event in self.events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        silent = self._keepalive_s == math.inf and self._note is None
+        clock = None if silent else asyncio.create_task(self._keep_alive(send))
+        try:
+            async for event in self.events:
+                self._sent_s, self._note = time.monotonic(), None
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            if clock is not None:
+                await cancel(clock)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Runs beside the events, so that they pay nothing for it."""
+        while (wait_s := self._wait_s()) < math.inf:
+            await asyncio.sleep(wait_s)
+            if (frame := self._due()) is not None:
+                self._sent_s = time.monotonic()
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+    def _wait_s(self) -> float:
+        """Until there may be something to send."""
+        silence_s = max(0.01, self._sent_s + self._keepalive_s - time.monotonic())
+        return silence_s if self._note is None else min(NOTE_S, silence_s)
+
+    def _due(self) -> bytes | None:
+        frame = None if self._note is None else self._note()
+        if frame is None and time.monotonic() >= self._sent_s + self._keepalive_s:
+            return KEEP_ALIVE
+        return frame

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,7 +43,6 @@ async def job_of(
 ) -> Job:
     """The job of a turn; its id begins with `prefix`. Raises InvalidRequest."""
     prompts = [await prompt_of(state, turn, params)]
-    note_public(state, prompts, sharing.cache_salt)
     return Job(f"{prefix}{uuid4().hex}", prompts, arrival_s, sharing.cache_salt, sharing.public_prefix_tokens)
 
 
@@ -55,8 +54,11 @@ async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams) -> P
     formats, end = state.formats, text[-SEEN:]
     shape = constraint(formats, turn.tools, turn.choice, turn.reasoning, end, params.structured)
     skips = params.skip_special_tokens and not formats.needs_special_tokens
-    checked = state.engine.check(ids, replace(params, structured=shape, skip_special_tokens=skips))
-    return Prompt(ids, checked, parser=lambda: make_parser(formats, turn.tools, turn.choice, end))
+    params = replace(params, structured=shape, skip_special_tokens=skips)
+    await state.engine.check_shape(params)
+    return Prompt(
+        ids, state.engine.check(ids, params), parser=lambda: make_parser(formats, turn.tools, turn.choice, end)
+    )
 
 
 async def tokens_of(state: ServerState, turn: Turn) -> list[int]:
@@ -94,13 +96,6 @@ def _variables(turn: Turn) -> dict[str, Any]:
     if turn.reasoning.effort is not None:
         variables.setdefault("reasoning_effort", turn.reasoning.effort)
     return variables
-
-
-def note_public(state: ServerState, prompts: Sequence[Prompt], cache_salt: str | None) -> None:
-    """How much of each prompt is the operator's."""
-    if cache_salt is not None:
-        for prompt in prompts:
-            prompt.public_tokens = state.public.tokens(prompt.ids)
 
 
 def tokenizer_of(state: ServerState, param: str) -> Any:

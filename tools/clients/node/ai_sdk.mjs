@@ -7,6 +7,7 @@ import { embedMany, generateObject, generateText, Output, stepCountIs, streamObj
 import assert from 'node:assert/strict';
 import { z } from 'zod';
 
+globalThis.AI_SDK_LOG_WARNINGS = false;
 const [real, scripted] = process.argv.slice(2);
 const MODEL = 'tiny', apiKey = 'none', prompt = 'Weather in Paris?';
 const City = z.object({ name: z.string().max(16), country: z.enum(['France', 'Portugal']), capital: z.boolean() });

@@ -34,7 +34,7 @@ def test_messages_as_its_coding_client_sends_them(client: anthropic.Anthropic) -
     messages: Any = [{"role": "user", "content": [
         {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}]}]  # fmt: skip
     made = client.beta.messages.create(
-        model=MODEL, max_tokens=8, system=system, messages=messages, temperature=1, metadata={"user_id": "me"},
+        model=MODEL, max_tokens=8, system=system, messages=messages, metadata={"user_id": "me"},
         tools=[TOOL], tool_choice={"type": "none"}, betas=["fine-grained-tool-streaming-2025-05-14"],
     )  # fmt: skip
     assert made.content[0].type == "text"

@@ -53,8 +53,7 @@ class MaskThread:
         words = np.empty((len(work), vocabulary.words), np.int32)
         places = [(native, row) for row, (_, native) in enumerate(work)]
         self._executor.unsafe_compute_mask_ptr(places, words.ctypes.data, words.shape[1] * 4, len(work))
-        bits = np.unpackbits(words.view(np.uint8), axis=1, count=vocabulary.width, bitorder="little")
-        for (matcher, _), row in zip(work, bits.view(np.bool_), strict=True):
+        for (matcher, _), row in zip(work, vocabulary.masks(words), strict=True):
             matcher.note(row)
 
     def close(self) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from headrace.engine.tokenizer import Tokenizer
@@ -16,18 +18,22 @@ from headrace.types import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """tokens: llguidance's view. width: token ids that the logits have. ends: tokens that end an answer.
-    canonical: whether forced text has one right tokenization, so that its tokens can be appended without sampling."""
+    """tokens: llguidance's view. width: token ids that the logits have. canonical: whether forced text
+    has one right tokenization, so that its tokens can be appended without sampling."""
 
     tokens: LLTokenizer
     width: int
-    ends: frozenset[int]
     canonical: bool
 
     @property
     def words(self) -> int:
         """32-bit words of a mask."""
         return (self.tokens.vocab_size + 31) // 32
+
+    def masks(self, words: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Masks [R, width] of llguidance's bits [R, words]."""
+        bits = np.unpackbits(words.view(np.uint8), axis=1, count=self.width, bitorder="little")
+        return bits.view(np.bool_)
 
 
 _Key = tuple[int, tuple[int, ...]]
@@ -60,9 +66,9 @@ def _make(tokenizer: Tokenizer, width: int, ends: tuple[int, ...]) -> Vocabulary
     within = [token for token in ends if token < tokenizer.vocab_size]
     found = _from_library(tokenizer, width, within) if within else None
     if found is not None:
-        return Vocabulary(found, width, frozenset(ends), bool(found.is_canonical))
+        return Vocabulary(found, width, bool(found.is_canonical))
     try:
-        return Vocabulary(_from_bytes(tokenizer, width, within), width, frozenset(ends), canonical=False)
+        return Vocabulary(_from_bytes(tokenizer, width, within), width, canonical=False)
     except ValueError as error:
         raise InvalidRequest(f"this model's tokenizer cannot be used: {shown(error)}", "structured") from None
 
@@ -84,8 +90,7 @@ def _from_library(tokenizer: Tokenizer, width: int, ends: list[int]) -> LLTokeni
 def _from_bytes(tokenizer: Tokenizer, width: int, ends: list[int]) -> LLTokenizer:
     """By the bytes of each token. A model without end-of-sequence gets one beyond its logits, which is never drawn."""
     size = max(width, tokenizer.vocab_size)
-    made = LLTokenizer(TokenizerWrapper(_ByBytes(tokenizer, size, ends)))
-    return LLTokenizer(TokenizerWrapper(_ByBytes(tokenizer, size, ends)), eos_token=ends) if ends[1:] else made
+    return LLTokenizer(TokenizerWrapper(_ByBytes(tokenizer, size, ends)), eos_token=ends or None)
 
 
 class _ByBytes:
@@ -94,13 +99,25 @@ class _ByBytes:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, size: int, ends: list[int]) -> None:
-        self._tokenizer = tokenizer
         self.tokens = [tokenizer.token_bytes(token) for token in range(size)]
         self.special_token_ids = [token for token in range(size) if tokenizer.is_special(token)]
         if not ends:
             self.tokens.append(b"<end of text>")
             self.special_token_ids.append(size)
         self.eos_token_id = ends[0] if ends else size
+        special = set(self.special_token_ids)
+        self._spelled = {data: token for token, data in enumerate(self.tokens) if data and token not in special}
+        self._longest = max(map(len, self._spelled), default=0)
 
-    def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def __call__(self, text: bytes) -> list[int]:
+        """The longest tokens first: the tokenizer's own way may put a space before a text. It ends before what no token
+        spells."""
+        found, at = [], 0
+        while at < len(text):
+            ends = range(min(len(text), at + self._longest), at, -1)
+            end = next((end for end in ends if text[at:end] in self._spelled), None)
+            if end is None:
+                break
+            found.append(self._spelled[text[at:end]])
+            at = end
+        return found

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from headrace.server.errors import invalid
-from headrace.server.protocol import Strict
+from headrace.server.protocol import OnlyFalse, Strict
 
 
 def as_blocks(value: Any) -> Any:
@@ -49,7 +49,7 @@ class TextSource(Strict):
 
 
 class NoCitations(Strict):
-    enabled: Literal[False] | None = None
+    enabled: OnlyFalse | None = None
 
 
 class DocumentBlock(_Block):

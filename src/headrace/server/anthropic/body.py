@@ -18,7 +18,7 @@ from headrace.server.anthropic.blocks import (
 from headrace.server.anthropic.system import has_billing, stable
 from headrace.server.chat_body import MAX_BUDGET, MAX_TOOLS, ToolName, tools_of
 from headrace.server.errors import invalid
-from headrace.server.protocol import Body, StreamedBody, Strict
+from headrace.server.protocol import Body, OnlyFalse, StreamedBody, Strict
 from headrace.server.turn import Reasoning, Tool, ToolChoice, Turn
 from headrace.structured import Structured
 from headrace.types import SamplingParams, check_sharing
@@ -64,7 +64,7 @@ class ClientTool(Strict):
     strict: bool | None = None
     cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: OnlyFalse | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
     def tool(self) -> Tool:

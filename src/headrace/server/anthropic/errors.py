@@ -35,10 +35,13 @@ def has_version(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     return any(name == b"anthropic-version" for name, _ in headers)
 
 
-def error_body(status: int, message: str, request_id: str | None = None) -> dict[str, Any]:
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Details by which the client's tool runner knows that it has to send all messages; it then asks again."""
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": message},
-        "request_id": request_id or f"req_{uuid4().hex}",
-    }
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if param == "thread":
+        error["details"] = NO_THREADS
+    return {"type": "error", "error": error, "request_id": f"req_{uuid4().hex}"}

@@ -43,11 +43,12 @@ class Messages:
 
     async def job(self, state: ServerState, body: MessagesBody, arrival_s: float) -> Job:
         """max_tokens may exceed what the context allows, as Anthropic's may: the answer then ends with the context."""
-        with naming(NAMES):
+        with naming(NAMES if body.format is not None else {**NAMES, "structured": "tools"}):
             params = body.to_params()
             sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
             turn = self._turn(state, body)
             job = await job_of(state, turn, replace(params, max_tokens=None), "msg_", arrival_s, sharing)
+        job.names = NAMES
         prompt = job.prompts[0]
         prompt.params = replace(prompt.params, max_tokens=min(body.max_tokens, prompt.params.max_tokens or 1))
         return job

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from headrace.server.parsers.parts import CallArguments, CallStart, OutputParser, Part
-from headrace.server.parsers.scan import Marks, Reader, Reading
+from headrace.server.parsers.scan import Reader, Reading, marks_of
 
 
 class WithoutTokens:
@@ -13,7 +13,7 @@ class WithoutTokens:
     engine then writes all of them into the text."""
 
     def __init__(self, inner: OutputParser, tokens: Collection[str]) -> None:
-        self._inner, self._marks = inner, Marks(*tokens)
+        self._inner, self._marks = inner, marks_of(*tokens)
         self._reader = Reader()
         self._out: list[Part] = []
         self._reading = self._read()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from headrace.server.parsers.json_calls import CallReader
 from headrace.server.parsers.lark import Grammar, json_call
-from headrace.server.parsers.scan import Marks, Parser, Reading
+from headrace.server.parsers.scan import Parser, Reading, marks_of
 from headrace.server.turn import Tool
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -18,7 +18,7 @@ class HermesParser(Parser):
     """The mark says that a call comes, so a call of any name is told; the client decides what it makes of it."""
 
     def read(self) -> Reading[None]:
-        marks, calls = Marks(BEGIN), CallReader(self, eager=True)
+        marks, calls = marks_of(BEGIN), CallReader(self, eager=True)
         while (yield from self.reader.until(marks, self.flow.text)):
             self.reader.hold(BEGIN)
             yield from self.reader.skip_space()
@@ -28,7 +28,7 @@ class HermesParser(Parser):
             self.reader.hold()
             while (yield from self.reader.run(_REST)):
                 pass
-            if (yield from self.reader.literal(END)):
+            if (yield from self.reader.literal(END)) or self.reader.cut(END):
                 self.reader.drop()
             else:
                 self.fail()

@@ -125,6 +125,8 @@ class CallReader:
                 if (yield from reader.literal("]")):
                     reader.drop()
                 break
+        if self._parser.calls > begun and not (yield from reader.peek()):
+            reader.drop()
         return self._parser.calls > begun
 
     def _object(self) -> Reading[bool]:

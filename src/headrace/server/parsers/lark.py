@@ -105,3 +105,37 @@ def json_call(
         begin = grammar.text(f'{around[0]}{{"name": {json.dumps(tool.name)}, "{key}": ', marks)
         calls.append(f"{begin} {grammar.arguments(tool)} {grammar.text('}' + around[1], marks)}")
     return " | ".join(calls)
+
+
+_SIMPLE = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions",
+           "$schema"}  # fmt: skip
+
+
+def is_simple(schema: dict[str, Any], key: re.Pattern[str]) -> bool:
+    """Whether arguments fit the schema if each of them fits its own, and their names are keys."""
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict) or not all(isinstance(own, dict | bool) for own in properties.values()):
+        return False
+    named = all(key.fullmatch(name) and own is not False for name, own in properties.items())
+    return named and set(schema) <= _SIMPLE and set(schema.get("required", [])) <= set(properties)
+
+
+def own_schema(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """The schema of one property, with the definitions that it may refer to."""
+    given = schema["properties"][name]
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return {**shared, **({} if given is True else given)}
+
+
+def in_order(
+    grammar: Grammar, items: Sequence[tuple[str, str]], required: Collection[str], end: str, between: str = ""
+) -> str:
+    """A rule for items (name, rule) in this order, those that are not required or not, then the end."""
+    first = rest = end
+    for name, item in reversed(items):
+        begun, more = f"{item} {rest}", f"{between} {item} {rest}"
+        if name in required:
+            first, rest = grammar.rule(begun), grammar.rule(more)
+        else:
+            first, rest = grammar.rule(f"{begun} | {first}"), grammar.rule(f"{more} | {rest}")
+    return first

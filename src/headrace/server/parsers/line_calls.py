@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-
-from headrace.server.parsers.scan import Marks, Parser, Reading
+from headrace.server.parsers.scan import SPACE, Parser, Reading, marks_of
 
 
 class LineParser(Parser):
@@ -17,17 +15,15 @@ class LineParser(Parser):
     opening: str
     marks: tuple[str, ...] = ()
 
-    def __init__(self, new_id: Callable[[], str], names: Collection[str] = ()) -> None:
-        super().__init__(new_id)
-        self.names = frozenset(names)
-
     def call(self) -> Reading[bool]:
         """Reads what may be a call, or several; whether there was one. The reader holds what is none."""
         raise NotImplementedError
 
     def read(self) -> Reading[None]:
-        lines, mark = Marks("\n", *self.marks), ""
+        lines, mark = marks_of("\n", *self.marks), ""
         while mark or (yield from self.reader.peek()):
+            while not mark and (space := (yield from self.reader.run(SPACE))):
+                self.flow.text(space)
             self.reader.hold(mark)
             mark = ""
             yield from self.reader.skip_space()

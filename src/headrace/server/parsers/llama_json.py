@@ -16,7 +16,7 @@ class LlamaJsonParser(LineParser):
     marks: tuple[str, ...] = ("<|python_tag|>",)
 
     def call(self) -> Reading[bool]:
-        calls = CallReader(self, eager=False, names=self.names)
+        calls = CallReader(self, eager=False, names=self.tools)
         begun = self.calls
         while (yield from calls.objects()):
             self.fail()

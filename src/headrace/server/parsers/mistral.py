@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from headrace.server.parsers.json_calls import NAME_LIMIT, CallReader, value
 from headrace.server.parsers.lark import Grammar, json_call
-from headrace.server.parsers.scan import Marks, Parser, Reading
+from headrace.server.parsers.scan import Parser, Reading, marks_of
 from headrace.server.turn import Tool
 
 BEGIN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -27,10 +27,12 @@ class MistralParser(Parser):
     JSON does; without arguments it is a call of none."""
 
     def read(self) -> Reading[None]:
-        marks, calls = Marks(BEGIN), CallReader(self, eager=True)
+        marks, calls = marks_of(BEGIN), CallReader(self, eager=True)
         while (yield from self.reader.until(marks, self.flow.text)):
             self.reader.hold(BEGIN)
             yield from self.reader.skip_space()
+            while (yield from self.reader.literal(BEGIN)):
+                yield from self.reader.skip_space()
             if (yield from self.reader.peek()) in ("[", "{"):
                 yield from calls.objects()
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.server.parsers.parts import OutputParser, Part, ReasoningPart
-from headrace.server.parsers.scan import Flow, Marks, Reader, Reading, joined
+from headrace.server.parsers.scan import Flow, Reader, Reading, joined, marks_of
 
 
 class ReasoningParser:
@@ -34,7 +34,7 @@ class ReasoningParser:
         self._reader.drop()
         thought = Flow(lambda text: self._out.append(ReasoningPart(text)))
         thought.gap()
-        yield from self._reader.until(Marks(self._end), thought.text)
+        yield from self._reader.until(marks_of(self._end), thought.text)
         yield from self._reader.skip_space()
 
     def _hand(self, text: str) -> None:

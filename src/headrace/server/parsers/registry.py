@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -27,8 +27,6 @@ class ToolFormat(NamedTuple):
     module: str
     parser: str
     marks: tuple[str, ...] = ()
-    by_name: bool = False
-    """Calls have no mark: only names of the request's tools make them."""
 
     def load(self) -> Any:
         return import_module(f"headrace.server.parsers.{self.module}")
@@ -50,15 +48,23 @@ class ReasoningFormat(NamedTuple):
         return self.tokens or (self.begin, self.end)
 
 
+HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat("hermes", "HermesParser", ("<tool_call>", "</tool_call>")),
-    "llama3_json": ToolFormat("llama_json", "LlamaJsonParser", ("<|python_tag|>",), by_name=True),
+    "qwen3_coder": ToolFormat("qwen3_coder", "Qwen3CoderParser", ("<tool_call>", "</tool_call>")),
+    "llama3_json": ToolFormat("llama_json", "LlamaJsonParser", ("<|python_tag|>",)),
     "mistral": ToolFormat("mistral", "MistralParser", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
-    "json": ToolFormat("plain_json", "PlainJsonParser", by_name=True),
+    "pythonic": ToolFormat("pythonic", "PythonicParser", ("<|python_start|>", "<|python_end|>")),
+    "openai": ToolFormat("harmony", "HarmonyParser", HARMONY_TOKENS),
+    "json": ToolFormat("plain_json", "PlainJsonParser"),
 }
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "harmony": ReasoningFormat(
+        "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>", HARMONY_TOKENS
+    ),
 }
 
 
@@ -74,7 +80,13 @@ class Formats:
     reasoning: str = NONE
     tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
     hidden: frozenset[str] = frozenset()
-    template: str = field(default="", repr=False, compare=False)
+    left_out: tuple[str, ...] = ()
+    """Of those, what a parser that needs special tokens leaves out itself."""
+
+    @property
+    def harmony(self) -> bool:
+        """One format for both."""
+        return self.tools == "openai" or self.reasoning == "harmony"
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -100,15 +112,17 @@ def formats_of(
 
     tokens, hidden: as of `Formats`. Raises ValueError for a name that is none.
     """
-    seen = {mark for mark in (tokens or {}) if mark not in template}
-    text = "\n".join([template, *sorted(seen)])
-    return Formats(
-        _given("tool_parser", tool_parser, (*TOOL_FORMATS, NONE)) or parser_for(text),
-        _given("reasoning_parser", reasoning_parser, (*REASONING_FORMATS, NONE)) or reasoning_for(text),
+    vocabulary = "\n".join(tokens or ())
+    found = Formats(
+        _given("tool_parser", tool_parser, (*TOOL_FORMATS, NONE)) or parser_for(template, vocabulary),
+        _given("reasoning_parser", reasoning_parser, (*REASONING_FORMATS, NONE)) or reasoning_for(template, vocabulary),
         dict(tokens or {}),
         frozenset(hidden),
-        template,
     )
+    others = sorted(found.hidden - {*found.marks, ""}, key=len)
+    # A token within another is left out with the shorter one alone: marks of a parser must not contain each other.
+    apart = [token for i, token in enumerate(others) if not any(shorter in token for shorter in others[:i])]
+    return replace(found, left_out=tuple(apart))
 
 
 def _given(called: str, name: str | None, known: Collection[str]) -> str:
@@ -119,23 +133,34 @@ def _given(called: str, name: str | None, known: Collection[str]) -> str:
     return name
 
 
-_TOOLS_BY: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("hermes", ("<tool_call>",)),
-    ("llama3_json", ("<|python_tag|>",)),
-    ("llama3_json", ("<|eom_id|>",)),
+_TOOLS_BY = (
+    ("mistral", "[TOOL_CALLS]"),
+    ("openai", "<|channel|>"),
+    ("qwen3_coder", "<function="),
+    ("hermes", "<tool_call>"),
+    ("pythonic", "func_name1("),
+    ("llama3_json", '"parameters": dictionary'),
+    ("llama3_json", "<|python_tag|>"),
+    ("pythonic", "<|python_start|>"),
 )
-"""A format, and what a template of it contains; the first that fits counts."""
+"""A format, and what a template or vocabulary of it contains; the first that fits counts."""
 
 
-def parser_for(template: str) -> str:
-    """The format of calls of a chat template: 'json' for one that shows tools in a way not known here."""
-    return next((name for name, marks in _TOOLS_BY if all(mark in template for mark in marks)), "json")
+def parser_for(template: str, vocabulary: str = "") -> str:
+    """The format of calls of a chat template; by the texts of the vocabulary's added tokens for one that shows tools
+    without a mark that is known here; 'json' where neither tells, and for a template that shows none."""
+    places = (template, vocabulary) if "tools" in template else (template,)
+    return next((name for place in places for name, mark in _TOOLS_BY if mark in place), "json")
 
 
-def reasoning_for(template: str) -> str:
-    """The format of reasoning of a chat template."""
-    return next((name for name, form in REASONING_FORMATS.items() if form.end in template), NONE)
+def reasoning_for(template: str, vocabulary: str = "") -> str:
+    """The format of reasoning of a chat template, or of its vocabulary."""
+    forms = REASONING_FORMATS.items()
+    return next((name for place in (template, vocabulary) for name, form in forms if _reasons(form, place)), NONE)
+
+
+def _reasons(form: ReasoningFormat, text: str) -> bool:
+    return all(mark in text for mark in form.tokens[:3] or (form.end,))
 
 
 def call_id() -> str:
@@ -152,20 +177,21 @@ def make_parser(
     """The parser of one answer. prompt_end: the end of the rendered prompt, which tells whether the template has begun
     the reasoning. Without tools, or where none may be called, calls are text; reasoning is split in any case."""
     parser = _calls_parser(formats, tools, choice, new_id)
-    if formats.reasoning in REASONING_FORMATS:
+    if formats.reasoning != NONE and not formats.harmony:
         begin, end, *_ = REASONING_FORMATS[formats.reasoning]
         parser = ReasoningParser(parser, begin, end, prompt_end.rstrip().endswith(begin))
-    others = formats.hidden - set(formats.marks)
-    return WithoutTokens(parser, others) if formats.needs_special_tokens and others else parser
+    return WithoutTokens(parser, formats.left_out) if formats.needs_special_tokens and formats.left_out else parser
 
 
 def _calls_parser(
     formats: Formats, tools: Sequence[Tool], choice: ToolChoice, new_id: Callable[[], str] | None
 ) -> OutputParser:
-    if formats.tools == NONE or not tools or choice.mode == NONE:
+    called = formats.tools != NONE and bool(tools) and choice.mode != NONE
+    if not called and not formats.harmony:
         return PlainText()
-    form = TOOL_FORMATS[formats.tools]
+    form = TOOL_FORMATS["openai" if formats.harmony else formats.tools]
     module = form.load()
-    more = ([tool.name for tool in tools],) if form.by_name else ()
-    parser: OutputParser = getattr(module, form.parser)(new_id or getattr(module, "call_id", call_id), *more)
+    parser: OutputParser = getattr(module, form.parser)(
+        new_id or getattr(module, "call_id", call_id), tools if called else ()
+    )
     return parser if choice.parallel else FirstCall(parser)

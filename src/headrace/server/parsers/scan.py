@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import TypeVar
 
 from headrace.server.parsers.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
+from headrace.server.turn import Tool
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -34,6 +36,12 @@ class Marks:
             if text[begin:] in self._begins:
                 return begin, ""
         return len(text), ""
+
+
+@lru_cache(maxsize=64)
+def marks_of(*marks: str) -> Marks:
+    """The same object for the same marks: parsers are made for every answer."""
+    return Marks(*marks)
 
 
 class Reader:
@@ -133,6 +141,16 @@ class Reader:
                 return end >= 0
             yield
 
+    def cut(self, *texts: str) -> bool:
+        """Whether the text ended within one of these, none of which came whole; reads what there is of it, if so."""
+        if not self._closed or self.unread >= max(map(len, texts)):
+            return False
+        rest = self._text[self._at :]
+        found = any(text.startswith(rest) for text in texts)
+        if found:
+            self._take(len(self._text))
+        return found
+
     def until(self, marks: Marks, sink: Sink) -> Reading[str]:
         """Hands all text before the first mark to `sink`, piece by piece; the mark, read and not handed over, or '' at
         the end of the text."""
@@ -156,7 +174,7 @@ class Flow:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._pending: list[str] = []
-        self._told = self._after_gap = self._gaps = False
+        self.told = self._after_gap = self._gaps = False
 
     def text(self, piece: str) -> None:
         if self._after_gap:
@@ -164,15 +182,20 @@ class Flow:
         body = piece.rstrip()
         if body:
             self._sink("".join([*self._pending, body]))
-            self._told, self._after_gap, self._pending = True, False, []
+            self.told, self._after_gap, self._pending = True, False, []
         if piece[len(body) :]:
             self._pending.append(piece[len(body) :])
 
     def gap(self) -> None:
         """A call stands here."""
         self._after_gap = self._gaps = True
-        if not self._told:
+        if not self.told:
             self._pending = []
+
+    def part(self) -> None:
+        """The text that follows is a message of its own, on a line of its own."""
+        if self.told:
+            self._pending.append("\n")
 
     def finish(self) -> None:
         if not self._gaps and self._pending:
@@ -183,10 +206,11 @@ class Flow:
 class Parser:
     """An OutputParser around one reading, `read`. It tells text by `flow`, calls by `start` and `arguments`.
 
-    new_id: makes the id of a call.
+    new_id: makes the id of a call. tools: those of the request; none where calls are text.
     """
 
-    def __init__(self, new_id: Callable[[], str]) -> None:
+    def __init__(self, new_id: Callable[[], str], tools: Sequence[Tool] = ()) -> None:
+        self.tools = {tool.name: tool for tool in tools}
         self.reader = Reader()
         self._out: list[Part] = []
         self._new_id = new_id

@@ -9,15 +9,17 @@ from starlette.responses import Response
 
 from headrace.server.answering import admission, answer, check_model, read
 from headrace.server.errors import ApiError, JsonReply, invalid
+from headrace.server.guard import TENANT
 from headrace.server.job import Job
 from headrace.server.protocol import parse_body
 from headrace.server.replies import Shown
 from headrace.server.responses.body import ResponsesBody
-from headrace.server.responses.items import MAX_ID, Item, check_calls, messages_of, read_input
+from headrace.server.responses.items import MAX_ID, Item, check_conversation, messages_of, read_input
 from headrace.server.responses.reply import Kept, ResponseReplies
 from headrace.server.responses.store import Owner, ResponseStore
 from headrace.server.state import ServerState
 from headrace.server.stream import unless_gone
+from headrace.server.tenants import Tenant
 from headrace.server.turn import Turn
 from headrace.server.turns import Sharing, job_of, naming, tokenizer_of, tokens_of
 
@@ -47,7 +49,9 @@ class Responses:
             params = body.to_params()
             turn = self.turn(state, body)
             sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
-            return await job_of(state, turn, params, "resp_", arrival_s, sharing)
+            job = await job_of(state, turn, params, "resp_", arrival_s, sharing)
+        job.names = NAMES
+        return job
 
     def turn(self, state: ServerState, body: ResponsesBody) -> Turn:
         tokenizer_of(state, "input")
@@ -65,7 +69,7 @@ class Responses:
             told = f"previous response with id {str(body.previous_response_id)[:MAX_ID]!r} not found: {LOST}"
             raise invalid(told, "previous_response_id", "previous_response_not_found")
         items = before + read_input(body.input, lambda item_id: store.item(owner, item_id))
-        check_calls(items)
+        check_conversation(items)
         return items
 
     def replies(self, state: ServerState, body: ResponsesBody, job: Job) -> ResponseReplies:
@@ -122,7 +126,8 @@ def install_responses(router: APIRouter, state: ServerState) -> None:
 
 def tenant_of(request: Request) -> str:
     """Whose responses these are: with one key, or none, there is one tenant."""
-    return ""
+    tenant: Tenant = request.scope[TENANT]
+    return tenant.name
 
 
 def _owner(request: Request) -> Owner:

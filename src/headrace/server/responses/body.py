@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag, field_validat
 
 from headrace.server.chat_body import MAX_BUDGET, MAX_TOOLS, ToolName
 from headrace.server.errors import invalid
-from headrace.server.protocol import SampledBody, Strict
+from headrace.server.protocol import OnlyFalse, SampledBody, Strict
 from headrace.server.responses.output import Told
 from headrace.server.turn import Reasoning, Tool, ToolChoice
 from headrace.types import MAX_LOGPROBS, SamplingParams, Structured
@@ -47,6 +47,7 @@ REFUSED = {
     "prompt_logprobs": "they are for /v1/completions and /v1/chat/completions",
     "reasoning_effort": "it is called reasoning.effort here",
     "response_format": "it is called text.format here",
+    "return_progress": "it is for /v1/completions and /v1/chat/completions",
     "return_token_ids": "it is for /v1/completions and /v1/chat/completions",
     "verbosity": "it is called text.verbosity here",
 }
@@ -54,6 +55,7 @@ REFUSED = {
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "n": (1,),
+    "return_progress": (False,),
     "return_token_ids": (False,),
     "context_management": ([],),
 }
@@ -68,9 +70,9 @@ class FunctionTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    async_: Literal[False] | None = Field(None, alias="async")
+    async_: OnlyFalse | None = Field(None, alias="async")
     allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: OnlyFalse | None = None
     output_schema: None = None
 
     @field_validator("type", mode="before")
@@ -85,15 +87,15 @@ class FunctionTool(Strict):
         return Tool(self.name, self.description, schema, bool(self.strict))
 
 
-class NamedTool(Strict):
+class ChosenFunction(Strict):
     type: Literal["function"]
     name: str
 
 
-class AllowedTools(Strict):
+class AllowedFunctions(Strict):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(max_length=MAX_TOOLS)
+    tools: list[ChosenFunction] = Field(max_length=MAX_TOOLS)
 
 
 def _choice_kind(given: Any) -> str:
@@ -102,8 +104,8 @@ def _choice_kind(given: Any) -> str:
 
 Choice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("mode")]
-    | Annotated[NamedTool, Tag("function")]
-    | Annotated[AllowedTools, Tag("allowed_tools")],
+    | Annotated[ChosenFunction, Tag("function")]
+    | Annotated[AllowedFunctions, Tag("allowed_tools")],
     Discriminator(_choice_kind),
 ]
 
@@ -188,17 +190,21 @@ class ResponsesBody(SampledBody):
         if self.top_logprobs and not self.includes(LOGPROBS):
             raise invalid(f"top_logprobs needs include: [{LOGPROBS!r}]", "top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.includes(LOGPROBS) else None
-        shape = self._structured()
-        more = {} if shape is None else {"structured": shape}
-        return self.sampling(max_tokens=self.max_output_tokens, logprobs=logprobs, **more)
+        return self.sampling(max_tokens=self.max_output_tokens, logprobs=logprobs)
 
-    def _structured(self) -> Structured | None:
-        if isinstance(self.shape, SchemaFormat):
-            return Structured(json=self.shape.schema_)
-        return Structured(json_object=True) if isinstance(self.shape, ObjectFormat) else None
+    def shape(self) -> Structured | None:
+        """Of text.format, or of the fields that other routes have for it."""
+        other = super().shape()
+        if isinstance(self.form, TextFormat):
+            return other
+        if other is not None:
+            raise invalid(f"text.format and {self.shape_field} both give the answer a shape; give one", "text")
+        if isinstance(self.form, SchemaFormat):
+            return Structured(json=self.form.schema_)
+        return Structured(json_object=True)
 
     @property
-    def shape(self) -> TextFormat | ObjectFormat | SchemaFormat:
+    def form(self) -> TextFormat | ObjectFormat | SchemaFormat:
         return (self.text.format if self.text is not None else None) or TextFormat()
 
     def functions(self) -> tuple[Tool, ...]:
@@ -220,11 +226,11 @@ class ResponsesBody(SampledBody):
             return ToolChoice("none", (), parallel)
         if given is None or isinstance(given, str):
             return ToolChoice(given or "auto", (), parallel)
-        allowed = (given.name,) if isinstance(given, NamedTool) else tuple(each.name for each in given.tools)
+        allowed = (given.name,) if isinstance(given, ChosenFunction) else tuple(each.name for each in given.tools)
         known = {tool.name for tool in tools}
         if unknown := next((name for name in allowed if name not in known), None):
             raise invalid(f"tool_choice: no tool has the name {unknown[:128]!r}", "tool_choice")
-        if isinstance(given, NamedTool):
+        if isinstance(given, ChosenFunction):
             return ToolChoice("required", allowed, False)
         return ToolChoice(given.mode if allowed else "none", allowed, parallel)
 

@@ -7,7 +7,7 @@ function_call_output or a reasoning item, with an id of ours.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, ValidationError, field_validator, model_validator
@@ -18,6 +18,7 @@ from headrace.server.protocol import Strict, explain
 from headrace.server.responses.sealed import unsealed
 
 MAX_ITEMS = 10_000
+"""Of a conversation: items without text have no tokens that would bound them."""
 MAX_ID = 256
 
 Item = dict[str, Any]
@@ -185,9 +186,13 @@ def read_input(given: Any, found: Callable[[str], Item | None]) -> list[Item]:
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise invalid("input must be a text or a list of items, and not empty", "input")
-    if len(given) > MAX_ITEMS:
-        raise invalid(f"input: at most {MAX_ITEMS:,} items, got {len(given):,}", "input")
+    _check_number(given)
     return [_read(raw, f"input[{number}]", found) for number, raw in enumerate(given)]
+
+
+def _check_number(items: Sequence[Any]) -> None:
+    if len(items) > MAX_ITEMS:
+        raise invalid(f"input: at most {MAX_ITEMS:,} items in a conversation, got {len(items):,}", "input")
 
 
 def _read(raw: Any, where: str, found: Callable[[str], Item | None]) -> Item:
@@ -231,8 +236,9 @@ def _not_text(raw: Any, where: str) -> ApiError | None:
     return None
 
 
-def check_calls(items: Iterable[Item]) -> None:
-    """Raises ApiError for an output without its call, which no template could show."""
+def check_conversation(items: Sequence[Item]) -> None:
+    """Raises ApiError for too many items, and for an output without its call, which no template could show."""
+    _check_number(items)
     called: set[str] = set()
     for item in items:
         if item["type"] == "function_call":

@@ -160,7 +160,7 @@ def echo(body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
         "service_tier": "default",
         "temperature": params.temperature,
         "text": {
-            "format": body.shape.model_dump(by_alias=True),
+            "format": body.form.model_dump(by_alias=True),
             "verbosity": "medium",
         },
         "tool_choice": chosen if isinstance(chosen, str) else chosen.model_dump(),

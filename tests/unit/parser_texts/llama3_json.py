@@ -1,0 +1,58 @@
+"""Llama 3.1 and 3.2: (what the model writes, text, calls). The tools are get_weather and search."""
+
+CASES = [
+    ("Hello.", "Hello.", []),
+    (' {"a": 1} \n', ' {"a": 1} \n', []),
+    ('{"name": "search", "parameters": {"q": "x"}}', "", [("search", '{"q": "x"}')]),
+    ('<|python_tag|>{"name": "search", "parameters": {"q": "x"}}', "", [("search", '{"q": "x"}')]),
+    (
+        '{"name": "search", "parameters": {"q": "x"}}; {"name": "get_weather", "parameters": {"city": "Łódź"}}',
+        "",
+        [("search", '{"q": "x"}'), ("get_weather", '{"city": "Łódź"}')],
+    ),
+    (
+        '{"name": "search", "parameters": {}};\n{"name": "search", "parameters": {}} ;'
+        '{"name": "search", "parameters": {}}',
+        "",
+        [("search", "{}")] * 3,
+    ),
+    (
+        'I will search.\n{"name": "search", "parameters": {"q": "{\\"a\\": \\"}\\"}"}}\nDone.',
+        "I will search.\nDone.",
+        [("search", '{"q": "{\\"a\\": \\"}\\"}"}')],
+    ),
+    (
+        'You may write {"name": "search", "parameters": {}} in a line.',
+        'You may write {"name": "search", "parameters": {}} in a line.',
+        [],
+    ),
+    ('{"name": "no_tool", "parameters": {"q": "x"}}', '{"name": "no_tool", "parameters": {"q": "x"}}', []),
+    ('{"name": "search", "age": 3}', '{"name": "search", "age": 3}', []),
+    ('{"name": "search"}', "", [("search", "{}")]),
+    ('{"type": "function", "name": "search", "parameters": {"q": 1}}', "", [("search", '{"q": 1}')]),
+    ('{"parameters": {"q": [1, {"a": "]"}]}, "name": "search"}', "", [("search", '{"q": [1, {"a": "]"}]}')]),
+    ('{"parameters": {"q": 1}, "name": "no_tool"}', '{"parameters": {"q": 1}, "name": "no_tool"}', []),
+    ('{"name": "search", "parameters": "{\\"q\\": 1}"}', "", [("search", '{"q": 1}')]),
+    ('{"name": "search", "parameters": "words"}', '{"name": "search", "parameters": "words"}', []),
+    ('{"name": "search", "parameters": [1]}', '{"name": "search", "parameters": [1]}', []),
+    ('{"name": "search", "parameters": null}', "", [("search", "{}")]),
+    ('{"name": "search", "arguments": {"q": "👍"}}', "", [("search", '{"q": "👍"}')]),
+    ('\n\n  {"name" : "search" , "parameters" : { "q" : 1 } }\n\n', "", [("search", '{ "q" : 1 }')]),
+    (
+        '[{"name": "search", "parameters": {}}, {"name": "get_weather", "parameters": {"city": "x"}}]',
+        "",
+        [("search", "{}"), ("get_weather", '{"city": "x"}')],
+    ),
+    ('[{"name": "search", "parameters": {}}, {"name": "who"}]', ', {"name": "who"}]', [("search", "{}")]),
+    ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ('Look: <|python_tag|>{"name": "search", "parameters": {}}', "Look:", [("search", "{}")]),
+    ('{"name": "sea', '{"name": "sea', []),
+    ('{"name": "search"', "", [("search", "")]),
+    ('{"name": "search", "param', "", [("search", "")]),
+    ('{"name": "search", "parameters": {"q": "half', "", [("search", '{"q": "half')]),
+    ('{"name": "search", "parameters": {"q": 1}', "", [("search", '{"q": 1}')]),
+    ('{{\n{"name": "search", "parameters": {}}', "{{", [("search", "{}")]),
+    ('{"name": "search", "parameters": {}}; and so on', "; and so on", [("search", "{}")]),
+    ("{", "{", []),
+    ("A list:\n[1, 2]\n{'single': 'quotes'}\n", "A list:\n[1, 2]\n{'single': 'quotes'}\n", []),
+]

@@ -1,0 +1,40 @@
+"""Reasoning before Hermes calls: (opened by the prompt?, what the model writes, reasoning, text, calls)."""
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "</think>"}}</tool_call>'
+CALLS = [("f", '{"a": "</think>"}')]
+
+CASES = [
+    (False, "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes.", []),
+    (True, "Hm.\n</think>\n\nYes.", "Hm.", "Yes.", []),
+    (True, "\nHm.\n</think>\n\nYes. ", "Hm.", "Yes. ", []),
+    (True, "<think>\nHm.</think>Yes", "Hm.", "Yes", []),
+    (False, "Yes.", "", "Yes.", []),
+    (False, "  Yes. ", "", "  Yes. ", []),
+    (False, "Yes, <think>no</think>.", "", "Yes, <think>no</think>.", []),
+    (False, " \n<think>a</think>b", "a", "b", []),
+    (False, "<think>\n\n</think>\n\nYes.", "", "Yes.", []),
+    (True, "\n</think>\n\nYes.", "", "Yes.", []),
+    (False, "<think>a\n\nb  c\n</think>d", "a\n\nb  c", "d", []),
+    (False, "<think>naïve 思考 🤔</think>é", "naïve 思考 🤔", "é", []),
+    (False, "<think>a < b </thin </think >?</think>c", "a < b </thin </think >?", "c", []),
+    (False, "<think>a</think>b</think>c", "a", "b</think>c", []),
+    (False, "<think>a</think>b<think>c</think>", "a", "b<think>c</think>", []),
+    (False, "<think>a<think>b</think>c", "a<think>b", "c", []),
+    (False, f"<think>call it</think>\n{CALL}", "call it", "", CALLS),
+    (True, f"call it</think>{CALL}{CALL}", "call it", "", CALLS * 2),
+    (True, f"I write {CALL} so", 'I write <tool_call>{"name": "f", "arguments": {"a": "', '"}}</tool_call> so', []),
+    (False, CALL, "", "", CALLS),
+    (False, f"<think>x</think>Text.\n{CALL}", "x", "Text.", CALLS),
+    (False, "<think>cut", "cut", "", []),
+    (True, "cut </thi", "cut </thi", "", []),
+    (True, "cut \n", "cut", "", []),
+    (False, "<think>", "", "", []),
+    (False, "<thin", "", "<thin", []),
+    (False, "<thinking>a</thinking>", "", "<thinking>a</thinking>", []),
+    (False, "<think>a</think>", "a", "", []),
+    (False, "<think>a</think> \n ", "a", "", []),
+    (True, "", "", "", []),
+    (False, "", "", "", []),
+    (False, "<THINK>a</THINK>", "", "<THINK>a</THINK>", []),
+    (True, "a</think>  indented\n  text\n", "a", "indented\n  text\n", []),
+]
