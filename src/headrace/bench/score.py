@@ -70,10 +70,11 @@ class ScoreBench(Benchmark):
         rng = random.Random(text)
         prefill: list[float] = []
         score: list[float] = []
+        self.progress(f"text of {text:,} tokens")
         _prefill_s(llm, rng, text + self.options * self.tokens)
         _score_s(llm, rng, text, self.options, self.tokens)
         for repeat in range(self.repeats):
-            self.progress(f"text of {text:,} tokens, run {repeat + 1} of {self.repeats}")
+            self.progress.detail(f"run {repeat + 1} of {self.repeats}")
             prefill.append(_prefill_s(llm, rng, text + self.options * self.tokens))
             score.append(_score_s(llm, rng, text, self.options, self.tokens))
         medians = statistics.median(prefill), statistics.median(score)
