@@ -43,6 +43,8 @@ test-matrix: $(DEV) ## every case of the matrices from which make test draws
 test-clients: $(USE) ## real clients, unmodified, against a server; schemathesis (SCHEMATHESIS_SECONDS=600 for longer)
 	@$(PYTHON) tools/clients/install.py
 	@.venv-clients/bin/python -m pytest -c tools/clients/pytest.ini tools/clients/tests
+	@.venv-clients-newest/bin/python -m pytest -c tools/clients/pytest.ini \
+		$(addprefix tools/clients/tests/test_client_,openai.py agents.py langchain.py)
 
 soak: $(DEV) ## an hour of mixed traffic, after which memory, descriptors and threads must be flat (SOAK_SECONDS=300)
 	@$(BIN)/python -m tools.soak.run --seconds $(or $(SOAK_SECONDS),3600) --json build/soak.json
@@ -92,6 +94,6 @@ train-tiny: $(USE) ## train the shipped model again
 	@$(BIN)/python tools/train_tiny/train.py
 
 clean: ## remove .venv, the built kernels and caches
-	rm -rf $(VENV) .venv-clients build/arm build/clients-node build/cmake build/kernels build/docs build/sanitize dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-clients-newest build/arm build/clients-node build/cmake build/kernels build/docs build/sanitize dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f src/headrace/kernels/*.so src/headrace/kernels/_unbuilt.txt
 	find src tests tools bench -name __pycache__ -type d -prune -exec rm -rf {} +

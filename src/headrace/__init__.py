@@ -16,6 +16,7 @@ from headrace.types import (
     RequestOutput,
     SamplingParams,
     Score,
+    Structured,
     UnsupportedModel,
 )
 from headrace.version import __version__
@@ -34,6 +35,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Score",
+    "Structured",
     "UnsupportedModel",
     "__version__",
 ]

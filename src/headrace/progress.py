@@ -49,6 +49,18 @@ def measured(tell: OnPhase, name: str) -> Callable[[int, int], None]:
     return lambda done, total: tell(LoadPhase(name, done, total))
 
 
+def both(weights: Callable[[int, int], None] | None, phases: OnPhase | None) -> OnPhase:
+    """Tells a function of bytes of weights, and one of all phases; either may be None."""
+
+    def tell(phase: LoadPhase) -> None:
+        if phases is not None:
+            phases(phase)
+        if weights is not None and phase.name == WEIGHTS and phase.total:
+            weights(phase.done, phase.total)
+
+    return tell
+
+
 class PhaseTime(NamedTuple):
     """A phase of loading that has ended. size: bytes, 0 where it has no measure."""
 

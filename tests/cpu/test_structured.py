@@ -133,6 +133,8 @@ def test_the_grammar_wins_over_min_tokens_and_ignore_eos(more: dict[str, Any], l
     for structured in (Structured(regex="a|b"), Structured(regex="(a|b)?")):
         short = ask(llm, structured, skip_special_tokens=False, **more)
         assert short.text in ("a", "b") and short.finish_reason == "stop"
+    empty = ask(llm, Structured(grammar='start: ""'), skip_special_tokens=False, **more)
+    assert (empty.text, empty.finish_reason) == ("", "stop"), "the end-of-text token is all that is left"
     long = ask(llm, Structured(regex="[ab]*"), **{"min_tokens": 30, **more})
     assert len(long.token_ids) >= 30 and re.fullmatch("[ab]*", long.text)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ from headrace import LLM, AsyncLLM, InvalidRequest, SamplingParams
 from headrace.config import EngineConfig
 from headrace.engine import async_llm, process
 from headrace.progress import PhaseTimes, Prefill
-from headrace.types import Delta, EngineDead, Overloaded
+from headrace.types import Delta, EngineDead, Overloaded, Structured
 
 CONFIG = EngineConfig(model="tiny", kv_cache_tokens=20_000, max_batch_tokens=256, max_queued_requests=8)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -80,6 +81,17 @@ async def settled(llm: AsyncLLM) -> None:
             return
         await asyncio.sleep(0.02)
     raise AssertionError(f"chunks leaked: {llm.stats}")
+
+
+async def test_shapes_are_followed_in_the_process_and_refused_before_it(llm: AsyncLLM) -> None:
+    shape = Structured(regex="[0-9]{3} one two three four")
+    deltas = await collect(llm.generate("The code is", replace(GREEDY, structured=shape, ignore_eos=False)))
+    assert re.fullmatch("[0-9]{3} one two three four", "".join(delta.text for delta in deltas))
+    assert max(len(delta.token_ids) for delta in deltas) > 2 and deltas[-1].finish_reason == "stop"
+    assert llm.stats.structured.requests == 1 and llm.stats.structured.forced > 3
+    with pytest.raises(InvalidRequest) as refused:
+        await collect(llm.generate("The code is", replace(GREEDY, structured=Structured(regex="[0-9"))))
+    assert refused.value.param == "structured" and llm.alive
 
 
 async def test_streams_what_the_offline_interface_answers(llm: AsyncLLM) -> None:

@@ -40,6 +40,7 @@ class FakeTokenizer:
     chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     """A test of tools sets another; what is rendered stays the same."""
     added_tokens: ClassVar[dict[str, int]] = {}
+    named_tokens: ClassVar[dict[str, str | None]] = {"bos_token": None, "eos_token": "<256>", "pad_token": None}
     special_tokens: ClassVar[frozenset[str]] = frozenset()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

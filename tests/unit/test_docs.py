@@ -115,7 +115,7 @@ def check_command(command: str) -> None:
         check_headrace(arguments[arguments.index("headrace.cli.main") + 1 :])
     elif program == "make":
         check_make(arguments)
-    elif program in {"python", ".venv/bin/python"}:
+    elif program in {"python", ".venv/bin/python", ".venv-clients/bin/python"}:
         check_python(arguments)
     else:
         assert program in FOREIGN, f"a program that no test knows: {program}"

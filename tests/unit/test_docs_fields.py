@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.server.openapi import ROUTES
+
 pytestmark = pytest.mark.unit
 
 API = Path(__file__).parents[2] / "docs/api"
@@ -44,3 +46,12 @@ def test_a_page_names_every_field(page: Path, of: str, table: str) -> None:
 
 def test_there_are_tables() -> None:
     assert len(TABLES) >= 3
+
+
+def test_every_route_is_in_the_table() -> None:
+    """By itself, or below one that is: /v1/responses/{id}."""
+    text = (API.parent / "api.md").read_text()
+    listed = set(re.findall(r"`[A-Z]+ (/\S+)`", text)) | set(re.findall(r"`[A-Z]+ (/[^`]+)`", text))
+    there = {route.path for route in ROUTES}
+    assert {path for path in there if not any(path == one or path.startswith(f"{one}/") for one in listed)} == set()
+    assert {path for path in listed if path not in there} == set()

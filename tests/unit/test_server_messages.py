@@ -100,6 +100,15 @@ def test_a_stream(server: Running) -> None:
     assert ended["usage"]["output_tokens"] == 3 and ended["headrace"]["new_tokens"] == 6
 
 
+@pytest.mark.parametrize(("path", "begun"), [(URL, "message_start"), ("/v1/responses", "response.created")])
+def test_a_stream_begins_before_the_prompt_is_read(path: str, begun: str) -> None:
+    body = asked(stream=True) if path == URL else {"input": "hello", "stream": True}
+    with serving(running_limit=0) as running, running.http.stream("POST", path, json=body) as reply:
+        lines = reply.iter_lines()  # whose end would be the connection's
+        assert next(lines) == f"event: {begun}"
+        assert running.engine.stats.scheduler.waiting == 1
+
+
 def test_parts_and_how_answers_end(server: Running, marked: None) -> None:
     server.engine.scripts += ["hhokc", "hhokc", "ok"]
     whole = server.http.post(URL, json=asked()).json()
@@ -137,6 +146,14 @@ def test_max_tokens_may_exceed_the_context(server: Running) -> None:
     assert tight["stop_reason"] == "max_tokens"
     full = server.http.post(URL, json=asked("y" * 4000))
     assert full.status_code == 400 and full.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_prompt_may_be_read_for_the_cache_alone(server: Running) -> None:
+    whole = server.http.post(URL, json=asked("y" * 199, max_tokens=0)).json()
+    assert (whole["content"], whole["stop_reason"], whole["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+    assert whole["usage"]["cache_creation_input_tokens"] == 96
+    names = [name for name, _ in events_of(server.http.post(URL, json=asked(max_tokens=0, stream=True)).text)]
+    assert names == ["message_start", "ping", "message_delta", "message_stop"]
 
 
 def test_usage_adds_up_to_the_prompt(server: Running) -> None:
@@ -228,6 +245,7 @@ def test_keys_and_restarts_are_told_so() -> None:
     with serving(api_key="k3y") as running:
         refused = running.http.post(URL, json=asked())
         assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+        assert running.http.post(URL, json=asked(), headers={"x-api-key": "k3y"}).status_code == 200
         running.engine.die("test")
         running.wait(503)
         failed = running.http.post(URL, json=asked(), headers={"Authorization": "Bearer k3y"})

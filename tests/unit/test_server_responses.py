@@ -261,10 +261,15 @@ def test_a_failure_in_the_midst(stream: bool) -> None:
             list(running.client().responses.create(model="fake", input="abcdef", stream=True))
 
 
-def test_a_failed_stream_ends_in_response_failed() -> None:
-    with serving(prepare=lambda _, engine: setattr(engine, "fail_after_tokens", 3), restart=False) as running:
+@pytest.mark.parametrize("tokens", [0, 3], ids=["before the first token", "in the midst"])
+def test_a_failed_stream_ends_in_response_failed(tokens: int) -> None:
+    fails = {"prepare": lambda _, engine: setattr(engine, "fail_after_tokens", tokens), "restart": False}
+    with serving(token_s=0.05, **fails) as running:
         events = events_of(running.http.post(ROUTE, json={"input": "abcdef", "stream": True}).text)
-    assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
+    names = [event["type"] for event in events]
+    assert names[:2] == ["response.created", "response.in_progress"]
+    assert names.count("response.output_text.delta") == tokens
+    assert names[-2:] == ["error", "response.failed"]
     assert events[-2]["message"] == events[-2]["error"]["message"]
     assert events[-1]["response"]["status"] == "failed" and events[-1]["response"]["error"]["code"] == "server_error"
 
@@ -308,9 +313,9 @@ def test_what_changes_nothing_is_taken(server: Running) -> None:
     body = {
         "background": False, "truncation": "disabled", "text": {"verbosity": "medium", "format": None}, "n": 1,
         "max_tool_calls": 3, "service_tier": "auto", "prompt_cache_key": "k", "safety_identifier": "s", "tools": [],
-        "prompt_cache_options": {"mode": "implicit"}, "stream_options": None, "reasoning": {"effort": None},
-        "include": ["web_search_call.action.sources"], "tool_choice": "auto", "seed": 1, "top_k": 3,
-        "metadata": None, "conversation": None,
+        "prompt_cache_options": {"mode": "implicit"}, "client_metadata": {"a": "b"}, "stream_options": None,
+        "reasoning": {"effort": None}, "include": ["web_search_call.action.sources"], "tool_choice": "auto", "seed": 1,
+        "top_k": 3, "metadata": None, "conversation": None,
     }  # fmt: skip
     reply = server.http.post(ROUTE, json={"input": "hello", "max_output_tokens": 1, **body})
     assert reply.status_code == 200, reply.text

@@ -43,6 +43,12 @@ def test_messages(server: Running) -> None:
     assert bytes(server.http.post("/tokenize", json=body).json()["tokens"]).decode() == "hé\n!"
 
 
+def test_what_counters_of_tokens_ask_first(server: Running) -> None:
+    told = server.http.get("/tokenizer_info").json()
+    assert told["eos_token"] == "<256>" and told["bos_token"] is None and told["model_max_length"] == 4000
+    assert "message" in told["chat_template"]
+
+
 def test_back_to_text(server: Running) -> None:
     tokens = server.http.post("/tokenize", json={"prompt": "hé"}).json()["tokens"]
     assert server.http.post("/detokenize", json={"tokens": [*tokens, 256]}).json() == {"prompt": "hé<256>"}

@@ -33,7 +33,7 @@ def test_what_can_be_taken(structured: Structured) -> None:
     [
         (Structured(json={"type": "string", "format": "cron"}), "cron"),
         (Structured(json="{"), "JSON Schema"),
-        (Structured(regex="(a)\\1"), "backreferences"),
+        (Structured(regex="(a)\\1"), "references to groups"),
         (Structured(grammar="start: nowhere"), "nowhere"),
     ],
 )

@@ -1,7 +1,8 @@
-"""Sets up the clients that `make test-clients` tries: .venv-clients from requirements.txt, build/clients-node by npm.
+"""Sets up the clients that `make test-clients` tries: .venv-clients from requirements.txt, .venv-clients-newest from
+requirements-newest.txt, build/clients-node by npm.
 
-    python3 tools/clients/install.py          # does nothing where both are as the files say
-    python3 tools/clients/install.py --lock   # solves requirements.txt anew and writes locked.txt
+    python3 tools/clients/install.py          # does nothing where all are as the files say
+    python3 tools/clients/install.py --lock   # solves the requirements anew and writes locked.txt, locked-newest.txt
 
 uv is used where it is there, else pip. Without node and npm the clients of JavaScript are left out.
 """
@@ -17,46 +18,52 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
-VENV = ROOT / ".venv-clients"
-PYTHON = VENV / "bin/python"
 NODE = ROOT / "build/clients-node"
-WANTED, LOCKED = HERE / "requirements.txt", HERE / "locked.txt"
-HEAD = "# Versions of everything that requirements.txt brings (tools/clients/install.py --lock).\n"
+HEAD = "# Versions of everything that {} brings (tools/clients/install.py --lock).\n"
+KINDS = ("", "-newest")
+"""Of environments: the frameworks, and what needs newer clients than they do."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lock", action="store_true", help="solve requirements.txt anew and write locked.txt")
+    parser.add_argument("--lock", action="store_true", help="solve the requirements anew and write what was found")
     args = parser.parse_args()
-    if args.lock:
-        shutil.rmtree(VENV, ignore_errors=True)
-        python_clients([])
-        LOCKED.write_text(HEAD + installed())
-    elif stale(VENV, WANTED, LOCKED):
-        python_clients(["--constraint", str(LOCKED)])
-    mark(VENV, WANTED, LOCKED)
+    for kind in KINDS:
+        wanted, locked = HERE / f"requirements{kind}.txt", HERE / f"locked{kind}.txt"
+        environment(ROOT / f".venv-clients{kind}", wanted, locked, args.lock)
     node_clients()
 
 
-def python_clients(constraints: list[str]) -> None:
-    print("setting up .venv-clients (some minutes where packages have to be loaded)", flush=True)
-    uv = shutil.which("uv")
+def environment(venv: Path, wanted: Path, locked: Path, lock: bool) -> None:
+    if lock:
+        shutil.rmtree(venv, ignore_errors=True)
+        python_clients(venv, wanted, [])
+        locked.write_text(HEAD.format(wanted.name) + installed(venv))
+    elif stale(venv, wanted, locked):
+        python_clients(venv, wanted, ["--constraint", str(locked)])
+    mark(venv, wanted, locked)
+
+
+def python_clients(venv: Path, wanted: Path, constraints: list[str]) -> None:
+    print(f"setting up {venv.name} (some minutes where packages have to be loaded)", flush=True)
+    python, uv = str(venv / "bin/python"), shutil.which("uv")
     if uv:
-        run([uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(VENV)])
-        run([uv, "pip", "install", "--quiet", "--python", str(PYTHON), "--requirement", str(WANTED), *constraints])
+        run([uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(venv)])
+        run([uv, "pip", "install", "--quiet", "--python", python, "--requirement", str(wanted), *constraints])
     else:
-        run([sys.executable, "-m", "venv", str(VENV)])
-        pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--progress-bar", "off"]
-        run([*pip, "--requirement", str(WANTED), *constraints])
+        run([sys.executable, "-m", "venv", str(venv)])
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--progress-bar", "off"]
+        run([*pip, "--requirement", str(wanted), *constraints])
 
 
-def installed() -> str:
+def installed(venv: Path) -> str:
     """name==version, a line each."""
     listed = (
         "import importlib.metadata as m\n"
         "print(*sorted({f'{d.name}=={d.version}' for d in m.distributions()}, key=str.lower), sep='\\n')"
     )
-    lines = subprocess.run([str(PYTHON), "-c", listed], capture_output=True, text=True, check=True).stdout
+    python = str(venv / "bin/python")
+    lines = subprocess.run([python, "-c", listed], capture_output=True, text=True, check=True).stdout
     return "".join(line for line in lines.splitlines(True) if line.split("==")[0] not in {"pip", "setuptools"})
 
 

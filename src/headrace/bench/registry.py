@@ -14,6 +14,7 @@ from headrace.bench import (
     restore,
     score,
     serve,
+    structured,
 )
 from headrace.bench.benchmark import Benchmark
 
@@ -29,4 +30,5 @@ BENCHMARKS: tuple[type[Benchmark], ...] = (
     choice.ChoiceBench,
     score.ScoreBench,
     serve.ServeBench,
+    structured.StructuredBench,
 )

@@ -58,8 +58,8 @@ class ScoreBench(Benchmark):
     def columns(self) -> tuple[Column, ...]:
         return (
             Column("text", "text_tokens", "tokens", ","),
-            Column("options", form=","),
-            Column("each", "option_tokens", "tokens", ","),
+            Column("options", form=",", optional=True),
+            Column("each", "option_tokens", "tokens", ",", optional=True),
             Column("prefill", "prefill_s", "s", ",.3f"),
             Column("scores", "score_s", "s", ",.3f"),
             Column("of prefill", "ratio", "times", ".3f", limit="goal", bound="at most"),

@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 COMMON_PANEL = "Options that most people need"
 OWN_PANEL = "Input and output"
 SAMPLING_PANEL = "Sampling"
+SHAPE_PANEL = "Shape of the answer"
 HELP_PANEL = "Help"
 USUAL_PANEL = "Options"
 WIDEST = 120

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 from headrace import console
 from headrace.bench.tuning import Tuning
 from headrace.cli import bench, errors, keys
-from headrace.cli.help import HELP_ALL_OF_GROUP, OWN_PANEL, PanelledCommand
+from headrace.cli.help import HELP_ALL_OF_GROUP, OWN_PANEL, SHAPE_PANEL, PanelledCommand
 from headrace.cli.options import guarded, with_config, with_model, with_sampling
 from headrace.config import EngineConfig
 from headrace.parallel.torchrun_environment import started_this
@@ -87,10 +88,25 @@ def generate(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.", rich_help_panel=OWN_PANEL)
     ] = False,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|TEXT", help="JSON Schema that the answer must fit.", rich_help_panel=SHAPE_PANEL),
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="What the answer must match.", rich_help_panel=SHAPE_PANEL)
+    ] = None,
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="One of the possible answers; give several.", rich_help_panel=SHAPE_PANEL),
+    ] = None,
 ) -> None:
     """Continue texts. The text goes to stdout, the figures to stderr."""
     from headrace.cli.generate import read_prompts, run
     from headrace.cli.hints import check_prompts
+    from headrace.cli.shape import shape_of
+
+    if shape := shape_of(json_schema, regex, choice):
+        params = replace(params, structured=shape)
 
     if context.get_parameter_source("model").name != "COMMANDLINE":  # type: ignore[union-attr]
         check_prompts(prompts or [])

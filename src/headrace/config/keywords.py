@@ -189,13 +189,13 @@ class SettingKeywords(TypedDict, total=False):
     """On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, the
     date, git's status), so that prefixes are shared."""
 
-    tool_call_parser: Literal[
-        "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "openai", "json", "none"
-    ]
-    """Form in which the model writes calls of tools. auto: as its chat template says; none: calls stay text."""
+    tool_call_parser: str
+    """How the model writes calls of tools: hermes, qwen3_coder, llama3_json, mistral, pythonic, openai, json, or none
+    (calls stay text). auto: as its chat template says."""
 
-    reasoning_parser: Literal["auto", "think", "mistral", "harmony", "none"]
-    """Form in which the model writes its reasoning. auto: as its chat template says; none: it stays text."""
+    reasoning_parser: str
+    """How the model writes its reasoning: think, mistral, harmony, or none (it stays text). auto: as its chat template
+    says."""
 
     restart: bool
     """Start the engine again after a failure; without it the server ends with code 1."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from headrace.config.fields import NOT_NEGATIVE, SettingsRecord, at_least, seconds, setting
+from headrace.config.fields import NOT_NEGATIVE, Check, SettingsRecord, at_least, seconds, setting
 from headrace.config.served import check_names
+from headrace.types import did_you_mean
 
 LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 LogRequests = Literal["off", "ends", "params", "text"]
+TOOL_PARSERS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "openai", "json", "none")
+REASONING_PARSERS = ("think", "mistral", "harmony", "none")
+PARSER_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder",
+                  "qwen3": "think", "deepseek_r1": "think", "openai_gptoss": "harmony"}  # fmt: skip
+"""vLLM's names of formats -> ours, where these differ."""
 OnDisconnect = Literal["stop", "finish"]
-ToolParser = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "openai", "json", "none"]
-ReasoningParser = Literal["auto", "think", "mistral", "harmony", "none"]
 
 
 def _a_port(name: str, value: Any) -> None:
@@ -24,6 +28,15 @@ def _a_port(name: str, value: Any) -> None:
 def _a_key(name: str, value: Any) -> None:
     if not value.strip():
         raise ValueError(f"{name} must not be empty; leave it out to serve without one")
+
+
+def _a_parser(known: tuple[str, ...]) -> Check:
+    def check(name: str, value: Any) -> None:
+        if value != "auto" and PARSER_ALIASES.get(value, value) not in known:
+            near = did_you_mean(value, ("auto", *known))
+            raise ValueError(f"{name} must be auto or one of {', '.join(known)}, got {value!r}{near}")
+
+    return check
 
 
 def _a_file_name(name: str, value: Any) -> None:
@@ -109,20 +122,17 @@ class ServerSettings(SettingsRecord):
         "On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, "
         "the date, git's status), so that prefixes are shared.",
     )
-    tool_call_parser: ToolParser = setting(
+    tool_call_parser: str = setting(
         "auto",
-        "Form in which the model writes calls of tools. auto: as its chat template says; none: calls stay text.",
-        spellings={
-            "llama4_json": "llama3_json",
-            "llama4_pythonic": "pythonic",
-            "qwen3_xml": "qwen3_coder",
-            "harmony": "openai",
-        },
+        "How the model writes calls of tools: hermes, qwen3_coder, llama3_json, mistral, pythonic, openai, json, or "
+        "none (calls stay text). auto: as its chat template says.",
+        check=_a_parser(TOOL_PARSERS),
     )
-    reasoning_parser: ReasoningParser = setting(
+    reasoning_parser: str = setting(
         "auto",
-        "Form in which the model writes its reasoning. auto: as its chat template says; none: it stays text.",
-        spellings={"deepseek_r1": "think", "qwen3": "think", "openai_gptoss": "harmony"},
+        "How the model writes its reasoning: think, mistral, harmony, or none (it stays text). auto: as its chat "
+        "template says.",
+        check=_a_parser(REASONING_PARSERS),
     )
     restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")
     engine_timeout_s: float = setting(

@@ -23,7 +23,7 @@ from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.structured.door import ShapeDoor
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.waiting import WaitingPrompts
-from headrace.progress import WEIGHTS, LoadPhase, OnPhase, Prefill, PrefillClock
+from headrace.progress import LoadPhase, OnPhase, Prefill, PrefillClock, both
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, MAX_N, Delta, EngineDead, InvalidRequest, Overloaded, Request, SamplingParams
 
@@ -123,7 +123,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         the first moment on; headrace.progress.PhaseTimes times it. Raises ValueError for settings or a model that
         cannot work, EngineDead for any other failure.
         """
-        tell = _both(progress, phases)
+        tell = both(progress, phases)
         preflight.check(self.config)
         folder = model_folder(self.config.model.folder)
         ours, theirs = socket.socketpair()
@@ -377,16 +377,6 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
             await asyncio.to_thread(process.end, self._process, seconds)
         await _cancel(self._listener)
         self._die("the engine was shut down")
-
-
-def _both(progress: Callable[[int, int], None] | None, phases: OnPhase | None) -> OnPhase:
-    def tell(phase: LoadPhase) -> None:
-        if phases is not None:
-            phases(phase)
-        if progress is not None and phase.name == WEIGHTS and phase.total:
-            progress(phase.done, phase.total)
-
-    return tell
 
 
 async def _cancel(task: asyncio.Task[None] | None) -> None:

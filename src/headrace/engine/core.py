@@ -14,7 +14,7 @@ from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.embedding import Pooled
 from headrace.engine.executor import Computed
 from headrace.engine.loader import Loaded
-from headrace.engine.output import Active, Output
+from headrace.engine.output import Active, Output, prefills
 from headrace.engine.reports import Head, Observer, PromptLogprobs, note_reports, show
 from headrace.engine.sampler import (
     BadLogits,
@@ -164,7 +164,8 @@ class EngineCore:
         self._stats.tokens.prefilled += new
         restores = self.below.closing(slices)
         if self.on_prefill is not None and (new >= CHUNK or restores):  # less takes about as long as a decode step
-            self.on_prefill(self._prefills(slices), self.loaded.executor.expected_s(slices))
+            prompts = prefills(slices, self.scheduler.running, self._active, self.below)
+            self.on_prefill(prompts, self.loaded.executor.expected_s(slices))
         computed = self._compute(slices, restores)
         self.cache.commit()
         ended = self._observe(computed)
@@ -195,18 +196,6 @@ class EngineCore:
             if active.scheduled_s is None:
                 active.scheduled_s = now
                 self._started.append(active.request.request_id)
-
-    def _prefills(self, slices: list[Slice]) -> list[Prefill]:
-        """The first sequence of each request without a token of its answer, in order of arrival."""
-        steps = {part.sequence: part.length for part in slices}
-        found: dict[str, Prefill] = {}
-        for sequence in self.scheduler.running:
-            request_id, step = sequence.request.request_id, steps.get(sequence, 0)
-            if self._active[request_id].first_token_s is None and request_id not in found:
-                coming, cached = self.below.coming(sequence), sequence.cached_tokens
-                done = sequence.computed - step - coming
-                found[request_id] = Prefill(request_id, done, cached, sequence.prompt_len, step, coming)
-        return list(found.values())
 
     def settle(self) -> bool:
         """While there is nothing to do: whether chunks are still being stored, or were when this was last asked."""

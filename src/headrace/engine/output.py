@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from headrace.engine.below import Below
 from headrace.engine.capacity import Capacity
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.reports import Report
 from headrace.engine.sampler import History
-from headrace.engine.sequence import SequenceState
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.stopping import Finish, finish_reason
+from headrace.progress import Prefill
 from headrace.types import Delta, Metrics, Request
 
 if TYPE_CHECKING:
@@ -93,3 +96,18 @@ class Output:
         if self.detokenizer is not None:
             delta.text += self.detokenizer.flush()
         delta.finish_reason, delta.stop_reason = ended
+
+
+def prefills(
+    slices: Sequence[Slice], running: Sequence[SequenceState], active: Mapping[str, Active], below: Below
+) -> list[Prefill]:
+    """The first sequence of each request without a token of its answer, in order of arrival."""
+    steps = {part.sequence: part.length for part in slices}
+    found: dict[str, Prefill] = {}
+    for sequence in running:
+        request_id, step = sequence.request.request_id, steps.get(sequence, 0)
+        if active[request_id].first_token_s is None and request_id not in found:
+            coming, cached = below.coming(sequence), sequence.cached_tokens
+            done = sequence.computed - step - coming
+            found[request_id] = Prefill(request_id, done, cached, sequence.prompt_len, step, coming)
+    return list(found.values())

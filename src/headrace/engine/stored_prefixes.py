@@ -287,7 +287,7 @@ class StoredPrefixes(Below):
 
     def observe(self, slices: Sequence[Slice], seconds: float) -> None:
         """A step that computed one prompt, with nothing on its way meanwhile, tells how fast prefill is."""
-        if len(slices) == 1 and slices[0].length > 1 and not (self._arriving or self._leaving):
+        if len(slices) == 1 and slices[0].length > 1 and not (slices[0].decodes or self._arriving or self._leaving):
             self.rates.observe_prefill(slices[0].start, slices[0].length, seconds)
 
     def wait(self) -> None:

@@ -83,6 +83,11 @@ class Tokenizer:
         return str(templates)
 
     @property
+    def named_tokens(self) -> dict[str, str | None]:
+        """Texts of the tokens that begin a text, end it and fill it up; None where the model has no such token."""
+        return {name: getattr(self._hf, name) for name in ("bos_token", "eos_token", "pad_token")}
+
+    @property
     def added_tokens(self) -> dict[str, int]:
         """Tokens beside the learnt vocabulary, by their text."""
         return {added.content: token for token, added in self._hf.added_tokens_decoder.items()}

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server. Read app.py, then routes.py; docs/server.md is the reference."""
+"""The OpenAI-compatible HTTP server. Read app.py, then routes.py; docs/server.md and docs/api.md are the reference."""

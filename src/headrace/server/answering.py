@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol, TypeVar
 
 from fastapi import Request
@@ -148,10 +148,14 @@ class _Ending:
 async def _frames(run: JobRun, replies: Replies, ending: _Ending) -> AsyncIterator[bytes]:
     """The server-sent events of one job. A failure becomes the last of them."""
     try:
-        async with aclosing(run.events()) as events:
-            async for event in events:
-                for frame in replies.frames(event):
-                    yield frame
+        for frame in replies.opening():
+            yield frame
+        if (first := await run.first()) is not None:
+            for frame in replies.frames(first):
+                yield frame
+        async for event in run.rest:
+            for frame in replies.frames(event):
+                yield frame
         last = replies.ending()
         ending.outcome = "done"
         for frame in last:

@@ -87,6 +87,7 @@ ROUTES = (
     Route("GET", f"{ONE}/input_items", "What its model was given.", None, (responses.ItemList,), query=PAGED),
     Route("POST", "/tokenize", "Token ids of a text or a chat.", TokenizeBody, (shapes.Tokenized,)),
     Route("POST", "/detokenize", "The text of token ids.", DetokenizeBody, (shapes.Detokenized,)),
+    Route("GET", "/tokenizer_info", "Special tokens and chat template.", None, (shapes.TokenizerInfo,)),
     Route("GET", MODELS, "The served model, by all names.", None, (shapes.ModelList, shapes.AnthropicModelList)),
     Route("GET", f"{MODELS}/{{name}}", "It by one name.", None, (shapes.ModelCard, shapes.AnthropicModel)),
     Route("GET", OPEN, "Whether requests are answered.", None, (shapes.Health,)),
@@ -233,9 +234,13 @@ def _schemas(routes: Iterable[Route]) -> dict[str, Any]:
 
 def _as_taken(body: type[Body], schema: dict[str, Any]) -> dict[str, Any]:
     """A body's schema as parse_body takes it: bounds, fields that are not used, and none that are refused."""
-    fields = {
-        name: told | FIELDS.get(name, {}) for name, told in schema["properties"].items() if name not in body.refused
-    }
+    given = schema["properties"].items()
+    fields = {name: _bounded(told, FIELDS.get(name, {})) for name, told in given if name not in body.refused}
     fields |= {name: {"description": "Accepted without effect."} for name in sorted(body.ignored)}
     also = ALSO.get(body, {})
     return {**schema, **also, "properties": fields | also.get("properties", {})}
+
+
+def _bounded(told: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """A field as its model has it, with more where the model does not say it. What it may be made of is told anew."""
+    return {**more, **{key: value for key, value in told.items() if key not in more or key in ("minimum", "maximum")}}

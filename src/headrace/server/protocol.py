@@ -27,7 +27,7 @@ IGNORED = {
     "store",
     "user",
 }
-"""OpenAI fields that change no answer here: accepted with any value, and not used (docs/server.md)."""
+"""OpenAI fields that change no answer here: accepted with any value, and not used (docs/api/common.md)."""
 
 REFUSED = {
     "functions": "this older form is not supported; use tools and tool_choice",
@@ -272,10 +272,11 @@ def explain(error: ValidationError, fields: Any, where: str = "") -> ApiError:
 
 
 def _untagged(loc: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
-    """Without pydantic's names of a union's members, which stand behind the place of an object with a type or role."""
+    """Without pydantic's names of a union's members, which stand behind the place of an object with a type or role. The
+    last part is the field at fault."""
     out: list[int | str] = []
-    for part in loc:
-        if out and isinstance(value, dict) and part in (value.get("type"), value.get("role")):
+    for place, part in enumerate(loc):
+        if out and place < len(loc) - 1 and isinstance(value, dict) and part in (value.get("type"), value.get("role")):
             value = {name: held for name, held in value.items() if name not in ("type", "role")}
             continue
         out.append(part)

@@ -72,6 +72,10 @@ class Replies(Protocol):
 
     def whole(self) -> dict[str, Any]: ...
 
+    def opening(self) -> list[bytes]:
+        """Server-sent events before the first event, at once: the prompt is still to be read."""
+        ...
+
     def frames(self, event: Event) -> list[bytes]:
         """Server-sent events for one event: often one, none while its text is held back."""
         ...
@@ -87,6 +91,9 @@ class Replies(Protocol):
 
 class InOnePiece(Replies):
     """Those of a route that does not stream."""
+
+    def opening(self) -> list[bytes]:
+        return []
 
     def take(self, event: Event) -> None:
         return None
@@ -121,6 +128,9 @@ class OpenAIReplies:
             "usage": usage(self.job),
             "headrace": figures(self.job),
         }
+
+    def opening(self) -> list[bytes]:
+        return []
 
     def frames(self, event: Event) -> list[bytes]:
         return [sse(chunk) for chunk in self.chunks(event)]

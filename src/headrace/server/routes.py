@@ -16,7 +16,7 @@ from headrace.server.openapi import document
 from headrace.server.responses.api import install_responses
 from headrace.server.scoring import Scoring
 from headrace.server.state import ServerState
-from headrace.server.tokenizing import detokenize, tokenize
+from headrace.server.tokenizing import detokenize, tokenize, tokenizer_info
 
 
 def install_routes(app: FastAPI, state: ServerState) -> None:
@@ -55,6 +55,10 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     @router.post("/detokenize")
     async def text(request: Request) -> Response:
         return await detokenize(state, request)
+
+    @router.get("/tokenizer_info")
+    async def info() -> Response:
+        return tokenizer_info(state)
 
     install_responses(router, state)
 

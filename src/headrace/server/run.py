@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
 
 from headrace.server.errors import ClientGone
 from headrace.server.job import Event, Job, aclose, cancel
@@ -18,8 +17,8 @@ class JobRun:
     def __init__(self, state: ServerState, job: Job) -> None:
         self.job, self.engine = job, state.engine
         self._state = state
-        self._events = job.events(self.engine, state.metrics.note_peak)
-        self._first = asyncio.ensure_future(_next(self._events))
+        self.rest = job.events(self.engine, state.metrics.note_peak)
+        self._first = asyncio.ensure_future(_next(self.rest))
         self._ended = False
 
     async def queued(self) -> None:
@@ -30,19 +29,16 @@ class JobRun:
         if self._first.done():
             self._first.result()
 
-    async def events(self) -> AsyncGenerator[Event, None]:
-        """All events, once. Giving up in the midst leaves the engine at work until `end`."""
-        first = await asyncio.shield(self._first)
-        if first is not None:
-            yield first
-            async for event in self._events:
-                yield event
+    async def first(self) -> Event | None:
+        """The first event; `rest` has the others. Giving up the wait leaves the engine at work until `end`."""
+        return await asyncio.shield(self._first)
 
     async def drain(self, take: Callable[[Event], None]) -> None:
         """Hands on all events, until the end of the job."""
-        async with aclosing(self.events()) as events:
-            async for event in events:
-                take(event)
+        if (first := await self.first()) is not None:
+            take(first)
+        async for event in self.rest:
+            take(event)
 
     @property
     def reading(self) -> bool:
@@ -62,7 +58,7 @@ class JobRun:
     async def close(self, outcome: str) -> None:
         """`end` for good."""
         await cancel(self._first)
-        await aclose(self._events)
+        await aclose(self.rest)
         self._state.finish(self.job, outcome)
 
 

@@ -37,16 +37,17 @@ class ResponseFormat(Strict):
             )
         return value
 
-    def structured(self) -> Structured | None:
+    def check(self) -> None:
         """Raises ApiError for a type without its schema, or a schema without its type."""
         if (self.json_schema is not None) != (self.type == "json_schema"):
             told = "type json_schema needs json_schema, and no other type has it"
             raise invalid(f"response_format: {told}", "response_format")
-        if self.json_schema is None:
-            return None if self.type == "text" else Structured(json_object=True)
-        if self.json_schema.schema_ is None:
+        if self.json_schema is not None and self.json_schema.schema_ is None:
             raise invalid("response_format.json_schema.schema is required", "response_format", "missing")
-        return Structured(json=self.json_schema.schema_)
+
+    def structured(self) -> Structured:
+        """Of a type other than text."""
+        return Structured(json_object=True) if self.json_schema is None else Structured(json=self.json_schema.schema_)
 
 
 class StructuredOutputs(Strict):
@@ -81,6 +82,8 @@ class ShapedBody(Strict):
     def shape(self) -> Structured | None:
         """Raises ApiError naming the field, or the two that both give a shape."""
         name = self.shape_field
+        if self.response_format is not None:
+            self.response_format.check()
         if name is None:
             return None
         try:

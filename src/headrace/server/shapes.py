@@ -190,6 +190,14 @@ class Detokenized(TypedDict):
     prompt: str
 
 
+class TokenizerInfo(TypedDict):
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+    model_max_length: int
+
+
 class ModelCard(TypedDict):
     id: str
     object: Literal["model"]

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: between text and token ids, as the engine reads them, in vLLM's shapes."""
+"""/tokenize, /detokenize, /tokenizer_info: between text and token ids, as the engine reads them, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -83,6 +83,14 @@ async def detokenize(state: ServerState, request: Request) -> Response:
         tokenizer = tokenizer_of(state, "tokens")
         text = await state.in_tokenizer(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
     return JsonReply({"prompt": text})
+
+
+def tokenizer_info(state: ServerState) -> Response:
+    """What clients need that count or build prompts themselves, as lm-eval does with tokenizer_backend=remote."""
+    tokenizer = tokenizer_of(state, "tokens")
+    longest = state.engine.capacity.max_model_len
+    info = {**tokenizer.named_tokens, "chat_template": tokenizer.chat_template or None, "model_max_length": longest}
+    return JsonReply(info)
 
 
 def _check_model(state: ServerState, body: Body) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -52,7 +53,10 @@ async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams) -> P
     text = await _render(state, turn)
     ids = await _encode(state, text)
     formats, end = state.formats, text[-SEEN:]
-    shape = constraint(formats, turn.tools, turn.choice, turn.reasoning, end, params.structured)
+    shape = params.structured
+    if shape is not None or turn.choice.mode == "required" or turn.reasoning.budget is not None:
+        asked = (turn.tools, turn.choice, turn.reasoning, end, shape)
+        shape = await asyncio.to_thread(constraint, formats, *asked)  # schemas may be long
     skips = params.skip_special_tokens and not formats.needs_special_tokens
     params = replace(params, structured=shape, skip_special_tokens=skips)
     await state.engine.check_shape(params)

@@ -1,24 +1,25 @@
 """What all clients are asked for: a schema, tools, and what their answers must be."""
 
-from __future__ import annotations
+from typing import Annotated, Any, Literal
 
-from typing import Any, Literal
-
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 MODEL = "tiny"
 
 
 class City(BaseModel):
-    """A city, with what a client's class may hold."""
+    """A city."""
 
-    name: str = Field(max_length=16)  # the shipped model would write on
+    # Closed and bounded: the shipped model would write on where it may.
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(max_length=16)
     country: Literal["France", "Portugal", "Austria"]
     inhabitants: int = Field(ge=0, le=9_999_999)
     capital: bool
 
 
-def get_weather(city: str) -> str:
+def get_weather(city: Annotated[str, Field(max_length=16)]) -> str:
     """The weather of a city."""
     return f"21 degrees in {city}"
 

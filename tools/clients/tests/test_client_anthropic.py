@@ -51,14 +51,16 @@ def test_stream(client: anthropic.Anthropic) -> None:
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
 def test_forced_tools(client: anthropic.Anthropic, choice: Any) -> None:
-    made = client.messages.create(model=MODEL, max_tokens=200, messages=ASKED, tools=[TOOL], tool_choice=choice)
+    once = {**choice, "disable_parallel_tool_use": True}  # the shipped model would go on calling
+    made = client.messages.create(model=MODEL, max_tokens=200, messages=ASKED, tools=[TOOL], tool_choice=once)
     calls = [block for block in made.content if block.type == "tool_use"]
     assert calls and made.stop_reason == "tool_use"
     check_weather(calls[0].input)
 
 
 def test_forced_tools_stream(client: anthropic.Anthropic) -> None:
-    asked: Any = {"model": MODEL, "max_tokens": 200, "messages": ASKED, "tools": [TOOL], "tool_choice": {"type": "any"}}
+    asked: Any = {"model": MODEL, "max_tokens": 200, "messages": ASKED, "tools": [TOOL],
+                  "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}  # fmt: skip
     with client.messages.stream(**asked) as stream:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
         final = stream.get_final_message()

@@ -43,7 +43,7 @@ async def test_async_stream(real: Server) -> None:
 
 @pytest.mark.parametrize("choice", ["any", "get_weather"])
 def test_bind_tools(real: Server, choice: str) -> None:
-    bound = chat(real, max_tokens=200).bind_tools([tool(get_weather)], tool_choice=choice)
+    bound = chat(real, max_tokens=200).bind_tools([tool(get_weather)], tool_choice=choice, strict=True)
     [call, *_] = bound.invoke("Weather in Paris?").tool_calls
     assert call["name"] == "get_weather" and set(call["args"]) == {"city"}
 

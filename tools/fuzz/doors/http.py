@@ -17,10 +17,14 @@ from tools.fuzz.mutate import EDGES, FLOATS, TEXTS, damaged, dumped, edited, odd
 FIELDS = ["temperature", "top_p", "top_k", "seed", "stop", "n", "logprobs", "top_logprobs", "logit_bias", "max_tokens",
           "min_tokens", "echo", "stream", "stream_options", "cache_salt", "public_prefix_tokens", "tools", "user",
           "chat_template_kwargs", "prompt", "messages", "model", "input", "previous_response_id", "text", "reasoning",
-          "tool_choice", "include", "metadata", "store", "max_output_tokens", "instructions"]  # fmt: skip
+          "tool_choice", "include", "metadata", "store", "max_output_tokens", "instructions", "system", "thinking",
+          "stop_sequences", "output_config", "context_management", "tokens", "add_special_tokens"]  # fmt: skip
 RESPONSES = "/v1/responses"
-ROUTES = [TEXT, CHAT, RESPONSES, RESPONSES + "/resp_1", RESPONSES + "/resp_1/input_items", "/v1/models", "/health",
-          "/metrics", "/", "/v1/completions/..", "/%00", "/" + "a" * 9000, "*"]  # fmt: skip
+MESSAGES = "/v1/messages"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+ROUTES = [TEXT, CHAT, RESPONSES, MESSAGES, MESSAGES + "/count_tokens", TOKENIZE, DETOKENIZE, RESPONSES + "/resp_1",
+          RESPONSES + "/resp_1/input_items", "/v1/models", "/health", "/metrics", "/openapi.json", "/",
+          "/v1/completions/..", "/%00", "/" + "a" * 9000, "*"]  # fmt: skip
 HEADS = ["Authorization: Bearer x", "Content-Length: -1",
          "Content-Length: 99999999999999999999", "Expect: 100-continue",
          "Transfer-Encoding: chunked", "Connection: Upgrade", "Upgrade: websocket", "Content-Encoding: gzip",
@@ -38,7 +42,7 @@ class Http:
     def open(self, folder: Path) -> None:
         logging.disable(logging.CRITICAL)
         self._closing = ExitStack()
-        self._server: Running = self._closing.enter_context(serving())
+        self._server: Running = self._closing.enter_context(serving(stable_system_prompt=True))
 
     def case(self, rng: Random) -> str:
         raw = self._request(rng)
@@ -57,8 +61,8 @@ class Http:
         return told
 
     def _request(self, rng: Random) -> bytes:
-        route = rng.choice(ROUTES) if rng.random() < 0.15 else rng.choice((TEXT, CHAT, RESPONSES))
-        body: Any = _response() if route == RESPONSES else ask() if route == CHAT else text()
+        route = rng.choice(ROUTES) if rng.random() < 0.15 else rng.choice((TEXT, *BODIES))
+        body: Any = BODIES.get(route, text)()
         if rng.random() < 0.6:
             body = edited(body, rng)
         for _ in range(rng.choice((0, 1, 2)) if isinstance(body, dict) else 0):
@@ -91,6 +95,31 @@ def _response() -> dict[str, Any]:
         {"type": "function_call_output", "call_id": "c", "output": "d"},
     ]
     return {"input": items, "tools": [tool], "tool_choice": {"type": "function", "name": "f"}, "max_output_tokens": 8}
+
+
+def _message() -> dict[str, Any]:
+    """With a block of each kind, and a tool."""
+    tool = {"name": "f", "description": "a", "input_schema": {"type": "object", "properties": {}}, "strict": True}
+    source = {"type": "text", "media_type": "text/plain", "data": "a"}
+    answer = [
+        {"type": "thinking", "thinking": "b", "signature": ""},
+        {"type": "redacted_thinking", "data": "c"},
+        {"type": "text", "text": "d"},
+        {"type": "tool_use", "id": "e", "name": "f", "input": {}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "e", "content": [{"type": "text", "text": "g"}], "is_error": True}
+    messages = [
+        {"role": "user", "content": [{"type": "document", "source": source, "title": "h"}]},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": [result, {"type": "text", "text": "i", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "system", "content": "j"},
+    ]
+    system = [{"type": "text", "text": "x-anthropic-billing-header: cch=1;\ngitStatus: k"}]
+    more = {"tools": [tool], "tool_choice": {"type": "tool", "name": "f"}, "thinking": {"type": "adaptive"}}
+    return {"max_tokens": 8, "messages": messages, "system": system, **more}
+
+
+BODIES = {CHAT: ask, RESPONSES: _response, MESSAGES: _message, DETOKENIZE: lambda: {"tokens": [1, 2]}}
 
 
 def _pieces(raw: bytes, rng: Random) -> list[bytes]:

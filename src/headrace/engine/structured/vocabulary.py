@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -79,12 +80,14 @@ def _from_library(tokenizer: Tokenizer, width: int, ends: list[int]) -> LLTokeni
         made = LLTokenizer(tokenizer.as_json(), n_vocab=max(width, tokenizer.vocab_size), eos_token=ends)
     except ValueError:
         return None
-    same = all(
-        made.decode_bytes([token]) == expected
-        for token in range(tokenizer.vocab_size)
-        if not tokenizer.is_special(token) and (expected := tokenizer.token_bytes(token)) != b"\xff"
-    )  # llguidance marks special tokens by this byte, which no text has
-    return made if same else None
+    for token in range(tokenizer.vocab_size):
+        if token % 256 == 0:
+            time.sleep(0)  # lets the engine's thread go on with its steps
+        expected = tokenizer.token_bytes(token)
+        differs = not tokenizer.is_special(token) and made.decode_bytes([token]) != expected
+        if differs and expected != b"\xff":  # by which llguidance marks special tokens, and which no text has
+            return None
+    return made
 
 
 def _from_bytes(tokenizer: Tokenizer, width: int, ends: list[int]) -> LLTokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -151,6 +152,25 @@ def reminder(text: str) -> str:
     return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
+@dataclass(slots=True)
+class Said:
+    """One message for a template, in pieces: joined at the end, however many there are."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    more: dict[str, str] = field(default_factory=dict)
+
+    def for_template(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"role": self.role, **self.more, "content": "\n".join(self.texts)}
+        if self.thoughts:
+            told["reasoning_content"] = "\n".join(self.thoughts)
+        if self.calls:
+            told["tool_calls"] = self.calls
+        return told
+
+
 class Conversation:
     """Messages for a chat template, one after the other. Neighbours of one role are one message, as Anthropic says.
 
@@ -159,7 +179,7 @@ class Conversation:
 
     def __init__(self, system: str = "") -> None:
         self.system = [system] if system else []
-        self.turns: list[dict[str, Any]] = []
+        self.turns: list[Said] = []
         self._tools: dict[str, str] = {}
 
     def add(self, message: UserMessage | AssistantMessage | SystemMessage, where: str) -> None:
@@ -187,26 +207,34 @@ class Conversation:
         if name is None:
             told = f"no tool_use block before it has the id {block.tool_use_id[:100]!r}"
             raise invalid(f"{where}.tool_use_id: {told}", f"{where}.tool_use_id")
-        self.turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": block.as_text()})
+        named = {"tool_call_id": block.tool_use_id, "name": name}
+        self.turns.append(Said("tool", [block.as_text()], more=named))
 
     def _add_assistant(self, message: AssistantMessage) -> None:
         turn = self._say("assistant", joined([block for block in message.content if isinstance(block, TextBlock)]))
         for block in message.content:
             if isinstance(block, ThinkingBlock) and block.thinking:
-                turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), block.thinking)))
+                turn.thoughts.append(block.thinking)
             elif isinstance(block, ToolUseBlock):
-                turn.setdefault("tool_calls", []).append(block.for_template())
+                turn.calls.append(block.for_template())
                 self._tools[block.id] = block.name
 
-    def _say(self, role: str, text: str) -> dict[str, Any]:
-        last = self.turns[-1] if self.turns else None
-        if last is None or last["role"] != role:
-            last = {"role": role, "content": text}
-            self.turns.append(last)
-        elif text:
-            last["content"] = f"{last['content']}\n{text}" if last["content"] else text
-        return last
+    def _say(self, role: str, text: str) -> Said:
+        if not self.turns or self.turns[-1].role != role:
+            self.turns.append(Said(role))
+        if text:
+            self.turns[-1].texts.append(text)
+        return self.turns[-1]
+
+    def say_first(self, text: str) -> None:
+        """At the beginning of the user's first turn: behind the system text and the tools, before what else is said."""
+        first = next((turn for turn in self.turns if turn.role == "user"), None)
+        if first is None:
+            self.system.append(text)
+        else:
+            first.texts.insert(0, reminder(text))
 
     def messages(self) -> list[dict[str, Any]]:
         system = "\n".join(self.system)
-        return ([{"role": "system", "content": system}] if system else []) + self.turns
+        told = [{"role": "system", "content": system}] if system else []
+        return told + [turn.for_template() for turn in self.turns]

@@ -13,7 +13,6 @@ from headrace.server.anthropic.blocks import (
     GivenMessage,
     TextBlock,
     as_blocks,
-    reminder,
 )
 from headrace.server.anthropic.system import has_billing, stable
 from headrace.server.chat_body import MAX_BUDGET, MAX_TOOLS, ToolName, tools_of
@@ -173,7 +172,7 @@ class CountBody(Body):
         for number, message in enumerate(self.messages):
             talk.add(message, f"messages[{number}]")
         if moved:
-            _put_first(talk, moved)
+            talk.say_first(moved)
         tools = tools_of(self.tools)
         template = _prefilled(talk)
         return Turn(talk.messages(), tools, self._choice(tools), self._reasoning(), template=template)
@@ -203,9 +202,10 @@ class CountBody(Body):
 
 
 class MessagesBody(CountBody, StreamedBody):
-    """`cache_salt`, `public_prefix_tokens`: as on the other routes."""
+    """`cache_salt`, `public_prefix_tokens`: as on the other routes. max_tokens 0: the prompt is read, so that it is
+    cached, and nothing is told of the one token that follows."""
 
-    max_tokens: int = Field(ge=1, le=2**31)
+    max_tokens: int = Field(ge=0, le=2**31)
     stop_sequences: list[str] | None = None
     temperature: float | None = Field(default=None, ge=0, le=1)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -220,27 +220,18 @@ class MessagesBody(CountBody, StreamedBody):
         given = {name: value for name, value in given.items() if value is not None}
         shape = None if self.format is None else Structured(json=self.format.schema_)
         return SamplingParams(
-            max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ()), structured=shape, **given
+            max_tokens=self.max_tokens or 1, stop=tuple(self.stop_sequences or ()), structured=shape, **given
         )
-
-
-def _put_first(talk: Conversation, text: str) -> None:
-    """At the beginning of the user's first turn: behind the system text and the tools, before what else is said."""
-    first = next((turn for turn in talk.turns if turn["role"] == "user"), None)
-    if first is None:
-        talk.system.append(text)
-    else:
-        first["content"] = f"{reminder(text)}\n{first['content']}"
 
 
 def _prefilled(talk: Conversation) -> dict[str, Any]:
     """Variables of a template that goes on with the assistant's last message, if that is where the messages end."""
-    last = talk.turns[-1] if talk.turns else {"role": "system"}
-    if last["role"] != "assistant":
+    last = talk.turns[-1] if talk.turns else None
+    if last is None or last.role != "assistant":
         return {}
-    if "tool_calls" in last:
+    if last.calls:
         raise invalid("messages: the last message ends in a tool_use; send its tool_result after it", "messages")
-    if not last["content"]:
+    if not last.texts:
         talk.turns.pop()
         return {}
     return {"add_generation_prompt": False, "continue_final_message": True}

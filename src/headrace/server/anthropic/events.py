@@ -33,19 +33,16 @@ class Blocks:
     def __init__(self, omit_thinking: bool = False) -> None:
         self.omit_thinking = omit_thinking
         self._blocks: list[dict[str, Any]] = []
+        self._pieces: list[list[str]] = []
+        """Of each block: its text, thinking or arguments."""
         self._open = False
-        self._space = ""
+        self._space: list[str] = []
         self._calls: dict[int, int] = {}
-        self._arguments: dict[int, list[str]] = {}
 
     @property
     def content(self) -> list[dict[str, Any]]:
         """Blocks so far, as a whole message has them."""
         return [self._whole(index, block) for index, block in enumerate(self._blocks)]
-
-    @property
-    def has_calls(self) -> bool:
-        return bool(self._calls)
 
     def add(self, parts: Iterable[Part]) -> list[Event]:
         events: list[Event] = []
@@ -66,33 +63,31 @@ class Blocks:
     # ---- one kind of part each ---------------------------------------------------------------------------------------
 
     def _text(self, text: str) -> list[Event]:
+        events: list[Event] = []
         if not self._is_open("text"):
-            text, self._space = self._space + text, ""
+            self._space.append(text)
             if not text.strip():
-                self._space = text
                 return []
+            text = "".join(self._space)
             events = self._begin({"type": "text", "text": ""})
-        else:
-            events = []
-        self._blocks[-1]["text"] += text
+        self._pieces[-1].append(text)
         return [*events, self._delta("text_delta", text=text)]
 
     def _thinking(self, text: str) -> list[Event]:
         events = [] if self._is_open("thinking") else self._begin({"type": "thinking", "thinking": "", "signature": ""})
         if self.omit_thinking or not text:
             return events
-        self._blocks[-1]["thinking"] += text
+        self._pieces[-1].append(text)
         return [*events, self._delta("thinking_delta", thinking=text)]
 
     def _call(self, part: CallStart) -> list[Event]:
         events = self._begin({"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}})
         self._calls[part.number] = len(self._blocks) - 1
-        self._arguments[len(self._blocks) - 1] = []
         return events
 
     def _call_arguments(self, part: CallArguments) -> list[Event]:
         index = self._calls[part.number]
-        self._arguments[index].append(part.text)
+        self._pieces[index].append(part.text)
         delta = {"type": "input_json_delta", "partial_json": part.text}
         return [{"type": "content_block_delta", "index": index, "delta": delta}] if part.text else []
 
@@ -104,7 +99,8 @@ class Blocks:
     def _begin(self, block: dict[str, Any]) -> list[Event]:
         events = self._stop()
         self._blocks.append(block)
-        self._open, self._space = True, ""
+        self._pieces.append([])
+        self._open, self._space = True, []
         return [*events, {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": {**block}}]
 
     def _stop(self) -> list[Event]:
@@ -118,9 +114,10 @@ class Blocks:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": {"type": kind, **more}}
 
     def _whole(self, index: int, block: dict[str, Any]) -> dict[str, Any]:
-        if block["type"] != "tool_use":
-            return {**block}
-        return {**block, "input": call_input("".join(self._arguments[index]))}
+        text = "".join(self._pieces[index])
+        if block["type"] == "tool_use":
+            return {**block, "input": call_input(text)}
+        return {**block, block["type"]: text}
 
 
 def call_input(text: str) -> dict[str, Any]:

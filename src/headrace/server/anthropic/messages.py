@@ -50,7 +50,7 @@ class Messages:
             job = await job_of(state, turn, replace(params, max_tokens=None), "msg_", arrival_s, sharing)
         job.names = NAMES
         prompt = job.prompts[0]
-        prompt.params = replace(prompt.params, max_tokens=min(body.max_tokens, prompt.params.max_tokens or 1))
+        prompt.params = replace(prompt.params, max_tokens=min(params.max_tokens or 1, prompt.params.max_tokens or 1))
         return job
 
     def replies(self, state: ServerState, body: MessagesBody, job: Job) -> MessageReplies:
@@ -79,24 +79,28 @@ class Messages:
 
 
 class MessageReplies:
-    """A message in one piece, or as events. asked: its max_tokens. caching: whole chunks of prompts are kept."""
+    """A message in one piece, or as events. asked: its max_tokens; 0: nothing is told of the answer. caching: whole
+    chunks of prompts are kept."""
 
     def __init__(self, job: Job, model: str, asked: int, caching: bool = True, omit_thinking: bool = False) -> None:
         self.job, self.model, self.asked, self.caching = job, model, asked, caching
         self.blocks = Blocks(omit_thinking)
-        self.started = False
 
     def take(self, event: Event) -> None:
-        self.blocks.add(event.parts)
+        self._add(event)
 
     def whole(self) -> dict[str, Any]:
         told = message(self.job.request_id, self.model, self.blocks.content, self._usage())
         return {**told, **self._end(), "headrace": figures(self.job)}
 
+    def opening(self) -> list[bytes]:
+        """What is cached is known at the end, and told then."""
+        counts = usage(self.job.prompt_tokens, 0, 0, 0)
+        begun = {"type": "message_start", "message": message(self.job.request_id, self.model, [], counts)}
+        return [frame(begun), frame(PING)]
+
     def frames(self, event: Event) -> list[bytes]:
-        events = [] if self.started else self._opening()
-        self.started = True
-        return [frame(each) for each in [*events, *self.blocks.add(event.parts)]]
+        return [frame(each) for each in self._add(event)]
 
     def ending(self) -> list[bytes]:
         last = {
@@ -111,12 +115,12 @@ class MessageReplies:
         told = as_api_error(error)
         return [frame(error_body(told.status, told.message))]
 
-    def _opening(self) -> list[dict[str, Any]]:
-        """What is cached is known at the end, and told then."""
-        counts = usage(self.job.prompt_tokens, 0, 0, 0)
-        return [{"type": "message_start", "message": message(self.job.request_id, self.model, [], counts)}, PING]
+    def _add(self, event: Event) -> list[dict[str, Any]]:
+        return self.blocks.add(event.parts) if self.asked else []
 
     def _end(self) -> dict[str, Any]:
+        if not self.asked:
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
         choice = self.job.choices[0]
         cut = self.asked > (choice.prompt.params.max_tokens or 0)
         reason = stop_reason(choice.finish_reason, choice.stop_reason, bool(choice.answer.calls), cut)
@@ -127,4 +131,4 @@ class MessageReplies:
         """Whole chunks of the prompt are in the cache afterwards."""
         prompt, cached = self.job.prompt_tokens, self.job.cached_tokens
         written = max(0, prompt // CHUNK * CHUNK - cached) if self.caching else 0
-        return usage(prompt, cached, self.job.output_tokens, written)
+        return usage(prompt, cached, self.job.output_tokens if self.asked else 0, written)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
 from headrace.errors import InvalidRequest
-from headrace.server.parsers.lark import MOST_CALLS, Grammar
+from headrace.server.parsers.lark import MOST_CALLS, Grammar, bare
 from headrace.server.parsers.registry import NONE, REASONING_FORMATS, TOOL_FORMATS, Formats, ReasoningFormat
 from headrace.server.turn import Reasoning, Tool, ToolChoice
 from headrace.structured import Structured
@@ -53,11 +54,33 @@ def constraint(
     if callable_tools:
         most = MOST_CALLS if choice.parallel else 1
         answers.append(TOOL_FORMATS[formats.tools].load().calls_grammar(grammar, callable_tools, most))
+        _check_texts(formats, callable_tools)
     if structured is not None and not forced:
         before = grammar.text(form.answer, form.marks) if form and form.answer else ""
         answers.append(f"{before} {grammar.shape(structured)}")
     answer = grammar.rule(" | ".join(answers))
-    return Structured(grammar=grammar.done(answer if thought is None else f"({thought})? {answer}"))
+    if thought is None:
+        return Structured(grammar=grammar.done(answer))
+    whether = "" if _opened(formats, prompt_end) else "?"
+    return Structured(grammar=grammar.done(f"({thought}){whether} {answer}"))
+
+
+def _check_texts(formats: Formats, tools: Sequence[Tool]) -> None:
+    """Raises InvalidRequest if a text that would be forced contains an added token: llguidance then forces the token,
+    and refuses it as no text."""
+    for tool in tools:
+        text = f"{tool.name} {json.dumps(bare(tool.parameters), ensure_ascii=False)}"
+        if "<" not in text:
+            continue
+        found = next((token for token in formats.tokens if token.startswith("<") and token in text), None)
+        if found is not None:
+            told = f"tools: calls of {tool.name!r} cannot be forced: its name or parameters contain {found!r}"
+            raise InvalidRequest(f"{told}, which is a token of this model's vocabulary", "tools")
+
+
+def _opened(formats: Formats, prompt_end: str) -> bool:
+    """Whether the prompt ends within reasoning."""
+    return prompt_end.rstrip().endswith(REASONING_FORMATS[formats.reasoning].begin)
 
 
 def _callable(formats: Formats, tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
@@ -79,9 +102,8 @@ def _thought(grammar: Grammar, formats: Formats, reasoning: Reasoning, prompt_en
     form = REASONING_FORMATS.get(formats.reasoning)
     if form is None:
         return None
-    before = prompt_end.rstrip()
-    opened = before.endswith(form.begin)
-    if not opened and (reasoning.enabled is False or before.endswith(form.end)):
+    opened = _opened(formats, prompt_end)
+    if not opened and (reasoning.enabled is False or prompt_end.rstrip().endswith(form.end)):
         return None
     begin = "" if opened else grammar.text(form.begin, form.marks)
     after = grammar.text(form.after, form.marks) if form.after else grammar.rule(BREAK)

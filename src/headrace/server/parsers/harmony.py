@@ -55,11 +55,10 @@ class HarmonyParser(Parser):
             return ended
         if name and self.tools:
             return (yield from self._call(name))
-        if name:
-            self.flow.text(header)
         hidden = (channel is not None and channel[1] == "analysis") or ("to=" in header and not name)
-        flow = self._thought if hidden else self.flow
+        flow = self._thought if hidden and not name else self.flow
         flow.part()
+        flow.text(header if name else "")
         return (yield from self.reader.until(_OUTSIDE, flow.text))
 
     def _called(self, header: str) -> str:

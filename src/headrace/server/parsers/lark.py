@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from headrace.errors import InvalidRequest
@@ -36,30 +37,24 @@ class Grammar:
         return " ".join(f"<[{self.tokens[part]}]>" if part in known else quoted(part) for part in parts if part)
 
     def json(self, schema: Any) -> str:
-        """A rule for JSON text that fits the schema, written on one line."""
+        """An expression for JSON text that fits the schema, written as answers of a shape are."""
         from headrace.engine.structured.compile import JSON_OPTIONS
 
         given = {} if schema is True else schema
-        return self.rule(f"%json {json.dumps({**given, 'x-guidance': JSON_OPTIONS})}")
+        return f"%json {json.dumps({**given, 'x-guidance': JSON_OPTIONS})}"
 
     def arguments(self, tool: Tool) -> str:
-        """A rule for JSON text of a tool's arguments. Raises InvalidRequest as arguments_schema."""
+        """An expression for JSON text of a tool's arguments. Raises InvalidRequest as arguments_schema."""
         return self.json(arguments_schema(tool))
 
     def shape(self, structured: Structured) -> str:
-        """A rule for an answer of this shape."""
+        """An expression for an answer of this shape."""
         kind = structured.kind
         if kind == "json_object":
             return self.json({"type": "object"})
         if kind == "json":
             return self.json(_schema(structured.json or ""))
-        if kind == "regex":
-            from llguidance import regex_to_lark
-
-            return self.rule(f"/{regex_to_lark(structured.regex or '', use_ascii='')}/")
-        if kind == "choice":
-            return self.rule(" | ".join(map(quoted, structured.choice)))
-        return self.rule("%lark {\n" + (structured.grammar or "") + "\n}")
+        return self.rule("%lark {\n" + _lark_of(structured) + "\n}")
 
     def several(self, one: str, between: str, most: int) -> str:
         """One, or up to `most` with a text between them."""
@@ -84,12 +79,66 @@ def _schema(text: str) -> Any:
     return found
 
 
+def _lark_of(structured: Structured) -> str:
+    """The grammar of a shape that is no JSON. Raises InvalidRequest for one that cannot be taken."""
+    from headrace.engine.structured.compile import grammar_of
+
+    if structured.kind == "grammar":
+        return structured.grammar or ""
+    text = grammar_of(structured)
+    return str(json.loads(text)["grammars"][0]["lark_grammar"]) if text.startswith("{") else text
+
+
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are an object. Raises InvalidRequest if it wants another type."""
+    """What the schema of a tool's arguments, which are an object, says of them. Raises InvalidRequest, naming the tool,
+    if it wants another type or cannot be forced."""
     kind = tool.parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise InvalidRequest(f"tools: the parameters of {tool.name!r} must have type 'object', got {kind!r}", "tools")
-    return {**tool.parameters, "type": "object"}
+    try:
+        schema = {**bare(tool.parameters), "type": "object"}
+        fault = _fault(json.dumps(schema))
+    except RecursionError:
+        fault = "nested too deeply"
+    if fault:
+        raise InvalidRequest(f"tools: calls of {tool.name!r} cannot be forced: parameters: {fault}", "tools")
+    return schema
+
+
+@lru_cache(maxsize=64)
+def _fault(schema: str) -> str:
+    """Why a schema cannot be forced; '' if it can."""
+    from headrace.engine.structured.compile import check
+
+    try:
+        check(Structured(json=schema), None)
+    except InvalidRequest as error:
+        return str(error)
+    return ""
+
+
+_TOLD = {"description", "title", "examples", "example", "default", "deprecated", "readOnly", "writeOnly", "$comment"}
+_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
+_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
+_SCHEMAS = {"items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"}
+
+
+def bare(schema: Any) -> Any:
+    """A schema without what only tells readers something, which may be most of it."""
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, given in schema.items():
+        if key in _TOLD:
+            continue
+        if key in _MAPS and isinstance(given, dict):
+            given = {name: bare(inner) for name, inner in given.items()}
+        elif key in _LISTS and isinstance(given, list):
+            given = [bare(inner) for inner in given]
+        elif key in _SCHEMAS:
+            given = bare(given)
+        found[key] = given
+    return found
 
 
 def json_call(
@@ -107,15 +156,12 @@ def json_call(
     return " | ".join(calls)
 
 
-_SIMPLE = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions",
-           "$schema"}  # fmt: skip
+_SIMPLE = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 
 
 def is_simple(schema: dict[str, Any], key: re.Pattern[str]) -> bool:
     """Whether arguments fit the schema if each of them fits its own, and their names are keys."""
     properties = schema.get("properties", {})
-    if not isinstance(properties, dict) or not all(isinstance(own, dict | bool) for own in properties.values()):
-        return False
     named = all(key.fullmatch(name) and own is not False for name, own in properties.items())
     return named and set(schema) <= _SIMPLE and set(schema.get("required", [])) <= set(properties)
 
@@ -130,12 +176,14 @@ def own_schema(schema: dict[str, Any], name: str) -> dict[str, Any]:
 def in_order(
     grammar: Grammar, items: Sequence[tuple[str, str]], required: Collection[str], end: str, between: str = ""
 ) -> str:
-    """A rule for items (name, rule) in this order, those that are not required or not, then the end."""
-    first = rest = end
+    """A rule for items (name, expression) in this order, those that are not required or not, then the end."""
+    rests = [end]
     for name, item in reversed(items):
-        begun, more = f"{item} {rest}", f"{between} {item} {rest}"
-        if name in required:
-            first, rest = grammar.rule(begun), grammar.rule(more)
-        else:
-            first, rest = grammar.rule(f"{begun} | {first}"), grammar.rule(f"{more} | {rest}")
-    return first
+        more, rest = f"{between} {item} {rests[-1]}", "" if name in required else f" | {rests[-1]}"
+        rests.append(grammar.rule(more + rest))
+    if not between:
+        return rests[-1]
+    # Up to the first item that is required, none may have come before.
+    needed = next((i for i, (name, _) in enumerate(items) if name in required), len(items))
+    begun = [f"{item} {rests[len(items) - i - 1]}" for i, (_, item) in enumerate(items[: needed + 1])]
+    return grammar.rule(" | ".join(begun if needed < len(items) else [*begun, end]))

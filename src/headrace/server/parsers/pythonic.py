@@ -129,5 +129,5 @@ def _inside(grammar: Grammar, tool: Tool) -> str:
         return f'"**" {grammar.arguments(tool)} ")"'
     items = []
     for name in schema.get("properties", {}):
-        items.append((name, grammar.rule(f"{quoted(name + '=')} {grammar.json(own_schema(schema, name))}")))
+        items.append((name, f"{quoted(name + '=')} {grammar.json(own_schema(schema, name))}"))
     return in_order(grammar, items, schema.get("required", []), grammar.rule('")"'), '", "')

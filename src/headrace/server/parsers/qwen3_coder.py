@@ -155,15 +155,17 @@ def calls_grammar(grammar: Grammar, tools: Sequence[Tool], most: int) -> str:
 def _item(grammar: Grammar, tool: Tool, name: str, schema: dict[str, Any]) -> str:
     begin, end = quoted(f"{PARAMETER}{name}>\n"), quoted(f"\n{PARAMETER_END}\n")
     if not is_text(schema):
-        return grammar.rule(f"{begin} {grammar.json(schema)} {end}")
+        return f"{begin} {grammar.json(schema)} {end}"
     if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        return grammar.rule(f"{begin} ({' | '.join(quoted(value) for value in values)}) {end}")
+        values = [value for value in schema.get("enum", [schema.get("const")]) if isinstance(value, str)]
+        if not values or any(PARAMETER_END in value for value in values):
+            raise _cannot(tool, f"{name!r} has no value, or one with {PARAMETER_END}")
+        return f"{begin} ({' | '.join(map(quoted, values))}) {end}"
     if other := {"pattern", "format"} & set(schema):
         raise _cannot(tool, f"{name!r} has {min(other)!r}")
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     text = grammar.rule(f"/(?s:.{{{least},{most}}})\\n<\\/parameter>\\n/", "[lazy]")
-    return grammar.rule(f"{begin} {text}")
+    return f"{begin} {text}"
 
 
 def _cannot(tool: Tool, why: str) -> InvalidRequest:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from headrace.config.server import PARSER_ALIASES
 from headrace.server.parsers.filters import FirstCall, WithoutTokens
 from headrace.server.parsers.parts import OutputParser, PlainText
 from headrace.server.parsers.reasoning import ReasoningParser
@@ -128,6 +129,7 @@ def formats_of(
 def _given(called: str, name: str | None, known: Collection[str]) -> str:
     if name is None or name == "auto":
         return ""
+    name = PARSER_ALIASES.get(name, name)
     if name not in known:
         raise ValueError(f"{called} must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}")
     return name

@@ -29,7 +29,7 @@ Includable = Literal[
     "code_interpreter_call.outputs",
 ]
 
-IGNORED = {"prompt_cache_options", "prompt_cache_retention"}
+IGNORED = {"client_metadata", "prompt_cache_options", "prompt_cache_retention"}
 
 REFUSED = {
     "access_programs": "there are none",

@@ -50,6 +50,9 @@ class ResponseReplies:
         self.output.end(self._item_status)
         return self._ended()
 
+    def opening(self) -> list[bytes]:
+        return self._framed([])
+
     def frames(self, event: Event) -> list[bytes]:
         return self._framed(self.output.take(event.parts, self._tokens(event)))
 

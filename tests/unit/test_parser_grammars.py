@@ -1,0 +1,276 @@
+"""Grammars that force calls and bound reasoning: whatever they allow is parsed into calls that fit their schemas."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from typing import Any
+
+import jsonschema
+import pytest
+
+from headrace.errors import InvalidRequest
+from headrace.server.parsers.constraint import constraint
+from headrace.server.parsers.lark import MOST_CALLS, bare
+from headrace.server.parsers.parts import Answer
+from headrace.server.parsers.registry import NONE, TOOL_FORMATS, Formats, make_parser
+from headrace.server.turn import Reasoning, Tool, ToolChoice
+from headrace.structured import Structured
+from tests.support.grammar_walks import Vocabulary, Walk, vocabulary
+
+pytestmark = pytest.mark.unit
+
+
+def schema(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required or [], "additionalProperties": False}
+
+
+PLACE = {"type": "object", "properties": {"lat": {"type": "number"}, "name": {"type": "string", "maxLength": 4}},
+         "required": ["lat"], "additionalProperties": False}  # fmt: skip
+CITY, WORDS = {"type": "string", "maxLength": 6}, {"type": ["string", "null"], "maxLength": 3}
+PARAMETERS = {
+    "now": schema(),
+    "get_weather": schema(["city"], city=CITY, days={"type": "integer"}),
+    "search-it": schema(q={"enum": ["a</x>", 'b "c"\n', "d\\"]}, deep={"type": "boolean"}),
+    "go": {**schema(["to"], to={"$ref": "#/$defs/place"}, tags={"type": "array", "maxItems": 2, "items": WORDS}),
+           "$defs": {"place": PLACE}},
+    "mixed": schema(["x"], x={"anyOf": [{"type": "integer"}, {"const": "é👍"}]}, y={"type": "null"}),
+}  # fmt: skip
+TOOLS = [Tool(name, parameters=parameters) for name, parameters in PARAMETERS.items()]
+REQUIRED, ONE = ToolChoice("required"), ToolChoice("required", parallel=False)
+
+
+def marks_of(name: str) -> tuple[str, ...]:
+    return Formats(name, "harmony" if name == "openai" else "think").marks
+
+
+def formats(name: str, words: Vocabulary) -> Formats:
+    return Formats(name, "harmony" if name == "openai" else "think", words.added)
+
+
+def parsed(found: Formats, text: str, choice: ToolChoice = REQUIRED, prompt_end: str = "") -> Answer:
+    parser, answer = make_parser(found, TOOLS, choice, prompt_end), Answer()
+    answer.add(parser.push(text) + parser.finish())
+    return answer
+
+
+def begin(
+    found: Formats,
+    words: Vocabulary,
+    choice: ToolChoice = REQUIRED,
+    prompt_end: str = "",
+    budget: int | None = None,
+    structured: Structured | None = None,
+    enabled: bool | None = None,
+) -> Walk:
+    shape = constraint(found, TOOLS, choice, Reasoning(enabled, budget), prompt_end, structured)
+    assert shape is not None
+    return Walk(shape, words)
+
+
+def check_calls(answer: Answer) -> None:
+    assert answer.calls and answer.text == ""
+    for call in answer.calls:
+        jsonschema.validate(json.loads(call.arguments), PARAMETERS[call.name])
+        assert not set("\n\t\r").intersection(call.arguments), "blanks have no end"
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["marks-as-text", "marks-as-tokens"])
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_forced_calls_fit_their_schemas(name: str, tokens: bool) -> None:
+    words = vocabulary(*marks_of(name)) if tokens else vocabulary()
+    found, done, called = formats(name, words), 0, set()
+    for seed in range(12):
+        walk = begin(found, words, enabled=False, choice=REQUIRED if seed % 2 else ONE).go_on(seed)
+        if walk.whole:
+            answer = parsed(found, walk.text)
+            check_calls(answer)
+            assert len(answer.calls) <= (MOST_CALLS if seed % 2 and name != "openai" else 1)
+            done, called = done + 1, called | {call.name for call in answer.calls}
+    assert done >= 8 and len(called) >= 3
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("tool", PARAMETERS)
+def test_a_named_call_is_of_its_name(name: str, tool: str) -> None:
+    words = vocabulary(*marks_of(name))
+    found, choice, done = formats(name, words), ToolChoice("required", (tool,), parallel=False), 0
+    for seed in range(3):
+        walk = begin(found, words, choice, enabled=False).go_on(seed)
+        if walk.whole:
+            answer = parsed(found, walk.text, choice)
+            check_calls(answer)
+            assert [call.name for call in answer.calls] == [tool]
+            done += 1
+    assert done
+
+
+@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name != "openai"])
+def test_several_calls_come_in_one_answer(name: str) -> None:
+    words, choice = vocabulary(), ToolChoice("required", ("now",))
+    walks = (begin(formats(name, words), words, choice, enabled=False).go_on(seed) for seed in range(40))
+    assert any(len(parsed(formats(name, words), walk.text).calls) > 1 for walk in walks)
+
+
+NAMED = ToolChoice("required", ("now",), parallel=False)
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["marks-as-text", "marks-as-tokens"])
+def test_reasoning_may_come_first(tokens: bool) -> None:
+    words = vocabulary(*marks_of("hermes")) if tokens else vocabulary()
+    found = formats("hermes", words)
+    for prompt_end, text in (
+        ("", f"<think>\nhm < ok\n</think>\n\n{NOW}"),
+        ("<think>\n", f"hm < ok\n</think>{NOW}"),
+        ("", NOW),
+    ):
+        walk = begin(found, words, NAMED, prompt_end).write(text)
+        answer = parsed(found, text, NAMED, prompt_end)
+        assert walk.whole and answer.reasoning == ("hm < ok" if "hm" in text else "")
+        check_calls(answer)
+    if tokens:  # else it is a thought that goes on
+        with pytest.raises(ValueError, match="satisfy"):
+            begin(found, words, NAMED, "<think>\n").write(NOW)
+    for prompt_end in ("</think>\n\n", ""):
+        with pytest.raises(ValueError, match="satisfy"):
+            begin(found, words, NAMED, prompt_end, enabled=False).write("<think>\nhm")
+
+
+def test_a_budget_ends_reasoning_token_by_token() -> None:
+    words = vocabulary(*marks_of("hermes"))
+    found, close = formats("hermes", words), words.added["</think>"]
+    walk = begin(found, words, NAMED, "<think>", budget=3)
+    some = sorted(walk.allowed() - {close})[50]
+    assert close in walk.allowed()
+    walk.take(some, some)
+    assert close in walk.allowed() and len(walk.allowed()) > 1000
+    assert walk.take(some).allowed() == {close}
+    assert begin(found, words, NAMED, "<think>", budget=0).allowed() == {close}
+    assert begin(found, words, NAMED, "<think>", budget=3).write(f"a</think>{NOW}").whole
+
+
+def test_a_budget_without_a_token_counts_characters() -> None:
+    words = vocabulary()
+    walk = begin(formats("hermes", words), words, NAMED, "<think>", budget=2).write("a b c d ")
+    assert walk.go_on(1).text.startswith("a b c d </think>")
+    assert begin(formats("hermes", words), words, NAMED, "<think>", budget=2).write(f"a</think>{NOW}").whole
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["marks-as-text", "marks-as-tokens"])
+def test_after_a_budget_alone_any_text_may_come(tokens: bool) -> None:
+    words = vocabulary(*marks_of("hermes")) if tokens else vocabulary()
+    found, auto = formats("hermes", words), ToolChoice()
+    for prompt_end, text in (("<think>", "a</think>"), ("", "<think>a</think>")):
+        walk = begin(found, words, auto, prompt_end, budget=4).write(text)
+        assert walk.whole and len(walk.allowed()) >= words.tokens.vocab_size - len(words.added)
+        assert walk.write("\nYes, <tool_call> \n").whole
+    with pytest.raises(ValueError, match="satisfy"):
+        begin(found, words, auto, "", budget=4).write("no thought")
+
+
+SHAPES = {
+    "json": (Structured(json={"type": "array", "items": {"type": "integer"}, "maxItems": 2}), "[1, 2]"),
+    "json_object": (Structured(json_object=True), '{"a": 1}'),
+    "regex": (Structured(regex=r"a/b+\n[0-9]\.\w"), "a/bb\n1.e"),
+    "choice": (Structured(choice=('x "y"\n', "z")), 'x "y"\n'),
+    "grammar": (Structured(grammar='start: one+\none: "q" B\nB: /[0-9]{2}/'), "q12q34"),
+}
+
+
+@pytest.mark.parametrize(("shape", "text"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", ["hermes", "openai"])
+def test_a_shape_applies_after_reasoning(name: str, shape: Structured, text: str) -> None:
+    words = vocabulary(*marks_of(name))
+    found, none = formats(name, words), ToolChoice("none")
+    if name == "hermes":
+        written = [f"<think>hm</think>\n\n{text}", text]
+    else:
+        final = f"<|channel|>final<|message|>{text}"
+        written = [f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{final}", final]
+    for whole in written:
+        assert begin(found, words, none, structured=shape).write(whole).whole
+        assert parsed(found, whole, none).text == text
+    with pytest.raises(ValueError, match="satisfy"):
+        begin(found, words, none, structured=shape).write("Other words.")
+
+
+def test_a_shape_or_calls_where_both_may_come() -> None:
+    words = vocabulary(*marks_of("hermes"))
+    for text in (NOW, f"{NOW}\n{NOW}", "true", f"<think>hm</think>{NOW}"):
+        assert (
+            begin(formats("hermes", words), words, ToolChoice(), structured=Structured(json={"type": "boolean"}))
+            .write(text)
+            .whole
+        )
+
+
+def test_nothing_is_forced_where_nothing_is_asked() -> None:
+    found, boolean = Formats("hermes", "think"), Structured(json={"type": "boolean"})
+    assert constraint(found, TOOLS, ToolChoice(), Reasoning(), "", None) is None
+    assert constraint(found, TOOLS, ToolChoice("none"), Reasoning(), "", None) is None
+    assert constraint(found, [Tool("f", strict=True)], ToolChoice(), Reasoning(), "<think>", None) is None
+    assert constraint(Formats("hermes"), TOOLS, ToolChoice(), Reasoning(budget=5), "", None) is None
+    assert constraint(found, TOOLS, ToolChoice(), Reasoning(False, 5), "", None) is None
+    assert constraint(Formats(), [], ToolChoice(), Reasoning(), "", boolean) is boolean
+    assert constraint(found, [], ToolChoice(), Reasoning(False), "", boolean) is boolean
+    assert constraint(Formats(NONE), TOOLS, ToolChoice(), Reasoning(), "", boolean) is boolean
+
+
+def deep(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(levels):
+        found = {"properties": {"a": found}}
+    return found
+
+
+PATTERN = {"type": "string", "pattern": "a"}
+REFUSED = {
+    "no-tool": ("hermes", [], ToolChoice("required"), "tool_choice"),
+    "no-such-tool": ("hermes", TOOLS, ToolChoice("required", ("other",)), "tool_choice"),
+    "no-parser": (NONE, TOOLS, REQUIRED, "tool_choice"),
+    "no-object": ("hermes", [Tool("f", parameters={"type": "array"})], REQUIRED, "tools"),
+    "pattern-in-xml": (
+        "qwen3_coder",
+        [Tool("f", parameters=schema(a={"type": "string", "pattern": "a"}))],
+        REQUIRED,
+        "tools",
+    ),
+    "mark-in-xml": ("qwen3_coder", [Tool("f", parameters=schema(a={"enum": ["</parameter>"]}))], REQUIRED, "tools"),
+    "no-schema": ("hermes", [Tool("f", parameters={"properties": {"a": {"type": "strin"}}})], REQUIRED, "tools"),
+    "no-properties": ("pythonic", [Tool("f", parameters={"properties": 3, "required": 4})], REQUIRED, "tools"),
+    "deep": ("hermes", [Tool("f", parameters=deep(3000))], REQUIRED, "tools"),
+    "whole-schema-in-xml": ("qwen3_coder", [Tool("f", parameters={"anyOf": [{}]})], REQUIRED, "tools"),
+}
+
+
+@pytest.mark.parametrize(("name", "tools", "choice", "param"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_forced_is_refused(name: str, tools: list[Tool], choice: ToolChoice, param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        constraint(Formats(name), tools, choice, Reasoning(), "", None)
+    assert refused.value.param == param
+
+
+def test_texts_that_are_tokens_cannot_be_forced() -> None:
+    words = vocabulary(*marks_of("hermes"))
+    for schema_of in ({"enum": ["a <think> b"]}, {"type": "string", "description": "Write <think>."}):
+        tools, refused = [Tool("f", parameters=schema(a=schema_of))], "enum" in schema_of
+        with pytest.raises(InvalidRequest, match="contain '<think>'") if refused else nullcontext():
+            assert constraint(formats("hermes", words), tools, REQUIRED, Reasoning(), "", None)
+
+
+def test_words_for_readers_are_left_out_of_grammars() -> None:
+    named = {"type": "string", "description": "e", "default": "f", "enum": ["x", {"title": 1}]}
+    listed = {"items": {"$comment": "g", "anyOf": [{"examples": []}, True]}}
+    told = {"type": "object", "description": "d", "properties": {"description": named, "title": listed}}
+    left = {"description": {"type": "string", "enum": ["x", {"title": 1}]}, "title": {"items": {"anyOf": [{}, True]}}}
+    assert bare(told) == {"type": "object", "properties": left}
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_many_tools_make_a_grammar(name: str) -> None:
+    words = {"type": "string", "description": "What it is good for. " * 100}
+    tools = [Tool(f"tool_{i}", parameters=schema(["a"], **dict.fromkeys("abcde", words))) for i in range(40)]
+    shape = constraint(Formats(name), tools, REQUIRED, Reasoning(), "", None)
+    assert shape is not None and len(shape.grammar or "") < 48_000
+    assert Walk(shape, vocabulary()).allowed()

@@ -1,0 +1,125 @@
+"""Which parser a model's template gets, what flags change, and what parsers around parsers leave out."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from headrace.config import EngineConfig
+from headrace.config.server import REASONING_PARSERS, TOOL_PARSERS
+from headrace.server.parsers.parts import Answer, Call, CallStart, PlainText
+from headrace.server.parsers.registry import (
+    NONE,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    Formats,
+    formats_of,
+    make_parser,
+)
+from headrace.server.turn import Tool, ToolChoice
+
+pytestmark = pytest.mark.unit
+
+SHOWN = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+TEMPLATES = {
+    "qwen3": (SHOWN + "<tool_call>\n{\"name\": {% if '</think>' in content %}<think>", "hermes", "think"),
+    "qwen2.5": (SHOWN + '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n', "hermes", NONE),
+    "qwen3-coder": (SHOWN + "<tool_call>\n<function=example_function_name>\n<parameter=", "qwen3_coder", NONE),
+    "llama3.1": (SHOWN + '{"name": function name, "parameters": dictionary of argument name and its value}',
+                 "llama3_json", NONE),
+    "llama4": (SHOWN + "in the format [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", NONE),
+    "mistral": ("[AVAILABLE_TOOLS]" + SHOWN + "[TOOL_CALLS] [", "mistral", NONE),
+    "magistral": (SHOWN + "'[TOOL_CALLS]' + name + '[ARGS]' [THINK][/THINK]", "mistral", "mistral"),
+    "gpt-oss": (SHOWN + "<|start|>assistant<|channel|>analysis<|message|>", "openai", "harmony"),
+    "deepseek-r1-distill": ("{% if '</think>' in content %}<｜Assistant｜><think>\n", "json", "think"),
+    "no-tools": ("{{ messages[0].content }}", "json", NONE),
+    "nothing": ("", "json", NONE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "tools", "reasoning"), TEMPLATES.values(), ids=TEMPLATES)
+def test_the_template_chooses(template: str, tools: str, reasoning: str) -> None:
+    found = formats_of(template, tool_parser="auto")
+    assert (found.tools, found.reasoning) == (tools, reasoning)
+
+
+def test_the_vocabulary_tells_where_the_template_does_not() -> None:
+    tokens = {"[TOOL_CALLS]": 5, "[THINK]": 6, "[/THINK]": 7}
+    assert formats_of(SHOWN, tokens=tokens) == Formats("mistral", "mistral", tokens)
+    assert formats_of(SHOWN + "<tool_call>", tokens=tokens).tools == "hermes"
+    assert formats_of("{{ messages }}", tokens=tokens).tools == "json"
+
+
+def test_flags_go_before_the_template() -> None:
+    found = formats_of(TEMPLATES["qwen3"][0], tool_parser="none", reasoning_parser="deepseek_r1")
+    assert (found.tools, found.reasoning) == (NONE, "think")
+    with pytest.raises(ValueError, match=r"tool_parser must be one of hermes, .*; did you mean hermes"):
+        formats_of("", tool_parser="hermse")
+    with pytest.raises(ValueError, match=r"reasoning_parser must be one of think, .*, got 'x'"):
+        formats_of("", reasoning_parser="x")
+
+
+def test_settings_know_every_format() -> None:
+    assert set(TOOL_PARSERS) == {*TOOL_FORMATS, NONE} and set(REASONING_PARSERS) == {*REASONING_FORMATS, NONE}
+    config = EngineConfig(model="tiny", tool_call_parser="llama4_pythonic", reasoning_parser="qwen3")
+    assert formats_of("", tool_parser=config.server.tool_call_parser).tools == "pythonic"
+    for name, value in (("tool_call_parser", "hermse"), ("reasoning_parser", "thinking")):
+        with pytest.raises(ValueError, match=f"{name} must be auto or one of .*; did you mean"):
+            EngineConfig(model="tiny", **{name: value})
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+TOOLS = [Tool("f")]
+
+
+def answer(parser: object, text: str) -> Answer:
+    found = Answer()
+    for letter in text:
+        found.add(parser.push(letter))  # type: ignore[attr-defined]
+    found.add(parser.finish())  # type: ignore[attr-defined]
+    for call in found.calls:
+        call.call_id = ""
+    return found
+
+
+def test_where_no_call_may_come_calls_are_text() -> None:
+    hermes = Formats("hermes", "think")
+    for tools, choice in ((TOOLS, ToolChoice("none")), ([], ToolChoice())):
+        assert answer(make_parser(hermes, tools, choice), f"<think>a</think>{CALL}") == Answer(CALL, "a")
+    assert isinstance(make_parser(Formats("hermes"), [], ToolChoice()), PlainText)
+    header = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    harmony = make_parser(Formats("openai", "harmony"), TOOLS, ToolChoice("none"))
+    text = f"<|channel|>analysis<|message|>a<|end|><|start|>assistant{header}{{}}<|call|>"
+    assert answer(harmony, text) == Answer("<|start|>assistant" + header + "{}", "a")
+
+
+def test_without_parallel_calls_the_first_counts() -> None:
+    parser = make_parser(Formats("hermes"), TOOLS, ToolChoice(parallel=False))
+    assert answer(parser, f"a {CALL}{CALL} b") == Answer("a b", "", [Call("", "f", "{}")])
+
+
+def test_special_tokens_are_left_out_of_text_but_marks() -> None:
+    hidden = ("[TOOL_CALLS]", "</s>", "<pad>", "<pad>2", "")
+    tokens = {token: i for i, token in enumerate(hidden)}
+    found = formats_of("tools [TOOL_CALLS]", tokens=tokens, hidden=hidden)
+    assert found.needs_special_tokens and set(found.left_out) == {"</s>", "<pad>"}
+    text = 'a<pad>b</s> < </[TOOL_CALLS] [{"name": "f", "arguments": {"a": "</s>x"}}]</s'
+    assert answer(make_parser(found, TOOLS), text) == Answer("ab < </</s", "", [Call("", "f", '{"a": "x"}')])
+    seen = formats_of("tools [TOOL_CALLS]", tokens=tokens, hidden=["</s>"])
+    assert not seen.needs_special_tokens
+    assert answer(make_parser(seen, TOOLS), "a</s>") == Answer("a</s>")
+
+
+def test_the_prompt_says_whether_reasoning_has_begun() -> None:
+    for prompt_end, reasoning in (("<think>\n", "a"), ("<think>\n\n</think>\n\n", ""), ("what is <think>? ", "")):
+        found = answer(make_parser(Formats("hermes", "think"), TOOLS, prompt_end=prompt_end), "a</think>b")
+        assert found == (Answer("b", "a") if reasoning else Answer("a</think>b"))
+
+
+def test_ids_of_calls_differ_and_are_of_the_formats_kind() -> None:
+    for name, kind in (("hermes", r"call_[0-9a-f]{24}"), ("mistral", r"[0-9a-zA-Z]{9}")):
+        texts = {"hermes": CALL, "mistral": "[TOOL_CALLS]f[ARGS]{}"}
+        parts = make_parser(Formats(name), TOOLS).push(texts[name] * 20)
+        ids = [part.call_id for part in parts if isinstance(part, CallStart)]
+        assert len(set(ids)) == 20 and all(re.fullmatch(kind, found) for found in ids)
