@@ -15,6 +15,7 @@ from headrace.types import (
     Overloaded,
     RequestOutput,
     SamplingParams,
+    Score,
     Structured,
     UnsupportedModel,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "Overloaded",
     "RequestOutput",
     "SamplingParams",
+    "Score",
     "Structured",
     "UnsupportedModel",
     "__version__",

@@ -63,7 +63,9 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LISTED = 1024
-"""Entries of stop_token_ids and of logit_bias, which every step looks at."""
+"""Entries of stop_token_ids and of logit_bias, which every step looks at, and of logprob_token_ids."""
+MAX_REPORTED = 1 << 20
+"""Log probabilities that one request may ask for by logprob_token_ids: tokens named times positions."""
 MAX_SALT = 1024
 
 
@@ -119,9 +121,13 @@ class SamplingParams:
       `repetition_penalty`: above 1 against those of the prompt, too.
     - `logit_bias`: token id -> what is added to its logit.
     - `logprobs`, `prompt_logprobs`: alternatives to report for each token (0: the chosen one alone; None: nothing).
+      `prompt_logprobs_start`: the first position of the prompt that is reported; the text before it may come from the
+      cache. `logprob_token_ids`: the alternatives to report, in place of the most likely ones, beside the chosen token;
+      with neither of the two, at each token of the answer.
     - `stop`, `stop_token_ids`: texts and tokens that end the answer. A stop text is left out of it unless
       `include_stop_str_in_output`.
-    - `max_tokens`, `min_tokens`: most tokens (None: as many as the context allows); no end before so many.
+    - `max_tokens`, `min_tokens`: most tokens (None: as many as the context allows; 0, with prompt_logprobs: the prompt
+      is scored, and nothing is drawn); no end before so many.
     - `ignore_eos`: go on past the end-of-text token. `skip_special_tokens`: leave special tokens out of the text.
     - `structured`: the shape that the answer must have, a Structured.
 
@@ -145,19 +151,22 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = _option(())
     include_stop_str_in_output: bool = _option(False)
     max_tokens: int | None = _option(
-        16, 1, 2**31, cli="Most tokens of an answer. Default: as many as the context allows."
+        16, 0, 2**31, cli="Most tokens of an answer. Default: as many as the context allows."
     )
     min_tokens: int = _option(0, 0, 2**31, cli="Fewest tokens of an answer.")
     ignore_eos: bool = _option(False, cli="Go on past the end-of-text token.")
     skip_special_tokens: bool = _option(True)
     structured: Structured | None = _option(None, body=False)
+    prompt_logprobs_start: int = _option(0, 0, 2**31)
+    logprob_token_ids: tuple[int, ...] = _option(())
 
     def __repr__(self) -> str:
         return set_apart(self)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
+        for name in ("stop_token_ids", "logprob_token_ids"):
+            object.__setattr__(self, name, _listed(name, getattr(self, name)))
         if not isinstance(self.logit_bias, dict | None):
             raise InvalidRequest(f"logit_bias must be a dict, got {type(self.logit_bias).__name__}", "logit_bias")
         if not isinstance(self.structured, Structured | None):
@@ -174,6 +183,17 @@ class SamplingParams:
             raise InvalidRequest("top_p must be above 0; for greedy decoding set temperature=0", "top_p")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}", "min_tokens")
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise InvalidRequest("prompt_logprobs_start needs prompt_logprobs", "prompt_logprobs_start")
+        if self.max_tokens == 0:
+            self._check_scores()
+
+    def _check_scores(self) -> None:
+        if self.prompt_logprobs is None:
+            told = "max_tokens 0 leaves nothing to do: set prompt_logprobs too (or logprobs and echo), or at least 1"
+            raise InvalidRequest(told, "max_tokens")
+        if self.n > 1:
+            raise InvalidRequest("with max_tokens 0 nothing is drawn: n must be 1", "n")
 
     def _check_lists(self) -> None:
         if len(self.stop) > MAX_STOPS:
@@ -181,11 +201,13 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
                 raise InvalidRequest(f"stop strings must have 1 to {MAX_STOP_LENGTH} characters", "stop")
-        for name, given in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or {})):
+        for name in ("stop_token_ids", "logprob_token_ids", "logit_bias"):
+            given = getattr(self, name) or ()
             if len(given) > MAX_LISTED:
                 raise InvalidRequest(f"at most {MAX_LISTED} entries in {name}, got {len(given)}", name)
-        for token in self.stop_token_ids:
-            _number("stop_token_ids", token, 0, 2**31, integer=True)
+        for name in ("stop_token_ids", "logprob_token_ids"):
+            for token in getattr(self, name):
+                _number(name, token, 0, 2**31, integer=True)
         for token, bias in (self.logit_bias or {}).items():
             _number("logit_bias", token, 0, 2**31, integer=True)
             _number("logit_bias", bias, -100, 100)
@@ -194,10 +216,15 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < 1e-5
 
+    @property
+    def reports_answer(self) -> bool:
+        """Whether log probabilities of the answer's tokens are reported."""
+        return self.logprobs is not None or (bool(self.logprob_token_ids) and self.prompt_logprobs is None)
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidRequest where a token id named here does not exist in the vocabulary."""
-        for name, ids in (("logit_bias", self.logit_bias or {}), ("stop_token_ids", self.stop_token_ids)):
-            bad = [token for token in ids if token >= vocab_size]
+        for name in ("logit_bias", "stop_token_ids", "logprob_token_ids"):
+            bad = [token for token in getattr(self, name) or () if token >= vocab_size]
             if bad:
                 raise InvalidRequest(f"{name}: token id {bad[0]} is outside the vocabulary of {vocab_size}", name)
 
@@ -240,6 +267,33 @@ class Logprob:
 
 TokenLogprobs = dict[int, Logprob]
 """Token id -> Logprob at one position: the chosen token and the asked-for alternatives, most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The likelihood of an option after a text. `token_ids`: the option's tokens, from position `start` of text and
+    option together; `token_logprobs`: theirs, each after all before it; `logprob` is their sum.
+
+    `greedy`: each token is the most likely one, so that a greedy answer to the text would begin with the option.
+    """
+
+    token_ids: list[int]
+    token_logprobs: list[float]
+    start: int
+    greedy: bool
+
+    def __repr__(self) -> str:
+        greedy = ", greedy" if self.greedy else ""
+        return f"Score({self.logprob:.4f}, {len(self.token_ids):,} tokens{greedy})"
+
+    @property
+    def logprob(self) -> float:
+        return sum(self.token_logprobs)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of a token: compares options of different lengths."""
+        return self.logprob / len(self.token_ids)
 
 
 @dataclass(slots=True)
@@ -327,12 +381,30 @@ class RequestOutput:
         return self.outputs[0].finish_reason
 
 
+PoolingKind = Literal["last", "mean", "cls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How a model makes one vector of a text's hidden states: the last token's, their mean, or the first token's.
+
+    `normalize`: to length 1. `sizes`: to which the vector may be cut (Matryoshka); (): any; None: none. `obstacle`: why
+    there are no embeddings of this checkpoint.
+    """
+
+    kind: PoolingKind = "last"
+    normalize: bool = True
+    sizes: tuple[int, ...] | None = None
+    obstacle: str = ""
+
+
 @dataclass(slots=True)
 class Request:
     """One prompt as the engine takes it: token ids, already checked against the vocabulary and the context length.
 
     `cache_salt` separates tenants: requests share cached chunks only with the same salt, except for the first
-    `public_prefix_tokens` tokens (whole chunks of them), which all tenants share.
+    `public_prefix_tokens` tokens (whole chunks of them), which all tenants share. `embed`: the prompt's embedding is
+    wanted, and no answer.
     """
 
     request_id: str
@@ -341,6 +413,7 @@ class Request:
     cache_salt: str | None = None
     public_prefix_tokens: int = 0
     arrival_s: float = 0.0
+    embed: bool = False
 
     def __repr__(self) -> str:
         """Without the tokens, and without the salt, which is as good as a tenant's name."""
@@ -355,7 +428,8 @@ class Delta:
     """What one step added to one sequence of a request; the concatenation of all deltas is the whole answer.
 
     `text` may lag behind `token_ids` while a character or a possible stop string is incomplete. `metrics` and, once,
-    `prompt_logprobs` come with the delta that finishes the request's last sequence (metrics) or starts it.
+    `prompt_logprobs` come with the delta that finishes the request's last sequence (metrics) or starts it. `embedding`:
+    of a request that embeds, fp32, little-endian, before it is cut and normalised.
     """
 
     request_id: str
@@ -367,6 +441,7 @@ class Delta:
     stop_reason: str | int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: Metrics | None = None
+    embedding: bytes | None = None
 
     def __repr__(self) -> str:
         return set_apart(self)

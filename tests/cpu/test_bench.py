@@ -39,6 +39,7 @@ from headrace.bench.contender_process import ContenderFailed, ContenderProcess, 
 from headrace.bench.peers import ENGINES, Contender
 from headrace.bench.protocol import figures
 from headrace.bench.result import measure
+from headrace.bench.score import ScoreBench
 from headrace.bench.shapes import SHAPES, CheckpointShape
 from headrace.bench.workloads import WORKLOADS, chosen
 from headrace.cli.main import app
@@ -258,3 +259,9 @@ def test_connections_are_measured_with_and_without_strangers(
     assert [case["name"] for case in rounds] == ["none", "silent", "again"]
     assert all(case["requests"] == 4 and case["p99_ttft_ms"] > 0 for case in rounds)
     assert silent["p99_ttft_ratio"] > 0 and again["p99_ttft_ratio"] > 0
+
+
+def test_scores_are_measured_and_compared() -> None:
+    aligned, ragged = ScoreBench("tiny", texts=(128, 100), options=3, tokens=4, repeats=1).cases()
+    assert aligned["same_bits"] and ragged["same_bits"] and aligned["goal"] == 1.15 and ragged["goal"] is None
+    assert aligned["ratio"] > 0 and len(aligned["score_times"]) == 1

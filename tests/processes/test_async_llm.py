@@ -109,6 +109,24 @@ async def test_streams_what_the_offline_interface_answers(llm: AsyncLLM) -> None
     await settled(llm)
 
 
+async def test_scores_and_embeddings_are_those_of_the_offline_interface(llm: AsyncLLM) -> None:
+    """More options than may wait in the queue at once, beside a chat."""
+    text, offline = "The code of Lisbon is 4821. " * 20, LLM("tiny", kv_cache_tokens=20_000)
+    options = [f" {number} and so on" for number in range(20)] + [" 4"]
+    chat = asyncio.create_task(collect(llm.generate("In the beginning", GREEDY)))
+    assert await llm.score(text, options) == offline.score(text, options)
+    found = await llm.embed([text, "a"])
+    assert found.tolist() == offline.embed([text, "a"]).tolist() and len(await chat) == 20
+    with pytest.raises(InvalidRequest):
+        await llm.score(text, [])
+    with pytest.raises(InvalidRequest):
+        await llm.embed(text, dimensions=3)
+    task = asyncio.create_task(llm.score(list(range(10, 3000)), [[n, n] for n in range(10, 60)]))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await settled(llm)
+
+
 async def test_loading_is_told_by_phases(kept: Kept, llm: AsyncLLM) -> None:
     names = ("starting the engine", "reading the configuration", "tokenizer", "weights", "packing",
              "memory for the KV cache", "tokenizer")  # fmt: skip

@@ -7,6 +7,7 @@ them, so that leaks show; delays and failures can be injected.
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from headrace.types import (
     Logprob,
     Metrics,
     Overloaded,
+    Pooling,
     SamplingParams,
     TokenLogprobs,
     chunks_for,
@@ -89,6 +91,9 @@ class FakeCapacity:
     architecture: str = "FakeForCausalLM"
     layers: int = 1
     quantization: str = "none"
+    alike_tokens: int = 0
+    embedding_size: int = 4
+    pooling: Pooling = Pooling()
 
 
 Salted = tuple[str | None, tuple[int, ...]]
@@ -160,7 +165,7 @@ class FakeEngine:
         self.failure = self.failure or reason
         self._dead.set()
 
-    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
+    def check(self, prompt_token_ids: list[int], params: SamplingParams, embed: bool = False) -> SamplingParams:
         room = self.capacity.max_model_len - len(prompt_token_ids)
         if not prompt_token_ids:
             raise InvalidRequest("the prompt is empty", "prompt")
@@ -171,7 +176,7 @@ class FakeEngine:
         params.check_vocabulary(VOCAB)
         if (params.max_tokens or 0) > room:
             raise InvalidRequest("max_tokens is too large", "max_tokens")
-        return params if params.max_tokens else replace(params, max_tokens=room)
+        return replace(params, max_tokens=room) if params.max_tokens is None else params
 
     async def generate(
         self,
@@ -182,6 +187,7 @@ class FakeEngine:
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
+        embed: bool = False,
     ) -> AsyncIterator[Delta]:
         if not self.alive:
             raise EngineDead(self.failure or "not started")
@@ -191,6 +197,7 @@ class FakeEngine:
         self.salts.append((cache_salt, public_prefix_tokens))
         self.asked.append((FakeTokenizer().decode(prompt), params))
         run = _Run(self, prompt, params, request_id, cache_salt)
+        run.embed = embed
         try:
             if queued is not None:
                 queued()
@@ -213,6 +220,7 @@ class _Run:
         self.cached = 0
         self.arrival = time.monotonic()
         self.turn = self.first = 0.0
+        self.embed = False
         self.script = list(engine.scripts.pop(0).encode()) if engine.scripts else None
         self.sequences = [_Sequence(self, index) for index in range(params.n)]
         self.chunks = chunks_for(len(prompt)) + params.n
@@ -315,17 +323,29 @@ class _Sequence:
 
     def next(self) -> Delta:
         run, params = self.run, self.run.params
+        if run.embed:
+            self.finish = "length"
+            vector = struct.pack("<4f", len(run.prompt), *run.prompt[:1], 0, 0)
+            return Delta(run.request_id, self.index, finish_reason="length", embedding=vector)
+        if params.max_tokens == 0:
+            self.finish = "length"
+            return Delta(run.request_id, self.index, finish_reason="length", prompt_logprobs=self._prompt_logprobs())
         said = run.script or run.prompt
         token = said[(len(self.token_ids) + self.index) % len(said)]
         delta = Delta(run.request_id, self.index, token_ids=[token])
         if params.logprobs is not None:
-            delta.logprobs = [_logprobs(token, params.logprobs)]
+            delta.logprobs = [_logprobs(token, params.logprobs, params.logprob_token_ids)]
         if params.prompt_logprobs is not None and self.index == 0 and not self.token_ids:
-            top = params.prompt_logprobs
-            delta.prompt_logprobs = [None, *(_logprobs(t, top) for t in run.prompt[1:])]
+            delta.prompt_logprobs = self._prompt_logprobs()
         self.token_ids.append(token)
         self._text(delta)
         return delta
+
+    def _prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        run, params = self.run, self.run.params
+        first = max(1, params.prompt_logprobs_start)
+        found = [_logprobs(t, params.prompt_logprobs or 0, params.logprob_token_ids) for t in run.prompt[first:]]
+        return [None] * min(first, len(run.prompt)) + found
 
     def _text(self, delta: Delta) -> None:
         params = self.run.params
@@ -344,8 +364,10 @@ class _Sequence:
         delta.text, self.sent = text[len(self.sent) :], max(self.sent, text, key=len)
 
 
-def _logprobs(token: int, top: int) -> TokenLogprobs:
+def _logprobs(token: int, top: int, listed: tuple[int, ...] = ()) -> TokenLogprobs:
     """The chosen token is the second most likely: alternatives and the choice must not be mixed up."""
+    if listed:
+        return {t: Logprob(-0.01 * t, 1 + t, "") for t in sorted({token, *listed})}
     others = [t for t in range(65, 65 + top + 1) if t != token]
     ranked = [*others[:1], token, *others[1:]]
     return {t: Logprob(-0.5 * (i + 1), i + 1, "") for i, t in enumerate(ranked) if i < top or t == token}

@@ -239,7 +239,7 @@ BAD_REQUESTS: dict[str, tuple[str, Any, int, str | None]] = {
     "JSON of another kind": (TEXT, b'["prompt"]', 400, None),
     "JSON nested too deeply": (TEXT, b'{"prompt": ' + b"[" * 100_000, 400, None),
     "not UTF-8": (TEXT, b'{"prompt": "\xff"}', 400, None),
-    "unknown route": ("/v1/embeddings", ask(), 404, None),
+    "unknown route": ("/v1/images/generations", ask(), 404, None),
 }
 
 

@@ -96,6 +96,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     (TEXT, text([1, 2], logprobs=1, echo=True, prompt_logprobs=1, return_token_ids=True)),
     ("/v1/messages", MESSAGE | {"system": "be brief", "metadata": {}, "stop_sequences": ["i"]}),
     ("/v1/messages/count_tokens", {"messages": MESSAGE["messages"]}),
+    ("/v1/score", {"text": "a", "options": ["b", [97]], "normalize": "tokens"}),
+    ("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 4, "user": "u"}),
     ("/v1/responses", {"input": "a", "max_output_tokens": 3, "tools": [{"type": "function", "name": "f"}]}),
     ("/v1/responses", {"input": ITEMS, "include": [LOGPROBS], "metadata": {"a": "b"}, "instructions": "be brief"}),
     ("/v1/responses/input_tokens", {"input": "a"}),
@@ -146,7 +148,7 @@ BEYOND_A_SCHEMA = {
     "prompt too long", "token ids out of range", "max_tokens beyond the context", "min_tokens above max_tokens",
     "best_of", "logit_bias beyond the vocabulary", "stop token out of range", "stream_options without stream",
     "prompt_logprobs in a stream", "tool without a call", "calls of a user", "answer to a call by a user",
-    "message without content",
+    "message without content", "no max_tokens left",
 }  # fmt: skip
 """Refused for what several fields say together, or for the model's size."""
 

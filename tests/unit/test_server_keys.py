@@ -257,3 +257,14 @@ def test_limits_name_the_field_of_each_route(write: Write) -> None:
         assert "this key allows 4" in told.json()["error"]["message"]
         assert post(running, {**message, "max_tokens": 4}, path="/v1/messages").status_code == 200
         assert {salt for salt, _ in running.engine.salts} == {salt_of("acme", None)}
+
+
+def test_scores_and_embeddings_are_no_output(write: Write) -> None:
+    """What is not answered does not share the tokens that answers may have; the text of a score counts once."""
+    with serving(api_keys_file=write(limited("max_output_tokens = 1\nmax_prompt_tokens = 40"))) as running:
+        options = ["ab"] * 10
+        assert post(running, {"text": "x" * 20, "options": options}, path="/v1/score").status_code == 200
+        assert post(running, {"input": ["a"] * 40}, path="/v1/embeddings").status_code == 200
+        check_refusal(post(running, {"text": "x" * 21, "options": options}, path="/v1/score"), 400, "options")
+        check_refusal(post(running, {"input": ["a"] * 41}, path="/v1/embeddings"), 400, "input")
+        check_refusal(post(running, text("a", max_tokens=2)), 400, "max_tokens")

@@ -90,7 +90,7 @@ class Harness:
         source: Any = self.source
         self.below = StoredPrefixes(self.cache, source, rates, writeback, 10_000)
         self.below.choose = lambda run, *_: Split(split[0], split[1], run.chunks - sum(split), 0.0, "forced")
-        self.scheduler = Scheduler(self.cache, lambda s: self.cache.open(s.tokens), 10_000, 8)
+        self.scheduler = Scheduler(self.cache, lambda s: self.cache.open(s.tokens, reusable=s.reusable), 10_000, 8)
         self.scheduler.below = self.below
 
     def add(self, order: int = 0, tokens: int = 500, start: int = 0) -> SequenceState:
@@ -221,7 +221,7 @@ def test_nothing_is_worth_bringing() -> None:
 def test_a_pool_that_is_too_full() -> None:
     here = Harness(chunks=8)
     other = here.add(0, 3 * CHUNK)
-    other.wants_all_logits = True  # it is not looked up
+    other.reports_from = 0  # it is not looked up
     here.step()
     sequence = here.add(1, 8 * CHUNK - 1, start=1000)
     sequence.table = here.cache.open(sequence.tokens)
@@ -247,7 +247,7 @@ def test_another_that_needs_the_same_waits_and_shares() -> None:
 def test_with_others_it_waits_and_is_no_measure_of_the_solver() -> None:
     here = Harness()
     other = here.add(0, 70, start=1000)
-    other.wants_all_logits = True
+    other.reports_from = 0
     here.step()
     sequence = here.coming()
     assert here.state(sequence).expected is not None

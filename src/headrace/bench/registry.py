@@ -12,6 +12,7 @@ from headrace.bench import (
     prefill,
     restart,
     restore,
+    score,
     serve,
     structured,
 )
@@ -27,6 +28,7 @@ BENCHMARKS: tuple[type[Benchmark], ...] = (
     engine.EngineBench,
     prefill.PrefillBench,
     choice.ChoiceBench,
+    score.ScoreBench,
     serve.ServeBench,
     structured.StructuredBench,
 )

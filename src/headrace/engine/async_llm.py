@@ -18,6 +18,7 @@ from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import messages as m
 from headrace.engine import preflight, process
+from headrace.engine.async_scores import AsyncScores
 from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.structured.door import ShapeDoor
 from headrace.engine.tokenizer import Tokenizer
@@ -37,7 +38,7 @@ its threads, and a timeout chosen for a serving engine would kill one that has j
 
 
 @shows_settings
-class AsyncLLM(metaclass=PublicNames):
+class AsyncLLM(AsyncScores, metaclass=PublicNames):
     """An engine process and its queue.
 
         async with AsyncLLM("tiny") as llm:
@@ -206,7 +207,7 @@ class AsyncLLM(metaclass=PublicNames):
 
     async def _receive(self, reader: asyncio.StreamReader) -> m.FromEngine | None:
         """The next message, None at the end. Each is a sign of life."""
-        message = await _receive(reader)
+        message = await m.receive(reader)
         self._silence_s = 0.0
         return message
 
@@ -239,9 +240,9 @@ class AsyncLLM(metaclass=PublicNames):
         await self._dead.wait()
         return self.failure or ""
 
-    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
+    def check(self, prompt_token_ids: list[int], params: SamplingParams, embed: bool = False) -> SamplingParams:
         """Parameters with max_tokens resolved. Raises InvalidRequest naming what cannot be served."""
-        return self.capacity.check(prompt_token_ids, params)
+        return self.capacity.check(prompt_token_ids, params, embed)
 
     async def check_shape(self, params: SamplingParams) -> None:
         """Raises InvalidRequest for a shape that answers cannot have. `generate` does so, too."""
@@ -256,19 +257,21 @@ class AsyncLLM(metaclass=PublicNames):
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
+        embed: bool = False,
     ) -> AsyncGenerator[Delta, None]:
-        """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences. `queued` is
-        called once the request waits for its turn.
+        """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences; with embed,
+        one Delta that has the embedding of the text, and no answer. `queued` is called once the request waits for its
+        turn.
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.
         """
         self._must_live()
         tokens = self._tokens(prompt)
-        params = self.check(tokens, SamplingParams() if params is None else params)
+        params = self.check(tokens, SamplingParams() if params is None else params, embed)
         await self.check_shape(params)
         name = request_id or uuid.uuid4().hex
-        stream = self._enqueue(Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic()))
+        stream = self._enqueue(Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic(), embed))
         unfinished = set(range(params.n))
         try:
             if queued is not None:
@@ -381,11 +384,3 @@ async def _cancel(task: asyncio.Task[None] | None) -> None:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-async def _receive(reader: asyncio.StreamReader) -> m.FromEngine | None:
-    try:
-        body = await reader.readexactly(m.length(await reader.readexactly(m.LENGTH.size)))
-    except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
-        return None  # a reset is the end of a process that had not read all we sent
-    return m.from_engine(body)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from headrace.engine.folders import SHIPPED, model_folder
-from headrace.types import CHUNK, InvalidRequest, SamplingParams
+from headrace.types import CHUNK, MAX_REPORTED, InvalidRequest, Pooling, SamplingParams
 
 __all__ = ["SHIPPED", "Capacity", "check_variables", "flag", "model_folder"]
 
@@ -20,6 +20,8 @@ class Capacity:
 
     `max_model_len`: the longest sequence, prompt and answer; `length_limit`: the setting that bounds it, empty where
     the model does; `model_len`: what the model itself takes.
+    `embedding_size`: numbers of a hidden state; `pooling`: how embeddings are made of them.
+    `alike_tokens`: prompts up to this length have the same keys whatever their length; 0: all prompts.
     `ranks`: the group of several ranks, its profile, and how strategies are chosen; empty for one rank.
     """
 
@@ -43,6 +45,9 @@ class Capacity:
     layers: int = 0
     model_len: int = 0
     length_limit: str = ""
+    alike_tokens: int = 0
+    embedding_size: int = 0
+    pooling: Pooling = Pooling()
 
     @property
     def told(self) -> str:
@@ -52,23 +57,21 @@ class Capacity:
         several = f" on {ranks} ranks" if ranks > 1 else ""
         return f"{self.model!r}, {weights}, {self.kv_cache_tokens:,} KV tokens{several}"
 
-    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams:
-        """Parameters with max_tokens resolved. Raises InvalidRequest naming what cannot be served."""
+    def check(self, prompt_token_ids: list[int], params: SamplingParams, embed: bool = False) -> SamplingParams:
+        """Parameters with max_tokens resolved; with embed they have no say. Raises InvalidRequest naming what cannot be
+        served."""
+        if embed:
+            self._check_embedded(prompt_token_ids)
+            return params
         count = len(prompt_token_ids)
-        if not count:
-            raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
-        bad = next((t for t in prompt_token_ids if not 0 <= t < self.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {self.vocab_size}", "prompt")
-        if count >= self.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {count:,} tokens; {self._limit(count + 1, 'shorten the prompt')}",
-                "prompt", CONTEXT_LENGTH_EXCEEDED,
-            )  # fmt: skip
+        self._check_tokens(prompt_token_ids, 0 if params.max_tokens == 0 else 1)
         params.check_vocabulary(self.vocab_size)
+        check_reported(count, params)
         room = self.max_model_len - count
         if params.max_tokens is None:
-            return replace(params, max_tokens=max(room, params.min_tokens))
+            resolved = replace(params, max_tokens=max(room, params.min_tokens))
+            check_reported(count, resolved)
+            return resolved
         if params.max_tokens > room:
             wanted, remedy = count + params.max_tokens, f"ask for at most {room:,}"
             raise InvalidRequest(
@@ -76,6 +79,25 @@ class Capacity:
                 "max_tokens", CONTEXT_LENGTH_EXCEEDED,
             )  # fmt: skip
         return params
+
+    def _check_embedded(self, token_ids: list[int]) -> None:
+        if self.pooling.obstacle:
+            raise InvalidRequest(f"this model has no embeddings: {self.pooling.obstacle}", "model")
+        self._check_tokens(token_ids, 0)
+
+    def _check_tokens(self, prompt_token_ids: list[int], answer: int) -> None:
+        """answer: tokens that there must be room for."""
+        count = len(prompt_token_ids)
+        if not count:
+            raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
+        if not (min(prompt_token_ids) >= 0 and max(prompt_token_ids) < self.vocab_size):
+            bad = next(t for t in prompt_token_ids if not 0 <= t < self.vocab_size)
+            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {self.vocab_size}", "prompt")
+        if count + answer > self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {count:,} tokens; {self._limit(count + answer, 'shorten the prompt')}",
+                "prompt", CONTEXT_LENGTH_EXCEEDED,
+            )  # fmt: skip
 
     def _limit(self, wanted: int, remedy: str) -> str:
         """What bounds the context, and what lifts it for a sequence of `wanted` tokens, beside the remedy of the
@@ -93,6 +115,22 @@ class Capacity:
         flags = " and ".join(f"{flag(name)} {least[name]}" for name in names if name in least)
         lifts = f"start the engine with {flags}" if flags else f"raise {flag(self.length_limit)}"
         return f"{told}, bounded by {self.length_limit}: {remedy}, or {lifts}"
+
+
+def check_reported(count: int, params: SamplingParams) -> None:
+    """Raises InvalidRequest where log probabilities are asked for of positions beyond a prompt of `count` tokens, or of
+    too many tokens at too many positions."""
+    if params.prompt_logprobs_start > count:
+        told = f"prompt_logprobs_start {params.prompt_logprobs_start:,} is beyond the prompt of {count:,} tokens"
+        raise InvalidRequest(told, "prompt_logprobs_start")
+    if not params.logprob_token_ids:
+        return
+    positions = 0 if params.prompt_logprobs is None else count - params.prompt_logprobs_start
+    if params.reports_answer and params.max_tokens is not None:
+        positions += params.n * params.max_tokens
+    if positions * len(params.logprob_token_ids) > MAX_REPORTED:
+        told = f"{len(params.logprob_token_ids):,} tokens at {positions:,} positions are more than {MAX_REPORTED:,}"
+        raise InvalidRequest(f"logprob_token_ids: {told}; name fewer, or lower max_tokens", "logprob_token_ids")
 
 
 def flag(name: str) -> str:

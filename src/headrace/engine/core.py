@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from headrace.engine.detokenizer import Detokenizer
+from headrace.engine.embedding import Pooled
 from headrace.engine.executor import Computed
 from headrace.engine.loader import Loaded
 from headrace.engine.output import Active, Output, prefills
+from headrace.engine.reports import Head, Observer, PromptLogprobs, note_reports, show
 from headrace.engine.sampler import (
     BadLogits,
     History,
@@ -25,7 +25,6 @@ from headrace.engine.sampler import (
     is_plain,
     needs_history,
     sample,
-    target_logprobs,
 )
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
@@ -34,7 +33,7 @@ from headrace.logs import fields, short_id
 from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.progress import Prefill
 from headrace.stats import EngineStats, KVStats
-from headrace.types import CHUNK, Delta, InvalidRequest, Logprob, Request, TokenLogprobs
+from headrace.types import CHUNK, Delta, InvalidRequest, Request
 
 if TYPE_CHECKING:  # llguidance is imported for the first structured request
     from headrace.engine.structured.answers import StructuredAnswers
@@ -45,10 +44,6 @@ log = logging.getLogger(__name__)
 OnPrefill = Callable[[list[Prefill], float], None]
 """Called as a step begins that computes at least a chunk of prompts, or waits for restored chunks: with all prompts
 being read, and the seconds that the step should take (0.0: nobody knows)."""
-
-Observer = Callable[[SequenceState, int, Tensor], None]
-"""Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
-
 
 _Row = tuple[Output, int]
 """A sequence, and the row of the step's logits that its next token comes from."""
@@ -73,6 +68,7 @@ class EngineCore:
         self.offload, self.below = loaded.offload, loaded.below
         self.on_logits: Observer | None = None
         self.on_prefill: OnPrefill | None = None
+        self._head = Head(loaded.decoder, loaded.tokenizer)
         self._active: dict[str, Active] = {}
         self._outputs: dict[SequenceState, Output] = {}
         self._order = 0
@@ -97,6 +93,10 @@ class EngineCore:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         seed = request.params.seed
         active = Active(request, self.loaded.config.scheduler.seed + (self._order << 20) if seed is None else seed)
+        if request.embed:
+            active.report = Pooled(self.loaded.capacity.pooling)
+        elif request.params.prompt_logprobs is not None:
+            active.report = PromptLogprobs(request, self._head)
         for index in range(request.params.n):
             active.sequences.append(self._new_sequence(active, index, want_logits))
         active.unfinished = request.params.n
@@ -106,12 +106,15 @@ class EngineCore:
     def _new_sequence(self, active: Active, index: int, want_logits: bool) -> SequenceState:
         request = active.request
         sequence = SequenceState(request, index, self._order)
-        sequence.wants_all_logits = want_logits or (request.params.prompt_logprobs is not None and index == 0)
+        if want_logits:
+            sequence.reports_from = 0
+        if isinstance(active.report, Pooled):
+            active.report.prepare(sequence)
         self._order += 1
         tokenizer, eos = self.loaded.tokenizer, self.loaded.capacity.eos_token_ids
         detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params, eos) if tokenizer else None
         history = History(request.prompt_token_ids) if needs_history(request.params) else None
-        matcher = None if request.params.structured is None else self.structured.begin(sequence)
+        matcher = None if request.params.structured is None or not sequence.draws else self.structured.begin(sequence)
         self._outputs[sequence] = Output(sequence, active, detokenizer, history, is_plain(request.params), matcher)
         self.scheduler.add(sequence)
         return sequence
@@ -125,7 +128,8 @@ class EngineCore:
             public_tokens=request.public_prefix_tokens,
             # Length-dependent rotary scaling: keys of prompts of different lengths differ.
             namespace=f"length {sequence.prompt_len}" if stretched else "",
-            shares=self.loaded.config.cache.prefix_caching and not sequence.wants_all_logits,
+            shares=self.loaded.config.cache.prefix_caching,
+            reusable=sequence.reusable,
         )
 
     def abort(self, request_id: str) -> bool:
@@ -164,8 +168,8 @@ class EngineCore:
             self.on_prefill(prompts, self.loaded.executor.expected_s(slices))
         computed = self._compute(slices, restores)
         self.cache.commit()
-        self._observe(computed)
-        deltas = self._advance(computed)
+        ended = self._observe(computed)
+        deltas = ended + self._advance(computed)
         self._stats.scheduler.steps += 1
         self._stats.scheduler.step_s += time.monotonic() - began
         return deltas
@@ -184,7 +188,7 @@ class EngineCore:
         void = self.below.confirm(slices)
         if not void:
             return computed
-        return computed._replace(parts=[each for each in computed.parts if each[0].sequence not in void])
+        return computed.without(void)
 
     def _note_start(self, slices: list[Slice], now: float) -> None:
         for part in slices:
@@ -206,41 +210,41 @@ class EngineCore:
         started, self._started = self._started, []
         return started
 
-    def _observe(self, computed: Computed) -> None:
-        for part, span in computed.parts:
-            wanted = part.sequence.wants_all_logits and part.sequence.request.params.prompt_logprobs is not None
-            if self.on_logits is None and not wanted:
-                continue
-            logits = computed.logits[span.start : span.stop]
-            if self.on_logits is not None:
-                # Logits that came with their greatest ones are overwritten by the next step.
-                self.on_logits(part.sequence, part.end - len(logits), logits.clone() if computed.greatest else logits)
-            if wanted:
-                self._note_prompt_logprobs(part, logits)
+    def _observe(self, computed: Computed) -> list[Delta]:
+        """Takes in what prompts report. Deltas of requests that end here: with
+        broken logits, or with nothing to draw."""
+        if self.on_logits is not None:
+            show(computed, self._head, self.on_logits)
+        found = [(part, hidden) for part, hidden in computed.reported if part.sequence in self._outputs]
+        reports = {part.sequence: self._outputs[part.sequence].active.report for part, _ in found}
+        noted = [(report, part, hidden) for part, hidden in found if (report := reports[part.sequence]) is not None]
+        broken = note_reports(noted, self._head)
+        deltas: list[Delta] = []
+        for part, _ in found:
+            output, report = self._outputs[part.sequence], reports[part.sequence]
+            if report is not None and report in broken:
+                deltas += self._break_off(output.active.request.request_id, broken[report])
+            elif part.samples and not part.sequence.draws:
+                deltas.append(self._end_undrawn(output))
+        return deltas
 
-    def _note_prompt_logprobs(self, part: Slice, logits: Tensor) -> None:
-        """Logprobs of the prompt's tokens start+1 .. start+count, given the rows start .. start+count-1."""
-        sequence = part.sequence
-        if len(sequence.tokens) > sequence.prompt_len:
-            return  # computed again after preemption: reported with the first token
-        active = self._active[sequence.request.request_id]
-        active.prompt_logprobs = known = active.prompt_logprobs or [None]
-        end = min(part.end, sequence.prompt_len - 1)
-        targets = sequence.tokens[part.start + 1 : end + 1]
-        top = sequence.request.params.prompt_logprobs or 0
-        rows = target_logprobs(logits[: len(targets)], targets, top)
-        del known[part.start + 1 :]
-        known.extend(self._with_text(entry) for entry in rows)
+    def _end_undrawn(self, output: Output) -> Delta:
+        """The end of a prompt that has no answer."""
+        delta = Delta(output.active.request.request_id, output.sequence.index, finish_reason="length")
+        self._hand_report(output, delta)
+        self._finish(output.active, output.sequence, delta, time.monotonic())
+        return delta
 
-    def _with_text(self, entry: TokenLogprobs | None) -> TokenLogprobs | None:
-        tokenizer = self.loaded.tokenizer
-        if entry is None or tokenizer is None:
-            return entry
-        return {token: _named(logprob, tokenizer.token_text(token)) for token, logprob in entry.items()}
+    @staticmethod
+    def _hand_report(output: Output, delta: Delta) -> None:
+        """With the first delta of a request's first sequence."""
+        if output.active.report is not None and output.sequence.index == 0:
+            output.active.report.hand(delta)
+            output.active.report = None
 
     def _advance(self, computed: Computed) -> list[Delta]:
         """Samples the next token of each sequence and sees which are finished."""
-        rows = [(self._outputs[part.sequence], span[-1]) for part, span in computed.parts if part.samples]
+        rows = [(self._outputs[part.sequence], row) for part, row in computed.parts if part.sequence in self._outputs]
         deltas: list[Delta] = []
         if self.loaded.structured is not None:
             rows, deltas = self._follow_grammars(rows)
@@ -317,7 +321,7 @@ class EngineCore:
         """Adds a token to a sequence, and those that its grammar forces after it; the delta."""
         delta = Delta(output.active.request.request_id, output.sequence.index)
         if sampled.logprobs is not None:
-            delta.logprobs = [self._with_text(sampled.logprobs) or {}]
+            delta.logprobs = [self._head.named(sampled.logprobs)]
         if output.matcher is None:
             return self._add(output, delta, [sampled.token], now)
         return self._add(output, delta, [sampled.token, *output.matcher.push(sampled.token)], now, forced_from=1)
@@ -327,8 +331,7 @@ class EngineCore:
         sequence, active, matcher = output.sequence, output.active, output.matcher
         if active.first_token_s is None:
             active.first_token_s = now
-        if sequence.index == 0:
-            delta.prompt_logprobs, active.prompt_logprobs = active.prompt_logprobs, None
+        self._hand_report(output, delta)
         output.add(delta, tokens, self.loaded.capacity)
         count = len(delta.token_ids)
         active.output_tokens += count
@@ -367,7 +370,3 @@ class EngineCore:
         if self.loaded.structured is not None:
             stats.structured = self.structured.told()
         return stats
-
-
-def _named(logprob: Logprob, text: str) -> Logprob:
-    return Logprob(logprob.logprob, logprob.rank, text)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from headrace.engine.executor import Computed, Executor, table_of, wanted_of
+from headrace.engine.executor import Computed, Executor, table_of, wanted_of, wanted_rows
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
@@ -122,16 +122,12 @@ class Driver(Executor):
         self.send(messages.encode(step))
         hidden = self.rank.run(step)
         rows: list[Tensor] = []
-        parts: list[tuple[Slice, range]] = []
         for index, part in enumerate(slices):
-            count = wanted_of(part)
-            if count:
-                parts.append((part, range(len(rows), len(rows) + count)))
-                rows += [hidden[(*places[index], position)] for position in range(part.end - count, part.end)]
+            rows += [hidden[(*places[index], position)] for position in range(part.end - wanted_of(part), part.end)]
         if not rows:
-            return Computed(torch.empty(0, 0), parts)
+            return Computed(torch.empty(0, 0), [])
         with torch.inference_mode():
-            return Computed(self.rank.decoder.logits(torch.stack(rows)), parts)
+            return wanted_rows(slices).computed(torch.stack(rows), self.rank.decoder.logits)
 
     def _groups(self, slices: Sequence[Slice]) -> tuple[list[StepGroup], list[tuple[int, int]]]:
         """The groups in an order in which a chunk is written before another sequence reads it, and where each slice

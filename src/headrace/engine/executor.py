@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -16,12 +18,21 @@ from headrace.stats import EngineStats
 
 
 class Computed(NamedTuple):
-    """Logits of a step, fp32 [R, V], valid until the next one, and which of these rows belong to each slice that asked
-    for some. No slice that did: no rows, of any width. greatest: of each row, where it was found with them."""
+    """Logits of a step, fp32 [R, V], valid until the next one, and the row of each slice from which a token is drawn.
+    No such slice: no rows, of any width. greatest: of each row, where it was found with them.
+
+    reported: hidden states [n, E] of the last n rows of each slice that reports some, ready for Decoder.logits.
+    """
 
     logits: Tensor
-    parts: list[tuple[Slice, range]]
+    parts: list[tuple[Slice, int]]
     greatest: Greatest | None = None
+    reported: Seq[tuple[Slice, Tensor]] = ()
+
+    def without(self, void: set[SequenceState]) -> Computed:
+        """What is left if the rows of some sequences are void."""
+        parts = [each for each in self.parts if each[0].sequence not in void]
+        return self._replace(parts=parts, reported=[each for each in self.reported if each[0].sequence not in void])
 
     def pick(self, rows: list[int]) -> tuple[Tensor, Greatest | None]:
         """Logits and greatest ones of some of the rows, ascending, none twice."""
@@ -36,8 +47,7 @@ class Executor(Protocol):
     """Computes steps. Subclasses override what they have a say in."""
 
     def run(self, slices: Seq[Slice], restores: Seq[RestoreTransfer] = ()) -> Computed:
-        """Computes the slices. Logits are those of all of a slice's rows if its sequence wants all, of the last row if
-        it samples. restores: whose layers the step waits for; one rank alone has any."""
+        """Computes the slices. restores: whose layers the step waits for; one rank alone has any."""
 
     def owners(self, sequence: SequenceState, start: int, count: int) -> Owners | None:
         """Who shall own the new chunks of a slice that is about to be taken (Scheduler.owners)."""
@@ -56,25 +66,55 @@ class Executor(Protocol):
         return None
 
 
-def wanted_rows(slices: list[Slice]) -> tuple[list[int], list[tuple[Slice, range]]]:
-    """Rows of the step whose logits are needed, and which of these belong to each slice."""
-    rows: list[int] = []
-    parts: list[tuple[Slice, range]] = []
-    end = 0
+@dataclass(slots=True)
+class Wanted:
+    """The rows of a step that are needed behind the layers. rows: their numbers, ascending. parts: Computed.parts.
+    reported: slices that report, and where their rows are among `rows`. drawn: places in `rows` from which tokens are
+    drawn; None: all."""
+
+    rows: list[int] = field(default_factory=list)
+    parts: list[tuple[Slice, int]] = field(default_factory=list)
+    reported: list[tuple[Slice, range]] = field(default_factory=list)
+    drawn: list[int] | None = None
+
+    def of(self, hidden: Tensor) -> list[tuple[Slice, Tensor]]:
+        """Computed.reported, given the hidden states of `rows`."""
+        return [(part, hidden[where.start : where.stop]) for part, where in self.reported]
+
+    def computed(self, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> Computed:
+        """What the hidden states of `rows` come to."""
+        drawn = hidden if self.drawn is None else hidden[self.drawn]
+        return Computed(logits(drawn) if self.parts else drawn, self.parts, None, self.of(hidden))
+
+
+def wanted_rows(slices: Seq[Slice]) -> Wanted:
+    """Of the slices, in this order."""
+    wanted, end = Wanted(), 0
     for part in slices:
         end += part.length
         count = wanted_of(part)
-        if count:
-            parts.append((part, range(len(rows), len(rows) + count)))
-            rows.extend(range(end - count, end))
-    return rows, parts
+        if not count:
+            continue
+        first = len(wanted.rows)
+        wanted.rows.extend(range(end - count, end))
+        draws = part.samples and part.sequence.draws
+        if wanted.drawn is None and not (draws and count == 1):
+            wanted.drawn = list(range(first))
+        if draws:
+            wanted.parts.append((part, len(wanted.parts)))
+            if wanted.drawn is not None:
+                wanted.drawn.append(len(wanted.rows) - 1)
+        if part.sequence.reusable is not None or not draws:
+            wanted.reported.append((part, range(first, first + count)))
+    return wanted
 
 
 def wanted_of(part: Slice) -> int:
-    """Last rows of a slice whose logits are needed."""
-    if part.sequence.wants_all_logits and part.start < part.sequence.prompt_len:
-        return part.length
-    return int(part.samples)
+    """Last rows of a slice that are needed behind the layers."""
+    first = part.sequence.reusable
+    if first is None:
+        return int(part.samples)
+    return max(part.end - max(part.start, first), int(part.samples))
 
 
 def table_of(part: Slice) -> ChunkTable:

@@ -19,7 +19,9 @@ from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import preflight
 from headrace.engine.capacity import check_variables
 from headrace.engine.core import EngineCore
+from headrace.engine.embedding import EMBEDS, Inputs, Vectors, check_dimensions, listed, stacked
 from headrace.engine.loader import Loaded, load
+from headrace.engine.scoring import Text, plan_score
 from headrace.engine.structured.door import ShapeDoor
 from headrace.progress import Answering, PrefillClock
 from headrace.stats import Summary
@@ -32,6 +34,8 @@ from headrace.types import (
     Request,
     RequestOutput,
     SamplingParams,
+    Score,
+    TokenLogprobs,
 )
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
@@ -135,6 +139,50 @@ class LLM(metaclass=PublicNames):
         sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
         return self.generate(prompts, sampling_params, **sharing, progress=progress)
 
+    def score(
+        self,
+        text: Text,
+        options: Sequence[Text],
+        *,
+        cache_salt: str | None = None,
+        public_prefix_tokens: int = 0,
+    ) -> list[Score]:
+        """The likelihood of each option (a text or token ids) as what follows the text, which is computed once.
+
+        Strings are tokenized together with the text. The other keywords are those of generate. Raises InvalidRequest.
+        """
+        self._must_be_open()
+        plan = plan_score(text, options, self.tokenizer, self.capacity.alike_tokens)
+        plan.check(self.capacity.check)
+        sharing = cache_salt, public_prefix_tokens
+        requests = [self._checked_request(each.token_ids, each.params, *sharing) for each in plan.requests]
+        return plan.scores([reported(output) for output in self._run(requests, progress=False)])
+
+    def embed(
+        self,
+        inputs: Inputs,
+        *,
+        dimensions: int | None = None,
+        cache_salt: str | None = None,
+        public_prefix_tokens: int = 0,
+    ) -> Vectors:
+        """Embeddings of a text, of texts, or of lists of token ids, all computed together: fp32 [inputs, size].
+
+        Pooled and normalised as the checkpoint says. dimensions: fewer numbers, of checkpoints that allow it. The other
+        keywords are those of generate. Raises InvalidRequest.
+        """
+        self._must_be_open()
+        pooling = self.capacity.pooling
+        check_dimensions(dimensions, self.capacity.embedding_size, pooling)
+        requests = []
+        for each in listed(inputs):
+            tokens = self._tokens(each)
+            self.capacity.check(tokens, EMBEDS, embed=True)
+            requests.append(self._checked_request(tokens, EMBEDS, cache_salt, public_prefix_tokens, embed=True))
+        for request in requests:
+            self.engine.add(request)
+        return stacked([answer.embedding for answer in self._answered(requests)], pooling, dimensions)
+
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits after each token of a prompt, computed without the prefix cache: fp32 [T, V]."""
         request = self._request(list(token_ids), SamplingParams(max_tokens=1, temperature=0.0), None, 0)
@@ -158,18 +206,28 @@ class LLM(metaclass=PublicNames):
             self.engine.on_logits = before
 
     def _request(self, prompt: str | Sequence[int], params: SamplingParams, salt: str | None, public: int) -> Request:
-        if self._closed:
-            raise EngineDead("this LLM is closed: make another")
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest("the model folder has no tokenizer: pass token ids", "prompts")
-            tokens = self.tokenizer.encode(prompt)
-        else:
-            tokens = [int(token) for token in prompt]
+        self._must_be_open()
+        tokens = self._tokens(prompt)
         params = self.capacity.check(tokens, params)
         self._shapes.check(params, self.tokenizer, self.capacity)
+        return self._checked_request(tokens, params, salt, public)
+
+    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        if self.tokenizer is None:
+            raise InvalidRequest("the model folder has no tokenizer: pass token ids", "prompts")
+        return self.tokenizer.encode(prompt)
+
+    def _checked_request(
+        self, tokens: list[int], params: SamplingParams, salt: str | None, public: int, embed: bool = False
+    ) -> Request:
         self._count += 1
-        return Request(f"offline-{self._count}", tokens, params, salt, public, time.monotonic())
+        return Request(f"offline-{self._count}", tokens, params, salt, public, time.monotonic(), embed)
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise EngineDead("this LLM is closed: make another")
 
     def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
         for request in requests:
@@ -195,6 +253,9 @@ class LLM(metaclass=PublicNames):
         return outputs
 
     def _drain(self, requests: list[Request], note: Callable[[list[Delta]], None] | None = None) -> list[RequestOutput]:
+        return [answer.output for answer in self._answered(requests, note)]
+
+    def _answered(self, requests: list[Request], note: Callable[[list[Delta]], None] | None = None) -> list[Answer]:
         """Steps until the requests are answered; an interruption aborts them, so that nothing is left behind."""
         answers = {request.request_id: Answer(request) for request in requests}
         try:
@@ -208,7 +269,7 @@ class LLM(metaclass=PublicNames):
             for request in requests:
                 self.engine.abort(request.request_id)
             raise
-        return [answers[request.request_id].output for request in requests]
+        return [answers[request.request_id] for request in requests]
 
 
 def _load(config: EngineConfig) -> Loaded:
@@ -219,6 +280,11 @@ def _load(config: EngineConfig) -> Loaded:
 
     with loading(config.model.folder) as tell:
         return load(config, tell)
+
+
+def reported(output: RequestOutput) -> Sequence[TokenLogprobs | None]:
+    """Rows of log probabilities: the prompt's, or the answer's."""
+    return output.prompt_logprobs or output.logprobs or []
 
 
 def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
@@ -237,10 +303,11 @@ class Answer:
 
     def __init__(self, request: Request) -> None:
         completions = [
-            Completion(index, logprobs=None if request.params.logprobs is None else [])
+            Completion(index, logprobs=[] if request.params.reports_answer else None)
             for index in range(request.params.n)
         ]
         self.output = RequestOutput(request.request_id, request.prompt_token_ids, completions, Metrics())
+        self.embedding: bytes | None = None
 
     def add(self, delta: Delta) -> None:
         """Takes in a delta."""
@@ -253,5 +320,6 @@ class Answer:
         completion.stop_reason = delta.stop_reason
         if delta.prompt_logprobs is not None:
             self.output.prompt_logprobs = delta.prompt_logprobs
+        self.embedding = delta.embedding
         if delta.metrics is not None:
             self.output.metrics = delta.metrics

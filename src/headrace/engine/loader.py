@@ -29,6 +29,7 @@ from headrace.kv.storage import LAYOUT, KVStorage
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.decoder import Decoder, compute_dtype, load_decoder
 from headrace.models.files import MAX_JSON
+from headrace.models.pooling import read_pooling
 from headrace.models.shards import shard
 from headrace.models.sizes import compute_type, weight_bytes
 from headrace.offload.streaming import open as streaming
@@ -209,6 +210,9 @@ def _capacity(
         layers=model.layers,
         model_len=model.max_model_len,
         length_limit=_length_limit(config, model.max_model_len, max_len),
+        embedding_size=model.embed_size,
+        pooling=read_pooling(model_folder(config.model.folder)),
+        alike_tokens=model.rope.original_length if model.rope and model.rope_depends_on_length else 0,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from typing import Any
 
@@ -110,3 +111,12 @@ def to_engine(body: bytes) -> ToEngine:
 def from_engine(body: bytes) -> FromEngine:
     message: FromEngine = _from_engine.decode(body)
     return message
+
+
+async def receive(reader: asyncio.StreamReader) -> FromEngine | None:
+    """The next message from the engine; None at the end of the stream."""
+    try:
+        body = await reader.readexactly(length(await reader.readexactly(LENGTH.size)))
+    except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
+        return None  # a reset is the end of a process that had not read all we sent
+    return from_engine(body)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from headrace.engine.below import Below
 from headrace.engine.capacity import Capacity
 from headrace.engine.detokenizer import Detokenizer
+from headrace.engine.reports import Report
 from headrace.engine.sampler import History
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.stopping import Finish, finish_reason
 from headrace.progress import Prefill
-from headrace.types import Delta, Metrics, Request, TokenLogprobs
+from headrace.types import Delta, Metrics, Request
 
 if TYPE_CHECKING:
     from headrace.engine.structured.matcher import SequenceMatcher
@@ -30,7 +31,7 @@ class Active:
     scheduled_s: float | None = None
     first_token_s: float | None = None
     output_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    report: Report | None = None
 
     def metrics(self, now: float) -> Metrics:
         """What it has cost so far."""

@@ -26,20 +26,23 @@ from headrace.offload.restore.transfer import Project, RestoreTransfer, Restorin
 
 
 class Logits(NamedTuple):
-    """Logits of the wanted rows, fp32 [R, V], valid until the next step; none were wanted: no rows, of any width.
-    greatest: of each row, where it was found with them."""
+    """Logits of the rows that tokens are drawn from, fp32 [R, V], valid until the next step; none: no rows, of any
+    width. greatest: of each row, where it was found with them. hidden: states of all wanted rows, if Eager was used."""
 
     values: Tensor
     greatest: Greatest | None = None
+    hidden: Tensor | None = None
 
 
 @dataclass(slots=True)
 class StepRows:
-    """The rows of a step. slices: in the order of the rows; wanted: rows whose logits are asked for, None for all."""
+    """The rows of a step. slices: in the order of the rows; wanted: rows needed behind the layers, None for all; drawn:
+    places among these from which tokens are drawn, None for all."""
 
     planned: PlannedStep
     slices: list[Slice]
     wanted: list[int] | None
+    drawn: list[int] | None = None
     restores: Seq[RestoreTransfer] = ()
 
     def tokens(self) -> list[int]:
@@ -69,7 +72,8 @@ class Eager:
         rows = None if step.wanted is None else torch.tensor(step.wanted, dtype=torch.int64)
         batch = batch_of(self.decoder.config, step.slices, plan.positions)
         hidden = self.decoder.forward(batch, attend, rows, keep)
-        return Logits(hidden if step.wanted == [] else self.decoder.logits(hidden).cpu())
+        drawn = hidden if step.drawn is None else hidden[step.drawn]
+        return Logits(self.decoder.logits(drawn).cpu() if len(drawn) else drawn, hidden=hidden)
 
 
 class InCpp:

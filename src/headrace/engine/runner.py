@@ -46,12 +46,13 @@ class Runner(Executor):
         rows = [planning.TableRows(table_of(part), part.start, part.length) for part in slices]
         planned = self._planner.plan(rows)
         ordered = [slices[i] for i in planned.order]
-        wanted, parts = wanted_rows(ordered)
-        every = len(wanted) == planned.first.rows
-        step = StepRows(planned, ordered, None if every else wanted, restores)
-        program = self.decoding if every and not restores else self.eager
+        wanted = wanted_rows(ordered)
+        every = len(wanted.rows) == planned.first.rows
+        step = StepRows(planned, ordered, None if every else wanted.rows, wanted.drawn, restores)
+        program = self.decoding if every and not restores and not wanted.reported else self.eager
         logits = program.run(step)
-        return Computed(logits.values, parts, logits.greatest)
+        reported = wanted.of(logits.hidden) if logits.hidden is not None else ()
+        return Computed(logits.values, wanted.parts, logits.greatest, reported)
 
     def _project(self, layer: int, x: Tensor, chunks: Seq[int], slots: Seq[int], prompt_len: int) -> None:
         """offload.restore.transfer.Project."""

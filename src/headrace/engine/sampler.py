@@ -18,7 +18,6 @@ its share is that of the unmasked row where nothing it keeps is forbidden.)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,10 +26,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.engine.logprobs import BadLogits, Ids, Row, check_row, descending, logprobs_of, target_logprobs, to_row
 from headrace.engine.stopping import forbidden_tokens
 from headrace.kernels import ops
 from headrace.kernels.model_step import Greatest
-from headrace.types import Logprob, SamplingParams, TokenLogprobs
+from headrace.types import SamplingParams, TokenLogprobs
 
 __all__ = [
     "BadLogits",
@@ -45,9 +45,6 @@ __all__ = [
     "uniform",
 ]
 
-Row = npt.NDArray[np.float64]
-"""Logits of one row, [V]."""
-Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 _HEADS = (64, 2048, 16384)
@@ -56,14 +53,6 @@ _EMPTY = np.empty(0, np.int64)
 _NONE_LEFT = "no token is left after logit_bias, forbidden tokens and the mask"
 _AGAIN = 1 << 128
 """What the counter of a second random number has more than that of the first."""
-
-
-class BadLogits(FloatingPointError):
-    """A row from which nothing can be chosen. `row` is its number in the batch."""
-
-    def __init__(self, row: int, reason: str) -> None:
-        super().__init__(f"logits of row {row}: {reason}")
-        self.row = row
 
 
 class History:
@@ -144,7 +133,7 @@ def needs_history(params: SamplingParams) -> bool:
 
 def is_plain(params: SamplingParams) -> bool:
     """Greedy, and nothing that changes or reports the logits: the argmax says it all, where no token is forbidden."""
-    if not params.greedy or params.logit_bias or params.logprobs is not None:
+    if not params.greedy or params.logit_bias or params.reports_answer:
         return False
     return not needs_history(params)
 
@@ -167,12 +156,12 @@ def sample(
     results = []
     for row, item in enumerate(inputs):
         if plain[row] or item is None:
-            _check(row, values[row])
+            check_row(row, values[row])
             mask = None if item is None else item.mask
             allowed = mask is None or mask[best[row]]
             results.append(Sampled(best[row] if allowed else _greatest_allowed(logits[row], row, mask), None))
         else:
-            results.append(_sample_row(_to_row(logits[row], row), row, item))
+            results.append(_sample_row(*to_row(logits[row], row), row, item))
     return results
 
 
@@ -186,14 +175,6 @@ def uniform(seed: int, index: int, position: int, again: bool = False) -> float:
     return (int(np.random.Philox(key=key, counter=counter).random_raw()) >> 11) * 2.0**-53
 
 
-def target_logprobs(logits: torch.Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Log probability of targets[i] under row i of `logits` [T, V], with `top` alternatives: for a prefill chunk."""
-    if len(logits) != len(targets):
-        raise ValueError(f"{len(targets)} targets need as many rows of logits, got {len(logits)}")
-    rows = logits.detach()
-    return [_logprobs(_to_row(rows[i], i), token, top) for i, token in enumerate(targets)]
-
-
 # ---- one row ---------------------------------------------------------------------------------------------------------
 
 
@@ -202,20 +183,7 @@ def _greatest(logits: torch.Tensor) -> Greatest:
     return Greatest(values.tolist(), best.tolist())
 
 
-def _to_row(logits: torch.Tensor, number: int) -> Row:
-    row = logits.detach().to(device="cpu", dtype=torch.float64).numpy()
-    _check(number, float(row.max()))
-    return row
-
-
-def _check(number: int, greatest: float) -> None:
-    """Raises BadLogits unless the greatest logit of a row is finite; a NaN anywhere in the row makes it NaN."""
-    if not math.isfinite(greatest):
-        reason = {np.inf: "infinity", -np.inf: "no finite value"}.get(greatest, "NaN")
-        raise BadLogits(number, f"{reason}; the model's output is broken")
-
-
-def _sample_row(raw: Row, number: int, item: SampleInput) -> Sampled:
+def _sample_row(raw: Row, peak: float, number: int, item: SampleInput) -> Sampled:
     """The draw of one row; log probabilities are those of the raw logits."""
     params = item.params
     row = _adjusted(raw, item)
@@ -223,8 +191,9 @@ def _sample_row(raw: Row, number: int, item: SampleInput) -> Sampled:
     if item.mask is not None and token is None:
         token = _choose(np.where(item.mask, row, -np.inf), number, item, masked=True)
     assert token is not None
-    wanted = params.logprobs
-    return Sampled(token, None if wanted is None else _logprobs(raw, token, wanted))
+    if not params.reports_answer:
+        return Sampled(token, None)
+    return Sampled(token, logprobs_of(raw, peak, token, params.logprobs or 0, params.logprob_token_ids))
 
 
 def _choose(row: Row, number: int, item: SampleInput, *, masked: bool) -> int | None:
@@ -283,35 +252,11 @@ def _penalised(raw: Row, item: SampleInput) -> Row:
 # ---- the draw --------------------------------------------------------------------------------------------------------
 
 
-def _descending(row: Row, count: int) -> Ids:
-    """Ids of the `count` greatest values, greatest first, equals by id: a prefix of the row's stable sorting."""
-    if count >= row.size:
-        return _sorted(row)
-    edge = np.partition(row, row.size - count)[row.size - count]
-    ids = np.flatnonzero(row >= edge)
-    return ids[_sorted(row[ids])][:count]
-
-
-def _sorted(values: Row) -> Ids:
-    """Places by descending value, equals in their order. Two unstable sorts are several times faster than a stable one.
-
-    The second sorts (number of the run of equals, place) as one integer.
-    """
-    order = np.argsort(-values)
-    ordered = values[order]
-    run = np.zeros(len(order), np.int64)
-    np.cumsum(ordered[1:] != ordered[:-1], out=run[1:])
-    run *= len(order)
-    run += order
-    run.sort()
-    return run % len(order)
-
-
 def _draw(row: Row, params: SamplingParams, u: float) -> tuple[int, Ids | None]:
     """Inverse of the cumulative distribution at `u`, over the filtered tokens in descending order; and the tokens that
     the filters keep, None without filters."""
     if 0 < params.top_k < row.size:
-        best = _descending(row, params.top_k)
+        best = descending(row, params.top_k)
         place, kept = _place(row[best], params, u)
         return int(best[place]), best if kept is None else best[kept]
     return _place(row, params, u)
@@ -322,7 +267,7 @@ def _place(row: Row, params: SamplingParams, u: float) -> tuple[int, Ids | None]
     weights = np.exp((row - row.max()) / params.temperature)
     total = float(weights.sum())
     for count in (*_HEADS, row.size):
-        head = _descending(row, count)
+        head = descending(row, count)
         picked = _pick(weights[head], total, params, u, complete=len(head) == row.size)
         if picked is not None:
             place, kept = picked
@@ -359,22 +304,3 @@ def _kept(weights: Row, mass: Row, total: float, params: SamplingParams) -> int 
         above = int(np.count_nonzero(weights >= params.min_p))
         kept = min(kept, above if above < size else size + 1)
     return kept if kept <= size else None
-
-
-# ---- log probabilities -----------------------------------------------------------------------------------------------
-
-
-def _logprobs(raw: Row, token: int, top: int) -> TokenLogprobs:
-    """log_softmax of the raw row at `token` and at its `top` greatest, most likely first; impossible ones left out."""
-    peak = raw.max()
-    norm = peak + np.log(np.exp(raw - peak).sum())
-    ids = [i for i in _descending(raw, top).tolist() if raw[i] > -np.inf] if top else []
-    if token not in ids:
-        ids.append(token)
-    greatest = raw[ids]
-    entries: TokenLogprobs = {}
-    for place, i in enumerate(ids):
-        # Whatever beats one of the greatest is among them; only the last one may be the token from outside.
-        rank = 1 + int(np.count_nonzero((raw if place == top else greatest) > raw[i]))
-        entries[i] = Logprob(float(raw[i] - norm), rank, "")
-    return entries

@@ -155,10 +155,7 @@ class Scheduler:
         self._take(sequence, table, count)
 
     def _until(self, sequence: SequenceState) -> int:
-        if sequence.wants_all_logits:
-            end = len(sequence.tokens)
-        else:
-            end = self.below.until(sequence, alone=len(self.running) == 1)
+        end = self.below.until(sequence, alone=len(self.running) == 1)
         return min(end, (len(sequence.tokens) - 1) // self.align * self.align) if sequence.held else end
 
     def _room(self, table: ChunkTable, least: int) -> int:

@@ -13,6 +13,9 @@ from headrace.types import Request
 class SequenceState:
     """tokens: prompt and answer so far, the list its table refers to. order: rank of arrival; lower goes first.
 
+    reports_from: while the prompt is computed, its rows from this one on are wanted; None: the last one alone. Of a
+    prompt that is only scored the last token is left out of `tokens`, since its row predicts nothing.
+
     held: the grammar of its answer is still being compiled, so its last token must not be computed yet. forced: its
     newest tokens were appended without sampling while it decoded; they are computed together.
 
@@ -28,7 +31,7 @@ class SequenceState:
     table: ChunkTable | None = None
     cached_tokens: int = 0
     preemptions: int = 0
-    wants_all_logits: bool = False
+    reports_from: int | None = None
     restored_tokens: int = 0
     restore_reason: str = ""
     strategy: str = ""
@@ -37,8 +40,22 @@ class SequenceState:
     forced: bool = False
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt_token_ids)
-        self.prompt_len = len(self.tokens)
+        prompt, params = self.request.prompt_token_ids, self.request.params
+        scored = params.max_tokens == 0 and not self.request.embed
+        self.tokens = prompt[: max(1, len(prompt) - 1)] if scored else list(prompt)
+        self.prompt_len = len(prompt)
+        if params.prompt_logprobs is not None and self.index == 0 and not self.request.embed:
+            self.reports_from = max(0, params.prompt_logprobs_start - 1)
+
+    @property
+    def draws(self) -> bool:
+        """Whether its prompt is answered; what it reports of the prompt is all otherwise."""
+        return not self.request.embed and self.request.params.max_tokens != 0
+
+    @property
+    def reusable(self) -> int | None:
+        """Tokens from the beginning that may be taken from elsewhere, since no row of them is wanted; None: all."""
+        return None if self.n_output > 0 else self.reports_from
 
     @property
     def computed(self) -> int:
@@ -52,7 +69,7 @@ class SequenceState:
     @property
     def n_output(self) -> int:
         """Tokens of the answer so far."""
-        return len(self.tokens) - self.prompt_len
+        return max(0, len(self.tokens) - self.prompt_len)
 
     @property
     def remaining(self) -> int:

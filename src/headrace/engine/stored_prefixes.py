@@ -157,7 +157,7 @@ class StoredPrefixes(Below):
         return state
 
     def _look(self, table: ChunkTable) -> State:
-        first, last = table.length // CHUNK, (len(table.tokens) - 1) // CHUNK
+        first, last = table.length // CHUNK, table.reusable_chunks
         if not table.shares or first >= last or table.length % CHUNK:
             return SETTLED
         return Looking(first, self.source.look([table.digest(chunk) for chunk in range(first, last)]))

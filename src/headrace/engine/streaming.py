@@ -33,21 +33,16 @@ class StreamRunner(Executor):
         spans = [planning.Span(tables[i], slices[i].start, slices[i].length) for i in order]
         ordered = [slices[i] for i in order]
         count = self.batches if self.streamer.options.schedule == "column" else 1
-        batches, parts, first = [], [], 0
-        for group in cuts(spans, count):
-            batch, mine = self._batch([ordered[i] for i in group], [spans[i] for i in group])
-            batches.append(batch)
-            parts += [(part, range(span.start + first, span.stop + first)) for part, span in mine]
-            first += sum(len(span) for _, span in mine)
+        batches = [self._batch([ordered[i] for i in group], [spans[i] for i in group]) for group in cuts(spans, count)]
         hidden = torch.cat(self.streamer.run(batches))
-        return Computed(self.decoder.logits(hidden) if first else hidden, parts)
+        return wanted_rows(ordered).computed(hidden, self.decoder.logits)
 
-    def _batch(self, slices: list[Slice], spans: list[planning.Span]) -> tuple[StreamBatch, list[tuple[Slice, range]]]:
+    def _batch(self, slices: list[Slice], spans: list[planning.Span]) -> StreamBatch:
         plan = planning.build(spans)
-        rows, parts = wanted_rows(slices)
+        rows = wanted_rows(slices).rows
         prompts = prompts_of(slices) if self.decoder.config.rope_depends_on_length else None
         some = None if len(rows) == plan.rows else torch.tensor(rows, dtype=torch.int64)
-        return StreamBatch(batch_of(self.decoder.config, slices, plan.positions), plan, some, prompts), parts
+        return StreamBatch(batch_of(self.decoder.config, slices, plan.positions), plan, some, prompts)
 
     def close(self) -> None:
         """Ends the copy streams. May be called again."""

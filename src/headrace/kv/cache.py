@@ -64,29 +64,31 @@ class KVCache:
         public_tokens: int = 0,
         namespace: str = "",
         shares: bool = True,
+        reusable: int | None = None,
     ) -> ChunkTable:
         """An empty table for `tokens`.
 
         salt: tenants with different salts share no chunk beyond the whole chunks of the first `public_tokens` tokens.
         namespace: further identity of the keys (length-dependent rotary scaling). shares=False keeps it all private.
+        reusable: tokens that may be taken from the tree (None: all); what is computed is shared all the same.
         """
         root = hashlib.blake2b(namespace.encode(), digest_size=32, key=hashlib.sha256(self.identity).digest()).digest()
         mark = b"" if salt is None else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:16]
         salt_chunk = public_tokens // CHUNK if salt is not None else -1
         table = ChunkTable(tokens, root, mark, salt_chunk, shares, self.pool.per_rank)
+        table.reusable = reusable
         self.tables.add(table)
         return table
 
     def reuse(self, table: ChunkTable) -> tuple[int, bool]:
         """Attaches chunks that the tree has: (tokens gained, whether the next chunk is being written elsewhere).
 
-        The chunk of the last known token is never attached, so that at least one token is left to compute.
+        See ChunkTable.reusable_chunks for what may be attached.
         """
         before = table.length
         if before % CHUNK or not table.shares:
             return 0, False
-        last = (len(table.tokens) - 1) // CHUNK
-        for chunk in range(before // CHUNK, last):
+        for chunk in range(before // CHUNK, table.reusable_chunks):
             node = self.tree.find(table.digest(chunk))
             if node is None or node.parent is not self._last(table):
                 break
@@ -110,7 +112,7 @@ class KVCache:
         if not table.shares:
             return total - first
         held = 0
-        for chunk in range(first, (len(table.tokens) - 1) // CHUNK):
+        for chunk in range(first, table.reusable_chunks):
             node = self.tree.find(table.digest(chunk))
             if node is None:
                 break

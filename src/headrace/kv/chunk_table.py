@@ -18,13 +18,14 @@ class ChunkTable:
     """The chunks of one sequence. `tokens` is the sequence's own growing list; `length` counts those cached.
 
     coming: loose chunks (KVCache.take_loose) that are meant for it.
+    reusable: tokens from the beginning that may be taken from elsewhere; None: all.
     place: may be set by whoever prepares a step: the owner of each block that begins, named by its first chunk.
     changes: how often its chunks have changed.
     """
 
     __slots__ = (
         "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "changes", "coming", "length", "nodes",
-        "place", "shares", "tokens",
+        "place", "reusable", "shares", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -36,6 +37,7 @@ class ChunkTable:
         self.changes = 0
         self.nodes: list[Node] = []
         self.shares = shares
+        self.reusable: int | None = None
         self.place: Owners | None = None
         self._per_rank = per_rank
         self._root = root
@@ -48,6 +50,13 @@ class ChunkTable:
     def slots(self) -> NDArray[np.int32]:
         """Slots of the chunks in order, int32 [chunks]; valid until the table changes."""
         return self._slots[: len(self.nodes)]
+
+    @property
+    def reusable_chunks(self) -> int:
+        """Chunks that may be taken from elsewhere: never that of the last known token, so that at least one token is
+        left to compute."""
+        most = (len(self.tokens) - 1) // CHUNK
+        return most if self.reusable is None else min(most, self.reusable // CHUNK)
 
     def owner(self, chunk: int) -> int:
         """Rank that has the chunk, which the table must hold."""

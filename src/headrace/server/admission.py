@@ -53,13 +53,14 @@ def _check_sizes(job: Job, tenant: Tenant, context: int) -> None:
 
 def _bound_output(job: Job, most: int, context: int) -> None:
     """most: tokens of all answers together."""
-    each = most // len(job.choices)
+    answers = [choice for choice in job.choices if choice.prompt.params.max_tokens != 0]
+    each = most // max(1, len(answers))
     for prompt in job.prompts:
         asked = prompt.params.max_tokens
         if asked is not None and asked <= each:
             continue
         left_open = asked is None or asked == context - len(prompt.ids)
         if not left_open or each < max(1, prompt.params.min_tokens):
-            of = f" for each of {len(job.choices)} answers" if len(job.choices) > 1 else ""
+            of = f" for each of {len(answers)} answers" if len(answers) > 1 else ""
             raise InvalidRequest(f"max_tokens: this key allows {each:,}{of}", "max_tokens")
         prompt.params = replace(prompt.params, max_tokens=each)

@@ -16,7 +16,7 @@ from headrace.server.errors import ApiError, JsonReply
 from headrace.server.guard import TENANT
 from headrace.server.job import Job
 from headrace.server.prompt_progress import PromptProgress
-from headrace.server.protocol import StreamedBody, parse_body
+from headrace.server.protocol import Body, StreamedBody, parse_body
 from headrace.server.replies import OpenAIReplies, Replies
 from headrace.server.run import JobRun, outcome_of
 from headrace.server.state import CLIENT_GONE, ServerState
@@ -32,7 +32,7 @@ READ_S = 60.0
 TOLD_TOKENS = 24
 """Tokens of a prompt's beginning, and of its end, that --log-requests text shows."""
 
-B = TypeVar("B", bound=StreamedBody)
+B = TypeVar("B", bound=Body)
 
 
 def check_model(state: ServerState, name: str) -> None:
@@ -66,7 +66,7 @@ async def answer(state: ServerState, request: Request, api: Api[B]) -> Response:
             admit(job, request.scope[TENANT], state.public, state.engine.capacity.max_model_len)
     replies = api.replies(state, body, job)
     run = await start(state, request, job)
-    if body.stream:
+    if isinstance(body, StreamedBody) and body.stream:
         note = _progress(run, replies) if body.wants_progress else None
         keepalive_s = state.config.server.sse_keepalive_s
         ending = _Ending(run)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from headrace.progress import OnPhase, Prefill
 from headrace.stats import EngineStats
-from headrace.types import Delta, SamplingParams
+from headrace.types import Delta, Pooling, SamplingParams
 
 
 class ServedTokenizer(Protocol):
@@ -67,6 +67,12 @@ class ServedCapacity(Protocol):
     def layers(self) -> int: ...
     @property
     def quantization(self) -> str: ...
+    @property
+    def alike_tokens(self) -> int: ...
+    @property
+    def embedding_size(self) -> int: ...
+    @property
+    def pooling(self) -> Pooling: ...
 
 
 class ServedEngine(Protocol):
@@ -96,7 +102,7 @@ class ServedEngine(Protocol):
 
     async def shutdown(self) -> None: ...
 
-    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> SamplingParams: ...
+    def check(self, prompt_token_ids: list[int], params: SamplingParams, embed: bool = False) -> SamplingParams: ...
 
     async def check_shape(self, params: SamplingParams) -> None: ...
 
@@ -109,6 +115,7 @@ class ServedEngine(Protocol):
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
+        embed: bool = False,
     ) -> AsyncIterator[Delta]: ...
 
     async def wait_dead(self) -> str: ...

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.server.engine import ServedEngine
@@ -20,13 +20,16 @@ from headrace.types import Delta, Metrics, SamplingParams, TokenLogprobs
 class Prompt:
     """`text` is set where a reply repeats it (echo); `params` are resolved for this prompt by ServedEngine.check;
     `public_tokens` at its beginning are the operator's (server.public). `parser` makes what takes the text of one
-    sequence to parts."""
+    sequence to parts. `shared` tokens at its beginning are counted with another prompt of the job. `embed`: its
+    embedding is wanted, and no answer."""
 
     ids: list[int]
     params: SamplingParams
     text: str = ""
     public_tokens: int = 0
     parser: Callable[[], OutputParser] = PlainText
+    shared: int = 0
+    embed: bool = False
 
 
 @dataclass(slots=True)
@@ -39,6 +42,7 @@ class ReplyChoice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: bytes | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     last_s: float = 0.0
@@ -76,9 +80,10 @@ class Job:
     """Invariant: `choices[p * n + i]` is sequence i of prompt p and holds every event that `events` has given out.
 
     cache_salt: the client's, and the engine's once the job is `admitted` (server.admission). taken: tokens that its
-    tenant has been charged. queued: set once the engine has taken all prompts into its queue. left: the client is gone,
-    and each prompt ends with its first token. remark: for the log. names: the engine's names of fields, None for the
-    prompt -> the client's.
+    tenant has been charged. queued: set once the engine has taken all prompts into its queue, or `at_once` of them.
+    left: the client is gone, and each prompt ends with its first token. remark: for the log. names: the engine's names
+    of fields, None for the prompt -> the client's.
+    at_once: prompts that the engine has at a time, in their order; None: all.
     """
 
     request_id: str
@@ -99,6 +104,7 @@ class Job:
     first_s: float | None = None
     end_s: float | None = None
     gaps: list[float] = field(default_factory=list)
+    at_once: int | None = None
     _queued: int = 0
 
     def __post_init__(self) -> None:
@@ -111,7 +117,7 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(prompt.ids) for prompt in self.prompts)
+        return sum(len(prompt.ids) - prompt.shared for prompt in self.prompts)
 
     @property
     def cached_tokens(self) -> int:
@@ -173,8 +179,10 @@ class Job:
         choice.finish_reason = delta.finish_reason or choice.finish_reason
         choice.stop_reason = delta.stop_reason if delta.finish_reason else choice.stop_reason
         choice.prompt_logprobs = delta.prompt_logprobs or choice.prompt_logprobs
+        choice.embedding = delta.embedding or choice.embedding
         if delta.metrics:
-            self.metrics.append(delta.metrics)
+            cached = max(0, delta.metrics.cached_tokens - choice.prompt.shared)
+            self.metrics.append(replace(delta.metrics, cached_tokens=cached) if choice.prompt.shared else delta.metrics)
         return Event(choice, delta, first, choice.read(delta))
 
     def _deltas(self, engine: ServedEngine) -> AsyncIterator[tuple[int, Delta]]:
@@ -186,6 +194,8 @@ class Job:
 
     async def _one(self, engine: ServedEngine, p: int) -> AsyncIterator[tuple[int, Delta]]:
         prompt = self.prompts[p]
+        if self.left:
+            return
         stream = engine.generate(
             prompt.ids,
             prompt.params,
@@ -193,6 +203,7 @@ class Job:
             cache_salt=self.cache_salt,
             public_prefix_tokens=max(self.public_prefix_tokens, prompt.public_tokens),
             queued=self._note_queued,
+            embed=prompt.embed,
         )
         try:
             async for delta in stream:
@@ -204,13 +215,19 @@ class Job:
 
     def _note_queued(self) -> None:
         self._queued += 1
-        if self._queued == len(self.prompts):
+        if self._queued == self._most:
             self.queued.set()
+
+    @property
+    def _most(self) -> int:
+        """Prompts that the engine has at a time."""
+        return min(self.at_once or len(self.prompts), len(self.prompts))
 
     async def _many(self, engine: ServedEngine) -> AsyncIterator[tuple[int, Delta]]:
         """All prompts at once. The first failure ends the others."""
         queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
-        tasks = [asyncio.create_task(_pump(self._one(engine, p), queue)) for p in range(len(self.prompts))]
+        turn = asyncio.Semaphore(self._most)
+        tasks = [asyncio.create_task(_pump(self._one(engine, p), queue, turn)) for p in range(len(self.prompts))]
         try:
             running = len(tasks)
             while running:
@@ -225,10 +242,11 @@ class Job:
             await cancel(*tasks)
 
 
-async def _pump(stream: AsyncIterator[Any], queue: asyncio.Queue[Any]) -> None:
+async def _pump(stream: AsyncIterator[Any], queue: asyncio.Queue[Any], turn: asyncio.Semaphore) -> None:
     try:
-        async for item in stream:
-            queue.put_nowait(item)
+        async with turn:
+            async for item in stream:
+                queue.put_nowait(item)
     except Exception as error:
         queue.put_nowait(error)
     else:

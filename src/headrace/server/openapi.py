@@ -18,9 +18,11 @@ from headrace.server import shapes
 from headrace.server.anthropic.body import CountBody, MessagesBody
 from headrace.server.anthropic.errors import MESSAGES, MODELS
 from headrace.server.chat_body import ChatBody
+from headrace.server.embeddings import EmbeddingBody
 from headrace.server.protocol import Body, CompletionBody
 from headrace.server.responses import shapes as responses
 from headrace.server.responses.body import ResponsesBody
+from headrace.server.scoring import ScoreBody
 from headrace.server.tokenizing import DetokenizeBody, TokenizeBody
 from headrace.types import MAX_LISTED, MAX_SALT, MAX_STOP_LENGTH, MAX_STOPS, RANGES
 from headrace.version import __version__
@@ -76,6 +78,8 @@ ROUTES = (
     Route("POST", "/v1/chat/completions", "The next turn of a chat.", ChatBody, (shapes.ChatCompletion,), True),
     Route("POST", MESSAGES, "The next turn, in Anthropic's shape.", MessagesBody, (shapes.AnthropicMessage,), True),
     Route("POST", f"{MESSAGES}/count_tokens", "Tokens of such a prompt.", CountBody, (shapes.CountedTokens,)),
+    Route("POST", "/v1/score", "The likelihood of options after a text.", ScoreBody, (shapes.Scores,)),
+    Route("POST", "/v1/embeddings", "A vector for each text.", EmbeddingBody, (shapes.EmbeddingList,)),
     Route("POST", RESPONSES, "A response, in OpenAI's newer shape.", ResponsesBody, (responses.ModelResponse,), True),
     Route("POST", f"{RESPONSES}/input_tokens", "Tokens of such a prompt.", ResponsesBody, (responses.CountedInput,)),
     Route("GET", ONE, "A kept response.", None, (responses.ModelResponse,), query=("cache_salt",)),
@@ -90,17 +94,6 @@ ROUTES = (
     Route("GET", "/metrics", "Figures for Prometheus."),
     Route("GET", "/openapi.json", "This document.", None, (dict[str, Any],)),
 )
-
-TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31}}
-
-PROMPT = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-        {**TOKEN_IDS, "minItems": 1},
-        {"type": "array", "items": {**TOKEN_IDS, "minItems": 1}, "minItems": 1},
-    ]
-}
 
 STOPS = {
     "type": "array",
@@ -118,8 +111,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "cache_salt": {"minLength": 1, "maxLength": MAX_SALT},
     "public_prefix_tokens": {"minimum": 0, "maximum": 2**31},
-    "tokens": {"items": TOKEN_IDS["items"]},
-    "stop_token_ids": {"items": TOKEN_IDS["items"], "maxItems": MAX_LISTED},
+    "stop_token_ids": {"items": shapes.TOKEN_IDS["items"], "maxItems": MAX_LISTED},
+    "logprob_token_ids": {"items": shapes.TOKEN_IDS["items"], "maxItems": MAX_LISTED},
+    "tokens": {"items": shapes.TOKEN_IDS["items"]},
     "logit_bias": {
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
@@ -132,7 +126,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 """What fields of bodies may hold beyond their types; their records check it, not their models."""
 
 ALSO: dict[type[Body], dict[str, Any]] = {
-    CompletionBody: {"required": ["prompt"], "properties": {"prompt": PROMPT}},
+    CompletionBody: {"required": ["prompt"], "properties": {"prompt": shapes.PROMPT}},
     ResponsesBody: {"required": ["input"], "properties": {"input": responses.INPUT}},
     TokenizeBody: {
         "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],

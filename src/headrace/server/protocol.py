@@ -139,7 +139,10 @@ class SampledBody(_Sampling, ShapedBody):
         given = {name: value for name, value in given.items() if value is not None}
         if self.logit_bias:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
-        return SamplingParams(**given, structured=self.shape(), **special)
+        params = SamplingParams(**given, structured=self.shape(), **special)
+        if params.logprob_token_ids and params.logprobs is None and params.prompt_logprobs is None:
+            raise invalid("logprob_token_ids needs logprobs, or prompt_logprobs", "logprob_token_ids")
+        return params
 
     @property
     def wants_progress(self) -> bool:
@@ -166,20 +169,23 @@ class CompletionBody(SampledBody):
         return self.sampling(logprobs=self.logprobs, **extra)
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt. Raises for anything but text, token ids, or a list of either."""
-        value = self.prompt
-        if value is None:
-            raise invalid("prompt is required", "prompt", "missing")
-        many = isinstance(value, list) and bool(value) and not _is_ids(value)
-        prompts = value if many else [value]
-        for prompt in prompts:
-            if not isinstance(prompt, str) and not _is_ids(prompt):
-                raise invalid(
-                    "prompt must be a string, a list of strings, a list of token ids or a list of such lists", "prompt"
-                )
-            if not prompt:
-                raise invalid("prompt must not be empty", "prompt")
-        return prompts
+        """One entry per prompt."""
+        return prompts_of(self.prompt, "prompt")
+
+
+def prompts_of(value: Any, name: str) -> list[str | list[int]]:
+    """One entry per prompt. Raises for anything but text, token ids, or a list of either."""
+    if value is None:
+        raise invalid(f"{name} is required", name, "missing")
+    many = isinstance(value, list) and bool(value) and not _is_ids(value)
+    prompts = value if many else [value]
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not _is_ids(prompt):
+            told = f"{name} must be a string, a list of strings, a list of token ids or a list of such lists"
+            raise invalid(told, name)
+        if not prompt:
+            raise invalid(f"{name} must not be empty", name)
+    return prompts
 
 
 def _is_ids(value: Any) -> bool:

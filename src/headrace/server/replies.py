@@ -10,7 +10,7 @@ from headrace.server.engine import ServedTokenizer
 from headrace.server.job import Event, Job, ReplyChoice
 from headrace.server.parsers.parts import Call, CallArguments, CallStart, Part, ReasoningPart, TextPart
 from headrace.server.stream import DONE, sse, sse_error
-from headrace.types import Logprob, TokenLogprobs
+from headrace.types import Logprob, SamplingParams, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have (as in OpenAI's replies)."""
@@ -87,6 +87,25 @@ class Replies(Protocol):
     def failure(self, error: BaseException) -> list[bytes]:
         """In the midst of a stream, as its end."""
         ...
+
+
+class InOnePiece(Replies):
+    """Those of a route that does not stream."""
+
+    def opening(self) -> list[bytes]:
+        return []
+
+    def take(self, event: Event) -> None:
+        return None
+
+    def frames(self, event: Event) -> list[bytes]:
+        return []
+
+    def ending(self) -> list[bytes]:
+        return []
+
+    def failure(self, error: BaseException) -> list[bytes]:
+        return []
 
 
 class OpenAIReplies:
@@ -183,15 +202,21 @@ def token_text(tokenizer: ServedTokenizer | None, token: int, info: Logprob | No
     return str(token) if tokenizer is None else tokenizer.token_text(token)
 
 
-def token_logprob(tokenizer: ServedTokenizer | None, token: int, row: TokenLogprobs, top: int) -> dict[str, Any]:
-    """One token in OpenAI's newer format, with the `top` most likely ones in its place."""
+def token_logprob(
+    tokenizer: ServedTokenizer | None, token: int, row: TokenLogprobs, params: SamplingParams
+) -> dict[str, Any]:
+    """One token in OpenAI's newer format, with the most likely ones in its place, or those that were named."""
 
     def told(token: int, info: Logprob) -> dict[str, Any]:
         text = token_text(tokenizer, token, info)
         exact = text.encode() if tokenizer is None else tokenizer.token_bytes(token)
         return {"token": text, "logprob": finite(info.logprob), "bytes": list(exact)}
 
-    best = sorted(row.items(), key=lambda item: item[1].rank)[:top]  # without the chosen one, where it is no top
+    listed = params.logprob_token_ids
+    if listed:
+        best = [(other, info) for other, info in row.items() if other in listed]
+    else:  # without the chosen one, where it is no top
+        best = sorted(row.items(), key=lambda item: item[1].rank)[: params.logprobs or 0]
     return {**told(token, row[token]), "top_logprobs": [told(t, info) for t, info in best]}
 
 
@@ -238,11 +263,11 @@ class ChatReplies(OpenAIReplies):
     def _logprobs(
         self, choice: ReplyChoice, tokens: list[int], rows: list[TokenLogprobs] | None
     ) -> dict[str, Any] | None:
-        top = choice.prompt.params.logprobs
-        if top is None or not rows:
+        params = choice.prompt.params
+        if params.logprobs is None or not rows:
             return None
         pairs = zip(tokens, rows, strict=True)
-        return {"content": [token_logprob(self.tokenizer, t, row, top) for t, row in pairs], "refusal": None}
+        return {"content": [token_logprob(self.tokenizer, t, row, params) for t, row in pairs], "refusal": None}
 
 
 class CompletionReplies(OpenAIReplies):
@@ -294,11 +319,20 @@ class CompletionReplies(OpenAIReplies):
         text = self._text(token, row[token] if row else None)
         out["tokens"].append(text)
         out["token_logprobs"].append(finite(row[token].logprob) if row else None)
-        out["top_logprobs"].append({self._text(t, i): finite(i.logprob) for t, i in row.items()} if row else None)
+        out["top_logprobs"].append(self._by_text(row) if row else None)
         at = self.offsets[choice.index]
         out["text_offset"].append(at)
         if not self._unseen_start(choice, at, text):
             self.offsets[choice.index] += len(text)
+
+    def _by_text(self, row: TokenLogprobs) -> dict[str, float]:
+        """Text -> log probability. Of tokens with one text (parts of characters) all but the likeliest go by their ids,
+        in the form of vLLM."""
+        found: dict[str, float] = {}
+        for token, info in row.items():
+            text = self._text(token, info)
+            found[f"token_id:{token}" if text in found else text] = finite(info.logprob)
+        return found
 
     def _unseen_start(self, choice: ReplyChoice, at: int, text: str) -> bool:
         """Whether this is the beginning-of-text token that the tokenizer put before an echoed prompt."""

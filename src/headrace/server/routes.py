@@ -9,10 +9,12 @@ from headrace.server.answering import answer
 from headrace.server.anthropic.messages import Messages
 from headrace.server.chat import Chat
 from headrace.server.completions import Completions
+from headrace.server.embeddings import Embeddings
 from headrace.server.errors import ApiError, JsonReply
 from headrace.server.model_cards import list_models, tell_model
 from headrace.server.openapi import document
 from headrace.server.responses.api import install_responses
+from headrace.server.scoring import Scoring
 from headrace.server.state import ServerState
 from headrace.server.tokenizing import detokenize, tokenize, tokenizer_info
 
@@ -27,6 +29,14 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await answer(state, request, Chat())
+
+    @router.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        return await answer(state, request, Embeddings())
+
+    @router.post("/v1/score")
+    async def score(request: Request) -> Response:
+        return await answer(state, request, Scoring())
 
     messages = Messages()
 

@@ -9,6 +9,19 @@ from typing_extensions import TypedDict
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
+TOKEN_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31}}
+
+PROMPT: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        {**TOKEN_IDS, "minItems": 1},
+        {"type": "array", "items": {**TOKEN_IDS, "minItems": 1}, "minItems": 1},
+    ]
+}
+"""What a request may give for a prompt."""
+
+
 class Figures(TypedDict):
     """What the request cost."""
 
@@ -85,6 +98,44 @@ class ChatCompletion(Reply):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
+
+
+class ScoredOption(TypedDict):
+    object: Literal["score.option"]
+    index: int
+    logprob: float
+    mean_logprob: float
+    greedy: bool
+    start: int
+    tokens: list[str]
+    token_ids: list[int]
+    token_logprobs: list[float]
+
+
+class PromptUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Embedding(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: PromptUsage
+    headrace: Figures
+
+
+class Scores(Reply):
+    object: Literal["score"]
+    data: list[ScoredOption]
+    best: int
 
 
 class MessageText(TypedDict):

@@ -119,12 +119,12 @@ class ResponseReplies:
         return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(numbered))
 
     def _tokens(self, event: Event) -> list[Token]:
-        top, rows = event.choice.prompt.params.logprobs, event.delta.logprobs
-        if top is None or not rows:
+        params, rows = event.choice.prompt.params, event.delta.logprobs
+        if params.logprobs is None or not rows:
             return [Token() for _ in event.delta.token_ids]
         tokenizer = self.shown.tokenizer
         pairs = zip(event.delta.token_ids, rows, strict=True)
-        return [Token(token_logprob(tokenizer, token, row, top)) for token, row in pairs]
+        return [Token(token_logprob(tokenizer, token, row, params)) for token, row in pairs]
 
     def _usage(self) -> dict[str, Any]:
         job = self.job

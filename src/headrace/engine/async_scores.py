@@ -1,0 +1,116 @@
+"""Scores and embeddings from an engine that streams its answers: what AsyncLLM has beside generating."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from headrace.engine.embedding import EMBEDS, Inputs, Vectors, check_dimensions, listed, stacked
+from headrace.engine.scoring import ScoreRequest, Text, at_once, plan_score
+from headrace.types import Delta, InvalidRequest, SamplingParams, Score, TokenLogprobs
+
+if TYPE_CHECKING:
+    from headrace.config import EngineConfig
+    from headrace.engine.capacity import Capacity
+    from headrace.engine.tokenizer import Tokenizer
+
+
+T = TypeVar("T")
+
+
+class Generates(Protocol):
+    """What is asked of the engine."""
+
+    config: EngineConfig
+    tokenizer: Tokenizer | None
+
+    @property
+    def capacity(self) -> Capacity: ...
+
+    def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        public_prefix_tokens: int = 0,
+        embed: bool = False,
+    ) -> AsyncGenerator[Delta, None]: ...
+
+
+class AsyncScores:
+    """Part of AsyncLLM."""
+
+    async def score(
+        self: Generates,
+        text: Text,
+        options: Sequence[Text],
+        *,
+        cache_salt: str | None = None,
+        public_prefix_tokens: int = 0,
+    ) -> list[Score]:
+        """The likelihood of each option (a text or token ids) as what follows the text, which is computed once; as
+        LLM.score. Raises InvalidRequest, Overloaded or EngineDead; a cancelled call aborts its requests."""
+        capacity = self.capacity
+        plan = await asyncio.to_thread(plan_score, text, options, self.tokenizer, capacity.alike_tokens)
+        plan.check(capacity.check)
+        longest = max(len(request.token_ids) for request in plan.requests)
+        turn = asyncio.Semaphore(at_once(longest, capacity.max_sequences, self.config.server))
+
+        async def rows(request: ScoreRequest) -> list[TokenLogprobs | None]:
+            found: list[TokenLogprobs | None] = []
+            sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
+            async with turn, aclosing(self.generate(request.token_ids, request.params, **sharing)) as deltas:
+                async for delta in deltas:
+                    found += delta.prompt_logprobs or delta.logprobs or []
+            return found
+
+        return plan.scores(await all_of(rows(request) for request in plan.requests))
+
+    async def embed(
+        self: Generates,
+        inputs: Inputs,
+        *,
+        dimensions: int | None = None,
+        cache_salt: str | None = None,
+        public_prefix_tokens: int = 0,
+    ) -> Vectors:
+        """Embeddings of a text, of texts, or of lists of token ids, fp32 [inputs, size]; as LLM.embed. Raises
+        InvalidRequest, Overloaded or EngineDead; a cancelled call aborts its requests."""
+        capacity, tokenizer = self.capacity, self.tokenizer
+        check_dimensions(dimensions, capacity.embedding_size, capacity.pooling)
+        texts = listed(inputs)
+        if tokenizer is None and any(isinstance(each, str) for each in texts):
+            raise InvalidRequest("the model folder has no tokenizer: pass token ids", "input")
+
+        def encoded() -> list[list[int]]:
+            return [tokenizer.encode(each) if tokenizer and isinstance(each, str) else list(each) for each in texts]  # type: ignore[arg-type]
+
+        prompts = await asyncio.to_thread(encoded)
+        for prompt in prompts:
+            capacity.check(prompt, EMBEDS, embed=True)
+        turn = asyncio.Semaphore(at_once(max(map(len, prompts)), capacity.max_sequences, self.config.server))
+
+        async def vector(prompt: list[int]) -> bytes | None:
+            found = None
+            sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
+            async with turn, aclosing(self.generate(prompt, EMBEDS, **sharing, embed=True)) as deltas:
+                async for delta in deltas:
+                    found = delta.embedding
+            return found
+
+        return stacked(await all_of(map(vector, prompts)), capacity.pooling, dimensions)
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order. The first failure, or a cancellation, ends what is not done."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

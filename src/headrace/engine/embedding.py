@@ -1,0 +1,109 @@
+"""One vector for a text: hidden states pooled as the checkpoint says, cut and normalised.
+
+The engine pools (Pooled) and sends fp32 bytes; whoever asked cuts and normalises (finished). Sums are taken in float64,
+token by token in their order, so that slices and batches change no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headrace.engine.sequence import SequenceState, Slice
+from headrace.types import Delta, InvalidRequest, Pooling, SamplingParams
+
+Vector = npt.NDArray[np.float32]
+Vectors = npt.NDArray[np.float32]
+"""[inputs, size]"""
+EMBEDS = SamplingParams(max_tokens=0, prompt_logprobs=0)
+"""Parameters of a request that embeds: none has a say."""
+
+
+class Pooled:
+    """What is pooled of one prompt, as slices of it are computed."""
+
+    def __init__(self, pooling: Pooling) -> None:
+        self._kind = pooling.kind
+        self._count = 0
+        self._sum: npt.NDArray[np.float64] = np.zeros(0)
+
+    def prepare(self, sequence: SequenceState) -> None:
+        """Says which of its rows are wanted. The first token's state depends on no other; the last token's needs the
+        others' keys alone, which may come from the cache."""
+        if self._kind == "mean":
+            sequence.reports_from = 0
+        elif self._kind == "cls":
+            del sequence.tokens[1:]
+
+    def note(self, part: Slice, hidden: Tensor) -> None:
+        """Takes in the hidden states [n, E] of the last n rows of a slice."""
+        rows = hidden.to(device="cpu", dtype=torch.float64).numpy()
+        if self._kind != "mean" or part.start == 0:  # from the beginning, maybe again after a preemption
+            self._count, self._sum = 0, np.zeros(rows.shape[1])
+        for row in rows:
+            self._sum += row
+        self._count += len(rows)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the state is no number."""
+        return not bool(np.isfinite(self._sum).all())
+
+    def hand(self, delta: Delta) -> None:
+        """Hands over what was found."""
+        delta.embedding = (self._sum / self._count).astype("<f4").tobytes()
+
+
+def finished(raw: bytes, pooling: Pooling, dimensions: int | None = None) -> Vector:
+    """The embedding of what the engine has pooled: the first `dimensions` numbers, normalised if the checkpoint says
+    so."""
+    vector = np.frombuffer(raw, "<f4")[:dimensions].astype(np.float64)
+    if pooling.normalize:
+        length = float(np.sqrt(np.square(vector).sum()))
+        vector = vector / length if length else vector
+    return vector.astype(np.float32)
+
+
+def check_dimensions(dimensions: int | None, size: int, pooling: Pooling) -> None:
+    """Raises InvalidRequest unless the embedding, of `size` numbers, may be cut to so many."""
+    if dimensions is None or dimensions == size:
+        return
+    if type(dimensions) is not int or not 1 <= dimensions < size:
+        raise InvalidRequest(f"dimensions must be between 1 and {size}, got {dimensions!r}", "dimensions")
+    if pooling.sizes is None:
+        told = f"the model's embeddings have {size} numbers and cannot be cut: leave dimensions out"
+        raise InvalidRequest(told, "dimensions")
+    if pooling.sizes and dimensions not in pooling.sizes:
+        told = ", ".join(map(str, pooling.sizes))
+        raise InvalidRequest(f"the model's embeddings can be cut to {told}; got {dimensions}", "dimensions")
+
+
+Inputs = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+
+
+def listed(inputs: Inputs) -> list[str | list[int]]:
+    """One text or several, as several. Raises InvalidRequest for what is neither, and for none."""
+    if isinstance(inputs, str):
+        return [inputs]
+    found = list(inputs)
+    if found and all(type(each) is int for each in found):
+        return [found]  # type: ignore[list-item]
+    if not found:
+        raise InvalidRequest("there is nothing to embed: give at least one text", "input")
+    return [each if isinstance(each, str) else list(each) for each in found]  # type: ignore[call-overload]
+
+
+class EmbeddingAborted(RuntimeError):
+    """A request has ended without its embedding."""
+
+
+def stacked(raw: Sequence[bytes | None], pooling: Pooling, dimensions: int | None) -> Vectors:
+    """Embeddings [inputs, size] of what the engine has pooled. Raises EmbeddingAborted where that is missing."""
+    found = [each for each in raw if each is not None]
+    if len(found) < len(raw):
+        raise EmbeddingAborted("an embedding was aborted: the model's output is broken, or a request was ended")
+    return np.stack([finished(each, pooling, dimensions) for each in found])
