@@ -17,6 +17,7 @@ from headrace.kernels.backend import backend_of, in_pieces
 from headrace.kernels.records import Mask
 from headrace.kv.storage import KVStorage
 from headrace.parallel import group_layout
+from headrace.parallel.coming import NothingComes
 from headrace.parallel.group_context import GroupContext, TokenCounters
 from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import StepGroup, StepPart
@@ -68,7 +69,7 @@ def by_pass_q(backend: str, size: int, owners: list[int], qkv: list[Tensor]) -> 
         storage = KVStorage(SPEC, SLOTS, qkv[0].dtype)
         context = GroupContext(
             group, 0, hub.transport(rank), storage, states_as_result(backend), Workspace(SPEC, storage.dtype), SLOTS,
-            TokenCounters(),
+            TokenCounters(), NothingComes(),
         )  # fmt: skip
         rows = torch.cat([torch.arange(run.start, run.end) for run in group_layout.runs(group, rank)])
         out[rows] = RingQ(context)(0, *(x[rows] for x in qkv))

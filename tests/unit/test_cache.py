@@ -181,7 +181,7 @@ class CacheMachine(RuleBasedStateMachine):
         count = min(wish, (len(table.tokens) - 1) // CHUNK - first)
         if table.length % CHUNK or not table.shares or count < 1 or self.writer_of_next(table) is not None:
             return
-        nodes = self.cache.take_loose(count)
+        nodes = self.cache.take_loose([0] * count)
         if nodes is None:
             assert count > self.cache.available
             return

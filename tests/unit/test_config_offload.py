@@ -88,10 +88,10 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"offload_batches": 2, **HOST}, "offload_batches needs a schedule"),
     ({"offload_staging_mb": 64, **HOST}, "offload_staging_mb needs a schedule"),
     ({"enable_prefix_caching": False, **HOST}, "offloading needs .*leave enable_prefix_caching on"),
-    ({"context_parallel_size": 2, **HOST}, "offloading works on one rank: leave out context_parallel_size"),
-    ({"tensor_parallel_size": 2, **DISK}, "offloading works on one rank"),
-    ({"tensor_parallel_size": 2, **REMOTE}, "offloading works on one rank"),
-    ({"context_parallel_size": 2, "offload_schedule": "row", **HOST}, "offloading works on one rank"),
+    ({"tensor_parallel_size": 2, **DISK}, "tiers work without tensor ranks: leave out tensor_parallel_size"),
+    ({"tensor_parallel_size": 2, **REMOTE}, "tiers work without tensor ranks"),
+    ({"context_parallel_size": 2, "offload_schedule": "row", **HOST}, "offload_schedule works on one rank"),
+    ({"context_parallel_size": 2, "kv_offload_activations": "on", **HOST}, "several ranks store no activations"),
 ]
 
 

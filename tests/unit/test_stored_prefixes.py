@@ -34,8 +34,14 @@ class FakeRestore:
         self.report, self.slots, self.ticket = RestoreReport(kinds, "host"), slots, Ticket(0, "kv")
         self.report.transfers.append(LayerTransfer(self.ticket, "k", -1))
 
+    @property
+    def here(self) -> list[FakeRestore]:
+        return [self]
+
     def cancel(self) -> None:
         self.report.cancelled = True
+
+    def finish(self) -> None: ...
 
     def end(self, good: int | None = None) -> None:
         if good is not None:
@@ -47,14 +53,16 @@ class FakeSource:
     """Finds the first STORED chunks of any prompt, once `looked`."""
 
     def __init__(self) -> None:
-        self.tiers = SimpleNamespace(queued_blobs=0)
         self.lookups: list[SimpleNamespace] = []
         self.restores: list[FakeRestore] = []
 
     def look(self, digests: Sequence[bytes]) -> SimpleNamespace:
-        found = [SimpleNamespace(digest=digest) for digest in digests[:STORED]]
+        found = [SimpleNamespace(digest=digest, rank=0) for digest in digests[:STORED]]
         self.lookups.append(SimpleNamespace(done=False, found=found))
         return self.lookups[-1]
+
+    def ways(self, table: ChunkTable, first: int, found: list[Any]) -> list[list[Any]]:
+        return [found]
 
     def as_run(self, found: list[Any], first: int, suffix: int) -> StoredRun:
         return StoredRun(first, len(found), suffix, kv_bytes=1e3, x_bytes=1e3, layers=1, tiers="host")
@@ -88,7 +96,8 @@ class Harness:
         rates = Rates(1, LinearRate(1e-6), PrefillRate(0.0, 1e-5, 0.0), {"host": LinearRate(1e-9)})
         writeback: Any = FakeWriteback(self.cache)
         source: Any = self.source
-        self.below = StoredPrefixes(self.cache, source, rates, writeback, 10_000)
+        tiers: Any = SimpleNamespace(queued_blobs=0)
+        self.below = StoredPrefixes(self.cache, source, rates, writeback, tiers, 10_000)
         self.below.choose = lambda run, *_: Split(split[0], split[1], run.chunks - sum(split), 0.0, "forced")
         self.scheduler = Scheduler(self.cache, lambda s: self.cache.open(s.tokens, reusable=s.reusable), 10_000, 8)
         self.scheduler.below = self.below

@@ -78,11 +78,17 @@ class Records:
                 raise ValueError(f"{told} {tier.switch}")
 
     def _check_ranks(self) -> None:
-        ranks = self.of(RankSettings).count
-        if ranks > 1 and (self.tiers or self.streams):
-            names = listed([*SWITCHES, "offload_schedule"], "and")
-            raise ValueError(f"offloading works on one rank: leave out context_parallel_size and tensor_parallel_size "
-                             f"({ranks} ranks), or {names}")  # fmt: skip
+        ranks = self.of(RankSettings)
+        if ranks.count == 1:
+            return
+        if self.streams:
+            raise ValueError(f"offload_schedule works on one rank: leave out context_parallel_size and "
+                             f"tensor_parallel_size ({ranks.count} ranks), or offload_schedule")  # fmt: skip
+        if self.tiers and ranks.tensor > 1:
+            raise ValueError(f"tiers work without tensor ranks: leave out tensor_parallel_size ({ranks.tensor}), or "
+                             f"{listed(SWITCHES, 'and')}")  # fmt: skip
+        if self.tiers and self.of(OffloadSettings).activations == "on":
+            raise ValueError("several ranks store no activations: leave out kv_offload_activations")
 
     def _check_gpu(self) -> None:
         """Raises ValueError for settings that a GPU cannot follow yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ from headrace.models.pooling import read_pooling
 from headrace.models.shards import shard
 from headrace.models.sizes import compute_type, weight_bytes
 from headrace.offload.streaming import open as streaming
+from headrace.parallel.transport import RankLost
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.types import CHUNK, chunks_for
 
@@ -75,8 +77,13 @@ class Loaded:
         """Ends ranks and threads, and stores what is to be stored. May be called again."""
         if self.structured is not None:
             self.structured.close()
+        if self.ranks is None:
+            self.executor.close()
+            self.below.close()
+            return
+        with suppress(RankLost):
+            self.below.close()  # what waits to be stored lies on the other ranks
         self.executor.close()
-        self.below.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +162,15 @@ def _several_ranks(sized: Sized, tell: OnPhase) -> Loaded:
     config, cache = sized.config, sized.cache(tell)
     group, decoder = ranks.open_ranks(config.replace(kv_cache_tokens=sized.per_rank), tell)
     capacity = replace(sized.capacity, ranks=group.told)
-    return Loaded(config, capacity, decoder, sized.tokenizer, cache, group.driver(cache, config), group)
+    try:
+        if config.tiers is not None:
+            tell(LoadPhase("opening the tiers"))
+        offload = group.open_tiers(cache, config, capacity) if config.tiers is not None else None
+    except BaseException:
+        group.close()
+        raise
+    driver = group.driver(cache, config)
+    return Loaded(config, capacity, decoder, sized.tokenizer, cache, driver, group, offload)
 
 
 def _size(config: EngineConfig, tell: OnPhase) -> Sized:

@@ -16,15 +16,17 @@ import torch
 
 from headrace import cores
 from headrace.config import EngineConfig
-from headrace.engine import preflight, torchrun
-from headrace.engine.capacity import model_folder
+from headrace.engine import preflight, tiers, torchrun
+from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Advise, Driver
 from headrace.engine.footprint import ranks_here
 from headrace.engine.rank_advice import advice
+from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
+from headrace.offload.ranked.peers import TierPeers
 from headrace.parallel import launch, measure
 from headrace.parallel.group import Group, unless_failed
 from headrace.parallel.interfaces import interface_name
@@ -86,6 +88,8 @@ def make(config: EngineConfig, group: Group) -> Rank:
     torchrun.leave_signals_to_rank_0()
     set_threads(config)
     rank = _make(config, group, load_share(config, group))
+    if config.tiers is not None:
+        tiers.agent_of(config, rank, _backend(config, rank.decoder))
     measure.take_part(rank, config.ranks.tensor)
     return rank
 
@@ -100,13 +104,17 @@ def load_share(config: EngineConfig, group: Group | None, tell: OnPhase = untold
 
 
 def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
-    backend = dispatch.choose(config.model.backend, decoder.dtype, torch.device("cpu"))
+    backend = _backend(config, decoder)
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else decoder.dtype
     assert config.cache.tokens is not None, "the driver sizes the cache"
     storage = KVStorage(decoder.config.attention, config.cache.tokens // CHUNK, kv_dtype)
     if config.cache.prefault:
         storage.prefault()
     return Rank(decoder, storage, backend, group.context, rank_threads(config))
+
+
+def _backend(config: EngineConfig, decoder: Decoder) -> str:
+    return dispatch.choose(config.model.backend, decoder.dtype, torch.device("cpu"))
 
 
 @dataclass(slots=True)
@@ -125,6 +133,19 @@ class Ranks:
 
     def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
         return Driver(self.rank, cache, self._workers.send, self._advise(config), allowed(config), end=self.close)
+
+    def open_tiers(self, cache: KVCache, config: EngineConfig, capacity: Capacity) -> StoredPrefixes:
+        """Opens those of every rank. Raises ValueError, RankLost."""
+        agent, workers, ranks = tiers.agent_of(config, self.rank, capacity.backend), self._workers, cache.ranks
+        peers = TierPeers(ranks, {0: agent}, workers.send_to, workers.check)
+        workers.on_answer = peers.received
+        advise = self._advise(config)
+
+        def expected_s(new: int, cached: int) -> float:
+            choice = advise(new, cached, [cached / ranks] * ranks, allowed(config))
+            return choice.predicted_s[choice.strategy]
+
+        return tiers.open_ranked(config, capacity, cache, self.rank, peers, agent, expected_s)
 
     @property
     def _workers(self) -> WorkerSupervisor:

@@ -29,12 +29,14 @@ from headrace.kv.tree import Node
 from headrace.logs import short_id
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.report import RestoreCounters, RestoreReport
-from headrace.offload.restore.solver import Prediction, Split, StoredRun, predict, restore_split
+from headrace.offload.restore.solver import LEAST_GAIN, Prediction, Split, StoredRun, predict, restore_split
 from headrace.offload.tiers.stack import Tiers
 from headrace.stats import EngineStats
 from headrace.types import CHUNK, chunks_for
 
 if TYPE_CHECKING:  # these need torch
+    from headrace.offload.ranked.source import RankedChunks, RankedLookup, RankedRestore
+    from headrace.offload.ranked.storing import RankedTiers
     from headrace.offload.restore.source import FoundChunk, Lookup, StoredChunks
     from headrace.offload.restore.transfer import RestoreTransfer
     from headrace.offload.writeback import Writeback
@@ -55,7 +57,7 @@ class Looking:
     """first: number of the first chunk that was asked for."""
 
     first: int
-    lookup: Lookup
+    lookup: Lookup | RankedLookup
 
     def found_from(self, chunk: int) -> list[FoundChunk]:
         """What was found from chunk number `chunk` on."""
@@ -69,7 +71,7 @@ class _Restoring:
 
     first: int
     nodes: list[Node]
-    restore: RestoreTransfer
+    restore: RestoreTransfer | RankedRestore
     split: Split
     expected: Prediction | None
 
@@ -99,20 +101,17 @@ class StoredPrefixes(Below):
     """choose: the solver; may be set to force a split, for tests and benchmarks."""
 
     cache: KVCache
-    source: StoredChunks
+    source: StoredChunks | RankedChunks
     rates: Rates
     writeback: Writeback
+    tiers: Tiers | RankedTiers
     max_batch_tokens: int
     choose: Choose = restore_split
     counters: RestoreCounters = field(default_factory=RestoreCounters)
     _states: dict[SequenceState, State] = field(default_factory=dict)
-    _arriving: dict[bytes, RestoreTransfer] = field(default_factory=dict)
-    _leaving: list[tuple[RestoreTransfer, list[Node]]] = field(default_factory=list)
+    _arriving: dict[bytes, RestoreTransfer | RankedRestore] = field(default_factory=dict)
+    _leaving: list[tuple[RestoreTransfer | RankedRestore, list[Node]]] = field(default_factory=list)
     _ask_tiers_s: float = 0.0
-
-    @property
-    def tiers(self) -> Tiers:
-        return self.source.tiers
 
     # -- for the scheduler
 
@@ -178,8 +177,13 @@ class StoredPrefixes(Below):
         if need > self.cache.available:
             log.debug("%-8s  %d chunks are stored, but the pool is too full", name, len(found))
             return SETTLED
-        run = self.source.as_run(found, first, len(table.tokens) - (first + len(found)) * CHUNK)
-        split = self.choose(run, self.rates, self.max_batch_tokens)
+        ways = self.source.ways(table, first, found)
+        if not ways:
+            return SETTLED
+        chosen = [self._choose(table, first, way) for way in ways]
+        split, run, found = min(chosen, key=lambda each: each[0].predicted_s)
+        if chosen[0][0].predicted_s * (1 - LEAST_GAIN) <= split.predicted_s:
+            split, run, found = chosen[0]
         log.debug("%-8s  %s", name, split.reason)
         sequence.restore_reason = split.reason
         if split.tokens >= len(found):
@@ -189,11 +193,17 @@ class StoredPrefixes(Below):
             expected = predict(run, self.rates, split.tokens, split.x, self.max_batch_tokens)
         return self._bring(sequence, table, found[split.tokens :], split, expected)
 
+    def _choose(
+        self, table: ChunkTable, first: int, way: list[FoundChunk]
+    ) -> tuple[Split, StoredRun, list[FoundChunk]]:
+        run = self.source.as_run(way, first, len(table.tokens) - (first + len(way)) * CHUNK)
+        return self.choose(run, self.rates, self.max_batch_tokens), run, way
+
     def _bring(
         self, sequence: SequenceState, table: ChunkTable, found: list[FoundChunk], split: Split,
         expected: Prediction | None,
     ) -> State:  # fmt: skip
-        nodes = self.cache.take_loose(len(found))
+        nodes = self.cache.take_loose([each.rank for each in found])
         assert nodes is not None, "available promised them"
         for i, node in enumerate(nodes):
             node.activations = i < split.x
@@ -266,7 +276,7 @@ class StoredPrefixes(Below):
     def closing(self, slices: Sequence[Slice]) -> list[RestoreTransfer]:
         """Restores that the step of these slices has to wait for, layer by layer."""
         states = [self._states.get(part.sequence) for part in slices]
-        return [state.restore for state in states if isinstance(state, Attached)]
+        return [each for state in states if isinstance(state, Attached) for each in state.restore.here]
 
     def coming(self, sequence: SequenceState) -> int:
         """Tokens of its table whose chunks are still on their way."""
@@ -280,6 +290,7 @@ class StoredPrefixes(Below):
         for part in slices:
             state, table = self._states.get(part.sequence), part.sequence.table
             if isinstance(state, Attached) and table is not None:
+                state.restore.finish()
                 self._states[part.sequence] = self._settle(part.sequence, table, state)
                 if state.restore.report.failed:
                     void.add(part.sequence)

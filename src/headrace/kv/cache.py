@@ -15,6 +15,8 @@ can merge the block in the canonical order (docs/attention.md); where that canno
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Sequence
 
 from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.kv.pool import SlotPool
@@ -267,14 +269,14 @@ class KVCache:
         self._drop_from(table, chunk)
         self._filled = [(t, c) for t, c in self._filled if t is not table or c < chunk]
 
-    def take_loose(self, count: int) -> list[Node] | None:
-        """New chunks that no table has yet, to be written into; None, with nothing taken, if there are not so many.
-        With one rank only: with several a chunk's place follows from that of the one before it."""
-        if count > self.available:
+    def take_loose(self, owners: Sequence[int]) -> list[Node] | None:
+        """New chunks that no table has yet, to be written into: each on the rank named; None, with nothing taken, if
+        there are not so many. The chunks of a block must be given one owner."""
+        if any(count > self.available_on(rank) for rank, count in Counter(owners).items()):
             return None
         nodes = []
-        for _ in range(count):
-            slot = self.tree.take_slot()
+        for rank in owners:
+            slot = self.tree.take_slot(rank) if self.ranks > 1 else self.tree.take_slot()
             assert slot is not None, "available promised a slot"
             nodes.append(Node(slot, None, None, writer=self))
         self.loose.update(nodes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -18,6 +19,8 @@ class Ticket:
     ended_s: float = 0.0
     error: BaseException | None = None
     _ended: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _calls: list[Callable[[], None]] | None = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -29,8 +32,21 @@ class Ticket:
         return self.ended_s - self.began_s if self.done else 0.0
 
     def end(self, error: BaseException | None) -> None:
-        self.ended_s, self.error = time.perf_counter(), error
+        with self._lock:
+            self.ended_s, self.error = time.perf_counter(), error
+            calls, self._calls = self._calls or [], None
+        for call in calls:
+            call()
         self._ended.set()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Has `call`, which must not raise, run when the transfer has ended and before it counts as done: on the thread
+        that ends it, or here if it has ended already."""
+        with self._lock:
+            if self._calls is not None:
+                self._calls.append(call)
+                return
+        call()
 
     def wait(self) -> None:
         """Until it has ended; raises what the transfer raised."""

@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
@@ -31,31 +32,69 @@ IDLE_S = 0.02
 
 
 @dataclass(slots=True, eq=False)
-class _Parked:
-    """A parked table and those of its chunks that were not stored when it was parked."""
+class Parked:
+    """A parked table and those of its chunks that were not stored when it was parked. lock: held while one of them is
+    read; none is once it is `revoked`."""
 
     table: ChunkTable
     nodes: list[Node]
+    lock: threading.Lock
     revoked: bool = False
+
+
+class Storer(Protocol):
+    def store(self, node: Node, parked: Parked | None = None) -> None:
+        """Offers the chunk to every tier that lacks it; afterwards its slot may be written again. Nobody waits for an
+        answer from disk or network. parked: by the thread, for which every tier is asked whether it has the chunk;
+        otherwise by the engine."""
+
+
+@dataclass(slots=True)
+class PoolStorer(Storer):
+    """Stores chunks of this process's pool. codec is used by the thread, engine_codec by the engine: each has memory of
+    its own to encode in."""
+
+    tiers: Tiers
+    codec: ChunkCodec
+    engine_codec: ChunkCodec
+
+    def store(self, node: Node, parked: Parked | None = None) -> None:
+        codec = self.engine_codec if parked is None else self.codec
+        digest, slot, tenant = node.digest, node.slot, node.tenant
+        assert digest is not None
+        kinds: list[BlobKind] = ["k", "x"] if codec.keeps_activations and node.activations else ["k"]
+        for kind in kinds:
+            name = name_of(digest, kind)
+            lacking = self.tiers.lacking(name) if parked is not None else self.tiers.doubtful(name)
+            for form in sorted({self.tiers.format(tier) for tier in lacking}):
+                with contextlib.nullcontext() if parked is None else parked.lock:
+                    if parked is not None and parked.revoked:
+                        return
+                    parts = codec.encode(slot, digest, kind, form)
+                self._offer([tier for tier in lacking if self.tiers.format(tier) == form], name, tenant, parts)
+        node.stored = True
+
+    def _offer(self, tiers: list[int], name: bytes, tenant: bytes, parts: BlobParts) -> None:
+        """What a tier does not take is counted there."""
+        if any(self.tiers.queues(tier) for tier in tiers):
+            parts = (b"".join(parts),)  # the queue keeps it while the next chunk is encoded
+        for tier in tiers:
+            self.tiers.offer(tier, name, tenant, parts, sum(len(part) for part in parts))
 
 
 @dataclass(slots=True, eq=False)
 class Writeback:
-    """codec is used by the thread, engine_codec by the engine: each has memory of its own to encode in.
-
-    unstored: chunks that wait for the thread. let_go: chunks that no table holds and that are not stored, as far as is
-    known. All methods are the engine's; the thread touches neither tree nor tables.
+    """unstored: chunks that wait for the thread. let_go: chunks that no table holds and that are not stored, as far as
+    is known. All methods are the engine's; the thread touches neither tree nor tables.
     """
 
     cache: KVCache
-    tiers: Tiers
-    codec: ChunkCodec
-    engine_codec: ChunkCodec
+    storer: Storer
     unstored: int = 0
     let_go: int = 0
-    _queue: queue.SimpleQueue[_Parked | None] = field(default_factory=queue.SimpleQueue)
-    _ended: queue.SimpleQueue[_Parked] = field(default_factory=queue.SimpleQueue)
-    _parked: dict[ChunkTable, _Parked] = field(default_factory=dict)
+    _queue: queue.SimpleQueue[Parked | None] = field(default_factory=queue.SimpleQueue)
+    _ended: queue.SimpleQueue[Parked] = field(default_factory=queue.SimpleQueue)
+    _parked: dict[ChunkTable, Parked] = field(default_factory=dict)
     _encoding: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread = field(init=False)
     _closed: bool = False
@@ -74,7 +113,7 @@ class Writeback:
         if not nodes:
             self.cache.close(table)
             return
-        parked = self._parked[table] = _Parked(table, nodes)
+        parked = self._parked[table] = Parked(table, nodes, self._encoding)
         self.unstored += len(nodes)
         self._queue.put(parked)
 
@@ -83,7 +122,7 @@ class Writeback:
         while not self._ended.empty():
             self._close(self._ended.get())
 
-    def _close(self, parked: _Parked) -> None:
+    def _close(self, parked: Parked) -> None:
         if self._parked.pop(parked.table, None) is not None:
             self.unstored -= len(parked.nodes)
             self.cache.close(parked.table)
@@ -102,7 +141,7 @@ class Writeback:
         whether there were any."""
         left, end = [node for node in self.cache.tree.idle.values() if not node.stored], time.monotonic() + IDLE_S
         for done, node in enumerate(left, 1):
-            self._store(node, self.engine_codec)
+            self.storer.store(node)
             self.let_go = len(left) - done
             if time.monotonic() >= end:
                 break
@@ -111,7 +150,7 @@ class Writeback:
     def _leaving(self, node: Node) -> None:
         """A chunk is evicted."""
         if not node.stored and node.digest is not None:
-            self._store(node, self.engine_codec)
+            self.storer.store(node)
 
     # -- also on the thread
 
@@ -122,33 +161,10 @@ class Writeback:
             try:
                 for node in reversed(parked.nodes):  # so that a prompt's start is what was used last
                     if not (node.stored or parked.revoked):
-                        self._store(node, self.codec, parked)
+                        self.storer.store(node, parked)
             except Exception:
                 log.exception("chunks could not be stored; they are computed again when they are needed")
             self._ended.put(parked)
-
-    def _store(self, node: Node, codec: ChunkCodec, parked: _Parked | None = None) -> None:
-        """Offers the chunk to every tier that lacks it. The engine does not wait for an answer from disk or network."""
-        digest, slot, tenant = node.digest, node.slot, node.tenant
-        assert digest is not None
-        kinds: list[BlobKind] = ["k", "x"] if codec.keeps_activations and node.activations else ["k"]
-        for kind in kinds:
-            name = name_of(digest, kind)
-            lacking = self.tiers.lacking(name) if parked is not None else self.tiers.doubtful(name)
-            for form in sorted({self.tiers.format(tier) for tier in lacking}):
-                with self._encoding:
-                    if parked is not None and parked.revoked:
-                        return
-                    parts = codec.encode(slot, digest, kind, form)
-                self._offer([tier for tier in lacking if self.tiers.format(tier) == form], name, tenant, parts)
-        node.stored = True
-
-    def _offer(self, tiers: list[int], name: bytes, tenant: bytes, parts: BlobParts) -> None:
-        """What a tier does not take is counted there."""
-        if any(self.tiers.queues(tier) for tier in tiers):
-            parts = (b"".join(parts),)  # the queue keeps it while the next chunk is encoded
-        for tier in tiers:
-            self.tiers.offer(tier, name, tenant, parts, sum(len(part) for part in parts))
 
     def close(self, timeout_s: float) -> bool:
         """Stores what waits, within that time; whether all of it was."""

@@ -111,6 +111,16 @@ class StoreValue(msgspec.Struct, frozen=True, tag=True):
     value: bytes | None
 
 
+class TierCommand(msgspec.Struct, frozen=True, tag=True):
+    """What the driver asks of the worker's tiers: offload.ranked.words."""
+
+    body: bytes
+
+
+class TierAnswer(msgspec.Struct, frozen=True, tag=True):
+    body: bytes
+
+
 class DriverPing(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -124,8 +134,8 @@ class StopWorker(msgspec.Struct, frozen=True, tag=True):
 
 
 StoreAsk = StoreSet | StoreGet | StoreAdd
-FromDriver = JoinGroup | RunStep | StoreValue | DriverPing | StopWorker
-FromWorker = WorkerHello | WorkerReady | WorkerFailed | StoreAsk | WorkerPong
+FromDriver = JoinGroup | RunStep | TierCommand | StoreValue | DriverPing | StopWorker
+FromWorker = WorkerHello | WorkerReady | WorkerFailed | TierAnswer | StoreAsk | WorkerPong
 ControlMessage = FromDriver | FromWorker
 
 _encoder = msgspec.msgpack.Encoder()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from headrace.kv.storage import KVStorage
+from headrace.parallel.coming import Coming
 from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import StepGroup
 from headrace.parallel.transport import Tag, Transfer, Transport
@@ -35,6 +36,17 @@ class GroupContext:
     workspace: Workspace
     slots_per_rank: int
     counters: TokenCounters
+    coming: Coming
+
+    def wait_for_own(self, layer: int) -> None:
+        """Until this layer of the group's chunks that this rank owns can be read from its pool."""
+        for part in self.coming.pending(self.own_slots(), layer):
+            part.wait()
+
+    def own_slots(self) -> set[int]:
+        """Slots of this rank's pool that the group's sequences have."""
+        here = range(self.rank * self.slots_per_rank, (self.rank + 1) * self.slots_per_rank)
+        return {slot - here.start for part in self.group.parts for slot in part.slots if slot in here}
 
     @property
     def rank(self) -> int:

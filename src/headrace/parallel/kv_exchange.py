@@ -7,6 +7,8 @@ the rank owns goes into its pool. The strategies differ in who sends which piece
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,10 +16,11 @@ from torch import Tensor
 from headrace.attention.plan import Int32
 from headrace.kernels.backend import Attend
 from headrace.parallel import group_layout
+from headrace.parallel.coming import Loading
 from headrace.parallel.group_context import GroupContext
 from headrace.parallel.group_layout import KVPiece
 from headrace.parallel.merging import Arrival, Rows
-from headrace.parallel.workspace import LayerBuffer, copy_chunks
+from headrace.parallel.workspace import LayerBuffer, copy_chunks, copy_chunks_alone
 
 
 class KVExchange(Attend):
@@ -36,6 +39,7 @@ class KVExchange(Attend):
         self.kept_from, self.kept_in = self._kept()
         context.workspace.reserve(self.layout.chunks)
         self.arrivals: dict[int, list[Arrival]] = {}
+        self.loading: dict[int, dict[int, Loading]] = {}
         self._post(0)
 
     def _kept(self) -> tuple[Int32, Int32]:
@@ -87,6 +91,7 @@ class KVExchange(Attend):
     def _attend(self, layer: int, q: Tensor, buffer: LayerBuffer, rows: Rows) -> Tensor:
         """The rows' attention; without rows nothing but what this rank keeps is waited for."""
         arrivals = self.arrivals.pop(layer)
+        del self.loading[layer]
         if len(rows):
             q = rows.attend(layer, q, buffer.pool, arrivals)
         elif len(self.kept_from):
@@ -101,25 +106,32 @@ class KVExchange(Attend):
     def _post(self, layer: int) -> None:
         buffer = self.context.workspace.at(layer)
         buffer.drain()
-        self._load_cached(layer, buffer)
-        self.arrivals[layer] = self.receives(layer, buffer)
+        own = self._load_cached(layer, buffer)
+        self.arrivals[layer] = [*own, *self.receives(layer, buffer)]
         for arrival in self.arrivals[layer]:
             buffer.works += arrival.works
 
-    def _load_cached(self, layer: int, buffer: LayerBuffer) -> None:
-        """Cached chunks that this rank owns, from its pool."""
-        for slots, begin in self._cached_here():
-            at = np.arange(begin, begin + len(slots), dtype=np.int32)
-            copy_chunks(self.context.storage.pool(layer), slots, buffer.pool, at)
+    def _load_cached(self, layer: int, buffer: LayerBuffer) -> list[Arrival]:
+        """Cached chunks that this rank owns, from its pool; what is still on its way there arrives later."""
+        arrivals = []
+        self.loading[layer] = {}
+        for piece, slots in self._cached_here():
+            at = np.arange(piece.begin, piece.end, dtype=np.int32)
+            pool = self.context.storage.pool(layer)
+            parts = self.context.coming.pending(slots.tolist(), layer)
+            if not parts:
+                copy_chunks(pool, slots, buffer.pool, at)
+                continue
+            loading = Loading(parts, partial(copy_chunks_alone, pool, slots, buffer.pool, at))
+            self.loading[layer][piece.index] = loading
+            arrivals.append(Arrival([loading], piece.begin, piece.end))
+        return arrivals
 
-    def _cached_here(self) -> list[tuple[Int32, int]]:
-        """(local slots, first chunk in the workspace) of each cached piece that this rank holds."""
+    def _cached_here(self) -> list[tuple[KVPiece, Int32]]:
+        """Each cached piece that this rank holds, and its local slots."""
         slot_of = {index: slot for slot, index in self.layout.index.items()}
         return [
-            (
-                np.array([slot_of[i] % self.context.slots_per_rank for i in range(p.begin, p.end)], dtype=np.int32),
-                p.begin,
-            )
+            (p, np.array([slot_of[i] % self.context.slots_per_rank for i in range(p.begin, p.end)], dtype=np.int32))
             for p in self.layout.pieces
             if p.cached and p.holder == self.context.rank
         ]
@@ -133,7 +145,12 @@ class KVExchange(Attend):
         return Arrival(works, piece.begin, piece.end)
 
     def send(self, layer: int, buffer: LayerBuffer, piece: KVPiece, to: int, tokens: int) -> None:
-        buffer.works += self.context.send(view(buffer, piece), to, layer, piece.index, tokens)
+        send = partial(self.context.send, view(buffer, piece), to, layer, piece.index, tokens)
+        loading = self.loading[layer].get(piece.index)
+        if loading is None:
+            buffer.works += send()
+        else:
+            loading.then(send)
 
     def exchange_cached(self, layer: int, buffer: LayerBuffer) -> list[Arrival]:
         """Every rank sends the cached chunks that it owns to all others that have rows."""

@@ -12,6 +12,7 @@ from headrace.kernels.backend import Attend, backend_of
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel import group_layout
+from headrace.parallel.coming import Coming, NothingComes
 from headrace.parallel.group_context import GroupContext, TokenCounters
 from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import RankStep, StepGroup
@@ -32,7 +33,8 @@ PendingHidden = tuple[int, list[tuple[int, int]], Tensor, Transfer]
 class Rank:
     """A model, its pool of `storage.slots` chunks, and a place among the ranks of `transport`.
 
-    threads: how many it computes with; None: as many as the caller has set.
+    threads: how many it computes with; None: as many as the caller has set. tiers: may be set, with `coming`, to what
+    takes a command for the rank's tiers and whom to answer.
     """
 
     def __init__(
@@ -48,7 +50,15 @@ class Rank:
         self.kernels = Kernels(backend_of(backend), spec, decoder.key_bias)
         self.workspace = Workspace(spec, storage.dtype)
         self.counters = TokenCounters()
+        self.coming: Coming = NothingComes()
+        self.tiers: Callable[[bytes, Callable[[bytes], None]], None] | None = None
         self.groups = 0
+
+    def obey(self, command: bytes, answer: Callable[[bytes], None]) -> None:
+        """Has the rank's tiers do something. Raises ValueError for one that has none."""
+        if self.tiers is None:
+            raise ValueError("this rank has no tiers")
+        self.tiers(command, answer)
 
     @torch.inference_mode()
     def run(self, step: RankStep) -> Hidden:
@@ -94,8 +104,9 @@ class Rank:
     def _compute(self, group: StepGroup, number: int) -> Tensor:
         """The wanted hidden states of this rank's rows, in their order: [n, E]."""
         context = GroupContext(
-            group, number, self.transport, self.storage, self.kernels, self.workspace, self.storage.slots, self.counters
-        )
+            group, number, self.transport, self.storage, self.kernels, self.workspace, self.storage.slots,
+            self.counters, self.coming,
+        )  # fmt: skip
         runs = group_layout.runs(group, self.transport.rank)
         none = torch.empty(0, self.decoder.config.embed_size, dtype=self.decoder.dtype)
         attend = RUNS[group.strategy](context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.execute import PlanAttention
@@ -27,7 +28,19 @@ def make(context: GroupContext) -> Attend | None:
         planning.Span((slots_of(group, run) - rank * per_rank).astype(np.int32), run.start, run.rows) for run in mine
     ]
     kernels = context.kernels
-    return PlanAttention(planning.build(spans), context.storage, kernels.spec, kernels.backend, kernels.bias)
+    attend = PlanAttention(planning.build(spans), context.storage, kernels.spec, kernels.backend, kernels.bias)
+    return _Waiting(attend, context) if context.coming.pending(context.own_slots(), context.layers - 1) else attend
+
+
+class _Waiting(Attend):
+    """Attention over chunks that are still on their way into the pool."""
+
+    def __init__(self, attend: Attend, context: GroupContext) -> None:
+        self.attend, self.context = attend, context
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        self.context.wait_for_own(layer)
+        return self.attend(layer, q, k, v, rows)
 
 
 def shares(context: GroupContext) -> bool:

@@ -20,6 +20,8 @@ from headrace.parallel.control import (
     StopWorker,
     StoreAsk,
     StoreValue,
+    TierAnswer,
+    TierCommand,
     WorkerFailed,
     WorkerHello,
     WorkerPong,
@@ -55,6 +57,7 @@ class WorkerSupervisor:
     """Workers by rank, each with its control link.
 
     failed: set once a worker is gone, hangs or gave up; `reason` then says which and why, and stays.
+    on_answer: may be set to hear what the tiers of a worker answer, on a thread of the supervisor.
     on_failure: called once with the reason, on a thread of the supervisor; at once where one has failed already.
     """
 
@@ -75,6 +78,7 @@ class WorkerSupervisor:
         self._lost_peer: set[int] = set()
         """Ranks that gave up because they lost another, whose own end says more."""
         self._values = StoreValues()
+        self.on_answer: Callable[[int, bytes], None] | None = None
         self._callbacks: list[Callable[[str], None]] = []
         self._closed = threading.Event()
         self._heard = dict.fromkeys(self._channels, time.monotonic())
@@ -102,6 +106,15 @@ class WorkerSupervisor:
     def send(self, step: bytes) -> None:
         """Sends a step (messages.encode) to every worker. Raises RankLost."""
         self._send_all(RunStep(step))
+
+    def send_to(self, rank: int, command: bytes) -> None:
+        """Sends a command to the tiers of one worker. Raises RankLost."""
+        self.check()
+        try:
+            self._channels[rank].send(TierCommand(command))
+        except OSError as error:
+            self._gone(rank, f"its link took nothing: {error}")
+        self.check()
 
     def ask(self, what: StoreAsk) -> StoreValue:
         """The driver's own access to the store that it keeps for the ranks. Raises RankLost, ValueError beyond it."""
@@ -168,6 +181,8 @@ class WorkerSupervisor:
             self._fail(_failure(rank, message))
         elif isinstance(message, StoreAsk):
             channel.send(self._values.answer(message))
+        elif isinstance(message, TierAnswer) and self.on_answer is not None:
+            self.on_answer(rank, message.body)
         elif not isinstance(message, WorkerPong):
             self._fail(f"rank {rank} sent a {type(message).__name__}, which no worker sends")
 

@@ -32,6 +32,8 @@ from headrace.parallel.control import (
     StopWorker,
     StoreAsk,
     StoreValue,
+    TierAnswer,
+    TierCommand,
     WorkerFailed,
     WorkerHello,
     WorkerPong,
@@ -52,7 +54,8 @@ GONE = 3
 
 
 class RankLike(Protocol):
-    """What a maker makes. Its `report`, if any, goes to the driver: see WorkerSupervisor.wait_ready."""
+    """What a maker makes. Its `report`, if any, goes to the driver: see WorkerSupervisor.wait_ready. Its `obey`, if
+    any, gets what TierCommand carries and whom to answer."""
 
     def run(self, step: messages.RankStep) -> object: ...
 
@@ -64,6 +67,7 @@ class DriverLink:
     """The worker's end of its control link. `steps` gets what RunStep carries, and None after StopWorker.
 
     When the link ends the process does: with status 0 after StopWorker, GONE otherwise. ready: the rank has been made.
+    tiers: takes a TierCommand's body, and whom to answer.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -73,6 +77,7 @@ class DriverLink:
         self._asking = threading.Lock()
         self._status = GONE
         self.ready = False
+        self.tiers: Callable[[bytes, Callable[[bytes], None]], None] | None = None
 
     @property
     def stopped(self) -> bool:
@@ -92,6 +97,8 @@ class DriverLink:
             self.channel.send(WorkerPong())
         elif isinstance(message, RunStep):
             self.steps.put(message.body)
+        elif isinstance(message, TierCommand) and self.tiers is not None:
+            self.tiers(message.body, lambda body: self.tell(TierAnswer(body)))
         elif isinstance(message, StoreValue):
             self._answers.put(message)
         elif isinstance(message, StopWorker):
@@ -106,7 +113,7 @@ class DriverLink:
             self.channel.send(what)
             return self._answers.get()
 
-    def tell(self, message: WorkerReady | WorkerFailed) -> None:
+    def tell(self, message: WorkerReady | WorkerFailed | TierAnswer) -> None:
         with contextlib.suppress(OSError):  # the listening thread notices
             self.channel.send(message)
 
@@ -141,6 +148,7 @@ def _serve(link: DriverLink, join: JoinGroup, rank: int, interface: str, secret:
     make = named(join.maker)
     group = form(rank, join.context, join.tensor, LinkStore(link.ask), interface, secret)
     made = make(config, group)
+    link.tiers = getattr(made, "obey", None)
     link.ready = True
     link.tell(WorkerReady(getattr(made, "report", b"")))
     while (body := link.steps.get()) is not None:

@@ -49,7 +49,8 @@ MOST_TAKEN = 0.95
 class StoredRun:
     """A run of stored chunks: the first `first` chunks of the prompt are resident, `chunks` are stored, and `suffix`
     new tokens follow. kv_bytes, x_bytes: a chunk's stored bytes over all `layers` (x_bytes None: no activations are
-    stored). tiers: where it is stored; of several, one per chunk. Raises ValueError.
+    stored). tiers: where it is stored; of several, one per chunk. ranks: who loads each chunk, all at the same time;
+    none: one rank. Raises ValueError.
     """
 
     first: int
@@ -59,6 +60,7 @@ class StoredRun:
     x_bytes: float | None
     layers: int
     tiers: str | tuple[str, ...]
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.first, self.chunks, self.suffix) < 0 or self.layers < 1 or not self.kv_bytes > 0:
@@ -67,14 +69,18 @@ class StoredRun:
             raise ValueError(f"a run's x_bytes must be above 0, or None for none; got {self.x_bytes}")
         if not isinstance(self.tiers, str) and len(self.tiers) != self.chunks:
             raise ValueError(f"a run of {self.chunks} chunks needs as many tiers, got {len(self.tiers)}")
+        if self.ranks and (len(self.ranks) != self.chunks or self.x_bytes is not None):
+            raise ValueError(f"a run of {self.chunks} chunks over ranks needs as many of them, and no x_bytes")
 
     @property
-    def by_tier(self) -> dict[str, Ints]:
-        """Tier -> how many of the chunks before each bound 0 .. chunks lie there."""
-        if isinstance(self.tiers, str):
-            return {self.tiers: np.arange(self.chunks + 1)}
-        marks = {tier: [here == tier for here in self.tiers] for tier in dict.fromkeys(self.tiers)}
-        return {tier: np.concatenate([[0], np.cumsum(mark)]).astype(np.int64) for tier, mark in marks.items()}
+    def by_place(self) -> dict[tuple[int, str], Ints]:
+        """(rank, tier) -> how many of the chunks before each bound 0 .. chunks come that way."""
+        if isinstance(self.tiers, str) and not self.ranks:
+            return {(0, self.tiers): np.arange(self.chunks + 1)}
+        tiers = (self.tiers,) * self.chunks if isinstance(self.tiers, str) else self.tiers
+        places = list(zip(self.ranks or (0,) * self.chunks, tiers, strict=True))
+        marks = {place: [here == place for here in places] for place in dict.fromkeys(places)}
+        return {place: np.concatenate([[0], np.cumsum(mark)]).astype(np.int64) for place, mark in marks.items()}
 
 
 class Costs(Protocol):
@@ -125,9 +131,10 @@ class CostTables:
             raise ValueError(f"max_batch_tokens must be at least 1, got {max_batch_tokens}")
         self.run, self.costs = run, costs
         counts = np.arange(run.chunks + 1, dtype=np.float64)
-        self.tiers = run.by_tier
-        self.kv_s = {tier: self._transfers(tier, run.kv_bytes, counts) for tier in self.tiers}
-        self.x_s = {tier: self._transfers(tier, run.x_bytes or 0.0, counts) for tier in self.tiers}
+        self.places = run.by_place
+        tiers = {tier for _, tier in self.places}
+        self.kv_s = {tier: self._transfers(tier, run.kv_bytes, counts) for tier in tiers}
+        self.x_s = {tier: self._transfers(tier, run.x_bytes or 0.0, counts) for tier in tiers}
         self.project_s = costs.project(counts * CHUNK)
         self.prefill_s = prefill(costs, run.first * CHUNK, counts * CHUNK, max_batch_tokens)
         end = (run.first + run.chunks) * CHUNK
@@ -144,21 +151,30 @@ class CostTables:
     @property
     def taken_share(self) -> float:
         """Share of its time in which the copy stream takes the cores, where it loads everything."""
-        counts = {tier: int(before[-1]) for tier, before in self.tiers.items()}
-        busy_s = self.run.layers * sum(float(self.kv_s[tier][count]) for tier, count in counts.items())
-        taken = sum(count * self.run.kv_bytes * self.costs.cpu_s_per_byte(tier) for tier, count in counts.items())
-        return min(1.0, taken / busy_s) if busy_s else 0.0
+        none = np.zeros(1, dtype=np.int64)
+        _, kv, taken = self._carried(none, none)
+        busy_s = self.run.layers * float(kv[0])
+        return min(1.0, float(taken[0]) / busy_s) if busy_s else 0.0
+
+    def _carried(self, tokens: Ints, x: Ints) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Of the splits: seconds of a layer's X and of its K and V on the copy stream, and seconds that all layers take
+        from the cores. Ranks load at the same time: of the one that has most of each."""
+        found: dict[int, FloatArray] = {}
+        for (rank, tier), before in self.places.items():
+            projected = before[tokens + x] - before[tokens]
+            loaded = before[-1] - before[tokens + x]
+            size = projected * (self.run.x_bytes or 0.0) + loaded * self.run.kv_bytes
+            own = np.stack([self.x_s[tier][projected], self.kv_s[tier][loaded], size * self.costs.cpu_s_per_byte(tier)])
+            found[rank] = found[rank] + own if rank in found else own
+        if not found:
+            return np.zeros(tokens.shape), np.zeros(tokens.shape), np.zeros(tokens.shape)
+        x_link, kv, taken = np.max(np.stack(list(found.values())), axis=0)
+        return x_link, kv, taken
 
     def predict(self, tokens: Ints, x: Ints) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """The figures of Prediction for the splits (tokens, x), elementwise."""
         layers, run = self.run.layers, self.run
-        kv, x_link, taken = np.zeros(tokens.shape), np.zeros(tokens.shape), np.zeros(tokens.shape)
-        for tier, before in self.tiers.items():
-            projected = before[tokens + x] - before[tokens]
-            loaded = before[-1] - before[tokens + x]
-            x_link, kv = x_link + self.x_s[tier][projected], kv + self.kv_s[tier][loaded]
-            size = projected * (run.x_bytes or 0.0) + loaded * run.kv_bytes
-            taken = taken + size * self.costs.cpu_s_per_byte(tier)
+        x_link, kv, taken = self._carried(tokens, x)
         layer_s = x_link + kv
         busy_s = layers * layer_s
         free = 1.0 - np.minimum(taken / np.maximum(busy_s, 1e-12), MOST_TAKEN)

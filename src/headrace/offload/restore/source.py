@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from headrace.kv.chunk_table import ChunkTable
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
 from headrace.offload.restore.solver import StoredRun
@@ -16,11 +17,16 @@ from headrace.offload.tiers.stack import Tiers
 
 
 class FoundChunk(NamedTuple):
-    """A stored chunk: its name and the tiers that have its K and V, and its activations."""
+    """A stored chunk: its name and the tiers that have its K and V, and its activations.
+
+    Of several ranks: on[rank] is the tier from which each can load it, `rank` the one that shall.
+    """
 
     digest: bytes
     kv: int
     x: int | None
+    on: tuple[int | None, ...] = ()
+    rank: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +61,10 @@ class StoredChunks:
             x = self.tiers.find([name_of(digest, "x") for digest in digests[:count]])
         return [FoundChunk(digest, tier, other) for digest, tier, other in zip(digests, kv, x, strict=False)
                 if tier is not None]  # fmt: skip
+
+    def ways(self, table: ChunkTable, first: int, found: Sequence[FoundChunk]) -> list[list[FoundChunk]]:
+        """Ways in which chunks first, first + 1, ... of a table can come, each as far as it goes: here there is one."""
+        return [list(found)]
 
     def as_run(self, found: Sequence[FoundChunk], first: int, suffix: int) -> StoredRun:
         """What the solver is asked: the found chunks behind `first` resident ones, and `suffix` new tokens."""

@@ -178,6 +178,14 @@ class RestoreTransfer:
         """Lets the copy stream skip what is left; the slots may be used again when the report is `done`."""
         self.report.cancelled = True
 
+    @property
+    def here(self) -> list[RestoreTransfer]:
+        """What the step of this process has to wait for by itself."""
+        return [self]
+
+    def finish(self) -> None:
+        """Before the report is looked at after a step, which has waited for all layers."""
+
     def ready(self, layer: int, project: Project) -> None:
         """Waits for a layer and projects what comes as activations; afterwards its K and V are in the pool, but for
         chunks that were lost."""

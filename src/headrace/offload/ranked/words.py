@@ -1,0 +1,134 @@
+"""What rank 0 asks of the tiers of a rank, and what that answers: plain records, sent as msgpack.
+
+Slots are those of the rank's own pool. An answer carries the number of the question.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class WantedHere(NamedTuple):
+    """A chunk to be loaded: its number in the sequence, its name, where it goes, and the tier that has it."""
+
+    chunk: int
+    digest: bytes
+    slot: int
+    tier: int
+
+
+class OpenTiers(msgspec.Struct, frozen=True, tag=True):
+    """identity: what names the model's chunks (offload.identity). Answered by TiersOpen."""
+
+    number: int
+    identity: bytes
+
+
+class FindChunks(msgspec.Struct, frozen=True, tag=True):
+    """Which tier has each of these chunks? Answered by ChunksFound."""
+
+    number: int
+    digests: list[bytes]
+
+
+class BringChunks(msgspec.Struct, frozen=True, tag=True):
+    """Loads chunks into the pool, in this order; steps that come later wait for them. Answered by ChunksBrought."""
+
+    number: int
+    chunks: list[WantedHere]
+    prompt_len: int
+
+
+class CancelBring(msgspec.Struct, frozen=True, tag=True):
+    """What is left of a BringChunks is skipped. That one is answered all the same."""
+
+    number: int
+
+
+class StoreChunk(msgspec.Struct, frozen=True, tag=True):
+    """Gives a chunk to the tiers that lack it. Answered by ChunkStored once its slot may be written again.
+
+    sure: asks every tier whether it has it, not only those in memory.
+    """
+
+    number: int
+    slot: int
+    digest: bytes
+    tenant: bytes
+    sure: bool
+
+
+class TellTiers(msgspec.Struct, frozen=True, tag=True):
+    """Answered by TiersTold."""
+
+    number: int
+
+
+class CloseTiers(msgspec.Struct, frozen=True, tag=True):
+    """Writes what waits, for so long at most, and closes the tiers. Answered by TiersTold."""
+
+    number: int
+    timeout_s: float
+
+
+class TiersOpen(msgspec.Struct, frozen=True, tag=True):
+    """refused: why the tiers cannot be opened; formats and kinds are those of the tiers, fastest first."""
+
+    number: int
+    refused: str | None
+    kinds: list[str]
+
+
+class ChunksFound(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    tiers: list[int | None]
+
+
+class ChunksBrought(msgspec.Struct, frozen=True, tag=True):
+    """good: chunks up to the first that was lost, for the reason told. layers: bytes and seconds of the median layer's
+    transfers. See offload.restore.report."""
+
+    number: int
+    good: int
+    reason: str
+    link_s: float
+    cpu_s: float
+    layers: list[tuple[int, float]]
+
+
+class ChunkStored(msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+class TiersTold(msgspec.Struct, frozen=True, tag=True):
+    """stats: the fields of TierStats by kind. queued: blobs that wait to be written."""
+
+    number: int
+    stats: dict[str, dict[str, Any]]
+    queued: int
+
+
+Command = OpenTiers | FindChunks | BringChunks | CancelBring | StoreChunk | TellTiers | CloseTiers
+Answer = TiersOpen | ChunksFound | ChunksBrought | ChunkStored | TiersTold
+
+_encoder = msgspec.msgpack.Encoder()
+_commands: Any = msgspec.msgpack.Decoder(Command)
+_answers: Any = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(word: Command | Answer) -> bytes:
+    return _encoder.encode(word)
+
+
+def command(body: bytes) -> Command:
+    """Raises msgspec.ValidationError (a ValueError) for anything that is none."""
+    found: Command = _commands.decode(body)
+    return found
+
+
+def answer(body: bytes) -> Answer:
+    """As `command`."""
+    found: Answer = _answers.decode(body)
+    return found

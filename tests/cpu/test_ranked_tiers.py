@@ -1,0 +1,122 @@
+"""Tiers of several ranks, as threads: what each rank stored comes back with the bits of one rank, by every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+from headrace.engine import tiers
+from headrace.engine.core import EngineCore
+from headrace.engine.driver import Driver
+from headrace.kv.cache import KVCache
+from headrace.kv.storage import KVStorage
+from headrace.offload.ranked.peers import TierPeers
+from headrace.parallel.rank import Rank
+from headrace.parallel.transport import LoopbackHub
+from headrace.planner.choice import choose
+from headrace.planner.machine import ModelShape
+from headrace.strategies import STRATEGIES
+from headrace.types import CHUNK
+from tests.cpu.test_driver import MACHINE, Threads
+from tests.support.offloading import counters, flush, forced, watched
+from tests.support.traces import Trace, run, same
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+STORED = {"kv_offloading_size": 0.05}
+
+
+def over_ranks(size: int, allowed: tuple[str, ...] = tuple(STRATEGIES), tokens: int = 8192, **settings: Any) -> LLM:
+    """An offline engine with `size` ranks, each with tiers of its own."""
+    llm = LLM("tiny", kv_cache_tokens=tokens, max_model_len=4096, dtype="bfloat16", kv_offload_activations="off",
+              **{**STORED, **settings})  # fmt: skip
+    loaded = llm.engine.loaded
+    loaded.below.close()
+    decoder, backend, hub = loaded.decoder, loaded.capacity.backend, LoopbackHub(size)
+
+    def make(rank: int) -> Rank:
+        storage = KVStorage(decoder.config.attention, tokens // CHUNK, decoder.dtype)
+        return Rank(decoder, storage, backend, hub.transport(rank))
+
+    ranks = [make(rank) for rank in range(size)]
+    agents = {rank: tiers.agent_of(loaded.config, each, backend) for rank, each in enumerate(ranks)}
+    cache = KVCache(size * tokens // CHUNK, loaded.cache.identity, size)
+    shape = ModelShape.of(decoder.config)
+
+    def advise(count: int, start: int, cached_on: Any, allow: tuple[str, ...]) -> Any:
+        return choose(MACHINE, shape, size, count, start, cached_on, allowed=allow)
+
+    workers = Threads(ranks[1:], hub)
+    peers = TierPeers(size, agents, lambda rank, body: None, lambda: None)
+    offload = tiers.open_ranked(
+        loaded.config, loaded.capacity, cache, ranks[0], peers, agents[0], lambda new, cached: 1e-3 * new
+    )
+    driver = Driver(ranks[0], cache, workers.send, advise, allowed)
+    llm.engine = EngineCore(replace(loaded, cache=cache, executor=driver, offload=offload))
+    llm.workers, llm.hub, llm.driver = workers, hub, driver  # type: ignore[attr-defined]
+    return llm
+
+
+def close(llm: LLM) -> None:
+    llm.engine.below.close()
+    llm.workers.close()  # type: ignore[attr-defined]
+    assert llm.hub.left_over() == 0  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def prompts_of(llm: LLM) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(10, llm.capacity.vocab_size, (3000,), generator=generator).tolist()
+    return [tokens[:2500], tokens[:2300] + tokens[2400:2460], tokens[7:140]]
+
+
+@pytest.fixture(scope="module")
+def truth() -> list[Trace]:
+    llm = LLM("tiny", kv_cache_tokens=8192, max_model_len=4096, dtype="bfloat16", enable_prefix_caching=False)
+    return run(llm, prompts_of(llm), PARAMS)
+
+
+@pytest.mark.parametrize(
+    "allowed", [("single",), ("gather",), ("chain",), ("ring-kv",), ("ring-q", "ring-kv")], ids=str
+)
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_what_ranks_stored_comes_back(allowed: tuple[str, ...], share: float, truth: list[Trace]) -> None:
+    llm = over_ranks(2, allowed)
+    prompts = prompts_of(llm)
+    same([watched(llm, [each], PARAMS)[0] for each in prompts], truth)
+    for _ in range(2):
+        flush(llm)
+        assert llm.engine.offload is not None
+        llm.engine.offload.choose = forced(share, 0.0)
+        before = counters(llm).loaded_tokens
+        same(watched(llm, prompts, PARAMS), truth)
+        assert counters(llm).loaded_tokens > before + 1000 and counters(llm).failures == 0
+    close(llm)
+
+
+def test_a_stored_chunk_has_no_owner(tmp_path: Path, truth: list[Trace]) -> None:
+    """Stored by two ranks, restored by three, then by one."""
+    disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0}
+    for size in (2, 3):
+        llm = over_ranks(size, **disk)
+        for prompt, expected in zip(prompts_of(llm), truth, strict=True):
+            same(watched(llm, [prompt], PARAMS), [expected])
+        flush(llm)
+        assert (counters(llm).loaded_tokens > 0) == (size > 2)
+        close(llm)
+    one = LLM("tiny", kv_cache_tokens=8192, max_model_len=4096, dtype="bfloat16", kv_offload_activations="off", **disk)
+    same(watched(one, prompts_of(one), PARAMS), truth)
+    assert counters(one).loaded_tokens > 2000
+    one.close()
