@@ -84,7 +84,8 @@ class Driver(Executor):
             return lambda chunk: keeper
         self._planned[sequence] = choice
         first = max(range(self.size), key=self.cache.available_on)
-        return lambda chunk: keeper_of(chunk // BLOCK_CHUNKS, self.size, first)
+        joins = joined_block(table)
+        return lambda chunk: joins.get(chunk // BLOCK_CHUNKS, keeper_of(chunk // BLOCK_CHUNKS, self.size, first))
 
     def expected_s(self, slices: Sequence[Slice]) -> float:
         """As the planner predicted when the slices were scheduled."""
@@ -98,6 +99,9 @@ class Driver(Executor):
             ranks = [table.owner(start // CHUNK - 1)]  # a block has one owner
         else:
             ranks = sorted(range(self.size), key=self.cache.available_on, reverse=True)
+        joins, last = joined_block(table), (chunks_for(start + count) - 1) // BLOCK_CHUNKS
+        if last in joins:
+            ranks = [rank for rank in ranks if rank == joins[last]]
         return next((rank for rank in ranks if self.cache.available_on(rank) >= new), None)
 
     def _cached_on(self, table: ChunkTable) -> list[float]:
@@ -179,6 +183,14 @@ class Driver(Executor):
         part.sequence.strategy, part.sequence.strategy_reason = choice.strategy, choice.reason
         request = short_id(part.sequence.request.request_id)
         log.debug("%-8s  %d tokens after %d: %s", request, part.length, part.start, choice.reason)
+
+
+def joined_block(table: ChunkTable) -> dict[int, int]:
+    """The block of which later chunks are on their way already, and the owner of these; most tables have none."""
+    if table.joins is None or not table.joins[0] % BLOCK_CHUNKS:
+        return {}
+    chunk, owner = table.joins
+    return {chunk // BLOCK_CHUNKS: owner}
 
 
 def ending_in(ranks: Sequence[int], keeper: int) -> tuple[int, ...]:

@@ -209,7 +209,7 @@ class StoredPrefixes(Below):
             node.activations = i < split.x
         first = table.length // CHUNK + split.tokens
         restore = self.source.bring(found, first, [node.slot for node in nodes], split.x, sequence.prompt_len)
-        table.coming = len(nodes)
+        table.coming, table.joins = len(nodes), (first, found[0].rank)
         self._arriving |= {each.digest: restore for each in found}
         self.counters.restores += 1
         return Coming(first, nodes, restore, split, expected)
@@ -219,7 +219,7 @@ class StoredPrefixes(Below):
         if table.length > state.first * CHUNK or report.good == 0:  # others have computed it meanwhile, or it is lost
             self._count_failure(sequence, report)
             return self._abandon(table, state, state.nodes)
-        table.coming = 0
+        table.coming, table.joins = 0, None
         self.cache.attach(table, state.nodes)
         attached = Attached(state.first, state.nodes, state.restore, state.split, state.expected)
         if report.done and not report.projects:
@@ -229,7 +229,7 @@ class StoredPrefixes(Below):
     def _abandon(self, table: ChunkTable, state: Coming | Attached, nodes: list[Node]) -> State:
         """The loose nodes are free once the copy stream is done with them (`settle`)."""
         state.restore.cancel()
-        table.coming = 0
+        table.coming, table.joins = 0, None
         self._leaving.append((state.restore, nodes))
         return self._arrived(state)
 

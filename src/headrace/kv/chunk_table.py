@@ -17,15 +17,16 @@ Owners = Callable[[int], int]
 class ChunkTable:
     """The chunks of one sequence. `tokens` is the sequence's own growing list; `length` counts those cached.
 
-    coming: loose chunks (KVCache.take_loose) that are meant for it.
+    coming: loose chunks (KVCache.take_loose) that are meant for it. joins: (number of the first of them, its owner),
+    where what is computed before it may be of the same block.
     reusable: tokens from the beginning that may be taken from elsewhere; None: all.
     place: may be set by whoever prepares a step: the owner of each block that begins, named by its first chunk.
     changes: how often its chunks have changed.
     """
 
     __slots__ = (
-        "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "changes", "coming", "length", "nodes",
-        "place", "reusable", "shares", "tokens",
+        "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "changes", "coming", "joins", "length",
+        "nodes", "place", "reusable", "shares", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -34,6 +35,7 @@ class ChunkTable:
         self.tokens = tokens
         self.length = 0
         self.coming = 0
+        self.joins: tuple[int, int] | None = None
         self.changes = 0
         self.nodes: list[Node] = []
         self.shares = shares

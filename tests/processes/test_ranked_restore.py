@@ -1,0 +1,62 @@
+"""Tiers of ranks that are processes: another number of ranks restores what was stored; a rank killed in mid-restore."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+from headrace.parallel.transport import RankLost
+from tests.support.offloading import forced
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+def opened(ranks: int, folder: Path, **settings: Any) -> LLM:
+    return LLM("tiny", context_parallel_size=ranks, kv_offload_path=str(folder), kv_cache_tokens=4096, threads=1,
+               kv_offload_activations="off", dtype="bfloat16", prefill_strategy="ring-kv", **settings)  # fmt: skip
+
+
+def answer(llm: LLM, prompt: list[int]) -> tuple[list[int], int]:
+    """Tokens, and how many of the prompt were restored."""
+    output = llm.generate([prompt], PARAMS)[0]
+    return output.token_ids, llm.engine.stats().restore.loaded_tokens
+
+
+@pytest.mark.matrix
+def test_another_number_of_ranks_and_a_killed_one(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    prompt = torch.randint(10, 2000, (2500,), generator=generator).tolist()
+    with opened(2, tmp_path) as llm:
+        truth, restored = answer(llm, prompt)
+        assert restored == 0
+    with opened(3, tmp_path, kv_link_gbps=0.0005) as llm:  # seconds for a restore
+        assert llm.engine.loaded.ranks is not None and llm.engine.offload is not None
+        llm.engine.offload.choose = forced(0.0, 0.0)
+        pid = llm.engine.loaded.ranks._workers.pids[1]
+        killing = threading.Thread(target=lambda: _kill(llm, pid))
+        killing.start()
+        with pytest.raises(RankLost, match="rank 1"):
+            answer(llm, prompt)
+        killing.join()
+    with opened(1, tmp_path) as llm:
+        assert llm.engine.offload is not None
+        llm.engine.offload.choose = forced(0.0, 0.0)
+        assert answer(llm, prompt) == (truth, 2496)
+
+
+def _kill(llm: LLM, pid: int) -> None:
+    """Once something is on its way."""
+    offload = llm.engine.offload
+    assert offload is not None
+    end = time.monotonic() + 20
+    while not offload.counters.restores and time.monotonic() < end:
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
