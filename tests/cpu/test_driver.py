@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,50 +14,15 @@ from headrace.engine.core import EngineCore
 from headrace.engine.driver import Driver
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
-from headrace.parallel import messages
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.planner.choice import StrategyChoice, choose
-from headrace.planner.machine import Machine, ModelShape
+from headrace.planner.machine import ModelShape
 from headrace.strategies import STRATEGIES
 from headrace.types import CHUNK, Structured
+from tests.support.rank_threads import MACHINE, Threads
 
-MACHINE = Machine(
-    name="made up", cores=2, isa="none", date="2026-01-01", linear_flops_s=1e9, attention_flops_s=((1, 1e9),),
-    memory_bytes_s=1e9, link_bytes_s=1e9,
-)  # fmt: skip
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-
-
-class Threads:
-    """Workers as threads that compute the steps sent to them."""
-
-    def __init__(self, ranks: list[Rank], hub: LoopbackHub) -> None:
-        self.hub = hub
-        self.boxes = [queue.SimpleQueue[bytes | None]() for _ in ranks]
-        self.threads = [
-            threading.Thread(target=self._work, args=pair, daemon=True) for pair in zip(ranks, self.boxes, strict=True)
-        ]
-        for thread in self.threads:
-            thread.start()
-
-    def _work(self, rank: Rank, box: Any) -> None:
-        torch.set_num_threads(1)
-        try:
-            while (step := box.get()) is not None:
-                rank.run(messages.decode(step))
-        except BaseException as error:
-            self.hub.fail(repr(error))
-
-    def send(self, step: bytes) -> None:
-        for box in self.boxes:
-            box.put(step)
-
-    def close(self) -> None:
-        for box in self.boxes:
-            box.put(None)
-        for thread in self.threads:
-            thread.join()
 
 
 def over_ranks(size: int, tokens: int = 4096, allowed: tuple[str, ...] = tuple(STRATEGIES), **settings: Any) -> LLM:

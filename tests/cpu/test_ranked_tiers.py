@@ -24,8 +24,8 @@ from headrace.planner.choice import choose
 from headrace.planner.machine import ModelShape
 from headrace.strategies import STRATEGIES
 from headrace.types import BLOCK_CHUNKS, CHUNK
-from tests.cpu.test_driver import MACHINE, Threads
 from tests.support.offloading import counters, flush, forced, watched
+from tests.support.rank_threads import MACHINE, Threads
 from tests.support.traces import Trace, run, same
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
