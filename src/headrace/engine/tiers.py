@@ -29,6 +29,9 @@ from headrace.offload.tiers.stack import Tiers
 from headrace.offload.writeback import PoolStorer, Writeback
 from headrace.parallel.rank import Rank
 
+PREDICTED = 2048
+"""Tokens of the prompt whose time on several ranks the planner is asked for before one was seen."""
+
 
 def identity(config: EngineConfig, capacity: Capacity) -> bytes:
     """What names the chunks that outlive this engine: the content of the model, not its place."""
@@ -104,8 +107,7 @@ def open_ranked(
     kinds = open_everywhere(peers, cache.identity)
     opened = agent.opened
     rates = _rates(config, capacity.backend, rank.decoder, rank.storage, opened.tiers)
-    for cached, new in ((0, config.scheduler.max_batch_tokens), (4096, 2048)):
-        rates.scale_prefill(cached, new, expected_s(new, cached))
+    rates.scale_prefill(0, PREDICTED, expected_s(PREDICTED, 0))
     return StoredPrefixes(
         cache=cache,
         source=RankedChunks(peers, cache, opened.codec, [tier.format for tier in opened.tiers.tiers], kinds[0]),
