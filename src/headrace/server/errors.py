@@ -59,6 +59,13 @@ def invalid(message: str, param: str | None, code: str | None = None) -> ApiErro
     return ApiError(400, message, param, code or "invalid_value")
 
 
+def broken_off(reason: object) -> ApiError:
+    """An answer that the engine has aborted: its grammar or its logits cannot go on. The same request would fail again,
+    so OpenAI's and Anthropic's clients are told not to repeat it."""
+    told = f"the answer was aborted: {reason or 'by the server'}"
+    return ApiError(500, told, None, "aborted", {"x-should-retry": "false"})
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """The answer that an exception of any layer becomes. What a fault inside says goes to the log, not to clients."""
     if isinstance(error, ApiError):

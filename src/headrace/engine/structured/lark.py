@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 
 from headrace.engine.structured.keywords import Refused
 from headrace.engine.structured.patterns import Unreadable, translated
@@ -34,10 +35,10 @@ _FLAGS = re.compile(r"\(\?([imsU-]+)([:)])")
 _ATTRIBUTE = re.compile(r"\b(stop|temperature)\b")
 
 
-def checked(grammar: str) -> tuple[str, list[str]]:
+def checked(grammar: str, added: Mapping[str, int] | None = None) -> tuple[str, list[str]]:
     """A grammar with a place `%json {...}` for each schema in it, and these schemas' texts. Raises Refused.
 
-    The places hold the schemas' numbers: `%json 0`.
+    The places hold the schemas' numbers: `%json 0`. added: tokens that the grammar may name, which become their ids.
     """
     parts: list[str] = []
     schemas: list[str] = []
@@ -54,7 +55,8 @@ def checked(grammar: str) -> tuple[str, list[str]]:
             what = f"more than {MAX_RULES} rules" if rules > MAX_RULES else f"repeats more than {MAX_TIMES:,} times"
             raise Refused(f"grammar, line {line}", what, "use a smaller one")
         _check(kind, text, f"grammar, line {line}")
-        parts.append(text)
+        named = kind == "special" and added is not None and text in added
+        parts.append(f"<[{added[text]}]>" if named and added is not None else text)
         if text == "%json":
             at = _cut(grammar, at, line, schemas)
             parts.append(f" {len(schemas) - 1}")

@@ -17,8 +17,8 @@ MOST_CALLS = 16
 
 
 class Grammar:
-    """tokens: added tokens of the vocabulary, by text. A mark that is one is written as its token: for llguidance no
-    text contains an added token."""
+    """tokens: added tokens of the vocabulary, by text. A mark that is one is written as its token: a text in a grammar
+    is never an added token."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self.tokens = tokens
