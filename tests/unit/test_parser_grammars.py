@@ -248,7 +248,7 @@ REFUSED = {
 def test_what_cannot_be_forced_is_refused(name: str, tools: list[Tool], choice: ToolChoice, param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         constraint(Formats(name), tools, choice, Reasoning(), "", None)
-    assert refused.value.param == param
+    assert refused.value.param == param and (param != "tools" or not tools or repr(tools[0].name) in str(refused.value))
 
 
 def test_texts_that_are_marks_cannot_be_forced() -> None:

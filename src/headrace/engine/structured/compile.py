@@ -80,13 +80,13 @@ def expression_of(regex: str) -> str:
 
 
 def limits() -> LLParserLimits:
-    """What a grammar may cost: when it is compiled (about 0.5 s, 100 MiB), and for each token (some 50 ms; 0.3 s if
-    it is ambiguous all over)."""
+    """What a grammar may cost: when it is compiled (about 0.5 s, 100 MiB), and for each token: 0.1 s and, if it is
+    ambiguous all over and the vocabulary large, up to 0.3 s (docs/schemas.md)."""
     return LLParserLimits(
-        max_items_in_row=2000,  # an ambiguous grammar costs the square of this for each token
+        max_items_in_row=2000,  # 450 optional properties need 1,800. Looked at when a row is made: see lark.MAX_NAMES.
         initial_lexer_fuel=200_000,
         step_lexer_fuel=200_000,
-        step_max_items=20_000,
+        step_max_items=5_000,
         max_lexer_states=50_000,
         max_grammar_size=200_000,
         verbose_errors=False,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from headrace.errors import InvalidRequest
-from headrace.server.parsers.lark import MOST_CALLS, Grammar, bare
+from headrace.server.parsers.lark import MOST_CALLS, Grammar, bare, refused
 from headrace.server.parsers.registry import NONE, REASONING_FORMATS, TOOL_FORMATS, Formats, ReasoningFormat
 from headrace.server.turn import Reasoning, Tool, ToolChoice
 from headrace.structured import Structured
@@ -73,8 +73,8 @@ def _check_texts(formats: Formats, tools: Sequence[Tool]) -> None:
         text = f"{tool.name} {json.dumps(bare(tool.parameters), ensure_ascii=False)}"
         found = next((token for token in read if token in text), None)
         if found is not None:
-            told = f"tools: calls of {tool.name!r} cannot be forced: its name or parameters contain {found!r}"
-            raise InvalidRequest(f"{told}, which is a mark of this model's format", "tools")
+            told = f"its calls cannot be forced: its name or parameters contain {found!r}"
+            raise refused(tool, f"{told}, which is a mark of this model's format")
 
 
 def _opened(formats: Formats, prompt_end: str) -> bool:
