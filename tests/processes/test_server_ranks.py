@@ -152,6 +152,7 @@ print("seen", out.outputs[0].token_ids, out.metrics.strategy)
 """
 
 
+@pytest.mark.matrix
 def test_a_script_under_torchrun(tmp_path: Any, right: list[list[int]]) -> None:
     """Rank 1 never comes back from LLM()."""
     file = tmp_path / "script.py"
