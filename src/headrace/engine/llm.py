@@ -155,7 +155,7 @@ class LLM(metaclass=PublicNames):
         plan = plan_score(text, options, self.tokenizer, self.capacity.alike_tokens)
         plan.check(self.capacity.check)
         sharing = cache_salt, public_prefix_tokens
-        requests = [self._checked_request(each.token_ids, each.params, *sharing) for each in plan.requests]
+        requests = [self._checked_request(list(each.token_ids), each.params, *sharing) for each in plan.requests]
         return plan.scores([reported(output) for output in self._run(requests, progress=False)])
 
     def embed(
