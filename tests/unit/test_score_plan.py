@@ -57,6 +57,15 @@ def test_scores_are_put_together() -> None:
         plan.scores([[row(8, 10)], []])
 
 
+def test_a_few_prompts_are_put_together_at_a_time() -> None:
+    plan = plan_score([5] * 10, [[6, 7]] * 7, None)
+    assert [len(group) for group in plan.groups()] == [8]
+    for most, want in ((36, [3, 3, 2]), (1, [1] * 8), (12, [1] * 8), (22, [2] + [1] * 6)):
+        groups = list(plan.groups(most))
+        assert [len(group) for group in groups] == want
+        assert [each for group in groups for each in group] == plan.requests
+
+
 def test_prompts_whose_keys_depend_on_their_length_report_all_themselves() -> None:
     plan = plan_score([5] * 10, [[6], [6, 7, 8]], None, alike=12)
     assert told(plan) == [(10, 0, 0), (13, 10, 10)]

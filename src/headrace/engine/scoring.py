@@ -29,6 +29,9 @@ MOST_CHARACTERS = 1 << 22
 TAIL = 256
 """Characters of the text's end that are tokenized with each option, if that comes to the same."""
 
+MOST_TOKENS = 1 << 22
+"""Tokens of prompts that the engine is given at a time where nothing else bounds them: about 64 MB."""
+
 Text = str | Sequence[int]
 
 
@@ -144,6 +147,18 @@ class ScorePlan:
         if self._asked[longest] >= 0:
             with _renamed("options", f"the text with options[{self._asked[longest]}]: "):
                 check(list(self.requests[longest].token_ids), self.requests[longest].params)
+
+    def groups(self, most: int = MOST_TOKENS) -> Iterator[list[ScoreRequest]]:
+        """The requests in their order, each group with at most so many tokens, or with one request."""
+        group: list[ScoreRequest] = []
+        room = most
+        for request in self.requests:
+            if group and len(request.token_ids) > room:
+                yield group
+                group, room = [], most
+            group.append(request)
+            room -= len(request.token_ids)
+        yield group
 
     def scores(self, answers: Sequence[Sequence[TokenLogprobs | None]]) -> list[Score]:
         """answers: of each request its rows of log probabilities, of the answer or of the prompt; rows that are None
