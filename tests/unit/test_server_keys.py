@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 
 from headrace.config import EngineConfig
 from headrace.server.app import create_app
+from headrace.server.serve import make_server
 from headrace.server.tenants import salt_of
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_server import (
@@ -304,3 +308,21 @@ def test_scores_and_embeddings_are_no_output(write: Write) -> None:
         check_refusal(post(running, {"text": "x" * 21, "options": options}, path="/v1/score"), 400, "options")
         check_refusal(post(running, {"input": ["a"] * 41}, path="/v1/embeddings"), 400, "input")
         check_refusal(post(running, text("a", max_tokens=2)), 400, "max_tokens")
+
+
+def test_a_hangup_without_a_file_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """The signal itself, which ends a process by default."""
+    server = make_server(create_app(FakeEngine(EngineConfig()), EngineConfig()))
+
+    async def hang_up() -> None:
+        with server.capture_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0)
+            while not caplog.messages:
+                await asyncio.sleep(0.001)
+
+    before = signal.getsignal(signal.SIGHUP)
+    with caplog.at_level(logging.INFO, "headrace.server"):
+        asyncio.run(hang_up())
+    assert caplog.messages == ["SIGHUP: there is nothing to read again without --api-keys-file"]
+    assert signal.getsignal(signal.SIGHUP) == before and not server.should_exit

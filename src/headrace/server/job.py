@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.server.engine import ServedEngine
+from headrace.server.errors import broken_off
 from headrace.server.parsers.parts import Answer, OutputParser, Part, PlainText
 from headrace.server.tenants import ANYBODY, Tenant
 from headrace.stats import EngineStats
@@ -155,8 +156,8 @@ class Job:
     async def events(self, engine: ServedEngine, note: Callable[[EngineStats], None]) -> AsyncIterator[Event]:
         """Runs every prompt; closing this iterator, or cancelling its task, aborts what still runs.
 
-        `note` is told the engine's counters as they stand at each delta. Raises RuntimeError for a job that has not
-        been admitted: it would meet any tenant's chunks.
+        `note` is told the engine's counters as they stand at each delta. Raises ApiError where the engine has aborted
+        an answer, and RuntimeError for a job that has not been admitted: it would meet any tenant's chunks.
         """
         if not self.admitted:
             raise RuntimeError("a job needs server.admission.admit before it goes to the engine")
@@ -187,6 +188,8 @@ class Job:
         if delta.metrics:
             cached = max(0, delta.metrics.cached_tokens - choice.prompt.shared)
             self.metrics.append(replace(delta.metrics, cached_tokens=cached) if choice.prompt.shared else delta.metrics)
+        if delta.finish_reason == "abort":
+            raise broken_off(delta.stop_reason)
         return Event(choice, delta, first, choice.read(delta))
 
     def _deltas(self, engine: ServedEngine) -> AsyncIterator[tuple[int, Delta]]:
