@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.engine.embedding import Pooled
 from headrace.engine.executor import Computed
 from headrace.engine.logprobs import BadLogits, Row, row_logprobs
+from headrace.engine.pooled import Pooled
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.types import Delta, Logprob, Request, TokenLogprobs
 
