@@ -247,11 +247,17 @@ def explain(error: ValidationError, fields: Any, where: str = "") -> ApiError:
     return invalid(f"{path}: {told}", param, "invalid_type" if "type" in fault["type"] else None)
 
 
+UNION_TAGS = ("a function", "a namespace")
+"""Names of a union's members that are no value of a field."""
+
+
 def _untagged(loc: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
     """Without pydantic's names of a union's members, which stand behind the place of an object with a type or role. The
     last part is the field at fault."""
     out: list[int | str] = []
     for place, part in enumerate(loc):
+        if out and place < len(loc) - 1 and part in UNION_TAGS:
+            continue
         if out and place < len(loc) - 1 and isinstance(value, dict) and part in (value.get("type"), value.get("role")):
             value = {name: held for name, held in value.items() if name not in ("type", "role")}
             continue
