@@ -190,7 +190,7 @@ class SamplingParams:
 
     def _check_scores(self) -> None:
         if self.prompt_logprobs is None:
-            told = "max_tokens 0 leaves nothing to do: set prompt_logprobs too (or logprobs and echo), or at least 1"
+            told = "max_tokens must be 1 or more; 0 goes with prompt_logprobs (or logprobs and echo)"
             raise InvalidRequest(told, "max_tokens")
         if self.n > 1:
             raise InvalidRequest("with max_tokens 0 nothing is drawn: n must be 1", "n")

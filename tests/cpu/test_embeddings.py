@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModel
 
 from headrace import LLM, InvalidRequest, SamplingParams
-from headrace.engine.embedding import EMBEDS, EmbeddingAborted, Pooled
+from headrace.engine.embedding import EMBEDS, EmbeddingAborted
+from headrace.engine.pooled import Pooled
 from headrace.types import PoolingKind, Request
 from tests.support.checkpoints import VOCAB, FolderOf
 

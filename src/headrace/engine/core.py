@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace.engine.detokenizer import Detokenizer
-from headrace.engine.embedding import Pooled
 from headrace.engine.executor import Computed
 from headrace.engine.loader import Loaded
 from headrace.engine.output import Active, Output, prefills
+from headrace.engine.pooled import Pooled
 from headrace.engine.reports import Head, Observer, PromptLogprobs, note_reports, show
 from headrace.engine.sampler import (
     BadLogits,

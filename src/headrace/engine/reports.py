@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headrace.engine.embedding import Pooled
 from headrace.engine.executor import Computed
 from headrace.engine.logprobs import BadLogits, TargetRows
+from headrace.engine.pooled import Pooled
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.types import Delta, Logprob, Request, TokenLogprobs
 
