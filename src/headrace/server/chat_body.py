@@ -17,6 +17,10 @@ RESERVED = {"self", "messages", "tools", "documents", "add_generation_prompt"}
 """Names that are no variables of a chat template; the tokenizer knows of more."""
 
 MAX_TOOLS = 512
+MAX_MESSAGES = 10_000
+"""Of a conversation; the Responses API bounds its items alike."""
+MAX_CALLS = 1024
+"""Of one message."""
 MAX_BUDGET = 2**31
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -59,9 +63,9 @@ def arguments_object(text: str) -> Any:
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: list[TextPart] | None = None
+    content: list[TextPart] | None = Field(None, fail_fast=True)
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS, fail_fast=True)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     parsed: Any = None
@@ -112,21 +116,22 @@ class ToolBody(Strict):
     type: Literal["function"]
     function: FunctionBody
 
-    def tool(self) -> Tool:
+    def tool(self, number: int) -> Tool:
         given = self.function
         schema = {"type": "object", "properties": {}} if given.parameters is None else given.parameters
-        return Tool(given.name, given.description, schema, bool(given.strict))
+        where = f"tools[{number}].function.parameters"
+        return Tool(given.name, given.description, schema, bool(given.strict), where)
 
 
 class DescribedTool(Protocol):
-    """Tools as a client describes them, of any route."""
+    """Tools as a client describes them, of any route. number: its place in the list."""
 
-    def tool(self) -> Tool: ...
+    def tool(self, number: int) -> Tool: ...
 
 
 def tools_of(given: Sequence[DescribedTool] | None) -> tuple[Tool, ...]:
     """Raises ApiError for two of one name."""
-    tools = tuple(each.tool() for each in given or ())
+    tools = tuple(each.tool(number) for number, each in enumerate(given or ()))
     names = [tool.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise invalid(f"two tools have the name {twice!r}", "tools")
@@ -162,7 +167,7 @@ class AllowedTools(Strict):
 
 
 class ChatBody(SampledBody):
-    messages: list[Message]
+    messages: list[Message] = Field(max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import math
@@ -128,8 +129,7 @@ class HTTPServer(uvicorn.Server):
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self.handle_exit, number, None)
-            if self.state.config.server.api_keys_file is not None:
-                loop.add_signal_handler(signal.SIGHUP, self.state.keys.reload)
+            loop.add_signal_handler(signal.SIGHUP, self.state.keys.reload)
         yield
 
 
@@ -159,7 +159,9 @@ def make_server(app: FastAPI) -> HTTPServer:
 
 def _engine_maker(config: EngineConfig) -> MakeEngine:
     async def make() -> ServedEngine:
-        return (await asyncio.to_thread(_engine_class))(config)
+        engine_class = await asyncio.to_thread(_engine_class)
+        gc.freeze()  # else each collection of what a large body leaves looks at all modules: some tenths of a second
+        return engine_class(config)
 
     return make
 
