@@ -19,12 +19,12 @@ from headrace.config import EngineConfig
         {"kv_offloading_size": 1.0},
         {"kv_offload_path": "/tmp/kv"},
         {"kv_remote_url": "redis://127.0.0.1:6379"},
-        {"kv_offloading_size": 1.0, "offload_schedule": "row"},
+        {"offload_schedule": "row", "kv_offloading_size": 1.0},
     ],
 )
 def test_without(given: dict[str, Any]) -> None:
     name = next(iter(given))
-    with pytest.raises(ValueError, match=f"'triton' works without {name} only: leave one of them out"):
+    with pytest.raises(ValueError, match=f"it works on the CPU only. Leave out attention_backend or {name}"):
         EngineConfig(attention_backend="triton", **given)
 
 

@@ -82,16 +82,28 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"kv_offload_path": " "}, "kv_offload_path must name a directory"),
     ({"offload_schedule": "row"}, "offload_schedule needs a place for KV"),
     ({"offload_schedule": "auto", **REMOTE}, "offload_schedule needs a place for KV"),
-    ({"offload_schedule": "column", **HOST, **REMOTE}, "leave out kv_remote_url"),
+    ({"offload_schedule": "column", **HOST, **REMOTE}, "Leave out kv_remote_url or offload_schedule"),
     ({"weight_offload": True, **HOST}, "weight_offload needs a schedule: set offload_schedule"),
     ({"offload_x_resident": True, **HOST}, "offload_x_resident needs a schedule"),
     ({"offload_batches": 2, **HOST}, "offload_batches needs a schedule"),
     ({"offload_staging_mb": 64, **HOST}, "offload_staging_mb needs a schedule"),
-    ({"enable_prefix_caching": False, **HOST}, "offloading needs .*leave enable_prefix_caching on"),
-    ({"tensor_parallel_size": 2, **DISK}, "tiers work without tensor ranks: leave out tensor_parallel_size"),
+    (
+        {"enable_prefix_caching": False, **HOST},
+        "Leave out kv_offloading_size or --no-enable-prefix-caching",
+    ),
+    (
+        {"tensor_parallel_size": 2, **DISK},
+        "without tensor ranks. Leave out tensor_parallel_size or kv_offload_path",
+    ),
     ({"tensor_parallel_size": 2, **REMOTE}, "tiers work without tensor ranks"),
-    ({"context_parallel_size": 2, "offload_schedule": "row", **HOST}, "offload_schedule works on one rank"),
-    ({"context_parallel_size": 2, "kv_offload_activations": "on", **HOST}, "several ranks store no activations"),
+    (
+        {"context_parallel_size": 2, "offload_schedule": "row", **HOST},
+        "streaming works on one rank. Leave out context_par",
+    ),
+    (
+        {"context_parallel_size": 2, "kv_offload_activations": "on", **HOST},
+        "rows of a chunk .*or kv_offload_activations",
+    ),
 ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from headrace.config.cache import CacheSettings
+from headrace.config.combinations import excluded
 from headrace.config.fields import Setting, SettingsRecord, listed, need, settings_of
 from headrace.config.model import ModelSettings
 from headrace.config.offload import KVTiers, LinkSettings, OffloadSettings
@@ -42,8 +43,7 @@ class Records:
         self.tiers = tuple(tier for kind in TIERS if (tier := self.of(kind)).given)
         self.streams = self.of(StreamSettings).schedule != "off"
         self._check_places()
-        self._check_ranks()
-        self._check_gpu()
+        self._check_pairs()
 
     def of(self, record: type[R]) -> R:
         made = self._made[record]
@@ -70,36 +70,9 @@ class Records:
         need(link.latency_ms > 0, far, "kv_link_latency_ms", a_tier)
         place = self.of(HostTierSettings).given or self.of(DiskTierSettings).given
         need(self.streams, place, "offload_schedule", "a place for KV: set kv_offloading_size or kv_offload_path")
-        names = "the names that prefix caching gives to chunks: leave enable_prefix_caching on"
-        need(outside and not self.streams, self.of(CacheSettings).prefix_caching, "offloading", names)
-        for tier in self.tiers:
-            if self.streams and not isinstance(tier, HostTierSettings | DiskTierSettings):
-                told = "offload_schedule streams KV from host memory or disk only: leave out"
-                raise ValueError(f"{told} {tier.switch}")
 
-    def _check_ranks(self) -> None:
-        ranks = self.of(RankSettings)
-        if ranks.count == 1:
-            return
-        if self.streams:
-            raise ValueError(f"offload_schedule works on one rank: leave out context_parallel_size and "
-                             f"tensor_parallel_size ({ranks.count} ranks), or offload_schedule")  # fmt: skip
-        if self.tiers and ranks.tensor > 1:
-            raise ValueError(f"tiers work without tensor ranks: leave out tensor_parallel_size ({ranks.tensor}), or "
-                             f"{listed(SWITCHES, 'and')}")  # fmt: skip
-        if self.tiers and self.of(OffloadSettings).activations == "on":
-            raise ValueError("several ranks store no activations: leave out kv_offload_activations")
-
-    def _check_gpu(self) -> None:
-        """Raises ValueError for settings that a GPU cannot follow yet."""
-        model, ranks = self.of(ModelSettings), self.of(RankSettings)
-        if model.backend != "triton":
-            return
-        others = {
-            "context_parallel_size": ranks.context > 1, "tensor_parallel_size": ranks.tensor > 1,
-            "kv_cache_dtype": self.of(CacheSettings).dtype == "int8", "quantization": model.quantization != "none",
-            **{tier.switch: True for tier in self.tiers}, "offload_schedule": self.streams,
-        }  # fmt: skip
-        for name, given in others.items():
-            if given:
-                raise ValueError(f"attention_backend 'triton' works without {name} only: leave one of them out")
+    def _check_pairs(self) -> None:
+        """See config.combinations."""
+        found = excluded(self)
+        if found is not None:
+            raise ValueError(found.told())

@@ -1,0 +1,107 @@
+"""What goes with what: the features of an engine, and the few pairs that exclude each other.
+
+Settings are refused by these pairs (config.together), and docs/combinations.md is made of them (tools/combinations.py):
+a pair that is not here works, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headrace.config.cache import CacheSettings
+from headrace.config.model import ModelSettings
+from headrace.config.offload import OffloadSettings
+from headrace.config.ranks import RankSettings
+from headrace.config.streaming import StreamSettings
+from headrace.config.tiers import DiskTierSettings, HostTierSettings, RemoteTierSettings
+
+
+class Given(Protocol):
+    """The records of the settings: config.together.Records."""
+
+    streams: bool
+
+    def of(self, record: type[Any]) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """label: in the table. on: whether the settings ask for it. example: settings that do. remedy: what to leave out
+    so that they do not."""
+
+    name: str
+    label: str
+    on: Callable[[Given], bool]
+    example: Mapping[str, Any]
+    remedy: str
+
+
+def _tier(record: type[Any]) -> Callable[[Given], bool]:
+    return lambda given: given.of(record).given and not given.streams
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("context", "context ranks", lambda given: given.of(RankSettings).context > 1, {"context_parallel_size": 2},
+            "context_parallel_size"),
+    Feature("tensor", "tensor ranks", lambda given: given.of(RankSettings).tensor > 1, {"tensor_parallel_size": 2},
+            "tensor_parallel_size"),
+    Feature("host", "tier in host memory", _tier(HostTierSettings), {"kv_offloading_size": 0.1}, "kv_offloading_size"),
+    Feature("disk", "tier on disk", _tier(DiskTierSettings), {"kv_offload_path": "DIR"}, "kv_offload_path"),
+    Feature("remote", "remote tier", lambda given: given.of(RemoteTierSettings).given,
+            {"kv_remote_url": "redis://127.0.0.1:1/0"}, "kv_remote_url"),
+    Feature("activations", "activations stored",
+            lambda given: given.of(OffloadSettings).activations == "on" and not given.streams,
+            {"kv_offload_activations": "on", "kv_offloading_size": 0.1}, "kv_offload_activations"),
+    Feature("weights", "weights outside", lambda given: given.of(StreamSettings).weights,
+            {"weight_offload": True, "offload_schedule": "auto", "kv_offloading_size": 0.1}, "weight_offload"),
+    Feature("row", "streamed, row", lambda given: given.of(StreamSettings).schedule in ("row", "auto"),
+            {"offload_schedule": "row", "kv_offloading_size": 0.1}, "offload_schedule"),
+    Feature("column", "streamed, column", lambda given: given.of(StreamSettings).schedule == "column",
+            {"offload_schedule": "column", "kv_offloading_size": 0.1}, "offload_schedule"),
+    Feature("int8_kv", "K and V in int8", lambda given: given.of(CacheSettings).dtype == "int8",
+            {"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+    Feature("quantised", "weights in int8 or int4", lambda given: given.of(ModelSettings).quantization != "none",
+            {"quantization": "int8"}, "quantization"),
+    Feature("private", "prefix caching off", lambda given: not given.of(CacheSettings).prefix_caching,
+            {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
+    Feature("gpu", "a GPU", lambda given: given.of(ModelSettings).backend == "triton", {"attention_backend": "triton"},
+            "attention_backend"),
+)  # fmt: skip
+BY_NAME = {feature.name: feature for feature in FEATURES}
+TIERS = ("host", "disk", "remote")
+STREAMED = ("weights", "row", "column")
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """Two features that do not go together. why: one sentence. yet: it makes sense, and is not built."""
+
+    one: str
+    other: str
+    why: str
+    yet: bool = True
+
+    def told(self) -> str:
+        """What a user is told: the point, then the remedy."""
+        one, other = BY_NAME[self.one], BY_NAME[self.other]
+        return f"{one.label} and {other.label} exclude each other: {self.why}. Leave out {one.remedy} or {other.remedy}"
+
+
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    *(Exclusion("tensor", tier, "tiers work without tensor ranks") for tier in (*TIERS, "activations")),
+    Exclusion("context", "activations", "the rows of a chunk may be computed by others than its owner"),
+    *(Exclusion(ranks, way, "streaming works on one rank") for ranks in ("context", "tensor") for way in STREAMED),
+    *(Exclusion("remote", way, "streaming needs host memory or a disk", yet=False) for way in STREAMED),
+    *(Exclusion(tier, "private", "stored chunks go by the names that prefix caching gives them", yet=False)
+      for tier in (*TIERS, "activations")),
+    *(Exclusion("gpu", other, "it works on the CPU only") for other in
+      ("context", "tensor", *TIERS, "activations", *STREAMED, "int8_kv", "quantised")),
+)  # fmt: skip
+
+
+def excluded(given: Given) -> Exclusion | None:
+    """The first pair that the settings ask for and cannot have."""
+    on = {feature.name for feature in FEATURES if feature.on(given)}
+    return next((each for each in EXCLUSIONS if {each.one, each.other} <= on), None)
