@@ -1,5 +1,8 @@
 """Storing chunks below the pool: those of ended sequences by a thread, the others when they are evicted.
 
+With `only_idle` nothing is given to disk or network while the engine computes: a chunk is stored when there is nothing
+else to do, and one that is evicted before goes to tiers in memory alone. Otherwise:
+
 A table whose sequence has ended is parked: it keeps holding its chunks, so that they stay unchanged, until the thread
 has stored them. When the pool runs short, parked tables are closed at once; what was not stored yet is stored
 when it is evicted or when there is nothing else to do, by the engine itself.
@@ -29,6 +32,10 @@ NICE = 10
 IDLE_S = 0.02
 """So long does an idle engine store chunks before it looks whether there is something to do."""
 
+IDLE_QUEUE = 8 << 20
+"""Bytes that may wait for a tier when an idle engine goes on storing: a request that comes meanwhile has to share the
+cores with their writing."""
+
 
 @dataclass(slots=True, eq=False)
 class _Parked:
@@ -51,6 +58,7 @@ class Writeback:
     tiers: Tiers
     codec: ChunkCodec
     engine_codec: ChunkCodec
+    only_idle: bool = False
     unstored: int = 0
     let_go: int = 0
     _queue: queue.SimpleQueue[_Parked | None] = field(default_factory=queue.SimpleQueue)
@@ -71,7 +79,9 @@ class Writeback:
         nodes = [node for node in table.nodes if not node.stored]
         if table not in self.cache.parked:
             return
-        if not nodes:
+        if self.only_idle:
+            self.let_go += len(nodes)
+        if self.only_idle or not nodes:
             self.cache.close(table)
             return
         parked = self._parked[table] = _Parked(table, nodes)
@@ -101,17 +111,19 @@ class Writeback:
         """Called by an idle engine: stores some chunks that no table holds any more and that were not stored; returns
         whether there were any."""
         left, end = [node for node in self.cache.tree.idle.values() if not node.stored], time.monotonic() + IDLE_S
-        for done, node in enumerate(left, 1):
-            self._store(node, self.engine_codec)
-            self.let_go = len(left) - done
-            if time.monotonic() >= end:
+        self.let_go = len(left)
+        for node in left:
+            if time.monotonic() >= end or (self.only_idle and self.tiers.queued_bytes > IDLE_QUEUE):
                 break
+            self._store(node, self.engine_codec)
+            self.let_go -= 1
         return bool(left)
 
     def _leaving(self, node: Node) -> None:
         """A chunk is evicted."""
         if not node.stored and node.digest is not None:
-            self._store(node, self.engine_codec)
+            self._store(node, self.engine_codec, in_memory=self.only_idle)
+            self.let_go -= int(self.let_go > 0)
 
     # -- also on the thread
 
@@ -127,14 +139,17 @@ class Writeback:
                 log.exception("chunks could not be stored; they are computed again when they are needed")
             self._ended.put(parked)
 
-    def _store(self, node: Node, codec: ChunkCodec, parked: _Parked | None = None) -> None:
-        """Offers the chunk to every tier that lacks it. The engine does not wait for an answer from disk or network."""
+    def _store(self, node: Node, codec: ChunkCodec, parked: _Parked | None = None, *, in_memory: bool = False) -> None:
+        """Offers the chunk to every tier that lacks it, or to those in memory alone. The engine does not wait for an
+        answer from disk or network."""
         digest, slot, tenant = node.digest, node.slot, node.tenant
         assert digest is not None
         kinds: list[BlobKind] = ["k", "x"] if codec.keeps_activations and node.activations else ["k"]
         for kind in kinds:
             name = name_of(digest, kind)
             lacking = self.tiers.lacking(name) if parked is not None else self.tiers.doubtful(name)
+            if in_memory:
+                lacking = [tier for tier in lacking if not self.tiers.queues(tier)]
             for form in sorted({self.tiers.format(tier) for tier in lacking}):
                 with self._encoding:
                     if parked is not None and parked.revoked:
@@ -155,6 +170,7 @@ class Writeback:
         if self._closed:
             return True
         self._closed, end = True, time.monotonic() + timeout_s
+        self.only_idle = False
         self._queue.put(None)
         self._thread.join(timeout_s)
         done = not self._thread.is_alive()
