@@ -122,7 +122,7 @@ class DiskTierSettings(TierSettings):
 
     @property
     def directory(self) -> str | None:
-        return None if self.path in (NO_DISK, OWN_DISK) else self.path
+        return None if self.path == OWN_DISK else self.path
 
     def check_together(self) -> None:
         may = self.given or self.path == OWN_DISK

@@ -43,8 +43,9 @@ log = logging.getLogger(__name__)
 
 TIERS_S = 0.2
 """Between two looks at the tiers' counters."""
-CLOSE_S = 30.0
-"""So long may it take to store what is not stored yet when the engine ends."""
+CLOSE_S, IDLE_CLOSE_S = 30.0, 5.0
+"""So long may storing what is not stored yet take when the engine ends; the second for tiers that are written while
+idle."""
 
 Choose = Callable[[StoredRun, Rates, int], Split]
 """(run, rates, most tokens of a step) -> Split: see offload.restore.solver.restore_split."""
@@ -228,7 +229,7 @@ class StoredPrefixes(Below):
         report = state.restore.report
         assert report.done
         for node in state.nodes[: report.good]:
-            node.stored = True
+            node.stored = not self.writeback.offers_again
         if report.lost:
             self.cache.truncate(table, state.first + report.good)
         self.cache.confirm(table, state.first, report.good)
@@ -313,8 +314,9 @@ class StoredPrefixes(Below):
             stats.tiers, self._ask_tiers_s = self.tiers.stats(), now + TIERS_S
 
     def close(self) -> None:
-        """Stores what is not stored yet, for at most CLOSE_S, and ends all threads. May be called again."""
-        end = time.monotonic() + CLOSE_S
-        self.writeback.close(CLOSE_S)
+        """Stores what is not stored yet, within CLOSE_S or IDLE_CLOSE_S, and ends all threads. May be called again."""
+        seconds = IDLE_CLOSE_S if self.writeback.only_idle else CLOSE_S
+        end = time.monotonic() + seconds
+        self.writeback.close(seconds)
         self.source.close()
         self.tiers.close(max(0.1, end - time.monotonic()))

@@ -73,6 +73,12 @@ class Writeback:
         self._thread = threading.Thread(target=self._run, name="headrace-writeback", daemon=True)
         self._thread.start()
 
+    @property
+    def offers_again(self) -> bool:
+        """Whether what came back from a tier is offered to the others once more: it may have come from memory, where
+        it went alone when it was evicted."""
+        return self.only_idle and any(tier.in_memory for tier in self.tiers.tiers)
+
     def park(self, table: ChunkTable) -> None:
         """Instead of KVCache.close: what is not stored of the table's complete chunks will be."""
         self.cache.park(table)
