@@ -68,6 +68,12 @@ def test_other_places(name: str, below: str, tmp_path: Path, monkeypatch: pytest
     assert disk_of(auto())[0] == str(tmp_path / "other" / below)
 
 
+def test_a_relative_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", "mine")
+    assert disk_of(auto())[0] == str(tmp_path / "mine" / "kv")
+
+
 def test_what_was_given_holds(home: Path) -> None:
     config = auto(kv_offload_disk_size="500GiB", kv_disk_format="int8", kv_offload_write="ended")
     assert disk_of(config)[1] == 500 and config.tiers is not None

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from headrace.config import EngineConfig
-from headrace.config.environment import cache_folder, from_home
+from headrace.config.environment import CACHE_DIR, cache_folder, from_home
 from headrace.config.tiers import DISK_GIB, NO_DISK, OWN_DISK
 
 log = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ def kv_folder() -> Path:
         folder = cache_folder() / "kv"
     except RuntimeError:
         raise Unusable("the user has no home directory") from None
-    if not folder.is_absolute():
+    if not folder.is_absolute() and CACHE_DIR not in os.environ:
         raise Unusable("the user's home is no absolute path")
-    return folder
+    return folder.absolute()
 
 
 def resolved(config: EngineConfig) -> EngineConfig:
