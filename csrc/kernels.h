@@ -178,6 +178,18 @@ struct Greatest {
   const float *tops;  // of x, if they are known (see Epilogue), else null
 };
 
+// Of each row of x [R, N], N at least 1: its greatest element (NaN if one is), the sum of e^(x - that), and how many elements
+// are above its target's. target [R]: places in 0 .. N-1. Sums are void where the greatest is not finite.
+struct SoftmaxSums {
+  const float *x;
+  const int64_t *target;
+  float *greatest;  // [R]
+  double *sum;      // [R]
+  int64_t *above;   // [R]
+  int64_t rows, width;
+  int threads;
+};
+
 // Whether the first cache of a core holds 32 KB or less, as those of Zen 4 do: half a chunk of keys and values and the half
 // that is read next leave no room in it. What is fetched ahead goes to the second one then. (Zen 5 and Sapphire Rapids: 48.)
 extern bool small_l1;
@@ -202,6 +214,7 @@ extern const bool multiplies_bf16;
   FUNCTION(merge_partials, void, (const MergePartials &))                     \
   FUNCTION(merge_states, void, (const MergeStates &))                         \
   FUNCTION(greatest, void, (const Greatest &))                                \
+  FUNCTION(softmax_sums, void, (const SoftmaxSums &))                         \
   FUNCTION(store_chunks, void, (const Stored &))                              \
   FUNCTION(load_chunks, void, (const Stored &))                               \
   FUNCTION(exp, void, (const float *x, float *out, int64_t n))                \

@@ -147,6 +147,12 @@ void greatest(Address x, Address value, Address index, int64_t rows, int64_t wid
   kernels().greatest({at<float>(x), at<float>(value), at<int64_t>(index), rows, width, threads, nullptr});
 }
 
+void softmax_sums(Address x, Address target, Address greatest, Address sum, Address above, int64_t rows, int64_t width,
+                  int threads) {
+  kernels().softmax_sums({at<float>(x), at<int64_t>(target), at<float>(greatest), at<double>(sum), at<int64_t>(above), rows,
+                          width, threads});
+}
+
 void make_matrix(Matrix *self, Form form, Address weight, Address scales, Address bias, int64_t inputs, int64_t outputs,
                  bool gated) {
   new (self) Matrix{form, at<void>(weight), at<void>(scales), at<bf16>(bias), inputs, outputs, gated};
@@ -325,6 +331,7 @@ NB_MODULE(_cpu, m) {
   m.def("rotary", rotary, unlocked, "type"_a, "x"_a, "cos_sin"_a, "out"_a, named, "rows"_a, "x_stride"_a, "heads"_a, "dim"_a,
         "width"_a, "threads"_a);
   m.def("greatest", greatest, unlocked);
+  m.def("softmax_sums", softmax_sums, unlocked);
   m.def("linear", linear, unlocked, "type"_a, "x"_a, "matrix"_a, "out"_a, named, "rows"_a, "x_stride"_a, "wide"_a, "threads"_a);
   nb::enum_<Order>(m, "Order").value("pre", Order::pre).value("post", Order::post).value("parallel", Order::parallel);
   nb::enum_<Activation> activations(m, "Activation");

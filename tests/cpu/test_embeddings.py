@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,32 +16,11 @@ from headrace.engine.embedding import EMBEDS, EmbeddingAborted
 from headrace.engine.pooled import Pooled
 from headrace.types import PoolingKind, Request
 from tests.support.checkpoints import VOCAB, FolderOf
-
-NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+from tests.support.likelihoods import with_pooling
 
 
 def tokens(count: int, seed: int) -> list[int]:
     return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def with_pooling(folder: Path, target: Path, kind: PoolingKind | None, normalize: bool, **config: Any) -> Path:
-    """The checkpoint with what sentence-transformers writes beside it; None: nothing."""
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).symlink_to(path)
-    if config:
-        (target / "config.json").unlink()
-        (target / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | config))
-    if kind is not None:
-        told = {"last": "pooling_mode_lasttoken", "mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
-        (target / "1_Pooling").mkdir()
-        (target / "1_Pooling" / "config.json").write_text(
-            json.dumps({each: each == told[kind] for each in told.values()})
-        )
-        modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
-        modules += [{"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
-        (target / "modules.json").write_text(json.dumps(modules + [NORMALIZE] * normalize))
-    return target
 
 
 @pytest.fixture(scope="module")

@@ -256,3 +256,48 @@ def test_greatest_of_nothing() -> None:
         cpu.greatest(torch.empty(3, 0))
     with pytest.raises(ValueError, match="x must be"):
         cpu.greatest(torch.empty(4, 3).T)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_softmax_sums(isa: str, data: st.DataObject) -> None:
+    """Rows of any width against the definition: one alone has the bits that it has beside others."""
+    width = data.draw(st.sampled_from([1, 2, 7, 31, 32, 33, 64, 1000]), "width")
+    rows, scale = data.draw(st.sampled_from([1, 3, 9]), "rows"), data.draw(st.sampled_from([0.0, 1.0, 40.0, 900.0]))
+    x = random(rows, width, seed=data.draw(st.integers(0, 99), "seed")) * scale
+    if data.draw(st.booleans(), "some impossible"):
+        x[:, 1::3] = -math.inf
+    targets = [data.draw(st.integers(0, width - 1)) for _ in range(rows)]
+    wide = x.double()
+    top = wide.max(dim=1).values
+    for force in ("cpu", "torch"):
+        with dispatch.force(force):  # type: ignore[arg-type]
+            greatest, sums, above = ops.softmax_sums(x, targets)
+            alone = [ops.softmax_sums(x[i : i + 1], targets[i : i + 1])[1] for i in range(rows)]
+        assert torch.equal(greatest.double(), top) and torch.equal(torch.cat(alone), sums)
+        torch.testing.assert_close(sums, (wide - top[:, None]).exp().sum(1), rtol=1e-13, atol=0)
+        assert above.tolist() == [int((row > row[target]).sum()) for row, target in zip(wide, targets, strict=True)]
+
+
+@needs_extension
+@pytest.mark.parametrize("place", [0, 31, 32, 69])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_softmax_sums_tell_a_broken_row(isa: str, place: int, value: float) -> None:
+    x = torch.zeros(2, 70)
+    x[1, place] = value
+    greatest, sums, _ = cpu.softmax_sums(x, [0, 0])
+    assert greatest[0] == 0 and sums[0] == 70 and not greatest[1].isfinite()
+
+
+@needs_extension
+def test_softmax_sums_on_threads(isa: str, threads: int) -> None:
+    x = random(7, 32_000)
+    assert torch.equal(cpu.softmax_sums(x, [5] * 7)[1], torch.cat([cpu.softmax_sums(row[None], [5])[1] for row in x]))
+
+
+@needs_extension
+@pytest.mark.parametrize("targets", [[0], [0, 3], [-1, 0]])
+def test_softmax_sums_refuse_targets_that_do_not_fit(targets: list[int]) -> None:
+    with pytest.raises(ValueError, match="as many targets"):
+        cpu.softmax_sums(torch.zeros(2, 3), targets)
+    assert [each.tolist() for each in cpu.softmax_sums(torch.empty(0, 5), [])] == [[], [], []]

@@ -202,13 +202,32 @@ def test_a_grammar_that_fails_ends_its_request_alone(llm: LLM, monkeypatch: pyte
     assert whole.token_ids == truth.token_ids
 
 
+def test_a_token_that_the_grammar_refuses_is_no_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end-of-text token that the mask allowed by a fault of llguidance, say; all of its request ends with it."""
+    truth = ask(llm, Structured(json=PERSON), max_tokens=8)
+    push, pushed = SequenceMatcher.push, dict[SequenceMatcher, int]()
+
+    def refused(matcher: SequenceMatcher, token: int) -> list[int]:
+        pushed[matcher] = pushed.get(matcher, 0) + 1
+        (end,) = llm.capacity.eos_token_ids
+        return push(matcher, end if matcher is next(iter(pushed)) and pushed[matcher] == 2 else token)
+
+    monkeypatch.setattr(SequenceMatcher, "push", refused)
+    broken, whole = llm.generate(
+        [PROMPT] * 2, [shaped(Structured(json=PERSON), n=2), shaped(Structured(json=PERSON), max_tokens=8)]
+    )
+    assert [each.finish_reason for each in broken.outputs] == ["abort"] * 2
+    assert "doesn't satisfy" in str(broken.outputs[0].stop_reason)
+    assert len(broken.outputs[1].token_ids) < 60 and whole.token_ids == truth.token_ids
+
+
 def test_prompts_are_read_while_a_grammar_is_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """To all but the last token; others decode meanwhile, and a grammar known before is not compiled again."""
     ready, grammar_of = threading.Event(), compiling.grammar_of
 
-    def slow(structured: Structured) -> str:
+    def slow(structured: Structured, *added: Any) -> str:
         ready.wait()
-        return grammar_of(structured)
+        return grammar_of(structured, *added)
 
     monkeypatch.setattr("headrace.engine.structured.grammars.grammar_of", slow)
     core, tokens = llm.engine, words(llm, 300, seed=77)

@@ -240,3 +240,23 @@ def test_grammars_are_kept_and_compiled_once(tokenizers: dict[str, Tokenizer]) -
     for number in range(MOST_GRAMMARS):
         grammars.matcher(Structured(regex=f"b{{{number + 1}}}"), vocabulary)
     assert grammars.known(Structured(regex="ab")) is None and grammars.known(Structured(regex="b{64}")) is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["</s>", "the <|user|> lo", "<unk><s>", "<tool>"])
+def test_texts_that_read_like_tokens_are_written_as_text(
+    kind: str, text: str, tokenizers: dict[str, Tokenizer]
+) -> None:
+    """Forced and drawn, by tokens that mean nothing."""
+    tokenizer = tokenizers[kind]
+    vocabulary = vocabulary_of(tokenizer, 400, [tokenizer.eos_token_id or 0])
+    for jumps, choice in ((True, [text]), (False, [text]), (False, [f"{text}l", f"{text}o"])):
+        if any(tokenizer.decode(tokenizer.encode(char, add_special_tokens=False)) != char for char in "".join(choice)):
+            continue  # not all of these vocabularies spell all characters
+        matcher = at_beginning(Structured(choice=choice), vocabulary, jumps)
+        tokens = list(matcher.beginning)
+        while not matcher.complete:
+            tokens.append(int(np.flatnonzero(mask_for(matcher, vocabulary))[0]))
+            tokens += matcher.push(tokens[-1])
+        assert not any(map(tokenizer.is_special, tokens))
+        assert b"".join(map(tokenizer.token_bytes, tokens)).decode() in choice

@@ -99,6 +99,7 @@ def test_a_process_that_somebody_ended_is_replaced() -> None:
     with_one = Renderer()
     before = children()
     with_one.warm()
+    until(lambda: bool(children() - before), 20)  # a process that has just begun has no command line yet
     (pid,) = children() - before
     os.kill(pid, signal.SIGKILL)
     assert render(with_one, "fine") == "fine"

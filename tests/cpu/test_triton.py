@@ -175,6 +175,7 @@ def test_what_is_refused() -> None:
         gpu_rows.rms_norm(torch.zeros(1, 70_000), torch.zeros(70_000), 1e-5)
 
 
+@pytest.mark.matrix
 def test_all_of_it_compiles_for_a_gpu(tmp_path: Path) -> None:
     """For an H100, which need not be there: products are its tensor cores' own instructions."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

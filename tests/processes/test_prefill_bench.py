@@ -79,6 +79,7 @@ def test_prefill_writes_the_fixed_format_and_a_plot(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.matrix
 def test_tune_goes_on_where_it_was_and_its_table_serves_this_machine_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

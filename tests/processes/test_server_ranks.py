@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from headrace import LLM
 from tests.support.fake_server import check_refusal, until
 from tests.support.rank_answers import CHAIN, LONG, answers
 from tests.support.rank_groups import runs
@@ -73,6 +74,16 @@ def test_answers_are_those_of_one_rank(server: ServerProcess, right: list[list[i
     assert server.metric("prefills_total", strategy="chain") > 0
     log = server.log.read_text()
     assert "2 ranks (2 context x 1 tensor) started by mp" in log and "lo (127.0.0.1)" in log and "GFLOP/s a rank" in log
+
+
+def test_scores_and_embeddings_are_those_of_one_rank(server: ServerProcess) -> None:
+    llm, options = LLM("tiny", kv_cache_tokens=16384), [[7], [8, 9, 10]]
+    reply = server.http.post("/v1/score", json={"text": LONG, "options": options}).json()
+    for told, score in zip(reply["data"], llm.score(LONG, options), strict=True):
+        assert told["token_logprobs"] == score.token_logprobs
+    reply = server.http.post("/v1/embeddings", json={"input": [LONG[1:], [5]]}).json()
+    assert [each["embedding"] for each in reply["data"]] == llm.embed([LONG[1:], [5]]).tolist()
+    assert "chain" in reply["headrace"]["strategy"]
 
 
 KILLED = [("prefill", "1"), ("decode", "0"), ("idle", "1")]
@@ -152,6 +163,7 @@ print("seen", out.outputs[0].token_ids, out.metrics.strategy)
 """
 
 
+@pytest.mark.matrix
 def test_a_script_under_torchrun(tmp_path: Any, right: list[list[int]]) -> None:
     """Rank 1 never comes back from LLM()."""
     file = tmp_path / "script.py"

@@ -123,6 +123,7 @@ class FakeEngine:
         self.stats = EngineStats(kv=KVStats(chunks_total=1000))
         self.start_error: Exception | None = None
         self.fail_after_tokens: int | None = None
+        self.abort_after: int | None = None
         self.aborted: list[str] = []
         self.strategy = self.strategy_reason = self.restore_reason = ""
         self.restored_tokens = 0
@@ -339,6 +340,9 @@ class _Sequence:
             delta.prompt_logprobs = self._prompt_logprobs()
         self.token_ids.append(token)
         self._text(delta)
+        if len(self.token_ids) == run.engine.abort_after:
+            self.finish = "abort"
+            return Delta(run.request_id, self.index, finish_reason="abort", stop_reason="the grammar cannot go on")
         return delta
 
     def _prompt_logprobs(self) -> list[TokenLogprobs | None]:

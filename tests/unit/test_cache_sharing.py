@@ -6,6 +6,8 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
@@ -91,6 +93,38 @@ def test_identity_and_namespace_separate() -> None:
     assert cache.reuse(cache.open(sentence(2), namespace="length 129"))[0] == 0
     other = KVCache(40, identity=b"another model")
     assert other.open(sentence(2)).digest(0) != cache.open(sentence(2)).digest(0)
+
+
+TABLES = st.tuples(
+    st.lists(st.sampled_from([0, 1]), min_size=1, max_size=4),
+    st.integers(0, 63),
+    st.sampled_from([{}, {"salt": "a"}, {"salt": "b"}, {"salt": "a", "public_tokens": 128}, {"namespace": "length 9"}]),
+)
+
+
+@given(st.lists(TABLES, min_size=2, max_size=5), st.sets(st.integers(0, 4)))
+def test_names_are_those_of_a_table_alone(tables: list[tuple[list[int], int, dict[str, Any]]], ended: set[int]) -> None:
+    """Whatever table was opened before, and whether it is still open."""
+    cache = KVCache(40)
+    for number, (chunks, rest, keywords) in enumerate(tables):
+        tokens = [kind * 1000 + i for kind in chunks for i in range(CHUNK)] + [7] * rest
+        table, alone = cache.open(list(tokens), **keywords), KVCache(40).open(list(tokens), **keywords)
+        table.tokens.extend([5] * CHUNK)
+        alone.tokens.extend([5] * CHUNK)
+        names = [alone.digest(chunk) for chunk in range(len(chunks) + 1)]
+        assert [table.digest(chunk) for chunk in range(len(chunks) + 1)] == names
+        if number in ended:
+            cache.close(table)
+
+
+@pytest.mark.parametrize("held", range(7))
+@pytest.mark.parametrize("cached", range(7))
+def test_a_table_costs_what_no_other_holds(held: int, cached: int) -> None:
+    """Of 7 chunks `cached` are in the tree, and some of them, or more, are held by another table."""
+    cache, tokens = KVCache(40), list(range(6 * CHUNK + 5))
+    cache.close(filled(cache, tokens[: cached * CHUNK + 1]))
+    filled(cache, tokens[: held * CHUNK + 1])
+    assert cache.cost(cache.open(tokens)) == 7 - held
 
 
 def test_no_sharing_when_off() -> None:

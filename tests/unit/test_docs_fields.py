@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.server.openapi import ROUTES
+from headrace.server.openapi import ROUTES, Route
+from tests.support.docs_pages import ALL_BLOCKS
 
 pytestmark = pytest.mark.unit
 
@@ -55,3 +56,37 @@ def test_every_route_is_in_the_table() -> None:
     there = {route.path for route in ROUTES}
     assert {path for path in there if not any(path == one or path.startswith(f"{one}/") for one in listed)} == set()
     assert {path for path in listed if path not in there} == set()
+
+
+CALLS = {
+    "post_v1_completions": "client.completions.create(",
+    "post_v1_chat_completions": "client.chat.completions.create(",
+    "post_v1_embeddings": "client.embeddings.create(",
+    "post_v1_responses": "client.responses.create(",
+    "post_v1_responses_input_tokens": "client.responses.input_tokens.count(",
+    "get_v1_responses_one": "client.responses.retrieve(",
+    "delete_v1_responses_one": "client.responses.delete(",
+    "get_v1_responses_one_input_items": "client.responses.input_items.list(",
+    "get_v1_models": "client.models.list(",
+    "get_v1_models_one": "client.models.retrieve(",
+}
+"""What asks a route by OpenAI's client."""
+
+
+def asked(route: Route, language: str, text: str) -> bool:
+    """Whether an example asks this route."""
+    path = re.sub(r"\\{\w+\\}", '[^/\\\\s"]+', re.escape(route.path))
+    if language == "bash":
+        return any(
+            re.search(rf":8000{path}(?=[\s\"]|$)", line) and ("-X DELETE" in line) == (route.method == "delete")
+            for line in text.splitlines()
+        )
+    return CALLS.get(route.name, "\0") in text or re.search(rf"[\"0]{path}\"", text) is not None
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
+@pytest.mark.parametrize("language", ["bash", "python"])
+def test_an_example_asks_every_route(route: Route, language: str) -> None:
+    """tests/processes/test_docs_served.py runs it."""
+    examples = [block for block in ALL_BLOCKS if block.served and block.language == language and "/api/" in block.page]
+    assert any(asked(route, language, block.text) for block in examples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,15 @@ def test_tenants_with_their_keys_and_rules(write: Write) -> None:
     assert file.owners == {bytes.fromhex("ab" * 32): "acme", digest(b"plain-key-of-acme"): "acme"}
     assert file.rules == {"acme": Rules(weight=2.0, tokens_per_minute=1000), "b.c": Rules()}
     assert "plain-key" not in repr(file) and not file.readable
+
+
+def test_the_page_on_keys_shows_a_file_and_names_every_rule(write: Write) -> None:
+    page = (Path(__file__).parents[2] / "docs/keys.md").read_text()
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    file = read_key_file(write(shown))
+    assert set(file.rules) == {"acme", "guests"} and len(file.owners) == 3
+    table = page.partition("## The file")[2].partition("\n\nA file")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {"keys", *Rules.__struct_fields__}
 
 
 @pytest.mark.parametrize("name", ["acme", "a.b"])

@@ -248,14 +248,15 @@ REFUSED = {
 def test_what_cannot_be_forced_is_refused(name: str, tools: list[Tool], choice: ToolChoice, param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         constraint(Formats(name), tools, choice, Reasoning(), "", None)
-    assert refused.value.param == param
+    assert refused.value.param == param and (param != "tools" or not tools or repr(tools[0].name) in str(refused.value))
 
 
-def test_texts_that_are_tokens_cannot_be_forced() -> None:
-    words = vocabulary(*marks_of("hermes"))
-    for schema_of in ({"enum": ["a <think> b"]}, {"type": "string", "description": "Write <think>."}):
-        tools, refused = [Tool("f", parameters=schema(a=schema_of))], "enum" in schema_of
-        with pytest.raises(InvalidRequest, match="contain '<think>'") if refused else nullcontext():
+def test_texts_that_are_marks_cannot_be_forced() -> None:
+    words = vocabulary(*marks_of("hermes"), "<other>")
+    mark, other = {"enum": ["a </tool_call> b"]}, {"enum": ["a <other> b"]}
+    for schema_of in (mark, other, {"type": "string", "description": "Write </tool_call>."}):
+        tools = [Tool("f", parameters=schema(a=schema_of))]
+        with pytest.raises(InvalidRequest, match="contain '</tool_call>'") if schema_of is mark else nullcontext():
             assert constraint(formats("hermes", words), tools, REQUIRED, Reasoning(), "", None)
 
 

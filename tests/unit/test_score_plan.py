@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import AsyncGenerator, Callable
 
 import pytest
 from hypothesis import given
@@ -10,8 +12,9 @@ from hypothesis import strategies as st
 
 from headrace.config.server import ServerSettings
 from headrace.engine import scoring
-from headrace.engine.scoring import ScoreAborted, ScorePlan, at_once, plan_score
-from headrace.types import InvalidRequest, Logprob, TokenLogprobs
+from headrace.engine.async_scores import Places, all_of
+from headrace.engine.scoring import Joined, ScoreAborted, ScorePlan, at_once, plan_score
+from headrace.types import Delta, InvalidRequest, Logprob, Overloaded, SamplingParams, TokenLogprobs
 
 
 class Words:
@@ -52,6 +55,15 @@ def test_scores_are_put_together() -> None:
     assert repr(scores[0]) == "Score(-17.0000, 2 tokens)"
     with pytest.raises(ScoreAborted):
         plan.scores([[row(8, 10)], []])
+
+
+def test_a_few_prompts_are_put_together_at_a_time() -> None:
+    plan = plan_score([5] * 10, [[6, 7]] * 7, None)
+    assert [len(group) for group in plan.groups()] == [8]
+    for most, want in ((36, [3, 3, 2]), (1, [1] * 8), (12, [1] * 8), (22, [2] + [1] * 6)):
+        groups = list(plan.groups(most))
+        assert [len(group) for group in groups] == want
+        assert [each for group in groups for each in group] == plan.requests
 
 
 def test_prompts_whose_keys_depend_on_their_length_report_all_themselves() -> None:
@@ -133,9 +145,66 @@ def test_strings_need_a_tokenizer() -> None:
             plan_score(text, options, None)  # type: ignore[arg-type]
 
 
+def test_prompts_are_put_together_where_they_are_used() -> None:
+    joined = Joined([1, 2, 3], [4, 5])
+    assert list(joined) == [1, 2, 3, 4, 5] and len(joined) == 5 and (joined[0], joined[-1]) == (1, 5)
+    for where in (slice(0, 2), slice(2, 4), slice(-2, None), slice(None, None, 2), slice(4, 1)):
+        assert joined[where] == [1, 2, 3, 4, 5][where]
+    assert (joined.text, joined.option) == ([1, 2, 3], [4, 5])
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "param"),
+    [
+        ([1, 400], [[2], [3]], "text"),
+        ([1], [[2], [400]], "options"),
+        ([1], [[2], [3, 400]], "options"),
+        ([1] * 10, [[2], [3] * 6, [4] * 7], "options"),
+        ([1] * 16, [[2]], "text"),
+    ],
+)
+def test_what_the_engine_cannot_take_is_named(text: list[int], options: list[list[int]], param: str) -> None:
+    def check(tokens: list[int], params: SamplingParams) -> SamplingParams:
+        if max(tokens) > 300 or len(tokens) + (params.max_tokens or 0) > 16:
+            raise InvalidRequest("no", "prompt", "why")
+        return params
+
+    plan = plan_score(text, options, None)
+    with pytest.raises(InvalidRequest, match=r"options\[[12]\]: no" if param == "options" else "^no") as caught:
+        plan.check(check)
+    assert (caught.value.param, caught.value.code) == (param, "why")
+
+
 def test_at_once_leaves_places_for_others() -> None:
     limits = dict(max_queued_requests=512, max_queued_tokens=10**6)
     assert at_once(102, 256, ServerSettings(**limits)) == 256
     assert at_once(102, 256, ServerSettings(**{**limits, "max_queued_requests": 10})) == 5
     assert at_once(102, 256, ServerSettings(**{**limits, "max_queued_tokens": 2040})) == 10
     assert at_once(102, 256, ServerSettings(**{**limits, "max_queued_tokens": 1})) == 1
+
+
+@pytest.mark.parametrize(("full", "refused"), [({3, 4, 9}, False), ({0}, True), ({1}, True)])
+def test_a_queue_that_fills_meanwhile_delays(full: set[int], refused: bool) -> None:
+    """What was told at once still is: a caller with two of ten requests in the queue waits for places for the rest."""
+    calls: list[int] = []
+    taken: list[Delta] = []
+
+    async def stream(queued: Callable[[], None]) -> AsyncGenerator[Delta, None]:
+        calls.append(len(calls))
+        if calls[-1] in full:
+            raise Overloaded("full", 0.001)
+        queued()
+        await asyncio.sleep(0.001)
+        yield Delta("a", 0, finish_reason="length")
+
+    async def ten() -> None:
+        places = Places(2)
+        await all_of(places.run(stream, taken.append) for _ in range(10))
+
+    if refused:
+        with pytest.raises(Overloaded):
+            asyncio.run(ten())
+        assert len(calls) <= 4
+    else:
+        asyncio.run(ten())
+        assert (len(taken), len(calls)) == (10, 13)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,21 @@ import pytest
 
 from headrace.config import EngineConfig
 from headrace.server.app import create_app
+from headrace.server.serve import make_server
 from headrace.server.tenants import salt_of
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_server import CHAT, TEXT, Running, ask, check_refusal, open_request, serving, text, until
+from tests.support.fake_server import (
+    CHAT,
+    TEXT,
+    Running,
+    ask,
+    check_refusal,
+    metric,
+    open_request,
+    serving,
+    text,
+    until,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -259,6 +274,31 @@ def test_limits_name_the_field_of_each_route(write: Write) -> None:
         assert {salt for salt, _ in running.engine.salts} == {salt_of("acme", None)}
 
 
+SCORED = {"text": "x" * 200, "options": ["ab", "c"]}
+EMBEDDED = {"input": ["x" * 100, "y" * 101]}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/score", SCORED), ("/v1/embeddings", EMBEDDED)])
+def test_scores_and_embeddings_come_by_the_same_door(path: str, body: dict[str, Any], write: Write) -> None:
+    file = write(limited("tokens_per_minute = 230") + f'[tenants.other]\nkeys = ["{OTHER}"]\nrequests_per_minute = 1\n')
+    with serving(api_keys_file=file) as running:
+        check_refusal(running.http.post(path, json=body), 401, None)
+        check_refusal(post(running, {**body, "public_prefix_tokens": 64}, path=path), 400, "public_prefix_tokens")
+        assert not running.engine.salts
+        assert post(running, body, path=path).status_code == 200
+        assert post(running, {**body, "cache_salt": "x"}, FREE, path).status_code == 200
+        assert set(running.engine.salts) == {(salt_of("acme", None), 0), (salt_of("free", "x"), 0)}
+        refused = post(running, body, path=path)
+        check_refusal(refused, 429, None)
+        assert "tokens_per_minute" in refused.json()["error"]["message"]
+        assert post(running, body, OTHER, path).status_code == 200
+        check_limited(post(running, body, OTHER, path), "requests_per_minute", "60")
+        page = running.http.get("/metrics", headers={"x-api-key": ACME}).text
+        tokens = 202 if path == "/v1/score" else 201  # an option of one token is not computed
+        assert metric(page, "tenant_tokens_total", tenant="acme", kind="prompt") == tokens
+        assert metric(page, "tenant_requests_running", tenant="acme") == 0
+
+
 def test_scores_and_embeddings_are_no_output(write: Write) -> None:
     """What is not answered does not share the tokens that answers may have; the text of a score counts once."""
     with serving(api_keys_file=write(limited("max_output_tokens = 1\nmax_prompt_tokens = 40"))) as running:
@@ -268,3 +308,21 @@ def test_scores_and_embeddings_are_no_output(write: Write) -> None:
         check_refusal(post(running, {"text": "x" * 21, "options": options}, path="/v1/score"), 400, "options")
         check_refusal(post(running, {"input": ["a"] * 41}, path="/v1/embeddings"), 400, "input")
         check_refusal(post(running, text("a", max_tokens=2)), 400, "max_tokens")
+
+
+def test_a_hangup_without_a_file_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """The signal itself, which ends a process by default."""
+    server = make_server(create_app(FakeEngine(EngineConfig()), EngineConfig()))
+
+    async def hang_up() -> None:
+        with server.capture_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0)
+            while not caplog.messages:
+                await asyncio.sleep(0.001)
+
+    before = signal.getsignal(signal.SIGHUP)
+    with caplog.at_level(logging.INFO, "headrace.server"):
+        asyncio.run(hang_up())
+    assert caplog.messages == ["SIGHUP: there is nothing to read again without --api-keys-file"]
+    assert signal.getsignal(signal.SIGHUP) == before and not server.should_exit

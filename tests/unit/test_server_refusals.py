@@ -44,6 +44,9 @@ def test_too_long_a_prompt_has_openais_code(fast: Running) -> None:
 
 def test_wrong_method(fast: Running) -> None:
     check_refusal(fast.http.get(CHAT), 405, None)
+    allowed = fast.http.options("/v1/responses/resp_1")
+    check_refusal(allowed, 405, None)
+    assert allowed.headers["allow"] == "DELETE, GET", "of all routes of this path"
 
 
 def test_openai_client_raises_its_own_errors(fast: Running) -> None:

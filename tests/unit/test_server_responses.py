@@ -305,8 +305,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_refusals_name_the_field(server: Running, name: str) -> None:
     body, param = BAD[name]
-    reply = server.http.post(ROUTE, json={"model": "fake", "input": "hello", **body})
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+    for route in (ROUTE, f"{ROUTE}/input_tokens"):
+        reply = server.http.post(route, json={"model": "fake", "input": "hello", **body})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), (route, reply.text)
 
 
 def test_what_changes_nothing_is_taken(server: Running) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 
+from headrace.engine.scoring import Joined
+from headrace.server.scoring import ScoreBody, Scoring
+from headrace.types import Delta, Overloaded
 from tests.support.fake_server import CHAT, TEXT, Running, ask, check_refusal, serving, text, until
 
-SCORE = "/v1/score"
+SCORE, EMBEDDINGS = "/v1/score", "/v1/embeddings"
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +52,95 @@ def test_many_options_do_not_fill_the_queue() -> None:
         assert running.metric("request_prompt_tokens_sum") == 1 + 50 * 2, "the text counts once"
 
 
-def test_a_client_that_leaves_aborts_all(fast: Running) -> None:
+@pytest.fixture
+def full_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Running, set[int]], list[int]]:
+    """Has the engine's queue full at calls of these numbers. The calls so far."""
+
+    def arrange(running: Running, numbers: set[int]) -> list[int]:
+        calls: list[int] = []
+        generate = running.engine.generate
+
+        async def refusing(*args: Any, **kwargs: Any) -> AsyncIterator[Delta]:
+            calls.append(len(calls))
+            if calls[-1] in numbers:
+                raise Overloaded("the queue is full", 0.001)
+            async with aclosing(generate(*args, **kwargs)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+        monkeypatch.setattr(running.engine, "generate", refusing)
+        return calls
+
+    return arrange
+
+
+MANY: dict[str, dict[str, Any]] = {SCORE: {"text": "x", "options": ["ab"] * 50}, EMBEDDINGS: {"input": ["ab"] * 51}}
+
+
+@pytest.mark.parametrize("route", MANY)
+def test_a_queue_that_fills_meanwhile_delays(route: str, full_at: Callable[[Running, set[int]], list[int]]) -> None:
+    with serving(max_queued_requests=4, token_s=0.001) as running:
+        calls = full_at(running, {7, 8, 20})
+        reply = running.http.post(route, json=MANY[route])
+        assert reply.status_code == 200 and reply.json()["data"][-1]["index"] >= 49
+        assert len(calls) == 51 + 3
+
+
+@pytest.mark.parametrize("route", MANY)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_full_queue_is_told_at_once(
+    route: str, number: int, full_at: Callable[[Running, set[int]], list[int]]
+) -> None:
+    with serving(max_queued_requests=4, token_s=0.02) as running:
+        calls = full_at(running, {number})
+        refused = running.http.post(route, json=MANY[route])
+        check_refusal(refused, 429, None)
+        assert refused.headers["retry-after"] == "1" and len(calls) < 4
+        until(lambda: running.engine.stats.kv.chunks_used == 0)
+        assert running.metric("http_errors_total", status="429") == 1 and not running.app.state.headrace.admitting
+
+
+@pytest.mark.parametrize("route", MANY)
+def test_an_engine_that_dies_meanwhile(route: str, full_at: Callable[[Running, set[int]], list[int]]) -> None:
+    with serving(max_queued_requests=4, token_s=0.01) as running:
+        calls = full_at(running, set())
+        killer = threading.Thread(target=lambda: until(lambda: len(calls) > 10) or running.engine.die("it is broken"))
+        killer.start()
+        reply = running.http.post(route, json=MANY[route])
+        killer.join()
+        check_refusal(reply, 503, None)
+        assert reply.json()["error"]["code"] == "engine_dead"
+
+
+@pytest.mark.parametrize("route", MANY)
+def test_account_is_given(route: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One request in the metrics and the log, whose text counts once; nothing is generated."""
+    caplog.set_level(logging.INFO, "headrace.server")
+    with serving(max_queued_requests=4, log_requests="params") as running:
+        assert running.http.post(route, json=MANY[route]).status_code == 200
+        tokens = {SCORE: 1 + 50 * 2, EMBEDDINGS: 51 * 2}[route]
+        assert running.metric("request_prompt_tokens_sum") == tokens
+        assert running.metric("e2e_request_latency_seconds_count") == 1
+        assert running.metric("request_generation_tokens_sum") == (route == SCORE), "the text's request draws a token"
+        until(lambda: " output " in caplog.text)
+    assert f"prompt {tokens:>7,}  x 51 answers" in caplog.text and caplog.text.count(" output ") == 1
+
+
+def test_prompts_are_not_put_together_before_their_turn(fast: Running) -> None:
+    """The text is not held once for each option, nor are its rows."""
+    state = fast.app.state.headrace
+    body = ScoreBody(text=[7] * 3000, options=[[8, 9]] * 1000)
+    job = asyncio.run(Scoring().job(state, body, 0.0))
+    assert (
+        sum(isinstance(prompt.ids, Joined) and prompt.ids.text is job.prompts[0].ids for prompt in job.prompts) == 1000
+    )
+
+
+@pytest.mark.parametrize("route", MANY)
+def test_a_client_that_leaves_aborts_all(route: str) -> None:
     with serving(token_s=0.5) as running:
         with pytest.raises(Exception, match="timed out"):
-            running.http.post(SCORE, json={"text": "x", "options": ["ab"] * 20}, timeout=0.3)
+            running.http.post(route, json=MANY[route], timeout=0.3)
         until(lambda: running.engine.stats.kv.chunks_used == 0 and running.engine.stats.scheduler.waiting == 0)
         assert running.engine.aborted
 

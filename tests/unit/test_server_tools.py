@@ -173,3 +173,31 @@ def test_tools_are_told_to_a_model_without_a_format() -> None:
         assert reply["finish_reason"] == "tool_calls"
         assert reply["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
         assert '"name": "f"' in plain.engine.asked[-1][0]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "where"),
+    [
+        (CHAT, ask(tool_choice="required"), "tools[1].function.parameters"),
+        ("/v1/responses", {"input": "a", "tool_choice": "required"}, "tools[1].parameters"),
+        (
+            "/v1/messages",
+            {"model": "fake", "max_tokens": 9, **ask(), "tool_choice": {"type": "any"}},
+            "tools[1].input_schema",
+        ),
+    ],
+)
+def test_a_schema_that_cannot_be_forced_is_named_by_its_place_and_tool(
+    route: str, body: dict[str, Any], where: str, hermes: Running
+) -> None:
+    schema = {"type": "object", "properties": {"x": {"not": {}}}}
+    made = []
+    for name, given in (("good", {"type": "object"}), ("bad", schema)):
+        described: dict[str, Any] = {"name": name, where.split(".")[-1]: given}
+        if "function" in where:
+            described = {"function": described}
+        made.append(described if "input_schema" in where else {"type": "function", **described})
+    reply = hermes.http.post(route, json={**body, "tools": made})
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error.get("param", where) == where, error
+    assert error["message"].startswith(f"{where} (tool 'bad'): ") and "#/properties/x/not" in error["message"]

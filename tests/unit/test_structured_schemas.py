@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from headrace.engine.structured.compile import check, grammar_of
+from headrace.engine.structured.compile import check, grammar_of, limits
+from headrace.engine.structured.lark import _TOKENS
 from headrace.engine.structured.schemas import MAX_PARTS
 from headrace.errors import InvalidRequest
 from headrace.structured import Structured
@@ -18,6 +21,16 @@ from tools.schemas.judging import fault
 from tools.schemas.written import WRITTEN
 
 pytestmark = pytest.mark.unit
+
+
+class Runs:
+    """A vocabulary of single bytes, and of a's in a row."""
+
+    eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
+    tokens = (*(bytes([value]) for value in range(256)), b"<end>", *(b"a" * length for length in range(2, 120)))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
 
 
 def accepts(schema: Any, text: str) -> bool:
@@ -126,6 +139,48 @@ def test_hostile_shapes_are_refused(shape: dict[str, Any]) -> None:
 def test_others_run_out_of_fuel_or_do_not_need_it(shape: dict[str, Any]) -> None:
     accepting = Accepting(Structured(**shape))
     assert accepting.whole("a" * 100) in (True, False)
+
+
+def powers(names: int) -> str:
+    """A grammar that may be empty, ambiguous all over."""
+    return f'start: e\ne: {" | ".join(" ".join(["e"] * times) for times in range(2, names))} | "a" |'
+
+
+@pytest.mark.parametrize(
+    "grammar", ["e: e e | /[ab]/", "e: e e e | e e | /a/ | /aa/ |", "e: e? e? /a/? e?", powers(12)[9:]]
+)
+def test_ambiguous_grammars_end_by_the_items_of_a_token(grammar: str) -> None:
+    """A vocabulary of long runs, as real ones have of blanks: the library stops at its items, not after its minutes."""
+    words = LLTokenizer(TokenizerWrapper(Runs()), eos_token=256)
+    matcher = LLMatcher(words, grammar_of(Structured(grammar=f"start: e\n{grammar}")), log_level=0, limits=limits())
+    matcher.compute_bitmask()
+    for _ in range(300):
+        if not matcher.is_error():
+            matcher.consume_token(ord("a"))
+            matcher.compute_bitmask()
+    assert "items" in matcher.get_error()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "told"),
+    [
+        (powers(60), "too many names in one rule"),
+        ("start: a\n" + "\n".join(f"a{i}: a a a a a" for i in range(600)), "more than 2,500 names in rules"),
+        ("start: a{" + "1" * 5000 + "}", "repeats more than"),
+        ("start: /a{" + "1" * 5000 + "}/", "a repetition's bounds"),
+        ("\n" * 70_000, "longer than"),
+    ],
+    ids=["one-rule", "rules", "count", "count-in-regex", "lines"],
+)
+def test_grammars_beyond_a_bound_are_refused(grammar: str, told: str) -> None:
+    assert told in refusal(grammar=grammar)
+
+
+def test_no_text_of_a_grammar_is_read_again_and_again() -> None:
+    """What repeats without a bound is possessive: what a text of n characters costs is n, not its square."""
+    bare = re.sub(r"\\.|\[[^\]]*\]|\{0,\d+\}\+", "x", _TOKENS.pattern)
+    repeats = re.findall(r"[*+]+", bare)
+    assert len(repeats) > 10 and all(len(each) == 2 for each in repeats), repeats
 
 
 def test_the_200_schemas_can_be_enforced() -> None:

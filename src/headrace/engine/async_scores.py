@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headrace.engine.embedding import EMBEDS, Inputs, Vectors, check_dimensions, listed, stacked
 from headrace.engine.scoring import ScoreRequest, Text, at_once, plan_score
-from headrace.types import Delta, InvalidRequest, SamplingParams, Score, TokenLogprobs
+from headrace.types import Delta, InvalidRequest, Overloaded, SamplingParams, Score, TokenLogprobs
 
 if TYPE_CHECKING:
     from headrace.config import EngineConfig
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+FULL_S = 0.5
+"""Seconds, at most, until a request looks at a full queue again."""
 
 
 class Generates(Protocol):
@@ -37,6 +40,7 @@ class Generates(Protocol):
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        queued: Callable[[], None] | None = None,
         embed: bool = False,
     ) -> AsyncGenerator[Delta, None]: ...
 
@@ -56,16 +60,21 @@ class AsyncScores:
         LLM.score. Raises InvalidRequest, Overloaded or EngineDead; a cancelled call aborts its requests."""
         capacity = self.capacity
         plan = await asyncio.to_thread(plan_score, text, options, self.tokenizer, capacity.alike_tokens)
-        plan.check(capacity.check)
+        await asyncio.to_thread(plan.check, capacity.check)
         longest = max(len(request.token_ids) for request in plan.requests)
-        turn = asyncio.Semaphore(at_once(longest, capacity.max_sequences, self.config.server))
+        places = Places(at_once(longest, capacity.max_sequences, self.config.server))
+        sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
 
-        async def rows(request: ScoreRequest) -> list[TokenLogprobs | None]:
-            found: list[TokenLogprobs | None] = []
-            sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
-            async with turn, aclosing(self.generate(request.token_ids, request.params, **sharing)) as deltas:
-                async for delta in deltas:
-                    found += delta.prompt_logprobs or delta.logprobs or []
+        async def rows(request: ScoreRequest) -> list[TokenLogprobs]:
+            found: list[TokenLogprobs] = []
+
+            def take(delta: Delta) -> None:
+                found.extend(row for row in delta.prompt_logprobs or delta.logprobs or [] if row is not None)
+
+            def stream(queued: Callable[[], None]) -> AsyncGenerator[Delta, None]:
+                return self.generate(list(request.token_ids), request.params, **sharing, queued=queued)
+
+            await places.run(stream, take)
             return found
 
         return plan.scores(await all_of(rows(request) for request in plan.requests))
@@ -92,17 +101,49 @@ class AsyncScores:
         prompts = await asyncio.to_thread(encoded)
         for prompt in prompts:
             capacity.check(prompt, EMBEDS, embed=True)
-        turn = asyncio.Semaphore(at_once(max(map(len, prompts)), capacity.max_sequences, self.config.server))
+        places = Places(at_once(max(map(len, prompts)), capacity.max_sequences, self.config.server))
+        sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
 
         async def vector(prompt: list[int]) -> bytes | None:
-            found = None
-            sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
-            async with turn, aclosing(self.generate(prompt, EMBEDS, **sharing, embed=True)) as deltas:
-                async for delta in deltas:
-                    found = delta.embedding
-            return found
+            found: list[bytes | None] = [None]
+
+            def take(delta: Delta) -> None:
+                found.append(delta.embedding)
+
+            def stream(queued: Callable[[], None]) -> AsyncGenerator[Delta, None]:
+                return self.generate(prompt, EMBEDS, **sharing, embed=True, queued=queued)
+
+            await places.run(stream, take)
+            return found[-1]
 
         return stacked(await all_of(map(vector, prompts)), capacity.pooling, dimensions)
+
+
+class Places:
+    """Places in the engine's queue for many requests of one call, so many at a time. Once all of these have been taken,
+    a request that finds the queue full waits; before that it raises Overloaded."""
+
+    def __init__(self, at_once: int) -> None:
+        self._free, self._untaken = asyncio.Semaphore(at_once), at_once
+
+    def _note(self) -> None:
+        self._untaken -= 1
+
+    async def run(
+        self, stream: Callable[[Callable[[], None]], AsyncGenerator[Delta, None]], take: Callable[[Delta], None]
+    ) -> None:
+        """Hands on the deltas of a stream, which calls what it is given once it waits for its turn."""
+        async with self._free:
+            while True:
+                try:
+                    async with aclosing(stream(self._note)) as deltas:
+                        async for delta in deltas:
+                            take(delta)
+                    return
+                except Overloaded as full:
+                    if self._untaken > 0:
+                        raise
+                    await asyncio.sleep(min(full.retry_after_s, FULL_S))
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -259,7 +259,9 @@ class EngineCore:
                 deltas += self._break_off(active.request.request_id, str(error))
                 continue
             now = time.monotonic()
-            deltas += [self._push(row[0], token, now) for row, token in zip(rows, sampled, strict=True)]
+            for (output, _), token in zip(rows, sampled, strict=True):
+                if output.sequence in self._outputs:  # else broken off with another sequence of its request
+                    deltas += self._push(output, token, now)
             break
         if self._moved:
             self.structured.ask(self._moved)
@@ -317,14 +319,18 @@ class EngineCore:
             history=output.history,
         )
 
-    def _push(self, output: Output, sampled: Sampled, now: float) -> Delta:
-        """Adds a token to a sequence, and those that its grammar forces after it; the delta."""
+    def _push(self, output: Output, sampled: Sampled, now: float) -> list[Delta]:
+        """Adds a token to a sequence, and those that its grammar forces after it; the delta. A token that the grammar
+        refuses breaks the request off: as an end-of-text token it would pass for a whole answer."""
         delta = Delta(output.active.request.request_id, output.sequence.index)
         if sampled.logprobs is not None:
             delta.logprobs = [self._head.named(sampled.logprobs)]
         if output.matcher is None:
-            return self._add(output, delta, [sampled.token], now)
-        return self._add(output, delta, [sampled.token, *output.matcher.push(sampled.token)], now, forced_from=1)
+            return [self._add(output, delta, [sampled.token], now)]
+        forced = output.matcher.push(sampled.token)
+        if output.matcher.refused:
+            return self._break_off(delta.request_id, output.matcher.fault)
+        return [self._add(output, delta, [sampled.token, *forced], now, forced_from=1)]
 
     def _add(self, output: Output, delta: Delta, tokens: list[int], now: float, forced_from: int = 0) -> Delta:
         """Adds tokens up to the one that ends the sequence. No tokens: its grammar lets none follow."""

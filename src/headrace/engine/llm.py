@@ -156,8 +156,11 @@ class LLM(metaclass=PublicNames):
         plan = plan_score(text, options, self.tokenizer, self.capacity.alike_tokens)
         plan.check(self.capacity.check)
         sharing = cache_salt, public_prefix_tokens
-        requests = [self._checked_request(each.token_ids, each.params, *sharing) for each in plan.requests]
-        return plan.scores([reported(output) for output in self._run(requests, progress=False)])
+        answers: list[Sequence[TokenLogprobs]] = []
+        for group in plan.groups():
+            requests = [self._checked_request(list(each.token_ids), each.params, *sharing) for each in group]
+            answers += [reported(output) for output in self._run(requests, progress=False)]
+        return plan.scores(answers)
 
     def embed(
         self,
@@ -283,9 +286,9 @@ def _load(config: EngineConfig) -> Loaded:
         return load(config, tell)
 
 
-def reported(output: RequestOutput) -> Sequence[TokenLogprobs | None]:
+def reported(output: RequestOutput) -> Sequence[TokenLogprobs]:
     """Rows of log probabilities: the prompt's, or the answer's."""
-    return output.prompt_logprobs or output.logprobs or []
+    return [row for row in output.prompt_logprobs or output.logprobs or [] if row is not None]
 
 
 def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:

@@ -1,6 +1,6 @@
-"""Rows of logits, and the log probabilities in them: float64 on the host, row by row.
+"""Rows of logits, and the log probabilities in them, in float64 on the host.
 
-T: positions, V: vocabulary. A row's result depends on that row alone.
+T: positions, V: vocabulary. A row's result depends on that row alone, however many are looked at together.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.kernels import ops
 from headrace.types import Logprob, TokenLogprobs
 
 Row = npt.NDArray[np.float64]
@@ -27,30 +28,62 @@ class BadLogits(FloatingPointError):
         self.row = row
 
 
+class TargetRows:
+    """Rows of logits [T, V], each with a target: what their log probabilities are made of, found for all rows together.
+
+    Reads `logits` later, too, where more than the targets is asked for. Raises ValueError where the targets are more or
+    fewer than the rows.
+    """
+
+    def __init__(self, logits: torch.Tensor, targets: Sequence[int]) -> None:
+        if len(logits) != len(targets):
+            raise ValueError(f"{len(targets)} targets need as many rows of logits, got {len(logits)}")
+        self._logits, self._targets = logits, targets
+        found = ops.softmax_sums(logits, targets)
+        self._greatest, self._sums, self._above = (each.tolist() for each in found)
+        places = torch.tensor(targets, dtype=torch.int64, device=logits.device)
+        self._values = logits.detach().gather(1, places[:, None])[:, 0].double().tolist()
+
+    def logprobs(self, row: int, number: int, top: int, listed: Sequence[int] = ()) -> TokenLogprobs:
+        """log_softmax of a row at its target and at its `top` greatest, most likely first, impossible ones left out.
+
+        listed: tokens to report in place of the greatest, impossible ones too. Raises BadLogits telling `number`.
+        """
+        greatest, token = self._greatest[row], self._targets[row]
+        check_row(number, greatest)
+        norm = greatest + math.log(self._sums[row])
+        rank = 1 + self._above[row]
+        if not top and not listed:
+            return {token: Logprob(self._values[row] - norm, rank, "")}
+        raw = _wide(self._logits[row])
+        if listed:
+            return _listed_logprobs(raw, norm, {token, *listed})
+        ids = [i for i in descending(raw, top).tolist() if raw[i] > -np.inf]
+        greatest_ones = raw[ids]
+        # Whatever beats one of the greatest is among them; only the target may come from outside.
+        entries = {i: Logprob(float(raw[i] - norm), 1 + int((greatest_ones > raw[i]).sum()), "") for i in ids}
+        entries.setdefault(token, Logprob(self._values[row] - norm, rank, ""))
+        return entries
+
+
 def target_logprobs(
     logits: torch.Tensor, targets: Sequence[int], top: int, listed: Sequence[int] = ()
 ) -> list[TokenLogprobs]:
-    """Log probability of targets[i] under row i of `logits` [T, V], with alternatives: `top` most likely tokens or, if
-    there are any, the `listed` ones. For a prefill chunk."""
-    if len(logits) != len(targets):
-        raise ValueError(f"{len(targets)} targets need as many rows of logits, got {len(logits)}")
-    scratch = np.empty(logits.shape[1])
-    return [row_logprobs(logits[i], i, token, top, listed, scratch) for i, token in enumerate(targets)]
+    """TargetRows.logprobs of all rows."""
+    rows = TargetRows(logits, targets)
+    return [rows.logprobs(i, i, top, listed) for i in range(len(targets))]
 
 
-def row_logprobs(
-    logits: torch.Tensor, number: int, target: int, top: int, listed: Sequence[int], scratch: Row
-) -> TokenLogprobs:
-    """`target_logprobs` of one row [V], whose number is told if it is broken. scratch [V]: overwritten."""
-    return logprobs_of(*to_row(logits, number), target, top, listed, scratch)
+def _wide(logits: torch.Tensor) -> Row:
+    row: Row = logits.detach().to(device="cpu", dtype=torch.float64).numpy()
+    return row
 
 
-def to_row(logits: torch.Tensor, number: int) -> tuple[Row, float]:
-    """The row and its greatest logit."""
-    row = logits.detach().to(device="cpu", dtype=torch.float64).numpy()
-    peak = float(row.max())
-    check_row(number, peak)
-    return row, peak
+def to_row(logits: torch.Tensor, number: int) -> Row:
+    """A row [V]. Raises BadLogits telling its number."""
+    row = _wide(logits)
+    check_row(number, float(row.max()))
+    return row
 
 
 def check_row(number: int, greatest: float) -> None:
@@ -82,28 +115,6 @@ def _sorted(values: Row) -> Ids:
     run += order
     run.sort()
     return run % len(order)
-
-
-def logprobs_of(
-    raw: Row, peak: float, token: int, top: int, listed: Sequence[int] = (), scratch: Row | None = None
-) -> TokenLogprobs:
-    """log_softmax of the raw row, whose greatest is `peak`, at `token` and at its `top` greatest, most likely first;
-    impossible ones left out. listed: tokens to report in place of the greatest, impossible ones too. scratch:
-    overwritten; saves an array."""
-    weights = np.subtract(raw, peak, out=scratch)
-    norm = peak + np.log(np.exp(weights, out=weights).sum())
-    if listed:
-        return _listed_logprobs(raw, norm, {token, *listed})
-    ids = [i for i in descending(raw, top).tolist() if raw[i] > -np.inf] if top else []
-    if token not in ids:
-        ids.append(token)
-    greatest = raw[ids]
-    entries: TokenLogprobs = {}
-    for place, i in enumerate(ids):
-        # Whatever beats one of the greatest is among them; only the last one may be the token from outside.
-        rank = 1 + int(np.count_nonzero((raw if place == top else greatest) > raw[i]))
-        entries[i] = Logprob(float(raw[i] - norm), rank, "")
-    return entries
 
 
 def _listed_logprobs(raw: Row, norm: float, tokens: set[int]) -> TokenLogprobs:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.engine.executor import Computed
-from headrace.engine.logprobs import BadLogits, Row, row_logprobs
+from headrace.engine.logprobs import BadLogits, TargetRows
 from headrace.engine.pooled import Pooled
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.types import Delta, Logprob, Request, TokenLogprobs
@@ -88,10 +87,9 @@ class PromptLogprobs:
         del self.rows[first + 1 :]
         return self._prompt[first + 1 : part.end + 1]
 
-    def note(self, logits: Tensor, number: int, target: int, scratch: Row) -> None:
-        """Takes in the next row [V]. Raises BadLogits telling its number."""
-        found = row_logprobs(logits, number, target, self._top, self._listed, scratch)
-        self.rows.append(self._head.named(found))
+    def note(self, rows: TargetRows, row: int, number: int) -> None:
+        """Takes in the next row. Raises BadLogits telling its number."""
+        self.rows.append(self._head.named(rows.logprobs(row, number, self._top, self._listed)))
 
     def hand(self, delta: Delta) -> None:
         """Hands over what was found."""
@@ -125,13 +123,13 @@ def _note_logprobs(found: Sequence[tuple[PromptLogprobs, Slice, Tensor]], head: 
     states = torch.cat([hidden[: len(targets)] for _, hidden, targets in wanted])
     broken: dict[Report, str] = {}
     for at in range(0, len(rows), head.rows):
-        logits = head.logits(states[at : at + head.rows])
-        scratch = np.empty(logits.shape[1])
-        for number, (report, target) in enumerate(rows[at : at + head.rows]):
+        together = rows[at : at + head.rows]
+        block = TargetRows(head.logits(states[at : at + head.rows]), [target for _, target in together])
+        for row, (report, _) in enumerate(together):
             if report in broken:
                 continue
             try:
-                report.note(logits[number], at + number, target, scratch)
+                report.note(block, row, at + row)
             except BadLogits as error:
                 broken[report] = str(error)
     return broken

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.engine.logprobs import BadLogits, Ids, Row, check_row, descending, logprobs_of, target_logprobs, to_row
+from headrace.engine.logprobs import BadLogits, Ids, Row, check_row, descending, target_logprobs, to_row
 from headrace.engine.stopping import forbidden_tokens
 from headrace.kernels import ops
 from headrace.kernels.model_step import Greatest
@@ -161,7 +161,7 @@ def sample(
             allowed = mask is None or mask[best[row]]
             results.append(Sampled(best[row] if allowed else _greatest_allowed(logits[row], row, mask), None))
         else:
-            results.append(_sample_row(*to_row(logits[row], row), row, item))
+            results.append(_sample_row(logits[row : row + 1], row, item))
     return results
 
 
@@ -183,9 +183,9 @@ def _greatest(logits: torch.Tensor) -> Greatest:
     return Greatest(values.tolist(), best.tolist())
 
 
-def _sample_row(raw: Row, peak: float, number: int, item: SampleInput) -> Sampled:
-    """The draw of one row; log probabilities are those of the raw logits."""
-    params = item.params
+def _sample_row(logits: torch.Tensor, number: int, item: SampleInput) -> Sampled:
+    """The draw of one row [1, V]; log probabilities are those of the raw logits."""
+    raw, params = to_row(logits[0], number), item.params
     row = _adjusted(raw, item)
     token = _choose(row, number, item, masked=False)
     if item.mask is not None and token is None:
@@ -193,7 +193,8 @@ def _sample_row(raw: Row, peak: float, number: int, item: SampleInput) -> Sample
     assert token is not None
     if not params.reports_answer:
         return Sampled(token, None)
-    return Sampled(token, logprobs_of(raw, peak, token, params.logprobs or 0, params.logprob_token_ids))
+    (entries,) = target_logprobs(logits, [token], params.logprobs or 0, params.logprob_token_ids)
+    return Sampled(token, entries)
 
 
 def _choose(row: Row, number: int, item: SampleInput, *, masked: bool) -> int | None:

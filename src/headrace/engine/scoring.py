@@ -15,9 +15,11 @@ No torch: the server plans scores, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Protocol, overload
 
 from headrace.types import MAX_LISTED, InvalidRequest, SamplingParams, Score, TokenLogprobs
 
@@ -26,6 +28,9 @@ MOST_CHARACTERS = 1 << 22
 """Characters that are tokenized for one score, where the text has to be tokenized with each option: about a second."""
 TAIL = 256
 """Characters of the text's end that are tokenized with each option, if that comes to the same."""
+
+MOST_TOKENS = 1 << 22
+"""Tokens of prompts that the engine is given at a time where nothing else bounds them: about 64 MB."""
 
 Text = str | Sequence[int]
 
@@ -50,10 +55,36 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined(Sequence[int]):
+    """Tokens of a text and of an option behind it. They are put together only where they are used: all prompts of a
+    score at once would be its text a thousand times."""
+
+    text: list[int]
+    option: list[int]
+
+    def __len__(self) -> int:
+        return len(self.text) + len(self.option)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(self.text, self.option)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == 1 and stop <= len(self.text):
+                return self.text[start:stop]
+        return (self.text + self.option)[index]
+
+
+@dataclass(frozen=True, slots=True)
 class ScoreRequest:
     """shared: tokens at the beginning of the prompt that another request of the score has, too."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     params: SamplingParams
     shared: int = 0
 
@@ -72,6 +103,8 @@ class ScorePlan:
     requests: list[ScoreRequest] = field(init=False, default_factory=list)
     _asked: list[int] = field(init=False, default_factory=list)
     """Of each request its option; -1: the text."""
+    _heads: dict[int, list[int]] = field(init=False, default_factory=dict)
+    """Beginnings of the text by their length."""
 
     def __post_init__(self) -> None:
         first = [option for option in self.options if self._after_text(option)]
@@ -81,12 +114,18 @@ class ScorePlan:
             self._ask(-1, self.text, params)
         for index, option in enumerate(self.options):
             reported = option.start + self._after_text(option)
-            prompt = self.text[: option.start] + option.token_ids
+            prompt = Joined(self._head(option.start), option.token_ids)
             if reported < len(prompt):
                 params = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=reported)
                 self._ask(index, prompt, params, option.start if self.requests else 0)
 
-    def _ask(self, option: int, tokens: list[int], params: SamplingParams, shared: int = 0) -> None:
+    def _head(self, length: int) -> list[int]:
+        """One list for all options that it comes before."""
+        if length == len(self.text):
+            return self.text
+        return self._heads.setdefault(length, self.text[:length])
+
+    def _ask(self, option: int, tokens: Sequence[int], params: SamplingParams, shared: int = 0) -> None:
         self.requests.append(ScoreRequest(tokens, params, shared))
         self._asked.append(option)
 
@@ -96,18 +135,34 @@ class ScorePlan:
         return alike and option.start == len(self.text)
 
     def check(self, check: Callable[[list[int], SamplingParams], SamplingParams]) -> None:
-        """Checks and resolves all requests by Capacity.check. Raises InvalidRequest naming `text` or `options`."""
-        for number, (asked, request) in enumerate(zip(self._asked, self.requests, strict=True)):
-            try:
-                self.requests[number] = replace(request, params=check(request.token_ids, request.params))
-            except InvalidRequest as error:
-                if asked < 0:
-                    raise InvalidRequest(str(error), "text", error.code) from None
-                raise InvalidRequest(f"the text with options[{asked}]: {error}", "options", error.code) from None
+        """Checks all requests by Capacity.check: the text, each option, and the longest of them together. Raises
+        InvalidRequest naming `text` or `options`."""
+        reports = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        for index, option in enumerate(self.options):
+            with _renamed("options", f"options[{index}]: "):
+                check(option.token_ids, reports)
+        with _renamed("text"):
+            check(self.text, self.requests[0].params if self._asked[0] < 0 else reports)
+        longest = max(range(len(self.requests)), key=lambda number: len(self.requests[number].token_ids))
+        if self._asked[longest] >= 0:
+            with _renamed("options", f"the text with options[{self._asked[longest]}]: "):
+                check(list(self.requests[longest].token_ids), self.requests[longest].params)
+
+    def groups(self, most: int = MOST_TOKENS) -> Iterator[list[ScoreRequest]]:
+        """The requests in their order, each group with at most so many tokens, or with one request."""
+        group: list[ScoreRequest] = []
+        room = most
+        for request in self.requests:
+            if group and len(request.token_ids) > room:
+                yield group
+                group, room = [], most
+            group.append(request)
+            room -= len(request.token_ids)
+        yield group
 
     def scores(self, answers: Sequence[Sequence[TokenLogprobs | None]]) -> list[Score]:
-        """answers: of each request its rows of log probabilities, of the answer or of the prompt. Raises ScoreAborted
-        where they are missing."""
+        """answers: of each request its rows of log probabilities, of the answer or of the prompt; rows that are None
+        may be left out. Raises ScoreAborted where they are missing."""
         if not all(answers):
             raise ScoreAborted("the score was aborted: the model's output is broken, or a request was ended")
         rows = dict(zip(self._asked, answers, strict=True))
@@ -115,10 +170,19 @@ class ScorePlan:
 
     def _score(self, option: Option, own: Sequence[TokenLogprobs | None], rows: dict[int, Any]) -> Score:
         found = [rows[-1][0]] if self._after_text(option) else []
-        found += own[option.start + len(found) :]
+        found += [row for row in own if row is not None]
         told = [row[token] for token, row in zip(option.token_ids, found, strict=True)]
         greedy = all(each.rank == 1 for each in told)
         return Score(option.token_ids, [each.logprob for each in told], option.start, greedy)
+
+
+@contextmanager
+def _renamed(param: str, before: str = "") -> Iterator[None]:
+    """Errors name this parameter."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{before}{error}", param, error.code) from None
 
 
 def plan_score(text: Text, options: Sequence[Text], tokenizer: Encoder | None, alike: int = 0) -> ScorePlan:

@@ -6,6 +6,7 @@ tensors it cannot take, and for an instruction set in HEADRACE_ISA that this mac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -50,7 +51,7 @@ capabilities = Capabilities(
     pieces=True, prepared_step=True, all_layers=True, automatic=True,
 )  # fmt: skip
 
-OPERATIONS = ("rms_norm", "layer_norm", "silu_mul", "gelu", "relu", "rotary", "greatest")
+OPERATIONS = ("rms_norm", "layer_norm", "silu_mul", "gelu", "relu", "rotary", "greatest", "softmax_sums")
 """The row-wise ones."""
 
 COLUMNS = 64
@@ -245,6 +246,22 @@ def greatest(x: Tensor) -> tuple[Tensor, Tensor]:
     values, indices = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
     _require().greatest(x.data_ptr(), values.data_ptr(), indices.data_ptr(), rows, width, torch.get_num_threads())
     return values, indices
+
+
+def softmax_sums(x: Tensor, targets: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of x fp32 [R, N]: its greatest element [R], NaN if one is; the sum of e^(x - that), fp64 [R]; how
+    many elements are above that of the row's target, int64 [R]. Raises ValueError for targets that do not fit."""
+    rows, width = x.shape
+    _check("x", x, torch.float32, (rows, width))
+    if len(targets) != rows or (rows and not 0 <= min(targets) <= max(targets) < width):
+        raise ValueError(f"{rows} rows of {width} need as many targets in them, got {len(targets)}: {targets[:8]}")
+    places = torch.tensor(targets, dtype=torch.int64)
+    greatest, sums, above = torch.empty(rows), torch.empty(rows, dtype=torch.float64), torch.empty_like(places)
+    _require().softmax_sums(
+        x.data_ptr(), places.data_ptr(), greatest.data_ptr(), sums.data_ptr(), above.data_ptr(), rows, width,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return greatest, sums, above
 
 
 def rotary(x: Tensor, cos_sin: Tensor) -> Tensor:

@@ -7,6 +7,9 @@ T: rows, H: width, I: MLP width, D: head size. Every operation gives a row the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -125,6 +128,20 @@ def greatest(x: Tensor) -> tuple[Tensor, Tensor]:
         return cpu.greatest(x)
     values, indices = x.max(dim=1)
     return values, indices
+
+
+def softmax_sums(x: Tensor, targets: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of x [R, N], on any device: its greatest element [R], NaN if one is; the sum of e^(x - that), fp64
+    [R], void where that is not finite; how many elements are above that of the row's target, int64 [R]. On the CPU."""
+    if dispatch.native(x) and x.dtype == torch.float32 and x.is_contiguous():
+        return cpu.softmax_sums(x, targets)
+    rows = [row.numpy() for row in x.detach().to("cpu", torch.float64)]
+    tops = [float(row.max()) for row in rows]
+    with np.errstate(invalid="ignore"):
+        sums = [float(np.exp(row - top).sum()) for row, top in zip(rows, tops, strict=True)]
+    above = [int(np.count_nonzero(row > row[target])) for row, target in zip(rows, targets, strict=True)]
+    wide = torch.float64
+    return torch.tensor(tops, dtype=wide), torch.tensor(sums, dtype=wide), torch.tensor(above, dtype=torch.int64)
 
 
 def rotary(x: Tensor, cos_sin: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ can merge the block in the canonical order (docs/attention.md); where that canno
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 
 from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.kv.pool import SlotPool
@@ -45,6 +46,8 @@ class KVCache:
         self.parked: set[ChunkTable] = set()
         self.loose: set[Node] = set()
         self._turn = 0
+        self._latest: ChunkTable | None = None
+        """The table opened last, if it is open: requests that begin alike often come one after another."""
         self._filled: list[tuple[ChunkTable, int]] = []
 
     @property
@@ -77,6 +80,9 @@ class KVCache:
         salt_chunk = public_tokens // CHUNK if salt is not None else -1
         table = ChunkTable(tokens, root, mark, salt_chunk, shares, self.pool.per_rank)
         table.reusable = reusable
+        if self._latest is not None:
+            table.borrow(self._latest)
+        self._latest = table
         self.tables.add(table)
         return table
 
@@ -111,13 +117,13 @@ class KVCache:
         first, total = len(table.nodes), chunks_for(len(table.tokens)) - table.coming
         if not table.shares:
             return total - first
-        held = 0
-        for chunk in range(first, table.reusable_chunks):
-            node = self.tree.find(table.digest(chunk))
-            if node is None:
-                break
-            held += node.refs > 0
-        return total - first - held
+        # What is held comes first: a child is held no more often than its parent.
+        ends = range(first, max(first, table.reusable_chunks))
+        return total - first - bisect_left(ends, True, key=lambda chunk: not self._is_held(table.digest(chunk)))
+
+    def _is_held(self, digest: bytes) -> bool:
+        node = self.tree.find(digest)
+        return node is not None and node.refs > 0
 
     def room(self, table: ChunkTable) -> int:
         """Tokens by which the table can be extended without preempting anybody."""
@@ -245,6 +251,8 @@ class KVCache:
     def close(self, table: ChunkTable) -> None:
         """Lets go of everything the table holds; complete named chunks stay in the tree until evicted."""
         (self.parked if table in self.parked else self.tables).remove(table)
+        if table is self._latest:
+            self._latest = None
         self._drop_from(table, 0)
 
     def park(self, table: ChunkTable) -> None:

@@ -80,6 +80,18 @@ class ChunkTable:
             parent = chain(parent, known[start : start + CHUNK], salt)
             self._digests.append(parent)
 
+    def borrow(self, other: ChunkTable) -> None:
+        """Takes the names of the chunks with which both begin from the other table: tokens are compared in a third of
+        the time in which they are hashed."""
+        if (self._root, self._salt, self._salt_chunk) != (other._root, other._salt, other._salt_chunk):
+            return
+        tokens, theirs = self.tokens, other.tokens
+        for chunk in range(len(self._digests), min(len(other._digests), len(tokens) // CHUNK)):
+            begin, end = chunk * CHUNK, (chunk + 1) * CHUNK
+            if tokens[begin:end] != theirs[begin:end]:
+                return
+            self._digests.append(other._digests[chunk])
+
     def tenant(self, chunk: int) -> bytes:
         """Whose the chunk is: 16 bytes made of the salt, none for a chunk that all tenants may share."""
         return self._salt if 0 <= self._salt_chunk <= chunk else b""

@@ -112,21 +112,22 @@ class ToolBody(Strict):
     type: Literal["function"]
     function: FunctionBody
 
-    def tool(self) -> Tool:
+    def tool(self, number: int) -> Tool:
         given = self.function
         schema = {"type": "object", "properties": {}} if given.parameters is None else given.parameters
-        return Tool(given.name, given.description, schema, bool(given.strict))
+        where = f"tools[{number}].function.parameters"
+        return Tool(given.name, given.description, schema, bool(given.strict), where)
 
 
 class DescribedTool(Protocol):
-    """Tools as a client describes them, of any route."""
+    """Tools as a client describes them, of any route. number: its place in the list."""
 
-    def tool(self) -> Tool: ...
+    def tool(self, number: int) -> Tool: ...
 
 
 def tools_of(given: Sequence[DescribedTool] | None) -> tuple[Tool, ...]:
     """Raises ApiError for two of one name."""
-    tools = tuple(each.tool() for each in given or ())
+    tools = tuple(each.tool(number) for number, each in enumerate(given or ()))
     names = [tool.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise invalid(f"two tools have the name {twice!r}", "tools")

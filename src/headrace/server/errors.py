@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Scope
 
 from headrace.server.anthropic.errors import REQUEST_ID, error_body, speaks
@@ -59,6 +60,13 @@ def invalid(message: str, param: str | None, code: str | None = None) -> ApiErro
     return ApiError(400, message, param, code or "invalid_value")
 
 
+def broken_off(reason: object) -> ApiError:
+    """An answer that the engine has aborted: its grammar or its logits cannot go on. The same request would fail again,
+    so OpenAI's and Anthropic's clients are told not to repeat it."""
+    told = f"the answer was aborted: {reason or 'by the server'}"
+    return ApiError(500, told, None, "aborted", {"x-should-retry": "false"})
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """The answer that an exception of any layer becomes. What a fault inside says goes to the log, not to clients."""
     if isinstance(error, ApiError):
@@ -98,12 +106,17 @@ async def _handle(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         what = "unknown route" if error.status_code == 404 else "method not allowed"
-        error = ApiError(
-            error.status_code, f"{what}: {request.method} {request.url.path}", headers=dict(error.headers or {})
-        )
+        headers = {"Allow": ", ".join(_methods(request))} if error.status_code == 405 else {}
+        error = ApiError(error.status_code, f"{what}: {request.method} {request.url.path}", headers=headers)
     told = as_api_error(error)
     request.app.state.headrace.refusals.note(told, request.method, request.url.path)
     return error_reply(told, request.scope)
+
+
+def _methods(request: Request) -> list[str]:
+    """Of all routes with this path; the framework tells those of the first."""
+    matching = (route for route in request.app.state.routes if route.matches(request.scope)[0] != Match.NONE)
+    return sorted({method for route in matching for method in getattr(route, "methods", None) or ()})
 
 
 def install_handlers(app: FastAPI) -> None:

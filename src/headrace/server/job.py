@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.server.engine import ServedEngine
+from headrace.server.errors import broken_off
 from headrace.server.parsers.parts import Answer, OutputParser, Part, PlainText
 from headrace.server.tenants import ANYBODY, Tenant
 from headrace.stats import EngineStats
-from headrace.types import Delta, Metrics, SamplingParams, TokenLogprobs
+from headrace.types import Delta, Metrics, Overloaded, SamplingParams, TokenLogprobs
+
+FULL_S = 0.5
+"""Seconds, at most, until a prompt of a job under way looks at a full queue again."""
 
 
 @dataclass(slots=True)
@@ -23,7 +27,7 @@ class Prompt:
     sequence to parts. `shared` tokens at its beginning are counted with another prompt of the job. `embed`: its
     embedding is wanted, and no answer."""
 
-    ids: list[int]
+    ids: Sequence[int]
     params: SamplingParams
     text: str = ""
     public_tokens: int = 0
@@ -83,7 +87,8 @@ class Job:
     tenant has been charged. queued: set once the engine has taken all prompts into its queue, or `at_once` of them.
     left: the client is gone, and each prompt ends with its first token. remark: for the log. names: the engine's names
     of fields, None for the prompt -> the client's.
-    at_once: prompts that the engine has at a time, in their order; None: all.
+    at_once: prompts that the engine has at a time, in their order; None: all. Once it has had so many, the others wait
+    where they find the queue full.
     """
 
     request_id: str
@@ -151,8 +156,8 @@ class Job:
     async def events(self, engine: ServedEngine, note: Callable[[EngineStats], None]) -> AsyncIterator[Event]:
         """Runs every prompt; closing this iterator, or cancelling its task, aborts what still runs.
 
-        `note` is told the engine's counters as they stand at each delta. Raises RuntimeError for a job that has not
-        been admitted: it would meet any tenant's chunks.
+        `note` is told the engine's counters as they stand at each delta. Raises ApiError where the engine has aborted
+        an answer, and RuntimeError for a job that has not been admitted: it would meet any tenant's chunks.
         """
         if not self.admitted:
             raise RuntimeError("a job needs server.admission.admit before it goes to the engine")
@@ -183,6 +188,8 @@ class Job:
         if delta.metrics:
             cached = max(0, delta.metrics.cached_tokens - choice.prompt.shared)
             self.metrics.append(replace(delta.metrics, cached_tokens=cached) if choice.prompt.shared else delta.metrics)
+        if delta.finish_reason == "abort":
+            raise broken_off(delta.stop_reason)
         return Event(choice, delta, first, choice.read(delta))
 
     def _deltas(self, engine: ServedEngine) -> AsyncIterator[tuple[int, Delta]]:
@@ -193,11 +200,26 @@ class Job:
         return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{p}"
 
     async def _one(self, engine: ServedEngine, p: int) -> AsyncIterator[tuple[int, Delta]]:
+        while not self.left:
+            stream = self._stream(engine, p)
+            try:
+                async for delta in stream:
+                    yield p, delta
+                    if self.left:
+                        return
+                return
+            except Overloaded as full:
+                if self.at_once is None or not self.queued.is_set():
+                    raise
+                wait_s = min(full.retry_after_s, FULL_S)
+            finally:
+                await aclose(stream)
+            await asyncio.sleep(wait_s)
+
+    def _stream(self, engine: ServedEngine, p: int) -> AsyncIterator[Delta]:
         prompt = self.prompts[p]
-        if self.left:
-            return
-        stream = engine.generate(
-            prompt.ids,
+        return engine.generate(
+            prompt.ids if isinstance(prompt.ids, list) else list(prompt.ids),
             prompt.params,
             request_id=self.prompt_id(p),
             cache_salt=self.cache_salt,
@@ -205,13 +227,6 @@ class Job:
             queued=self._note_queued,
             embed=prompt.embed,
         )
-        try:
-            async for delta in stream:
-                yield p, delta
-                if self.left:
-                    return
-        finally:
-            await aclose(stream)
 
     def _note_queued(self) -> None:
         self._queued += 1

@@ -43,8 +43,9 @@ class Keyring:
         return None
 
     def reload(self) -> None:
-        """Reads the file again. One that cannot be used changes nothing, and is told in the log."""
+        """Reads the file again. One that cannot be used changes nothing. The log tells, also where there is no file."""
         if self._path is None:
+            log.info("SIGHUP: there is nothing to read again without --api-keys-file")
             return
         before = self._file
         try:

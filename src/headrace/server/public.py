@@ -8,6 +8,7 @@ taken as a system prompt, as the template renders it, and as the beginning of a 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class PublicPrefixes:
     chat: dict[str, int] | None = None
     text: dict[str, int] | None = None
 
-    def tokens(self, prompt: list[int]) -> int:
+    def tokens(self, prompt: Sequence[int]) -> int:
         """Tokens at the beginning of a prompt that are public, in whole chunks."""
         return max((common(prompt, each) for each in self.sequences), default=0) // CHUNK * CHUNK
 
@@ -58,7 +59,7 @@ class PublicPrefixes:
         ]
 
 
-def common(one: list[int], other: list[int]) -> int:
+def common(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens with which both begin."""
     same, most = 0, min(len(one), len(other))
     while same < most:  # halves the piece that holds the first difference: comparing slices is fast

@@ -83,6 +83,7 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
         return JsonReply(document(state.keys.guarded))
 
     app.include_router(router)
+    app.state.routes = router.routes
 
 
 def _health(state: ServerState) -> Response:

@@ -10,7 +10,7 @@ from pydantic import WithJsonSchema
 
 from headrace.engine.scoring import MOST_OPTIONS, ScoreAborted, ScorePlan, at_once, plan_score
 from headrace.server.errors import ApiError, invalid
-from headrace.server.job import Job, Prompt
+from headrace.server.job import Event, Job, Prompt
 from headrace.server.protocol import IGNORED, Body
 from headrace.server.replies import InOnePiece, figures, finite
 from headrace.server.state import ServerState
@@ -84,7 +84,7 @@ class Scoring:
         with naming(names):
             text, options = body.given()
             plan = await state.in_tokenizer(plan_score, text, options, engine.tokenizer, engine.capacity.alike_tokens)
-            plan.check(engine.check)
+            await state.in_tokenizer(plan.check, engine.check)
         prompts = [Prompt(each.token_ids, each.params, shared=each.shared) for each in plan.requests]
         public = body.public_prefix_tokens or 0
         job = ScoreJob(f"score-{uuid4().hex}", prompts, arrival_s, body.cache_salt, public, names=names)
@@ -101,6 +101,12 @@ class Scoring:
 class ScoreReplies(InOnePiece):
     def __init__(self, job: ScoreJob, state: ServerState, by_token: bool) -> None:
         self.job, self.model, self.tokenizer, self.by_token = job, state.model, state.engine.tokenizer, by_token
+
+    def take(self, event: Event) -> None:
+        """Keeps the rows of the option alone: with one for each token of the text they would be many."""
+        rows = event.choice.prompt_logprobs
+        if rows is not None:
+            event.choice.prompt_logprobs = [row for row in rows if row is not None]
 
     def whole(self) -> dict[str, Any]:
         job = self.job

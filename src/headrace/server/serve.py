@@ -128,8 +128,7 @@ class HTTPServer(uvicorn.Server):
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self.handle_exit, number, None)
-            if self.state.config.server.api_keys_file is not None:
-                loop.add_signal_handler(signal.SIGHUP, self.state.keys.reload)
+            loop.add_signal_handler(signal.SIGHUP, self.state.keys.reload)
         yield
 
 

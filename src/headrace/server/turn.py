@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. parameters: the JSON Schema of its arguments, an object."""
+    """A function that the model may call. parameters: the JSON Schema of its arguments, an object. where: the place of
+    that schema in the request, as its client knows it."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
+    where: str = field(default="tools", compare=False)
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates take it: OpenAI's chat form."""

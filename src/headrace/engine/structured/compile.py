@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -51,9 +52,11 @@ _SAID = {
 """What the library says, as what is wrong and the remedy."""
 
 
-def grammar_of(structured: Structured) -> str:
-    """The grammar of this shape; equal texts for equal shapes. Raises InvalidRequest for one that cannot be taken; not
-    all of what cannot is noticed here: see `check`."""
+def grammar_of(structured: Structured, added: Mapping[str, int] | None = None) -> str:
+    """The grammar of this shape; equal texts for equal shapes. added: tokens that a grammar may name.
+
+    Raises InvalidRequest for a shape that cannot be taken; not all of what cannot is noticed here: see `check`.
+    """
     kind = structured.kind
     if kind == "json_object":
         return _of_schema({"type": "object"})
@@ -63,7 +66,7 @@ def grammar_of(structured: Structured) -> str:
         return LLMatcher.grammar_from_regex(expression_of(structured.regex or ""))
     if kind == "choice":
         return _of_choices(structured.choice)
-    grammar, schemas = lark.checked(structured.grammar or "")
+    grammar, schemas = lark.checked(structured.grammar or "", added)
     texts = [json.dumps(_with_options(_lowered(schema, written=True).whole())) for schema in schemas]
     return LLMatcher.grammar_from_lark(re.sub(r"(?<=%json )\d+", lambda found: texts[int(found[0])], grammar))
 
@@ -77,25 +80,26 @@ def expression_of(regex: str) -> str:
 
 
 def limits() -> LLParserLimits:
-    """What a grammar may cost: when it is compiled (about 0.5 s, 100 MiB), and for each token (some 50 ms; 0.3 s if
-    it is ambiguous all over)."""
+    """What a grammar may cost: when it is compiled (about 0.5 s, 100 MiB), and for each token: 0.1 s and, if it is
+    ambiguous all over and the vocabulary large, up to 0.3 s (docs/schemas.md)."""
     return LLParserLimits(
-        max_items_in_row=2000,  # an ambiguous grammar costs the square of this for each token
+        max_items_in_row=2000,  # 450 optional properties need 1,800. Looked at when a row is made: see lark.MAX_NAMES.
         initial_lexer_fuel=200_000,
         step_lexer_fuel=200_000,
-        step_max_items=20_000,
+        step_max_items=5_000,
         max_lexer_states=50_000,
         max_grammar_size=200_000,
         verbose_errors=False,
     )
 
 
-def check(structured: Structured, tokenizer: LLTokenizer | None) -> None:
+def check(structured: Structured, tokenizer: LLTokenizer | None, added: Mapping[str, int] | None = None) -> None:
     """Raises InvalidRequest (`param`: "structured") for a shape that cannot be taken; the message says which part.
 
-    With a tokenizer, a shape that no answer fits is noticed as well, and one whose first token costs too much.
+    With a tokenizer, a shape that no answer fits is noticed as well, and one whose first token costs too much. added:
+    see grammar_of.
     """
-    fault = _fault(grammar_of(structured), tokenizer)
+    fault = _fault(grammar_of(structured, added), tokenizer)
     if not fault:
         return
     if structured.kind == "json":

@@ -31,7 +31,7 @@ class ShapeDoor:
         from headrace.engine.structured.vocabulary import vocabulary_of
 
         vocabulary = vocabulary_of(tokenizer, capacity.vocab_size, capacity.eos_token_ids)
-        compile.check(params.structured, vocabulary.tokens)
+        compile.check(params.structured, vocabulary.tokens, vocabulary.added)
         with self._lock:
             self._good[params.structured] = None
             if len(self._good) > MOST_SEEN:

@@ -43,7 +43,7 @@ class Grammars:
         known = self.known(structured)
         if known is not None:
             return known
-        made = LLMatcher(vocabulary.tokens, grammar_of(structured), log_level=0, limits=limits())
+        made = LLMatcher(vocabulary.tokens, grammar_of(structured, vocabulary.added), log_level=0, limits=limits())
         if made.is_error():
             raise BadGrammar(made.get_error().partition("\n")[0])
         with self._lock:

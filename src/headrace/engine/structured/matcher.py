@@ -26,12 +26,14 @@ class SequenceMatcher:
     """One sequence's matcher. It is ready once the job that `open`s it is done.
 
     jumps: tokens that the grammar forces are found (jump-ahead). beginning: those at the beginning of the answer.
+    refused: the token pushed last has no place in the grammar, though its mask allowed it.
     """
 
     def __init__(self, jumps: bool) -> None:
         self.jumps = jumps
         self.beginning: list[int] = []
         self.job: Future[None] | None = None
+        self.refused = False
         self._error = ""
         self._mask: Mask | None = None
         self._matcher: LLMatcher | None = None
@@ -92,12 +94,14 @@ class SequenceMatcher:
     @property
     def complete(self) -> bool:
         """Whether nothing can follow the tokens pushed."""
-        return self._matcher is not None and not self._error and self._matcher.is_stopped()
+        matcher = self._matcher
+        return matcher is not None and not self._error and matcher.is_stopped() and not matcher.is_error()
 
     def push(self, token: int) -> list[int]:
         """Goes on by a token of the answer; the tokens that the grammar forces after it, by which it has gone on."""
         assert self._matcher is not None
         if not self._matcher.consume_token(token):
+            self.refused = True
             self.fail(_told(self._matcher))
         return self._forced()
 
@@ -109,8 +113,9 @@ class SequenceMatcher:
             self.fail(f"it forces more than {MOST_FORCED:,} bytes at once")
             return []
         forced = matcher.compute_ff_tokens()
-        if forced and not matcher.consume_tokens(forced):
+        if (forced and not matcher.consume_tokens(forced)) or matcher.is_error():
             self.fail(_told(matcher))
+            return []
         return forced
 
 

@@ -120,7 +120,8 @@ def _repeat(reader: _Reader, char: str, repeatable: bool) -> None:
         reader.at -= 1
         found = reader.matched(_COUNT)
         assert found
-        low, high = int(found[1]), int(found[3] or found[1])
+        digits = (found[1], found[3] or found[1])
+        low, high = (int(each) if len(each) < 11 else 1 << 32 for each in digits)  # int() refuses 4,301 digits
         if max(low, high) > 0xFFFFFFFF or low > high:
             raise reader.fault("a repetition's bounds must be in order and below 2^32")
         reader.least[-1] -= reader.last

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from headrace.engine.structured.hidden import apart, hidden_name, without_added
 from headrace.engine.tokenizer import Tokenizer
 from headrace.logs import shown
 from headrace.types import InvalidRequest
@@ -20,11 +21,13 @@ from headrace.types import InvalidRequest
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """tokens: llguidance's view. width: token ids that the logits have. canonical: whether forced text
-    has one right tokenization, so that its tokens can be appended without sampling."""
+    has one right tokenization, so that its tokens can be appended without sampling. added: ids of the tokens that a
+    grammar may name."""
 
     tokens: LLTokenizer
     width: int
     canonical: bool
+    added: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def words(self) -> int:
@@ -66,25 +69,30 @@ def vocabulary_of(tokenizer: Tokenizer | None, width: int, ends: Sequence[int]) 
 def _make(tokenizer: Tokenizer, width: int, ends: tuple[int, ...]) -> Vocabulary:
     within = [token for token in ends if token < tokenizer.vocab_size]
     found = _from_library(tokenizer, width, within) if within else None
+    added = tokenizer.added_tokens
     if found is not None:
-        return Vocabulary(found, width, bool(found.is_canonical))
+        return Vocabulary(found, width, bool(found.is_canonical), added)
     try:
-        return Vocabulary(_from_bytes(tokenizer, width, within), width, canonical=False)
+        return Vocabulary(_from_bytes(tokenizer, width, within), width, False, added)
     except ValueError as error:
         raise InvalidRequest(f"this model's tokenizer cannot be used: {shown(error)}", "structured") from None
 
 
 def _from_library(tokenizer: Tokenizer, width: int, ends: list[int]) -> LLTokenizer | None:
-    """As llguidance reads tokenizer.json; None where it cannot, or takes a token for other bytes than we do."""
+    """As llguidance reads tokenizer.json, added tokens hidden from text; None where it cannot, or takes a token for
+    other bytes than we do."""
+    names = apart(tokenizer.added_tokens, tokenizer.special_tokens)
     try:
-        made = LLTokenizer(tokenizer.as_json(), n_vocab=max(width, tokenizer.vocab_size), eos_token=ends)
+        copy = without_added(tokenizer.as_json(), names)
+        made = LLTokenizer(copy, n_vocab=max(width, tokenizer.vocab_size), eos_token=ends)
     except ValueError:
         return None
+    hidden = {token: hidden_name(token).encode() for token in names.values()}
     for token in range(tokenizer.vocab_size):
         if token % 256 == 0:
             time.sleep(0)  # lets the engine's thread go on with its steps
-        expected = tokenizer.token_bytes(token)
-        differs = not tokenizer.is_special(token) and made.decode_bytes([token]) != expected
+        expected = hidden.get(token) or tokenizer.token_bytes(token)
+        differs = made.decode_bytes([token]) != expected or (token in hidden and not made.is_special_token(token))
         if differs and expected != b"\xff":  # by which llguidance marks special tokens, and which no text has
             return None
     return made

@@ -66,10 +66,10 @@ class ClientTool(Strict):
     defer_loading: OnlyFalse | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
-    def tool(self) -> Tool:
+    def tool(self, number: int) -> Tool:
         """Examples go into the schema, where JSON Schema has a place for them."""
         schema = {**self.input_schema, "examples": self.input_examples} if self.input_examples else self.input_schema
-        return Tool(self.name, self.description, schema, bool(self.strict))
+        return Tool(self.name, self.description, schema, bool(self.strict), f"tools[{number}].input_schema")
 
 
 class AutoChoice(Strict):

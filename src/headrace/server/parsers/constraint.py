@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from headrace.errors import InvalidRequest
-from headrace.server.parsers.lark import MOST_CALLS, Grammar, bare
+from headrace.server.parsers.lark import MOST_CALLS, Grammar, bare, refused
 from headrace.server.parsers.registry import NONE, REASONING_FORMATS, TOOL_FORMATS, Formats, ReasoningFormat
 from headrace.server.turn import Reasoning, Tool, ToolChoice
 from headrace.structured import Structured
@@ -66,16 +66,15 @@ def constraint(
 
 
 def _check_texts(formats: Formats, tools: Sequence[Tool]) -> None:
-    """Raises InvalidRequest if a text that would be forced contains an added token: llguidance then forces the token,
-    and refuses it as no text."""
-    for tool in tools:
+    """Raises InvalidRequest if a text that would be forced contains an added token that the parser reads as a mark, or
+    leaves out: the call would not be read as it was forced."""
+    read = [token for token in (*formats.marks, *formats.left_out) if token in formats.tokens]
+    for tool in tools if read else ():
         text = f"{tool.name} {json.dumps(bare(tool.parameters), ensure_ascii=False)}"
-        if "<" not in text:
-            continue
-        found = next((token for token in formats.tokens if token.startswith("<") and token in text), None)
+        found = next((token for token in read if token in text), None)
         if found is not None:
-            told = f"tools: calls of {tool.name!r} cannot be forced: its name or parameters contain {found!r}"
-            raise InvalidRequest(f"{told}, which is a token of this model's vocabulary", "tools")
+            told = f"its calls cannot be forced: its name or parameters contain {found!r}"
+            raise refused(tool, f"{told}, which is a mark of this model's format")
 
 
 def _opened(formats: Formats, prompt_end: str) -> bool:

@@ -17,8 +17,8 @@ MOST_CALLS = 16
 
 
 class Grammar:
-    """tokens: added tokens of the vocabulary, by text. A mark that is one is written as its token: for llguidance no
-    text contains an added token."""
+    """tokens: added tokens of the vocabulary, by text. A mark that is one is written as its token: a text in a grammar
+    is never an added token."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self.tokens = tokens
@@ -94,15 +94,20 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     if it wants another type or cannot be forced."""
     kind = tool.parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise InvalidRequest(f"tools: the parameters of {tool.name!r} must have type 'object', got {kind!r}", "tools")
+        raise refused(tool, f"the type must be 'object', got {str(kind)[:60]!r}")
     try:
         schema = {**bare(tool.parameters), "type": "object"}
         fault = _fault(json.dumps(schema))
     except RecursionError:
         fault = "nested too deeply"
     if fault:
-        raise InvalidRequest(f"tools: calls of {tool.name!r} cannot be forced: parameters: {fault}", "tools")
+        raise refused(tool, f"its calls cannot be forced: {fault}")
     return schema
+
+
+def refused(tool: Tool, why: str) -> InvalidRequest:
+    """What is wrong with a tool, named by its place in the request and its name."""
+    return InvalidRequest(f"{tool.where} (tool {tool.name!r}): {why}", tool.where)
 
 
 @lru_cache(maxsize=64)

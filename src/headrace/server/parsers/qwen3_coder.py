@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from headrace.errors import InvalidRequest
 from headrace.server.parsers.json_calls import NAME_LIMIT
-from headrace.server.parsers.lark import Grammar, arguments_schema, in_order, is_simple, own_schema, quoted
+from headrace.server.parsers.lark import Grammar, arguments_schema, in_order, is_simple, own_schema, quoted, refused
 from headrace.server.parsers.scan import Parser, Reading, Sink, marks_of
 from headrace.server.turn import Tool
 
@@ -169,5 +169,5 @@ def _item(grammar: Grammar, tool: Tool, name: str, schema: dict[str, Any]) -> st
 
 
 def _cannot(tool: Tool, why: str) -> InvalidRequest:
-    told = f"tools: calls of {tool.name!r} cannot be forced in this model's format (qwen3_coder): {why}"
-    return InvalidRequest(f"{told}; leave tool_choice 'auto'", "tools")
+    told = f"its calls cannot be forced in this model's format (qwen3_coder): {why}"
+    return refused(tool, f"{told}; leave tool_choice 'auto'")

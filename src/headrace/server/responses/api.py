@@ -94,8 +94,11 @@ def install_responses(router: APIRouter, state: ServerState) -> None:
             if body.model is not None:
                 check_model(state, body.model)
             with naming(NAMES):
+                params = body.to_params()
                 turn = Responses(tenant_of(request)).turn(state, body)
                 tokens = await unless_gone(request.receive, tokens_of(state, turn))
+                # Of a prompt that is too long the tokens are told; all else is refused as for an answer.
+                state.engine.check(tokens[:1], params)
         return JsonReply({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     @router.get("/v1/responses/{response_id}")

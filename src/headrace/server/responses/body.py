@@ -82,9 +82,9 @@ class FunctionTool(Strict):
             raise ValueError(f"there is no tool {value[:60]!r} at this server; give functions, which the client calls")
         return value
 
-    def tool(self) -> Tool:
+    def tool(self, number: int) -> Tool:
         schema = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
-        return Tool(self.name, self.description, schema, bool(self.strict))
+        return Tool(self.name, self.description, schema, bool(self.strict), f"tools[{number}].parameters")
 
 
 class ChosenFunction(Strict):
@@ -209,7 +209,7 @@ class ResponsesBody(SampledBody):
 
     def functions(self) -> tuple[Tool, ...]:
         """Raises ApiError where two have one name."""
-        tools = tuple(each.tool() for each in self.tools or ())
+        tools = tuple(each.tool(number) for number, each in enumerate(self.tools or ()))
         names = set()
         for number, tool in enumerate(tools):
             if tool.name in names:

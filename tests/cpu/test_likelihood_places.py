@@ -1,0 +1,60 @@
+"""Scores, log probabilities of prompts and embeddings have the bits of whole prompts, wherever KV and weights lie and
+in every form of theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace import LLM
+from tests.support.checkpoints import FolderOf
+from tests.support.likelihoods import defined, reported
+from tests.support.offloading import MIXES, counters, flush, offloading
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROW: dict[str, Any] = {"offload_schedule": "row", "kv_offloading_size": 0.1}
+COLUMN: dict[str, Any] = {"offload_schedule": "column", "kv_offloading_size": 0.1, "weight_offload": True}
+INT8: dict[str, Any] = {"kv_cache_dtype": "int8"}
+PLACES = [
+    ("mistral_window", {}, {"max_batch_tokens": 70}),
+    ("llama_gqa", INT8, COLUMN),
+    *(
+        pytest.param(kind, form, place, marks=pytest.mark.matrix)
+        for kind, forms, places in (
+            ("llama_gqa", (INT8, {"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "float32"}), (ROW, {})),
+            ("llama_gqa", ({"attention_backend": "reference"},), ({},)),
+            ("qwen2_window", ({},), (ROW, COLUMN, {})),
+            ("llama_dynamic", ({},), (ROW, COLUMN, {})),
+            ("falcon_rw", ({},), (ROW, COLUMN, {})),
+            ("opt350", ({},), (ROW, COLUMN, {})),
+        )
+        for form in forms
+        for place in places
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "form", "place"), PLACES)
+def test_every_place_and_form(kind: str, form: dict[str, Any], place: dict[str, Any], folder_of: FolderOf) -> None:
+    """form: what changes the bits, of both engines."""
+    base = {"kv_cache_tokens": 8192, "dtype": "bfloat16", **form}
+    truth = defined(LLM(folder_of(kind), **base, enable_prefix_caching=False))
+    other = LLM(folder_of(kind), **base, **place)
+    assert reported(other) == truth
+    assert reported(other) == truth, "cached"
+    assert other.engine.cache.used == 0
+    other.close()
+
+
+@pytest.mark.parametrize("mix", ["all three", *(pytest.param(m, marks=pytest.mark.matrix) for m in list(MIXES)[:3])])
+def test_restored(mix: str, folder_of: FolderOf) -> None:
+    """Chunks that left the pool are loaded, projected and recomputed."""
+    llm = offloading(folder_of("llama_gqa"), mix)
+    truth = defined(llm)
+    assert reported(llm) == truth
+    flush(llm)
+    assert reported(llm) == truth
+    assert counters(llm).restores or mix == "recompute"
+    llm.close()
