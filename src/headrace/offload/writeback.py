@@ -32,8 +32,12 @@ NICE = 10
 IDLE_S = 0.02
 """So long does an idle engine store chunks before it looks whether there is something to do."""
 
+REST_S, REST_IDLE_S = 0.25, 0.01
+"""With `only_idle`, so long must no sequence have ended before something is stored, and IDLE_S of it: who asks again at
+once must not wait."""
+
 IDLE_QUEUE = 8 << 20
-"""Bytes that may wait for a tier when an idle engine goes on storing: a request that comes meanwhile has to share the
+"""Bytes that may wait for a tier when such an engine goes on storing: a request that comes meanwhile has to share the
 cores with their writing."""
 
 
@@ -67,6 +71,7 @@ class Writeback:
     _encoding: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread = field(init=False)
     _closed: bool = False
+    _ended_s: float = 0.0  # when a sequence ended last
 
     def __post_init__(self) -> None:
         self.cache.tree.leaving = self._leaving
@@ -86,7 +91,7 @@ class Writeback:
         if table not in self.cache.parked:
             return
         if self.only_idle:
-            self.let_go += len(nodes)
+            self.let_go, self._ended_s = self.let_go + len(nodes), time.monotonic()
         if self.only_idle or not nodes:
             self.cache.close(table)
             return
@@ -113,10 +118,17 @@ class Writeback:
             self.let_go += sum(not node.stored for node in parked.nodes)
             self._close(parked)
 
+    @property
+    def _idle_s(self) -> float:
+        return REST_IDLE_S if self.only_idle else IDLE_S
+
     def store_idle(self) -> bool:
         """Called by an idle engine: stores some chunks that no table holds any more and that were not stored; returns
         whether there were any."""
-        left, end = [node for node in self.cache.tree.idle.values() if not node.stored], time.monotonic() + IDLE_S
+        now = time.monotonic()
+        if self.only_idle and now < self._ended_s + REST_S:
+            return self.let_go > 0
+        left, end = [node for node in self.cache.tree.idle.values() if not node.stored], now + self._idle_s
         self.let_go = len(left)
         for node in left:
             if time.monotonic() >= end or (self.only_idle and self.tiers.queued_bytes > IDLE_QUEUE):
