@@ -66,7 +66,7 @@ def open_offload(
     )
 
 
-WRITE_S, WRITE_BYTE_S = 1e-3, 1.5e-9
+WRITE_S, WRITE_BYTE_S = 0.7e-3, 2.9e-9
 """Seconds of a core, about, to write a chunk to a tier (a file, the index), and per byte (two copies, a checksum)."""
 MOST_SHARE = 0.02
 
