@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 TIERS_S = 0.2
 """Between two looks at the tiers' counters."""
+WAIT_S = 0.0005
 CLOSE_S, IDLE_CLOSE_S = 30.0, 5.0
 """So long may storing what is not stored yet take when the engine ends; the second for tiers that are written while
 idle."""
@@ -292,8 +293,13 @@ class StoredPrefixes(Below):
             self.rates.observe_prefill(slices[0].start, slices[0].length, seconds)
 
     def wait(self) -> None:
-        """Sleeps for a moment: every sequence waits for a thread."""
-        time.sleep(0.0005)
+        """Sleeps for a moment, as every sequence waits for a thread, or until one has been looked up."""
+        looking = (state.lookup for state in self._states.values() if isinstance(state, Looking))
+        lookup = next((each for each in looking if not each.done), None)
+        if lookup is None:
+            time.sleep(WAIT_S)
+        else:
+            lookup.ticket.wait_briefly(WAIT_S)
 
     @property
     def pending(self) -> bool:
@@ -301,6 +307,7 @@ class StoredPrefixes(Below):
         return bool(self._leaving or self.writeback.unstored or self.tiers.queued_blobs)
 
     def store_idle(self) -> bool:
+        self.rates.catch_up()
         return self.writeback.store_idle()
 
     def add_stats(self, stats: EngineStats) -> None:

@@ -32,6 +32,10 @@ class Ticket:
         self.ended_s, self.error = time.perf_counter(), error
         self._ended.set()
 
+    def wait_briefly(self, seconds: float) -> None:
+        """Until it has ended, at most so long."""
+        self._ended.wait(seconds)
+
     def wait(self) -> None:
         """Until it has ended; raises what the transfer raised."""
         self._ended.wait()
