@@ -121,5 +121,5 @@ def test_by_default_in_the_cache_directory(
             until_stored(server)
             assert server.stop() == 0
             told = server.log.read_text()
-            assert f"disk {tmp_path}/kv: " in told and "--kv-offload-path none switches it off" in told
+            assert f"disk {tmp_path}/kv: " in told and "off by --kv-offload-path none" in told
     assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700

@@ -189,7 +189,9 @@ def test_by_default_for_serve_alone(served: list[EngineConfig], home: Path) -> N
 def test_the_start_says_how_to_switch_it_off(home: Path) -> None:
     (told,) = tier_lines(FakeCapacity(), auto())
     assert told.startswith("disk ~/.cache/headrace/kv: 20 GiB, about ")
-    assert told.endswith(" tokens, stored as raw; --kv-offload-path none switches it off")
+    assert told.endswith(" tokens; off by --kv-offload-path none")
+    (told,) = tier_lines(FakeCapacity(), auto(kv_disk_format="int8"))
+    assert told.endswith(" tokens, stored as int8; off by --kv-offload-path none")
     (told,) = tier_lines(FakeCapacity(), EngineConfig(kv_offload_path="/kv"))
     assert told.endswith("stored as raw")
 

@@ -124,10 +124,12 @@ def tier_lines(capacity: Any, config: EngineConfig) -> list[str]:
         each = BYTES_PER_ELEMENT.get(tier.format, element)
         tokens = tier.size * 2**30 / capacity.kv_bytes_per_token * element / each
         size = f"{tier.size:g} GiB, about {tokens:,.0f} tokens" if tier.size else "as much as its server keeps"
-        own = own_disk.is_own(tier.place)
-        place = from_home(Path(tier.place)) if own else tier.place
-        switch = f"; --kv-offload-path {NO_DISK} switches it off" if own else ""
-        lines.append(f"{tier.label}{' ' + place if place else ''}: {size}, stored as {tier.format}{switch}")
+        form = f", stored as {tier.format}"
+        if own_disk.is_own(tier.place):
+            form = form if tier.format != "raw" else ""
+            lines.append(f"disk {from_home(Path(tier.place))}: {size}{form}; off by --kv-offload-path {NO_DISK}")
+        else:
+            lines.append(f"{tier.label}{' ' + tier.place if tier.place else ''}: {size}{form}")
     return lines
 
 
