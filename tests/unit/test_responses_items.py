@@ -156,7 +156,6 @@ BAD: dict[str, tuple[Any, str]] = {
     "a part without text": ([said("user", [{"type": "input_text"}])], "input[0].content[0].text"),
     "a refusal without text": ([said("assistant", [{"type": "refusal"}])], "input[0].content[0].text"),
     "a call without a name": ([{"type": "function_call", "call_id": "c", "arguments": ""}], "input[0].name"),
-    "a call of a namespace": ([{**call(), "namespace": "x"}], "input[0].namespace"),
     "an output without its call": ([result()], "input"),
     "a call behind its output": ([result(), call()], "input"),
     "reasoning of another server": ([{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}],

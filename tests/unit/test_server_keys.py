@@ -18,7 +18,7 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.server.app import create_app
 from headrace.server.serve import make_server
-from headrace.server.tenants import salt_of
+from headrace.server.tenants import salt_of, spoken
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_server import (
     CHAT,
@@ -64,6 +64,16 @@ def limited(rules: str) -> str:
 
 def post(running: Running, body: dict[str, Any], key: str = ACME, path: str = TEXT) -> httpx.Response:
     return running.http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+
+
+def limits_of(reply: httpx.Response) -> dict[str, str]:
+    found = reply.headers.items()
+    return {name.removeprefix("x-ratelimit-"): value for name, value in found if name.startswith("x-ratelimit-")}
+
+
+def seconds_of(told: str) -> float:
+    minutes, _, rest = told.rpartition("m")
+    return 60 * float(minutes or 0) + float(rest.removesuffix("s"))
 
 
 def check_limited(reply: httpx.Response, limit: str, wait: str) -> None:
@@ -142,6 +152,31 @@ def test_tokens_per_minute(write: Write) -> None:
         assert tenant._tokens.level == pytest.approx(600 - 192 - 8, abs=5), "what the engine never had costs nothing"
         check_limited(post(running, text("x" * 599, stream=True)), "tokens_per_minute", "20")
         assert post(running, text("x" * 700), FREE).status_code == 200
+
+
+def test_replies_tell_where_the_limits_stand(write: Write) -> None:
+    """As OpenAI's do: whole, streamed, refused; and nothing where there is no limit."""
+    with serving(api_keys_file=write(limited("requests_per_minute = 3\ntokens_per_minute = 6000"))) as running:
+        told = []
+        for body in (text("x" * 384), text(stream=True), text(n=0), text()):
+            reply = post(running, body)
+            told.append((reply.status_code, limits_of(reply)))
+        assert [status for status, _ in told] == [200, 200, 400, 429]
+        assert [each["remaining-requests"] for _, each in told] == ["2", "1", "0", "0"]
+        assert {each["limit-requests"] for _, each in told} == {"3"}
+        assert {each["limit-tokens"] for _, each in told} == {"6000"}
+        assert 5790 <= int(told[0][1]["remaining-tokens"]) <= 5830, "192 of the prompt and 8 of the answer"
+        assert [seconds_of(each["reset-requests"]) for _, each in told[:3]] == pytest.approx([20, 40, 60], abs=5)
+        assert not limits_of(post(running, text(), FREE))
+        get = running.http.get("/v1/models", headers={"Authorization": f"Bearer {ACME}"})
+        assert not limits_of(get) and not limits_of(running.http.post(TEXT, json=text())), "nor without a key"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0, "0ms"), (0.0171, "18ms"), (1, "1s"), (7.46, "7.5s"), (60, "1m0s"), (359.99, "6m0s")]
+)
+def test_times_are_told_as_openai_tells_them(seconds: float, told: str) -> None:
+    assert spoken(seconds) == told
 
 
 def test_sizes_of_a_request(write: Write) -> None:

@@ -13,6 +13,7 @@ from openai.types.responses import Response
 
 from headrace.server.protocol import parse_body
 from headrace.server.responses.body import ResponsesBody
+from headrace.server.responses.items import messages_of, read_input
 from headrace.types import Structured
 from tests.support.fake_engine import FakeEngine, FakeTokenizer
 from tests.support.fake_server import Running, serving
@@ -274,6 +275,43 @@ def test_a_failed_stream_ends_in_response_failed(tokens: int) -> None:
     assert events[-1]["response"]["status"] == "failed" and events[-1]["response"]["error"]["code"] == "server_error"
 
 
+FILES = {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [ADD, {**ADD, "name": "_sub"}]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_of_a_namespace(server: Running, stream: bool) -> None:
+    """As Codex sends those of MCP servers: one flat name for the model, two for the client, there and back."""
+    says(server, called("{}").replace("add", "mcp__files__add"))
+    body: dict[str, Any] = {"model": "fake", "input": "hello", "tools": [FILES, ADD], "stream": stream}
+    reply = server.http.post(ROUTE, json=body)
+    if stream:
+        done = [event for event in events_of(reply.text) if event["type"] == "response.output_item.done"]
+        call = done[-1]["item"]
+    else:
+        told = reply.json()
+        call = told["output"][-1]
+        assert told["tools"][0]["tools"][1]["name"] == "_sub", "told as it was asked"
+    assert (call["namespace"], call["name"], call["arguments"]) == ("mcp__files", "add", "{}")
+    items = [
+        {"role": "user", "content": "hello"},
+        call,
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "3"},
+    ]
+    assert server.http.post(ROUTE, json={**body, "stream": False, "input": items}).status_code == 200
+    (turn,) = [each for each in messages_of(read_input(items, lambda _: None)) if "tool_calls" in each]
+    assert turn["tool_calls"][0]["function"]["name"] == "mcp__files__add"
+
+
+def test_names_and_schemas_within_a_namespace() -> None:
+    body = parse_body(ResponsesBody, json.dumps({"input": "a", "tools": [ADD, FILES]}).encode())
+    tools = body.functions()
+    assert [tool.name for tool in tools] == ["add", "mcp__files__add", "mcp__files_sub"]
+    assert tools[2].where == "tools[1].tools[1].parameters" and tools[2].description == "Files.\nadds"
+    chosen = {"type": "function", "namespace": "mcp__files", "name": "add"}
+    given = json.dumps({"input": "a", "tools": [ADD, FILES], "tool_choice": chosen}).encode()
+    assert parse_body(ResponsesBody, given).choice(tools).names == ("mcp__files__add",)
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no input": ({"input": None}, "input"),
     "an image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
@@ -286,6 +324,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a schema without a name": ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text"),
     "a hosted tool": ({"tools": [{"type": "web_search"}]}, "tools"),
     "two tools of one name": ({"tools": [ADD, ADD]}, "tools[1].name"),
+    "two flat names": ({"tools": [{**ADD, "name": "mcp__files__add"}, FILES]}, "tools[1].tools[0].name"),
+    "a long flat name": ({"tools": [{**FILES, "name": "f" * 126}]}, "tools[0].tools[0].name"),
+    "a custom tool in a namespace": ({"tools": [{**FILES, "tools": [{"type": "custom", "name": "f"}]}]}, "tools"),
     "an unknown tool chosen": ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
     "a choice without tools": ({"tool_choice": "required"}, "tool_choice"),
     "a choice of another kind": ({"tools": [ADD], "tool_choice": {"type": "mcp"}}, "tool_choice"),

@@ -161,6 +161,23 @@ def test_ambiguous_grammars_end_by_the_items_of_a_token(grammar: str) -> None:
     assert "items" in matcher.get_error()
 
 
+def test_texts_that_match_too_many_patterns_are_refused() -> None:
+    """The library would multiply out how each of them may go on: minutes for 16 of them."""
+    parts = [{"pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(5)]
+    assert refusal(json={"type": "string", "allOf": parts}).startswith("#: one text has to match more than 4 patterns")
+    nested = {"$defs": {"two": {"allOf": parts[:2]}, "one": {"anyOf": [{"type": "null"}, parts[2]]}}}
+    twos = [{"$ref": "#/$defs/two"}, {"allOf": [{"$ref": "#/$defs/one"}, {"format": "uuid", "pattern": "a"}]}]
+    assert "more than 4 patterns" in refusal(json={**nested, "properties": {"x": {"allOf": twos}}})
+    apart = [{"type": "string", **part} for part in parts]
+    check(Structured(json={"anyOf": apart}), None)
+    check(Structured(json={"properties": dict(zip("abcde", apart, strict=True))}), None)
+
+
+def test_values_of_const_count_as_parts() -> None:
+    assert refusal(json={"enum": [{"a": n, "b": [n]} for n in range(3000)]}).startswith("#/enum: the schema has more")
+    check(Structured(json={"enum": [str(n) for n in range(3000)]}), None)
+
+
 @pytest.mark.parametrize(
     ("grammar", "told"),
     [

@@ -90,14 +90,14 @@ class Capacity:
         count = len(prompt_token_ids)
         if not count:
             raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
-        if not (min(prompt_token_ids) >= 0 and max(prompt_token_ids) < self.vocab_size):
-            bad = next(t for t in prompt_token_ids if not 0 <= t < self.vocab_size)
-            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {self.vocab_size}", "prompt")
         if count + answer > self.max_model_len:
             raise InvalidRequest(
                 f"the prompt has {count:,} tokens; {self._limit(count + answer, 'shorten the prompt')}",
                 "prompt", CONTEXT_LENGTH_EXCEEDED,
             )  # fmt: skip
+        if not (min(prompt_token_ids) >= 0 and max(prompt_token_ids) < self.vocab_size):
+            bad = next(t for t in prompt_token_ids if not 0 <= t < self.vocab_size)
+            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {self.vocab_size}", "prompt")
 
     def _limit(self, wanted: int, remedy: str) -> str:
         """What bounds the context, and what lifts it for a sequence of `wanted` tokens, beside the remedy of the

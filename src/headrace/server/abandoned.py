@@ -54,9 +54,9 @@ class AbandonedPrefills:
 
     def take(self, run: Leavable) -> bool:
         """Goes on with the run's prefill and closes it, client gone, at the end. False, with nothing done, if there is
-        none under way, its chunks would be of no use, or there are too many."""
-        private = any(prompt.params.prompt_logprobs is not None for prompt in run.job.prompts)
-        if len(self) >= self._most or private or not run.reading:
+        none under way, a prompt has no answer or a retry would not read the cache, or there are too many."""
+        reported = any(prompt.params.prompt_logprobs is not None for prompt in run.job.prompts)
+        if len(self) >= self._most or reported or not run.reading:
             return False
         run.job.left = True
         task = asyncio.create_task(self._finish(run))

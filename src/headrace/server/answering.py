@@ -16,7 +16,7 @@ from headrace.server.errors import ApiError, JsonReply
 from headrace.server.guard import TENANT
 from headrace.server.job import Job
 from headrace.server.prompt_progress import PromptProgress
-from headrace.server.protocol import Body, StreamedBody, parse_body
+from headrace.server.protocol import Body, StreamedBody, read_body
 from headrace.server.replies import OpenAIReplies, Replies
 from headrace.server.run import JobRun, outcome_of
 from headrace.server.state import CLIENT_GONE, ServerState
@@ -58,7 +58,7 @@ async def answer(state: ServerState, request: Request, api: Api[B]) -> Response:
     """One request, from its body to its reply or to the beginning of its stream."""
     arrival_s = time.monotonic()
     with admission(state):
-        body = parse_body(api.body, await read(request))
+        body = await read_body(api.body, await read(request))
         if body.model is not None:
             check_model(state, body.model)
         job = await unless_gone(request.receive, api.job(state, body, arrival_s))

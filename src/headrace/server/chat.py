@@ -6,7 +6,7 @@ from headrace.server.chat_body import ChatBody
 from headrace.server.job import Job
 from headrace.server.replies import ChatReplies, Shown
 from headrace.server.state import ServerState
-from headrace.server.turns import Sharing, job_of, naming
+from headrace.server.turns import Sharing, job_of, made, naming
 
 PROMPT = dict.fromkeys((None, "prompt", "prompt_token_ids"), "messages")
 """The engine's names of the prompt -> the client's."""
@@ -23,7 +23,8 @@ class Chat:
         names = {**PROMPT, "logprobs": "top_logprobs", "max_tokens": most, "structured": shape}
         with naming(names):
             sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
-            job = await job_of(state, body.turn(), body.to_params(), "chatcmpl-", arrival_s, sharing)
+            turn, params = await made(body.turn, len(body.messages)), body.to_params()
+            job = await job_of(state, turn, params, "chatcmpl-", arrival_s, sharing)
         job.names = names
         return job
 

@@ -17,6 +17,10 @@ RESERVED = {"self", "messages", "tools", "documents", "add_generation_prompt"}
 """Names that are no variables of a chat template; the tokenizer knows of more."""
 
 MAX_TOOLS = 512
+MAX_MESSAGES = 10_000
+"""Of a conversation; the Responses API bounds its items alike."""
+MAX_CALLS = 1024
+"""Of one message."""
 MAX_BUDGET = 2**31
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -59,9 +63,9 @@ def arguments_object(text: str) -> Any:
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: list[TextPart] | None = None
+    content: list[TextPart] | None = Field(None, fail_fast=True)
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS, fail_fast=True)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     parsed: Any = None
@@ -163,7 +167,7 @@ class AllowedTools(Strict):
 
 
 class ChatBody(SampledBody):
-    messages: list[Message]
+    messages: list[Message] = Field(max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

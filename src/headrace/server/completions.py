@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from uuid import uuid4
 
+from headrace.server.encoding import encoded
 from headrace.server.errors import invalid
 from headrace.server.job import Job, Prompt
 from headrace.server.protocol import CompletionBody
@@ -44,7 +45,7 @@ async def _prompts(state: ServerState, body: CompletionBody, params: SamplingPar
 async def _prompt(state: ServerState, prompt: str | list[int], params: SamplingParams, echo: bool) -> Prompt:
     if isinstance(prompt, str):
         tokenizer = tokenizer_of(state, "prompt")
-        ids = await state.in_tokenizer(tokenizer.encode, prompt)
+        ids = await encoded(state, tokenizer.encode, prompt, "prompt")
         return Prompt(ids, state.engine.check(ids, params), prompt)
     checked = state.engine.check(prompt, params)
     text = await state.in_tokenizer(tokenizer_of(state, "echo").decode, prompt) if echo else ""

@@ -11,6 +11,7 @@ from pydantic import WithJsonSchema
 
 from headrace.engine.embedding import EMBEDS, EmbeddingAborted, check_dimensions, stacked
 from headrace.engine.scoring import at_once
+from headrace.server.encoding import encoded
 from headrace.server.errors import ApiError, invalid
 from headrace.server.job import Job, Prompt
 from headrace.server.protocol import Body, prompts_of
@@ -70,7 +71,9 @@ class Embeddings:
 
 
 async def _prompt(state: ServerState, given: str | list[int]) -> Prompt:
-    ids = given if isinstance(given, list) else await state.in_tokenizer(tokenizer_of(state, "input").encode, given)
+    ids = (
+        given if isinstance(given, list) else await encoded(state, tokenizer_of(state, "input").encode, given, "input")
+    )
     return Prompt(ids, state.engine.check(ids, EMBEDS, embed=True), embed=True)
 
 

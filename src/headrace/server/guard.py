@@ -44,6 +44,8 @@ class Guard:
             else:
                 tenant = self.state.keys.anybody
             scope[TENANT] = tenant
+            if scope["method"] == "POST":
+                reply.tenant = tenant
             with self._place(scope, tenant):
                 await self.app(scope, _limited(receive), reply.send)
         except Exception as error:
@@ -87,17 +89,20 @@ class Guard:
 
 
 class _Reply:
-    """`send` that counts errors, and knows whether an answer has begun."""
+    """`send` that counts errors, tells where the limits of the tenant stand, and knows whether an answer has begun."""
 
     def __init__(self, send: Send, state: ServerState) -> None:
         self._send, self._state = send, state
         self.started = False
+        self.tenant: Tenant | None = None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started = True
             if message["status"] >= 400:
                 self._state.metrics.refused.labels(str(message["status"])).inc()
+            if self.tenant is not None and (told := self.tenant.standing()):
+                message = {**message, "headers": [*message["headers"], *told]}
         await self._send(message)
 
 

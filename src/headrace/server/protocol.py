@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import re
+import asyncio
 from collections.abc import Mapping, Set
 from dataclasses import fields
 from types import UnionType
@@ -13,6 +12,7 @@ from pydantic import AfterValidator, ValidationError, WithJsonSchema, create_mod
 from pydantic_core import PydanticCustomError
 
 from headrace.server.errors import ApiError, invalid
+from headrace.server.json_body import json_object
 from headrace.server.shape_fields import ShapedBody
 from headrace.server.strict import Strict as Strict
 from headrace.types import SamplingParams, check_sharing
@@ -189,7 +189,7 @@ def prompts_of(value: Any, name: str) -> list[str | list[int]]:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def _token_id(key: str) -> int:
@@ -203,7 +203,7 @@ B = TypeVar("B", bound=Body)
 
 def parse_body(kind: type[B], raw: bytes) -> B:
     """The body as `kind`. Raises ApiError 400 naming the first field at fault."""
-    fields = _json_object(raw)
+    fields = json_object(raw)
     for name, why in kind.refused.items():
         value = fields.pop(name, None)
         if value is not None and value not in kind.harmless.get(name, ()):
@@ -215,39 +215,15 @@ def parse_body(kind: type[B], raw: bytes) -> B:
         raise explain(error, kept) from None
 
 
-def _json_object(raw: bytes) -> dict[str, Any]:
-    """NaN and Infinity pass here so that the field that holds them can be named; the models refuse them."""
-    try:
-        value = json.loads(raw, object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ApiError(400, f"the body is not valid JSON: {why}", None, "invalid_json") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, "the body must be a JSON object", None, "invalid_json")
-    if SURROGATE.search(raw):
-        _check_text(value)
-    return value
+LARGE = 64 << 10
+"""Bytes of a body that is read on a thread of its own, so that other requests go on."""
 
 
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-def _check_text(fields: dict[str, Any]) -> None:
-    """Half a surrogate pair is valid JSON and no text: no tokenizer takes it."""
-    for name, value in fields.items():
-        try:
-            json.dumps([name, value], ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise invalid("half a surrogate pair is not text", ascii(name)[1:-1], "invalid_value") from None
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise invalid(f"{twice!r} appears twice in one object", twice)
-    return out
+async def read_body(kind: type[B], raw: bytes) -> B:
+    """`parse_body`, beside other requests if it may take long."""
+    if len(raw) < LARGE:
+        return parse_body(kind, raw)
+    return await asyncio.to_thread(parse_body, kind, raw)
 
 
 def explain(error: ValidationError, fields: Any, where: str = "") -> ApiError:
@@ -271,11 +247,17 @@ def explain(error: ValidationError, fields: Any, where: str = "") -> ApiError:
     return invalid(f"{path}: {told}", param, "invalid_type" if "type" in fault["type"] else None)
 
 
+UNION_TAGS = ("a function", "a namespace")
+"""Names of a union's members that are no value of a field."""
+
+
 def _untagged(loc: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
     """Without pydantic's names of a union's members, which stand behind the place of an object with a type or role. The
     last part is the field at fault."""
     out: list[int | str] = []
     for place, part in enumerate(loc):
+        if out and place < len(loc) - 1 and part in UNION_TAGS:
+            continue
         if out and place < len(loc) - 1 and isinstance(value, dict) and part in (value.get("type"), value.get("role")):
             value = {name: held for name, held in value.items() if name not in ("type", "role")}
             continue

@@ -23,6 +23,11 @@ class Bucket:
         self._at_s = now
         return self._level
 
+    @property
+    def full_s(self) -> float:
+        """Seconds until a whole minute's worth may be spent at once."""
+        return (self.per_minute - self.level) * 60 / self.per_minute
+
     def wait_s(self, amount: float) -> float:
         """Seconds until so much may be spent; 0.0 now. More than a minute brings may be spent once it is full."""
         missing = min(amount, self.per_minute) - self.level

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import math
@@ -158,7 +159,9 @@ def make_server(app: FastAPI) -> HTTPServer:
 
 def _engine_maker(config: EngineConfig) -> MakeEngine:
     async def make() -> ServedEngine:
-        return (await asyncio.to_thread(_engine_class))(config)
+        engine_class = await asyncio.to_thread(_engine_class)
+        gc.freeze()  # else each collection of what a large body leaves looks at all modules: some tenths of a second
+        return engine_class(config)
 
     return make
 

@@ -24,6 +24,14 @@ def salt_of(tenant: str, client: str | None) -> str:
     return "tenant:" + hashlib.sha256(msgspec.json.encode([tenant, client])).hexdigest()
 
 
+def spoken(seconds: float) -> str:
+    """A time as OpenAI writes it: 120ms, 7.5s, 6m0s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds * 10) / 10, 60)
+    return f"{minutes:.0f}m{rest:g}s" if minutes else f"{rest:g}s"
+
+
 class Tenant:
     """One of the file, under its `rules`; or, with the name "", whoever asks with the one key or without any.
 
@@ -79,6 +87,16 @@ class Tenant:
             yield
         finally:
             self.under_way -= 1
+
+    def standing(self) -> list[tuple[bytes, bytes]]:
+        """Headers, as OpenAI names them, that tell what is left of the limits by the minute."""
+        told: list[tuple[bytes, bytes]] = []
+        for what, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                left = max(0, math.floor(bucket.level))
+                values = {"limit": f"{bucket.per_minute:.0f}", "remaining": str(left), "reset": spoken(bucket.full_s)}
+                told += [(f"x-ratelimit-{name}-{what}".encode(), value.encode()) for name, value in values.items()]
+        return told
 
     def take(self, tokens: int) -> None:
         """A prompt of so many tokens is about to go to the engine. Raises ApiError 429 where tokens are used up."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -9,13 +10,14 @@ from pydantic import Field
 from starlette.responses import Response
 
 from headrace.server.answering import admission, check_model, read
-from headrace.server.chat_body import MAX_TOOLS, Message, ToolBody, template_variables, tools_of
+from headrace.server.chat_body import MAX_MESSAGES, MAX_TOOLS, Message, ToolBody, template_variables, tools_of
+from headrace.server.encoding import COUNTED, encoded
 from headrace.server.errors import JsonReply, invalid
-from headrace.server.protocol import Body, parse_body
+from headrace.server.protocol import Body, read_body
 from headrace.server.state import ServerState
 from headrace.server.stream import unless_gone
 from headrace.server.turn import Turn
-from headrace.server.turns import naming, tokenizer_of, tokens_of
+from headrace.server.turns import made, naming, tokenizer_of, tokens_of
 
 PROMPT = dict.fromkeys((None, "prompt", "prompt_token_ids"), "messages")
 
@@ -24,7 +26,7 @@ class TokenizeBody(Body):
     """A prompt, or the messages of a chat."""
 
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -59,7 +61,7 @@ class DetokenizeBody(Body):
 
 async def tokenize(state: ServerState, request: Request) -> Response:
     with admission(state):
-        body = parse_body(TokenizeBody, await read(request))
+        body = await read_body(TokenizeBody, await read(request))
         _check_model(state, body)
         body.check()
         tokens = await unless_gone(request.receive, _tokens(state, body))
@@ -74,10 +76,11 @@ async def tokenize(state: ServerState, request: Request) -> Response:
 async def detokenize(state: ServerState, request: Request) -> Response:
     """Special tokens are part of the text."""
     with admission(state):
-        body = parse_body(DetokenizeBody, await read(request))
+        body = await read_body(DetokenizeBody, await read(request))
         _check_model(state, body)
         size = state.engine.capacity.vocab_size
-        wrong = next((token for token in body.tokens if not 0 <= token < size), None)
+        ends = (min(body.tokens, default=0), max(body.tokens, default=0))
+        wrong = next((token for token in ends if not 0 <= token < size), None)
         if wrong is not None:
             raise invalid(f"tokens: token id {str(wrong)[:20]} is outside the vocabulary of {size}", "tokens")
         tokenizer = tokenizer_of(state, "tokens")
@@ -101,6 +104,7 @@ def _check_model(state: ServerState, body: Body) -> None:
 async def _tokens(state: ServerState, body: TokenizeBody) -> list[int]:
     if body.prompt is None:
         with naming(PROMPT):
-            return await tokens_of(state, body.turn())
+            return await tokens_of(state, await made(body.turn, len(body.messages or ())))
     tokenizer, special = tokenizer_of(state, "prompt"), body.add_special_tokens is not False
-    return list(await state.in_tokenizer(lambda: tokenizer.encode(body.prompt, add_special_tokens=special)))
+    encode = partial(tokenizer.encode, add_special_tokens=special)
+    return await encoded(state, encode, body.prompt, "prompt", COUNTED)

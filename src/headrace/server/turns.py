@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
+from headrace.server.encoding import COUNTED, encoded
 from headrace.server.errors import invalid
 from headrace.server.job import Job, Prompt
 from headrace.server.parsers.constraint import constraint
@@ -17,6 +18,9 @@ from headrace.server.state import ServerState
 from headrace.server.tool_prompt import knows_tools, told_in_text
 from headrace.server.turn import Turn
 from headrace.types import InvalidRequest, SamplingParams
+
+MANY = 500
+"""Messages that are read on a thread."""
 
 SEEN = 200
 """Characters at the end of a prompt that tell whether the template has begun the reasoning."""
@@ -37,6 +41,11 @@ def naming(names: Mapping[str | None, str]) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         raise invalid(str(error), names.get(error.param, error.param), error.code) from None
+
+
+async def made(turn: Callable[[], Turn], messages: int) -> Turn:
+    """What `turn` makes of a body, on a thread where it has many messages: other requests go on."""
+    return turn() if messages < MANY else await asyncio.to_thread(turn)
 
 
 async def job_of(
@@ -66,8 +75,8 @@ async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams) -> P
 
 
 async def tokens_of(state: ServerState, turn: Turn) -> list[int]:
-    """The tokens of a conversation, however many. Raises as prompt_of does."""
-    return await _encode(state, await _render(state, turn))
+    """The tokens of a conversation, also of one that is too long. Raises as prompt_of does."""
+    return await _encode(state, await _render(state, turn), COUNTED)
 
 
 async def _render(state: ServerState, turn: Turn) -> str:
@@ -82,8 +91,8 @@ async def _render(state: ServerState, turn: Turn) -> str:
         raise invalid(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
 
 
-async def _encode(state: ServerState, text: str) -> list[int]:
-    return list(await state.in_tokenizer(tokenizer_of(state, "messages").encode_chat, text))
+async def _encode(state: ServerState, text: str, contexts: int = 1) -> list[int]:
+    return await encoded(state, tokenizer_of(state, "messages").encode_chat, text, "messages", contexts)
 
 
 def _variables(turn: Turn) -> dict[str, Any]:

@@ -28,6 +28,9 @@ MAX_DEPTH = 200
 MAX_NESTED = 40
 """Schemas inside schemas, references not followed; the library reads 128 levels of JSON."""
 
+MAX_PATTERNS = 4
+"""Expressions for one text: the library multiplies out how each of them may go on, before its limits are looked at."""
+
 MAX_SQUARES = 4_000_000
 """Sum over all objects of (number of properties)²: what the library's rules for their order cost."""
 
@@ -118,12 +121,14 @@ class _Lowering:
             found.add(keyword, self._reference(value, place, owner, depth))
         elif keyword == "const":
             check_data(value, place)
+            self._count_data(value, place)
             found.add(keyword, value)
         elif not isinstance(value, list) or not value:
             raise Refused(place, "must be a list that is not empty")
         elif keyword == "enum":
             for number, item in enumerate(value):
                 check_data(item, below(place, number))
+                self._count_data(item, place)
             found.add(keyword, value)
         else:
             parts = [
@@ -133,6 +138,17 @@ class _Lowering:
             if keyword == "oneOf":
                 self.cases.append((place, parts))
             found.add("allOf" if keyword == "allOf" else "anyOf", parts)
+
+    def _count_data(self, value: Any, place: str) -> None:
+        """What an object or a list of const holds: the library makes a rule of each value in it."""
+        rest = [value] if isinstance(value, dict | list) else []
+        while rest:
+            inner = rest.pop()
+            self.count += 1
+            if self.count > MAX_PARTS:
+                raise Refused(place, f"the schema has more than {MAX_PARTS:,} parts", "use fewer")
+            if isinstance(inner, dict | list):
+                rest += inner.values() if isinstance(inner, dict) else inner
 
     def _reference(self, value: Any, place: str, owner: str | None, depth: int) -> str:
         target = self.references.resolve(value, place)
@@ -170,14 +186,38 @@ class _Lowering:
         if self.work > MAX_WORK:
             raise Refused("#", "too many cases beside too many properties", "use fewer")
 
+    def _check_patterns(self) -> None:
+        known: dict[int, int] = {}
+        for pointer, part in self.parts.items():
+            if _patterns(part, self.definitions, known) > MAX_PATTERNS:
+                raise Refused(pointer, f"one text has to match more than {MAX_PATTERNS} patterns", "write one pattern")
+
     def check(self) -> None:
         """What needs all definitions. Raises Refused."""
         check_multiples(self.multiples)
         _check_cycles(self.in_place)
+        self._check_patterns()
         for place, cases in self.cases:
             if not disjoint(cases, self.definitions):
                 remedy = "write anyOf, or give each case a required property with a const of its own"
                 raise Refused(place, "cases of oneOf that may fit one value cannot be enforced", remedy)
+
+
+def _patterns(schema: Any, definitions: dict[str, Any], known: dict[int, int]) -> int:
+    """Expressions that one text has to match at most."""
+    if not isinstance(schema, dict):
+        return 0
+    if id(schema) not in known:
+        known[id(schema)] = 0
+
+        def of(part: Any) -> int:
+            return _patterns(part, definitions, known)
+
+        own = ("pattern" in schema) + ("format" in schema) + of(definitions.get(schema.get("$ref", "")))
+        known[id(schema)] = (
+            own + sum(map(of, schema.get("allOf", ()))) + max(map(of, schema.get("anyOf", ())), default=0)
+        )
+    return known[id(schema)]
 
 
 class _Joined:

@@ -15,7 +15,7 @@ from headrace.server.anthropic.blocks import (
     as_blocks,
 )
 from headrace.server.anthropic.system import has_billing, stable
-from headrace.server.chat_body import MAX_BUDGET, MAX_TOOLS, ToolName, tools_of
+from headrace.server.chat_body import MAX_BUDGET, MAX_MESSAGES, MAX_TOOLS, ToolName, tools_of
 from headrace.server.errors import invalid
 from headrace.server.protocol import Body, OnlyFalse, StreamedBody, Strict
 from headrace.server.turn import Reasoning, Tool, ToolChoice, Turn
@@ -130,7 +130,7 @@ class CountBody(Body):
     refused: ClassVar[Mapping[str, str]] = REFUSED
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(REFUSED, ([], {}))
 
-    messages: list[GivenMessage] = Field(min_length=1)
+    messages: list[GivenMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     system: Annotated[list[TextBlock] | None, BeforeValidator(as_blocks, str | list[TextBlock] | None)] = None
     tools: list[ClientTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[AutoChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None

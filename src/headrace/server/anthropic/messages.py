@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -15,12 +16,12 @@ from headrace.server.anthropic.errors import error_body
 from headrace.server.anthropic.events import PING, Blocks, frame, message, stop_reason, usage
 from headrace.server.errors import JsonReply, as_api_error
 from headrace.server.job import Event, Job
-from headrace.server.protocol import parse_body
+from headrace.server.protocol import read_body
 from headrace.server.replies import figures
 from headrace.server.state import ServerState
 from headrace.server.stream import unless_gone
 from headrace.server.turn import Turn
-from headrace.server.turns import Sharing, job_of, naming, tokens_of
+from headrace.server.turns import Sharing, job_of, made, naming, tokens_of
 from headrace.types import CHUNK
 
 log = logging.getLogger("headrace.server")
@@ -46,7 +47,7 @@ class Messages:
         with naming(NAMES if body.format is not None else {**NAMES, "structured": "tools"}):
             params = body.to_params()
             sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
-            turn = self._turn(state, body)
+            turn = await self._turn(state, body)
             job = await job_of(state, turn, replace(params, max_tokens=None), "msg_", arrival_s, sharing)
         job.names = NAMES
         prompt = job.prompts[0]
@@ -60,14 +61,15 @@ class Messages:
     async def count(self, state: ServerState, request: Request) -> Response:
         """How many tokens the prompt of such a request has, whether or not it fits."""
         with admission(state):
-            body = parse_body(CountBody, await read(request))
+            body = await read_body(CountBody, await read(request))
             if body.model is not None:
                 check_model(state, body.model)
             with naming(NAMES):
-                tokens = await unless_gone(request.receive, tokens_of(state, self._turn(state, body)))
+                turn = await self._turn(state, body)
+                tokens = await unless_gone(request.receive, tokens_of(state, turn))
         return JsonReply({"input_tokens": len(tokens)})
 
-    def _turn(self, state: ServerState, body: CountBody) -> Turn:
+    async def _turn(self, state: ServerState, body: CountBody) -> Turn:
         stable = state.config.server.stable_system_prompt
         if body.has_billing and not stable and not self._warned:
             self._warned = True
@@ -75,7 +77,7 @@ class Messages:
                 "system texts begin with a billing header that is another in each request, so that no prefix is "
                 "shared; --stable-system-prompt keeps it out"
             )
-        return body.turn(stable)
+        return await made(partial(body.turn, stable), len(body.messages))
 
 
 class MessageReplies:

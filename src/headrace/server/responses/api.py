@@ -11,7 +11,7 @@ from headrace.server.answering import admission, answer, check_model, read
 from headrace.server.errors import ApiError, JsonReply, invalid
 from headrace.server.guard import TENANT
 from headrace.server.job import Job
-from headrace.server.protocol import parse_body
+from headrace.server.protocol import read_body
 from headrace.server.replies import Shown
 from headrace.server.responses.body import ResponsesBody
 from headrace.server.responses.items import MAX_ID, Item, check_conversation, messages_of, read_input
@@ -90,7 +90,7 @@ def install_responses(router: APIRouter, state: ServerState) -> None:
     @router.post("/v1/responses/input_tokens")
     async def input_tokens(request: Request) -> Response:
         with admission(state):
-            body = parse_body(ResponsesBody, await read(request))
+            body = await read_body(ResponsesBody, await read(request))
             if body.model is not None:
                 check_model(state, body.model)
             with naming(NAMES):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator
 
 from headrace.server.chat_body import MAX_BUDGET, MAX_TOOLS, ToolName
 from headrace.server.errors import invalid
-from headrace.server.protocol import OnlyFalse, SampledBody, Strict
+from headrace.server.protocol import UNION_TAGS, OnlyFalse, SampledBody, Strict
+from headrace.server.responses.namespaces import Split, flat_name
 from headrace.server.responses.output import Told
 from headrace.server.turn import Reasoning, Tool, ToolChoice
 from headrace.types import MAX_LOGPROBS, SamplingParams, Structured
+
+MAX_NAME = 128
+"""Characters of a function's name, its namespace included."""
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED = "reasoning.encrypted_content"
@@ -87,9 +92,37 @@ class FunctionTool(Strict):
         return Tool(self.name, self.description, schema, bool(self.strict), f"tools[{number}].parameters")
 
 
+class NamespaceTool(Strict):
+    """Functions in a group, as Codex sends those of an MCP server. The model sees each with the group's description."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: list[FunctionTool] = Field(max_length=MAX_TOOLS)
+
+    def flat(self, number: int) -> Iterator[Tool]:
+        for inner, each in enumerate(self.tools):
+            tool = each.tool(number)
+            told = "\n".join(text for text in (self.description, tool.description) if text) or None
+            where = f"tools[{number}].tools[{inner}].parameters"
+            yield replace(tool, name=flat_name(self.name, each.name), description=told, where=where)
+
+
+def _tool_kind(given: Any) -> str:
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return NAMESPACE if kind == "namespace" else FUNCTION
+
+
+FUNCTION, NAMESPACE = UNION_TAGS
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag(FUNCTION)] | Annotated[NamespaceTool, Tag(NAMESPACE)], Discriminator(_tool_kind)
+]
+
+
 class ChosenFunction(Strict):
     type: Literal["function"]
     name: str
+    namespace: str | None = None
 
 
 class AllowedFunctions(Strict):
@@ -161,7 +194,7 @@ class ResponsesBody(SampledBody):
 
     input: Any = None
     instructions: str | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: list[AnyTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = Field(None, ge=1)
@@ -208,14 +241,22 @@ class ResponsesBody(SampledBody):
         return (self.text.format if self.text is not None else None) or TextFormat()
 
     def functions(self) -> tuple[Tool, ...]:
-        """Raises ApiError where two have one name."""
-        tools = tuple(each.tool(number) for number, each in enumerate(self.tools or ()))
-        names = set()
-        for number, tool in enumerate(tools):
-            if tool.name in names:
-                raise invalid(f"tools[{number}].name: two tools have the name {tool.name!r}", f"tools[{number}].name")
-            names.add(tool.name)
-        return tools
+        """Raises ApiError where two have one name, or there are too many."""
+        tools: dict[str, Tool] = {}
+        for number, each in enumerate(self.tools or ()):
+            for tool in each.flat(number) if isinstance(each, NamespaceTool) else (each.tool(number),):
+                if tool.name in tools or len(tool.name) > MAX_NAME:
+                    why = "two tools have the name" if tool.name in tools else "too long with its namespace:"
+                    field = tool.where.removesuffix("parameters") + "name"
+                    raise invalid(f"{field}: {why} {tool.name!r}", field)
+                tools[tool.name] = tool
+        if len(tools) > MAX_TOOLS:
+            raise invalid(f"tools: at most {MAX_TOOLS} functions, got {len(tools):,}", "tools")
+        return tuple(tools.values())
+
+    def split_names(self) -> Split:
+        groups = (each for each in self.tools or () if isinstance(each, NamespaceTool))
+        return {flat_name(group.name, each.name): (group.name, each.name) for group in groups for each in group.tools}
 
     def choice(self, tools: tuple[Tool, ...]) -> ToolChoice:
         """Raises ApiError for a tool that there is not."""
@@ -226,7 +267,8 @@ class ResponsesBody(SampledBody):
             return ToolChoice("none", (), parallel)
         if given is None or isinstance(given, str):
             return ToolChoice(given or "auto", (), parallel)
-        allowed = (given.name,) if isinstance(given, ChosenFunction) else tuple(each.name for each in given.tools)
+        chosen = [given] if isinstance(given, ChosenFunction) else given.tools
+        allowed = tuple(flat_name(each.namespace, each.name) for each in chosen)
         known = {tool.name for tool in tools}
         if unknown := next((name for name in allowed if name not in known), None):
             raise invalid(f"tool_choice: no tool has the name {unknown[:128]!r}", "tool_choice")
@@ -242,4 +284,4 @@ class ResponsesBody(SampledBody):
 
     def told(self) -> Told:
         asked = self.reasoning is not None and (self.reasoning.summary or self.reasoning.generate_summary)
-        return Told(bool(asked), self.includes(SEALED))
+        return Told(bool(asked), self.includes(SEALED), self.split_names())

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, FailFast, Field, ValidationError, field_va
 from headrace.server.chat_body import arguments_object
 from headrace.server.errors import ApiError, invalid
 from headrace.server.protocol import Strict, explain
+from headrace.server.responses.namespaces import flat_name
 from headrace.server.responses.sealed import unsealed
 
 MAX_ITEMS = 10_000
@@ -112,19 +113,20 @@ class MessageItem(_Item):
 
 
 class CallItem(_Item):
-    """caller, namespace and async belong to tools that this server does not have; parsed_arguments is the client's."""
+    """caller and async belong to tools that this server does not have; parsed_arguments is the client's."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    namespace: None = None
+    namespace: str | None = None
     caller: Any = None
     created_by: Any = None
     parsed_arguments: Any = None
 
     def kept(self) -> Item:
-        return self._kept("function_call", call_id=self.call_id, name=self.name, arguments=self.arguments)
+        group = {} if self.namespace is None else {"namespace": self.namespace}
+        return self._kept("function_call", call_id=self.call_id, name=self.name, arguments=self.arguments, **group)
 
 
 class CallOutputItem(_Item):
@@ -132,7 +134,7 @@ class CallOutputItem(_Item):
     call_id: str
     output: Parts
     name: str | None = None
-    namespace: None = None
+    namespace: str | None = None
     caller: Any = None
     created_by: Any = None
 
@@ -265,7 +267,7 @@ def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[
             messages.append({"role": role, "content": text_of(item)})
         else:
             if kind == "function_call":
-                names[item["call_id"]] = item["name"]
+                names[item["call_id"]] = flat_name(item.get("namespace"), item["name"])
             _add_to_turn(messages, item)
     return messages
 
@@ -279,7 +281,8 @@ def _add_to_turn(messages: list[dict[str, Any]], item: Item) -> None:
         turn = {"role": "assistant", "content": ""}
         messages.append(turn)
     if item["type"] == "function_call":
-        function = {"name": item["name"], "arguments": arguments_object(item["arguments"])}
+        name = flat_name(item.get("namespace"), item["name"])
+        function = {"name": name, "arguments": arguments_object(item["arguments"])}
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
     elif item["type"] == "message":
         turn["content"] += text_of(item)

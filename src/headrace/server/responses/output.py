@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from headrace.server.parsers.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
 from headrace.server.responses.items import Item, new_id, output_text
+from headrace.server.responses.namespaces import Split, named
 from headrace.server.responses.sealed import sealed
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -32,6 +33,8 @@ class Told:
 
     summary: bool = False
     sealed: bool = False
+    split: Split = field(default_factory=dict)
+    """Of names of functions in namespaces."""
 
 
 @dataclass(slots=True)
@@ -151,20 +154,20 @@ class _Reasoning(_Open):
 class _Call(_Open):
     kind = "function_call"
 
-    def __init__(self, index: int, start: CallStart) -> None:
+    def __init__(self, index: int, start: CallStart, split: Split) -> None:
         super().__init__(index)
-        self.start = start
+        self.start, self.names = start, named(start.name, split)
 
     def item(self, status: Status, text: str) -> Item:
-        named = {"call_id": self.start.call_id, "name": self.start.name, "arguments": text, "status": status}
-        return {"id": self.id, "type": "function_call", **named}
+        told = {"call_id": self.start.call_id, **self.names, "arguments": text, "status": status}
+        return {"id": self.id, "type": "function_call", **told}
 
     def delta(self, text: str, tokens: Sequence[Token]) -> OutputEvent:
         return self._event("response.function_call_arguments.delta", delta=text)
 
     def text_done(self) -> list[OutputEvent]:
-        named = {"name": self.start.name, "arguments": self.text}
-        return [self._event("response.function_call_arguments.done", **named)]
+        told = {"name": self.names["name"], "arguments": self.text}
+        return [self._event("response.function_call_arguments.done", **told)]
 
 
 @dataclass(slots=True)
@@ -203,7 +206,7 @@ class Output:
         out: list[OutputEvent] = []
         if isinstance(part, CallStart):
             self._tokens()
-            return self._begin(_Call(self._next(), part))
+            return self._begin(_Call(self._next(), part, self.told.split))
         if not part.text:
             return out
         if isinstance(part, TextPart) and not isinstance(self._open, _Message):

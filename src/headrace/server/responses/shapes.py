@@ -43,6 +43,7 @@ class FunctionCall(TypedDict):
     status: Status
     call_id: str
     name: str
+    namespace: NotRequired[str]
     arguments: str
 
 
