@@ -53,7 +53,7 @@ def open_offload(
     layout = backend.layout(decoder.dtype, spec.head_dim)
     codec, other = (ChunkCodec(storage, spec, cache.identity, decoder.dtype, layout) for _ in range(2))
     link = EmulatedLink(config.tiers.link.bytes_s, config.tiers.link.latency_s)
-    rates = measure(decoder, storage, backend, tiers.tiers)
+    rates = measure(decoder, storage, backend, tiers.tiers, brief=config.tiers.write == "sparing")
     probe(tiers, rates)
     only_idle = config.tiers.write == "idle" or (config.tiers.write == "sparing" and _costs_much(config, codec, rates))
     keep_notes(config, capacity, cache.identity)

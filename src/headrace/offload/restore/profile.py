@@ -43,14 +43,17 @@ PROBES = 3
 
 
 @torch.inference_mode()
-def measure(decoder: Decoder, storage: KVStorage, backend: Backend, tiers: Sequence[Tier]) -> Rates:
+def measure(
+    decoder: Decoder, storage: KVStorage, backend: Backend, tiers: Sequence[Tier], brief: bool = False
+) -> Rates:
     """Rates of projecting, prefilling and moving chunks, in about a second or less. Writes to the first slots of the
     pool, which must be empty. A tier that is not in memory begins as it guesses itself; see `probe`.
 
-    As long as nothing is stored outside memory each is timed by a single call: first rates last until others are seen.
+    brief: each is timed by a single call, as it is anyway while nothing is stored outside memory: first rates last
+    until others are seen.
     """
     far = [tier for tier in tiers if not tier.in_memory]
-    brief = len(far) == len(tiers) > 0 and not any(tier.stats().blobs for tier in far)
+    brief |= len(far) == len(tiers) > 0 and not any(tier.stats().blobs for tier in far)
     seconds = timing.brief_seconds if brief else timing.call_seconds
     shape = ModelShape.of(decoder.config, decoder.dtype.itemsize)
     prefill, project = _prefill(decoder, shape, seconds), LinearRate(UNUSED_S)
