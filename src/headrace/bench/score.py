@@ -48,7 +48,7 @@ class ScoreBench(Benchmark):
         folder = str(checkpoint(self.model)) if self.model in SHAPES else self.model
         room = (chunks_for(max(self.texts)) + 2 * self.options * chunks_for(CHUNK + self.tokens)) * CHUNK
         with working("loading"):
-            llm = LLM(folder, kv_cache_tokens=2 * room + self.options * self.tokens)
+            llm = LLM(folder, kv_cache_tokens=2 * room + self.options * self.tokens, kv_cache_prefault=True)
         with llm:
             yield from (self._case(llm, text) for text in self.texts)
 

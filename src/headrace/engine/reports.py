@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 Observer = Callable[[SequenceState, int, Tensor], None]
 """Called with (sequence, position of the first row, logits fp32 [rows, V]) for all logits computed. For tests."""
 
-LOGITS_BYTES = 32 << 20
-"""Of the logits that are held at a time: a prompt's are as many as its tokens times the vocabulary."""
+LOGITS_BYTES = 16 << 20
+"""Of the logits that are held at a time: a prompt's are as many as its tokens times the vocabulary. Of 32 MiB and more
+malloc would map new pages for each piece (a tenth of the product's time)."""
 
 
 class Head:
