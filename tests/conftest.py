@@ -26,6 +26,8 @@ settings.load_profile("headrace")
 # Idle threads sleep instead of spinning: on a busy machine a spinning team takes the cores from whoever has work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Servers that tests start keep nothing in the user's cache directory; tests of that say otherwise.
+os.environ["HEADRACE_KV_OFFLOAD_PATH"] = "none"
 # Without a GPU Triton's kernels run in its interpreter, which must be known before Triton is first imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -10,6 +10,8 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.engine.stored_prefixes import StoredPrefixes
+from headrace.offload.tiers import upkeep
+from headrace.offload.tiers.notes import read_notes
 from headrace.offload.writeback import Writeback
 from headrace.types import CHUNK
 from tests.support.offloading import forced
@@ -78,3 +80,48 @@ def test_nothing_is_stored_while_there_is_work(kv: dict[str, Any], monkeypatch: 
         llm.engine.step()
     llm.close()
     assert restored(kv) == CHUNKS
+
+
+def test_only_while_nothing_is_computed(kv: dict[str, Any]) -> None:
+    """With writes while idle the engine gives disk nothing beside a step, not even what is evicted; what is left is
+    stored once there is time for it."""
+    llm = LLM("tiny", **kv, kv_offloading_size=0.01, kv_offload_write="idle")
+    offload = llm.engine.offload
+    assert offload is not None
+    for number in range(2):
+        llm.generate([[FIRST, SECOND][number]], PARAMS)
+        assert llm.engine.stats().restore.unstored == (number + 1) * CHUNKS
+    third = [(i * 41) % 1900 + 50 for i in range(660)]
+    llm.generate([third], PARAMS)
+    stats = offload.tiers.stats()
+    assert stats["disk"].writes == 0 and stats["host"].writes > 0, "what was evicted is kept in memory"
+    unstored = llm.engine.stats().restore.unstored
+    assert 2 * CHUNKS <= unstored < 3 * CHUNKS
+    while llm.engine.settle():
+        time.sleep(0.001)
+    written = offload.tiers.stats()["disk"].writes
+    assert llm.engine.stats().restore.unstored == 0 and written == len(llm.engine.cache.tree.idle)
+    llm.generate([FIRST], PARAMS)
+    llm.close()
+    assert restored({**kv, "kv_offload_write": "idle"}) == CHUNKS, "at the end all is stored"
+
+
+@pytest.mark.parametrize(("prefill_s", "when"), [(1.0, "ended"), (1e-5, "idle")])
+def test_sparing(prefill_s: float, when: str, kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that computes slowly stores as requests end; a quick one while idle."""
+    monkeypatch.setattr("headrace.offload.restore.rates.Rates.prefill", lambda self, start, count: prefill_s * count)
+    llm = LLM("tiny", **kv, kv_offload_write="sparing")
+    offload = llm.engine.offload
+    assert offload is not None and offload.writeback.only_idle == (when == "idle")
+    llm.close()
+
+
+def test_a_model_is_named_beside_its_chunks(kv: dict[str, Any]) -> None:
+    llm = LLM("tiny", **kv)
+    ((note, _),) = read_notes(Path(kv["kv_offload_path"])).values()
+    assert (note.model, note.dtype, note.format, note.budget_bytes) == ("tiny", "bfloat16", "raw", 32 << 30)
+    llm.generate([FIRST], PARAMS)
+    llm.close()
+    found = list(upkeep.blobs(Path(kv["kv_offload_path"]), lambda done, total: None))
+    assert len(found) == CHUNKS and {blob.identity for blob in found} == {llm.engine.cache.identity}
+    assert not list(upkeep.verify(Path(kv["kv_offload_path"]), lambda done, total: None))

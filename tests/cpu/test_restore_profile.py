@@ -11,10 +11,12 @@ import torch
 from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import load_decoder
-from headrace.offload.restore.profile import measure
+from headrace.offload.restore import timing
+from headrace.offload.restore.profile import measure, probe
 from headrace.offload.restore.solver import StoredRun, restore_split
 from headrace.offload.tiers.disk import DiskTier
 from headrace.offload.tiers.host import HostTier
+from headrace.offload.tiers.stack import Tiers
 from headrace.types import CHUNK
 from tests.support.checkpoints import KINDS, FolderOf
 
@@ -42,3 +44,28 @@ def test_types_and_backends(kv: str, backend: str, folder_of: FolderOf) -> None:
     decoder = load_decoder(folder_of("llama"), "float32")
     storage = KVStorage(decoder.config.attention, 2, getattr(torch, kv))
     assert float(measure(decoder, storage, backend_of(backend), []).prefill(0, CHUNK)) > 0
+
+
+def test_a_start_with_nothing_stored_is_brief(
+    folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single calls instead of medians, and no probe: the first start costs as good as nothing."""
+
+    def long(work: object, most_s: float = 0.0) -> float:
+        raise AssertionError("a median of calls")
+
+    monkeypatch.setattr(timing, "call_seconds", long)
+    decoder = load_decoder(folder_of("llama"), "bfloat16")
+    storage = KVStorage(decoder.config.attention, 2, torch.bfloat16)
+    tier = DiskTier(tmp_path, 1 << 24)
+    found = measure(decoder, storage, backend_of("cpu"), [tier])
+    assert 0 < float(found.prefill(0, CHUNK)) < 10 and float(found.transfer("disk", 1e6)) > 0
+    tiers = Tiers([tier], 1 << 20, 1.0)
+    probe(tiers, found)
+    assert not list(tmp_path.glob("blobs/*")) and "disk_observed" not in found.as_dict()
+    assert tier.put(b"a", b"", [b"x"])
+    with pytest.raises(AssertionError, match="a median"):
+        measure(decoder, storage, backend_of("cpu"), [tier])
+    probe(tiers, found)
+    assert list(tmp_path.glob("blobs/*"))
+    tiers.close(1.0)

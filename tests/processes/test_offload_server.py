@@ -105,3 +105,21 @@ def beside_another(server: ServerProcess, kv: Path, right: list[list[int]]) -> N
     other.close()
     answer, told = ask(server, PROMPTS[3])
     assert answer == right[3] and told["restored_tokens"] > 0, "what the other stores is not seen"
+
+
+@pytest.mark.matrix
+def test_by_default_in_the_cache_directory(
+    tmp_path: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HEADRACE_KV_OFFLOAD_PATH")
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path))
+    for restored in (False, True):
+        with process(tmp_path) as server:
+            server.wait_ready()
+            answer, told = ask(server, PROMPTS[0])
+            assert answer == right[0] and bool(told["restored_tokens"]) == restored
+            until_stored(server)
+            assert server.stop() == 0
+            told = server.log.read_text()
+            assert f"disk {tmp_path}/kv: " in told and "off by --kv-offload-path none" in told
+    assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700

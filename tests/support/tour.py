@@ -59,7 +59,7 @@ class Scene:
         before = Path.cwd()
         os.chdir(folder)
         try:
-            text, code = seen([*program, *arguments], self.width, _environment(), steps, 120)
+            text, code = seen([*program, *arguments], self.width, _environment(folder), steps, 120)
         finally:
             os.chdir(before)
         assert code == self.code, text
@@ -81,9 +81,10 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-    return {**kept, "HEADRACE_THREADS": "1", "HEADRACE_KV_CACHE_TOKENS": "65536"}
+def _environment(home: Path) -> dict[str, str]:
+    """home: where the server keeps KV, below .cache."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE_", "XDG_"))}
+    return {**kept, "HEADRACE_THREADS": "1", "HEADRACE_KV_CACHE_TOKENS": "65536", "HOME": str(home)}
 
 
 def _doing(then: str | Callable[[], None], port: int) -> str | Callable[[], None]:

@@ -35,7 +35,15 @@ def test_numbers(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["kv_host_format", "kv_disk_format", "kv_remote_format", "kv_offload_activations", "offload_schedule"]
+    "name",
+    [
+        "kv_host_format",
+        "kv_disk_format",
+        "kv_remote_format",
+        "kv_offload_activations",
+        "kv_offload_write",
+        "offload_schedule",
+    ],
 )
 def test_choices(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be one of .*got 'other'"):
@@ -75,6 +83,8 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"kv_offload_disk_size": 1.0, **HOST}, "kv_offload_disk_size needs .*set kv_offload_path"),
     ({"kv_offload_disk_size": 0.0, **DISK}, "kv_offload_path needs room: raise kv_offload_disk_size"),
     ({"kv_remote_size": 1.0, **DISK}, "kv_remote_size needs a server: set kv_remote_url"),
+    ({"kv_offload_write": "idle"}, "kv_offload_write needs a tier"),
+    ({"kv_offload_path": "none", "kv_offload_disk_size": 1.0}, "kv_offload_disk_size needs .*set kv_offload_path"),
     ({"kv_offload_activations": "on"}, "kv_offload_activations needs a tier"),
     ({"kv_offload_activations": "off"}, "kv_offload_activations needs a tier"),
     ({"kv_link_gbps": 3.0}, "kv_link_gbps needs a tier"),
@@ -115,6 +125,7 @@ def test_together(given: dict[str, Any], told: str) -> None:
 
 def test_what_works() -> None:
     assert EngineConfig().tiers is None and EngineConfig().streaming is None
+    assert EngineConfig(kv_offload_path="none") == EngineConfig()
     for given in (HOST, DISK, REMOTE, {**HOST, **DISK, **REMOTE, "kv_disk_format": "int8", "kv_link_gbps": 3}):
         assert EngineConfig(**given).tiers is not None
     tiers = [EngineConfig(**given).tiers for given in (HOST, DISK, REMOTE, {**HOST, **DISK})]

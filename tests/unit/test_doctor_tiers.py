@@ -109,3 +109,14 @@ def test_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert json.dumps(tiers()) and str(tmp_path) in tiers()["disk"]
     monkeypatch.setenv("HEADRACE_KV_TENANT_QUOTA", "7")
     assert tiers() == {"tiers": "cannot be used: kv_tenant_quota must be between 0 and 1 and finite, got 7.0"}
+
+
+def test_where_serve_keeps_it_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADRACE_KV_OFFLOAD_PATH")
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path))
+    assert (
+        tiers()["serve"] == f"keeps KV in {tmp_path}/kv unless kv_offload_path is none"
+        and not (tmp_path / "kv").exists()
+    )
+    monkeypatch.setenv("HEADRACE_KV_OFFLOAD_PATH", "none")
+    assert "serve" not in tiers()

@@ -16,12 +16,20 @@ from tools.golden import FOLDER, SCREENS, screen
 pytestmark = pytest.mark.unit
 
 GROUP: Any = typer.main.get_command(app)
-GROUPS = ("bench", "keys")
+GROUPS = ("bench", "keys", "cache")
 COMMANDS = [
     *(name for name in GROUP.commands if name not in GROUPS),
     *(f"{group} {name}" for group in GROUPS for name in GROUP.commands[group].commands),
 ]
-WITHOUT_A_MODEL = ("demo", "bench serve", "bench attention", "bench connections", "keys new")
+WITHOUT_A_MODEL = (
+    "demo",
+    "bench serve",
+    "bench attention",
+    "bench connections",
+    "keys new",
+    "cache ls",
+    "cache verify",
+)
 COMMAND = pytest.mark.parametrize("command", COMMANDS)
 
 

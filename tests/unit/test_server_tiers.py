@@ -123,6 +123,8 @@ def test_status_lines(caplog: pytest.LogCaptureFixture) -> None:
     assert status_line(before, now, 1.0).text.endswith("0.0%  restored 6 tokens, 2 chunks to be stored")
     failed = status_line(before, {**now, "restore.failures": 1}, 1.0)
     assert failed.text.endswith("restored 6 tokens, 1 restores failed, 2 chunks to be stored")
+    alone = status_line({**now, "scheduler.steps": -1}, now, 1.0)
+    assert alone.text.endswith("KV   0.0%  2 chunks unstored")
     quiet = {**now, "restore.unstored": 0}
     before = {**quiet, "scheduler.steps": -1}
     assert status_line(before, quiet, 1.0).text.endswith("KV   0.0%")

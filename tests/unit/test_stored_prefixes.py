@@ -75,6 +75,8 @@ class FakeSource:
 class FakeWriteback:
     unstored = 0
 
+    offers_again = False
+
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.parked: list[ChunkTable] = []

@@ -75,7 +75,7 @@ def start(folder: Path, kind: str, *options: str, port: int | None = None) -> Se
         make_model(model)
     if kind == "real":
         command = ["-m", "headrace.cli.main", "serve", str(model), "--port", str(port), "--served-model-name", "tiny"]
-        command += ["--kv-cache-tokens", "131072", "--threads", "1", *options]
+        command += ["--kv-cache-tokens", "131072", "--threads", "1", "--kv-offload-path", "none", *options]
     else:
         command = ["-m", "tools.clients.scripted", str(model), str(port)]
     log = folder / f"{kind}-{port}.log"

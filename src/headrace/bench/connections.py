@@ -86,7 +86,9 @@ def serving() -> Iterator[tuple[int, int, Path]]:
     """A server of the shipped model with few descriptors: its port, process and log."""
     limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0})); "
     code = limit.format(DESCRIPTORS) + "runpy.run_module('headrace.cli.main', run_name='__main__', alter_sys=True)"
-    with ServerProcess(("tiny", "--threads", "1"), os.environ | {"HEADRACE_API_KEY": KEY}, ("-c", code)) as server:
+    with ServerProcess(
+        ("tiny", "--threads", "1", "--kv-offload-path", "none"), os.environ | {"HEADRACE_API_KEY": KEY}, ("-c", code)
+    ) as server:
         with working("starting a server"):
             server.wait_ready(READY_S)
         yield server.port, server.process.pid, server.log

@@ -62,7 +62,8 @@ def _server() -> Iterator[ServerProcess]:
     """Started, ready, and ended with SIGTERM; raises RuntimeError where any of that fails."""
     # Settings of the user's own servers (a key, a name, a size) are not meant for this one.
     settings = {item.env for item in SETTINGS.values()}
-    with ServerProcess((MODEL,), {name: value for name, value in os.environ.items() if name not in settings}) as server:
+    fresh = (MODEL, "--kv-offload-path", "none")  # what an earlier run kept would be no first prefill
+    with ServerProcess(fresh, {name: value for name, value in os.environ.items() if name not in settings}) as server:
         with working("starting the server (usually 5 to 20 s)"):
             server.wait_ready(START_S)
         yield server

@@ -11,7 +11,7 @@ import typer
 
 from headrace import console
 from headrace.bench.tuning import Tuning
-from headrace.cli import bench, errors, keys
+from headrace.cli import bench, cache, errors, keys
 from headrace.cli.help import HELP_ALL_OF_GROUP, OWN_PANEL, SHAPE_PANEL, PanelledCommand
 from headrace.cli.options import guarded, with_config, with_model, with_sampling
 from headrace.config import EngineConfig
@@ -215,6 +215,7 @@ for command in COMMANDS:
 app.command(cls=PanelledCommand, rich_help_panel=MACHINE_PANEL)(bench.command_of(Tuning, "tune", tune))
 app.add_typer(bench.app, name="bench", rich_help_panel=MACHINE_PANEL)
 app.add_typer(keys.app, name="keys", rich_help_panel=MODEL_PANEL)
+app.add_typer(cache.app, name="cache", rich_help_panel=MODEL_PANEL)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from headrace.cli.help import COMMON_PANEL, HELP_ALL, SAMPLING_PANEL, panel
 from headrace.config import SETTINGS, Setting, config_from_env
 from headrace.config.server import ServerSettings
 from headrace.config.sizes import parse_size
+from headrace.config.tiers import OWN_DISK
 from headrace.engine import preflight, torchrun
 from headrace.types import SamplingParams
 
@@ -26,6 +27,8 @@ SERVER_ONLY = {item.name for item in SETTINGS.values() if item.record is ServerS
 
 WITHOUT_EFFECT = {"max_connections"}
 """Settings of the server that other commands take, do nothing with, and do not show."""
+
+DISK = "kv_offload_path"
 
 TOKEN_COUNTS = {"max_tokens", "min_tokens"}
 """Sampling parameters that may be given as 2k, too."""
@@ -50,12 +53,16 @@ def with_config(command: Callable[..., None], *, server: bool, model_argument: b
     names = [option.name for option in engine_options]
 
     def run(**given: Any) -> None:
+        from headrace.offload.tiers import own_disk
+
         settings = {name: given.pop(name) for name in names} | {"model": one_model(given)}
         # Left out where it was not given: config_from_env then fills it in by its own rules.
         told = {k: v for k, v in settings.items() if v is not None}
         logs.to_stderr(logging.WARNING)
+        if server and SETTINGS[DISK].env not in os.environ:
+            told.setdefault(DISK, OWN_DISK)
         config = config_from_env(**{name: _value(SETTINGS[name], value) for name, value in told.items()})
-        config = log_as(config, serving=server)
+        config = own_disk.resolved(log_as(config, serving=server))
         torchrun.serve_if_worker(config)
         preflight.check(config)
         command(config=config, **given)

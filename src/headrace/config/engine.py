@@ -14,6 +14,7 @@ from headrace.config.scheduler import SchedulerSettings
 from headrace.config.served import ServedNames
 from headrace.config.server import ServerSettings
 from headrace.config.streaming import KVStreaming
+from headrace.config.tiers import NO_DISK
 from headrace.config.together import SETTINGS, Outside, Records
 from headrace.types import SamplingParams, did_you_mean
 
@@ -41,6 +42,8 @@ class EngineConfig:
         values = {name: item.value_of(flat[name]) if name in flat else item.default for name, item in SETTINGS.items()}
         if values["max_batch_tokens"] == 0:
             values["max_batch_tokens"] = _batch_tokens(values["context_parallel_size"])
+        if values["kv_offload_path"] == NO_DISK:
+            values["kv_offload_path"] = None
         made = Records(values)
         found = dict(
             model=made.of(ModelSettings), cache=made.of(CacheSettings), scheduler=made.of(SchedulerSettings),

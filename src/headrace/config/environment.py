@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from headrace.config.fields import ENV_PREFIX
 from headrace.config.together import SETTINGS
@@ -12,8 +13,10 @@ from headrace.types import did_you_mean
 
 log = logging.getLogger(__name__)
 
+CACHE_DIR = "HEADRACE_CACHE_DIR"
+
 OTHERS = frozenset({
-    "HEADRACE_CACHE_DIR", "HEADRACE_DEBUG", "HEADRACE_ISA", "HEADRACE_ISA_BUILD", "HEADRACE_RANK_SECRET",
+    CACHE_DIR, "HEADRACE_DEBUG", "HEADRACE_ISA", "HEADRACE_ISA_BUILD", "HEADRACE_RANK_SECRET",
     "HEADRACE_TEST_SEED",
 })  # fmt: skip
 """Variables that are no settings of an engine."""
@@ -36,3 +39,18 @@ def warn_of_unknown() -> None:
         if name not in _warned:
             _warned.add(name)
             log.warning("%s is no setting, and nothing reads it%s", name, meant)
+
+
+def cache_folder() -> Path:
+    """HEADRACE_CACHE_DIR, else headrace in the user's cache directory (XDG_CACHE_HOME, by default ~/.cache). Raises
+    RuntimeError for a user without a home."""
+    if given := os.environ.get(CACHE_DIR):
+        return Path(given).expanduser()
+    user = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(user) if Path(user).is_absolute() else Path.home() / ".cache") / "headrace"  # others are invalid (XDG)
+
+
+def from_home(place: Path) -> str:
+    """A path as people read it: ~/.cache/headrace in place of /home/name/.cache/headrace."""
+    shown, home = str(place), os.path.expanduser("~")
+    return "~" + shown.removeprefix(home) if home != "/" and shown.startswith(home + os.sep) else shown

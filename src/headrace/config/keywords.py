@@ -60,7 +60,8 @@ class SettingKeywords(TypedDict, total=False):
     """How KV is stored on disk: raw (no loss), int8 or int4."""
 
     kv_offload_path: str | None
-    """Directory for KV on disk, which survives a restart; with --offload-schedule, of a file with all of the KV."""
+    """Directory for KV on disk, which survives a restart; none: nothing on disk; auto: the user's cache directory,
+    where serve keeps KV unless told otherwise. With --offload-schedule, of a file with all of the KV."""
 
     kv_remote_size: str | float
     """GiB that KV may take remotely, with --kv-tenant-quota; 0: the server decides (its maxmemory)."""
@@ -79,6 +80,10 @@ class SettingKeywords(TypedDict, total=False):
 
     kv_offload_queue_mb: str | int
     """MiB that may wait to be written to each tier."""
+
+    kv_offload_write: Literal["auto", "ended", "idle", "sparing"]
+    """When KV is written to tiers: ended (as a request ends), idle (while nothing is computed), sparing (ended if that
+    costs less than 2 % of computing, else idle). auto: ended; sparing in the user's cache directory."""
 
     kv_tenant_quota: float
     """Share of each tier that no other tenant can take from one (cache_salt)."""

@@ -9,6 +9,7 @@ from headrace.config.fields import NOT_NEGATIVE, POSITIVE, SHARE, SettingsRecord
 from headrace.config.tiers import DiskTierSettings, HostTierSettings, OffloadFormat, RemoteTierSettings, TierSettings
 
 Switch = Literal["auto", "on", "off"]
+WriteWhen = Literal["auto", "ended", "idle", "sparing"]
 
 RAW_IF_UNUSED: tuple[type[TierSettings], ...] = (HostTierSettings, DiskTierSettings, RemoteTierSettings)
 """Tiers that count as raw in `KVTiers.formats` while they are not in use. Names of stored chunks depend on that: a tier
@@ -32,6 +33,12 @@ class OffloadSettings(SettingsRecord):
     )
     queue_mb: int = setting(
         256, "MiB that may wait to be written to each tier.", check=at_least(1), rare=True, unit="MiB"
+    )
+    write: WriteWhen = setting(
+        "auto",
+        "When KV is written to tiers: ended (as a request ends), idle (while nothing is computed), sparing (ended if "
+        "that costs less than 2 % of computing, else idle). auto: ended; sparing in the user's cache directory.",
+        rare=True,
     )
     tenant_quota: float = setting(
         0.25,

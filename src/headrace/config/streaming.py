@@ -72,7 +72,7 @@ class KVStreaming(StreamSettings):
 
     @property
     def path(self) -> str | None:
-        return self.disk.path
+        return self.disk.directory
 
     @property
     def room(self) -> tuple[str, float]:

@@ -14,6 +14,9 @@ from headrace.config.fields import NOT_NEGATIVE, SettingsRecord, need, setting
 OffloadFormat = Literal["raw", "int8", "int4"]  # tiers keep a format's place in this list: new ones come last
 
 DISK_GIB = 32.0
+NO_DISK, OWN_DISK = "none", "auto"
+"""Values of kv_offload_path that are no directories: nothing on disk; the user's cache directory, if that can be used.
+"""
 REMOTE_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 """Schemes of kv_remote_url; the doubled s is TLS, unix a socket's path."""
 
@@ -81,7 +84,7 @@ class HostTierSettings(TierSettings):
 
 def _a_directory(name: str, value: Any) -> None:
     if not value.strip():
-        raise ValueError(f"{name} must name a directory; leave it out to keep nothing on disk")
+        raise ValueError(f"{name} must name a directory; {NO_DISK} keeps nothing on disk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,8 @@ class DiskTierSettings(TierSettings):
 
     path: str | None = setting(
         None,
-        "Directory for KV on disk, which survives a restart; with --offload-schedule, of a file with all of the KV.",
+        "Directory for KV on disk, which survives a restart; none: nothing on disk; auto: the user's cache directory, "
+        "where serve keeps KV unless told otherwise. With --offload-schedule, of a file with all of the KV.",
         name="kv_offload_path",
         check=_a_directory,
         common=True,
@@ -110,20 +114,21 @@ class DiskTierSettings(TierSettings):
 
     @property
     def given(self) -> bool:
-        return self.path is not None
+        return self.directory is not None
 
     @property
     def place(self) -> str:
-        return self.path or ""
+        return self.directory or ""
 
     @property
     def directory(self) -> str | None:
-        return self.path
+        return None if self.path == OWN_DISK else self.path
 
     def check_together(self) -> None:
-        need(self.format != "raw", self.given, "kv_disk_format", "a tier on disk: set kv_offload_path")
+        may = self.given or self.path == OWN_DISK
+        need(self.format != "raw", may, "kv_disk_format", "a tier on disk: set kv_offload_path")
         need(self.given, self.size > 0, "kv_offload_path", "room: raise kv_offload_disk_size above 0")
-        need(self.size != DISK_GIB, self.given, "kv_offload_disk_size", "a directory: set kv_offload_path")
+        need(self.size != DISK_GIB, may, "kv_offload_disk_size", "a directory: set kv_offload_path")
 
 
 def _a_remote_url(name: str, url: Any) -> None:

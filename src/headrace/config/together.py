@@ -15,6 +15,7 @@ from headrace.config.scheduler import SchedulerSettings
 from headrace.config.server import ServerSettings
 from headrace.config.streaming import KVStreaming, StreamSettings
 from headrace.config.tiers import (
+    OWN_DISK,
     SWITCHES,
     TIERS,
     DiskTierSettings,
@@ -66,6 +67,8 @@ class Records:
         a_tier = f"a tier: set {listed(SWITCHES, 'or')}"
         far = outside or self.of(StreamSettings).weights
         need(self.of(OffloadSettings).activations != "auto", outside, "kv_offload_activations", a_tier)
+        written = outside or self.of(DiskTierSettings).path == OWN_DISK
+        need(self.of(OffloadSettings).write != "auto", written, "kv_offload_write", a_tier)
         need(link.gbps is not None, far, "kv_link_gbps", a_tier)
         need(link.latency_ms > 0, far, "kv_link_latency_ms", a_tier)
         place = self.of(HostTierSettings).given or self.of(DiskTierSettings).given

@@ -146,7 +146,20 @@ def tiers() -> dict[str, Any]:
         config = config_from_env()
     except ValueError as error:
         return {"tiers": f"cannot be used: {error}"}
-    return findings_of(config, host.memory_available())
+    return findings_of(config, host.memory_available()) | _own_disk(config)
+
+
+def _own_disk(config: Any) -> dict[str, str]:
+    """Where `headrace serve` keeps KV by default."""
+    from headrace.config.environment import from_home
+    from headrace.offload.tiers import own_disk
+
+    if config.tiers is not None or config.streaming is not None or "HEADRACE_KV_OFFLOAD_PATH" in os.environ:
+        return {}
+    try:
+        return {"serve": f"keeps KV in {from_home(own_disk.kv_folder())} unless kv_offload_path is none"}
+    except own_disk.Unusable as error:
+        return {"serve": f"keeps no KV on disk: {error}"}
 
 
 def _backends() -> str:

@@ -23,6 +23,7 @@ from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.structured.door import ShapeDoor
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.waiting import WaitingPrompts
+from headrace.offload.tiers import own_disk
 from headrace.progress import LoadPhase, OnPhase, Prefill, PrefillClock, both
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, MAX_N, Delta, EngineDead, InvalidRequest, Overloaded, Request, SamplingParams
@@ -57,9 +58,10 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         self, config: EngineConfig | str | PathLike[str] = "tiny", **settings: Unpack[SettingKeywords]
     ) -> None:
         if isinstance(config, EngineConfig):
-            self.config = config.replace(**settings) if settings else config
+            asked = config.replace(**settings) if settings else config
         else:
-            self.config = config_from_env(model=str(config), **settings)
+            asked = config_from_env(model=str(config), **settings)
+        self.config = own_disk.resolved(asked)
         self.failure: str | None = None
         self.stats = EngineStats()
         self.tokenizer: Tokenizer | None = None

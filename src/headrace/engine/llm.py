@@ -23,6 +23,7 @@ from headrace.engine.embedding import EMBEDS, Inputs, Vectors, check_dimensions,
 from headrace.engine.loader import Loaded, load
 from headrace.engine.scoring import Text, plan_score
 from headrace.engine.structured.door import ShapeDoor
+from headrace.offload.tiers import own_disk
 from headrace.progress import Answering, PrefillClock
 from headrace.stats import Summary
 from headrace.types import (
@@ -58,7 +59,7 @@ class LLM(metaclass=PublicNames):
     __dir__ = public_names
 
     def __init__(self, model: str | PathLike[str] = "tiny", **settings: Unpack[SettingKeywords]) -> None:
-        self.config = config_from_env(model=str(model), **settings)
+        self.config = own_disk.resolved(config_from_env(model=str(model), **settings))
         preflight.check(self.config)
         self.engine = EngineCore(_load(self.config))
         self.capacity = self.engine.loaded.capacity

@@ -45,8 +45,10 @@ log = logging.getLogger(__name__)
 
 TIERS_S = 0.2
 """Between two looks at the tiers' counters."""
-CLOSE_S = 30.0
-"""So long may it take to store what is not stored yet when the engine ends."""
+WAIT_S = 0.0005
+CLOSE_S, IDLE_CLOSE_S = 30.0, 5.0
+"""So long may storing what is not stored yet take when the engine ends; the second for tiers that are written while
+idle."""
 
 Choose = Callable[[StoredRun, Rates, int], Split]
 """(run, rates, most tokens of a step) -> Split: see offload.restore.solver.restore_split."""
@@ -238,7 +240,7 @@ class StoredPrefixes(Below):
         report = state.restore.report
         assert report.done
         for node in state.nodes[: report.good]:
-            node.stored = True
+            node.stored = not self.writeback.offers_again
         if report.lost:
             self.cache.truncate(table, state.first + report.good)
         self.cache.confirm(table, state.first, report.good)
@@ -302,8 +304,13 @@ class StoredPrefixes(Below):
             self.rates.observe_prefill(slices[0].start, slices[0].length, seconds)
 
     def wait(self) -> None:
-        """Sleeps for a moment: every sequence waits for a thread."""
-        time.sleep(0.0005)
+        """Sleeps for a moment, as every sequence waits for a thread, or until one has been looked up."""
+        looking = (state.lookup for state in self._states.values() if isinstance(state, Looking))
+        lookup = next((each for each in looking if not each.done), None)
+        if lookup is None:
+            time.sleep(WAIT_S)
+        else:
+            lookup.wait_briefly(WAIT_S)
 
     @property
     def pending(self) -> bool:
@@ -311,6 +318,7 @@ class StoredPrefixes(Below):
         return bool(self._leaving or self.writeback.unstored or self.tiers.queued_blobs)
 
     def store_idle(self) -> bool:
+        self.rates.catch_up()
         return self.writeback.store_idle()
 
     def add_stats(self, stats: EngineStats) -> None:
@@ -324,8 +332,9 @@ class StoredPrefixes(Below):
             stats.tiers, self._ask_tiers_s = self.tiers.stats(), now + TIERS_S
 
     def close(self) -> None:
-        """Stores what is not stored yet, for at most CLOSE_S, and ends all threads. May be called again."""
-        end = time.monotonic() + CLOSE_S
-        self.writeback.close(CLOSE_S)
+        """Stores what is not stored yet, within CLOSE_S or IDLE_CLOSE_S, and ends all threads. May be called again."""
+        seconds = IDLE_CLOSE_S if self.writeback.only_idle else CLOSE_S
+        end = time.monotonic() + seconds
+        self.writeback.close(seconds)
         self.source.close()
         self.tiers.close(max(0.1, end - time.monotonic()))

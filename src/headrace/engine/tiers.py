@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from headrace.config import EngineConfig
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.stored_prefixes import StoredPrefixes
+from headrace.host import GIB
 from headrace.kernels.backend import backend_of
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
@@ -24,10 +27,13 @@ from headrace.offload.ranked.storing import RankedStorer, RankedTiers
 from headrace.offload.restore.profile import measure, probe
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.source import StoredChunks
+from headrace.offload.tiers.notes import ModelNote, write_note
 from headrace.offload.tiers.open import open_tiers
 from headrace.offload.tiers.stack import Tiers
 from headrace.offload.writeback import PoolStorer, Writeback
 from headrace.parallel.rank import Rank
+from headrace.types import CHUNK
+from headrace.version import __version__
 
 PREDICTED = 2048
 """Tokens of the prompt whose time on several ranks the planner is asked for before one was seen."""
@@ -53,11 +59,15 @@ def open_offload(
     """Opens the tiers and measures what the solver needs to know. Raises ValueError as open_tiers does."""
     assert config.tiers is not None
     opened = open_here(config, capacity.backend, cache.identity, decoder, storage)
+    rates = _rates(config, capacity.backend, decoder, storage, opened.tiers)
+    keep_notes(config, capacity, cache.identity)
     return StoredPrefixes(
         cache=cache,
         source=StoredChunks(opened.tiers, opened.codec, opened.bringing, opened.looking),
-        rates=_rates(config, capacity.backend, decoder, storage, opened.tiers),
-        writeback=Writeback(cache, PoolStorer(opened.tiers, opened.codec, opened.storing)),
+        rates=_linked(config, rates),
+        writeback=Writeback(
+            cache, PoolStorer(opened.tiers, opened.codec, opened.storing), _only_idle(config, opened.codec, rates)
+        ),
         tiers=opened.tiers,
         max_batch_tokens=config.scheduler.max_batch_tokens,
     )
@@ -76,9 +86,22 @@ def open_here(config: EngineConfig, backend: str, identity: bytes, decoder: Deco
 def _rates(config: EngineConfig, backend: str, decoder: Decoder, storage: KVStorage, tiers: Tiers) -> Rates:
     """Measured here, before the first request."""
     assert config.tiers is not None
-    rates = measure(decoder, storage, backend_of(backend), tiers.tiers)
+    rates = measure(decoder, storage, backend_of(backend), tiers.tiers, brief=config.tiers.write == "sparing")
     probe(tiers, rates)
+    return rates
+
+
+def _linked(config: EngineConfig, rates: Rates) -> Rates:
+    """With the emulated link before the tiers."""
+    assert config.tiers is not None
     return rates.behind(config.tiers.link.bytes_s, config.tiers.link.latency_s)
+
+
+def _only_idle(config: EngineConfig, codec: ChunkCodec, rates: Rates) -> bool:
+    """Whether tiers are written while the engine is idle alone."""
+    assert config.tiers is not None
+    write = config.tiers.write
+    return write == "idle" or (write == "sparing" and _costs_much(config, codec, rates))
 
 
 def agent_of(config: EngineConfig, rank: Rank, backend: str) -> TierAgent:
@@ -108,11 +131,40 @@ def open_ranked(
     opened = agent.opened
     rates = _rates(config, capacity.backend, rank.decoder, rank.storage, opened.tiers)
     rates.scale_prefill(0, PREDICTED, expected_s(PREDICTED, 0))
+    storer = RankedStorer(peers, cache.pool.per_rank, any(tier.in_memory for tier in opened.tiers.tiers))
+    keep_notes(config, capacity, cache.identity)
     return StoredPrefixes(
         cache=cache,
         source=RankedChunks(peers, cache, opened.codec, [tier.format for tier in opened.tiers.tiers], kinds[0]),
-        rates=rates,
-        writeback=Writeback(cache, RankedStorer(peers, cache.pool.per_rank)),
+        rates=_linked(config, rates),
+        writeback=Writeback(cache, storer, _only_idle(config, opened.codec, rates)),
         tiers=RankedTiers(peers),
         max_batch_tokens=config.scheduler.max_batch_tokens,
     )
+
+
+WRITE_S, WRITE_BYTE_S = 0.7e-3, 2.9e-9
+"""Seconds of a core, about, to write a chunk to a tier (a file, the index), and per byte (two copies, a checksum)."""
+MOST_SHARE = 0.02
+
+
+def _costs_much(config: EngineConfig, codec: ChunkCodec, rates: Rates) -> bool:
+    """Whether writing a chunk takes more than MOST_SHARE of the cores for as long as computing it takes."""
+    assert config.tiers is not None
+    size = sum(codec.blob_bytes("k", own.format) for own in config.tiers.each if own.outlives)
+    computing = float(rates.prefill(0, CHUNK)) * torch.get_num_threads()
+    return WRITE_S + size * WRITE_BYTE_S > MOST_SHARE * computing
+
+
+def keep_notes(config: EngineConfig, capacity: Capacity, identity: bytes) -> None:
+    """Says in the directories of the tiers whose chunks these are, for people (headrace cache ls)."""
+    assert config.tiers is not None
+    for own in config.tiers.each:
+        if own.directory is not None:
+            folder = model_folder(config.model.folder).resolve()
+            note = ModelNote(
+                model=config.model.folder, folder=str(folder), dtype=capacity.dtype,
+                kv_dtype=capacity.kv_cache_dtype, quantization=capacity.quantization, format=own.format,
+                budget_bytes=int(own.size * GIB), version=__version__,
+            )  # fmt: skip
+            write_note(Path(own.directory), identity, note)

@@ -131,6 +131,33 @@ def read_header(data: Bytes, digest: bytes, kind: BlobKind, identity: bytes) -> 
     return BlobHeader(FORMATS[form], layers, section_bytes, struct.unpack_from(f"<{layers}Q", view, _FIXED.size))
 
 
+def identity_of(data: Bytes) -> bytes:
+    """The identity in the header at the start of `data`, whose checksum is not looked at. Raises DamagedBlob for what
+    begins otherwise."""
+    view = memoryview(data).cast("B")
+    if len(view) < _FIXED.size:
+        raise DamagedBlob(f"{len(view)} bytes are no header")
+    magic, version, _, _, _, _, identity, _ = _FIXED.unpack_from(view)
+    if (magic, version) != (MAGIC, VERSION):
+        raise DamagedBlob(f"starts with {magic!r} and version {version}, not with {MAGIC!r} and {VERSION}")
+    return bytes(identity)
+
+
+def check_blob(data: Bytes, name: bytes) -> None:
+    """Raises DamagedBlob unless these bytes are a whole blob of that name (tiers.base.name_of) with all its checksums.
+    Whose model it is remains open."""
+    view, kinds = memoryview(data).cast("B"), {kind.encode(): kind for kind in KINDS}
+    digest, kind = name[:-1], kinds.get(name[-1:])
+    if len(digest) != 32 or kind is None:
+        raise DamagedBlob("its name is none of a chunk")
+    header = read_header(view, digest, kind, identity_of(view))
+    if section_at(header.layers, header.section_bytes, header.layers) != len(view):
+        raise DamagedBlob(f"{len(view)} bytes are not its header and {header.layers} x {header.section_bytes}")
+    for layer in range(header.layers):
+        start = section_at(header.layers, header.section_bytes, layer)
+        header.check(layer, view[start : start + header.section_bytes])
+
+
 def _expect(what: str, found: bytes | int, wanted: bytes | int) -> None:
     if found != wanted:
         texts = (x.hex() if isinstance(x, bytes) else f"{x:016x}" for x in (found, wanted))

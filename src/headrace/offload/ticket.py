@@ -48,6 +48,10 @@ class Ticket:
                 return
         call()
 
+    def wait_briefly(self, seconds: float) -> None:
+        """Until it has ended, at most so long."""
+        self._ended.wait(seconds)
+
     def wait(self) -> None:
         """Until it has ended; raises what the transfer raised."""
         self._ended.wait()

@@ -1,5 +1,8 @@
 """Storing chunks below the pool: those of ended sequences by a thread, the others when they are evicted.
 
+With `only_idle` nothing is given to disk or network while the engine computes: a chunk is stored when there is nothing
+else to do, and one that is evicted before goes to tiers in memory alone. Otherwise:
+
 A table whose sequence has ended is parked: it keeps holding its chunks, so that they stay unchanged, until the thread
 has stored them. When the pool runs short, parked tables are closed at once; what was not stored yet is stored
 when it is evicted or when there is nothing else to do, by the engine itself.
@@ -30,6 +33,14 @@ NICE = 10
 IDLE_S = 0.02
 """So long does an idle engine store chunks before it looks whether there is something to do."""
 
+REST_S, REST_IDLE_S = 0.25, 0.01
+"""With `only_idle`, so long must no sequence have ended before something is stored, and IDLE_S of it: who asks again at
+once must not wait."""
+
+IDLE_QUEUE = 8 << 20
+"""Bytes that may wait for a tier when such an engine goes on storing: a request that comes meanwhile has to share the
+cores with their writing."""
+
 
 @dataclass(slots=True, eq=False)
 class Parked:
@@ -43,10 +54,18 @@ class Parked:
 
 
 class Storer(Protocol):
-    def store(self, node: Node, parked: Parked | None = None) -> None:
-        """Offers the chunk to every tier that lacks it; afterwards its slot may be written again. Nobody waits for an
-        answer from disk or network. parked: by the thread, for which every tier is asked whether it has the chunk;
-        otherwise by the engine."""
+    def store(self, node: Node, parked: Parked | None = None, *, in_memory: bool = False) -> None:
+        """Offers the chunk to every tier that lacks it, or to those in memory alone; afterwards its slot may be written
+        again. Nobody waits for an answer from disk or network. parked: by the thread, for which every tier is asked
+        whether it has the chunk; otherwise by the engine."""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether one of the tiers is in memory."""
+
+    @property
+    def queued_bytes(self) -> int:
+        """What waits to be written, as far as is known."""
 
 
 @dataclass(slots=True)
@@ -58,7 +77,15 @@ class PoolStorer(Storer):
     codec: ChunkCodec
     engine_codec: ChunkCodec
 
-    def store(self, node: Node, parked: Parked | None = None) -> None:
+    @property
+    def in_memory(self) -> bool:
+        return any(tier.in_memory for tier in self.tiers.tiers)
+
+    @property
+    def queued_bytes(self) -> int:
+        return self.tiers.queued_bytes
+
+    def store(self, node: Node, parked: Parked | None = None, *, in_memory: bool = False) -> None:
         codec = self.engine_codec if parked is None else self.codec
         digest, slot, tenant = node.digest, node.slot, node.tenant
         assert digest is not None
@@ -66,6 +93,8 @@ class PoolStorer(Storer):
         for kind in kinds:
             name = name_of(digest, kind)
             lacking = self.tiers.lacking(name) if parked is not None else self.tiers.doubtful(name)
+            if in_memory:
+                lacking = [tier for tier in lacking if not self.tiers.queues(tier)]
             for form in sorted({self.tiers.format(tier) for tier in lacking}):
                 with contextlib.nullcontext() if parked is None else parked.lock:
                     if parked is not None and parked.revoked:
@@ -90,6 +119,7 @@ class Writeback:
 
     cache: KVCache
     storer: Storer
+    only_idle: bool = False
     unstored: int = 0
     let_go: int = 0
     _queue: queue.SimpleQueue[Parked | None] = field(default_factory=queue.SimpleQueue)
@@ -98,11 +128,18 @@ class Writeback:
     _encoding: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread = field(init=False)
     _closed: bool = False
+    _ended_s: float = 0.0  # when a sequence ended last
 
     def __post_init__(self) -> None:
         self.cache.tree.leaving = self._leaving
         self._thread = threading.Thread(target=self._run, name="headrace-writeback", daemon=True)
         self._thread.start()
+
+    @property
+    def offers_again(self) -> bool:
+        """Whether what came back from a tier is offered to the others once more: it may have come from memory, where
+        it went alone when it was evicted."""
+        return self.only_idle and self.storer.in_memory
 
     def park(self, table: ChunkTable) -> None:
         """Instead of KVCache.close: what is not stored of the table's complete chunks will be."""
@@ -110,7 +147,9 @@ class Writeback:
         nodes = [node for node in table.nodes if not node.stored]
         if table not in self.cache.parked:
             return
-        if not nodes:
+        if self.only_idle:
+            self.let_go, self._ended_s = self.let_go + len(nodes), time.monotonic()
+        if self.only_idle or not nodes:
             self.cache.close(table)
             return
         parked = self._parked[table] = Parked(table, nodes, self._encoding)
@@ -136,21 +175,30 @@ class Writeback:
             self.let_go += sum(not node.stored for node in parked.nodes)
             self._close(parked)
 
+    @property
+    def _idle_s(self) -> float:
+        return REST_IDLE_S if self.only_idle else IDLE_S
+
     def store_idle(self) -> bool:
         """Called by an idle engine: stores some chunks that no table holds any more and that were not stored; returns
         whether there were any."""
-        left, end = [node for node in self.cache.tree.idle.values() if not node.stored], time.monotonic() + IDLE_S
-        for done, node in enumerate(left, 1):
-            self.storer.store(node)
-            self.let_go = len(left) - done
-            if time.monotonic() >= end:
+        now = time.monotonic()
+        if self.only_idle and now < self._ended_s + REST_S:
+            return self.let_go > 0
+        left, end = [node for node in self.cache.tree.idle.values() if not node.stored], now + self._idle_s
+        self.let_go = len(left)
+        for node in left:
+            if time.monotonic() >= end or (self.only_idle and self.storer.queued_bytes > IDLE_QUEUE):
                 break
+            self.storer.store(node)
+            self.let_go -= 1
         return bool(left)
 
     def _leaving(self, node: Node) -> None:
         """A chunk is evicted."""
         if not node.stored and node.digest is not None:
-            self.storer.store(node)
+            self.storer.store(node, in_memory=self.only_idle)
+            self.let_go -= int(self.let_go > 0)
 
     # -- also on the thread
 
@@ -171,6 +219,7 @@ class Writeback:
         if self._closed:
             return True
         self._closed, end = True, time.monotonic() + timeout_s
+        self.only_idle = False
         self._queue.put(None)
         self._thread.join(timeout_s)
         done = not self._thread.is_alive()

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from headrace.config import EngineConfig, KVStreaming
+from headrace.config.environment import from_home
+from headrace.config.tiers import NO_DISK
 from headrace.logs import fields
+from headrace.offload.tiers import own_disk
 from headrace.progress import sized
 
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -120,7 +124,12 @@ def tier_lines(capacity: Any, config: EngineConfig) -> list[str]:
         each = BYTES_PER_ELEMENT.get(tier.format, element)
         tokens = tier.size * 2**30 / capacity.kv_bytes_per_token * element / each
         size = f"{tier.size:g} GiB, about {tokens:,.0f} tokens" if tier.size else "as much as its server keeps"
-        lines.append(f"{tier.label}{' ' + tier.place if tier.place else ''}: {size}, stored as {tier.format}")
+        form = f", stored as {tier.format}"
+        if own_disk.is_own(tier.place):
+            form = form if tier.format != "raw" else ""
+            lines.append(f"disk {from_home(Path(tier.place))}: {size}{form}; off by --kv-offload-path {NO_DISK}")
+        else:
+            lines.append(f"{tier.label}{' ' + tier.place if tier.place else ''}: {size}{form}")
     return lines
 
 

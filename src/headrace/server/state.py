@@ -120,7 +120,7 @@ class ServerState:
         await cancel(*self._tasks)
         await self.abandoned.close()
         if self._engine is not None:
-            if self.listens and self.config.tiers is not None and self._engine.alive:
+            if self.listens and self._engine.alive and self._engine.stats.restore.unstored:
                 log.info("stopping: the engine stores what is left of its KV cache")
             await self._engine.shutdown()
         for threads in (self._tokenizing, self._rendering):

@@ -162,7 +162,7 @@ def _sharing(held: float, unshared: float) -> str:
 def _tier_levels(grown: dict[str, float], now: dict[str, float]) -> str:
     """Empty where no tier is in use."""
     back = grown["restore.loaded_tokens"] + grown["restore.projected_tokens"]
-    if not (back or grown["restore.failures"] or now["restore.unstored"]):
-        return ""
+    if not (back or grown["restore.failures"]):
+        return f"  {now['restore.unstored']:,.0f} chunks unstored" if now["restore.unstored"] else ""
     failed = f", {grown['restore.failures']:,.0f} restores failed" if grown["restore.failures"] else ""
     return f"  restored {back:,.0f} tokens{failed}, {now['restore.unstored']:,.0f} chunks to be stored"

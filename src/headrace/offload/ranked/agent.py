@@ -147,6 +147,8 @@ class TierAgent:
     def _store(self, command: words.StoreChunk, say: Say) -> None:
         opened, name = self.opened, name_of(command.digest, "k")
         lacking = opened.tiers.lacking(name) if command.sure else opened.tiers.doubtful(name)
+        if command.in_memory:
+            lacking = [tier for tier in lacking if not opened.tiers.queues(tier)]
         ready = []
         try:
             for form in sorted({opened.tiers.format(tier) for tier in lacking}):

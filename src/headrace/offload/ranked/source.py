@@ -28,10 +28,21 @@ class RankedLookup:
     digests: Sequence[bytes]
     ranks: int
     answers: dict[int, list[int | None]] = field(default_factory=dict)
+    _there: threading.Event = field(default_factory=threading.Event)
+
+    def note(self, rank: int, answer: words.ChunksFound) -> None:
+        """On any thread."""
+        self.answers[rank] = answer.tiers
+        if len(self.answers) == self.ranks:
+            self._there.set()
 
     @property
     def done(self) -> bool:
-        return len(self.answers) == self.ranks
+        return self._there.is_set()
+
+    def wait_briefly(self, seconds: float) -> None:
+        """Until it is done, at most so long."""
+        self._there.wait(seconds)
 
     @property
     def found(self) -> list[FoundChunk]:
@@ -108,13 +119,8 @@ class RankedChunks:
 
     def look(self, digests: Sequence[bytes]) -> RankedLookup:
         lookup = RankedLookup(digests, self.peers.ranks)
-
-        def note(rank: int, answer: words.ChunksFound) -> None:
-            lookup.answers[rank] = answer.tiers
-
         for rank in range(self.peers.ranks):
-            ask = words.FindChunks(0, list(digests))
-            self.peers.ask(rank, ask, note)
+            self.peers.ask(rank, words.FindChunks(0, list(digests)), lookup.note)
         return lookup
 
     def ways(self, table: ChunkTable, first: int, found: Sequence[FoundChunk]) -> list[list[FoundChunk]]:

@@ -20,16 +20,18 @@ TELL_S = 0.1
 
 @dataclass(slots=True)
 class RankedStorer(Storer):
-    """Has each chunk stored by the rank that owns it."""
+    """Has each chunk stored by the rank that owns it. in_memory: whether the ranks have a tier in memory."""
 
     peers: TierPeers
     per_rank: int
+    in_memory: bool
+    queued_bytes: int = 0
 
-    def store(self, node: Node, parked: Parked | None = None) -> None:
+    def store(self, node: Node, parked: Parked | None = None, *, in_memory: bool = False) -> None:
         digest = node.digest
         assert digest is not None
         rank, slot = divmod(node.slot, self.per_rank)
-        command = words.StoreChunk(0, slot, digest, node.tenant, parked is not None)
+        command = words.StoreChunk(0, slot, digest, node.tenant, parked is not None, in_memory)
         if parked is None:
             self.peers.call(rank, command, words.ChunkStored)
         else:

@@ -50,7 +50,7 @@ class CancelBring(msgspec.Struct, frozen=True, tag=True):
 class StoreChunk(msgspec.Struct, frozen=True, tag=True):
     """Gives a chunk to the tiers that lack it. Answered by ChunkStored once its slot may be written again.
 
-    sure: asks every tier whether it has it, not only those in memory.
+    sure: asks every tier whether it has it, not only those in memory. in_memory: gives it to these alone.
     """
 
     number: int
@@ -58,6 +58,7 @@ class StoreChunk(msgspec.Struct, frozen=True, tag=True):
     digest: bytes
     tenant: bytes
     sure: bool
+    in_memory: bool = False
 
 
 class TellTiers(msgspec.Struct, frozen=True, tag=True):

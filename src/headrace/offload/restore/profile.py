@@ -34,6 +34,8 @@ FEW = 32
 """Tokens of the closing step that is timed."""
 PIECE = 1 << 21
 """Bytes that are copied and checked at a time, as restores do it."""
+UNUSED_S = 1e-6
+"""A token's projection where no activations are kept, so that none is ever asked for."""
 PROBE = name_of(hashlib.sha256(b"headrace probe").digest(), "k")
 PROBE_BYTES = 8 << 20
 PROBES = 3
@@ -41,29 +43,41 @@ PROBES = 3
 
 
 @torch.inference_mode()
-def measure(decoder: Decoder, storage: KVStorage, backend: Backend, tiers: Sequence[Tier]) -> Rates:
+def measure(
+    decoder: Decoder, storage: KVStorage, backend: Backend, tiers: Sequence[Tier], brief: bool = False
+) -> Rates:
     """Rates of projecting, prefilling and moving chunks, in about a second or less. Writes to the first slots of the
-    pool, which must be empty. A tier that is not in memory begins as it guesses itself; see `probe`."""
+    pool, which must be empty. A tier that is not in memory begins as it guesses itself; see `probe`.
+
+    brief: each is timed by a single call, as it is anyway while nothing is stored outside memory: first rates last
+    until others are seen.
+    """
+    far = [tier for tier in tiers if not tier.in_memory]
+    brief |= len(far) == len(tiers) > 0 and not any(tier.stats().blobs for tier in far)
+    seconds = timing.brief_seconds if brief else timing.call_seconds
     shape = ModelShape.of(decoder.config, decoder.dtype.itemsize)
-    prefill, project = _prefill(decoder, shape), timing.projection_rate(_Projection(decoder, storage, backend))
+    prefill, project = _prefill(decoder, shape, seconds), LinearRate(UNUSED_S)
+    if storage.keeps_activations:
+        project = timing.projection_rate(_Projection(decoder, storage, backend), seconds)
     move = _Move()
-    moves = {tier.kind: timing.read_rate(move) for tier in tiers if tier.in_memory} or {
-        "memory": timing.read_rate(move)
+    moves = {tier.kind: timing.read_rate(move, seconds) for tier in tiers if tier.in_memory} or {
+        "memory": timing.read_rate(move, seconds)
     }
     known = {tier.kind: LinearRate(*tier.read_guess) for tier in tiers} | {
         kind: rate for kind, (rate, _) in moves.items()
     }
     found = Rates(shape.layers, project, prefill, known, {kind: cpu_s for kind, (_, cpu_s) in moves.items()})
-    _forward(decoder, storage, backend, found)
+    _forward(decoder, storage, backend, found, seconds)
     return found
 
 
 def probe(tiers: Tiers, rates: Rates) -> None:
-    """Tells `rates` how fast the tiers beyond memory give back a blob, which is stored for the purpose and dropped."""
+    """Tells `rates` how fast the tiers beyond memory give back a blob, which is stored for the purpose and dropped. One
+    that holds nothing yet begins as it guesses."""
     for tier in tiers.tiers:
         stats = tier.stats()
         full = stats.budget_bytes and stats.used_bytes + PROBE_BYTES > stats.budget_bytes
-        if tier.in_memory or full or not tier.put(PROBE, b"", (bytes(PROBE_BYTES),)):
+        if tier.in_memory or full or not stats.blobs or not tier.put(PROBE, b"", (bytes(PROBE_BYTES),)):
             continue  # nothing is to be evicted for it
         into = memoryview(bytearray(PROBE_BYTES))
         for _ in range(PROBES):
@@ -110,30 +124,30 @@ class _Move:
             frame.checksum(self.into[at:end].numpy().data)
 
 
-def _prefill(decoder: Decoder, shape: ModelShape) -> PrefillRate:
+def _prefill(decoder: Decoder, shape: ModelShape, seconds: timing.Seconds) -> PrefillRate:
     """By the products of the first layer: at many rows, and of one row, which reads the weights."""
     matrices = [w for name, w in decoder.matrices.items() if name.startswith("layers.0.")]
     elements = sum(w.shape[0] * w.shape[1] for w in matrices)
 
     def products(rows: int) -> float:
         inputs = [torch.ones(rows, w.shape[1], dtype=decoder.dtype) for w in matrices]
-        return timing.call_seconds(lambda: [ops.linear(x, w) for x, w in zip(inputs, matrices, strict=True)])
+        return seconds(lambda: [ops.linear(x, w) for x, w in zip(inputs, matrices, strict=True)])
 
     many, one = products(LINEAR_ROWS), products(1)
     return timing.prefill_rate(shape, 2 * LINEAR_ROWS * elements / many, elements * decoder.dtype.itemsize / one)
 
 
-def _forward(decoder: Decoder, storage: KVStorage, backend: Backend, found: Rates) -> None:
+def _forward(decoder: Decoder, storage: KVStorage, backend: Backend, found: Rates, seconds: timing.Seconds) -> None:
     """Tells `found` what a short prompt takes, and a short step after it, where that is soon done."""
     most = min(storage.slots * CHUNK, decoder.config.max_model_len)
-    for tokens in FORWARD:
+    for tokens in FORWARD if seconds is timing.call_seconds else FORWARD[-1:]:
         if tokens <= most and float(found.prefill(0, tokens)) <= FORWARD_S:
             break
     else:
         return
     for start, count in ((0, tokens), (tokens - FEW, FEW)):
         forward = _Forward(decoder, storage, backend, start, count)
-        found.scale_prefill(start, count, timing.call_seconds(forward, most_s=FORWARD_S / 2))
+        found.scale_prefill(start, count, seconds(forward, most_s=FORWARD_S / 2))
 
 
 class _Forward:

@@ -7,6 +7,7 @@ split wrong from then on. Here every transfer and every step is an observation.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,9 @@ from headrace.offload.restore.estimators import Contention, FloatArray, LinearRa
 
 LEAST_SHARED = 0.1
 """Share of a restore's time in which copy stream and engine compete, from which on it tells of contention."""
+
+STEPS = 24
+"""Steps that are remembered until they are taken in: no more are fitted (estimators.RateFit)."""
 
 
 class Rates:
@@ -34,6 +38,7 @@ class Rates:
         self._project, self._prefill = project, prefill
         self._tiers = dict(tiers)
         self._cpu = {tier: Smoothed(max(taken, 1e-15)) for tier, taken in (cpu_s_per_byte or {}).items()}
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=STEPS)
         self._contention = {loading: Contention() for loading in (False, True)}
         self._lock = threading.Lock()
 
@@ -72,6 +77,7 @@ class Rates:
     def prefill(self, start: FloatArray | float, count: FloatArray | float) -> FloatArray:
         """One step of `count` tokens after `start` others, all layers."""
         with self._lock:
+            self._fit_prefill()
             return self._prefill.seconds(np.asarray(start, np.float64), np.asarray(count, np.float64))
 
     def behind(self, bytes_s: float | None, latency_s: float = 0.0) -> Rates:
@@ -95,6 +101,7 @@ class Rates:
     def scale_prefill(self, start: float, count: float, seconds: float) -> None:
         """What a step took when nothing else was known: a better guess, not an observation."""
         with self._lock:
+            self._fit_prefill()
             self._prefill.scale(start, count, seconds)
 
     def observe_project(self, tokens: float, seconds: float) -> None:
@@ -105,11 +112,22 @@ class Rates:
     def observe_prefill(self, start: float, count: float, seconds: float) -> None:
         """One step, of one sequence."""
         with self._lock:
-            self._prefill.observe(start, count, seconds)
+            self._steps.append((start, count, seconds))
+
+    def catch_up(self) -> None:
+        """Takes in the steps that were observed, which takes some 0.3 ms each: else done when a restore asks. No step's
+        tokens need wait for it."""
+        with self._lock:
+            self._fit_prefill()
+
+    def _fit_prefill(self) -> None:
+        while self._steps:
+            self._prefill.observe(*self._steps.popleft())
 
     def as_dict(self) -> dict[str, Any]:
         """For logs: bytes a second and seconds."""
         with self._lock:
+            self._fit_prefill()
             tiers = {
                 f"{tier}_{name}": value
                 for tier, line in self._tiers.items()

@@ -40,6 +40,10 @@ class Lookup:
     def done(self) -> bool:
         return self.ticket.done
 
+    def wait_briefly(self, seconds: float) -> None:
+        """Until it is done, at most so long."""
+        self.ticket.wait_briefly(seconds)
+
 
 class StoredChunks:
     """bringing, looking: copy streams of their own, so that no lookup waits for a restore."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from headrace.offload.restore.estimators import LinearRate, PrefillRate
 from headrace.planner.machine import ModelShape
@@ -23,28 +24,10 @@ LEAST_CALLS, MOST_CALLS, CALLS_S = 3, 15, 0.02
 for a moment then spoils the first rates of nothing, and what it spoiled would last until steps of that size came."""
 
 
-def projection_rate(project: Callable[[int], object]) -> LinearRate:
-    """project(tokens): K and V of so many tokens of one layer, from X, with the model's own weights."""
-    few, many = (call_seconds(lambda rows=rows: project(rows)) for rows in ROWS)  # type: ignore[misc]
-    token_s = max((many - few) / (ROWS[1] - ROWS[0]), 0.1 * many / ROWS[1])
-    return LinearRate(token_s, max(few - token_s * ROWS[0], 0.0), typical=TOKENS)
+class Seconds(Protocol):
+    """How long a call takes: call_seconds or brief_seconds."""
 
-
-def read_rate(read: Callable[[int], object]) -> tuple[LinearRate, float]:
-    """read(size): a read of about so many bytes, as restores do it. The rate, and the seconds of a core per byte."""
-    small, large = (call_seconds(lambda size=size: read(size)) for size in SIZES)  # type: ignore[misc]
-    began = time.thread_time()
-    read(SIZES[1])
-    taken = (time.thread_time() - began) / SIZES[1]
-    byte_s = max((large - small) / (SIZES[1] - SIZES[0]), 0.1 * large / SIZES[1])
-    return LinearRate(byte_s, max(small - byte_s * SIZES[0], 0.0)), min(taken, byte_s)
-
-
-def prefill_rate(shape: ModelShape, flops_s: float, memory_bytes_s: float = MEMORY_BYTES_S) -> PrefillRate:
-    """From the rate of the linear layers alone."""
-    weights = shape.layers * (shape.qkv_weights + shape.rest_weights) * shape.element_bytes
-    pair_s = shape.layers * shape.pair_flops / (ATTENTION * flops_s)
-    return PrefillRate(weights / memory_bytes_s, shape.linear_flops / flops_s, pair_s)
+    def __call__(self, work: Callable[[], object], most_s: float = 0.05) -> float: ...
 
 
 def call_seconds(work: Callable[[], object], most_s: float = 0.05) -> float:
@@ -60,3 +43,38 @@ def call_seconds(work: Callable[[], object], most_s: float = 0.05) -> float:
         work()
         times.append(time.perf_counter() - began)
     return statistics.median(times)
+
+
+def brief_seconds(work: Callable[[], object], most_s: float = 0.05) -> float:
+    """Of the second call, or of the first alone if that was slow: where little depends on it yet."""
+    for _ in range(2):
+        began = time.perf_counter()
+        work()
+        taken = time.perf_counter() - began
+        if taken > most_s:
+            break
+    return taken
+
+
+def projection_rate(project: Callable[[int], object], seconds: Seconds = call_seconds) -> LinearRate:
+    """project(tokens): K and V of so many tokens of one layer, from X, with the model's own weights."""
+    few, many = (seconds(lambda rows=rows: project(rows)) for rows in ROWS)  # type: ignore[misc]
+    token_s = max((many - few) / (ROWS[1] - ROWS[0]), 0.1 * many / ROWS[1])
+    return LinearRate(token_s, max(few - token_s * ROWS[0], 0.0), typical=TOKENS)
+
+
+def read_rate(read: Callable[[int], object], seconds: Seconds = call_seconds) -> tuple[LinearRate, float]:
+    """read(size): a read of about so many bytes, as restores do it. The rate, and the seconds of a core per byte."""
+    small, large = (seconds(lambda size=size: read(size)) for size in SIZES)  # type: ignore[misc]
+    began = time.thread_time()
+    read(SIZES[1])
+    taken = (time.thread_time() - began) / SIZES[1]
+    byte_s = max((large - small) / (SIZES[1] - SIZES[0]), 0.1 * large / SIZES[1])
+    return LinearRate(byte_s, max(small - byte_s * SIZES[0], 0.0)), min(taken, byte_s)
+
+
+def prefill_rate(shape: ModelShape, flops_s: float, memory_bytes_s: float = MEMORY_BYTES_S) -> PrefillRate:
+    """From the rate of the linear layers alone."""
+    weights = shape.layers * (shape.qkv_weights + shape.rest_weights) * shape.element_bytes
+    pair_s = shape.layers * shape.pair_flops / (ATTENTION * flops_s)
+    return PrefillRate(weights / memory_bytes_s, shape.linear_flops / flops_s, pair_s)

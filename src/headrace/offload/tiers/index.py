@@ -14,10 +14,13 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 from headrace.offload.tiers.index_tables import (
+    MOST_BYTES,
     BlobEntry,
     StatementLimit,
     as_damage,
@@ -260,6 +263,12 @@ class Index:
         with self._locked() as db:
             return use_of(db)
 
+    def uses(self) -> list[tuple[BlobEntry, int]]:
+        """All that are there, each with its last use [ns]."""
+        with self._locked(bulk=True) as db:
+            rows = db.execute("SELECT name, tenant, bytes, used FROM blobs WHERE ready").fetchall()
+            return [(entry_of(row[:3]), int(row[3])) for row in rows]
+
     def check(self) -> None:
         """Raises AssertionError unless sums agree with blobs and the budget is kept."""
         with self._locked() as db:
@@ -279,6 +288,16 @@ class Index:
         finally:
             with self._lock:
                 self._db.close()
+
+
+def stored_bytes(path: Path) -> int:
+    """Bytes of all blobs that an index file tells of; 0 if it does not answer at once."""
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=0.2)) as db:
+            found = db.execute("SELECT total(bytes) FROM tenants").fetchone()[0]
+    except sqlite3.Error:
+        return 0
+    return int(found) if 0 <= found <= MOST_BYTES else 0
 
 
 def marks(values: Sequence[bytes]) -> str:

@@ -117,6 +117,11 @@ class Tiers:
         """Blobs that wait to be written, or are being written."""
         return sum(writer.queued_blobs for writer in self._writers if writer is not None)
 
+    @property
+    def queued_bytes(self) -> int:
+        """Of those."""
+        return sum(writer.queued_bytes for writer in self._writers if writer is not None)
+
     def flush(self, timeout_s: float) -> bool:
         """Waits until everything offered is written or refused; False if that is not so after timeout_s."""
         deadline = time.monotonic() + timeout_s
