@@ -129,8 +129,15 @@ class HTTPServer(uvicorn.Server):
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self.handle_exit, number, None)
+            before = signal.getsignal(signal.SIGHUP)
             loop.add_signal_handler(signal.SIGHUP, self.state.keys.reload)
-        yield
+            try:
+                yield
+            finally:  # asyncio would leave the system's default, which ends a process that has ignored the signal
+                loop.remove_signal_handler(signal.SIGHUP)
+                signal.signal(signal.SIGHUP, before)
+        else:
+            yield
 
 
 def make_server(app: FastAPI) -> HTTPServer:
