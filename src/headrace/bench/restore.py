@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,14 @@ from headrace.types import CHUNK
 
 if TYPE_CHECKING:
     from headrace.bench.restore_testbed import RestoreTestbed
+
+
+def percents(name: str, text: str) -> tuple[int, ...]:
+    """Whole percents by commas. Raises ValueError."""
+    found = tuple(int(part) if part.isdigit() else -1 for part in text.split(","))
+    if not all(0 <= each <= 100 for each in found):
+        raise ValueError(f"{name} must be percents from 0 to 100, by commas, got {text!r}")
+    return found
 
 
 def link_rates(name: str, text: str) -> tuple[float | None, ...]:
@@ -46,6 +55,20 @@ COLUMNS = (
 )
 """Chunks: recomputed + projected + loaded. The solver's split is to be within 3 % of the best one."""
 
+RANKED_COLUMNS = (
+    Column("model", width=len("model")),
+    Column("link", "link_gbps", "GB/s", ",.3g", width=6),
+    Column("stored", unit="tokens", form=",d"),
+    Column("chosen", "chosen_s", "s", ",.4f"),
+    Column("strategy", width=len("ring-kv")),
+    Column("one rank", "one_s", "restores, s", ",.4f", optional=True),
+    Column("all", "all_s", "recompute, s", ",.4f", optional=True),
+    Column("of best", "to_best", "times", ",.3f", limit=1.05, bound="at most"),
+    Column("of ends", "to_ends", "times", ",.3f", optional=True),
+)
+"""Several ranks: of best, beside all other ways; of ends, beside the better of one rank that restores and of all that
+recompute."""
+
 
 @dataclass
 class RestoreBench(Benchmark):
@@ -69,6 +92,10 @@ class RestoreBench(Benchmark):
     stride: int = option("Chunks of 64 tokens between two splits of the sweep.", 8)
     repeats: int = option("Repetitions of the splits that matter, in turns.", 5)
     threads: int | None = option("Threads of the engine. Default: all cores.", None, min=1)
+    ranks: int = option("Context ranks that restore together, on the cores of this machine.", 1, min=1)
+    stored: tuple[int, ...] = option(
+        "With several ranks: percent of the tokens that are stored, by commas.", "0,25,50,75,100", parse=percents
+    )
     plot: Path | None = option("PNG that takes a plot.", None)
 
     def __post_init__(self) -> None:
@@ -82,12 +109,17 @@ class RestoreBench(Benchmark):
             raise ValueError(f"tokens must be a multiple of {CHUNK}, got {self.tokens}")
         if not self.links or any(gbps is not None and not gbps > 0 for gbps in self.links):
             raise ValueError(f"links must be GB/s above 0 or 'balance', by commas, got {list(self.links)}")
+        if self.ranks > 1 and None in self.links:
+            raise ValueError("links of several ranks must be GB/s: 'balance' is of one rank")
         for name in ("suffix", "stride", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     def cases(self) -> Iterator[Case]:
-        """A case per model and link."""
+        """A case per model and link; with several ranks, one per share that is stored."""
+        if self.ranks > 1:
+            yield from self._ranked()
+            return
         from headrace.bench.restore_splits import balance, measured
 
         with tempfile.TemporaryDirectory() as folder:
@@ -104,6 +136,22 @@ class RestoreBench(Benchmark):
                     finally:
                         testbed.close()
 
+    def _ranked(self) -> Iterator[Case]:
+        from headrace.bench.ranked_restore import RankedTestbed, measured
+
+        with tempfile.TemporaryDirectory() as folder:
+            for model, gbps, percent in product(self.models, self.links, self.stored):
+                stored = self.tokens * percent // 100 // CHUNK * CHUNK
+                self.progress(f"{model}, {stored:,} of {self.tokens:,} tokens stored, link {gbps:g} GB/s")
+                where = {"model": model, "link_gbps": gbps, "ranks": self.ranks, "latency_ms": self.latency_ms}
+                testbed = RankedTestbed(
+                    SHAPES[model], Path(folder) / model, self.ranks, gbps, self.tokens, stored, self.latency_ms
+                )
+                try:
+                    yield where | measured(testbed, self.repeats)
+                finally:
+                    testbed.close()
+
     def _opened(self, model: str, folder: Path, gbps: float | None) -> RestoreTestbed:
         from headrace.bench.restore_testbed import RestoreTestbed
 
@@ -111,10 +159,10 @@ class RestoreBench(Benchmark):
         return RestoreTestbed(SHAPES[model], folder, gbps, chunks, self.suffix, self.latency_ms, self.threads)
 
     def case_count(self) -> int:
-        return len(self.models) * len(self.links)
+        return len(self.models) * len(self.links) * (len(self.stored) if self.ranks > 1 else 1)
 
     def columns(self) -> tuple[Column, ...]:
-        return COLUMNS
+        return RANKED_COLUMNS if self.ranks > 1 else COLUMNS
 
     def finish(self, done: list[Case]) -> None:
         if self.plot is not None:
