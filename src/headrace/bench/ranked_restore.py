@@ -153,8 +153,8 @@ def measured(testbed: RankedTestbed, repeats: int) -> Case:
     finalists = sorted(swept, key=swept.__getitem__)[:FINALISTS]
     found: dict[Way | None, list[RankedAnswer]] = {way: [] for way in (None, *finalists, one, recompute)}
     for _ in range(repeats):
-        for way, answers in found.items():
-            answers.append(testbed.ask(way))
+        for asked, answers in found.items():
+            answers.append(testbed.ask(asked))
     middle = {way: statistics.median(each.ttft_s for each in seen) for way, seen in found.items()}
     best = min((way for way in middle if way is not None), key=middle.__getitem__)
     chosen = found[None][-1]
