@@ -149,8 +149,8 @@ void greatest(Address x, Address value, Address index, int64_t rows, int64_t wid
 
 void softmax_sums(Address x, Address target, Address greatest, Address sum, Address above, int64_t rows, int64_t width,
                   int threads) {
-  kernels().softmax_sums({at<float>(x), at<int64_t>(target), at<float>(greatest), at<double>(sum), at<int64_t>(above), rows,
-                          width, threads});
+  kernels().softmax_sums(
+      {at<float>(x), at<int64_t>(target), at<float>(greatest), at<double>(sum), at<int64_t>(above), rows, width, threads});
 }
 
 void make_matrix(Matrix *self, Form form, Address weight, Address scales, Address bias, int64_t inputs, int64_t outputs,

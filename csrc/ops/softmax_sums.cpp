@@ -10,7 +10,7 @@ namespace headrace::HEADRACE_NS {
 namespace {
 
 constexpr int64_t MANY_EXPONENTS = 65536;  // elements below which waking the other threads costs more than it saves
-constexpr int SUM_LANES = 32;                   // lanes
+constexpr int SUM_LANES = 32;              // lanes
 constexpr int D = W / 2;                   // doubles in a vector
 
 typedef double vd __attribute__((vector_size(8 * D)));
