@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from headrace.config.combinations import EXCLUSIONS, FEATURES, STREAMED, Exclusion, Feature
+from headrace.config.combinations import EXCLUSIONS, FEATURES, PLACES, STREAMED, Exclusion, Feature
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 HEAD = """# What goes with what
@@ -30,7 +30,7 @@ def pair(one: Feature, other: Feature) -> Exclusion | None:
 def cell(one: Feature, other: Feature) -> str:
     if one.remedy == other.remedy:
         return ""
-    if {one.name, other.name} <= {"host", "disk", *STREAMED} and len({one.name, other.name} & set(STREAMED)) == 1:
+    if {one.name, other.name} <= {*PLACES, *STREAMED} and len({one.name, other.name} & set(STREAMED)) == 1:
         return "place"
     found = pair(one, other)
     return "+" if found is None else "not yet" if found.yet else "no"

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from headrace.config import EngineConfig
-from headrace.config.combinations import EXCLUSIONS, FEATURES, TIERS, Feature
+from headrace.config.combinations import EXCLUSIONS, FEATURES, PLACES, Feature
 from tools.combinations import PAGE, page, pair
 
 pytestmark = pytest.mark.unit
@@ -31,7 +31,7 @@ def test_a_pair(one: Feature, other: Feature) -> None:
 def _on(given: dict[str, object]) -> set[str]:
     """Features that the settings ask for, whatever else they are an example of."""
     on = {each.name for each in FEATURES if all(given.get(name) == value for name, value in each.example.items())}
-    return on - {*TIERS[:2], "activations"} if "offload_schedule" in given else on
+    return on - {*PLACES, "activations"} if "offload_schedule" in given else on
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)

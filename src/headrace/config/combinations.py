@@ -15,7 +15,7 @@ from headrace.config.model import ModelSettings
 from headrace.config.offload import OffloadSettings
 from headrace.config.ranks import RankSettings
 from headrace.config.streaming import StreamSettings
-from headrace.config.tiers import DiskTierSettings, HostTierSettings, RemoteTierSettings
+from headrace.config.tiers import TIERS, TierSettings
 
 
 class Given(Protocol):
@@ -38,8 +38,18 @@ class Feature:
     remedy: str
 
 
-def _tier(record: type[Any]) -> Callable[[Given], bool]:
-    return lambda given: given.of(record).given and not given.streams
+PLACES = ("host", "disk")
+"""Tiers whose place may hold all of KV, too: then they are no tiers, but where streamed KV lies."""
+VALUES: Mapping[str, Any] = {"kv_offloading_size": 0.1, "kv_remote_url": "redis://127.0.0.1:1/0"}
+"""Values of settings that ask for a tier, for examples; of all others a directory."""
+
+
+def _tier(record: type[TierSettings]) -> Feature:
+    def on(given: Given) -> bool:
+        return given.of(record).given and not (given.streams and record.kind in PLACES)
+
+    switch = record.switch
+    return Feature(record.kind, f"{record.label} tier", on, {switch: VALUES.get(switch, "DIR")}, switch)
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -47,10 +57,7 @@ FEATURES: tuple[Feature, ...] = (
             "context_parallel_size"),
     Feature("tensor", "tensor ranks", lambda given: given.of(RankSettings).tensor > 1, {"tensor_parallel_size": 2},
             "tensor_parallel_size"),
-    Feature("host", "tier in host memory", _tier(HostTierSettings), {"kv_offloading_size": 0.1}, "kv_offloading_size"),
-    Feature("disk", "tier on disk", _tier(DiskTierSettings), {"kv_offload_path": "DIR"}, "kv_offload_path"),
-    Feature("remote", "remote tier", lambda given: given.of(RemoteTierSettings).given,
-            {"kv_remote_url": "redis://127.0.0.1:1/0"}, "kv_remote_url"),
+    *map(_tier, TIERS),
     Feature("activations", "activations stored",
             lambda given: given.of(OffloadSettings).activations == "on" and not given.streams,
             {"kv_offload_activations": "on", "kv_offloading_size": 0.1}, "kv_offload_activations"),
@@ -70,7 +77,7 @@ FEATURES: tuple[Feature, ...] = (
             "attention_backend"),
 )  # fmt: skip
 BY_NAME = {feature.name: feature for feature in FEATURES}
-TIERS = ("host", "disk", "remote")
+KINDS = tuple(record.kind for record in TIERS)
 STREAMED = ("weights", "row", "column")
 
 
@@ -90,14 +97,15 @@ class Exclusion:
 
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    *(Exclusion("tensor", tier, "tiers work without tensor ranks") for tier in (*TIERS, "activations")),
+    *(Exclusion("tensor", tier, "tiers work without tensor ranks") for tier in (*KINDS, "activations")),
     Exclusion("context", "activations", "the rows of a chunk may be computed by others than its owner"),
     *(Exclusion(ranks, way, "streaming works on one rank") for ranks in ("context", "tensor") for way in STREAMED),
-    *(Exclusion("remote", way, "streaming needs host memory or a disk", yet=False) for way in STREAMED),
+    *(Exclusion(tier, way, "streaming needs host memory or a disk", yet=False)
+      for tier in KINDS if tier not in PLACES for way in STREAMED),
     *(Exclusion(tier, "private", "stored chunks go by the names that prefix caching gives them", yet=False)
-      for tier in (*TIERS, "activations")),
+      for tier in (*KINDS, "activations")),
     *(Exclusion("gpu", other, "it works on the CPU only") for other in
-      ("context", "tensor", *TIERS, "activations", *STREAMED, "int8_kv", "quantised")),
+      ("context", "tensor", *KINDS, "activations", *STREAMED, "int8_kv", "quantised")),
 )  # fmt: skip
 
 

@@ -35,9 +35,11 @@ class Ticket:
         with self._lock:
             self.ended_s, self.error = time.perf_counter(), error
             calls, self._calls = self._calls or [], None
-        for call in calls:
-            call()
-        self._ended.set()
+        try:
+            for call in calls:
+                call()
+        finally:
+            self._ended.set()
 
     def then(self, call: Callable[[], None]) -> None:
         """Has `call`, which must not raise, run when the transfer has ended and before it counts as done: on the thread

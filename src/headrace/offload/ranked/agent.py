@@ -110,6 +110,9 @@ class TierAgent:
             self._opened = self._opener(command.identity)
         except ValueError as error:
             return words.TiersOpen(command.number, shown(error), [])
+        except Exception as error:  # rank 0 waits for an answer
+            log.exception("the tiers of this rank could not be opened")
+            return words.TiersOpen(command.number, shown(f"{type(error).__name__}: {error}"), [])
         return words.TiersOpen(command.number, None, [tier.kind for tier in self._opened.tiers.tiers])
 
     def _find(self, command: words.FindChunks, say: Say) -> None:
@@ -145,12 +148,12 @@ class TierAgent:
         say(words.ChunksBrought(restore.number, report.good, report.reason, link_s, report.cpu_s, layers))
 
     def _store(self, command: words.StoreChunk, say: Say) -> None:
-        opened, name = self.opened, name_of(command.digest, "k")
-        lacking = opened.tiers.lacking(name) if command.sure else opened.tiers.doubtful(name)
-        if command.in_memory:
-            lacking = [tier for tier in lacking if not opened.tiers.queues(tier)]
         ready = []
         try:
+            opened, name = self.opened, name_of(command.digest, "k")
+            lacking = opened.tiers.lacking(name) if command.sure else opened.tiers.doubtful(name)
+            if command.in_memory:
+                lacking = [tier for tier in lacking if not opened.tiers.queues(tier)]
             for form in sorted({opened.tiers.format(tier) for tier in lacking}):
                 parts = (b"".join(opened.storing.encode(command.slot, command.digest, "k", form)),)
                 ready += [(tier, parts) for tier in lacking if opened.tiers.format(tier) == form]

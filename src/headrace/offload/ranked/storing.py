@@ -14,7 +14,7 @@ from headrace.stats import TierStats
 
 log = logging.getLogger(__name__)
 
-TELL_S = 0.1
+TELL_S = 0.2
 """Between two questions to the ranks how their tiers are."""
 
 

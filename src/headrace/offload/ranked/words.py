@@ -75,7 +75,7 @@ class CloseTiers(msgspec.Struct, frozen=True, tag=True):
 
 
 class TiersOpen(msgspec.Struct, frozen=True, tag=True):
-    """refused: why the tiers cannot be opened; formats and kinds are those of the tiers, fastest first."""
+    """refused: why the tiers cannot be opened. kinds: those of the tiers, fastest first."""
 
     number: int
     refused: str | None
