@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from headrace.bench.benchmark import Benchmark, Case, option, token_count
+from headrace.bench.benchmark import Benchmark, Case, integers, option, token_count
 from headrace.bench.server_process import ServerProcess
 from headrace.bench.shapes import checkpoint
 from headrace.bench.table import Column
@@ -23,11 +23,19 @@ STORED_S = 300.0
 ENDS = {"SIGTERM": signal.SIGTERM, "kill -9": signal.SIGKILL}
 
 
+def rank_counts(name: str, text: str) -> tuple[int, ...]:
+    """Numbers of ranks by commas; none for no text."""
+    found = integers(name, text) if text else ()
+    if any(count < 1 for count in found):
+        raise ValueError(f"{name} must be at least 1 each, got {text!r}")
+    return found
+
+
 @dataclass
 class RestartBench(Benchmark):
     """Time to first token of a prompt after the server's restart.
 
-    It ends by SIGTERM and by kill -9, and starts again.
+    It ends by SIGTERM and by kill -9, and starts again, with as many context ranks or with others (--again 1,2,3).
     """
 
     name = "restart"
@@ -36,23 +44,32 @@ class RestartBench(Benchmark):
     repeats: int = option("Repetitions of each way to end.", 3, min=1)
     directory: Path | None = option("Where to make the directories. Default: /tmp.", None)
     prefault: bool = option("Map the pool's memory at the server's start.", True)
+    ranks: int = option("Context ranks of the server that stores.", 1, min=1)
+    again: tuple[int, ...] = option(
+        "Context ranks of each server that restores, by commas. Default: as many as stored.", "", parse=rank_counts
+    )
 
     def cases(self) -> Iterator[Case]:
-        """One case for each way to end and repetition; the directory is a new one each time."""
-        model = "tiny" if self.model == "tiny" else str(checkpoint(self.model))
-        options = ["--kv-cache-tokens", str(self.tokens + 1024), *(["--kv-cache-prefault"] if self.prefault else [])]
+        """One case for each way to end, repetition and restoring server; each way has a new directory each time."""
+        restoring = self.again or (self.ranks,)
+        run = _Run("tiny" if self.model == "tiny" else str(checkpoint(self.model)), self.tokens, self.prefault)
         for repeat in range(self.repeats):
             for name, sign in ENDS.items():
-                self.progress(f"{name}, {repeat + 1} of {self.repeats}")
                 with tempfile.TemporaryDirectory(dir=self.directory) as directory:
-                    yield {"end": name} | _once(model, self.tokens, sign, options, Path(directory), seed=repeat)
+                    self.progress(f"{name}, {repeat + 1} of {self.repeats}: stored")
+                    stored = run.store(Path(directory), self.ranks, sign, seed=repeat)
+                    for ranks in restoring:
+                        self.progress(f"{name}, {repeat + 1} of {self.repeats}: restored by {ranks}")
+                        yield {"end": name} | run.restore(Path(directory), ranks, stored)
 
     def case_count(self) -> int:
-        return self.repeats * len(ENDS)
+        return self.repeats * len(ENDS) * (1 + len(self.again or (self.ranks,)))
 
     def columns(self) -> tuple[Column, ...]:
         return (
             Column("ended by", "end"),
+            Column("stored by", "ranks", "ranks"),
+            Column("restored by", "again_ranks", "ranks"),
             Column("prompt", "tokens", "tokens", ","),
             Column("first token", "cold_s", "cold, s", ",.3f"),
             Column("first token", "again_s", "again, s", ",.3f"),
@@ -90,24 +107,55 @@ def wait_stored(server: ServerProcess) -> float:
     raise RuntimeError("the chunks were not stored")
 
 
-def _once(model: str, tokens: int, sign: signal.Signals, options: list[str], directory: Path, seed: int) -> Case:
-    source = random.Random(seed)
-    prompt = [source.randrange(10, 2_000) for _ in range(tokens)]
-    with serving(model, directory, options) as server:
-        first, cold = ask(server, prompt)
-        stored_s = wait_stored(server) if sign == signal.SIGKILL else None
-        server.end(sign, READY_S)
-    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    with serving(model, directory, options) as server:
-        second, again = ask(server, prompt)
-    return {
-        "tokens": tokens,
-        "cold_s": cold["ttft_s"],
-        "again_s": again["ttft_s"],
-        "of_cold": again["ttft_s"] / cold["ttft_s"],
-        "restored_tokens": again["restored_tokens"],
-        "same": first == second,
-        "disk_mb": size / 1e6,
-        "stored_s": stored_s,
-        "reason": again["restore_reason"],
-    }
+class _Stored(NamedTuple):
+    """A prompt that a server answered and stored. cold: what that cost; size: bytes on disk; stored_s: from its answer
+    until all was stored, where that was waited for."""
+
+    ranks: int
+    prompt: list[int]
+    answer: list[int]
+    cold: dict[str, Any]
+    size: int
+    stored_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What all servers of a benchmark share."""
+
+    model: str
+    tokens: int
+    prefault: bool
+
+    def options(self, ranks: int) -> list[str]:
+        """Each rank may hold the whole prompt: whoever is fastest then may load all of it."""
+        options = ["--kv-cache-tokens", str(self.tokens + 1024)]
+        options += ["--kv-cache-prefault"] if self.prefault else []
+        return options + (["--context-parallel-size", str(ranks)] if ranks > 1 else [])
+
+    def store(self, directory: Path, ranks: int, sign: signal.Signals, seed: int) -> _Stored:
+        source = random.Random(seed)
+        prompt = [source.randrange(10, 2_000) for _ in range(self.tokens)]
+        with serving(self.model, directory, self.options(ranks)) as server:
+            answer, cold = ask(server, prompt)
+            stored_s = wait_stored(server) if sign == signal.SIGKILL else None
+            server.end(sign, READY_S)
+        size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        return _Stored(ranks, prompt, answer, cold, size, stored_s)
+
+    def restore(self, directory: Path, ranks: int, stored: _Stored) -> Case:
+        with serving(self.model, directory, self.options(ranks)) as server:
+            answer, again = ask(server, stored.prompt)
+        return {
+            "tokens": self.tokens,
+            "ranks": stored.ranks,
+            "again_ranks": ranks,
+            "cold_s": stored.cold["ttft_s"],
+            "again_s": again["ttft_s"],
+            "of_cold": again["ttft_s"] / stored.cold["ttft_s"],
+            "restored_tokens": again["restored_tokens"],
+            "same": answer == stored.answer,
+            "disk_mb": stored.size / 1e6,
+            "stored_s": stored.stored_s,
+            "reason": again["restore_reason"],
+        }

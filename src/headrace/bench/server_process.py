@@ -99,10 +99,19 @@ class ServerProcess:
             raise RuntimeError(f"the server does not end after {sign.name}") from None
 
     def _kill(self) -> None:
-        """The server and its children at once."""
+        """The server and all processes that it and these have started, at once."""
         if self.process.poll() is None:
-            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-            with suppress(OSError):  # it has ended meanwhile
-                for pid in (self.process.pid, *map(int, children.read_text().split())):
+            for pid in (self.process.pid, *_started_by(self.process.pid)):
+                with suppress(OSError):  # it has ended meanwhile
                     os.kill(pid, signal.SIGKILL)
             self.process.wait()
+
+
+def _started_by(pid: int) -> list[int]:
+    """Children of all threads of a process, and theirs."""
+    found: list[int] = []
+    with suppress(OSError):  # it has ended meanwhile
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (thread / "children").read_text().split()):
+                found += [child, *_started_by(child)]
+    return found
