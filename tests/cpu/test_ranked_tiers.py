@@ -74,10 +74,8 @@ def over_ranks(
         return choose(MACHINE, shape, size, count, start, cached_on, allowed=allow)
 
     workers = Threads(ranks[1:], hub)
-    peers = TierPeers(size, agents, lambda rank, body: None, lambda: None)
-    offload = tiers.open_ranked(
-        loaded.config, loaded.capacity, cache, ranks[0], peers, agents[0], lambda new, cached: 1e-3 * new
-    )
+    peers = TierPeers(size, agents)
+    offload = tiers.open_offload(loaded.config, loaded.capacity, cache, ranks[0], peers, lambda new, cached: 1e-3 * new)
     driver = OneOwner(ranks[0], cache, workers.send, advise, allowed)
     llm.engine = EngineCore(replace(loaded, cache=cache, executor=driver, offload=offload))
     llm.workers, llm.hub, llm.ranks = workers, hub, ranks  # type: ignore[attr-defined]

@@ -25,7 +25,6 @@ from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.logs import short_id
-from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.parallel import messages
 from headrace.parallel.messages import StepGroup, StepPart
 from headrace.parallel.rank import Rank
@@ -118,7 +117,7 @@ class Driver(Executor):
 
     # -- when the step is computed
 
-    def run(self, slices: Sequence[Slice], restores: Sequence[RestoreTransfer] = ()) -> Computed:
+    def run(self, slices: Sequence[Slice]) -> Computed:
         """See Executor.run. Raises RankLost."""
         groups, places = self._groups(slices)
         step = messages.RankStep(self.steps, groups)

@@ -26,6 +26,7 @@ from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
+from headrace.offload.ranked.agent import AgentThread
 from headrace.offload.ranked.peers import TierPeers
 from headrace.parallel import launch, measure
 from headrace.parallel.group import Group, unless_failed
@@ -89,7 +90,7 @@ def make(config: EngineConfig, group: Group) -> Rank:
     set_threads(config)
     rank = _make(config, group, load_share(config, group))
     if config.tiers is not None:
-        tiers.agent_of(config, rank, _backend(config, rank.decoder))
+        rank.tiers = AgentThread(tiers.agent_of(config, rank, _backend(config, rank.decoder))).obey
     measure.take_part(rank, config.ranks.tensor)
     return rank
 
@@ -145,7 +146,7 @@ class Ranks:
             choice = advise(new, cached, [cached / ranks] * ranks, allowed(config))
             return choice.predicted_s[choice.strategy]
 
-        return tiers.open_ranked(config, capacity, cache, self.rank, peers, agent, expected_s)
+        return tiers.open_offload(config, capacity, cache, self.rank, peers, expected_s)
 
     @property
     def _workers(self) -> WorkerSupervisor:

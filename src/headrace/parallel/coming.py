@@ -1,6 +1,7 @@
-"""Chunks that are still on their way into a rank's own pool: what a group waits for, and sends on when it is there.
+"""Chunks that are still on their way into a rank's own pool: what a step waits for, and sends on when it is there.
 
-Strategies see cached chunks of their rank; whether these lie in the pool or are being loaded from a tier is told here.
+Strategies see cached chunks of their rank; whether these lie in the pool, are loaded from a tier or are projected is
+told here.
 """
 
 from __future__ import annotations
@@ -9,28 +10,44 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from torch import Tensor
+
+from headrace.arrival import Arrival
+from headrace.kernels.backend import Attend
 from headrace.parallel.transport import Transfer
 
 
-class PendingLayer(Protocol):
-    """One layer of some chunks, on its way."""
-
-    def wait(self) -> None: ...
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Runs `call` as soon as it is there, on whichever thread; at once where it is."""
-
-
 class Coming(Protocol):
-    def pending(self, slots: Iterable[int], layer: int) -> Sequence[PendingLayer]:
-        """What is to be waited for before this layer of these slots of the rank's pool may be read."""
+    """Chunks on their way into a pool, from wherever."""
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+
+    def pending(self, slots: Iterable[int], layer: int) -> Sequence[Arrival]:
+        """What is to be waited for, in this order and by the thread that computes, before this layer of these slots may
+        be read."""
 
 
 class NothingComes(Coming):
     """All cached chunks lie in the pool."""
 
-    def pending(self, slots: Iterable[int], layer: int) -> Sequence[PendingLayer]:
+    def __bool__(self) -> bool:
+        return False
+
+    def pending(self, slots: Iterable[int], layer: int) -> Sequence[Arrival]:
         return ()
+
+
+class WaitingAttend(Attend):
+    """Attention over a pool, some of whose chunks, in these slots, are still on their way."""
+
+    def __init__(self, attend: Attend, coming: Coming, slots: Sequence[int]) -> None:
+        self.attend, self.coming, self.slots = attend, coming, slots
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        for each in self.coming.pending(self.slots, layer):
+            each.wait()
+        return self.attend(layer, q, k, v, rows)
 
 
 class Loading:
@@ -39,8 +56,8 @@ class Loading:
     bring(): copies them from the pool.
     """
 
-    def __init__(self, parts: Sequence[PendingLayer], bring: Callable[[], None]) -> None:
-        self._bring, self._left = bring, len(parts)
+    def __init__(self, parts: Sequence[Arrival], bring: Callable[[], None]) -> None:
+        self._bring, self._parts, self._left = bring, parts, len(parts)
         self._lock = threading.Lock()
         self._here = threading.Event()
         self._error: BaseException | None = None
@@ -63,6 +80,8 @@ class Loading:
 
     def wait(self) -> None:
         """Raises what a send raised: RankLost."""
+        for part in self._parts:
+            part.wait()
         self._here.wait()
         if self._error is not None:
             raise self._error

@@ -89,13 +89,14 @@ class KVExchange(Attend):
         return out
 
     def _attend(self, layer: int, q: Tensor, buffer: LayerBuffer, rows: Rows) -> Tensor:
-        """The rows' attention; without rows nothing but what this rank keeps is waited for."""
+        """The rows' attention; without rows nothing is waited for but what this rank keeps, and what comes into its own
+        pool and goes on from there: nobody else does."""
         arrivals = self.arrivals.pop(layer)
-        del self.loading[layer]
+        loading = self.loading.pop(layer)
         if len(rows):
             q = rows.attend(layer, q, buffer.pool, arrivals)
-        elif len(self.kept_from):
-            for each in arrivals:
+        else:
+            for each in arrivals if len(self.kept_from) else loading.values():
                 each.wait()
         self._keep(layer, buffer)
         return q
