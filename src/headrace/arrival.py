@@ -29,15 +29,16 @@ class Arrival:
         with self._lock:
             self.error = error
             calls, self._calls = self._calls or [], None
-        try:
-            for call in calls:
+        for call in calls:
+            try:
                 call()
-        finally:
-            self._ended.set()
+            except BaseException as raised:  # whoever waits gets it: this thread goes on with other things
+                self.error = self.error or raised
+        self._ended.set()
 
     def then(self, call: Callable[[], None]) -> None:
-        """Has `call`, which must not raise, run when it has come and before it counts as done: on the thread that ends
-        it, or here if it has ended already."""
+        """Has `call` run when it has come and before it counts as done: on the thread that ends it, or here if it has
+        ended already. `wait` raises what the call raised on another thread."""
         with self._lock:
             if self._calls is not None:
                 self._calls.append(call)

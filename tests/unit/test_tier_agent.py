@@ -40,7 +40,7 @@ def test_a_chunk_that_cannot_be_stored() -> None:
 
 
 def test_the_only_rank_says_itself_why_its_tiers_cannot_be_opened() -> None:
-    with pytest.raises(ValueError, match="^no directory$"):
+    with pytest.raises(ValueError, match=r"^no directory$"):
         open_everywhere(TierPeers(1, {0: refused(ValueError("no directory")).agent}), b"model")
 
 

@@ -6,7 +6,6 @@ told here.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from headrace.arrival import Arrival
 from headrace.kernels.backend import Attend
-from headrace.parallel.transport import Transfer
 
 
 class Coming(Protocol):
@@ -50,57 +48,36 @@ class WaitingAttend(Attend):
         return self.attend(layer, q, k, v, rows)
 
 
-class Loading:
-    """A Transfer: cached chunks of this rank that go into a workspace once they are there, and from it to others.
+class CachedPiece(Arrival):
+    """Cached chunks of this rank on their way into a workspace, from which they go on to others: see `then`.
 
-    bring(): copies them from the pool.
+    parts: what must have come before. copy(): takes them from the pool.
     """
 
-    def __init__(self, parts: Sequence[Arrival], bring: Callable[[], None]) -> None:
-        self._bring, self._parts, self._left = bring, parts, len(parts)
-        self._lock = threading.Lock()
-        self._here = threading.Event()
-        self._error: BaseException | None = None
-        self._after: list[Callable[[], list[Transfer]]] = []
-        self._sends: list[Transfer] = []
+    __slots__ = ("_copy", "_left", "_parts")
+
+    def __init__(self, parts: Sequence[Arrival], copy: Callable[[], None]) -> None:
+        super().__init__()
+        self._copy, self._parts, self._left = copy, parts, len(parts)
         for part in parts:
             part.then(self._one)
 
-    def then(self, send: Callable[[], list[Transfer]]) -> None:
-        """Has them sent when they are there."""
-        with self._lock:
-            if not self._here.is_set():
-                self._after.append(send)
-                return
-        self._sends += send()
-
-    @property
-    def done(self) -> bool:
-        return self._here.is_set()
-
     def wait(self) -> None:
-        """Raises what a send raised: RankLost."""
+        """Raises what copying, or a call given to `then`, raised: RankLost."""
         for part in self._parts:
             part.wait()
-        self._here.wait()
-        if self._error is not None:
-            raise self._error
+        super().wait()
 
-    def drain(self) -> None:
-        self.wait()
-        for send in self._sends:
-            send.drain()
+    drain = wait
 
     def _one(self) -> None:
         with self._lock:
             self._left -= 1
             if self._left:
                 return
-        with self._lock:
-            try:
-                self._bring()
-                for send in self._after:
-                    self._sends += send()
-            except BaseException as error:  # whoever waits for the chunks gets it
-                self._error = error
-            self._here.set()
+        error = None
+        try:
+            self._copy()
+        except BaseException as raised:  # whoever waits for the chunks gets it
+            error = raised
+        self.end(error)

@@ -163,7 +163,9 @@ class TierAgent:
                     del self._of[slot]
 
     def _cancel(self, number: int) -> None:
-        restore = self._restores.pop(number)
+        restore = self._restores.pop(number, None)
+        if restore is None:
+            return
         restore.ended = True
         restore.transfer.cancel()
         if restore.transfer.done:
