@@ -70,7 +70,9 @@ class Eager:
     def run(self, step: StepRows) -> Logits:
         attention, plan = self.attention.at(step.planned), step.planned.plan
         attend = WaitingAttend(attention, self.coming, step.awaited) if step.awaited else attention
-        keep = KeepActivations(plan, self.storage) if self.storage.keeps_activations else None
+        keep = None
+        if self.storage.keeps_activations:
+            keep = KeepActivations(plan.row_slots, plan.row_offsets, self.storage)
         rows = None if step.wanted is None else torch.tensor(step.wanted, dtype=torch.int64)
         batch = batch_of(self.decoder.config, step.slices, plan.positions)
         hidden = self.decoder.forward(batch, attend, rows, keep)

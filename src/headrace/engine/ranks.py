@@ -19,7 +19,7 @@ from headrace.config import EngineConfig
 from headrace.engine import preflight, tiers, torchrun
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Advise, Driver
-from headrace.engine.footprint import ranks_here
+from headrace.engine.footprint import keeps_activations, ranks_here
 from headrace.engine.rank_advice import advice
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kernels import dispatch
@@ -108,7 +108,10 @@ def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
     backend = _backend(config, decoder)
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else decoder.dtype
     assert config.cache.tokens is not None, "the driver sizes the cache"
-    storage = KVStorage(decoder.config.attention, config.cache.tokens // CHUNK, kv_dtype)
+    model, dtype = decoder.config, decoder.dtype
+    keeps = keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize)
+    hidden = model.hidden_size if keeps else None
+    storage = KVStorage(model.attention, config.cache.tokens // CHUNK, kv_dtype, hidden, dtype)
     if config.cache.prefault:
         storage.prefault()
     return Rank(decoder, storage, backend, group.context, rank_threads(config))

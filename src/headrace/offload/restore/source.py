@@ -125,16 +125,17 @@ class StoredChunks:
         """What the solver is asked: the found chunks, which are a way, behind `first` resident ones, and `suffix` new
         tokens."""
         form = self._tiers.format(found[0].kv)
-        has_x = self.peers.ranks == 1 and all(each.x is not None for each in found)
+        has_x = tuple(each.x is not None for each in found)
         return StoredRun(
             first=first,
             chunks=len(found),
             suffix=suffix,
             kv_bytes=self.codec.blob_bytes("k", form),
-            x_bytes=self.codec.blob_bytes("x", form) if has_x else None,
+            x_bytes=self.codec.blob_bytes("x", form) if any(has_x) else None,
             layers=self.codec.spec.layers,
             tiers=tuple(self._tiers.kind(each.kv) for each in found),
             ranks=tuple(each.rank for each in found) if self.peers.ranks > 1 else (),
+            has_x=() if all(has_x) else has_x,
         )
 
     def bring(
