@@ -215,7 +215,7 @@ def test_a_storage_without_activations_keeps_none(folder_of: FolderOf) -> None:
     spec = load_decoder(folder_of("llama_gqa"), "bfloat16").config.attention
     plan = planning.build([planning.Span(np.array([0], np.int32), 0, 3)])
     with pytest.raises(ValueError, match="keeps no activations"):
-        KeepActivations(plan, KVStorage(spec, 3, torch.bfloat16))
+        KeepActivations(plan.row_slots, plan.row_offsets, KVStorage(spec, 3, torch.bfloat16))
 
 
 def store_of(decoder: Decoder) -> KVStorage:
@@ -234,7 +234,7 @@ def step_of(
     attend = PlanAttention(plan, storage, decoder.config.attention, backend_of(backend), decoder.key_bias)
     ids = [token for s, start, count in step for token in tokens[s][start : start + count]]
     batch = TokenBatch(torch.tensor(ids), torch.from_numpy(plan.positions))
-    decoder.forward(batch, attend, torch.tensor([0]), KeepActivations(plan, storage))
+    decoder.forward(batch, attend, torch.tensor([0]), KeepActivations(plan.row_slots, plan.row_offsets, storage))
 
 
 def pool_rows(

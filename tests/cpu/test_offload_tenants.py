@@ -63,7 +63,7 @@ class Watched:
         self.offload.choose = forced(0.0, 0.3)
         self.read: set[bytes] = set()
         self.owners: dict[bytes, tuple[str | None, tuple[int, ...]]] = {}
-        for tier in self.offload.tiers.tiers:
+        for tier in self.offload.tiers.peers.agents[0].opened.tiers.tiers:
             self._watch(tier)
 
     def _watch(self, tier: Tier) -> None:

@@ -18,6 +18,7 @@ from headrace.engine.sequence import Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.offload.ranked.peers import TierPeers
+from headrace.offload.restore.solver import Split, StoredRun
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import LoopbackHub
 from headrace.planner.choice import choose
@@ -30,6 +31,7 @@ from tests.support.offloading import counters, flush, forced, watched
 from tests.support.rank_threads import MACHINE, Threads
 from tests.support.traces import Trace, run, same
 
+RUNS = [("single",), ("gather",), ("chain",), ("ring-kv",), ("ring-q", "ring-kv")]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 STORED = {"kv_offloading_size": 0.05}
 
@@ -54,15 +56,16 @@ def over_ranks(
     **settings: Any,
 ) -> LLM:
     """An offline engine with `size` ranks, each with tiers of its own."""
-    llm = LLM(str(model), kv_cache_tokens=tokens, dtype="bfloat16", kv_offload_activations="off",
-              **{"max_model_len": 4096, **STORED, **settings})  # fmt: skip
+    llm = LLM(str(model), kv_cache_tokens=tokens, dtype="bfloat16",
+              **{"max_model_len": 4096, "kv_offload_activations": "off", **STORED, **settings})  # fmt: skip
     loaded = llm.engine.loaded
     loaded.below.close()
     decoder, backend, hub = loaded.decoder, loaded.capacity.backend, LoopbackHub(size)
 
     def make(rank: int) -> Rank:
         kv_dtype = torch.int8 if loaded.config.cache.dtype == "int8" else decoder.dtype
-        storage = KVStorage(decoder.config.attention, tokens // CHUNK, kv_dtype)
+        hidden = decoder.config.hidden_size if settings.get("kv_offload_activations") == "on" else None
+        storage = KVStorage(decoder.config.attention, tokens // CHUNK, kv_dtype, hidden, decoder.dtype)
         return Rank(decoder, storage, backend, hub.transport(rank))
 
     ranks = [make(rank) for rank in range(size)]
@@ -74,10 +77,8 @@ def over_ranks(
         return choose(MACHINE, shape, size, count, start, cached_on, allowed=allow)
 
     workers = Threads(ranks[1:], hub)
-    peers = TierPeers(size, agents, lambda rank, body: None, lambda: None)
-    offload = tiers.open_ranked(
-        loaded.config, loaded.capacity, cache, ranks[0], peers, agents[0], lambda new, cached: 1e-3 * new
-    )
+    peers = TierPeers(size, agents)
+    offload = tiers.open_offload(loaded.config, loaded.capacity, cache, ranks[0], peers, lambda new, cached: 1e-3 * new)
     driver = OneOwner(ranks[0], cache, workers.send, advise, allowed)
     llm.engine = EngineCore(replace(loaded, cache=cache, executor=driver, offload=offload))
     llm.workers, llm.hub, llm.ranks = workers, hub, ranks  # type: ignore[attr-defined]
@@ -110,9 +111,7 @@ def truth() -> list[Trace]:
     return run(llm, prompts_of(llm), PARAMS)
 
 
-@pytest.mark.parametrize(
-    "allowed", [("single",), ("gather",), ("chain",), ("ring-kv",), ("ring-q", "ring-kv")], ids=str
-)
+@pytest.mark.parametrize("allowed", RUNS, ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.2, pytest.param(0.7, marks=pytest.mark.matrix)])
 def test_what_ranks_stored_comes_back(allowed: tuple[str, ...], share: float, truth: list[Trace]) -> None:
     llm = over_ranks(2, allowed, kv_link_gbps=0.05)  # so slow that steps wait for what comes
@@ -171,6 +170,57 @@ def test_families(kind: str, kv: str, folder_of: FolderOf) -> None:
             llm = over_ranks(2, allowed, 4096, folder_of(each), **settings)
             restored(llm, prompts, truth)
             close(llm)
+
+
+def projecting(run: StoredRun, costs: object, most: int) -> Split:
+    """Projects the first stretch of chunks that have activations; recomputes what comes before, loads the rest."""
+    has = list(run.has_x or [run.x_bytes is not None] * run.chunks)
+    first = has.index(True) if True in has else 0
+    count = [*has, False].index(False, first) - first
+    return Split(first, count, run.chunks - first - count, 0.0, "forced")
+
+
+def projected(llm: LLM, prompts: list[list[int]], truth: list[Trace], allowed: tuple[str, ...]) -> None:
+    """Forgotten and brought back by `projecting`, one by one, by these strategies, with the bits of `truth`."""
+    flush(llm)
+    for rank in llm.ranks:  # type: ignore[attr-defined]
+        for pool, x in zip(rank.storage.pools, rank.storage.x, strict=True):
+            pool.k.fill_(7), pool.v.fill_(7), x.fill_(7)
+    driver: Any = llm.engine.loaded.executor
+    assert llm.engine.offload is not None
+    driver.allowed, llm.engine.offload.choose = allowed, projecting
+    before = counters(llm).projected_tokens
+    same([watched(llm, [each], PARAMS)[0] for each in prompts], truth)
+    assert counters(llm).projected_tokens > before and counters(llm).failures == 0
+
+
+@pytest.mark.parametrize("allowed", RUNS, ids=str)
+def test_all_ranks_project(allowed: tuple[str, ...], truth: list[Trace]) -> None:
+    """The second block's owner computed it, too: in the step that waits each projects its chunks, whose rows it has."""
+    llm = over_ranks(2, ("single",), kv_offload_activations="on", kv_link_gbps=0.05)
+    prompts = prompts_of(llm)
+    same([watched(llm, [each], PARAMS)[0] for each in prompts], truth)
+    projected(llm, prompts, truth, allowed)
+    assert counters(llm).projected_tokens > BLOCK_CHUNKS * CHUNK
+    close(llm)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window", "falcon_rw"])
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("stored", RUNS, ids=str)
+def test_activations_of_chunks_that_their_owner_computed(
+    stored: tuple[str, ...], kv: str, kind: str, folder_of: FolderOf
+) -> None:
+    """Of a run in part: of ranks that shared its rows, or of one that computed them all."""
+    settings: dict[str, Any] = dict(kv_cache_dtype=kv, max_model_len=None)
+    one = LLM(str(folder_of(kind)), kv_cache_tokens=4096, dtype="bfloat16", enable_prefix_caching=False, **settings)
+    prompts = few(one)
+    truth = run(one, prompts, PARAMS)
+    llm = over_ranks(2, stored, 4096, folder_of(kind), kv_offload_activations="on", **settings)
+    same([watched(llm, [each], PARAMS)[0] for each in prompts], truth)
+    for allowed in (("ring-kv",), stored):
+        projected(llm, prompts, truth, allowed)
+    close(llm)
 
 
 def few(llm: LLM) -> list[list[int]]:

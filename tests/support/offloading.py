@@ -25,6 +25,8 @@ def forced(tokens: float, x: float) -> Choose:
     def choose(run: StoredRun, costs: object, most: int) -> Split:
         recomputed = min(run.chunks, max(round(tokens * run.chunks), int(tokens > 0)))
         projected = min(run.chunks - recomputed, max(round(x * run.chunks), int(x > 0)))
+        if False in run.has_x[recomputed:]:
+            projected = min(projected, run.has_x.index(False, recomputed) - recomputed)
         assert run.x_bytes is not None or not projected, "no activations are stored"
         return Split(recomputed, projected, run.chunks - recomputed - projected, 0.0, "forced")
 

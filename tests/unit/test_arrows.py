@@ -17,6 +17,7 @@ pytestmark = pytest.mark.unit
 
 SOURCE = Path(__file__).parents[2] / "src"
 BASE = {
+    "arrival",
     "errors",
     "structured",
     "types",
@@ -36,6 +37,7 @@ CORE = BASE | {"kernels.registry", "kernels.records", "kernels", "kv", "attentio
 BELOW_ENGINE = CORE | {"models", "planner", "parallel", "offload", "assets"}
 
 MAY_IMPORT = {
+    "arrival": set(),
     "errors": set(),
     "structured": {"errors"},
     "types": {"errors", "structured"},

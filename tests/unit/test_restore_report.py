@@ -6,30 +6,17 @@ from typing import Any
 
 import pytest
 
-from headrace.offload.restore.report import LayerProjection, LayerTransfer, RestoreCounters, RestoreReport
-from headrace.offload.ticket import Ticket
-from headrace.offload.tiers.base import BlobKind
+from headrace.offload.ranked.words import BringEnded, ChunksBrought, LayerProjection
+from headrace.offload.restore.report import RestoreCounters, RestoreReport
 from headrace.types import CHUNK
 
 pytestmark = pytest.mark.unit
 
 
-def ended(size: int, seconds: float) -> Ticket:
-    ticket = Ticket(size, "kv")
-    ticket.end(None)
-    ticket.began_s, ticket.ended_s = 0.0, seconds
-    return ticket
-
-
-def report() -> RestoreReport:
-    """Two chunks to be projected, three to be loaded, over three layers; one of them was slow."""
-    found = RestoreReport(["x", "x", "k", "k", "k"], "disk")
-    found.transfers.append(LayerTransfer(ended(64, 1.0), "k", -1))
-    for layer, slow in enumerate((1.0, 9.0, 1.0)):
-        kinds: tuple[BlobKind, ...] = ("x", "k")
-        found.transfers += [
-            LayerTransfer(ended(100 * (1 + at), slow * (1 + at)), kind, layer) for at, kind in enumerate(kinds)
-        ]
+def report(good: int = 5, reason: str = "", cpu_s: float = 0.0) -> RestoreReport:
+    """Two chunks to be projected, three to be loaded, by one rank."""
+    found = RestoreReport(["x", "x", "k", "k", "k"], "disk", {0: list(range(5))})
+    found.add(0, ChunksBrought(0, good, reason, 34.0, cpu_s, [(200, 2.0), (100, 1.0)]))
     return found
 
 
@@ -44,12 +31,16 @@ def test_chunks_count_up_to_the_first_that_was_lost() -> None:
     assert found.lost and found.failed and found.reason == "chunk 1 is damaged"
 
 
-def test_times_are_those_of_the_median_layer() -> None:
-    found = report()
-    assert found.done and found.layer_transfers == [(200, 2.0), (100, 1.0)]
-    assert found.link_s == 1.0 + 3.0 * (1 + 9 + 1)
-    found.transfers.append(LayerTransfer(Ticket(1, "kv"), "k", 3))
-    assert not found.done
+def test_parts_of_several_ranks() -> None:
+    """The second rank has lost its second chunk, the fourth of the run."""
+    found = RestoreReport(["k"] * 5, "host", {0: [0, 2, 4], 1: [1, 3]})
+    found.add(1, ChunksBrought(0, 1, "chunk 3 is gone", 3.0, 1.0, []))
+    assert not found.done and found.good == 3
+    found.add(0, ChunksBrought(0, 3, "", 2.0, 0.5, [(64, 0.5)]))
+    assert found.done and (found.good, found.reason) == (3, "rank 1: chunk 3 is gone")
+    assert (found.link_s, found.cpu_s, found.layer_transfers) == (3.0, 1.0, [(64, 0.5)])
+    found.add_ended([BringEnded(0, 0.2, []), BringEnded(0, 0.7, [])])
+    assert found.waited_s == 0.7
 
 
 class Told:
@@ -67,13 +58,9 @@ class Told:
 
 
 def test_what_copying_takes_of_the_cores_is_not_laid_on_projecting() -> None:
-    found, rates = report(), Told()
-    found.cpu_s = found.link_s / 4
-    found.projections += [
-        LayerProjection(128, 4.0, True),
-        LayerProjection(128, 4.0, True),
-        LayerProjection(128, 2.9, False),
-    ]
+    found, rates = report(cpu_s=8.5), Told()
+    beside, alone = LayerProjection(128, 4.0, True), LayerProjection(128, 2.9, False)
+    found.add_ended([BringEnded(0, 0.0, [beside, beside, alone])])
     found.tell(rates)  # type: ignore[arg-type]
     assert rates.loads == [("disk", 200, 1, 2.0, 0.5), ("disk", 100, 1, 1.0, 0.25)]
     assert rates.projections == [(128, 3.0)]

@@ -13,11 +13,11 @@ from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.stored_prefixes import Attached, Coming, Looking, Settled, StoredPrefixes
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
+from headrace.offload.ranked.words import ChunksBrought
 from headrace.offload.restore.estimators import LinearRate, PrefillRate
 from headrace.offload.restore.rates import Rates
-from headrace.offload.restore.report import LayerTransfer, RestoreReport
+from headrace.offload.restore.report import RestoreReport
 from headrace.offload.restore.solver import Split, StoredRun
-from headrace.offload.ticket import Ticket
 from headrace.types import CHUNK, Request, SamplingParams
 
 pytestmark = pytest.mark.unit
@@ -31,22 +31,18 @@ class FakeRestore:
 
     def __init__(self, count: int, projected: int, slots: Sequence[int]) -> None:
         kinds: Any = ["x"] * projected + ["k"] * (count - projected)
-        self.report, self.slots, self.ticket = RestoreReport(kinds, "host"), slots, Ticket(0, "kv")
-        self.report.transfers.append(LayerTransfer(self.ticket, "k", -1))
-
-    @property
-    def here(self) -> list[FakeRestore]:
-        return [self]
+        self.report, self.slots = RestoreReport(kinds, "host", {0: list(range(count))}), slots
+        self.finished = 0
 
     def cancel(self) -> None:
         self.report.cancelled = True
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        self.finished += 1
 
     def end(self, good: int | None = None) -> None:
-        if good is not None:
-            self.report.lose(good, f"chunk {good} is gone")
-        self.ticket.end(None)
+        good = len(self.slots) if good is None else good
+        self.report.add(0, ChunksBrought(0, good, f"chunk {good} is gone", 0.0, 0.0, []))
 
 
 class FakeSource:
@@ -159,10 +155,11 @@ def test_from_the_tier_into_the_tree() -> None:
     assert sequence.table is not None and sequence.table.coming == 4
     slices = here.scheduler.schedule()  # alone: the step waits for the chunks, layer by layer
     assert spans(slices) == [(6 * CHUNK, 500 - 6 * CHUNK)] and isinstance(here.state(sequence), Attached)
-    assert here.below.closing(slices) == here.source.restores
+    assert here.below.coming(sequence) == 4 * CHUNK and not here.source.restores[0].finished
     here.source.restores[0].end()
     assert here.finish(slices) == set() and isinstance(here.state(sequence), Settled)
     counters = here.below.counters
+    assert here.source.restores[0].finished == 1
     assert (counters.restores, counters.loaded_tokens, counters.recomputed_tokens) == (1, 4 * CHUNK, 2 * CHUNK)
     assert sequence.restored_tokens == sequence.cached_tokens == 4 * CHUNK and counters.failures == 0
     assert all(node.stored for node in sequence.table.nodes[2:6])
@@ -177,7 +174,7 @@ def test_what_has_come_before_the_step_is_confirmed_without_waiting() -> None:
     here.source.restores[0].end()
     slices, _ = here.step()
     assert spans(slices) == [(6 * CHUNK, 500 - 6 * CHUNK)] and isinstance(here.state(sequence), Settled)
-    assert here.below.closing(slices) == [] and sequence.restored_tokens == 4 * CHUNK
+    assert here.below.coming(sequence) == 0 and sequence.restored_tokens == 4 * CHUNK
     here.end(sequence)
 
 
@@ -190,7 +187,7 @@ def test_what_the_engine_projects_is_waited_for_even_if_it_has_come() -> None:
     assert sequence.table is not None
     slices = here.scheduler.schedule()
     here.source.restores[0].end()
-    assert here.below.closing(slices) == here.source.restores
+    assert here.below.coming(sequence) == 6 * CHUNK
     assert [node.activations for node in sequence.table.nodes[:6]] == [True] * 3 + [False] * 3
     here.finish(slices)
     assert here.below.counters.projected_tokens == 3 * CHUNK

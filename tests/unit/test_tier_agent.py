@@ -7,37 +7,45 @@ import queue
 import pytest
 
 from headrace.offload.ranked import words
-from headrace.offload.ranked.agent import Opened, TierAgent
+from headrace.offload.ranked.agent import AgentThread, Opened, TierAgent
+from headrace.offload.ranked.peers import TierPeers, open_everywhere
 
 pytestmark = pytest.mark.unit
 
 
-def answered(agent: TierAgent, command: words.Command) -> words.Answer:
-    told: queue.SimpleQueue[words.Answer] = queue.SimpleQueue()
-    agent.obey(command, told.put)
-    return told.get(timeout=20)
+def answered(agent: AgentThread, command: words.Command) -> words.Answer:
+    told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    agent.obey(words.encode(command), told.put)
+    return words.answer(told.get(timeout=20))
+
+
+def refused(error: Exception) -> AgentThread:
+    def opener(identity: bytes) -> Opened:
+        raise error
+
+    return AgentThread(TierAgent(opener))
 
 
 @pytest.mark.parametrize("error", [ValueError("no directory"), RuntimeError("no directory")], ids=["told", "a fault"])
 def test_tiers_that_cannot_be_opened(error: Exception) -> None:
-    def opener(identity: bytes) -> Opened:
-        raise error
-
-    answer = answered(TierAgent(opener), words.OpenTiers(7, b"model"))
+    answer = answered(refused(error), words.OpenTiers(7, b"model"))
     assert isinstance(answer, words.TiersOpen) and answer.number == 7
     assert answer.refused is not None and "no directory" in answer.refused
 
 
 def test_a_chunk_that_cannot_be_stored() -> None:
-    def opener(identity: bytes) -> Opened:
-        raise AssertionError
+    agent = refused(AssertionError())
+    for number in (3, 4):
+        assert answered(agent, words.StoreChunk(number, 0, bytes(32), b"", sure=True)) == words.ChunkStored(number)
 
-    answer = answered(TierAgent(opener), words.StoreChunk(3, 0, bytes(32), b"", sure=True))
-    assert answer == words.ChunkStored(3)
+
+def test_the_only_rank_says_itself_why_its_tiers_cannot_be_opened() -> None:
+    with pytest.raises(ValueError, match=r"^no directory$"):
+        open_everywhere(TierPeers(1, {0: refused(ValueError("no directory")).agent}), b"model")
 
 
 def test_words_survive_the_link() -> None:
-    command = words.BringChunks(1, [words.WantedHere(2, bytes(32), 5, 0)], 640)
+    command = words.BringChunks(1, [words.WantedHere(2, bytes(32), 5, 0, "x")], 640)
     assert words.command(words.encode(command)) == command
     answer = words.ChunksBrought(1, 0, "chunk 2 is gone", 0.5, 0.1, [(64, 0.5)])
     assert words.answer(words.encode(answer)) == answer

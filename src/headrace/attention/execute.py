@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from headrace.attention.plan import Plan, PlannedStep
+from headrace.attention.plan import Int32, Plan, PlannedStep
 from headrace.config import AttentionSpec
 from headrace.kernels.backend import Attend, Backend, PreparedStep
 from headrace.kernels.cpu_step import Pools
@@ -103,17 +103,23 @@ def _pools(storage: KVStorage) -> Pools:
 
 
 class KeepActivations:
-    """What Decoder.forward calls as `watch`: copies a step's activations into the storage's X pools, by its plan."""
+    """What Decoder.forward calls as `watch`: copies a step's activations into the storage's X pools.
 
-    def __init__(self, plan: Plan, storage: KVStorage) -> None:
+    slots, offsets int32 [T]: where each row goes; those of negative slots are not kept.
+    """
+
+    def __init__(self, slots: Int32, offsets: Int32, storage: KVStorage) -> None:
         if storage.x is None:
             raise ValueError("this storage keeps no activations; make it with `hidden`")
-        slots, offsets = torch.from_numpy(plan.row_slots), torch.from_numpy(plan.row_offsets)
-        self.pools, self.places = storage.x, slots.long() * CHUNK + offsets
+        kept = slots >= 0
+        self.rows = None if kept.all() else torch.from_numpy(kept.nonzero()[0])
+        places = slots[kept].astype("int64") * CHUNK + offsets[kept]
+        self.pools, self.places = storage.x, torch.from_numpy(places)
 
     def __call__(self, layer: int, x: Tensor) -> None:
         """x [T, H], the residual stream as it enters the layer."""
-        self.pools[layer].view(-1, x.shape[-1]).index_copy_(0, self.places, x)
+        kept = x if self.rows is None else x[self.rows]
+        self.pools[layer].view(-1, x.shape[-1]).index_copy_(0, self.places, kept)
 
 
 def items_of(items: Tensor, rows: Tensor) -> Tensor:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.stats import EngineStats
-
-if TYPE_CHECKING:  # the scheduler imports no torch
-    from headrace.offload.restore.transfer import RestoreTransfer
 
 
 class Below(Protocol):
@@ -33,9 +30,6 @@ class Below(Protocol):
     def wait(self) -> None:
         """Where nothing can be computed: waits a moment for something to come."""
 
-    def closing(self, slices: Sequence[Slice]) -> list[RestoreTransfer]:
-        """Restores that the step of these slices has to wait for, layer by layer."""
-
     def coming(self, sequence: SequenceState) -> int:
         """Tokens of its table whose chunks are still on their way."""
 
@@ -44,7 +38,7 @@ class Below(Protocol):
         not come. They are computed again from there."""
 
     def observe(self, slices: Sequence[Slice], seconds: float) -> None:
-        """Takes note of how long a step without restores took."""
+        """Before `confirm`: takes note of how long a step took, unless it waited for chunks."""
 
     def store_idle(self) -> bool:
         """While there is nothing to compute: stores something. False if there was nothing to store."""
@@ -80,9 +74,6 @@ class NothingBelow(Below):
 
     def wait(self) -> None:
         pass
-
-    def closing(self, slices: Sequence[Slice]) -> list[RestoreTransfer]:
-        return []
 
     def coming(self, sequence: SequenceState) -> int:
         return 0

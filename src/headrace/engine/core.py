@@ -30,7 +30,6 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.chunk_table import ChunkTable
 from headrace.logs import fields, short_id
-from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.progress import Prefill
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, Delta, InvalidRequest, Request
@@ -162,11 +161,10 @@ class EngineCore:
         self._note_start(slices, began)
         new = sum(part.length for part in slices if not part.decodes)
         self._stats.tokens.prefilled += new
-        restores = self.below.closing(slices)
-        if self.on_prefill is not None and (new >= CHUNK or restores):  # less takes about as long as a decode step
+        if self.on_prefill is not None and self._takes_time(new, slices):
             prompts = prefills(slices, self.scheduler.running, self._active, self.below)
             self.on_prefill(prompts, self.loaded.executor.expected_s(slices))
-        computed = self._compute(slices, restores)
+        computed = self._compute(slices)
         self.cache.commit()
         ended = self._observe(computed)
         deltas = ended + self._advance(computed)
@@ -179,12 +177,15 @@ class EngineCore:
             self.structured.wait()
         self.below.wait()
 
-    def _compute(self, slices: list[Slice], restores: list[RestoreTransfer]) -> Computed:
+    def _takes_time(self, new: int, slices: list[Slice]) -> bool:
+        """Whether a step with so many prompt tokens takes longer than a decode step, or waits for restored chunks."""
+        return new >= CHUNK or (new > 0 and any(self.below.coming(part.sequence) for part in slices))
+
+    def _compute(self, slices: list[Slice]) -> Computed:
         """The step's logits; those that a failed restore has spoilt are left out."""
         began = time.perf_counter()
-        computed = self.loaded.executor.run(slices, restores)
-        if not restores:
-            self.below.observe(slices, time.perf_counter() - began)
+        computed = self.loaded.executor.run(slices)
+        self.below.observe(slices, time.perf_counter() - began)
         void = self.below.confirm(slices)
         if not void:
             return computed

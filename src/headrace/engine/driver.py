@@ -25,7 +25,6 @@ from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.logs import short_id
-from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.parallel import messages
 from headrace.parallel.messages import StepGroup, StepPart
 from headrace.parallel.rank import Rank
@@ -118,7 +117,7 @@ class Driver(Executor):
 
     # -- when the step is computed
 
-    def run(self, slices: Sequence[Slice], restores: Sequence[RestoreTransfer] = ()) -> Computed:
+    def run(self, slices: Sequence[Slice]) -> Computed:
         """See Executor.run. Raises RankLost."""
         groups, places = self._groups(slices)
         step = messages.RankStep(self.steps, groups)
@@ -159,6 +158,7 @@ class Driver(Executor):
             choice = self._possible(choice, part, table)
             strategy, bounds, ranks = choice.strategy, list(choice.bounds), list(choice.ranks)
             self._note(part, choice)
+            mark_activations(table, bounds, ranks)
         tokens = part.sequence.tokens[part.start : part.end]
         slots = table.slots[: chunks_for(part.end)].tolist()
         return strategy, StepPart(tokens, part.start, slots, bounds, ranks, wanted_of(part), part.sequence.prompt_len)
@@ -191,6 +191,13 @@ def joined_block(table: ChunkTable) -> dict[int, int]:
         return {}
     chunk, owner = table.joins
     return {chunk // BLOCK_CHUNKS: owner}
+
+
+def mark_activations(table: ChunkTable, bounds: Sequence[int], ranks: Sequence[int]) -> None:
+    """Takes note of chunks whose owner lacks activations: another rank computes some of their rows."""
+    for begin, end, rank in zip(bounds, bounds[1:], ranks, strict=False):
+        for chunk in range(begin // CHUNK, chunks_for(end)) if end > begin else ():
+            table.nodes[chunk].activations &= table.owner(chunk) == rank
 
 
 def ending_in(ranks: Sequence[int], keeper: int) -> tuple[int, ...]:

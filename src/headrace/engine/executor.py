@@ -13,7 +13,6 @@ from torch import Tensor
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels.model_step import Greatest
 from headrace.kv.chunk_table import ChunkTable, Owners
-from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.stats import EngineStats
 
 
@@ -46,8 +45,8 @@ class Computed(NamedTuple):
 class Executor(Protocol):
     """Computes steps. Subclasses override what they have a say in."""
 
-    def run(self, slices: Seq[Slice], restores: Seq[RestoreTransfer] = ()) -> Computed:
-        """Computes the slices. restores: whose layers the step waits for; one rank alone has any."""
+    def run(self, slices: Seq[Slice]) -> Computed:
+        """Computes the slices; waits, layer by layer, for their chunks that are still on their way into the pool."""
 
     def owners(self, sequence: SequenceState, start: int, count: int) -> Owners | None:
         """Who shall own the new chunks of a slice that is about to be taken (Scheduler.owners)."""

@@ -33,6 +33,7 @@ from headrace.models.files import MAX_JSON
 from headrace.models.pooling import read_pooling
 from headrace.models.shards import shard
 from headrace.models.sizes import compute_type, weight_bytes
+from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.streaming import open as streaming
 from headrace.parallel.transport import RankLost
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
@@ -144,8 +145,10 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
         storage.prefault()
     if config.tiers is not None:
         tell(LoadPhase("opening the tiers"))
-    offload = tiers.open_offload(config, capacity, cache, decoder, storage) if config.tiers is not None else None
-    runner = Runner(decoder, storage, capacity.backend)
+    runner, offload = Runner(decoder, storage, capacity.backend), None
+    if config.tiers is not None:
+        peers = TierPeers(1, {0: tiers.agent_of(config, runner, capacity.backend)})
+        offload = tiers.open_offload(config, capacity, cache, runner, peers)
     return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner, offload=offload)
 
 

@@ -22,7 +22,7 @@ from headrace.kernels.model_step import Greatest, ModelStep
 from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
-from headrace.offload.restore.transfer import Project, RestoreTransfer, RestoringAttend
+from headrace.parallel.coming import Coming, NothingComes, WaitingAttend
 
 
 class Logits(NamedTuple):
@@ -37,13 +37,14 @@ class Logits(NamedTuple):
 @dataclass(slots=True)
 class StepRows:
     """The rows of a step. slices: in the order of the rows; wanted: rows needed behind the layers, None for all; drawn:
-    places among these from which tokens are drawn, None for all."""
+    places among these from which tokens are drawn, None for all. awaited: slots of chunks that may still be on their
+    way."""
 
     planned: PlannedStep
     slices: list[Slice]
     wanted: list[int] | None
     drawn: list[int] | None = None
-    restores: Seq[RestoreTransfer] = ()
+    awaited: Seq[int] = ()
 
     def tokens(self) -> list[int]:
         """Tokens of the rows."""
@@ -59,16 +60,19 @@ class Program(Protocol):
 
 
 class Eager:
-    """Any step, one layer or operation at a time. Each layer's attention waits for that layer of the restores."""
+    """Any step, one layer or operation at a time. Each layer's attention waits for that layer of what is coming."""
 
-    def __init__(self, decoder: Decoder, storage: KVStorage, attention: StepAttention, project: Project) -> None:
-        self.decoder, self.storage, self.attention, self.project = decoder, storage, attention, project
+    def __init__(self, decoder: Decoder, storage: KVStorage, attention: StepAttention) -> None:
+        self.decoder, self.storage, self.attention = decoder, storage, attention
+        self.coming: Coming = NothingComes()
 
     @torch.inference_mode()
     def run(self, step: StepRows) -> Logits:
         attention, plan = self.attention.at(step.planned), step.planned.plan
-        attend = RestoringAttend(attention, step.restores, self.project) if step.restores else attention
-        keep = KeepActivations(plan, self.storage) if self.storage.keeps_activations else None
+        attend = WaitingAttend(attention, self.coming, step.awaited) if step.awaited else attention
+        keep = None
+        if self.storage.keeps_activations:
+            keep = KeepActivations(plan.row_slots, plan.row_offsets, self.storage)
         rows = None if step.wanted is None else torch.tensor(step.wanted, dtype=torch.int64)
         batch = batch_of(self.decoder.config, step.slices, plan.positions)
         hidden = self.decoder.forward(batch, attend, rows, keep)

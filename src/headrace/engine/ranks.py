@@ -19,13 +19,14 @@ from headrace.config import EngineConfig
 from headrace.engine import preflight, tiers, torchrun
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Advise, Driver
-from headrace.engine.footprint import ranks_here
+from headrace.engine.footprint import keeps_activations, ranks_here
 from headrace.engine.rank_advice import advice
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
+from headrace.offload.ranked.agent import AgentThread
 from headrace.offload.ranked.peers import TierPeers
 from headrace.parallel import launch, measure
 from headrace.parallel.group import Group, unless_failed
@@ -89,7 +90,7 @@ def make(config: EngineConfig, group: Group) -> Rank:
     set_threads(config)
     rank = _make(config, group, load_share(config, group))
     if config.tiers is not None:
-        tiers.agent_of(config, rank, _backend(config, rank.decoder))
+        rank.tiers = AgentThread(tiers.agent_of(config, rank, _backend(config, rank.decoder))).obey
     measure.take_part(rank, config.ranks.tensor)
     return rank
 
@@ -107,7 +108,10 @@ def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
     backend = _backend(config, decoder)
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else decoder.dtype
     assert config.cache.tokens is not None, "the driver sizes the cache"
-    storage = KVStorage(decoder.config.attention, config.cache.tokens // CHUNK, kv_dtype)
+    model, dtype = decoder.config, decoder.dtype
+    keeps = keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize)
+    hidden = model.hidden_size if keeps else None
+    storage = KVStorage(model.attention, config.cache.tokens // CHUNK, kv_dtype, hidden, dtype)
     if config.cache.prefault:
         storage.prefault()
     return Rank(decoder, storage, backend, group.context, rank_threads(config))
@@ -145,7 +149,7 @@ class Ranks:
             choice = advise(new, cached, [cached / ranks] * ranks, allowed(config))
             return choice.predicted_s[choice.strategy]
 
-        return tiers.open_ranked(config, capacity, cache, self.rank, peers, agent, expected_s)
+        return tiers.open_offload(config, capacity, cache, self.rank, peers, expected_s)
 
     @property
     def _workers(self) -> WorkerSupervisor:

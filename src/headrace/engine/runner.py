@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import torch
-from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.execute import StepAttention
@@ -15,12 +14,14 @@ from headrace.engine.sequence import Slice
 from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
-from headrace.offload.restore.transfer import RestoreTransfer, positions_of
-from headrace.types import CHUNK
+from headrace.parallel.coming import Coming
 
 
 class Runner(Executor):
-    """A model, its KV storage and the attention backend ('reference', 'cpu' or 'triton')."""
+    """A model, its KV storage and the attention backend ('reference', 'cpu' or 'triton').
+
+    coming: chunks on their way into the storage; may be set.
+    """
 
     def __init__(self, decoder: Decoder, storage: KVStorage, backend: str) -> None:
         self.decoder = decoder
@@ -28,8 +29,16 @@ class Runner(Executor):
         self.backend = backend_of(backend)
         self._planner = planning.Planner()
         attention = StepAttention(storage, decoder.config.attention, self.backend, decoder.key_bias)
-        self.eager = Eager(decoder, storage, attention, self._project)
+        self.eager = Eager(decoder, storage, attention)
         self.decoding = self._decoding(attention)
+
+    @property
+    def coming(self) -> Coming:
+        return self.eager.coming
+
+    @coming.setter
+    def coming(self, coming: Coming) -> None:
+        self.eager.coming = coming
 
     def _decoding(self, attention: StepAttention) -> Program:
         """The program of steps all of whose logits are wanted, between whose layers nothing else is done."""
@@ -41,24 +50,21 @@ class Runner(Executor):
         in_cpp = can.all_layers and self.decoder.runs_whole and self.storage.dtype != torch.int8
         return InCpp(self.decoder, attention) if in_cpp else self.eager
 
-    def run(self, slices: Seq[Slice], restores: Seq[RestoreTransfer] = ()) -> Computed:
-        """See Executor.run: one pass. Each layer's attention waits for that layer of the restores."""
+    def run(self, slices: Seq[Slice]) -> Computed:
+        """See Executor.run: one pass."""
         rows = [planning.TableRows(table_of(part), part.start, part.length) for part in slices]
         planned = self._planner.plan(rows)
         ordered = [slices[i] for i in planned.order]
         wanted = wanted_rows(ordered)
         every = len(wanted.rows) == planned.first.rows
-        step = StepRows(planned, ordered, None if every else wanted.rows, wanted.drawn, restores)
-        program = self.decoding if every and not restores and not wanted.reported else self.eager
+        awaited = self._awaited(slices) if self.eager.coming else ()
+        step = StepRows(planned, ordered, None if every else wanted.rows, wanted.drawn, awaited)
+        program = self.decoding if every and not awaited and not wanted.reported else self.eager
         logits = program.run(step)
         reported = wanted.of(logits.hidden) if logits.hidden is not None else ()
         return Computed(logits.values, wanted.parts, logits.greatest, reported)
 
-    def _project(self, layer: int, x: Tensor, chunks: Seq[int], slots: Seq[int], prompt_len: int) -> None:
-        """offload.restore.transfer.Project."""
-        positions = positions_of(chunks)
-        lengths = (positions + 1).clamp(min=prompt_len) if self.decoder.config.rope_depends_on_length else None
-        k, v = self.decoder.project(layer, x.flatten(0, 1), positions, lengths)
-        where = torch.tensor(slots, dtype=torch.int32).repeat_interleave(CHUNK)
-        offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(len(slots))
-        self.backend.append(self.storage.pool(layer), k, v, where, offsets)
+    def _awaited(self, slices: Seq[Slice]) -> list[int]:
+        """Slots of the step, if some of its chunks are still on their way."""
+        slots = [slot for part in slices for slot in table_of(part).slots.tolist()]
+        return slots if self.coming.pending(slots, len(self.storage.pools) - 1) else []

@@ -30,15 +30,12 @@ from headrace.logs import short_id
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.report import RestoreCounters, RestoreReport
 from headrace.offload.restore.solver import LEAST_GAIN, Prediction, Split, StoredRun, predict, restore_split
-from headrace.offload.tiers.stack import Tiers
 from headrace.stats import EngineStats
 from headrace.types import CHUNK, chunks_for
 
 if TYPE_CHECKING:  # these need torch
-    from headrace.offload.ranked.source import RankedChunks, RankedLookup, RankedRestore
-    from headrace.offload.ranked.storing import RankedTiers
-    from headrace.offload.restore.source import FoundChunk, Lookup, StoredChunks
-    from headrace.offload.restore.transfer import RestoreTransfer
+    from headrace.offload.ranked.storing import AllTiers
+    from headrace.offload.restore.source import FoundChunk, Lookup, Restore, StoredChunks
     from headrace.offload.writeback import Writeback
 
 log = logging.getLogger(__name__)
@@ -59,7 +56,7 @@ class Looking:
     """first: number of the first chunk that was asked for."""
 
     first: int
-    lookup: Lookup | RankedLookup
+    lookup: Lookup
 
     def found_from(self, chunk: int) -> list[FoundChunk]:
         """What was found from chunk number `chunk` on."""
@@ -73,7 +70,7 @@ class _Restoring:
 
     first: int
     nodes: list[Node]
-    restore: RestoreTransfer | RankedRestore
+    restore: Restore
     split: Split
     expected: Prediction | None
 
@@ -103,16 +100,16 @@ class StoredPrefixes(Below):
     """choose: the solver; may be set to force a split, for tests and benchmarks."""
 
     cache: KVCache
-    source: StoredChunks | RankedChunks
+    source: StoredChunks
     rates: Rates
     writeback: Writeback
-    tiers: Tiers | RankedTiers
+    tiers: AllTiers
     max_batch_tokens: int
     choose: Choose = restore_split
     counters: RestoreCounters = field(default_factory=RestoreCounters)
     _states: dict[SequenceState, State] = field(default_factory=dict)
-    _arriving: dict[bytes, RestoreTransfer | RankedRestore] = field(default_factory=dict)
-    _leaving: list[tuple[RestoreTransfer | RankedRestore, list[Node]]] = field(default_factory=list)
+    _arriving: dict[bytes, Restore] = field(default_factory=dict)
+    _leaving: list[tuple[Restore, list[Node]]] = field(default_factory=list)
     _ask_tiers_s: float = 0.0
 
     # -- for the scheduler
@@ -238,6 +235,7 @@ class StoredPrefixes(Below):
     def _settle(self, sequence: SequenceState, table: ChunkTable, state: Attached) -> State:
         """After all of it has come: confirms what is as it should be; what is not is given up."""
         report = state.restore.report
+        state.restore.finish()
         assert report.done
         for node in state.nodes[: report.good]:
             node.stored = not self.writeback.offers_again
@@ -275,11 +273,6 @@ class StoredPrefixes(Below):
                 self.cache.free_loose(nodes)
         self._leaving = [(restore, nodes) for restore, nodes in self._leaving if not restore.report.done]
 
-    def closing(self, slices: Sequence[Slice]) -> list[RestoreTransfer]:
-        """Restores that the step of these slices has to wait for, layer by layer."""
-        states = [self._states.get(part.sequence) for part in slices]
-        return [each for state in states if isinstance(state, Attached) for each in state.restore.here]
-
     def coming(self, sequence: SequenceState) -> int:
         """Tokens of its table whose chunks are still on their way."""
         state = self._states.get(sequence)
@@ -292,7 +285,6 @@ class StoredPrefixes(Below):
         for part in slices:
             state, table = self._states.get(part.sequence), part.sequence.table
             if isinstance(state, Attached) and table is not None:
-                state.restore.finish()
                 self._states[part.sequence] = self._settle(part.sequence, table, state)
                 if state.restore.report.failed:
                     void.add(part.sequence)
@@ -336,5 +328,4 @@ class StoredPrefixes(Below):
         seconds = IDLE_CLOSE_S if self.writeback.only_idle else CLOSE_S
         end = time.monotonic() + seconds
         self.writeback.close(seconds)
-        self.source.close()
         self.tiers.close(max(0.1, end - time.monotonic()))

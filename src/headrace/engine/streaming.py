@@ -12,7 +12,6 @@ from headrace.attention import plan as planning
 from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
 from headrace.engine.programs import batch_of, prompts_of
 from headrace.engine.sequence import Slice
-from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.offload.streaming.step import StreamBatch
 from headrace.offload.streaming.streamer import Streamer
 from headrace.types import CHUNK, chunks_for
@@ -26,7 +25,7 @@ class StreamRunner(Executor):
         self.decoder = streamer.decoder
 
     @torch.inference_mode()
-    def run(self, slices: Seq[Slice], restores: Seq[RestoreTransfer] = ()) -> Computed:
+    def run(self, slices: Seq[Slice]) -> Computed:
         """See Executor.run: each slice in one batch."""
         tables = [table_of(part).slots for part in slices]
         order = planning.batch_order(tables)

@@ -9,6 +9,7 @@ import torch
 
 from headrace.config import EngineConfig
 from headrace.engine.capacity import Capacity, model_folder
+from headrace.engine.runner import Runner
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.host import GIB
 from headrace.kernels.backend import backend_of
@@ -19,18 +20,17 @@ from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import ThreadStream
 from headrace.offload.emulated_link import EmulatedLink
 from headrace.offload.identity import chunk_identity, model_identity
-from headrace.offload.ranked import words
 from headrace.offload.ranked.agent import Opened, TierAgent
 from headrace.offload.ranked.peers import TierPeers, open_everywhere
-from headrace.offload.ranked.source import RankedChunks
-from headrace.offload.ranked.storing import RankedStorer, RankedTiers
+from headrace.offload.ranked.storing import AllTiers, ChunkStorer
 from headrace.offload.restore.profile import measure, probe
+from headrace.offload.restore.projector import Projector
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.source import StoredChunks
 from headrace.offload.tiers.notes import ModelNote, write_note
 from headrace.offload.tiers.open import open_tiers
 from headrace.offload.tiers.stack import Tiers
-from headrace.offload.writeback import PoolStorer, Writeback
+from headrace.offload.writeback import Writeback
 from headrace.parallel.rank import Rank
 from headrace.types import CHUNK
 from headrace.version import __version__
@@ -53,26 +53,6 @@ def identity(config: EngineConfig, capacity: Capacity) -> bytes:
     )
 
 
-def open_offload(
-    config: EngineConfig, capacity: Capacity, cache: KVCache, decoder: Decoder, storage: KVStorage
-) -> StoredPrefixes:
-    """Opens the tiers and measures what the solver needs to know. Raises ValueError as open_tiers does."""
-    assert config.tiers is not None
-    opened = open_here(config, capacity.backend, cache.identity, decoder, storage)
-    rates = _rates(config, capacity.backend, decoder, storage, opened.tiers)
-    keep_notes(config, capacity, cache.identity)
-    return StoredPrefixes(
-        cache=cache,
-        source=StoredChunks(opened.tiers, opened.codec, opened.bringing, opened.looking),
-        rates=_linked(config, rates),
-        writeback=Writeback(
-            cache, PoolStorer(opened.tiers, opened.codec, opened.storing), _only_idle(config, opened.codec, rates)
-        ),
-        tiers=opened.tiers,
-        max_batch_tokens=config.scheduler.max_batch_tokens,
-    )
-
-
 def open_here(config: EngineConfig, backend: str, identity: bytes, decoder: Decoder, storage: KVStorage) -> Opened:
     """The tiers of this process, and what moves chunks between them and its pool. Raises ValueError."""
     assert config.tiers is not None
@@ -80,7 +60,8 @@ def open_here(config: EngineConfig, backend: str, identity: bytes, decoder: Deco
     layout = backend_of(backend).layout(decoder.dtype, spec.head_dim)
     codec, other = (ChunkCodec(storage, spec, identity, decoder.dtype, layout) for _ in range(2))
     link = EmulatedLink(config.tiers.link.bytes_s, config.tiers.link.latency_s)
-    return Opened(open_tiers(config.tiers), codec, other, ThreadStream("restore", link), ThreadStream("look"))
+    project = Projector(decoder, storage, backend_of(backend))
+    return Opened(open_tiers(config.tiers), codec, other, ThreadStream("restore", link), ThreadStream("look"), project)
 
 
 def _rates(config: EngineConfig, backend: str, decoder: Decoder, storage: KVStorage, tiers: Tiers) -> Rates:
@@ -104,41 +85,40 @@ def _only_idle(config: EngineConfig, codec: ChunkCodec, rates: Rates) -> bool:
     return write == "idle" or (write == "sparing" and _costs_much(config, codec, rates))
 
 
-def agent_of(config: EngineConfig, rank: Rank, backend: str) -> TierAgent:
-    """Gives a rank the tiers of its own pool, which are opened when rank 0 says so."""
+def agent_of(config: EngineConfig, rank: Runner | Rank, backend: str) -> TierAgent:
+    """Gives a rank, or the runner of the only one, the tiers of its own pool, which are opened when rank 0 says so."""
 
     def opener(identity: bytes) -> Opened:
         return open_here(config, backend, identity, rank.decoder, rank.storage)
 
-    agent = TierAgent(opener)
-    rank.coming = agent
-    rank.tiers = lambda body, answer: agent.obey(words.command(body), lambda word: answer(words.encode(word)))
+    rank.coming = agent = TierAgent(opener)
     return agent
 
 
-def open_ranked(
+def open_offload(
     config: EngineConfig,
     capacity: Capacity,
     cache: KVCache,
-    rank: Rank,
+    rank: Runner | Rank,
     peers: TierPeers,
-    agent: TierAgent,
-    expected_s: Callable[[int, int], float],
+    expected_s: Callable[[int, int], float] | None = None,
 ) -> StoredPrefixes:
-    """As open_offload, on every rank. rank, agent: those of rank 0. expected_s(new tokens, cached tokens): what the
-    planner predicts for a prompt. Raises RankLost too."""
-    kinds = open_everywhere(peers, cache.identity)
-    opened = agent.opened
+    """Opens the tiers of every rank and measures what the solver needs to know. rank: rank 0. expected_s(new tokens,
+    cached tokens): what the planner predicts for a prompt on several ranks. Raises ValueError as open_tiers does,
+    RankLost."""
+    open_everywhere(peers, cache.identity)
+    opened = peers.agents[0].opened
     rates = _rates(config, capacity.backend, rank.decoder, rank.storage, opened.tiers)
-    rates.scale_prefill(0, PREDICTED, expected_s(PREDICTED, 0))
-    storer = RankedStorer(peers, cache.pool.per_rank, any(tier.in_memory for tier in opened.tiers.tiers))
+    if expected_s is not None:
+        rates.scale_prefill(0, PREDICTED, expected_s(PREDICTED, 0))
     keep_notes(config, capacity, cache.identity)
+    storer = ChunkStorer(peers, cache.pool.per_rank, opened.tiers)
     return StoredPrefixes(
         cache=cache,
-        source=RankedChunks(peers, cache, opened.codec, [tier.format for tier in opened.tiers.tiers], kinds[0]),
+        source=StoredChunks(peers, cache, opened.codec, opened.tiers),
         rates=_linked(config, rates),
         writeback=Writeback(cache, storer, _only_idle(config, opened.codec, rates)),
-        tiers=RankedTiers(peers),
+        tiers=AllTiers(peers),
         max_batch_tokens=config.scheduler.max_batch_tokens,
     )
 

@@ -22,9 +22,6 @@ from typing import Protocol
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
-from headrace.offload.chunk_codec import ChunkCodec
-from headrace.offload.tiers.base import BlobKind, BlobParts, name_of
-from headrace.offload.tiers.stack import Tiers
 
 log = logging.getLogger(__name__)
 
@@ -66,49 +63,6 @@ class Storer(Protocol):
     @property
     def queued_bytes(self) -> int:
         """What waits to be written, as far as is known."""
-
-
-@dataclass(slots=True)
-class PoolStorer(Storer):
-    """Stores chunks of this process's pool. codec is used by the thread, engine_codec by the engine: each has memory of
-    its own to encode in."""
-
-    tiers: Tiers
-    codec: ChunkCodec
-    engine_codec: ChunkCodec
-
-    @property
-    def in_memory(self) -> bool:
-        return any(tier.in_memory for tier in self.tiers.tiers)
-
-    @property
-    def queued_bytes(self) -> int:
-        return self.tiers.queued_bytes
-
-    def store(self, node: Node, parked: Parked | None = None, *, in_memory: bool = False) -> None:
-        codec = self.engine_codec if parked is None else self.codec
-        digest, slot, tenant = node.digest, node.slot, node.tenant
-        assert digest is not None
-        kinds: list[BlobKind] = ["k", "x"] if codec.keeps_activations and node.activations else ["k"]
-        for kind in kinds:
-            name = name_of(digest, kind)
-            lacking = self.tiers.lacking(name) if parked is not None else self.tiers.doubtful(name)
-            if in_memory:
-                lacking = [tier for tier in lacking if not self.tiers.queues(tier)]
-            for form in sorted({self.tiers.format(tier) for tier in lacking}):
-                with contextlib.nullcontext() if parked is None else parked.lock:
-                    if parked is not None and parked.revoked:
-                        return
-                    parts = codec.encode(slot, digest, kind, form)
-                self._offer([tier for tier in lacking if self.tiers.format(tier) == form], name, tenant, parts)
-        node.stored = True
-
-    def _offer(self, tiers: list[int], name: bytes, tenant: bytes, parts: BlobParts) -> None:
-        """What a tier does not take is counted there."""
-        if any(self.tiers.queues(tier) for tier in tiers):
-            parts = (b"".join(parts),)  # the queue keeps it while the next chunk is encoded
-        for tier in tiers:
-            self.tiers.offer(tier, name, tenant, parts, sum(len(part) for part in parts))
 
 
 @dataclass(slots=True, eq=False)

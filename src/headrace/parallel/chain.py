@@ -10,7 +10,7 @@ from __future__ import annotations
 from headrace.parallel.group_context import GroupContext
 from headrace.parallel.group_layout import KVPiece
 from headrace.parallel.kv_exchange import KVExchange
-from headrace.parallel.merging import Arrival
+from headrace.parallel.merging import Arriving
 from headrace.parallel.workspace import LayerBuffer
 from headrace.planner.schedule import chain_next
 
@@ -38,7 +38,7 @@ class Chain(KVExchange):
         place = self.place
         return [] if place is None else [p for p in self.layout.pieces if not p.cached and p.first <= place <= p.last]
 
-    def receives(self, layer: int, buffer: LayerBuffer) -> list[Arrival]:
+    def receives(self, layer: int, buffer: LayerBuffer) -> list[Arriving]:
         arrivals = self.exchange_cached(layer, buffer)
         for piece in self._passing():
             assert self.place, "the first rank of a chain receives nothing"

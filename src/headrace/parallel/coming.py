@@ -1,87 +1,83 @@
-"""Chunks that are still on their way into a rank's own pool: what a group waits for, and sends on when it is there.
+"""Chunks that are still on their way into a rank's own pool: what a step waits for, and sends on when it is there.
 
-Strategies see cached chunks of their rank; whether these lie in the pool or are being loaded from a tier is told here.
+Strategies see cached chunks of their rank; whether these lie in the pool, are loaded from a tier or are projected is
+told here.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from headrace.parallel.transport import Transfer
+from torch import Tensor
 
-
-class PendingLayer(Protocol):
-    """One layer of some chunks, on its way."""
-
-    def wait(self) -> None: ...
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Runs `call` as soon as it is there, on whichever thread; at once where it is."""
+from headrace.arrival import Arrival
+from headrace.kernels.backend import Attend
 
 
 class Coming(Protocol):
-    def pending(self, slots: Iterable[int], layer: int) -> Sequence[PendingLayer]:
-        """What is to be waited for before this layer of these slots of the rank's pool may be read."""
+    """Chunks on their way into a pool, from wherever."""
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+
+    def pending(self, slots: Iterable[int], layer: int) -> Sequence[Arrival]:
+        """What is to be waited for, in this order and by the thread that computes, before this layer of these slots may
+        be read."""
 
 
 class NothingComes(Coming):
     """All cached chunks lie in the pool."""
 
-    def pending(self, slots: Iterable[int], layer: int) -> Sequence[PendingLayer]:
+    def __bool__(self) -> bool:
+        return False
+
+    def pending(self, slots: Iterable[int], layer: int) -> Sequence[Arrival]:
         return ()
 
 
-class Loading:
-    """A Transfer: cached chunks of this rank that go into a workspace once they are there, and from it to others.
+class WaitingAttend(Attend):
+    """Attention over a pool, some of whose chunks, in these slots, are still on their way."""
 
-    bring(): copies them from the pool.
+    def __init__(self, attend: Attend, coming: Coming, slots: Sequence[int]) -> None:
+        self.attend, self.coming, self.slots = attend, coming, slots
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        for each in self.coming.pending(self.slots, layer):
+            each.wait()
+        return self.attend(layer, q, k, v, rows)
+
+
+class CachedPiece(Arrival):
+    """Cached chunks of this rank on their way into a workspace, from which they go on to others: see `then`.
+
+    parts: what must have come before. copy(): takes them from the pool.
     """
 
-    def __init__(self, parts: Sequence[PendingLayer], bring: Callable[[], None]) -> None:
-        self._bring, self._left = bring, len(parts)
-        self._lock = threading.Lock()
-        self._here = threading.Event()
-        self._error: BaseException | None = None
-        self._after: list[Callable[[], list[Transfer]]] = []
-        self._sends: list[Transfer] = []
+    __slots__ = ("_copy", "_left", "_parts")
+
+    def __init__(self, parts: Sequence[Arrival], copy: Callable[[], None]) -> None:
+        super().__init__()
+        self._copy, self._parts, self._left = copy, parts, len(parts)
         for part in parts:
             part.then(self._one)
 
-    def then(self, send: Callable[[], list[Transfer]]) -> None:
-        """Has them sent when they are there."""
-        with self._lock:
-            if not self._here.is_set():
-                self._after.append(send)
-                return
-        self._sends += send()
-
-    @property
-    def done(self) -> bool:
-        return self._here.is_set()
-
     def wait(self) -> None:
-        """Raises what a send raised: RankLost."""
-        self._here.wait()
-        if self._error is not None:
-            raise self._error
+        """Raises what copying, or a call given to `then`, raised: RankLost."""
+        for part in self._parts:
+            part.wait()
+        super().wait()
 
-    def drain(self) -> None:
-        self.wait()
-        for send in self._sends:
-            send.drain()
+    drain = wait
 
     def _one(self) -> None:
         with self._lock:
             self._left -= 1
             if self._left:
                 return
-        with self._lock:
-            try:
-                self._bring()
-                for send in self._after:
-                    self._sends += send()
-            except BaseException as error:  # whoever waits for the chunks gets it
-                self._error = error
-            self._here.set()
+        error = None
+        try:
+            self._copy()
+        except BaseException as raised:  # whoever waits for the chunks gets it
+            error = raised
+        self.end(error)

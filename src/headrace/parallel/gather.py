@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace.parallel.group_context import GroupContext
 from headrace.parallel.group_layout import KVPiece
 from headrace.parallel.kv_exchange import KVExchange, bytes_of, view
-from headrace.parallel.merging import Arrival, Rows
+from headrace.parallel.merging import Arriving, Rows
 from headrace.parallel.transport import Transfer
 from headrace.parallel.workspace import LayerBuffer
 from headrace.types import CHUNK
@@ -27,7 +27,7 @@ class Gather(KVExchange):
         self.sides: list[tuple[KVPiece, list[Tensor], list[Transfer]]] = []
         super().__init__(context)
 
-    def receives(self, layer: int, buffer: LayerBuffer) -> list[Arrival]:
+    def receives(self, layer: int, buffer: LayerBuffer) -> list[Arriving]:
         arrivals = self.exchange_cached(layer, buffer)
         for piece in self._new():
             if piece.cut:  # filled by several ranks: each sends what it has, see join_cut

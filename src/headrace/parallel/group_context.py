@@ -40,13 +40,14 @@ class GroupContext:
 
     def wait_for_own(self, layer: int) -> None:
         """Until this layer of the group's chunks that this rank owns can be read from its pool."""
-        for part in self.coming.pending(self.own_slots(), layer):
-            part.wait()
+        if self.coming:
+            for part in self.coming.pending(self.own_slots(), layer):
+                part.wait()
 
-    def own_slots(self) -> set[int]:
+    def own_slots(self) -> list[int]:
         """Slots of this rank's pool that the group's sequences have."""
         here = range(self.rank * self.slots_per_rank, (self.rank + 1) * self.slots_per_rank)
-        return {slot - here.start for part in self.group.parts for slot in part.slots if slot in here}
+        return [slot - here.start for part in self.group.parts for slot in part.slots if slot in here]
 
     @property
     def rank(self) -> int:

@@ -57,6 +57,14 @@ def slots_of(group: StepGroup, run: RowRange) -> Int32:
     return np.array(group.parts[run.part].slots[: chunks_for(run.end)], dtype=np.int32)
 
 
+def own_places(group: StepGroup, run: RowRange, rank: int, slots_per_rank: int) -> tuple[Int32, Int32]:
+    """Of each row of a run the rank's own slot of its chunk, -1 for a chunk of another rank, and its offset in it."""
+    positions = np.arange(run.start, run.end, dtype=np.int32)
+    slots = slots_of(group, run)[positions // CHUNK]
+    own = np.where(slots // slots_per_rank == rank, slots % slots_per_rank, -1)
+    return own.astype(np.int32), positions % CHUNK
+
+
 def wanted(group: StepGroup, rank: int) -> list[tuple[int, int]]:
     """(part, position) of each hidden state that the driver wants of a rank, in the order of the rank's rows."""
     return [(run.part, position) for run in runs(group, rank, wanted=True) for position in range(run.start, run.end)]

@@ -16,10 +16,10 @@ from torch import Tensor
 from headrace.attention.plan import Int32
 from headrace.kernels.backend import Attend
 from headrace.parallel import group_layout
-from headrace.parallel.coming import Loading
+from headrace.parallel.coming import CachedPiece
 from headrace.parallel.group_context import GroupContext
 from headrace.parallel.group_layout import KVPiece
-from headrace.parallel.merging import Arrival, Rows
+from headrace.parallel.merging import Arriving, Rows
 from headrace.parallel.workspace import LayerBuffer, copy_chunks, copy_chunks_alone
 
 
@@ -38,8 +38,8 @@ class KVExchange(Attend):
         self.wanted = Rows(wanted, tables, context.kernels)
         self.kept_from, self.kept_in = self._kept()
         context.workspace.reserve(self.layout.chunks)
-        self.arrivals: dict[int, list[Arrival]] = {}
-        self.loading: dict[int, dict[int, Loading]] = {}
+        self.arrivals: dict[int, list[Arriving]] = {}
+        self.own: dict[int, dict[int, CachedPiece]] = {}
         self._post(0)
 
     def _kept(self) -> tuple[Int32, Int32]:
@@ -55,7 +55,7 @@ class KVExchange(Attend):
 
     # -- what a strategy decides
 
-    def receives(self, layer: int, buffer: LayerBuffer) -> list[Arrival]:
+    def receives(self, layer: int, buffer: LayerBuffer) -> list[Arriving]:
         """Posts the receives of a layer; what is to be sent on goes on by relay."""
         raise NotImplementedError
 
@@ -89,13 +89,14 @@ class KVExchange(Attend):
         return out
 
     def _attend(self, layer: int, q: Tensor, buffer: LayerBuffer, rows: Rows) -> Tensor:
-        """The rows' attention; without rows nothing but what this rank keeps is waited for."""
+        """The rows' attention; without rows nothing is waited for but what this rank keeps, and what comes into its own
+        pool and goes on from there: nobody else does."""
         arrivals = self.arrivals.pop(layer)
-        del self.loading[layer]
+        own = self.own.pop(layer)
         if len(rows):
             q = rows.attend(layer, q, buffer.pool, arrivals)
-        elif len(self.kept_from):
-            for each in arrivals:
+        else:
+            for each in arrivals if len(self.kept_from) else own.values():
                 each.wait()
         self._keep(layer, buffer)
         return q
@@ -111,10 +112,10 @@ class KVExchange(Attend):
         for arrival in self.arrivals[layer]:
             buffer.works += arrival.works
 
-    def _load_cached(self, layer: int, buffer: LayerBuffer) -> list[Arrival]:
+    def _load_cached(self, layer: int, buffer: LayerBuffer) -> list[Arriving]:
         """Cached chunks that this rank owns, from its pool; what is still on its way there arrives later."""
         arrivals = []
-        self.loading[layer] = {}
+        self.own[layer] = {}
         for piece, slots in self._cached_here():
             at = np.arange(piece.begin, piece.end, dtype=np.int32)
             pool = self.context.storage.pool(layer)
@@ -122,9 +123,9 @@ class KVExchange(Attend):
             if not parts:
                 copy_chunks(pool, slots, buffer.pool, at)
                 continue
-            loading = Loading(parts, partial(copy_chunks_alone, pool, slots, buffer.pool, at))
-            self.loading[layer][piece.index] = loading
-            arrivals.append(Arrival([loading], piece.begin, piece.end))
+            cached = CachedPiece(parts, partial(copy_chunks_alone, pool, slots, buffer.pool, at))
+            self.own[layer][piece.index] = cached
+            arrivals.append(Arriving([cached], piece.begin, piece.end))
         return arrivals
 
     def _cached_here(self) -> list[tuple[KVPiece, Int32]]:
@@ -140,19 +141,21 @@ class KVExchange(Attend):
 
     def receive(
         self, layer: int, buffer: LayerBuffer, piece: KVPiece, source: int, relay: int | None, tokens: int
-    ) -> Arrival:
+    ) -> Arriving:
         works = self.context.receive(view(buffer, piece), source, layer, piece.index, relay, tokens)
-        return Arrival(works, piece.begin, piece.end)
+        return Arriving(works, piece.begin, piece.end)
 
     def send(self, layer: int, buffer: LayerBuffer, piece: KVPiece, to: int, tokens: int) -> None:
-        send = partial(self.context.send, view(buffer, piece), to, layer, piece.index, tokens)
-        loading = self.loading[layer].get(piece.index)
-        if loading is None:
-            buffer.works += send()
-        else:
-            loading.then(send)
+        def now() -> None:
+            buffer.works.extend(self.context.send(view(buffer, piece), to, layer, piece.index, tokens))
 
-    def exchange_cached(self, layer: int, buffer: LayerBuffer) -> list[Arrival]:
+        cached = self.own[layer].get(piece.index)
+        if cached is None:
+            now()
+        else:
+            cached.then(now)
+
+    def exchange_cached(self, layer: int, buffer: LayerBuffer) -> list[Arriving]:
         """Every rank sends the cached chunks that it owns to all others that have rows."""
         mine, arrivals = self.context.rank, []
         readers = {rank for part in self.context.group.parts for rank in part.ranks}

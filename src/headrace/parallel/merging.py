@@ -7,7 +7,9 @@ their turn comes (kernels.state.merge_blocks). The bits are those of one `attend
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,11 +44,10 @@ class Kernels:
         return Mask(items, positions, window=self.spec.windows[layer], bias=self.bias, scale=self.spec.scale)
 
 
-@dataclass(slots=True)
-class Arrival:
-    """Chunks that a transfer brings: a receive of each tensor, and the workspace's chunks begin .. end-1."""
+class Arriving(NamedTuple):
+    """Chunks begin .. end-1 of the workspace, and what brings them: a receive of each tensor, or this rank's pool."""
 
-    works: list[Transfer]
+    works: Sequence[Transfer]
     begin: int
     end: int
 
@@ -73,7 +74,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def attend(self, layer: int, q: Tensor, pool: Pool, arrivals: list[Arrival]) -> Tensor:
+    def attend(self, layer: int, q: Tensor, pool: Pool, arrivals: list[Arriving]) -> Tensor:
         """q [T, Hq, D] over all that the rows see -> [T, Hq, D]. Returns when every arrival has come."""
         pending = [each for each in arrivals if not each.done]
         if not pending:
@@ -101,7 +102,7 @@ class Rows:
         return merging
 
 
-def _note(pending: list[Arrival], ready: np.ndarray) -> list[Arrival]:
+def _note(pending: list[Arriving], ready: np.ndarray) -> list[Arriving]:
     """Marks what has come; what has not."""
     left = []
     for each in pending:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.attention.execute import KeepActivations
 from headrace.kernels.backend import Attend, backend_of
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
@@ -116,7 +117,15 @@ class Rank:
             self._pass_on(attend)
             return none
         rows = torch.tensor(_wanted_rows(group, runs), dtype=torch.int64)
-        return self.decoder.forward(self._batch(group, runs), attend, rows)
+        return self.decoder.forward(self._batch(group, runs), attend, rows, self._keep(group, runs))
+
+    def _keep(self, group: StepGroup, runs: list[group_layout.RowRange]) -> KeepActivations | None:
+        """Keeps the activations of rows in chunks that are this rank's own."""
+        if not self.storage.keeps_activations:
+            return None
+        places = [group_layout.own_places(group, run, self.transport.rank, self.storage.slots) for run in runs]
+        slots, offsets = (np.concatenate(each) for each in zip(*places, strict=True))
+        return KeepActivations(slots, offsets, self.storage)
 
     def _pass_on(self, attend: Attend) -> None:
         """A rank without rows takes part in the exchange."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from headrace.parallel.group_context import GroupContext
 from headrace.parallel.kv_exchange import KVExchange
-from headrace.parallel.merging import Arrival
+from headrace.parallel.merging import Arriving
 from headrace.parallel.workspace import LayerBuffer
 from headrace.planner.schedule import ring_next, ring_origin
 
@@ -30,7 +30,7 @@ class RingKV(KVExchange):
     def _next(self) -> int:
         return ring_next(self.context.rank, self.context.transport.size)
 
-    def receives(self, layer: int, buffer: LayerBuffer) -> list[Arrival]:
+    def receives(self, layer: int, buffer: LayerBuffer) -> list[Arriving]:
         """What rank s holds arrives after (rank - s) hops; the last rank before s again keeps it."""
         rank, size = self.context.rank, self.context.transport.size
         arrivals = []

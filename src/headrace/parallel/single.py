@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.execute import PlanAttention
 from headrace.kernels.backend import Attend
 from headrace.parallel.chain import Chain
+from headrace.parallel.coming import WaitingAttend
 from headrace.parallel.group_context import GroupContext
 from headrace.parallel.group_layout import runs, slots_of
 
@@ -29,18 +29,8 @@ def make(context: GroupContext) -> Attend | None:
     ]
     kernels = context.kernels
     attend = PlanAttention(planning.build(spans), context.storage, kernels.spec, kernels.backend, kernels.bias)
-    return _Waiting(attend, context) if context.coming.pending(context.own_slots(), context.layers - 1) else attend
-
-
-class _Waiting(Attend):
-    """Attention over chunks that are still on their way into the pool."""
-
-    def __init__(self, attend: Attend, context: GroupContext) -> None:
-        self.attend, self.context = attend, context
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        self.context.wait_for_own(layer)
-        return self.attend(layer, q, k, v, rows)
+    own = context.own_slots() if context.coming else []
+    return WaitingAttend(attend, context.coming, own) if context.coming.pending(own, context.layers - 1) else attend
 
 
 def shares(context: GroupContext) -> bool:

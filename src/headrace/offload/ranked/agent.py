@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from headrace.arrival import Arrival
 from headrace.logs import shown
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
 from headrace.offload.ranked import words
+from headrace.offload.restore.projector import Projector
 from headrace.offload.restore.transfer import RestoreTransfer, WantedChunk
-from headrace.offload.ticket import Ticket
-from headrace.offload.tiers.base import name_of
+from headrace.offload.tiers.base import BlobKind, BlobParts, name_of
 from headrace.offload.tiers.stack import Tiers
+from headrace.offload.writeback import Parked
 
 log = logging.getLogger(__name__)
 
@@ -25,27 +28,29 @@ Say = Callable[[words.Answer], None]
 
 
 class Opened(NamedTuple):
-    """What an agent works with. storing: a codec of its own for chunks that are stored."""
+    """What an agent works with. storing: a codec of its own for chunks that are stored by the thread that computes."""
 
     tiers: Tiers
     codec: ChunkCodec
     storing: ChunkCodec
     bringing: CopyStream
     looking: CopyStream
+    project: Projector
 
 
 @dataclass(slots=True, eq=False)
 class _Bringing:
     number: int
     transfer: RestoreTransfer
-    layers: dict[int, Ticket]
+    slots: list[int]
+    ended: bool = False
 
 
 class TierAgent:
     """opener(identity): opens the rank's tiers; raises ValueError.
 
-    Chunks are stored, and tiers opened and closed, by a thread, in the order asked for. A restore begins, and its slots
-    are known to be coming, before `obey` returns.
+    A restore begins, and its slots are known to be coming, before `obey` returns. Opening, storing and closing are done
+    when it does: an AgentThread does them elsewhere.
     """
 
     def __init__(self, opener: Callable[[bytes], Opened]) -> None:
@@ -54,25 +59,30 @@ class TierAgent:
         self._of: dict[int, _Bringing] = {}
         self._restores: dict[int, _Bringing] = {}
         self._lock = threading.Lock()
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="headrace-tiers", daemon=True).start()
+
+    def open(self, identity: bytes) -> Opened:
+        """Raises ValueError."""
+        self._opened = self._opener(identity)
+        return self._opened
 
     @property
     def opened(self) -> Opened:
-        """Raises ValueError before OpenTiers, and after one that was refused."""
+        """Raises ValueError before `open`, and after one that was refused."""
         if self._opened is None:
             raise ValueError("the tiers are not open")
         return self._opened
 
-    # -- for steps
+    # -- for steps (parallel.coming.Coming)
 
-    def pending(self, slots: Iterable[int], layer: int) -> list[Ticket]:
-        """parallel.coming.Coming."""
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def pending(self, slots: Iterable[int], layer: int) -> list[Arrival]:
         if not self._of:
             return []
         with self._lock:
             restores = {id(found): found for slot in slots if (found := self._of.get(slot)) is not None}
-        return [found.layers[layer] for found in restores.values()]
+        return [arrival for found in restores.values() for arrival in found.transfer.layers[layer]]
 
     # -- for rank 0
 
@@ -80,98 +90,169 @@ class TierAgent:
         """Raises ValueError for what cannot be done in this state."""
         match command:
             case words.OpenTiers():
-                self._work.put(lambda: say(self._open(command)))
+                say(self._open(command))
             case words.FindChunks():
                 self._find(command, say)
             case words.BringChunks():
                 self._bring(command, say)
             case words.CancelBring():
-                with self._lock:
-                    restore = self._restores.get(command.number)
-                if restore is not None:
-                    restore.transfer.cancel()
+                self._cancel(command.number)
+            case words.EndBring():
+                self._end(command, say)
             case words.StoreChunk():
-                self._work.put(lambda: self._store(command, say))
+                try:
+                    self.store(command)
+                finally:
+                    say(words.ChunkStored(command.number))
             case words.TellTiers():
                 say(self._told(command.number))
             case words.CloseTiers():
-                self._work.put(lambda: say(self._close(command)))
-
-    def _run(self) -> None:
-        while True:
-            work = self._work.get()
-            try:
-                work()
-            except Exception:
-                log.exception("the tiers of this rank could not do what was asked")
+                self._close(command.timeout_s)
+                say(self._told(command.number))
 
     def _open(self, command: words.OpenTiers) -> words.TiersOpen:
         try:
-            self._opened = self._opener(command.identity)
+            kinds = [tier.kind for tier in self.open(command.identity).tiers.tiers]
         except ValueError as error:
             return words.TiersOpen(command.number, shown(error), [])
         except Exception as error:  # rank 0 waits for an answer
             log.exception("the tiers of this rank could not be opened")
             return words.TiersOpen(command.number, shown(f"{type(error).__name__}: {error}"), [])
-        return words.TiersOpen(command.number, None, [tier.kind for tier in self._opened.tiers.tiers])
+        return words.TiersOpen(command.number, None, kinds)
 
     def _find(self, command: words.FindChunks, say: Say) -> None:
-        found: list[int | None] = [None] * len(command.digests)
-        opened = self.opened
+        opened, digests = self.opened, command.digests
+        kv: list[int | None] = [None] * len(digests)
+        x: list[int | None] = []
 
         def look() -> None:
-            found[:] = opened.tiers.find([name_of(digest, "k") for digest in command.digests])
+            kv[:] = opened.tiers.find([name_of(digest, "k") for digest in digests])
+            if opened.codec.keeps_activations:
+                count = next((i for i, tier in enumerate(kv) if tier is None), len(kv))
+                x[:] = opened.tiers.find([name_of(digest, "x") for digest in digests[:count]])
 
         ticket = opened.looking.submit(look, 0, "look")
-        ticket.then(lambda: say(words.ChunksFound(command.number, found)))
+        ticket.then(lambda: say(words.ChunksFound(command.number, kv, x)))
 
     def _bring(self, command: words.BringChunks, say: Say) -> None:
         opened = self.opened
-        wanted = [WantedChunk(each.chunk, each.digest, each.slot, "k", each.tier) for each in command.chunks]
-        transfer = RestoreTransfer(opened.codec, opened.tiers, wanted, command.prompt_len)
-        restore = _Bringing(command.number, transfer, {})
+        wanted = [WantedChunk(each.chunk, each.digest, each.slot, each.kind, each.tier) for each in command.chunks]
+        transfer = RestoreTransfer(opened.codec, opened.tiers, wanted, command.prompt_len, opened.project)
+        restore = _Bringing(command.number, transfer, [each.slot for each in command.chunks])
         with self._lock:
             transfer.start(opened.bringing)
-            restore.layers |= {each.layer: each.ticket for each in transfer.report.transfers}
             self._restores[command.number] = restore
-            self._of |= {each.slot: restore for each in command.chunks}
-        transfer.report.transfers[-1].ticket.then(lambda: self._brought(restore, say))
+            self._of |= dict.fromkeys(restore.slots, restore)
+        transfer.last.then(lambda: self._brought(restore, say))
 
     def _brought(self, restore: _Bringing, say: Say) -> None:
         """On the copy stream, before the last layer's ticket ends: those who wait for it still find it."""
-        report, last = restore.transfer.report, restore.transfer.report.transfers[-1].ticket
-        with self._lock:
-            del self._restores[restore.number]
-            self._of = {slot: other for slot, other in self._of.items() if other is not restore}
-        link_s = report.link_s + (last.ended_s - last.began_s)
-        layers = [] if report.failed else report.layer_transfers
-        say(words.ChunksBrought(restore.number, report.good, report.reason, link_s, report.cpu_s, layers))
+        transfer = restore.transfer
+        if not transfer.projects or restore.ended:
+            self._forget(restore)
+        layers = [] if transfer.cancelled or transfer.good < len(transfer.chunks) else transfer.layer_transfers
+        say(words.ChunksBrought(
+            restore.number, transfer.good, transfer.reason, transfer.link_s, transfer.cpu_s, layers
+        ))  # fmt: skip
 
-    def _store(self, command: words.StoreChunk, say: Say) -> None:
-        ready = []
-        try:
-            opened, name = self.opened, name_of(command.digest, "k")
-            lacking = opened.tiers.lacking(name) if command.sure else opened.tiers.doubtful(name)
-            if command.in_memory:
-                lacking = [tier for tier in lacking if not opened.tiers.queues(tier)]
-            for form in sorted({opened.tiers.format(tier) for tier in lacking}):
-                parts = (b"".join(opened.storing.encode(command.slot, command.digest, "k", form)),)
-                ready += [(tier, parts) for tier in lacking if opened.tiers.format(tier) == form]
-        finally:
-            say(words.ChunkStored(command.number))
-        for tier, parts in ready:
-            opened.tiers.offer(tier, name, command.tenant, parts, len(parts[0]))
+    def _forget(self, restore: _Bringing) -> None:
+        """No step has to wait for its slots any more."""
+        with self._lock:
+            for slot in restore.slots:
+                if self._of.get(slot) is restore:
+                    del self._of[slot]
+
+    def _cancel(self, number: int) -> None:
+        restore = self._restores.pop(number, None)
+        if restore is None:
+            return
+        restore.ended = True
+        restore.transfer.cancel()
+        if restore.transfer.done:
+            self._forget(restore)
+
+    def _end(self, command: words.EndBring, say: Say) -> None:
+        restore = self._restores.pop(command.bring)
+        transfer = restore.transfer
+
+        def ended() -> None:
+            self._forget(restore)
+            say(words.BringEnded(command.number, transfer.waited_s, transfer.projections))
+
+        if transfer.projects:
+            transfer.layers[-1][0].then(ended)
+        else:
+            ended()
+
+    def store(self, chunk: words.StoreChunk, parked: Parked | None = None) -> bool:
+        """Offers a chunk to the tiers that lack it; afterwards its slot may be written again. Nobody waits for an
+        answer from disk or network.
+
+        parked: by a thread beside the one that computes; False, with nothing read any more, once it is revoked.
+        """
+        opened = self.opened
+        codec, tiers = opened.storing if parked is None else opened.codec, opened.tiers
+        kinds: list[BlobKind] = ["k", "x"] if codec.keeps_activations and chunk.activations else ["k"]
+        for kind in kinds:
+            name = name_of(chunk.digest, kind)
+            lacking = tiers.lacking(name) if chunk.sure else tiers.doubtful(name)
+            if chunk.in_memory:
+                lacking = [tier for tier in lacking if not tiers.queues(tier)]
+            for form in sorted({tiers.format(tier) for tier in lacking}):
+                with contextlib.nullcontext() if parked is None else parked.lock:
+                    if parked is not None and parked.revoked:
+                        return False
+                    parts = codec.encode(chunk.slot, chunk.digest, kind, form)
+                _offer(tiers, [tier for tier in lacking if tiers.format(tier) == form], name, chunk.tenant, parts)
+        return True
 
     def _told(self, number: int) -> words.TiersTold:
         tiers = self.opened.tiers
-        stats = {kind: asdict(each) for kind, each in tiers.stats().items()}
-        return words.TiersTold(number, stats, tiers.queued_blobs + self._work.qsize())
+        return words.TiersTold(number, {kind: asdict(each) for kind, each in tiers.stats().items()}, tiers.queued_blobs)
 
-    def _close(self, command: words.CloseTiers) -> words.TiersTold:
-        opened, told = self._opened, words.TiersTold(command.number, {}, 0)
-        if opened is not None:
-            opened.bringing.close()
-            opened.looking.close()
-            opened.tiers.close(command.timeout_s)
-            told = self._told(command.number)
-        return told
+    def _close(self, timeout_s: float) -> None:
+        """After what the copy streams were given."""
+        opened = self.opened
+        opened.bringing.close()
+        opened.looking.close()
+        opened.tiers.close(timeout_s)
+
+
+def _offer(tiers: Tiers, lacking: Sequence[int], name: bytes, tenant: bytes, parts: BlobParts) -> None:
+    """What a tier does not take is counted there."""
+    if any(tiers.queues(tier) for tier in lacking):
+        parts = (b"".join(parts),)  # the queue keeps it while the next chunk is encoded
+    for tier in lacking:
+        tiers.offer(tier, name, tenant, parts, sum(len(part) for part in parts))
+
+
+class AgentThread:
+    """The agent of a rank in another process than rank 0: it opens, stores and closes on a thread, in the order asked
+    for, so that the link is read meanwhile."""
+
+    SLOW = (words.OpenTiers, words.StoreChunk, words.CloseTiers)
+
+    def __init__(self, agent: TierAgent) -> None:
+        self.agent = agent
+        self._work: queue.SimpleQueue[tuple[words.Command, Say]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="headrace-tiers", daemon=True).start()
+
+    def obey(self, body: bytes, answer: Callable[[bytes], None]) -> None:
+        """TierAgent.obey, over a link. Raises ValueError as that does, and for what is no command."""
+        command = words.command(body)
+
+        def say(word: words.Answer) -> None:
+            answer(words.encode(word))
+
+        if isinstance(command, self.SLOW):
+            self._work.put((command, say))
+        else:
+            self.agent.obey(command, say)
+
+    def _run(self) -> None:
+        while True:
+            command, say = self._work.get()
+            try:
+                self.agent.obey(command, say)
+            except Exception:
+                log.exception("the tiers of this rank could not do what was asked")

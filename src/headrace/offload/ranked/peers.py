@@ -1,10 +1,10 @@
-"""Rank 0's end of the tiers of all ranks: asks, and waits for answers or hears of them."""
+"""Rank 0's end of the tiers of all ranks: asks, and waits for answers or hears of them. One rank is a group of one."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -22,25 +22,25 @@ LOOK_S = 0.05
 
 
 class TierPeers:
-    """agents[rank] of those in this process (rank 0, or all of them in tests); send(rank, command): to any other.
-    check(): raises RankLost if a rank is gone."""
+    """agents[rank] of those in this process (rank 0, or all of them in tests), which are called; send(rank, command):
+    to any other. check(): raises RankLost if a rank is gone."""
 
     def __init__(
         self,
         ranks: int,
         agents: dict[int, TierAgent],
-        send: Callable[[int, bytes], None],
-        check: Callable[[], None],
+        send: Callable[[int, bytes], None] = lambda rank, body: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.ranks = ranks
+        self.ranks, self.agents = ranks, agents
         self.closed = False
-        self._agents, self._send, self._check = agents, send, check
+        self._send, self._check = send, check
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[int, OnAnswer]] = {}
 
     def tell(self, rank: int, command: words.Command) -> None:
-        if rank in self._agents:
-            self._agents[rank].obey(command, self.heard)
+        if rank in self.agents:
+            self.agents[rank].obey(command, self.heard)
         else:
             self._send(rank, words.encode(command))
 
@@ -67,8 +67,8 @@ class TierPeers:
             if len(found) == len(commands):
                 there.set()
 
-        for rank, command in commands.items():
-            self.ask(rank, command, note)
+        for rank in sorted(commands, key=self.agents.__contains__):  # who is called here is asked last
+            self.ask(rank, commands[rank], note)
         self.wait(there, timeout_s)
         assert all(isinstance(each, kind) for each in found.values())
         return dict(found)
@@ -94,10 +94,12 @@ class TierPeers:
         self.heard(words.answer(body))
 
 
-def open_everywhere(peers: TierPeers, identity: bytes) -> list[Sequence[str]]:
-    """Opens the tiers of all ranks; their kinds. Raises ValueError as a rank's own would, RankLost."""
-    found = peers.call_all({rank: words.OpenTiers(0, identity) for rank in range(peers.ranks)}, words.TiersOpen)
+def open_everywhere(peers: TierPeers, identity: bytes) -> None:
+    """Opens the tiers of all ranks. Raises ValueError as a rank's own would, RankLost."""
+    for agent in peers.agents.values():
+        agent.open(identity)
+    others = {rank: words.OpenTiers(0, identity) for rank in range(peers.ranks) if rank not in peers.agents}
+    found = peers.call_all(dict(others), words.TiersOpen) if others else {}
     for rank, opened in sorted(found.items()):
         if opened.refused is not None:
             raise ValueError(f"rank {rank}: {opened.refused}")
-    return [found[rank].kinds for rank in range(peers.ranks)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, fields
@@ -9,82 +10,102 @@ from dataclasses import dataclass, fields
 from headrace.kv.tree import Node
 from headrace.offload.ranked import words
 from headrace.offload.ranked.peers import TierPeers
+from headrace.offload.tiers.stack import Tiers
 from headrace.offload.writeback import Parked, Storer
 from headrace.stats import TierStats
 
 log = logging.getLogger(__name__)
 
 TELL_S = 0.2
-"""Between two questions to the ranks how their tiers are."""
+"""Between two questions to ranks elsewhere how their tiers are."""
 
 
 @dataclass(slots=True)
-class RankedStorer(Storer):
-    """Has each chunk stored by the rank that owns it. in_memory: whether the ranks have a tier in memory."""
+class ChunkStorer(Storer):
+    """Has each chunk stored by the rank that owns it. tiers: rank 0's, which are like those of all ranks."""
 
     peers: TierPeers
     per_rank: int
-    in_memory: bool
-    queued_bytes: int = 0
+    tiers: Tiers
+
+    @property
+    def in_memory(self) -> bool:
+        return any(tier.in_memory for tier in self.tiers.tiers)
+
+    @property
+    def queued_bytes(self) -> int:
+        return self.tiers.queued_bytes
 
     def store(self, node: Node, parked: Parked | None = None, *, in_memory: bool = False) -> None:
         digest = node.digest
         assert digest is not None
         rank, slot = divmod(node.slot, self.per_rank)
-        command = words.StoreChunk(0, slot, digest, node.tenant, parked is not None, in_memory)
-        if parked is None:
-            self.peers.call(rank, command, words.ChunkStored)
-        else:
-            with parked.lock:
-                if parked.revoked:
-                    return
+        command = words.StoreChunk(
+            0, slot, digest, node.tenant, parked is not None, in_memory, activations=node.activations
+        )
+        if (agent := self.peers.agents.get(rank)) is not None:
+            if agent.store(command, parked):
+                node.stored = True
+            return
+        with contextlib.nullcontext() if parked is None else parked.lock:
+            if parked is None or not parked.revoked:
                 self.peers.call(rank, command, words.ChunkStored)
-        node.stored = True
+                node.stored = True
 
 
-class RankedTiers:
-    """What StoredPrefixes asks of the tiers of all ranks. Figures are those of the latest answer of each rank."""
+class AllTiers:
+    """The tiers of all ranks as one. Figures of ranks in other processes are those of their latest answers."""
 
     def __init__(self, peers: TierPeers) -> None:
         self.peers = peers
         self._told: dict[int, words.TiersTold] = {}
         self._asked_s = 0.0
 
+    @property
+    def _here(self) -> list[Tiers]:
+        return [agent.opened.tiers for agent in self.peers.agents.values()]
+
     def _ask(self) -> None:
         now = time.monotonic()
         if now < self._asked_s:
             return
         self._asked_s = now + TELL_S
-        for rank in range(self.peers.ranks):
+        for rank in self._elsewhere():
             self.peers.ask(rank, words.TellTiers(0), self._told.__setitem__)
+
+    def _elsewhere(self) -> list[int]:
+        return [rank for rank in range(self.peers.ranks) if rank not in self.peers.agents]
 
     def stats(self) -> dict[str, TierStats]:
         """By kind, of all ranks together."""
         self._ask()
         found: dict[str, TierStats] = {}
-        for told in list(self._told.values()):
-            for kind, each in told.stats.items():
-                found[kind] = _sum(found.get(kind), TierStats(**each), shared=kind != "host")
+        there = [{kind: TierStats(**each) for kind, each in told.stats.items()} for told in list(self._told.values())]
+        for stats in [tiers.stats() for tiers in self._here] + there:
+            for kind, each in stats.items():
+                found[kind] = _sum(found.get(kind), each, shared=kind != "host")
         return found
 
     @property
     def queued_blobs(self) -> int:
+        """Blobs that wait to be written, or are being written."""
         self._ask()
-        return sum(told.queued for told in list(self._told.values()))
+        return sum(tiers.queued_blobs for tiers in self._here) + sum(each.queued for each in list(self._told.values()))
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until everything offered is written or refused; False if that is not so after timeout_s."""
         end = time.monotonic() + timeout_s
-        while time.monotonic() < end:
-            asked: dict[int, words.Command] = {rank: words.TellTiers(0) for rank in range(self.peers.ranks)}
-            self._told |= self.peers.call_all(asked, words.TiersTold)
+        flushed = all([tiers.flush(timeout_s) for tiers in self._here])
+        while flushed and (others := self._elsewhere()):
+            self._told |= self.peers.call_all({rank: words.TellTiers(0) for rank in others}, words.TiersTold)
             if not sum(told.queued for told in self._told.values()):
-                return True
+                break
+            flushed = time.monotonic() < end
             time.sleep(0.01)
-        return False
+        return flushed
 
     def close(self, timeout_s: float) -> None:
-        """Raises RankLost."""
+        """Raises RankLost. May be called again."""
         if self.peers.closed:
             return
         self.peers.closed = True

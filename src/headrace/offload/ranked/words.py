@@ -9,14 +9,26 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.offload.tiers.base import BlobKind
+
 
 class WantedHere(NamedTuple):
-    """A chunk to be loaded: its number in the sequence, its name, where it goes, and the tier that has it."""
+    """A chunk to be brought: its number in the sequence, its name, where it goes, the tier that has it, and as what it
+    comes: keys and values ("k") or activations ("x")."""
 
     chunk: int
     digest: bytes
     slot: int
     tier: int
+    kind: BlobKind = "k"
+
+
+class LayerProjection(NamedTuple):
+    """One layer's projection; beside_copies: whether the copy stream was at work all the while."""
+
+    tokens: int
+    seconds: float
+    beside_copies: bool
 
 
 class OpenTiers(msgspec.Struct, frozen=True, tag=True):
@@ -34,7 +46,8 @@ class FindChunks(msgspec.Struct, frozen=True, tag=True):
 
 
 class BringChunks(msgspec.Struct, frozen=True, tag=True):
-    """Loads chunks into the pool, in this order; steps that come later wait for them. Answered by ChunksBrought."""
+    """Brings chunks into the pool, in this order; steps that come later wait for them. Answered by ChunksBrought. Ended
+    by EndBring or CancelBring."""
 
     number: int
     chunks: list[WantedHere]
@@ -47,10 +60,19 @@ class CancelBring(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class EndBring(msgspec.Struct, frozen=True, tag=True):
+    """After the step that waited for the chunks of BringChunks number `bring`. Answered by BringEnded, once that step
+    has projected what came as activations."""
+
+    number: int
+    bring: int
+
+
 class StoreChunk(msgspec.Struct, frozen=True, tag=True):
     """Gives a chunk to the tiers that lack it. Answered by ChunkStored once its slot may be written again.
 
-    sure: asks every tier whether it has it, not only those in memory. in_memory: gives it to these alone.
+    sure: asks every tier whether it has it, not only those in memory. in_memory: gives it to these alone. activations:
+    whether its slot has them, too.
     """
 
     number: int
@@ -59,6 +81,7 @@ class StoreChunk(msgspec.Struct, frozen=True, tag=True):
     tenant: bytes
     sure: bool
     in_memory: bool = False
+    activations: bool = False
 
 
 class TellTiers(msgspec.Struct, frozen=True, tag=True):
@@ -83,13 +106,16 @@ class TiersOpen(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChunksFound(msgspec.Struct, frozen=True, tag=True):
+    """tiers: of keys and values. x: of activations, of the chunks up to the first whose keys and values none has."""
+
     number: int
     tiers: list[int | None]
+    x: list[int | None]
 
 
 class ChunksBrought(msgspec.Struct, frozen=True, tag=True):
     """good: chunks up to the first that was lost, for the reason told. layers: bytes and seconds of the median layer's
-    transfers. See offload.restore.report."""
+    transfers. See offload.restore.transfer."""
 
     number: int
     good: int
@@ -97,6 +123,14 @@ class ChunksBrought(msgspec.Struct, frozen=True, tag=True):
     link_s: float
     cpu_s: float
     layers: list[tuple[int, float]]
+
+
+class BringEnded(msgspec.Struct, frozen=True, tag=True):
+    """waited_s: how long steps waited for the copy stream."""
+
+    number: int
+    waited_s: float
+    projections: list[LayerProjection]
 
 
 class ChunkStored(msgspec.Struct, frozen=True, tag=True):
@@ -111,8 +145,8 @@ class TiersTold(msgspec.Struct, frozen=True, tag=True):
     queued: int
 
 
-Command = OpenTiers | FindChunks | BringChunks | CancelBring | StoreChunk | TellTiers | CloseTiers
-Answer = TiersOpen | ChunksFound | ChunksBrought | ChunkStored | TiersTold
+Command = OpenTiers | FindChunks | BringChunks | CancelBring | EndBring | StoreChunk | TellTiers | CloseTiers
+Answer = TiersOpen | ChunksFound | ChunksBrought | BringEnded | ChunkStored | TiersTold
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: Any = msgspec.msgpack.Decoder(Command)

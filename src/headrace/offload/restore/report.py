@@ -3,55 +3,61 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from headrace.offload.ranked import words
+from headrace.offload.ranked.words import LayerProjection
 from headrace.offload.restore.rates import Rates
-from headrace.offload.ticket import Ticket
 from headrace.offload.tiers.base import BlobKind
 from headrace.types import CHUNK
-
-
-class LayerTransfer(NamedTuple):
-    """One layer's activations ("x") or keys and values ("k") on their way; layer -1: the headers of all blobs."""
-
-    ticket: Ticket
-    kind: BlobKind
-    layer: int
-
-
-class LayerProjection(NamedTuple):
-    """One layer's projection; beside_copies: whether the copy stream was at work all the while."""
-
-    tokens: int
-    seconds: float
-    beside_copies: bool
 
 
 @dataclass(slots=True, eq=False)
 class RestoreReport:
     """kinds: of the chunks that are to come, in order: those to be projected ("x"), then those to be loaded.
-    tier: kind of the tier that most of them come from.
+    tier: kind of the tier that most of them come from. of[rank]: the places of the chunks that a rank brings.
 
-    good: chunks up to the first one that was lost; reason: why it was. start_s: time.perf_counter. cpu_s: what the copy
-    stream took from the cores. waited_s: how long the engine waited for the copy stream.
+    good: chunks up to the first one that was lost; reason: why it was. start_s: time.perf_counter. Of the rank that
+    took longest: cpu_s: what its copy stream took from the cores; waited_s: how long its steps waited for it.
     """
 
     kinds: Sequence[BlobKind]
     tier: str
+    of: dict[int, list[int]]
     good: int = field(init=False)
     cancelled: bool = False
     reason: str = ""
     start_s: float = field(default_factory=time.perf_counter)
     cpu_s: float = 0.0
     waited_s: float = 0.0
-    transfers: list[LayerTransfer] = field(default_factory=list)
     projections: list[LayerProjection] = field(default_factory=list)
+    there: threading.Event = field(default_factory=threading.Event)
+    _parts: list[words.ChunksBrought] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.good = len(self.kinds)
+
+    def add(self, rank: int, part: words.ChunksBrought) -> None:
+        """What a rank's copy stream has done; on any thread."""
+        mine = self.of[rank]
+        with self._lock:
+            self._parts.append(part)
+            if part.good < len(mine):
+                where = f"rank {rank}: " if rank or len(self.of) > 1 else ""
+                self.lose(mine[part.good], where + part.reason)
+            self.cpu_s = max(each.cpu_s for each in self._parts)
+            if len(self._parts) == len(self.of):
+                self.there.set()
+
+    def add_ended(self, parts: Iterable[words.BringEnded]) -> None:
+        """What the steps of all ranks did with it."""
+        for part in parts:
+            self.waited_s = max(self.waited_s, part.waited_s)
+            self.projections += part.projections
 
     def lose(self, index: int, why: str) -> None:
         """Chunk `index` did not come as it should, and so none from it on counts."""
@@ -60,12 +66,12 @@ class RestoreReport:
 
     @property
     def done(self) -> bool:
-        """Whether the copy stream has nothing more to do for it."""
-        return all(each.ticket.done for each in self.transfers)
+        """Whether no copy stream has anything more to do for it."""
+        return self.there.is_set()
 
     @property
     def projects(self) -> bool:
-        """Whether the engine has a part in it."""
+        """Whether the steps that wait for it have a part in it."""
         return self.kinds[0] == "x"
 
     @property
@@ -93,18 +99,13 @@ class RestoreReport:
 
     @property
     def link_s(self) -> float:
-        """Time that its transfers took on the copy stream."""
-        return sum(each.ticket.busy_s for each in self.transfers)
+        """Time that its transfers took on the copy stream: of the rank that took longest."""
+        return max((part.link_s for part in self._parts), default=0.0)
 
     @property
     def layer_transfers(self) -> list[tuple[int, float]]:
-        """Bytes and seconds of one layer's activations and of its keys and values: the median layer's."""
-        found = []
-        for kind in dict.fromkeys(each.kind for each in self.transfers):
-            tickets = [each.ticket for each in self.transfers if each.kind == kind and each.layer >= 0]
-            if tickets:
-                found.append((tickets[0].size, statistics.median(ticket.busy_s for ticket in tickets)))
-        return found
+        """Bytes and seconds of one layer's activations and of its keys and values, of each rank."""
+        return [each for part in self._parts for each in part.layers]
 
     def tell(self, rates: Rates) -> None:
         """What a whole restore says of loading and of projecting. While the copy stream is at work, the engine has what

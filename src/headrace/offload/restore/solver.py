@@ -49,8 +49,9 @@ MOST_TAKEN = 0.95
 class StoredRun:
     """A run of stored chunks: the first `first` chunks of the prompt are resident, `chunks` are stored, and `suffix`
     new tokens follow. kv_bytes, x_bytes: a chunk's stored bytes over all `layers` (x_bytes None: no activations are
-    stored). tiers: where it is stored; of several, one per chunk. ranks: who loads each chunk, all at the same time;
-    none: one rank. Raises ValueError.
+    stored). has_x: of which chunks they are; none given: of all. tiers: where it is stored; of several, one per chunk.
+    ranks: who brings each chunk, all at the same time (projecting costs as if one did it all); none: one rank. Raises
+    ValueError.
     """
 
     first: int
@@ -61,6 +62,7 @@ class StoredRun:
     layers: int
     tiers: str | tuple[str, ...]
     ranks: tuple[int, ...] = ()
+    has_x: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.first, self.chunks, self.suffix) < 0 or self.layers < 1 or not self.kv_bytes > 0:
@@ -69,8 +71,15 @@ class StoredRun:
             raise ValueError(f"a run's x_bytes must be above 0, or None for none; got {self.x_bytes}")
         if not isinstance(self.tiers, str) and len(self.tiers) != self.chunks:
             raise ValueError(f"a run of {self.chunks} chunks needs as many tiers, got {len(self.tiers)}")
-        if self.ranks and (len(self.ranks) != self.chunks or self.x_bytes is not None):
-            raise ValueError(f"a run of {self.chunks} chunks over ranks needs as many of them, and no x_bytes")
+        if any(each and len(each) != self.chunks for each in (self.ranks, self.has_x)):
+            raise ValueError(f"a run of {self.chunks} chunks needs as many ranks, or has_x")
+
+    def projects(self, tokens: Ints, x: Ints) -> NDArray[np.bool_]:
+        """Whether each of the chunks that these splits project has activations, elementwise."""
+        if self.x_bytes is None or not self.has_x:
+            return np.logical_or(x == 0, self.x_bytes is not None)
+        without = np.concatenate([[0], np.cumsum(np.logical_not(self.has_x))])
+        return np.equal(without[tokens + x], without[tokens])
 
     @property
     def by_place(self) -> dict[tuple[int, str], Ints]:
@@ -235,7 +244,8 @@ def restore_split(
 
 def predict(run: StoredRun, costs: Costs, tokens: int, x: int, max_batch_tokens: int = 2048) -> Prediction:
     """What a split of the run takes. Raises ValueError where the run has no such split."""
-    if min(tokens, x) < 0 or tokens + x > run.chunks or (x and run.x_bytes is None):
+    inside = min(tokens, x) >= 0 and tokens + x <= run.chunks
+    if not (inside and run.projects(np.array([tokens]), np.array([x])).all()):
         raise ValueError(f"no such split of {run.chunks} chunks (x_bytes {run.x_bytes}): {tokens} tokens, {x} x")
     return _predicted(CostTables(run, costs, max_batch_tokens), tokens, x)
 
@@ -267,7 +277,8 @@ def _grid(run: StoredRun, tokens: tuple[int, int], x: tuple[int, int], grain: in
     others = np.append(np.arange(x[0], x[1] + 1, grain), (x[1], run.chunks))
     t, p = np.meshgrid(some, np.unique(others), indexing="ij")
     p = np.minimum(p, run.chunks - t)
-    return t.ravel(), p.ravel()
+    can = run.projects(t, p)
+    return t[can], p[can]
 
 
 def _least(tables: CostTables, tokens: Ints, x: Ints) -> tuple[int, int, float]:

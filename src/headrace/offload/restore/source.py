@@ -1,103 +1,160 @@
-"""The chunks that the tiers hold, as prompts want them back: looked up on one copy stream, brought by another."""
+"""The chunks that the tiers of all ranks hold, as prompts want them back. One rank is a group of one."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.offload.chunk_codec import ChunkCodec
-from headrace.offload.copy_streams import CopyStream
+from headrace.offload.ranked import words
+from headrace.offload.ranked.peers import TierPeers
+from headrace.offload.ranked.placing import placements
+from headrace.offload.restore.report import RestoreReport
 from headrace.offload.restore.solver import StoredRun
-from headrace.offload.restore.transfer import RestoreTransfer, WantedChunk
-from headrace.offload.ticket import Ticket
-from headrace.offload.tiers.base import BlobKind, name_of
+from headrace.offload.tiers.base import BlobKind
 from headrace.offload.tiers.stack import Tiers
+from headrace.types import BLOCK_CHUNKS
 
 
 class FoundChunk(NamedTuple):
-    """A stored chunk: its name and the tiers that have its K and V, and its activations.
-
-    Of several ranks: on[rank] is the tier from which each can load it, `rank` the one that shall.
-    """
+    """A stored chunk: its name; on[rank], x_on[rank]: the tier from which each rank can load its K and V, and its
+    activations; `rank`: the one that shall."""
 
     digest: bytes
-    kv: int
-    x: int | None
-    on: tuple[int | None, ...] = ()
+    on: tuple[int | None, ...]
+    x_on: tuple[int | None, ...]
     rank: int = 0
+
+    @property
+    def kv(self) -> int:
+        """The tier that its K and V come from."""
+        tier = self.on[self.rank]
+        assert tier is not None, "a rank loads what it has in reach"
+        return tier
+
+    @property
+    def x(self) -> int | None:
+        """The tier that its activations come from."""
+        return self.x_on[self.rank]
 
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """A question to the tiers. found: the chunks up to the first one that none has, once it is `done`."""
+    """A question to the tiers of all ranks. found: the chunks up to the first one that no rank has, once it is
+    `done`."""
 
-    ticket: Ticket
+    digests: Sequence[bytes]
+    ranks: int
     found: list[FoundChunk] = field(default_factory=list)
+    _answers: dict[int, words.ChunksFound] = field(default_factory=dict)
+    _there: threading.Event = field(default_factory=threading.Event)
+
+    def note(self, rank: int, answer: words.ChunksFound) -> None:
+        """On any thread."""
+        self._answers[rank] = answer
+        if len(self._answers) == self.ranks:
+            self.found = self._found([self._answers[rank] for rank in range(self.ranks)])
+            self._there.set()
+
+    def _found(self, answers: Sequence[words.ChunksFound]) -> list[FoundChunk]:
+        found = []
+        for at, digest in enumerate(self.digests):
+            on = tuple(each.tiers[at] for each in answers)
+            if all(tier is None for tier in on):
+                break
+            found.append(FoundChunk(digest, on, tuple(each.x[at] if at < len(each.x) else None for each in answers)))
+        return found
 
     @property
     def done(self) -> bool:
-        return self.ticket.done
+        return self._there.is_set()
 
     def wait_briefly(self, seconds: float) -> None:
         """Until it is done, at most so long."""
-        self.ticket.wait_briefly(seconds)
+        self._there.wait(seconds)
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """A restore under way, each rank's part by its number."""
+
+    report: RestoreReport
+    peers: TierPeers
+    numbers: dict[int, int]
+
+    def cancel(self) -> None:
+        """Lets the copy streams skip what is left; the slots may be used again when the report is `done`."""
+        self.report.cancelled = True
+        for rank, number in self.numbers.items():
+            self.peers.tell(rank, words.CancelBring(number))
+
+    def finish(self) -> None:
+        """After a step that waited for it, or once it is `done`: the last word of every rank. Raises RankLost."""
+        self.peers.wait(self.report.there)
+        asked: dict[int, words.Command] = {rank: words.EndBring(0, number) for rank, number in self.numbers.items()}
+        self.report.add_ended(self.peers.call_all(asked, words.BringEnded).values())
 
 
 class StoredChunks:
-    """bringing, looking: copy streams of their own, so that no lookup waits for a restore."""
+    """codec, tiers: those of rank 0, which are like those of all ranks."""
 
-    def __init__(self, tiers: Tiers, codec: ChunkCodec, bringing: CopyStream, looking: CopyStream) -> None:
-        self.tiers, self.codec = tiers, codec
-        self._bringing, self._looking = bringing, looking
+    def __init__(self, peers: TierPeers, cache: KVCache, codec: ChunkCodec, tiers: Tiers) -> None:
+        self.peers, self.cache, self.codec, self._tiers = peers, cache, codec, tiers
 
     def look(self, digests: Sequence[bytes]) -> Lookup:
         """Asks the tiers, in the background."""
-        found: list[FoundChunk] = []
-        return Lookup(self._looking.submit(lambda: found.extend(self._find(digests)), 0, "look"), found)
-
-    def _find(self, digests: Sequence[bytes]) -> list[FoundChunk]:
-        kv = self.tiers.find([name_of(digest, "k") for digest in digests])
-        count = next((i for i, tier in enumerate(kv) if tier is None), len(kv))
-        x: Sequence[int | None] = [None] * count
-        if self.codec.keeps_activations:
-            x = self.tiers.find([name_of(digest, "x") for digest in digests[:count]])
-        return [FoundChunk(digest, tier, other) for digest, tier, other in zip(digests, kv, x, strict=False)
-                if tier is not None]  # fmt: skip
+        lookup = Lookup(digests, self.peers.ranks)
+        for rank in range(self.peers.ranks):
+            self.peers.ask(rank, words.FindChunks(0, list(digests)), lookup.note)
+        return lookup
 
     def ways(self, table: ChunkTable, first: int, found: Sequence[FoundChunk]) -> list[list[FoundChunk]]:
-        """Ways in which chunks first, first + 1, ... of a table can come, each as far as it goes: here there is one."""
-        return [list(found)]
+        """Ways in which chunks first, first + 1, ... of a table can come, each as far as it goes: on which ranks."""
+        begun = table.owner(first - 1) if first % BLOCK_CHUNKS else None
+        room = [self.cache.available_on(rank) for rank in range(self.peers.ranks)]
+        return [
+            [each._replace(rank=rank) for each, rank in zip(found, owners, strict=False)]
+            for owners in placements(first, [each.on for each in found], room, begun)
+        ]
 
     def as_run(self, found: Sequence[FoundChunk], first: int, suffix: int) -> StoredRun:
-        """What the solver is asked: the found chunks behind `first` resident ones, and `suffix` new tokens."""
-        form = self.tiers.format(found[0].kv)
-        has_x = all(each.x is not None for each in found)
+        """What the solver is asked: the found chunks, which are a way, behind `first` resident ones, and `suffix` new
+        tokens."""
+        form = self._tiers.format(found[0].kv)
+        has_x = tuple(each.x is not None for each in found)
         return StoredRun(
             first=first,
             chunks=len(found),
             suffix=suffix,
             kv_bytes=self.codec.blob_bytes("k", form),
-            x_bytes=self.codec.blob_bytes("x", form) if has_x else None,
+            x_bytes=self.codec.blob_bytes("x", form) if any(has_x) else None,
             layers=self.codec.spec.layers,
-            tiers=tuple(self.tiers.kind(each.kv) for each in found),
+            tiers=tuple(self._tiers.kind(each.kv) for each in found),
+            ranks=tuple(each.rank for each in found) if self.peers.ranks > 1 else (),
+            has_x=() if all(has_x) else has_x,
         )
 
     def bring(
         self, found: Sequence[FoundChunk], first: int, slots: Sequence[int], projected: int, prompt_len: int
-    ) -> RestoreTransfer:
-        """Starts a restore of chunks first, first + 1, ... into these slots, the first `projected` of them as X."""
-        wanted = []
+    ) -> Restore:
+        """Starts a restore of chunks first, first + 1, ... into these slots of all ranks together, the first
+        `projected` of them as activations."""
+        of: dict[int, list[words.WantedHere]] = {}
+        places: dict[int, list[int]] = {}
+        kinds: list[BlobKind] = ["x" if i < projected else "k" for i in range(len(found))]
+        tiers, per_rank = [], self.cache.pool.per_rank
         for i, (each, slot) in enumerate(zip(found, slots, strict=True)):
-            kind: BlobKind = "x" if i < projected else "k"
-            tier = each.x if kind == "x" and each.x is not None else each.kv
-            wanted.append(WantedChunk(first + i, each.digest, slot, kind, tier))
-        transfer = RestoreTransfer(self.codec, self.tiers, wanted, prompt_len)
-        transfer.start(self._bringing)
-        return transfer
-
-    def close(self) -> None:
-        """Ends the copy streams after what was submitted. May be called again."""
-        self._bringing.close()
-        self._looking.close()
+            tier = each.x if kinds[i] == "x" and each.x is not None else each.kv
+            tiers.append(tier)
+            places.setdefault(each.rank, []).append(i)
+            wanted = words.WantedHere(first + i, each.digest, slot % per_rank, tier, kinds[i])
+            of.setdefault(each.rank, []).append(wanted)
+        report = RestoreReport(kinds, self._tiers.kind(max(set(tiers), key=tiers.count)), places)
+        restore = Restore(report, self.peers, {})
+        for rank, chunks in of.items():
+            restore.numbers[rank] = self.peers.ask(rank, words.BringChunks(0, chunks, prompt_len), report.add)
+        return restore

@@ -7,26 +7,30 @@
 
 The copy stream carries the X of a layer before its K and V, and one layer after the other (KVPR, section 3.2), so that
 the engine may compute a layer of the new tokens while later ones are still on their way. What a tier gives is checked
-before it is used; from the first chunk that is not right on, the run is not restored (RestoreReport.good).
+before it is used; from the first chunk that is not right on, the run is not restored (RestoreTransfer.good).
 """
 
 from __future__ import annotations
 
 import logging
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headrace.kernels.backend import Attend
+from headrace.arrival import Arrival
 from headrace.offload import frame
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
-from headrace.offload.restore.report import LayerProjection, LayerTransfer, RestoreReport
+from headrace.offload.restore.projector import Projector
+from headrace.offload.restore.report import LayerProjection
+from headrace.offload.ticket import Ticket
 from headrace.offload.tiers.base import BlobFormat, BlobKind, Read, name_of
 from headrace.offload.tiers.stack import Tiers
 from headrace.types import CHUNK
@@ -36,8 +40,13 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 2 << 20
 """Read, checked and moved on together: little enough to stay in the processor's cache."""
 
-Project = Callable[[int, Tensor, Sequence[int], Sequence[int], int], None]
-"""(layer, activations [n, 64, H], chunk numbers, slots, prompt length): stores K and V of these chunks in the pool."""
+
+class LayerTransfer(NamedTuple):
+    """One layer's activations ("x") or keys and values ("k") on their way; layer -1: the headers of all blobs."""
+
+    ticket: Ticket
+    kind: BlobKind
+    layer: int
 
 
 @dataclass(slots=True)
@@ -61,37 +70,87 @@ class WantedChunk:
 
 @dataclass(slots=True, eq=False)
 class RestoreTransfer:
-    """What the copy stream does for one restore, and where the engine waits for it; `report` tells what came of it.
+    """What the copy stream does for one restore, and what steps wait for.
 
     chunks: those to be projected (kind "x"), then those to be loaded, in order. prompt_len: tokens of the sequence's
-    prompt, which length-dependent rotary scaling needs.
+    prompt, which length-dependent rotary scaling needs. project: may be None where no chunk comes as activations.
+
+    layers: of each layer, what a step that reads it waits for, in this order. good: chunks up to the first one that was
+    lost; reason: why it was. cpu_s: what the copy stream took from the cores.
     """
 
     codec: ChunkCodec
     tiers: Tiers
     chunks: list[WantedChunk]
     prompt_len: int
-    report: RestoreReport = field(init=False)
+    project: Projector | None = None
+    layers: list[list[Arrival]] = field(default_factory=list)
+    good: int = field(init=False)
+    cancelled: bool = False
+    reason: str = ""
+    cpu_s: float = 0.0
+    transfers: list[LayerTransfer] = field(default_factory=list)
+    projections: list[LayerProjection] = field(default_factory=list)
     _staging: Tensor = field(default_factory=lambda: torch.empty(PIECE_BYTES, dtype=torch.uint8))
 
     def __post_init__(self) -> None:
-        of = [w.tier for w in self.chunks]
-        most = self.tiers.kind(max(set(of), key=of.count))
-        self.report = RestoreReport([w.kind for w in self.chunks], most)
+        self.good = len(self.chunks)
 
     def start(self, stream: CopyStream) -> None:
         """Submits everything."""
         self._submit(stream, self._read_headers, len(self.chunks) * self.codec.header_bytes, "k", -1)
         kinds: tuple[BlobKind, ...] = ("x", "k")
         for layer in range(self.codec.spec.layers):
+            self.layers.append([])
             for kind in kinds:
                 if some := [w for w in self.chunks if w.kind == kind]:
                     size = sum(self.codec.section_bytes(kind, self.tiers.format(w.tier)) for w in some)
-                    self._submit(stream, partial(self._carry, layer, kind, some), size, kind, layer)
+                    ticket = self._submit(stream, partial(self._carry, layer, kind, some), size, kind, layer)
+                    self.layers[layer].append(Projection(self, layer, ticket) if kind == "x" else ticket)
 
-    def _submit(self, stream: CopyStream, run: Callable[[], None], size: int, kind: BlobKind, layer: int) -> None:
+    def _submit(self, stream: CopyStream, run: Callable[[], None], size: int, kind: BlobKind, layer: int) -> Ticket:
         ticket = stream.submit(partial(self._guarded, run), size, "kv" if kind == "k" else "x")
-        self.report.transfers.append(LayerTransfer(ticket, kind, layer))
+        self.transfers.append(LayerTransfer(ticket, kind, layer))
+        return ticket
+
+    def cancel(self) -> None:
+        """Lets the copy stream skip what is left; the slots may be used again when it is `done`."""
+        self.cancelled = True
+
+    @property
+    def last(self) -> Ticket:
+        """The last thing that the copy stream does for it."""
+        return self.transfers[-1].ticket
+
+    @property
+    def done(self) -> bool:
+        """Whether the copy stream has nothing more to do for it."""
+        return self.last.done
+
+    @property
+    def projects(self) -> bool:
+        """Whether whoever waits has a part in it."""
+        return self.chunks[0].kind == "x"
+
+    @property
+    def waited_s(self) -> float:
+        """How long steps waited for the copy stream."""
+        return sum(each.ticket.waited_s for each in self.transfers)
+
+    @property
+    def link_s(self) -> float:
+        """Time that its transfers took on the copy stream, which has ended the last of them."""
+        return sum(each.ticket.ended_s - each.ticket.began_s for each in self.transfers)
+
+    @property
+    def layer_transfers(self) -> list[tuple[int, float]]:
+        """Bytes and seconds of one layer's activations and of its keys and values: the median layer's."""
+        found = []
+        for kind in dict.fromkeys(each.kind for each in self.transfers):
+            tickets = [each.ticket for each in self.transfers if each.kind == kind and each.layer >= 0]
+            if tickets:
+                found.append((tickets[0].size, statistics.median(each.ended_s - each.began_s for each in tickets)))
+        return found
 
     # -- on the copy stream
 
@@ -102,8 +161,8 @@ class RestoreTransfer:
             run()
         except Exception as error:
             log.exception("stored chunks could not be brought back; they are computed again")
-            self.report.good, self.report.reason = 0, f"{type(error).__name__}: {error}"
-        self.report.cpu_s += time.thread_time() - began
+            self.good, self.reason = 0, f"{type(error).__name__}: {error}"
+        self.cpu_s += time.thread_time() - began
 
     def _read_headers(self) -> None:
         size = self.codec.header_bytes
@@ -126,7 +185,7 @@ class RestoreTransfer:
             size = self.codec.section_bytes(kind, form)
             most = max(1, PIECE_BYTES // size)
             for first in range(0, len(left), most):
-                if self.report.cancelled or not self._piece(layer, kind, form, size, left[first : first + most]):
+                if self.cancelled or not self._piece(layer, kind, form, size, left[first : first + most]):
                     return
 
     def _piece(self, layer: int, kind: BlobKind, form: BlobFormat, size: int, piece: list[WantedChunk]) -> bool:
@@ -165,62 +224,42 @@ class RestoreTransfer:
     @property
     def _end(self) -> int:
         """Number of the first chunk that is not to come any more."""
-        good = self.report.good
+        good = self.good
         return self.chunks[good].chunk if good < len(self.chunks) else self.chunks[-1].chunk + 1
 
     def _lost(self, wanted: WantedChunk, why: str) -> None:
-        self.report.lose(self.chunks.index(wanted), f"chunk {wanted.chunk} {why}")
+        index = self.chunks.index(wanted)
+        if index < self.good:
+            self.good, self.reason = index, f"chunk {wanted.chunk} {why}"
         self.tiers.drop([wanted.name])
 
-    # -- on the engine
+    # -- for the thread that waits
 
-    def cancel(self) -> None:
-        """Lets the copy stream skip what is left; the slots may be used again when the report is `done`."""
-        self.report.cancelled = True
-
-    @property
-    def here(self) -> list[RestoreTransfer]:
-        """What the step of this process has to wait for by itself."""
-        return [self]
-
-    def finish(self) -> None:
-        """Before the report is looked at after a step, which has waited for all layers."""
-
-    def ready(self, layer: int, project: Project) -> None:
-        """Waits for a layer and projects what comes as activations; afterwards its K and V are in the pool, but for
-        chunks that were lost."""
-        for ticket, kind, at in self.report.transfers:
-            if at not in (-1, layer):
-                continue
-            began = time.perf_counter()
-            ticket.wait()
-            self.report.waited_s += time.perf_counter() - began
-            if kind == "x" and at == layer:
-                self._project(layer, project)
-
-    def _project(self, layer: int, project: Project) -> None:
-        chunks = [w for w in self.chunks[: self.report.good] if w.kind == "x"]
-        if not chunks:
+    def project_layer(self, layer: int) -> None:
+        """K and V of the chunks whose activations have come."""
+        chunks = [w for w in self.chunks[: self.good] if w.kind == "x"]
+        if not chunks or self.project is None:
             return
-        slots, busy, began = [w.slot for w in chunks], not self.report.done, time.perf_counter()
-        project(layer, self.codec.activations(layer)[slots], [w.chunk for w in chunks], slots, self.prompt_len)
-        if busy == (not self.report.done):
-            projection = LayerProjection(len(chunks) * CHUNK, time.perf_counter() - began, busy)
-            self.report.projections.append(projection)
+        slots, busy, began = [w.slot for w in chunks], not self.done, time.perf_counter()
+        x = self.codec.activations(layer)[slots]
+        self.project(layer, x, [w.chunk for w in chunks], slots, self.prompt_len)
+        if busy == (not self.done):
+            seconds = time.perf_counter() - began
+            self.projections.append(LayerProjection(len(chunks) * CHUNK, seconds, busy))
 
 
-class RestoringAttend(Attend):
-    """Attention of a step for which chunks are still on their way."""
+class Projection(Arrival):
+    """One layer's K and V of the chunks of a restore that come as activations: projected by the one thread that waits
+    for it, which has the cores."""
 
-    def __init__(self, attend: Attend, restores: Sequence[RestoreTransfer], project: Project) -> None:
-        self.attend, self.restores, self.project = attend, restores, project
+    __slots__ = ("_layer", "_transfer", "_x")
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        for restore in self.restores:
-            restore.ready(layer, self.project)
-        return self.attend(layer, q, k, v, rows)
+    def __init__(self, transfer: RestoreTransfer, layer: int, x: Ticket) -> None:
+        super().__init__()
+        self._transfer, self._layer, self._x = transfer, layer, x
 
-
-def positions_of(chunks: Sequence[int]) -> Tensor:
-    """Absolute positions of the tokens of these chunks, int64 [64 n]."""
-    return (torch.tensor(chunks, dtype=torch.int64)[:, None] * CHUNK + torch.arange(CHUNK)).view(-1)
+    def wait(self) -> None:
+        if not self.done:
+            self._x.wait()
+            self._transfer.project_layer(self._layer)
+            self.end()
