@@ -15,10 +15,12 @@ from headrace.offload.copy_streams import CopyStream
 from headrace.offload.ranked import words
 from headrace.offload.restore.transfer import RestoreTransfer, WantedChunk
 from headrace.offload.ticket import Ticket
-from headrace.offload.tiers.base import name_of
+from headrace.offload.tiers.base import HeadShare, name_of
 from headrace.offload.tiers.stack import Tiers
 
 log = logging.getLogger(__name__)
+
+ALL = HeadShare()
 
 Say = Callable[[words.Answer], None]
 """Tells rank 0; from any thread."""
@@ -42,19 +44,20 @@ class _Bringing:
 
 
 class TierAgent:
-    """opener(identity): opens the rank's tiers; raises ValueError.
+    """opener(identity): opens the rank's tiers; raises ValueError. place: among the tensor ranks of its context rank;
+    share: the KV heads that it has.
 
     Chunks are stored, and tiers opened and closed, by a thread, in the order asked for. A restore begins, and its slots
     are known to be coming, before `obey` returns.
     """
 
-    def __init__(self, opener: Callable[[bytes], Opened]) -> None:
-        self._opener = opener
+    def __init__(self, opener: Callable[[bytes], Opened], place: int = 0, share: HeadShare = ALL) -> None:
+        self._opener, self._place, self._share = opener, place, share
         self._opened: Opened | None = None
         self._of: dict[int, _Bringing] = {}
         self._restores: dict[int, _Bringing] = {}
         self._lock = threading.Lock()
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="headrace-tiers", daemon=True).start()
 
     @property
@@ -96,10 +99,10 @@ class TierAgent:
                 say(self._told(command.number))
             case words.CloseTiers():
                 self._work.put(lambda: say(self._close(command)))
+                self._work.put(None)
 
     def _run(self) -> None:
-        while True:
-            work = self._work.get()
+        while (work := self._work.get()) is not None:
             try:
                 work()
             except Exception:
@@ -116,18 +119,22 @@ class TierAgent:
         return words.TiersOpen(command.number, None, [tier.kind for tier in self._opened.tiers.tiers])
 
     def _find(self, command: words.FindChunks, say: Say) -> None:
-        found: list[int | None] = [None] * len(command.digests)
+        found: list[words.Reach | None] = [None] * len(command.digests)
         opened = self.opened
 
         def look() -> None:
-            found[:] = opened.tiers.find([name_of(digest, "k") for digest in command.digests])
+            tiers = opened.tiers.find([name_of(self._share.of(digest), "k") for digest in command.digests])
+            found[:] = [None if tier is None else (tier,) for tier in tiers]
 
         ticket = opened.looking.submit(look, 0, "look")
         ticket.then(lambda: say(words.ChunksFound(command.number, found)))
 
     def _bring(self, command: words.BringChunks, say: Say) -> None:
         opened = self.opened
-        wanted = [WantedChunk(each.chunk, each.digest, each.slot, "k", each.tier) for each in command.chunks]
+        wanted = [
+            WantedChunk(each.chunk, self._share.of(each.digest), each.slot, "k", each.tiers[self._place])
+            for each in command.chunks
+        ]
         transfer = RestoreTransfer(opened.codec, opened.tiers, wanted, command.prompt_len)
         restore = _Bringing(command.number, transfer, {})
         with self._lock:
@@ -150,12 +157,13 @@ class TierAgent:
     def _store(self, command: words.StoreChunk, say: Say) -> None:
         ready = []
         try:
-            opened, name = self.opened, name_of(command.digest, "k")
+            opened, own = self.opened, self._share.of(command.digest)
+            name = name_of(own, "k")
             lacking = opened.tiers.lacking(name) if command.sure else opened.tiers.doubtful(name)
             if command.in_memory:
                 lacking = [tier for tier in lacking if not opened.tiers.queues(tier)]
             for form in sorted({opened.tiers.format(tier) for tier in lacking}):
-                parts = (b"".join(opened.storing.encode(command.slot, command.digest, "k", form)),)
+                parts = (b"".join(opened.storing.encode(command.slot, own, "k", form)),)
                 ready += [(tier, parts) for tier in lacking if opened.tiers.format(tier) == form]
         finally:
             say(words.ChunkStored(command.number))

@@ -27,7 +27,7 @@ class RankedLookup:
 
     digests: Sequence[bytes]
     ranks: int
-    answers: dict[int, list[int | None]] = field(default_factory=dict)
+    answers: dict[int, list[words.Reach | None]] = field(default_factory=dict)
     _there: threading.Event = field(default_factory=threading.Event)
 
     def note(self, rank: int, answer: words.ChunksFound) -> None:
@@ -131,9 +131,9 @@ class RankedChunks:
         for owners in placements(first, [each.on for each in found], room, begun):
             placed = []
             for each, rank in zip(found, owners, strict=False):
-                tier = each.on[rank]
-                assert tier is not None, "a rank loads what it has in reach"
-                placed.append(each._replace(kv=tier, rank=rank))
+                tiers = each.on[rank]
+                assert tiers is not None, "a rank loads what it has in reach"
+                placed.append(each._replace(kv=max(tiers), rank=rank))  # the slowest share decides
             ways.append(placed)
         return ways
 
@@ -163,7 +163,9 @@ class RankedChunks:
         restore = RankedRestore(report, self.peers, {})
         per_rank = self.cache.pool.per_rank
         for rank, mine in of.items():
-            chunks = [words.WantedHere(first + i, found[i].digest, slots[i] % per_rank, found[i].kv) for i in mine]
+            chunks = [
+                words.WantedHere(first + i, found[i].digest, slots[i] % per_rank, found[i].on[rank] or ()) for i in mine
+            ]
             command = words.BringChunks(0, chunks, prompt_len)
             restore.numbers[rank] = self.peers.ask(rank, command, report.add)
         return restore

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from headrace.kv.tree import Node
 from headrace.offload.ranked import words
+from headrace.offload.ranked.joining import summed
 from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.writeback import Parked, Storer
 from headrace.stats import TierStats
@@ -61,11 +62,7 @@ class RankedTiers:
     def stats(self) -> dict[str, TierStats]:
         """By kind, of all ranks together."""
         self._ask()
-        found: dict[str, TierStats] = {}
-        for told in list(self._told.values()):
-            for kind, each in told.stats.items():
-                found[kind] = _sum(found.get(kind), TierStats(**each), shared=kind != "host")
-        return found
+        return {kind: TierStats(**each) for kind, each in summed(list(self._told.values())).items()}
 
     @property
     def queued_blobs(self) -> int:
@@ -92,15 +89,3 @@ class RankedTiers:
         told = self.peers.call_all(asked, words.TiersTold, timeout_s + 1.0)
         if len(told) < len(asked):
             log.warning("the tiers of %d ranks did not close within %.0f s", len(asked) - len(told), timeout_s)
-
-
-def _sum(one: TierStats | None, other: TierStats, shared: bool) -> TierStats:
-    """Numbers are added, but for what a tier holds that all ranks share; one is degraded where it is so on any rank."""
-    if one is None:
-        return other
-    found = TierStats()
-    for item in fields(TierStats):
-        a, b = getattr(one, item.name), getattr(other, item.name)
-        holds = shared and item.name in ("used_bytes", "budget_bytes", "blobs")
-        setattr(found, item.name, (a or b) if isinstance(a, bool | str) else max(a, b) if holds else a + b)
-    return found

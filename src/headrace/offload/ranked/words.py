@@ -1,6 +1,7 @@
 """What rank 0 asks of the tiers of a rank, and what that answers: plain records, sent as msgpack.
 
-Slots are those of the rank's own pool. An answer carries the number of the question.
+Slots are those of the rank's own pool. An answer carries the number of the question. The tensor ranks of a context rank
+are asked the same, each of its own share of the heads (joining).
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+Reach = tuple[int, ...]
+"""The tier that has a chunk, for each tensor rank: of each one's share."""
+
 
 class WantedHere(NamedTuple):
-    """A chunk to be loaded: its number in the sequence, its name, where it goes, and the tier that has it."""
+    """A chunk to be loaded: its number in the sequence, its name, where it goes, and the tier that has it, for each
+    tensor rank."""
 
     chunk: int
     digest: bytes
     slot: int
-    tier: int
+    tiers: Reach
 
 
 class OpenTiers(msgspec.Struct, frozen=True, tag=True):
@@ -83,8 +88,10 @@ class TiersOpen(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChunksFound(msgspec.Struct, frozen=True, tag=True):
+    """None for a chunk that no tier has."""
+
     number: int
-    tiers: list[int | None]
+    tiers: list[Reach | None]
 
 
 class ChunksBrought(msgspec.Struct, frozen=True, tag=True):

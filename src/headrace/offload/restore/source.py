@@ -19,13 +19,14 @@ from headrace.offload.tiers.stack import Tiers
 class FoundChunk(NamedTuple):
     """A stored chunk: its name and the tiers that have its K and V, and its activations.
 
-    Of several ranks: on[rank] is the tier from which each can load it, `rank` the one that shall.
+    Of several ranks: on[rank] are the tiers from which each can load it, a share from each; `rank` is the one that
+    shall.
     """
 
     digest: bytes
     kv: int
     x: int | None
-    on: tuple[int | None, ...] = ()
+    on: tuple[tuple[int, ...] | None, ...] = ()
     rank: int = 0
 
 
