@@ -211,6 +211,25 @@ def test_what_is_stored_is_counted_once_and_verified(gqa: Case, tmp_path: Path) 
     close(llm)
 
 
+def test_ranks_share_a_directory(folder_of: FolderOf, tmp_path: Path) -> None:
+    """And its size. The tensor ranks hold the same KV head here: what both write at the same time is one blob."""
+    case = Case(folder_of("falcon7"))
+    most = 150_000
+    disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0, "kv_offload_disk_size": most / 2**30}
+    llm = case.over(2, 2, **disk)
+    for again in (False, True):
+        same([watched(llm, [each], PARAMS)[0] for each in case.prompts], case.truth)
+        flush(llm)
+        stored = list(upkeep.blobs(tmp_path, lambda done, total: None))
+        names = {each.entry.name for each in stored}
+        assert 4 < len(names) == len(stored) and sum(each.entry.size for each in stored) <= most
+        assert not list(upkeep.verify(tmp_path, lambda done, total: None))
+        if not again:
+            upkeep.remove(tmp_path, [each.entry for each in stored], lambda done, total: None)
+    assert llm.engine.offload is not None and not llm.engine.offload.tiers.stats()["disk"].errors
+    close(llm)
+
+
 def test_who_restores_what(gqa: Case, tmp_path: Path) -> None:
     """Any number of context ranks restores what another stored; another number of tensor ranks computes it again."""
     disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0}
