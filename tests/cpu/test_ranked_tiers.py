@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,84 +10,15 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from headrace.engine import tiers
-from headrace.engine.core import EngineCore
-from headrace.engine.driver import Driver
-from headrace.engine.sequence import Slice
-from headrace.kv.cache import KVCache
-from headrace.kv.storage import KVStorage
-from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.restore.solver import Split, StoredRun
-from headrace.parallel.rank import Rank
-from headrace.parallel.transport import LoopbackHub
-from headrace.planner.choice import choose
-from headrace.planner.machine import ModelShape
-from headrace.strategies import STRATEGIES
 from headrace.types import BLOCK_CHUNKS, CHUNK
 from tests.support import traces
 from tests.support.checkpoints import KINDS, FolderOf
 from tests.support.offloading import counters, flush, forced, watched
-from tests.support.rank_threads import MACHINE, Threads
+from tests.support.ranked_offloading import PARAMS, close, over_ranks, restored
 from tests.support.traces import Trace, run, same
 
 RUNS = [("single",), ("gather",), ("chain",), ("ring-kv",), ("ring-q", "ring-kv")]
-PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-STORED = {"kv_offloading_size": 0.05}
-
-
-class OneOwner(Driver):
-    """Wants each block of a table to have one owner, as long as no rank is so full that another takes its chunks."""
-
-    def _part(self, part: Slice) -> Any:
-        table = part.sequence.table
-        assert table is not None
-        owners = table.slots // self.cache.pool.per_rank
-        for block in range(0, len(owners), BLOCK_CHUNKS):
-            assert self.cache.displaced or len(set(owners[block : block + BLOCK_CHUNKS].tolist())) == 1
-        return super()._part(part)
-
-
-def over_ranks(
-    size: int,
-    allowed: tuple[str, ...] = tuple(STRATEGIES),
-    tokens: int = 8192,
-    model: str | Path = "tiny",
-    **settings: Any,
-) -> LLM:
-    """An offline engine with `size` ranks, each with tiers of its own."""
-    llm = LLM(str(model), kv_cache_tokens=tokens, dtype="bfloat16",
-              **{"max_model_len": 4096, "kv_offload_activations": "off", **STORED, **settings})  # fmt: skip
-    loaded = llm.engine.loaded
-    loaded.below.close()
-    decoder, backend, hub = loaded.decoder, loaded.capacity.backend, LoopbackHub(size)
-
-    def make(rank: int) -> Rank:
-        kv_dtype = torch.int8 if loaded.config.cache.dtype == "int8" else decoder.dtype
-        hidden = decoder.config.hidden_size if settings.get("kv_offload_activations") == "on" else None
-        storage = KVStorage(decoder.config.attention, tokens // CHUNK, kv_dtype, hidden, decoder.dtype)
-        return Rank(decoder, storage, backend, hub.transport(rank))
-
-    ranks = [make(rank) for rank in range(size)]
-    agents = {rank: tiers.agent_of(loaded.config, each, backend) for rank, each in enumerate(ranks)}
-    cache = KVCache(size * tokens // CHUNK, loaded.cache.identity, size)
-    shape = ModelShape.of(decoder.config)
-
-    def advise(count: int, start: int, cached_on: Any, allow: tuple[str, ...]) -> Any:
-        return choose(MACHINE, shape, size, count, start, cached_on, allowed=allow)
-
-    workers = Threads(ranks[1:], hub)
-    peers = TierPeers(size, agents)
-    offload = tiers.open_offload(loaded.config, loaded.capacity, cache, ranks[0], peers, lambda new, cached: 1e-3 * new)
-    driver = OneOwner(ranks[0], cache, workers.send, advise, allowed)
-    llm.engine = EngineCore(replace(loaded, cache=cache, executor=driver, offload=offload))
-    llm.workers, llm.hub, llm.ranks = workers, hub, ranks  # type: ignore[attr-defined]
-    return llm
-
-
-def close(llm: LLM) -> None:
-    llm.engine.below.close()
-    llm.workers.close()  # type: ignore[attr-defined]
-    assert llm.hub.left_over() == 0  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)
@@ -119,9 +49,7 @@ def test_what_ranks_stored_comes_back(allowed: tuple[str, ...], share: float, tr
     same([watched(llm, [each], PARAMS)[0] for each in prompts], truth)
     for together in (True, False):
         flush(llm)
-        for rank in llm.ranks:  # type: ignore[attr-defined]
-            for pool in rank.storage.pools:
-                pool.k.fill_(7), pool.v.fill_(7)
+        llm.forget()
         assert llm.engine.offload is not None
         llm.engine.offload.choose = forced(share, 0.0)
         before = counters(llm).loaded_tokens
@@ -145,16 +73,6 @@ def test_a_stored_chunk_has_no_owner(tmp_path: Path, truth: list[Trace]) -> None
     same(watched(one, prompts_of(one), PARAMS), truth)
     assert counters(one).loaded_tokens > 2000
     one.close()
-
-
-def restored(llm: LLM, prompts: list[list[int]], truth: list[Trace]) -> None:
-    """Stored, forgotten and loaded, one by one, with the bits of `truth`."""
-    same([watched(llm, [each], PARAMS)[0] for each in prompts], truth)
-    flush(llm)
-    assert llm.engine.offload is not None
-    llm.engine.offload.choose = forced(0.0, 0.0)
-    same([watched(llm, [each], PARAMS)[0] for each in prompts], truth)
-    assert counters(llm).loaded_tokens > 300 and counters(llm).failures == 0
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("all", marks=pytest.mark.matrix)])

@@ -107,14 +107,19 @@ def beside_another(server: ServerProcess, kv: Path, right: list[list[int]]) -> N
     assert answer == right[3] and told["restored_tokens"] > 0, "what the other stores is not seen"
 
 
-@pytest.mark.matrix
+RANKS = [(), ("-tp", "2"), ("-cp", "2")]
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(each, marks=() if "-tp" in each else pytest.mark.matrix) for each in RANKS]
+)
 def test_by_default_in_the_cache_directory(
-    tmp_path: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    ranks: tuple[str, ...], tmp_path: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HEADRACE_KV_OFFLOAD_PATH")
     monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path))
     for restored in (False, True):
-        with process(tmp_path) as server:
+        with process(tmp_path, *ranks) as server:
             server.wait_ready()
             answer, told = ask(server, PROMPTS[0])
             assert answer == right[0] and bool(told["restored_tokens"]) == restored

@@ -19,15 +19,38 @@ from tests.support.offloading import forced
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-def opened(ranks: int, folder: Path, **settings: Any) -> LLM:
-    return LLM("tiny", context_parallel_size=ranks, kv_offload_path=str(folder), kv_cache_tokens=4096, threads=1,
-               kv_offload_activations="off", dtype="bfloat16", prefill_strategy="ring-kv", **settings)  # fmt: skip
+def opened(ranks: int, folder: Path, tensor: int = 1, **settings: Any) -> LLM:
+    return LLM("tiny", context_parallel_size=ranks, tensor_parallel_size=tensor, kv_offload_path=str(folder),
+               kv_cache_tokens=4096, threads=1, kv_offload_activations="off", dtype="bfloat16",
+               prefill_strategy="ring-kv", **settings)  # fmt: skip
 
 
 def answer(llm: LLM, prompt: list[int]) -> tuple[list[int], int]:
     """Tokens, and how many of the prompt were restored."""
     output = llm.generate([prompt], PARAMS)[0]
     return output.token_ids, llm.engine.stats().restore.loaded_tokens
+
+
+@pytest.mark.matrix
+def test_tensor_ranks_of_which_one_is_killed(tmp_path: Path) -> None:
+    """Each restores its heads, at the start of another engine; one is lost while they come; the next does it again."""
+    prompt = torch.randint(10, 2000, (700,), generator=torch.Generator().manual_seed(5)).tolist()
+    with opened(1, tmp_path, 2) as llm:
+        truth, restored = answer(llm, prompt)
+        assert restored == 0
+    with opened(1, tmp_path, 2, kv_link_gbps=0.0002) as llm:  # seconds for a restore
+        assert llm.engine.loaded.ranks is not None and llm.engine.offload is not None
+        llm.engine.offload.choose = forced(0.0, 0.0)
+        pid = llm.engine.loaded.ranks._workers.pids[1]
+        killing = threading.Thread(target=lambda: _kill(llm, pid))
+        killing.start()
+        with pytest.raises(RankLost, match="rank 1"):
+            answer(llm, prompt)
+        killing.join()
+    with opened(1, tmp_path, 2) as llm:
+        assert llm.engine.offload is not None
+        llm.engine.offload.choose = forced(0.0, 0.0)
+        assert answer(llm, prompt) == (truth, 640)
 
 
 @pytest.mark.matrix

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from headrace.parallel import messages
 from headrace.parallel.rank import Rank
-from headrace.parallel.transport import LoopbackHub
 from headrace.planner.machine import Machine
 
 MACHINE = Machine(
@@ -19,10 +18,15 @@ MACHINE = Machine(
 )  # fmt: skip
 
 
+class Failing(Protocol):
+    def fail(self, why: str) -> None:
+        """Wakes whoever waits for a rank."""
+
+
 class Threads:
     """Workers as threads that compute the steps sent to them."""
 
-    def __init__(self, ranks: list[Rank], hub: LoopbackHub) -> None:
+    def __init__(self, ranks: list[Rank], hub: Failing) -> None:
         self.hub = hub
         self.boxes = [queue.SimpleQueue[bytes | None]() for _ in ranks]
         self.threads = [

@@ -102,10 +102,9 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
         "Leave out kv_offloading_size or --no-enable-prefix-caching",
     ),
     (
-        {"tensor_parallel_size": 2, **DISK},
-        "without tensor ranks. Leave out tensor_parallel_size or kv_offload_path",
+        {"tensor_parallel_size": 2, "kv_offload_activations": "on", **DISK},
+        "the whole of them. Leave out tensor_parallel_size or kv_offload_activations",
     ),
-    ({"tensor_parallel_size": 2, **REMOTE}, "tiers work without tensor ranks"),
     (
         {"context_parallel_size": 2, "offload_schedule": "row", **HOST},
         "streaming works on one rank. Leave out context_par",

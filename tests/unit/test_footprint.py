@@ -39,6 +39,11 @@ TOO_MUCH = [
         "KV cache in the pool: at most 6.9 GiB fit",
     ),
     (
+        dict(kv_offloading_size=5, kv_cache_tokens=1_000_000, tensor_parallel_size=2),
+        "kv_offloading_size 5 GiB on each of 2 ranks is too much: 10.0 GiB are free, 0.5 of them for the weights and "
+        "1.4 GiB for the KV cache in the pool: at most 4.0 GiB a rank fit",
+    ),
+    (
         dict(kv_offloading_size=12, offload_schedule="row", max_sequences=1000),
         "kv_offloading_size 12 GiB is too much: 10.0 GiB are free, 0.3 of them for the weights: at most 9.7 GiB fit",
     ),

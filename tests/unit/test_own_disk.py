@@ -98,7 +98,7 @@ def test_what_is_stored_counts_as_free(home: Path, monkeypatch: pytest.MonkeyPat
 
 OTHERS: list[dict[str, Any]] = [
     {"offload_schedule": "row", "kv_offloading_size": 1}, {"enable_prefix_caching": False},
-    {"context_parallel_size": 2}, {"tensor_parallel_size": 2}, {"attention_backend": "triton"},
+    {"context_parallel_size": 2, "distributed_backend": "ray"}, {"attention_backend": "triton"},
 ]  # fmt: skip
 
 
@@ -108,6 +108,15 @@ def test_other_settings_leave_no_place(settings: dict[str, Any], home: Path, cap
     assert auto(**settings).tiers is None and not (home / ".cache").exists() and not caplog.text
     with pytest.raises(ValueError, match="kv_offload_disk_size needs a directory"):
         auto(**settings, kv_offload_disk_size=3)
+
+
+@pytest.mark.parametrize("settings", [{"context_parallel_size": 2}, {"tensor_parallel_size": 2}])
+def test_ranks_of_this_host_share_it(settings: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert disk_of(auto(**settings))[0] == str(kv_folder())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert disk_of(auto(**settings))[0] == str(kv_folder())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert auto(**settings).tiers is None, "the other rank is on another host"
 
 
 def test_a_remote_tier_is_enough(home: Path) -> None:
@@ -194,6 +203,18 @@ def test_the_start_says_how_to_switch_it_off(home: Path) -> None:
     assert told.endswith(" tokens, stored as int8; off by --kv-offload-path none")
     (told,) = tier_lines(FakeCapacity(), EngineConfig(kv_offload_path="/kv"))
     assert told.endswith("stored as raw")
+
+
+def test_the_start_of_several_ranks() -> None:
+    """A token's bytes are those of one tensor rank: on disk are those of both."""
+    told = tier_lines(
+        FakeCapacity(kv_cache_dtype="bfloat16"),
+        EngineConfig(kv_offload_path="/kv", kv_offloading_size=2, context_parallel_size=3, tensor_parallel_size=2),
+    )
+    assert told == [
+        f"host memory: 2 GiB a rank, about {3 * 2 * 2**20:,} tokens, stored as raw",
+        f"disk /kv: 32 GiB, about {32 * 2**19:,} tokens, stored as raw",
+    ]
 
 
 def test_streaming_from_no_directory() -> None:

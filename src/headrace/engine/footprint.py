@@ -122,11 +122,13 @@ class Footprint:
     def _check_host_tier(self) -> None:
         """The tier's memory is taken as it fills, so an engine would die hours later."""
         size = sum(own.size for own in self.config.tiers.each if own.kind == "host") if self.config.tiers else 0
-        room = self.free - self.weights - self.kv_bytes()
+        here = ranks_here(self.config)
+        room = (self.free - self.weights - self.kv_bytes()) // here
         if size * GIB > room:
             raise ValueError(
-                f"kv_offloading_size {size:g} GiB is too much: {self._what_is_free()} and {gib(self.kv_bytes())} for "
-                f"the KV cache in the pool: at most {gib(room)} fit"
+                f"kv_offloading_size {size:g} GiB{f' on each of {here} ranks' if here > 1 else ''} is too much: "
+                f"{self._what_is_free()} and {gib(self.kv_bytes())} for the KV cache in the pool: at most {gib(room)} "
+                f"{'a rank fit' if here > 1 else 'fit'}"
             )
 
     def _check_streamed(self) -> None:

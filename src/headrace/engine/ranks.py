@@ -141,7 +141,7 @@ class Ranks:
     def open_tiers(self, cache: KVCache, config: EngineConfig, capacity: Capacity) -> StoredPrefixes:
         """Opens those of every rank. Raises ValueError, RankLost."""
         agent, workers, ranks = tiers.agent_of(config, self.rank, capacity.backend), self._workers, cache.ranks
-        peers = TierPeers(ranks, {0: agent}, workers.send_to, workers.check)
+        peers = TierPeers(ranks, {0: agent}, workers.send_to, workers.check, config.ranks.tensor)
         workers.on_answer = peers.received
         advise = self._advise(config)
 

@@ -27,6 +27,7 @@ from headrace.offload.restore.profile import measure, probe
 from headrace.offload.restore.projector import Projector
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.source import StoredChunks
+from headrace.offload.tiers.base import HeadShare
 from headrace.offload.tiers.notes import ModelNote, write_note
 from headrace.offload.tiers.open import open_tiers
 from headrace.offload.tiers.stack import Tiers
@@ -91,8 +92,18 @@ def agent_of(config: EngineConfig, rank: Runner | Rank, backend: str) -> TierAge
     def opener(identity: bytes) -> Opened:
         return open_here(config, backend, identity, rank.decoder, rank.storage)
 
-    rank.coming = agent = TierAgent(opener)
+    share = rank.decoder.share
+    agent = TierAgent(opener, 0 if share is None else share.rank, head_share(rank.decoder))
+    rank.coming = agent
     return agent
+
+
+def head_share(decoder: Decoder) -> HeadShare:
+    """The KV heads that a decoder computes. More tensor ranks than heads hold, and store, copies of them."""
+    if decoder.share is None:
+        return HeadShare()
+    mine, heads = decoder.share.kv_heads, decoder.share.config.attention.kv_heads
+    return HeadShare(mine.start // len(mine), heads // len(mine))
 
 
 def open_offload(

@@ -181,7 +181,8 @@ class Decoder:
 
     With `tensor`, one of several tensor ranks: `weights` are its share, and `config.attention` and `key_bias` become
     those of its own heads, so that keys and values are stored for these alone. All ranks of the group call `forward`
-    with the same batches in the same order, and get the same hidden states; rank 0 alone has `logits`.
+    with the same batches in the same order, and get the same hidden states; rank 0 alone has `logits`. `share`: what it
+    computes; None where that is everything.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class Decoder:
         tensor: ShardGroup | None = None,
         packed: OnProgress | None = None,
     ) -> None:
-        share = _share(config, tensor)
+        self.share = share = _share(config, tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
         self.matrices = _pack_all(weights, quantization, config.gated, packed)
         self.weights = weights

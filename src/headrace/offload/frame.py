@@ -3,14 +3,16 @@
     0        8       10   11   12      16             24         56       88           -8
     | magic  | version| kind| fmt | layers | section bytes | identity | digest | sums ... 0 | checksum |
 
-Numbers are little-endian. sums: a checksum of each section, 8 bytes each; then zeros, so that the header is a multiple
-of 64 bytes long and sections lie as tensors like to; its last 8 bytes are the checksum of all bytes before them. The
-layout of a section is defined by kernels.chunk_formats. Checksums (XXH3, 64 bits) find damage, not malice: whoever can
-write to a tier is trusted.
+Numbers are little-endian. digest: the chunk's; of a share of its heads (tiers.base.HeadShare) the SHA-256 of what names
+that. sums: a checksum of each section, 8 bytes each; then zeros, so that the header is a multiple of 64 bytes long and
+sections lie as tensors like to; its last 8 bytes are the checksum of all bytes before them. The layout of a section is
+defined by kernels.chunk_formats. Checksums (XXH3, 64 bits) find damage, not malice: whoever can write to a tier is
+trusted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +28,9 @@ VERSION = 1
 ALIGN = 64
 FORMATS: tuple[BlobFormat, ...] = get_args(BlobFormat)
 KINDS: tuple[BlobKind, ...] = get_args(BlobKind)
+
+NAMED = (32, 36)
+"""Bytes that name a chunk, and a share of one."""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -95,11 +100,12 @@ def section_at(layers: int, section_bytes: int, layer: int) -> int:
 
 
 def make_header(layout: BlobLayout, digest: bytes, sums: Sequence[int]) -> bytes:
-    """The header of chunk `digest` (32 bytes) whose sections have these checksums, in layer order."""
-    if len(digest) != 32 or len(sums) != layout.layers:
+    """The header of chunk `digest` (32 bytes), or a share of one (36), whose sections have these checksums, in layer
+    order."""
+    if len(digest) not in NAMED or len(sums) != layout.layers:
         raise ValueError(f"need a digest of 32 bytes and {layout.layers} sums, got {len(digest)} and {len(sums)}")
-    kind, form = layout.kind.encode(), FORMATS.index(layout.format)
-    fixed = _FIXED.pack(MAGIC, VERSION, kind, form, layout.layers, layout.section_bytes, layout.identity, digest)
+    kind, form, own = layout.kind.encode(), FORMATS.index(layout.format), _digest_in_header(digest)
+    fixed = _FIXED.pack(MAGIC, VERSION, kind, form, layout.layers, layout.section_bytes, layout.identity, own)
     body = fixed + struct.pack(f"<{layout.layers}Q", *sums)
     body += bytes(header_bytes(layout.layers) - _SUM.size - len(body))
     return body + _SUM.pack(checksum(body))
@@ -124,7 +130,7 @@ def read_header(data: Bytes, digest: bytes, kind: BlobKind, identity: bytes) -> 
         raise DamagedBlob(f"header for {layers} layers cut off: {len(view)} of {size} bytes")
     _expect("checksum of the header", _SUM.unpack_from(view, size - _SUM.size)[0], checksum(view[: size - _SUM.size]))
     _expect("identity", its_identity, identity)
-    _expect("digest", its_digest, digest)
+    _expect("digest", its_digest, _digest_in_header(digest))
     _expect("kind", its_kind, kind.encode())
     if form >= len(FORMATS):
         raise DamagedBlob(f"unknown format {form}")
@@ -148,7 +154,7 @@ def check_blob(data: Bytes, name: bytes) -> None:
     Whose model it is remains open."""
     view, kinds = memoryview(data).cast("B"), {kind.encode(): kind for kind in KINDS}
     digest, kind = name[:-1], kinds.get(name[-1:])
-    if len(digest) != 32 or kind is None:
+    if len(digest) not in NAMED or kind is None:
         raise DamagedBlob("its name is none of a chunk")
     header = read_header(view, digest, kind, identity_of(view))
     if section_at(header.layers, header.section_bytes, header.layers) != len(view):
@@ -156,6 +162,10 @@ def check_blob(data: Bytes, name: bytes) -> None:
     for layer in range(header.layers):
         start = section_at(header.layers, header.section_bytes, layer)
         header.check(layer, view[start : start + header.section_bytes])
+
+
+def _digest_in_header(digest: bytes) -> bytes:
+    return digest if len(digest) == 32 else hashlib.sha256(digest).digest()
 
 
 def _expect(what: str, found: bytes | int, wanted: bytes | int) -> None:

@@ -113,7 +113,9 @@ BYTES_PER_ELEMENT = {"int8": 1.0625, "int4": 0.5625}
 
 
 def tier_lines(capacity: Any, config: EngineConfig) -> list[str]:
-    """Where KV is kept below the pool, how much of it and in which format; passwords are left out."""
+    """Where KV is kept below the pool, how much of it and in which format; passwords are left out.
+
+    Of several ranks each has its own host memory; a token's bytes are those of a tensor rank."""
     if config.streaming is not None:
         return [_streamed_line(config.streaming)]
     if config.tiers is None:
@@ -122,8 +124,10 @@ def tier_lines(capacity: Any, config: EngineConfig) -> list[str]:
     lines = []
     for tier in config.tiers.each:
         each = BYTES_PER_ELEMENT.get(tier.format, element)
-        tokens = tier.size * 2**30 / capacity.kv_bytes_per_token * element / each
-        size = f"{tier.size:g} GiB, about {tokens:,.0f} tokens" if tier.size else "as much as its server keeps"
+        places = 1 / config.ranks.tensor if tier.outlives else config.ranks.context
+        tokens = places * tier.size * 2**30 / capacity.kv_bytes_per_token * element / each
+        a_rank = "" if tier.outlives or config.ranks.count == 1 else " a rank"
+        size = f"{tier.size:g} GiB{a_rank}, about {tokens:,.0f} tokens" if tier.size else "as much as its server keeps"
         form = f", stored as {tier.format}"
         if own_disk.is_own(tier.place):
             form = form if tier.format != "raw" else ""

@@ -17,11 +17,13 @@ from headrace.offload.copy_streams import CopyStream
 from headrace.offload.ranked import words
 from headrace.offload.restore.projector import Projector
 from headrace.offload.restore.transfer import RestoreTransfer, WantedChunk
-from headrace.offload.tiers.base import BlobKind, BlobParts, name_of
+from headrace.offload.tiers.base import BlobKind, BlobParts, HeadShare, name_of
 from headrace.offload.tiers.stack import Tiers
 from headrace.offload.writeback import Parked
 
 log = logging.getLogger(__name__)
+
+ALL = HeadShare()
 
 Say = Callable[[words.Answer], None]
 """Tells rank 0; from any thread."""
@@ -47,14 +49,15 @@ class _Bringing:
 
 
 class TierAgent:
-    """opener(identity): opens the rank's tiers; raises ValueError.
+    """opener(identity): opens the rank's tiers; raises ValueError. place: among the tensor ranks of its context rank;
+    share: the KV heads that it has.
 
     A restore begins, and its slots are known to be coming, before `obey` returns. Opening, storing and closing are done
     when it does: an AgentThread does them elsewhere.
     """
 
-    def __init__(self, opener: Callable[[bytes], Opened]) -> None:
-        self._opener = opener
+    def __init__(self, opener: Callable[[bytes], Opened], place: int = 0, share: HeadShare = ALL) -> None:
+        self._opener, self._place, self._share = opener, place, share
         self._opened: Opened | None = None
         self._of: dict[int, _Bringing] = {}
         self._restores: dict[int, _Bringing] = {}
@@ -105,10 +108,10 @@ class TierAgent:
                 finally:
                     say(words.ChunkStored(command.number))
             case words.TellTiers():
-                say(self._told(command.number))
+                say(self.told(command.number))
             case words.CloseTiers():
                 self._close(command.timeout_s)
-                say(self._told(command.number))
+                say(self.told(command.number))
 
     def _open(self, command: words.OpenTiers) -> words.TiersOpen:
         try:
@@ -122,13 +125,14 @@ class TierAgent:
 
     def _find(self, command: words.FindChunks, say: Say) -> None:
         opened, digests = self.opened, command.digests
-        kv: list[int | None] = [None] * len(digests)
+        kv: list[words.Reach | None] = [None] * len(digests)
         x: list[int | None] = []
 
         def look() -> None:
-            kv[:] = opened.tiers.find([name_of(digest, "k") for digest in digests])
+            tiers = opened.tiers.find([name_of(self._share.of(digest), "k") for digest in digests])
+            kv[:] = [None if tier is None else (tier,) for tier in tiers]
             if opened.codec.keeps_activations:
-                count = next((i for i, tier in enumerate(kv) if tier is None), len(kv))
+                count = next((i for i, tier in enumerate(tiers) if tier is None), len(tiers))
                 x[:] = opened.tiers.find([name_of(digest, "x") for digest in digests[:count]])
 
         ticket = opened.looking.submit(look, 0, "look")
@@ -136,7 +140,10 @@ class TierAgent:
 
     def _bring(self, command: words.BringChunks, say: Say) -> None:
         opened = self.opened
-        wanted = [WantedChunk(each.chunk, each.digest, each.slot, each.kind, each.tier) for each in command.chunks]
+        wanted = [
+            WantedChunk(each.chunk, self._share.of(each.digest), each.slot, each.kind, each.tiers[self._place])
+            for each in command.chunks
+        ]
         transfer = RestoreTransfer(opened.codec, opened.tiers, wanted, command.prompt_len, opened.project)
         restore = _Bringing(command.number, transfer, [each.slot for each in command.chunks])
         with self._lock:
@@ -193,8 +200,9 @@ class TierAgent:
         opened = self.opened
         codec, tiers = opened.storing if parked is None else opened.codec, opened.tiers
         kinds: list[BlobKind] = ["k", "x"] if codec.keeps_activations and chunk.activations else ["k"]
+        own = self._share.of(chunk.digest)
         for kind in kinds:
-            name = name_of(chunk.digest, kind)
+            name = name_of(own, kind)
             lacking = tiers.lacking(name) if chunk.sure else tiers.doubtful(name)
             if chunk.in_memory:
                 lacking = [tier for tier in lacking if not tiers.queues(tier)]
@@ -202,11 +210,11 @@ class TierAgent:
                 with contextlib.nullcontext() if parked is None else parked.lock:
                     if parked is not None and parked.revoked:
                         return False
-                    parts = codec.encode(chunk.slot, chunk.digest, kind, form)
+                    parts = codec.encode(chunk.slot, own, kind, form)
                 _offer(tiers, [tier for tier in lacking if tiers.format(tier) == form], name, chunk.tenant, parts)
         return True
 
-    def _told(self, number: int) -> words.TiersTold:
+    def told(self, number: int = 0) -> words.TiersTold:
         tiers = self.opened.tiers
         return words.TiersTold(number, {kind: asdict(each) for kind, each in tiers.stats().items()}, tiers.queued_blobs)
 
@@ -250,8 +258,10 @@ class AgentThread:
             self.agent.obey(command, say)
 
     def _run(self) -> None:
-        while True:
+        closed = False
+        while not closed:
             command, say = self._work.get()
+            closed = isinstance(command, words.CloseTiers)
             try:
                 self.agent.obey(command, say)
             except Exception:

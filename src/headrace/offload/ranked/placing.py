@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from headrace.types import BLOCK_CHUNKS
 
-Reach = Sequence[Sequence[int | None]]
-"""[chunks][ranks]: the tier from which the rank can load the chunk."""
+Reach = Sequence[Sequence[object | None]]
+"""[chunks][ranks]: whence the rank can load the chunk; None if it cannot."""
 
 
 def placements(first: int, reach: Reach, room: Sequence[int], begun: int | None) -> list[list[int]]:

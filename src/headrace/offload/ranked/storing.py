@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from headrace.kv.tree import Node
 from headrace.offload.ranked import words
+from headrace.offload.ranked.agent import TierAgent
+from headrace.offload.ranked.joining import summed
 from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.tiers.stack import Tiers
 from headrace.offload.writeback import Parked, Storer
@@ -43,7 +45,7 @@ class ChunkStorer(Storer):
         command = words.StoreChunk(
             0, slot, digest, node.tenant, parked is not None, in_memory, activations=node.activations
         )
-        if (agent := self.peers.agents.get(rank)) is not None:
+        if (agent := self.peers.here(rank)) is not None:
             if agent.store(command, parked):
                 node.stored = True
             return
@@ -62,41 +64,35 @@ class AllTiers:
         self._asked_s = 0.0
 
     @property
-    def _here(self) -> list[Tiers]:
-        return [agent.opened.tiers for agent in self.peers.agents.values()]
+    def _here(self) -> list[TierAgent]:
+        return [agent for rank in range(self.peers.ranks) if (agent := self.peers.here(rank)) is not None]
 
     def _ask(self) -> None:
         now = time.monotonic()
         if now < self._asked_s:
             return
         self._asked_s = now + TELL_S
-        for rank in self._elsewhere():
+        for rank in self.peers.elsewhere:
             self.peers.ask(rank, words.TellTiers(0), self._told.__setitem__)
-
-    def _elsewhere(self) -> list[int]:
-        return [rank for rank in range(self.peers.ranks) if rank not in self.peers.agents]
 
     def stats(self) -> dict[str, TierStats]:
         """By kind, of all ranks together."""
         self._ask()
-        found: dict[str, TierStats] = {}
-        there = [{kind: TierStats(**each) for kind, each in told.stats.items()} for told in list(self._told.values())]
-        for stats in [tiers.stats() for tiers in self._here] + there:
-            for kind, each in stats.items():
-                found[kind] = _sum(found.get(kind), each, shared=kind != "host")
-        return found
+        told = [each.told() for each in self._here] + list(self._told.values())
+        return {kind: TierStats(**each) for kind, each in summed(told).items()}
 
     @property
     def queued_blobs(self) -> int:
         """Blobs that wait to be written, or are being written."""
         self._ask()
-        return sum(tiers.queued_blobs for tiers in self._here) + sum(each.queued for each in list(self._told.values()))
+        here = sum(agent.opened.tiers.queued_blobs for agent in self._here)
+        return here + sum(each.queued for each in list(self._told.values()))
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until everything offered is written or refused; False if that is not so after timeout_s."""
         end = time.monotonic() + timeout_s
-        flushed = all([tiers.flush(timeout_s) for tiers in self._here])
-        while flushed and (others := self._elsewhere()):
+        flushed = all([agent.opened.tiers.flush(timeout_s) for agent in self._here])
+        while flushed and (others := self.peers.elsewhere):
             self._told |= self.peers.call_all({rank: words.TellTiers(0) for rank in others}, words.TiersTold)
             if not sum(told.queued for told in self._told.values()):
                 break
@@ -113,15 +109,3 @@ class AllTiers:
         told = self.peers.call_all(asked, words.TiersTold, timeout_s + 1.0)
         if len(told) < len(asked):
             log.warning("the tiers of %d ranks did not close within %.0f s", len(asked) - len(told), timeout_s)
-
-
-def _sum(one: TierStats | None, other: TierStats, shared: bool) -> TierStats:
-    """Numbers are added, but for what a tier holds that all ranks share; one is degraded where it is so on any rank."""
-    if one is None:
-        return other
-    found = TierStats()
-    for item in fields(TierStats):
-        a, b = getattr(one, item.name), getattr(other, item.name)
-        holds = shared and item.name in ("used_bytes", "budget_bytes", "blobs")
-        setattr(found, item.name, (a or b) if isinstance(a, bool | str) else max(a, b) if holds else a + b)
-    return found

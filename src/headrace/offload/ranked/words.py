@@ -1,6 +1,7 @@
 """What rank 0 asks of the tiers of a rank, and what that answers: plain records, sent as msgpack.
 
-Slots are those of the rank's own pool. An answer carries the number of the question.
+Slots are those of the rank's own pool. An answer carries the number of the question. The tensor ranks of a context rank
+are asked the same, each of its own share of the heads (joining).
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import msgspec
 
 from headrace.offload.tiers.base import BlobKind
 
+Reach = tuple[int, ...]
+"""The tier that has a chunk, for each tensor rank: of each one's share."""
+
 
 class WantedHere(NamedTuple):
-    """A chunk to be brought: its number in the sequence, its name, where it goes, the tier that has it, and as what it
-    comes: keys and values ("k") or activations ("x")."""
+    """A chunk to be brought: its number in the sequence, its name, where it goes, the tier that has it, for each tensor
+    rank, and as what it comes: keys and values ("k") or activations ("x")."""
 
     chunk: int
     digest: bytes
     slot: int
-    tier: int
+    tiers: Reach
     kind: BlobKind = "k"
 
 
@@ -106,10 +110,11 @@ class TiersOpen(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChunksFound(msgspec.Struct, frozen=True, tag=True):
-    """tiers: of keys and values. x: of activations, of the chunks up to the first whose keys and values none has."""
+    """tiers: of keys and values. x: of activations, which tensor ranks do not keep, of the chunks up to the first whose
+    keys and values none has. None for a chunk that no tier has."""
 
     number: int
-    tiers: list[int | None]
+    tiers: list[Reach | None]
     x: list[int | None]
 
 

@@ -67,7 +67,8 @@ def measure(
         kind: rate for kind, (rate, _) in moves.items()
     }
     found = Rates(shape.layers, project, prefill, known, {kind: cpu_s for kind, (_, cpu_s) in moves.items()})
-    _forward(decoder, storage, backend, found, seconds)
+    if decoder.share is None:  # tensor ranks compute together, when all are asked to
+        _forward(decoder, storage, backend, found, seconds)
     return found
 
 

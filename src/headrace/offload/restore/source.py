@@ -21,20 +21,25 @@ from headrace.types import BLOCK_CHUNKS
 
 
 class FoundChunk(NamedTuple):
-    """A stored chunk: its name; on[rank], x_on[rank]: the tier from which each rank can load its K and V, and its
-    activations; `rank`: the one that shall."""
+    """A stored chunk: its name; on[rank]: the tiers from which each rank can load its K and V, a share from each;
+    x_on[rank]: the one that has its activations; `rank`: the one that shall."""
 
     digest: bytes
-    on: tuple[int | None, ...]
+    on: tuple[words.Reach | None, ...]
     x_on: tuple[int | None, ...]
     rank: int = 0
 
     @property
+    def tiers(self) -> words.Reach:
+        """Those that its K and V come from."""
+        found = self.on[self.rank]
+        assert found is not None, "a rank loads what it has in reach"
+        return found
+
+    @property
     def kv(self) -> int:
-        """The tier that its K and V come from."""
-        tier = self.on[self.rank]
-        assert tier is not None, "a rank loads what it has in reach"
-        return tier
+        """The slowest of them, which decides."""
+        return max(self.tiers)
 
     @property
     def x(self) -> int | None:
@@ -148,10 +153,10 @@ class StoredChunks:
         kinds: list[BlobKind] = ["x" if i < projected else "k" for i in range(len(found))]
         tiers, per_rank = [], self.cache.pool.per_rank
         for i, (each, slot) in enumerate(zip(found, slots, strict=True)):
-            tier = each.x if kinds[i] == "x" and each.x is not None else each.kv
-            tiers.append(tier)
+            reach = (each.x,) if kinds[i] == "x" and each.x is not None else each.tiers
+            tiers.append(max(reach))
             places.setdefault(each.rank, []).append(i)
-            wanted = words.WantedHere(first + i, each.digest, slot % per_rank, tier, kinds[i])
+            wanted = words.WantedHere(first + i, each.digest, slot % per_rank, reach, kinds[i])
             of.setdefault(each.rank, []).append(wanted)
         report = RestoreReport(kinds, self._tiers.kind(max(set(tiers), key=tiers.count)), places)
         restore = Restore(report, self.peers, {})

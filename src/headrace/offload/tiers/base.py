@@ -1,27 +1,57 @@
 """The interface of a tier: a store of named blobs below the pool, which may lose any of them at any time.
 
 A blob is one chunk's keys and values ("k") or its activations ("x"), of all layers (frame). Its name is the chunk's
-digest, which the model, the types, the tenant's salt and all tokens up to the chunk's end went into, and the kind.
+digest, which the model, the types, the tenant's salt and all tokens up to the chunk's end went into, and the kind. Of
+several tensor ranks each stores the keys and values of its own heads, under the digest with the share behind it.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from headrace.config import OffloadFormat as BlobFormat
 from headrace.stats import TierStats
+from headrace.types import CHUNK
 
-__all__ = ["BlobFormat", "BlobKind", "BlobParts", "Read", "ReadGuess", "Tier", "TierStats", "flat", "name_of"]
+__all__ = [
+    "BlobFormat", "BlobKind", "BlobParts", "HeadShare", "Read", "ReadGuess", "Tier", "TierStats", "flat", "name_of",
+    "tokens_of",
+]  # fmt: skip
 
 BlobKind = Literal["k", "x"]
 
 BlobParts = Sequence[bytes | bytearray | memoryview]
 
 
+DIGEST = 32
+"""Bytes of a chunk's digest."""
+_SHARE = struct.Struct("<HH")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """One of `parts` equal parts of a model's KV heads. The default is all of them."""
+
+    part: int = 0
+    parts: int = 1
+
+    def of(self, digest: bytes) -> bytes:
+        """What names this share of a chunk: the chunk's digest, with the share behind it unless that is all."""
+        return digest if self.parts == 1 else digest + _SHARE.pack(self.part, self.parts)
+
+
 def name_of(digest: bytes, kind: BlobKind) -> bytes:
-    """33 bytes."""
+    """33 bytes; 37 of a share (HeadShare.of)."""
     return digest + kind.encode()
+
+
+def tokens_of(name: bytes) -> int:
+    """Tokens that a blob counts for: those of its chunk, once: not again for activations or further shares."""
+    share = name[DIGEST:-1]
+    return CHUNK if name.endswith(b"k") and not any(share[:2]) else 0
 
 
 def flat(part: bytes | bytearray | memoryview) -> memoryview:

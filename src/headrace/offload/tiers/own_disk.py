@@ -79,11 +79,19 @@ def _ruled_out(config: EngineConfig) -> str:
     others = {
         "offload_schedule": config.flat["offload_schedule"] != "off",
         "enable_prefix_caching": not config.cache.prefix_caching,
-        "several ranks": config.ranks.count > 1,
+        "ranks on other hosts": not _on_this_host(config),
         "attention_backend triton": config.model.backend == "triton",
         "kv_remote_url": config.flat["kv_remote_url"] is not None,
     }
     return next((name for name, given in others.items() if given), "")
+
+
+def _on_this_host(config: EngineConfig) -> bool:
+    """Whether all ranks are known to run here. A home that several hosts share is no place for an index in SQLite."""
+    by_torchrun = os.environ.get("LOCAL_WORLD_SIZE")
+    if by_torchrun is not None:
+        return int(by_torchrun) == config.ranks.count
+    return config.ranks.count == 1 or config.ranks.launcher != "ray"
 
 
 def _prepare(folder: Path) -> None:

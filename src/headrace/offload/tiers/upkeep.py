@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.offload import frame
+from headrace.offload.tiers.base import tokens_of
 from headrace.offload.tiers.files import BlobFiles, DamagedFile, OpenFile, tenant_mark
 from headrace.offload.tiers.index import BATCH, Index
 from headrace.offload.tiers.index_tables import MOST_BYTES, BlobEntry
@@ -42,8 +43,8 @@ class StoredBlob(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of blobs of keys and values; activations belong to tokens that these count."""
-        return 64 if self.entry.name.endswith(b"k") else 0
+        """See tokens_of."""
+        return tokens_of(self.entry.name)
 
 
 class Flaw(NamedTuple):

@@ -1,0 +1,247 @@
+"""Tiers of tensor ranks, as threads: each stores its own heads of every chunk, which come back with one rank's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+from headrace.offload.tiers import upkeep
+from headrace.types import CHUNK
+from tests.support import traces
+from tests.support.checkpoints import FolderOf
+from tests.support.offloading import counters, flush, forced, prompts_of, watched
+from tests.support.ranked_offloading import PARAMS, RankedLLM, close, loads, over_ranks, restored
+from tests.support.traces import run, same
+
+SIZES = [(1, 2), (2, 2)]
+"""(context, tensor) ranks."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Case:
+    """A model, the settings of its engines, prompts, and what one rank with nothing stored says."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.settings: dict[str, Any] = {"max_model_len": None, "tokens": 4096, "model": folder, **settings}
+        whole = {name: value for name, value in self.settings.items() if name not in ("tokens", "model")}
+        one = LLM(str(folder), kv_cache_tokens=4096, dtype="bfloat16", enable_prefix_caching=False, **whole)
+        self.prompts = prompts_of(one)
+        self.truth = run(one, self.prompts, PARAMS)
+
+    def over(self, size: int, tensor: int, *allowed: str, **settings: Any) -> RankedLLM:
+        strategies = {"allowed": allowed} if allowed else {}
+        return over_ranks(size, tensor=tensor, **strategies, **{**self.settings, **settings})
+
+
+@pytest.fixture(scope="module")
+def gqa(folder_of: FolderOf) -> Case:
+    return Case(folder_of("llama_gqa"))
+
+
+@pytest.mark.parametrize(("size", "tensor"), SIZES)
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_what_tensor_ranks_stored_comes_back(size: int, tensor: int, share: float, gqa: Case) -> None:
+    """Over a link so slow that steps wait for what comes, layer by layer."""
+    llm = gqa.over(size, tensor, kv_link_gbps=0.02)
+    same([watched(llm, [each], PARAMS)[0] for each in gqa.prompts], gqa.truth)
+    for together in (True, False):
+        flush(llm)
+        llm.forget()
+        assert llm.engine.offload is not None
+        llm.engine.offload.choose = forced(share, 0.0)
+        before = counters(llm).loaded_tokens
+        asked = [gqa.prompts] if together else [[each] for each in gqa.prompts]
+        same([trace for each in asked for trace in watched(llm, each, PARAMS)], gqa.truth)
+        assert counters(llm).loaded_tokens > before + 200 and counters(llm).failures == 0
+    close(llm)
+
+
+KINDS = ["mistral_window", "falcon_rw", "falcon7"]
+WAYS = [(1, "single"), (2, "ring-kv")]
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in KINDS)])
+def test_families(kind: str, kv: str, folder_of: FolderOf) -> None:
+    """MHA, a window, ALiBi, one KV head that all tensor ranks hold; K and V in int8."""
+    case = Case(folder_of(kind), kv_cache_dtype=kv)
+    for size, strategy in WAYS if kind == "llama" else [*WAYS, (2, "chain"), (2, "ring-q")]:
+        llm = case.over(size, 2, strategy)
+        restored(llm, case.prompts, case.truth)
+        close(llm)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights(quantization: str, folder_of: FolderOf) -> None:
+    case = Case(folder_of("llama_gqa"), quantization=quantization)
+    llm = case.over(1, 2)
+    restored(llm, case.prompts, case.truth)
+    close(llm)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_rounded_as_by_one_rank(form: str, gqa: Case) -> None:
+    """A tier that rounds does so head by head: shares come back as the whole does."""
+    answers = []
+    for tensor in (1, 2):
+        llm = gqa.over(1, tensor, kv_host_format=form)
+        same([watched(llm, [each], PARAMS)[0] for each in gqa.prompts[:1]], gqa.truth[:1])
+        flush(llm)
+        llm.forget()
+        assert llm.engine.offload is not None
+        llm.engine.offload.choose = forced(0.0, 0.0)
+        answers.append(watched(llm, gqa.prompts[:1], PARAMS))
+        assert counters(llm).loaded_tokens > 300
+        close(llm)
+    same(*answers)
+
+
+def test_a_pool_too_small() -> None:
+    """Sequences are preempted, their chunks evicted, stored by all tensor ranks and brought back."""
+    long = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+    whole = LLM("tiny", kv_cache_tokens=40_000, dtype="bfloat16", max_model_len=640)
+    prompts = [each for each in traces.prompts_of(whole) if 150 < len(each) < 520]
+    truth = run(whole, prompts, long)
+    llm = over_ranks(1, tokens=576, tensor=2, max_model_len=576, max_batch_tokens=192)
+    for _ in range(2):
+        same(watched(llm, prompts, long), truth)
+    stats = llm.engine.stats()
+    assert stats.scheduler.preemptions and stats.kv.evictions and counters(llm).restores
+    close(llm)
+
+
+def test_aborted_while_it_comes(gqa: Case) -> None:
+    """Nobody else gets the slots until no tensor rank writes to them any more."""
+    llm = gqa.over(1, 2, kv_link_gbps=0.002)
+    prompts, truth = gqa.prompts[:1], gqa.truth[:1]
+    same(watched(llm, prompts, PARAMS), truth)
+    flush(llm)
+    core = llm.engine
+    assert core.offload is not None
+    core.offload.choose = forced(0.0, 0.0)
+    for abort_after in range(5):
+        request = llm._request(prompts[0], PARAMS, None, 0)
+        core.add(request)
+        for _ in range(abort_after):
+            core.step()
+            core.cache.check()
+        core.abort(request.request_id)
+        core.cache.check()
+    same(watched(llm, prompts, PARAMS), truth)
+    close(llm)
+
+
+def blobs_of(llm: LLM, prompt: list[int], chunk: int, folder: Path) -> list[Path]:
+    """The files of a chunk of the prompt, a share each."""
+    table = llm.engine.cache.open(list(prompt))
+    name = table.digest(chunk).hex()
+    llm.engine.cache.close(table)
+    return sorted(each for each in folder.rglob(f"{name}*") if each.is_file())
+
+
+@pytest.mark.parametrize(("size", "tensor"), SIZES)
+@pytest.mark.parametrize("share", [0, 1])
+@pytest.mark.parametrize("what", ["header", "section", "gone"])
+def test_a_lost_share_is_a_lost_chunk(size: int, tensor: int, share: int, what: str, gqa: Case, tmp_path: Path) -> None:
+    """Of one tensor rank alone: all agree on how far the run is good, and what follows is computed again, by all."""
+    disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0, "kv_link_gbps": 0.02}
+    llm = gqa.over(size, tensor, **disk)
+    prompts, truth = gqa.prompts[:1], gqa.truth[:1]
+    same(watched(llm, prompts, PARAMS), truth)
+    flush(llm)
+    paths = blobs_of(llm, prompts[0], 3, tmp_path)
+    assert len(paths) == 2
+    content = bytearray(paths[share].read_bytes())
+    content[30 if what == "header" else -100] ^= 4
+    if what == "gone":
+        paths[share].unlink()
+    else:
+        paths[share].write_bytes(content)
+    assert llm.engine.offload is not None
+    llm.engine.offload.choose = forced(0.0, 0.0)
+    for again in (False, True):
+        same(watched(llm, prompts, PARAMS), truth)
+        assert counters(llm).failures == 1, "the loss was not noticed, or not repaired"
+        if not again:
+            assert counters(llm).loaded_tokens == 3 * CHUNK
+            flush(llm)
+    assert counters(llm).loaded_tokens == (3 + 6) * CHUNK
+    assert all(path.is_file() for path in paths)
+    close(llm)
+
+
+def test_a_share_that_no_tier_has(gqa: Case, tmp_path: Path) -> None:
+    """A chunk is found if every tensor rank finds its share."""
+    llm = gqa.over(1, 2, kv_offload_path=str(tmp_path), kv_offloading_size=0)
+    prompts, truth = gqa.prompts[:1], gqa.truth[:1]
+    same(watched(llm, prompts, PARAMS), truth)
+    flush(llm)
+    for path in blobs_of(llm, prompts[0], 2, tmp_path)[:1]:
+        stored = {each.entry.name.hex(): each.entry for each in upkeep.blobs(tmp_path, lambda done, total: None)}
+        upkeep.remove(tmp_path, [stored[path.name.partition("-")[0]]], lambda done, total: None)
+    assert llm.engine.offload is not None
+    llm.engine.offload.choose = forced(0.0, 0.0)
+    same(watched(llm, prompts, PARAMS), truth)
+    assert counters(llm).loaded_tokens == 2 * CHUNK and counters(llm).failures == 0
+    close(llm)
+
+
+def test_what_is_stored_is_counted_once_and_verified(gqa: Case, tmp_path: Path) -> None:
+    llm = gqa.over(1, 2, kv_offload_path=str(tmp_path), kv_offloading_size=0)
+    same(watched(llm, gqa.prompts[:1], PARAMS), gqa.truth[:1])
+    flush(llm)
+    blobs = list(upkeep.blobs(tmp_path, lambda done, total: None))
+    assert len(blobs) == 12 and sum(each.tokens for each in blobs) == 6 * CHUNK
+    assert not list(upkeep.verify(tmp_path, lambda done, total: None))
+    one, other = blobs_of(llm, gqa.prompts[0], 2, tmp_path)
+    one.write_bytes(other.read_bytes())
+    assert len(list(upkeep.verify(tmp_path, lambda done, total: None))) == 1, "a share passes for another"
+    close(llm)
+
+
+def test_ranks_share_a_directory(folder_of: FolderOf, tmp_path: Path) -> None:
+    """And its size. The tensor ranks hold the same KV head here: what both write at the same time is one blob."""
+    case = Case(folder_of("falcon7"))
+    most = 150_000
+    disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0, "kv_offload_disk_size": most / 2**30}
+    llm = case.over(2, 2, **disk)
+    for again in (False, True):
+        same([watched(llm, [each], PARAMS)[0] for each in case.prompts], case.truth)
+        flush(llm)
+        stored = list(upkeep.blobs(tmp_path, lambda done, total: None))
+        names = {each.entry.name for each in stored}
+        assert 4 < len(names) == len(stored) and sum(each.entry.size for each in stored) <= most
+        assert not list(upkeep.verify(tmp_path, lambda done, total: None))
+        if not again:
+            upkeep.remove(tmp_path, [each.entry for each in stored], lambda done, total: None)
+    assert llm.engine.offload is not None and not llm.engine.offload.tiers.stats()["disk"].errors
+    close(llm)
+
+
+def test_who_restores_what(gqa: Case, tmp_path: Path) -> None:
+    """Any number of context ranks restores what another stored; another number of tensor ranks computes it again."""
+    disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0}
+    for size, tensor, least in ((2, 2, None), (1, 2, 300), (3, 2, 300), (1, 4, 300)):
+        llm = gqa.over(size, tensor, **disk)
+        if least is None:
+            same([watched(llm, [each], PARAMS)[0] for each in gqa.prompts], gqa.truth)
+            flush(llm)
+        else:
+            loads(llm, gqa.prompts, gqa.truth, least)
+        close(llm)
+    one = gqa.over(1, 1, **disk)
+    same([watched(one, [each], PARAMS)[0] for each in gqa.prompts], gqa.truth)
+    assert counters(one).loaded_tokens == 0
+    close(one)
