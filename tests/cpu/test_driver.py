@@ -11,7 +11,7 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.engine.core import EngineCore
-from headrace.engine.driver import Driver
+from headrace.engine.driver import Driver, mark_activations
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.parallel.rank import Rank
@@ -21,6 +21,17 @@ from headrace.planner.machine import ModelShape
 from headrace.strategies import STRATEGIES
 from headrace.types import CHUNK, Structured
 from tests.support.rank_threads import MACHINE, Threads
+
+
+def test_activations_are_those_of_chunks_that_their_owner_computed_whole() -> None:
+    """Chunks 0 to 3 of rank 1, 4 to 6 of rank 0; rank 1 computes all but the rows from the middle of chunk 2 to 5."""
+    cache = KVCache(20, ranks=2)
+    cache.block_chunks = 4
+    table = cache.open(list(range(7 * CHUNK)))
+    assert cache.extend(table, 7 * CHUNK, lambda chunk: int(chunk < 4))
+    mark_activations(table, [0, 2 * CHUNK + 32, 5 * CHUNK, 5 * CHUNK, 7 * CHUNK], [1, 0, 1, 1])
+    assert [node.activations for node in table.nodes] == [True, True, False, False, True, False, False]
+
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 

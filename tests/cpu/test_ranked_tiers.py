@@ -59,9 +59,10 @@ def test_what_ranks_stored_comes_back(allowed: tuple[str, ...], share: float, tr
     close(llm)
 
 
-def test_a_stored_chunk_has_no_owner(tmp_path: Path, truth: list[Trace]) -> None:
-    """Stored by two ranks, restored by three, then by one."""
-    disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0}
+@pytest.mark.parametrize("x", ["off", "on"])
+def test_a_stored_chunk_has_no_owner(x: str, tmp_path: Path, truth: list[Trace]) -> None:
+    """Stored by two ranks, restored by three, then by one, which projects what has activations."""
+    disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0, "kv_offload_activations": x}
     for size in (2, 3):
         llm = over_ranks(size, **disk)
         for prompt, expected in zip(prompts_of(llm), truth, strict=True):
@@ -69,9 +70,12 @@ def test_a_stored_chunk_has_no_owner(tmp_path: Path, truth: list[Trace]) -> None
         flush(llm)
         assert (counters(llm).loaded_tokens > 0) == (size > 2)
         close(llm)
-    one = LLM("tiny", kv_cache_tokens=8192, max_model_len=4096, dtype="bfloat16", kv_offload_activations="off", **disk)
+    one = LLM("tiny", kv_cache_tokens=8192, max_model_len=4096, dtype="bfloat16", **disk)
+    assert one.engine.offload is not None
+    one.engine.offload.choose = projecting
     same(watched(one, prompts_of(one), PARAMS), truth)
-    assert counters(one).loaded_tokens > 2000
+    assert counters(one).loaded_tokens + counters(one).projected_tokens > 2000
+    assert (counters(one).projected_tokens > 0) == (x == "on")
     one.close()
 
 
@@ -147,29 +151,35 @@ def few(llm: LLM) -> list[list[int]]:
     return [tokens[:400], tokens[:300] + tokens[310:350]]
 
 
-def test_a_pool_too_small() -> None:
+@pytest.mark.parametrize("x", ["off", "on"])
+def test_a_pool_too_small(x: str) -> None:
     """Sequences are preempted, their chunks evicted, stored by their ranks and brought back."""
     long = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
     whole = LLM("tiny", kv_cache_tokens=40_000, dtype="bfloat16", max_model_len=640)
     prompts = [each for each in traces.prompts_of(whole) if len(each) < 520]
     truth = run(whole, prompts, long)
-    llm = over_ranks(2, tokens=640, max_model_len=640, max_batch_tokens=192)
+    llm = over_ranks(2, tokens=640, max_model_len=640, max_batch_tokens=192, kv_offload_activations=x)
+    if x == "on":
+        assert llm.engine.offload is not None
+        llm.engine.offload.choose = projecting
     for _ in range(2):
         same(watched(llm, prompts, long), truth)
     stats = llm.engine.stats()
     assert stats.scheduler.preemptions and stats.kv.evictions and counters(llm).restores
+    assert (counters(llm).projected_tokens > 0) == (x == "on")
     close(llm)
 
 
-def test_aborted_while_it_comes(truth: list[Trace]) -> None:
+@pytest.mark.parametrize("x", ["off", "on"])
+def test_aborted_while_it_comes(x: str, truth: list[Trace]) -> None:
     """Nobody else gets the slots until no rank writes to them any more."""
-    llm = over_ranks(2, ("ring-kv",), kv_link_gbps=0.005)
+    llm = over_ranks(2, ("ring-kv",), kv_link_gbps=0.005, kv_offload_activations=x)
     prompts = prompts_of(llm)[:1]
     same(watched(llm, prompts, PARAMS), truth[:1])
     flush(llm)
     core = llm.engine
     assert core.offload is not None
-    core.offload.choose = forced(0.0, 0.0)
+    core.offload.choose = projecting
     for abort_after in range(5):
         request = llm._request(prompts[0], PARAMS, None, 0)
         core.add(request)
@@ -183,26 +193,30 @@ def test_aborted_while_it_comes(truth: list[Trace]) -> None:
 
 
 @pytest.mark.parametrize("where", [30, 200, -100])
-def test_damage_costs_time_only(where: int, truth: list[Trace], tmp_path: Path) -> None:
+@pytest.mark.parametrize("x", ["off", "on"])
+def test_damage_costs_time_only(where: int, x: str, truth: list[Trace], tmp_path: Path) -> None:
     """A byte of a chunk of the second rank's is flipped: found on the way, and computed again from there."""
     disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0, "kv_link_gbps": 0.05}
-    llm = over_ranks(2, ("ring-kv",), **disk)
+    llm = over_ranks(2, ("single",), kv_offload_activations=x, **disk)
     prompts = prompts_of(llm)[:1]
     same(watched(llm, prompts, PARAMS), truth[:1])
     flush(llm)
     table = llm.engine.cache.open(list(prompts[0]))
     name = table.digest(34).hex()
     llm.engine.cache.close(table)
-    (path,) = [each for each in tmp_path.rglob(f"*{name}*") if each.is_file()]
-    content = bytearray(path.read_bytes())
-    content[where] ^= 4
-    path.write_bytes(content)
+    paths = [each for each in tmp_path.rglob(f"*{name}*") if each.is_file()]
+    assert len(paths) == 1 + (x == "on"), "K and V, and activations"
+    for path in paths:
+        content = bytearray(path.read_bytes())
+        content[where] ^= 4
+        path.write_bytes(content)
+    driver: Any = llm.engine.loaded.executor
     assert llm.engine.offload is not None
-    llm.engine.offload.choose = forced(0.0, 0.0)
+    driver.allowed, llm.engine.offload.choose = ("ring-kv",), projecting
     for again in (False, True):
         same(watched(llm, prompts, PARAMS), truth[:1])
         assert counters(llm).failures == 1, "the damage was not noticed, or not repaired"
         if not again:
-            assert counters(llm).loaded_tokens == 34 * CHUNK
+            assert counters(llm).loaded_tokens + counters(llm).projected_tokens == 34 * CHUNK
             flush(llm)
     close(llm)

@@ -109,10 +109,6 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
         {"context_parallel_size": 2, "offload_schedule": "row", **HOST},
         "streaming works on one rank. Leave out context_par",
     ),
-    (
-        {"context_parallel_size": 2, "kv_offload_activations": "on", **HOST},
-        "rows of a chunk .*or kv_offload_activations",
-    ),
 ]
 
 

@@ -128,6 +128,7 @@ fixed = st.builds(
 def runs(draw: st.DrawFn, most: int = 12) -> StoredRun:
     chunks = draw(st.integers(1, most))
     tiers = draw(st.just("host") | st.tuples(*[st.sampled_from(["host", "disk"])] * chunks))
+    has_x = draw(st.just(()) | st.tuples(*[st.booleans()] * chunks))
     return StoredRun(
         first=draw(st.integers(0, 5)),
         chunks=chunks,
@@ -136,12 +137,16 @@ def runs(draw: st.DrawFn, most: int = 12) -> StoredRun:
         x_bytes=draw(st.none() | st.floats(1, 100)),
         layers=draw(st.integers(1, 6)),
         tiers=tiers,
+        has_x=has_x,
     )
 
 
 def splits(run: StoredRun) -> list[tuple[int, int]]:
+    """Only chunks that have activations can be projected."""
+    has_x = run.has_x or (True,) * run.chunks
     most = run.chunks if run.x_bytes is not None else 0
-    return [(t, x) for t in range(run.chunks + 1) for x in range(min(most, run.chunks - t) + 1)]
+    every = ((t, x) for t in range(run.chunks + 1) for x in range(min(most, run.chunks - t) + 1))
+    return [(t, x) for t, x in every if all(has_x[t : t + x])]
 
 
 @given(runs(), fixed, st.sampled_from([64, 100, 256, 2048]), st.data())
@@ -279,6 +284,8 @@ def test_prefill_in_steps() -> None:
         ({"kv_bytes": 0.0}, "kv_bytes"),
         ({"x_bytes": 0.0}, "x_bytes"),
         ({"tiers": ("host",)}, "64 chunks"),
+        ({"has_x": (True,)}, "64 chunks"),
+        ({"ranks": (0,)}, "64 chunks"),
     ],
 )
 def test_run_refuses(changes: dict[str, object], message: str) -> None:
@@ -286,10 +293,21 @@ def test_run_refuses(changes: dict[str, object], message: str) -> None:
         replace(MHA, **changes)
 
 
+PART = replace(MHA, has_x=(True,) * 3 + (False,) * 61)
+
+
+def test_a_long_run_projects_what_has_activations() -> None:
+    """Longer than is searched exactly: of 1,024 chunks the first 600 have activations."""
+    run = replace(MHA, chunks=1024, has_x=(True,) * 600 + (False,) * 424)
+    slow = replace(COSTS, tiers={"host": (3e8, 50e-6, 0.0)})
+    found = restore_split(run, slow)
+    assert found.x > 0 and found.tokens + found.x <= 600
+
+
 def test_split_refuses() -> None:
     with pytest.raises(ValueError, match="max_batch_tokens"):
         restore_split(MHA, COSTS, 0)
-    for run, tokens, x in ((MHA, 60, 5), (MHA, -1, 0), (replace(MHA, x_bytes=None), 0, 1)):
+    for run, tokens, x in ((MHA, 60, 5), (MHA, -1, 0), (replace(MHA, x_bytes=None), 0, 1), (PART, 0, 4)):
         with pytest.raises(ValueError, match="no such split"):
             predict(run, COSTS, tokens, x)
 
