@@ -99,7 +99,6 @@ class Exclusion:
 EXCLUSIONS: tuple[Exclusion, ...] = (
     *(Exclusion("tensor", tier, "tiers work without tensor ranks") for tier in (*KINDS, "activations")),
     Exclusion("context", "activations", "the rows of a chunk may be computed by others than its owner"),
-    *(Exclusion(ranks, way, "streaming works on one rank") for ranks in ("context", "tensor") for way in STREAMED),
     *(Exclusion(tier, way, "streaming needs host memory or a disk", yet=False)
       for tier in KINDS if tier not in PLACES for way in STREAMED),
     *(Exclusion(tier, "private", "stored chunks go by the names that prefix caching gives them", yet=False)

@@ -108,7 +108,7 @@ def agent_of(config: EngineConfig, rank: Rank, backend: str) -> TierAgent:
     """Gives a rank the tiers of its own pool, which are opened when rank 0 says so."""
 
     def opener(identity: bytes) -> Opened:
-        return open_here(config, backend, identity, rank.decoder, rank.storage)
+        return open_here(config, backend, identity, rank.decoder, rank.pool)
 
     agent = TierAgent(opener)
     rank.coming = agent
@@ -129,7 +129,7 @@ def open_ranked(
     planner predicts for a prompt. Raises RankLost too."""
     kinds = open_everywhere(peers, cache.identity)
     opened = agent.opened
-    rates = _rates(config, capacity.backend, rank.decoder, rank.storage, opened.tiers)
+    rates = _rates(config, capacity.backend, rank.decoder, rank.pool, opened.tiers)
     rates.scale_prefill(0, PREDICTED, expected_s(PREDICTED, 0))
     storer = RankedStorer(peers, cache.pool.per_rank, any(tier.in_memory for tier in opened.tiers.tiers))
     keep_notes(config, capacity, cache.identity)

@@ -13,9 +13,13 @@ from headrace.parallel.transport import Transfer
 
 
 class PendingLayer(Protocol):
-    """One layer of some chunks, on its way."""
+    """One layer of some chunks, on its way. error: why it will not come, as far as is known."""
 
-    def wait(self) -> None: ...
+    @property
+    def error(self) -> BaseException | None: ...
+
+    def wait(self) -> None:
+        """Raises the error."""
 
     def then(self, call: Callable[[], None]) -> None:
         """Runs `call` as soon as it is there, on whichever thread; at once where it is."""
@@ -40,7 +44,7 @@ class Loading:
     """
 
     def __init__(self, parts: Sequence[PendingLayer], bring: Callable[[], None]) -> None:
-        self._bring, self._left = bring, len(parts)
+        self._bring, self._parts, self._left = bring, parts, len(parts)
         self._lock = threading.Lock()
         self._here = threading.Event()
         self._error: BaseException | None = None
@@ -79,6 +83,8 @@ class Loading:
                 return
         with self._lock:
             try:
+                for error in filter(None, (part.error for part in self._parts)):
+                    raise error
                 self._bring()
                 for send in self._after:
                     self._sends += send()

@@ -29,7 +29,9 @@ def make(context: GroupContext) -> Attend | None:
     ]
     kernels = context.kernels
     attend = PlanAttention(planning.build(spans), context.storage, kernels.spec, kernels.backend, kernels.bias)
-    return _Waiting(attend, context) if context.coming.pending(context.own_slots(), context.layers - 1) else attend
+    own = context.own_slots()
+    waits = any(context.coming.pending(own, layer) for layer in range(context.layers))
+    return _Waiting(attend, context) if waits else attend
 
 
 class _Waiting(Attend):
