@@ -153,7 +153,7 @@ def test_a_file_may_be_the_store(tmp_path: Path, llm: LLM, truth: list[Trace]) -
 
 
 def test_kv_cache_tokens_bounds_what_is_in_fast_memory(llm: LLM, truth: list[Trace]) -> None:
-    """The store holds what its own size allows; 128 tokens are 12 chunks of one of six layers, in two buffers of six."""
+    """The store holds what its own size allows. 128 tokens are six chunks of one of three layers."""
     other = streamed(share=0.0, kv_cache_tokens=128, kv_offload_activations="off", **FORMS["row"])
     transfers = other.engine.loaded.executor.streamer.transfers  # type: ignore[attr-defined]
     pools = [tensor for pool in transfers.staging.kv for tensor in pool.tensors]
