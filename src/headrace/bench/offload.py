@@ -102,18 +102,14 @@ class OffloadBench(Benchmark):
             decoding = Decoding(self._written(Path(folder)), self.sequences, self.context, rounds, self.steps)
             for name, rate in product(self.schedules, self.rates):
                 where = {"name": name, "shape": self.model, "gbps": rate, "latency_ms": self.latency_ms}
-                self.progress(f"{name}, {rate:g} GB/s, one rank")
                 settings = {
                     "offload_schedule": name, "weight_offload": name == "column", "kv_link_gbps": rate,
-                    "kv_link_latency_ms": self.latency_ms, "threads": threads,
+                    "kv_link_latency_ms": self.latency_ms,
                 }  # fmt: skip
-                one = StreamingEngine(decoding, settings, threads)
-                try:
+                with StreamingEngine(decoding, settings, threads) as one:
                     for spread in PLACED:
                         self.progress(f"{name}, {rate:g} GB/s, {spread} on {self.ranks} ranks")
                         yield where | measured(one, self.ranks, spread, self.repeats)
-                finally:
-                    one.close()
 
     def _written(self, folder: Path) -> str:
         """The folder of the model; of a shape, written there."""

@@ -49,7 +49,7 @@ class Decoding(NamedTuple):
 
 @dataclass(slots=True)
 class StreamingEngine:
-    """An engine with all sequences prefilled, ready to decode; on `threads` threads, so far as it has one rank."""
+    """An engine that, within a `with` block, has all sequences prefilled and is ready to decode. threads: of a rank."""
 
     decoding: Decoding
     settings: dict[str, Any]
@@ -57,13 +57,19 @@ class StreamingEngine:
     runs: list[float] = field(default_factory=list)
     _llm: LLM = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __enter__(self) -> StreamingEngine:
         asked = self.decoding
         self._llm = LLM(
             asked.model, dtype="bfloat16", max_model_len=asked.length, max_sequences=asked.sequences,
-            enable_prefix_caching=False, kv_offloading_size=8.0, offload_staging_mb=4096, **self.settings,
+            enable_prefix_caching=False, kv_offloading_size=8.0, offload_staging_mb=4096, threads=self.threads,
+            **self.settings,
         )  # fmt: skip
-        self._prefill()
+        try:
+            self._prefill()
+        except BaseException:
+            self._llm.close()
+            raise
+        return self
 
     def _prefill(self) -> None:
         rng, engine, asked = random.Random(0), self._llm.engine, self.decoding
@@ -96,8 +102,7 @@ class StreamingEngine:
         held = [pool.per_rank - pool.free_of(rank) for rank in range(pool.ranks)]
         return max(held) / sum(held)
 
-    def close(self) -> None:
-        """Ends the requests and the ranks."""
+    def __exit__(self, *_: object) -> None:
         for request in list(self._llm.engine._active):
             self._llm.engine.abort(request)
         self._llm.close()
@@ -106,15 +111,13 @@ class StreamingEngine:
 def measured(one: StreamingEngine, ranks: int, spread: str, repeats: int) -> Case:
     """One case: rounds of the engine with one rank and of one with several, in turns. spread: of PLACED."""
     count = max(1, one.threads // ranks)
-    several = {"context_parallel_size": ranks, "prefill_strategy": PLACED[spread], "threads": count}
-    other, decoding = StreamingEngine(one.decoding, one.settings | several, count), one.decoding
-    try:
+    several = {"context_parallel_size": ranks, "prefill_strategy": PLACED[spread]}
+    decoding = one.decoding
+    with StreamingEngine(decoding, one.settings | several, count) as other:
         one.runs.clear()
         waited = other.waited_s
         alternate({"one": one.decode, "ranks": other.decode}, repeats)
         waited, largest = other.waited_s - waited, other.largest_share
-    finally:
-        other.close()
     spent = sum(decoding.steps * decoding.sequences / run for run in other.runs)
     alone, together = (statistics.median(each.runs[1:]) for each in (one, other))
     return {
