@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headrace.bench import shapes
+from headrace.bench import ranked_offload, shapes
 from headrace.bench.offload import OffloadBench, OffloadTestbed
+from headrace.bench.ranked_offload import Decoding
 from headrace.cli.main import app
 
 TINY = shapes.CheckpointShape(hidden=64, layers=3, heads=4, kv_heads=4, head_dim=16, mlp=128, vocab=512)
@@ -65,3 +67,37 @@ def test_the_ways_differ_in_what_crosses_the_link(schedule: str, tmp_path: Path)
 def test_it_refuses_a_schedule_that_does_not_exist() -> None:
     done = CliRunner().invoke(app, ["bench", "offload", "--schedules", "diagonal"])
     assert done.exit_code != 0 and "schedules must be one of row, column" in done.output
+
+
+class Engine:
+    """One rank decodes two tokens a second, several ranks four."""
+
+    def __init__(self, decoding: Decoding, settings: dict[str, Any], threads: int) -> None:
+        self.decoding, self.settings, self.threads, self.runs = decoding, settings, threads, list[float]()
+        self.waited_s, self.largest_share = 0.0, 0.5
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def decode(self) -> None:
+        self.runs.append(4.0 if "prefill_strategy" in self.settings else 2.0)
+        self.waited_s += 0.25
+
+
+@pytest.mark.usefixtures("small")
+def test_ranks_beside_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared, by engines that only say how fast they were; real ones: tests/processes."""
+    monkeypatch.setattr(ranked_offload, "StreamingEngine", Engine)
+    bench = OffloadBench(ranks=2, rates=(0.5, 1.0), repeats=3, sequences=2, steps=1)
+    cases = list(bench.cases())
+    assert len(cases) == bench.case_count() == 8
+    assert {(case["name"], case["gbps"], case["spread"]) for case in cases} == set(
+        itertools.product(("row", "column"), (0.5, 1.0), ("sequences", "blocks"))
+    )
+    for case in cases:
+        assert (case["one_tokens_s"], case["tokens_s"], case["gain"], case["waited_share"]) == (2.0, 4.0, 2.0, 0.5)
+        assert len(case["runs"]) == len(case["one_runs"]) == 3, "and one more round, to warm up"
+        assert all(column.text(case) != "-" for column in bench.columns())

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cpu
         ({"kv_cache_tokens": 32768}, ""),
         ({"kv_cache_tokens": 256}, "kv_cache_tokens"),
         ({"kv_cache_tokens": 256, "max_model_len": 100}, "max_model_len"),
-        ({"kv_cache_tokens": 256, "kv_offloading_size": 0.001, "offload_schedule": "row"}, "kv_cache_tokens"),
+        ({"kv_cache_tokens": 256, "kv_offloading_size": 0.001, "offload_schedule": "row"}, "kv_offloading_size"),
         ({"kv_offloading_size": 0.001, "offload_schedule": "row"}, "kv_offloading_size"),
     ],
 )

@@ -92,10 +92,11 @@ def test_prefill_in_chunks_is_the_same(form: str, budget: int, llm: LLM, truth: 
     other.close()
 
 
-@pytest.mark.parametrize("form", ["row, X in memory", "column, weights outside"])
-def test_preempted_in_mid_request_is_the_same(form: str, llm: LLM) -> None:
+@pytest.mark.parametrize(("form", "size"), [("row, X in memory", 0.0015), ("column, weights outside", 0.003)])
+def test_preempted_in_mid_request_is_the_same(form: str, size: float, llm: LLM) -> None:
+    """size: GiB of a store that holds some 1,000 tokens."""
     long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    other = streamed(share=0.5, kv_cache_tokens=1024, max_batch_tokens=200, **FORMS[form])
+    other = streamed(share=0.5, kv_offloading_size=size, max_batch_tokens=200, **FORMS[form])
     same(run(other, prompts_of(llm), long), run(llm, prompts_of(llm), long))
     stats = other.engine.stats()
     assert stats.scheduler.preemptions > 0 and stats.kv.evictions > 0
@@ -148,6 +149,17 @@ def test_a_file_may_be_the_store(tmp_path: Path, llm: LLM, truth: list[Trace]) -
     other = streamed(share=0.5, kv_offload_path=str(tmp_path / "kv"), **FORMS["column, weights outside"])
     same(run(other, prompts_of(llm)), truth)
     assert list((tmp_path / "kv").iterdir()) == [], "the file has a name"
+    other.close()
+
+
+def test_kv_cache_tokens_bounds_what_is_in_fast_memory(llm: LLM, truth: list[Trace]) -> None:
+    """The store holds what its own size allows. 128 tokens are six chunks of one of three layers."""
+    other = streamed(share=0.0, kv_cache_tokens=128, kv_offload_activations="off", **FORMS["row"])
+    transfers = other.engine.loaded.executor.streamer.transfers  # type: ignore[attr-defined]
+    pools = [tensor for pool in transfers.staging.kv for tensor in pool.tensors]
+    assert sum(tensor.nbytes for tensor in pools) <= 128 * other.capacity.kv_bytes_per_token
+    assert other.capacity.kv_cache_tokens > 40_000
+    same(run(other, prompts_of(llm)), truth)
     other.close()
 
 
@@ -220,8 +232,6 @@ def test_x_is_kept_where_it_is_smaller_or_at_hand(folder_of: FolderOf) -> None:
     ({"kv_offloading_size": 0.0}, "kv_offloading_size"),
     ({"kv_offloading_size": 1e-6}, "kv_offloading_size"),
     ({"kv_offloading_size": 0.001, "max_model_len": 2000}, "kv_offloading_size"),
-    ({"context_parallel_size": 2}, "context_parallel_size"),
-    ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
     ({"kv_host_format": "int8"}, "kv_host_format"),
     ({"kv_remote_url": "redis://127.0.0.1:6379/0"}, "kv_remote_url"),
     ({"offload_x_resident": True, "kv_offload_activations": "off"}, "kv_offload_activations"),

@@ -82,7 +82,7 @@ TORCH_FREE = ("headrace.types", "headrace.progress", "headrace.stats", "headrace
               "headrace.planner", "headrace.attention.plan", "headrace.engine.scheduler", "headrace.bench.registry",
               "headrace.bench.tuning", "headrace.engine.stored_prefixes", "headrace.engine.preflight",
               "headrace.engine.torchrun", "headrace.parallel.torchrun_environment")  # fmt: skip
-NEEDS_TORCH = ("headrace.kv.storage",)
+NEEDS_TORCH = ("headrace.kv.storage", "headrace.kv.chunk_copies")
 
 
 def modules() -> dict[str, Path]:

@@ -105,9 +105,10 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
         {"tensor_parallel_size": 2, "kv_offload_activations": "on", **DISK},
         "the whole of them. Leave out tensor_parallel_size or kv_offload_activations",
     ),
-    (
-        {"context_parallel_size": 2, "offload_schedule": "row", **HOST},
-        "streaming works on one rank. Leave out context_par",
+    *(
+        ({"offload_schedule": "row", **ranks, **x, **HOST}, f"K and V alone.*Leave out {next(iter(x))}")
+        for ranks in ({"context_parallel_size": 2}, {"tensor_parallel_size": 2})
+        for x in ({"kv_offload_activations": "on"}, {"offload_x_resident": True})
     ),
 ]
 

@@ -14,7 +14,7 @@ from headrace.config import AttentionSpec
 from headrace.kernels.backend import Attend, Backend, PreparedStep
 from headrace.kernels.cpu_step import Pools
 from headrace.kernels.records import StepInputs
-from headrace.kv.storage import KVStorage
+from headrace.kv.storage import KVStorage, LayerPools
 from headrace.types import CHUNK
 
 __all__ = ["Attend", "KeepActivations", "PlanAttention", "StepAttention", "items_of"]
@@ -27,7 +27,7 @@ class PlanAttention(Attend):
     """
 
     def __init__(
-        self, plan: Plan, storage: KVStorage, spec: AttentionSpec, backend: Backend, key_bias: Tensor | None = None
+        self, plan: Plan, storage: LayerPools, spec: AttentionSpec, backend: Backend, key_bias: Tensor | None = None
     ) -> None:
         self.plan, self.storage, self.spec, self.key_bias = plan, storage, spec, key_bias
         self.kernels = backend
@@ -41,7 +41,7 @@ class PlanAttention(Attend):
         )  # fmt: skip
         self.masks = self.inputs.masks(self.positions)
         self.step = self._step()
-        if self.step is not None and backend.capabilities.all_layers:
+        if self.step is not None and backend.capabilities.all_layers and isinstance(storage, KVStorage):
             self.prepared = self.step.over(_pools(storage), spec.windows)
 
     def advance(self, plan: Plan) -> None:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,16 @@ class OffloadBench(Benchmark):
     steps: int = option("Decode steps of each way in a round.", 2, min=1)
     threads: int | None = option("Threads. Default: all cores.", None, min=1)
     latency_ms: float = option("Milliseconds that each transfer takes longer.", 0.0, min=0.0)
+    ranks: int = option("Context ranks, on the cores of this machine, beside one rank.", 1, min=1)
 
     def case_count(self) -> int:
-        return len(self.schedules) * len(self.rates)
+        return len(self.schedules) * len(self.rates) * (2 if self.ranks > 1 else 1)
 
     def columns(self) -> tuple[Column, ...]:
+        if self.ranks > 1:
+            from headrace.bench.ranked_offload import COLUMNS
+
+            return COLUMNS
         return (
             Column("schedule", "name"),
             Column("link", "gbps", "GB/s", ",g", width=5),
@@ -85,13 +91,37 @@ class OffloadBench(Benchmark):
         known = {"row": row, "column": column}
         return [OffloadSetup(name, known[name], self.sequences, self.context) for name in self.schedules]
 
+    def _ranked(self) -> Iterator[Case]:
+        """Ranks keep no X; one rank does where that is smaller than K and V."""
+        from headrace import cores
+        from headrace.bench.ranked_offload import PLACED, Decoding, StreamingEngine, measured
+
+        threads = self.threads or cores.usable()
+        rounds = (self.repeats + 1) * len(PLACED)
+        with tempfile.TemporaryDirectory() as folder:
+            decoding = Decoding(self._written(Path(folder)), self.sequences, self.context, rounds, self.steps)
+            for name, rate in product(self.schedules, self.rates):
+                where = {"name": name, "shape": self.model, "gbps": rate, "latency_ms": self.latency_ms}
+                settings = {
+                    "offload_schedule": name, "weight_offload": name == "column", "kv_link_gbps": rate,
+                    "kv_link_latency_ms": self.latency_ms,
+                }  # fmt: skip
+                with StreamingEngine(decoding, settings, threads) as one:
+                    for spread in PLACED:
+                        self.progress(f"{name}, {rate:g} GB/s, {spread} on {self.ranks} ranks")
+                        yield where | measured(one, self.ranks, spread, self.repeats)
+
+    def _written(self, folder: Path) -> str:
+        """The folder of the model; of a shape, written there."""
+        return str(write_checkpoint(SHAPES[self.model], folder / self.model)) if self.model in SHAPES else self.model
+
     def cases(self) -> Iterator[Case]:
+        if self.ranks > 1:
+            yield from self._ranked()
+            return
         for setup in self.setups():
             with tempfile.TemporaryDirectory() as folder:
-                model = self.model
-                if model in SHAPES:
-                    model = str(write_checkpoint(SHAPES[self.model], Path(folder) / self.model))
-                testbed = OffloadTestbed(model, setup, self)
+                testbed = OffloadTestbed(self._written(Path(folder)), setup, self)
             try:
                 for rate in self.rates:
                     self.progress(f"{setup.name}, {rate:g} GB/s")

@@ -18,7 +18,7 @@ class CacheSettings(SettingsRecord):
 
     tokens: int | None = setting(
         None,
-        "KV cache of each rank, in tokens, as 16384 or 128k (k is 1,024). Default: a quarter of the free memory.",
+        "KV in fast memory on each rank, in tokens, as 16384 or 128k (k is 1,024). Default: a quarter of what is free.",
         unit="tokens",
         check=at_least(CHUNK),
         common=True,

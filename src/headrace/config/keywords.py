@@ -27,7 +27,7 @@ class SettingKeywords(TypedDict, total=False):
     """CPU threads of the engine. Default: all cores that it may use (affinity, CPU quota)."""
 
     kv_cache_tokens: str | int | None
-    """KV cache of each rank, in tokens, as 16384 or 128k (k is 1,024). Default: a quarter of the free memory."""
+    """KV in fast memory on each rank, in tokens, as 16384 or 128k (k is 1,024). Default: a quarter of what is free."""
 
     kv_cache_dtype: Literal["auto", "int8", "bfloat16", "float32"]
     """Type of the cached keys and values: auto (the compute type, by name too) or int8 (half of bfloat16, lossy)."""

@@ -108,7 +108,9 @@ class Capacity:
         if wanted > self.model_len:
             return f"{told}, bounded by {self.length_limit}, and the model's own is {self.model_len:,}: {remedy}"
         chunks = CHUNK * self.context_parallel_size
-        least = {"max_model_len": wanted, "kv_cache_tokens": -(-wanted // chunks) * CHUNK}
+        least = {"max_model_len": wanted}
+        if wanted > self.kv_cache_tokens:
+            least["kv_cache_tokens"] = -(-wanted // chunks) * CHUNK
         names = [self.length_limit]
         if self.length_limit == "max_model_len" and wanted > self.kv_cache_tokens:
             names.append("kv_cache_tokens")

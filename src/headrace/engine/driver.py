@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.executor import Computed, Executor, table_of, wanted_of, wanted_rows
+from headrace.engine.group_room import GroupRoom
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
@@ -44,7 +45,8 @@ Advise = Callable[[int, int, Sequence[float], tuple[str, ...]], StrategyChoice]
 class Driver(Executor):
     """Has steps computed by all ranks. send(step) hands a step to all other ranks, or raises RankLost.
 
-    counts: prefills by strategy. end(): ends the other ranks.
+    counts: prefills by strategy. end(): ends the other ranks. staged: chunks that a rank can have of a group at a time,
+    if not any number.
     """
 
     rank: Rank
@@ -55,6 +57,7 @@ class Driver(Executor):
     counts: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     end: Callable[[], None] = lambda: None
+    staged: int | None = None
     _planned: dict[SequenceState, StrategyChoice] = field(default_factory=dict)
 
     @property
@@ -138,11 +141,13 @@ class Driver(Executor):
         found: list[tuple[str, list[StepPart]]] = []
         kinds: list[tuple[str, bool]] = []
         places = []
+        room = GroupRoom(self.staged, self.cache.pool.per_rank)
         for part in slices:
             strategy, made = self._part(part)
             # Single tokens are computed together, whole prompts of single ranks one after the other.
             kind = (strategy, STRATEGIES[strategy].fused or (strategy == "single" and part.length == 1))
-            if not (found and kinds[-1] == kind and kind[1]):
+            if not (found and kinds[-1] == kind and kind[1] and room.takes(made, strategy)):
+                room.begin(made)
                 found.append((strategy, []))
                 kinds.append(kind)
             found[-1][1].append(made)

@@ -132,19 +132,22 @@ class Footprint:
             )
 
     def _check_streamed(self) -> None:
-        """Where KV is streamed from host memory, all of it lies there."""
+        """Where KV is streamed from host memory, all of it lies there, each rank's own."""
         streaming = self.config.streaming
         assert streaming is not None
         if streaming.path is not None:
             return
         length = self.config.model.max_len or self.model.max_model_len
-        most = self.config.cache.tokens or self.config.scheduler.max_sequences * chunks_for(length) * CHUNK
-        need = min(int(streaming.host.size * GIB), most * self.per_token())
+        most = self.config.scheduler.max_sequences * chunks_for(length) * CHUNK
+        need = min(int(streaming.host.size * GIB), most * self.per_token()) * ranks_here(self.config)
         if need > self.free - self.weights:
             raise ValueError(
                 f"kv_offloading_size {streaming.host.size:g} GiB is too much: {self._what_is_free()}: "
-                f"at most {gib(self.free - self.weights)} fit"
+                f"at most {gib((self.free - self.weights) // ranks_here(self.config))} fit{self._each()}"
             )
+
+    def _each(self) -> str:
+        return f" on each of {ranks_here(self.config)} ranks" if ranks_here(self.config) > 1 else ""
 
     def _what_is_free(self) -> str:
         return f"{gib(self.free)} are free, {self.weights / GIB:.1f} of them for the weights"

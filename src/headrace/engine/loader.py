@@ -35,6 +35,7 @@ from headrace.models.shards import shard
 from headrace.models.sizes import compute_type, weight_bytes
 from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.streaming import open as streaming
+from headrace.offload.streaming.open import StreamSizes
 from headrace.parallel.transport import RankLost
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.types import CHUNK, chunks_for
@@ -90,7 +91,7 @@ class Loaded:
 @dataclass(frozen=True, slots=True)
 class Sized:
     """What is known before any weight is read. per_rank: tokens of KV cache of each rank; hidden: width of the inputs
-    of the projections, where the pool keeps them."""
+    of the projections, where the pool keeps them; streamed: where KV lies outside."""
 
     config: EngineConfig
     model: ModelConfig
@@ -100,6 +101,7 @@ class Sized:
     kv_dtype: torch.dtype
     per_rank: int
     hidden: int | None
+    streamed: StreamSizes | None = None
 
     def cache(self, tell: OnPhase) -> KVCache:
         config, capacity = self.config, self.capacity
@@ -156,14 +158,16 @@ def _streamed(sized: Sized, tell: OnPhase) -> Loaded:
     config, capacity, cache = sized.config, sized.capacity, sized.cache(tell)
     decoder = sized.decoder(tell)
     tell(LoadPhase("memory for the KV cache"))
-    streamer = streaming.open_streamer(config, decoder, sized.per_rank // CHUNK, sized.kv_dtype, capacity.backend)
+    assert sized.streamed is not None
+    streamer = streaming.open_streamer(config, decoder, sized.streamed, sized.kv_dtype, capacity.backend)
     runner = StreamRunner(streamer, streaming.asked_of(config).batches)
     return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner)
 
 
 def _several_ranks(sized: Sized, tell: OnPhase) -> Loaded:
     config, cache = sized.config, sized.cache(tell)
-    group, decoder = ranks.open_ranks(config.replace(kv_cache_tokens=sized.per_rank), tell)
+    each = config if sized.streamed is not None else config.replace(kv_cache_tokens=sized.per_rank)
+    group, decoder = ranks.open_ranks(each, tell)
     capacity = replace(sized.capacity, ranks=group.told)
     try:
         if config.tiers is not None:
@@ -186,16 +190,17 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     bytes_per_token = KVStorage.bytes_per_token(shard(model, 0, config.ranks.tensor), kv_dtype)
     hidden = model.hidden_size if keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
     check_fit(config, model)
-    if config.streaming is not None:
-        per_rank, max_len = streaming.sizes(config, model, kv_dtype, dtype)
+    streamed = ranks.stream_sizes(config, model, dtype, kv_dtype)
+    if streamed is not None:
+        per_rank, max_len = streamed.store * CHUNK, streamed.longest
     else:
         pool_bytes = bytes_per_token + model.attention.layers * (hidden or 0) * dtype.itemsize
         per_rank, max_len = _sizes(config, model, pool_bytes)
-    capacity = _capacity(config, model, backend, dtype, kv_dtype, per_rank, bytes_per_token, max_len)
+    capacity = _capacity(config, model, backend, dtype, kv_dtype, per_rank, bytes_per_token, max_len, streamed)
     tell(LoadPhase("tokenizer"))
     tokenizer = Tokenizer.load(folder)
     capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer))
-    return Sized(config, model, capacity, tokenizer, dtype, kv_dtype, per_rank, hidden)
+    return Sized(config, model, capacity, tokenizer, dtype, kv_dtype, per_rank, hidden, streamed)
 
 
 def _capacity(
@@ -207,6 +212,7 @@ def _capacity(
     per_rank: int,
     bytes_per_token: int,
     max_len: int,
+    streamed: StreamSizes | None,
 ) -> Capacity:
     align = 1 if config.ranks.context == 1 else CHUNK
     return Capacity(
@@ -227,21 +233,20 @@ def _capacity(
         architecture=model.architecture,
         layers=model.layers,
         model_len=model.max_model_len,
-        length_limit=_length_limit(config, model.max_model_len, max_len),
+        length_limit=_length_limit(config, model.max_model_len, max_len, streamed),
         embedding_size=model.embed_size,
         pooling=read_pooling(model_folder(config.model.folder)),
         alike_tokens=model.rope.original_length if model.rope and model.rope_depends_on_length else 0,
     )
 
 
-def _length_limit(config: EngineConfig, model_len: int, max_len: int) -> str:
+def _length_limit(config: EngineConfig, model_len: int, max_len: int, streamed: StreamSizes | None) -> str:
     """The setting that keeps sequences shorter than the model would; empty where none does."""
     if max_len >= model_len:
         return ""
     if max_len == config.model.max_len:
         return "max_model_len"
-    room = config.streaming.room[0] if config.streaming is not None else "kv_cache_tokens"
-    return "kv_cache_tokens" if config.cache.tokens is not None else room
+    return "kv_cache_tokens" if streamed is None else streamed.bound
 
 
 def _kernels(quantization: Quantization, backend: str) -> dict[str, str]:

@@ -25,10 +25,14 @@ from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
+from headrace.models.config import ModelConfig, read_config
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.offload.ranked.agent import AgentThread
 from headrace.offload.ranked.peers import TierPeers
-from headrace.parallel import launch, measure
+from headrace.offload.streaming import open as streaming
+from headrace.offload.streaming.open import StreamSizes
+from headrace.offload.streaming.staged_store import StagedStore
+from headrace.parallel import launch, measure, workspace
 from headrace.parallel.group import Group, unless_failed
 from headrace.parallel.interfaces import interface_name
 from headrace.parallel.probe import shape_of
@@ -85,7 +89,7 @@ def rank_threads(config: EngineConfig) -> RankThreads:
 
 
 def make(config: EngineConfig, group: Group) -> Rank:
-    """This rank's share: config.kv_cache_tokens must be set, and is what each rank holds."""
+    """This rank's share: config.kv_cache_tokens must be set, and is what each rank holds, unless KV is streamed."""
     torchrun.leave_signals_to_rank_0()
     set_threads(config)
     rank = _make(config, group, load_share(config, group))
@@ -106,7 +110,15 @@ def load_share(config: EngineConfig, group: Group | None, tell: OnPhase = untold
 
 def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
     backend = _backend(config, decoder)
+    return Rank(decoder, open_storage(config, decoder), backend, group.context, rank_threads(config))
+
+
+def open_storage(config: EngineConfig, decoder: Decoder) -> KVStorage | StagedStore:
+    """A rank's pool, or its store outside, with which the decoder's weights may leave too."""
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else decoder.dtype
+    sized = stream_sizes(config, read_config(model_folder(config.model.folder)), decoder.dtype, kv_dtype)
+    if sized is not None:
+        return streaming.open_staged(config, decoder, sized, kv_dtype)
     assert config.cache.tokens is not None, "the driver sizes the cache"
     model, dtype = decoder.config, decoder.dtype
     keeps = keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize)
@@ -114,7 +126,16 @@ def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
     storage = KVStorage(model.attention, config.cache.tokens // CHUNK, kv_dtype, hidden, dtype)
     if config.cache.prefault:
         storage.prefault()
-    return Rank(decoder, storage, backend, group.context, rank_threads(config))
+    return storage
+
+
+def stream_sizes(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> StreamSizes | None:
+    """The same on every rank; None where KV is not streamed. Raises ValueError naming the setting."""
+    if config.streaming is None:
+        return None
+    return streaming.sizes(config, model, kv_dtype, dtype, workspace.DEPTH if config.ranks.context > 1 else 0)
 
 
 def _backend(config: EngineConfig, decoder: Decoder) -> str:
@@ -136,7 +157,10 @@ class Ranks:
     told: str
 
     def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
-        return Driver(self.rank, cache, self._workers.send, self._advise(config), allowed(config), end=self.close)
+        return Driver(
+            self.rank, cache, self._workers.send, self._advise(config), allowed(config), end=self.close,
+            staged=self.rank.staged,
+        )  # fmt: skip
 
     def open_tiers(self, cache: KVCache, config: EngineConfig, capacity: Capacity) -> StoredPrefixes:
         """Opens those of every rank. Raises ValueError, RankLost."""
@@ -182,6 +206,7 @@ class Ranks:
 
     def close(self) -> None:
         self.group.close()
+        self.rank.close()
 
 
 def allowed(config: EngineConfig) -> tuple[str, ...]:
@@ -198,8 +223,8 @@ def open_ranks(
     """Starts the other ranks and loads this one's share while they load theirs.
 
     maker, start: see launch.open_group; a maker's rank must come from `make`, which takes part in the profile.
-    config.kv_cache_tokens must be set. tell: see loader.load. Raises ValueError for settings or a tuned table that do
-    not fit, RankLost.
+    config.kv_cache_tokens must be set unless KV is streamed. tell: see loader.load. Raises ValueError for settings or a
+    tuned table that do not fit, RankLost.
     """
     tell(LoadPhase("starting the ranks"))
     group = launch.open_group(config, maker, start)

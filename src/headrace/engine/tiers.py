@@ -90,12 +90,16 @@ def agent_of(config: EngineConfig, rank: Runner | Rank, backend: str) -> TierAge
     """Gives a rank, or the runner of the only one, the tiers of its own pool, which are opened when rank 0 says so."""
 
     def opener(identity: bytes) -> Opened:
-        return open_here(config, backend, identity, rank.decoder, rank.storage)
+        return open_here(config, backend, identity, rank.decoder, _pool_of(rank))
 
     share = rank.decoder.share
     agent = TierAgent(opener, 0 if share is None else share.rank, head_share(rank.decoder))
     rank.coming = agent
     return agent
+
+
+def _pool_of(rank: Runner | Rank) -> KVStorage:
+    return rank.storage if isinstance(rank, Runner) else rank.pool
 
 
 def head_share(decoder: Decoder) -> HeadShare:
@@ -119,7 +123,7 @@ def open_offload(
     RankLost."""
     open_everywhere(peers, cache.identity)
     opened = peers.agents[0].opened
-    rates = _rates(config, capacity.backend, rank.decoder, rank.storage, opened.tiers)
+    rates = _rates(config, capacity.backend, rank.decoder, _pool_of(rank), opened.tiers)
     if expected_s is not None:
         rates.scale_prefill(0, PREDICTED, expected_s(PREDICTED, 0))
     keep_notes(config, capacity, cache.identity)

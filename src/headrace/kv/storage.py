@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,16 @@ LAYOUT = "chunk64-dk-kd-1"
 """Name of the plain layout; part of a chunk's identity."""
 
 
-class KVStorage:
+class LayerPools(Protocol):
+    """Where a step's keys and values lie: a pool of `slots` chunks for each layer, of one type."""
+
+    slots: int
+    dtype: torch.dtype
+
+    def pool(self, layer: int) -> Pool: ...
+
+
+class KVStorage(LayerPools):
     """Memory for `slots` chunks of a model. Untouched slots cost no physical memory.
 
     dtype: bfloat16, float32, or int8, which has scales. pools: one for each layer. With `hidden`,

@@ -75,9 +75,10 @@ class CachedPiece(Arrival):
             self._left -= 1
             if self._left:
                 return
-        error = None
+        error = next((part.error for part in self._parts if part.error is not None), None)
         try:
-            self._copy()
+            if error is None:
+                self._copy()
         except BaseException as raised:  # whoever waits for the chunks gets it
             error = raised
         self.end(error)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headrace.kv.storage import KVStorage
+from headrace.kv.storage import LayerPools
 from headrace.parallel.coming import Coming
 from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import StepGroup
@@ -31,7 +31,7 @@ class GroupContext:
     group: StepGroup
     number: int
     transport: Transport
-    storage: KVStorage
+    storage: LayerPools
     kernels: Kernels
     workspace: Workspace
     slots_per_rank: int

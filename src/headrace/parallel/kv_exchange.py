@@ -15,12 +15,13 @@ from torch import Tensor
 
 from headrace.attention.plan import Int32
 from headrace.kernels.backend import Attend
+from headrace.kv.chunk_copies import copy_chunks, copy_chunks_alone
 from headrace.parallel import group_layout
 from headrace.parallel.coming import CachedPiece
 from headrace.parallel.group_context import GroupContext
 from headrace.parallel.group_layout import KVPiece
 from headrace.parallel.merging import Arriving, Rows
-from headrace.parallel.workspace import LayerBuffer, copy_chunks, copy_chunks_alone
+from headrace.parallel.workspace import LayerBuffer
 
 
 class KVExchange(Attend):

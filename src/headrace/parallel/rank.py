@@ -17,6 +17,7 @@ from headrace.parallel.coming import Coming, NothingComes
 from headrace.parallel.group_context import GroupContext, TokenCounters
 from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import RankStep, StepGroup
+from headrace.parallel.outside import OutsideKV, PlacedGroup, placed
 from headrace.parallel.threads import RankThreads, one_rank_computes
 from headrace.parallel.transport import LAST, Tag, Transfer, Transport
 from headrace.parallel.workspace import Workspace
@@ -32,7 +33,7 @@ PendingHidden = tuple[int, list[tuple[int, int]], Tensor, Transfer]
 
 
 class Rank:
-    """A model, its pool of `storage.slots` chunks, and a place among the ranks of `transport`.
+    """A model, its pool or store of `storage.slots` chunks, and a place among the ranks of `transport`.
 
     threads: how many it computes with; None: as many as the caller has set. tiers: may be set, with `coming`, to what
     takes a command for the rank's tiers and whom to answer.
@@ -41,7 +42,7 @@ class Rank:
     def __init__(
         self,
         decoder: Decoder,
-        storage: KVStorage,
+        storage: KVStorage | OutsideKV,
         backend: str,
         transport: Transport,
         threads: RankThreads | None = None,
@@ -54,6 +55,22 @@ class Rank:
         self.coming: Coming = NothingComes()
         self.tiers: Callable[[bytes, Callable[[bytes], None]], None] | None = None
         self.groups = 0
+
+    @property
+    def pool(self) -> KVStorage:
+        """Where its chunks lie, if that is its own memory: only then has it tiers."""
+        assert isinstance(self.storage, KVStorage), "a rank whose KV is streamed has no pool"
+        return self.storage
+
+    @property
+    def staged(self) -> int | None:
+        """Chunks that it can have of a group at a time; None: any number."""
+        return None if isinstance(self.storage, KVStorage) else self.storage.capacity
+
+    def close(self) -> None:
+        """Ends the threads that stream its KV. May be called again."""
+        if not isinstance(self.storage, KVStorage):
+            self.storage.close()
 
     def obey(self, command: bytes, answer: Callable[[bytes], None]) -> None:
         """Has the rank's tiers do something. Raises ValueError for one that has none."""
@@ -76,8 +93,9 @@ class Rank:
         going: list[Transfer] = []
         first = self.groups
         self.groups += len(step.groups)
-        for index, group in enumerate(step.groups):
-            hidden = self._compute(group, first + index)
+        places = placed(step.groups, self.storage, self.coming, self.transport.rank, self.kernels.spec.windows)
+        for index, (group, place) in enumerate(zip(step.groups, places, strict=True)):
+            hidden = self._compute(place, first + index)
             mine = group_layout.wanted(group, self.transport.rank)
             if self.transport.rank == 0:
                 found |= {(index, *key): row for key, row in zip(mine, hidden, strict=True)}
@@ -102,17 +120,19 @@ class Rank:
                 found.append((index, keys, rows, self.transport.irecv(rows, rank, Tag(number, LAST, 0))))
         return found
 
-    def _compute(self, group: StepGroup, number: int) -> Tensor:
+    def _compute(self, place: PlacedGroup, number: int) -> Tensor:
         """The wanted hidden states of this rank's rows, in their order: [n, E]."""
+        group = place.group
         context = GroupContext(
-            group, number, self.transport, self.storage, self.kernels, self.workspace, self.storage.slots,
-            self.counters, self.coming,
+            group, number, self.transport, place.storage, self.kernels, self.workspace, self.storage.slots,
+            self.counters, place.coming,
         )  # fmt: skip
         runs = group_layout.runs(group, self.transport.rank)
         none = torch.empty(0, self.decoder.config.embed_size, dtype=self.decoder.dtype)
         attend = RUNS[group.strategy](context)
         if attend is None:
             return none
+        attend = place.told(attend)
         if not runs:
             self._pass_on(attend)
             return none
@@ -121,7 +141,7 @@ class Rank:
 
     def _keep(self, group: StepGroup, runs: list[group_layout.RowRange]) -> KeepActivations | None:
         """Keeps the activations of rows in chunks that are this rank's own."""
-        if not self.storage.keeps_activations:
+        if not isinstance(self.storage, KVStorage) or not self.storage.keeps_activations:
             return None
         places = [group_layout.own_places(group, run, self.transport.rank, self.storage.slots) for run in runs]
         slots, offsets = (np.concatenate(each) for each in zip(*places, strict=True))

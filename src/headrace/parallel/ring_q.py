@@ -127,8 +127,8 @@ class RingQ(Attend):
         mine = q.contiguous()
         outgoing = self._send_keys(layer, k, v) + visits.send_queries(layer, mine)
         homecoming = visits.expect_states(layer, q)
+        context.wait_for_own(layer)  # before a chunk that comes is written in
         self._store(stored, k, v, coming)
-        context.wait_for_own(layer)
         own = visits.attend(layer, mine, self.rank, stored)
         for home, (theirs, works) in guests.items():
             for work in works:

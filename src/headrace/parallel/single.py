@@ -30,7 +30,8 @@ def make(context: GroupContext) -> Attend | None:
     kernels = context.kernels
     attend = PlanAttention(planning.build(spans), context.storage, kernels.spec, kernels.backend, kernels.bias)
     own = context.own_slots() if context.coming else []
-    return WaitingAttend(attend, context.coming, own) if context.coming.pending(own, context.layers - 1) else attend
+    waits = any(context.coming.pending(own, layer) for layer in range(context.layers))
+    return WaitingAttend(attend, context.coming, own) if waits else attend
 
 
 def shares(context: GroupContext) -> bool:

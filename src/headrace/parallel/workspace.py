@@ -5,14 +5,8 @@ C: chunks; Hk: KV heads, D: head size, in the layout of the pools (kv.storage). 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from headrace.attention.plan import Int32
 from headrace.config import AttentionSpec
 from headrace.kernels.records import Pool
 from headrace.memory import zeros
@@ -57,32 +51,3 @@ class Workspace:
     def drain(self) -> None:
         for buffer in self.buffers:
             buffer.drain()
-
-
-def copy_chunks_alone(source: Pool, source_at: Int32, target: Pool, target_at: Int32) -> None:
-    """copy_chunks by this thread alone, beside the computation's threads: a large Tensor.copy_ starts a team."""
-    for here, there, count in _stretches(source_at, target_at):
-        for x, y in zip(source.tensors, target.tensors, strict=True):
-            np.copyto(_bytes(y[there : there + count]), _bytes(x[here : here + count]))
-
-
-def _bytes(x: torch.Tensor) -> NDArray[np.uint8]:
-    found: NDArray[np.uint8] = x.detach().view(-1).view(torch.uint8).numpy()
-    return found
-
-
-def copy_chunks(source: Pool, source_at: Int32, target: Pool, target_at: Int32) -> None:
-    """target[target_at[i]] = source[source_at[i]] for each tensor, by stretches that are contiguous in both."""
-    for here, there, count in _stretches(source_at, target_at):
-        for x, y in zip(source.tensors, target.tensors, strict=True):
-            y[there : there + count].copy_(x[here : here + count])
-
-
-def _stretches(source_at: Int32, target_at: Int32) -> Iterator[tuple[int, int, int]]:
-    """(first of the source, first of the target, count)."""
-    if not len(source_at):
-        return
-    breaks = np.flatnonzero((np.diff(source_at) != 1) | (np.diff(target_at) != 1)) + 1
-    edges = [0, *breaks.tolist(), len(source_at)]
-    for begin, end in pairwise(edges):
-        yield int(source_at[begin]), int(target_at[begin]), end - begin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -12,16 +13,19 @@ from headrace.config import EngineConfig, KVStreaming
 from headrace.kernels.backend import backend_of, in_pieces
 from headrace.kernels.records import Allocate, Pool
 from headrace.models.decoder import Decoder
+from headrace.models.shards import shard
 from headrace.models.spec import ModelConfig
 from headrace.offload.copy_streams import open_copy_streams
 from headrace.offload.emulated_link import EmulatedLink
 from headrace.offload.streaming.profile import measure
 from headrace.offload.streaming.schedule import Schedule
+from headrace.offload.streaming.staged_store import BUFFERS, StagedStore
 from headrace.offload.streaming.staging import Staging
 from headrace.offload.streaming.step import StreamingOptions
 from headrace.offload.streaming.store import FileMemory, OutsideStore, bytes_per_chunk, room
 from headrace.offload.streaming.streamer import Streamer
 from headrace.offload.streaming.transfers import Transfers
+from headrace.offload.weights.in_turn import LayersInTurn
 from headrace.offload.weights.layers import layers_of, tensors_of
 from headrace.offload.weights.streamed import ResidentLayers, StreamedLayers
 from headrace.types import CHUNK, chunks_for
@@ -60,39 +64,95 @@ def hidden_kept(asked: KVStreaming, model: ModelConfig, kv_dtype: torch.dtype, r
     return model.hidden_size if kept else 0
 
 
-def sizes(config: EngineConfig, model: ModelConfig, kv_dtype: torch.dtype, rows: torch.dtype) -> tuple[int, int]:
-    """(tokens that the store holds, whole chunks; longest sequence). Raises ValueError naming the field."""
-    asked = asked_of(config)
-    hidden = 0 if asked.x_resident else hidden_kept(asked, model, kv_dtype, rows)
-    each = bytes_per_chunk(model.attention, kv_dtype, rows, hidden)
-    name, size = asked.room
-    chunks = int(size * 2**30) // each
-    if config.cache.tokens is not None:
-        chunks = min(chunks, config.cache.tokens // CHUNK)
-    if config.model.max_len is not None and config.model.max_len > model.max_model_len:
-        raise ValueError(f"max_model_len {config.model.max_len} exceeds the model's {model.max_model_len}")
+class StreamSizes(NamedTuple):
+    """store: chunks that lie outside, of each rank. staged: chunks of one layer that a staging buffer holds. longest:
+    tokens of the longest sequence, and bound: the setting that keeps it shorter than the model would."""
+
+    store: int
+    staged: int
+    longest: int
+    bound: str
+
+
+def sizes(
+    config: EngineConfig, model: ModelConfig, kv_dtype: torch.dtype, rows: torch.dtype, workspace: int = 0
+) -> StreamSizes:
+    """What the settings leave room for. workspace: buffers as large as those of staging through which ranks exchange
+    chunks. Raises ValueError naming the field."""
+    asked, spec = asked_of(config), shard(model, 0, config.ranks.tensor)
+    hidden = 0 if config.ranks.count > 1 else hidden_kept(asked, model, kv_dtype, rows)
+    kv, all_of_it = (bytes_per_chunk(spec, kv_dtype, rows, width) for width in (0, hidden))
     wanted = config.model.max_len or model.max_model_len
-    chunks = min(chunks, config.scheduler.max_sequences * chunks_for(wanted))
-    if not chunks or (config.model.max_len is not None and config.model.max_len > chunks * CHUNK):
-        least = (chunks_for(config.model.max_len or 1) * each) / 2**30
+    if wanted > model.max_model_len:
+        raise ValueError(f"max_model_len {wanted} exceeds the model's {model.max_model_len}")
+    room = _stored(config, kv if asked.x_resident else all_of_it)
+    chunks = min(room, config.scheduler.max_sequences * chunks_for(wanted))
+    limit, staged = _staged(config, all_of_it // spec.layers, kv, BUFFERS + workspace)
+    longest, bound = chunks * CHUNK * config.ranks.context, asked.room[0]
+    if config.ranks.count > 1 and min(wanted, longest) > staged * CHUNK:
+        # All of a sequence may lie on one rank, which stages a layer of it at once.
+        longest, bound = staged * CHUNK, limit
+        if config.model.max_len is not None:
+            raise ValueError(
+                f"{limit}: each rank stages a layer of {longest} tokens; raise it, or lower max_model_len {wanted}"
+            )
+    bound = bound if longest < wanted else "max_model_len"
+    return StreamSizes(chunks, min(chunks, staged), min(wanted, longest), bound)
+
+
+def _stored(config: EngineConfig, each: int) -> int:
+    """Chunks of `each` bytes that a rank has room for outside."""
+    (name, size), longest, ranks = asked_of(config).room, config.model.max_len or 1, config.ranks.context
+    chunks = int(size * 2**30) // each
+    if not chunks or longest > chunks * CHUNK * ranks:
+        least = -(-chunks_for(longest) // ranks) * each / 2**30
         raise ValueError(
-            f"{name} {size} GiB holds {chunks * CHUNK} tokens: raise it to at least {least:.4f}, or lower max_model_len"
+            f"{name} {size} GiB holds {chunks * CHUNK * ranks} tokens: raise it to at least {least:.4f}, "
+            f"or lower max_model_len"
         )
-    return chunks * CHUNK, min(wanted, chunks * CHUNK)
+    return chunks
 
 
-def open_streamer(config: EngineConfig, decoder: Decoder, slots: int, kv_dtype: torch.dtype, backend: str) -> Streamer:
+def _staged(config: EngineConfig, layer: int, whole: int, buffers: int) -> tuple[str, int]:
+    """(Setting that bounds staging, chunks of one layer that each buffer has room for). layer, whole: bytes of a chunk
+    in one layer, and in all."""
+    asked, tokens = asked_of(config), config.cache.tokens
+    name, room = "offload_staging_mb", asked.staging_mb * 2**20
+    if tokens is not None and tokens // CHUNK * whole < room:
+        name, room = "kv_cache_tokens", tokens // CHUNK * whole
+    if room < buffers * layer:
+        raise ValueError(f"{name} leaves no room for a chunk of {layer} bytes in each of {buffers} buffers: raise it")
+    return name, room // (buffers * layer)
+
+
+def open_staged(config: EngineConfig, decoder: Decoder, sized: StreamSizes, kv_dtype: torch.dtype) -> StagedStore:
+    """What open_streamer is for one rank, for one of several: without X, and the decoder goes on computing."""
+    asked, dtype = asked_of(config), decoder.dtype
+    spec = decoder.config.attention
+    outside = _outside(asked, decoder, sized.store, kv_dtype, 0)
+    store = OutsideStore(spec, sized.store, kv_dtype, dtype, 0, outside)
+    if config.cache.prefault:
+        store.prefault()
+    streams = open_copy_streams(torch.device("cpu"), EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
+    if asked.weights:
+        decoder.layers = LayersInTurn(StreamedLayers(decoder, streams.into, outside if asked.path else None))
+    return StagedStore(spec, store, sized.staged, streams)
+
+
+def open_streamer(
+    config: EngineConfig, decoder: Decoder, sized: StreamSizes, kv_dtype: torch.dtype, backend: str
+) -> Streamer:
     """Store, staging and copy streams for a decoder, whose matrices leave it if weight_offload is set. Measures link
     and projection."""
     asked, model, dtype = asked_of(config), decoder.config, decoder.dtype
     hidden = hidden_kept(asked, model, kv_dtype, dtype)
-    outside = _outside(asked, decoder, slots, kv_dtype, hidden)
+    outside = _outside(asked, decoder, sized.store, kv_dtype, hidden)
     store = OutsideStore(
-        model.attention, slots, kv_dtype, dtype, hidden, outside, memory.zeros if asked.x_resident else None
+        model.attention, sized.store, kv_dtype, dtype, hidden, outside, memory.zeros if asked.x_resident else None
     )
     if config.cache.prefault:
         store.prefault()
-    staging = Staging(model.attention, _capacity(asked, store), kv_dtype, dtype, hidden)
+    staging = Staging(model.attention, sized.staged, kv_dtype, dtype, hidden)
     streams = open_copy_streams(torch.device("cpu"), EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
     layers: ResidentLayers | StreamedLayers = ResidentLayers(decoder)
     weight_bytes = 0
@@ -101,7 +161,7 @@ def open_streamer(config: EngineConfig, decoder: Decoder, slots: int, kv_dtype: 
         weight_bytes = layers.bytes_per_layer
     options = StreamingOptions(schedule_of(asked), asked.weights)
     log.debug(
-        "streaming %s: %d chunks outside (%s), staging of %d, X %s", options.schedule, slots,
+        "streaming %s: %d chunks outside (%s), staging of %d, X %s", options.schedule, sized.store,
         asked.path or "host memory", staging.capacity,
         "not kept" if not hidden else "in memory" if asked.x_resident else "outside",
     )  # fmt: skip
@@ -116,15 +176,6 @@ def asked_of(config: EngineConfig) -> KVStreaming:
     """The settings of streaming, which must be asked for."""
     assert config.streaming is not None
     return config.streaming
-
-
-def _capacity(asked: KVStreaming, store: OutsideStore) -> int:
-    """Chunks that a staging buffer holds."""
-    each = 2 * (store.chunk_bytes + store.x_bytes)
-    count = min(store.slots, asked.staging_mb * 2**20 // each)
-    if count < 1:
-        raise ValueError(f"offload_staging_mb {asked.staging_mb} holds no chunk of {each} bytes: raise it")
-    return count
 
 
 def _outside(asked: KVStreaming, decoder: Decoder, slots: int, kv_dtype: torch.dtype, hidden: int) -> Allocate:

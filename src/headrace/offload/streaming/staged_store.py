@@ -1,0 +1,177 @@
+"""KV of one rank of several, outside its fast memory: two staging buffers, each for a layer of a group, take turns.
+
+A pass is one layer of one group. While one is computed, the chunks of the next are on their way in; what it wrote goes
+out by the other copy stream, and its buffer is taken again when that is done. With the interfaces of parallel.outside:
+
+    buffer 0 | pass 0: load, compute, write out |           | pass 2: load, compute, write out | ..
+    buffer 1             | pass 1: load,          compute, write out |   | pass 3: load,         | ..
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from headrace import memory
+from headrace.arrival import Arrival
+from headrace.config import AttentionSpec
+from headrace.kernels.records import Pool
+from headrace.kv.chunk_copies import copy_chunks_alone
+from headrace.kv.own_chunks import OwnChunks, Slots
+from headrace.offload.copy_streams import CopyStreams
+from headrace.offload.streaming.store import OutsideStore
+from headrace.offload.streaming.transfers import StreamingTotals
+from headrace.offload.ticket import Ticket
+
+BUFFERS = 2
+
+
+class StagedStore:
+    """A store of `slots` chunks, of which up to `capacity` are staged for a group. One step at a time."""
+
+    def __init__(self, spec: AttentionSpec, store: OutsideStore, capacity: int, streams: CopyStreams) -> None:
+        self.spec, self.store, self.capacity, self.streams = spec, store, capacity, streams
+        self.slots, self.dtype = store.slots, store.dtype
+        self.buffers = [
+            Pool.make(capacity, spec.kv_heads, spec.head_dim, store.dtype, memory.zeros) for _ in range(BUFFERS)
+        ]
+        self.totals = StreamingTotals()
+        self._passes: list[LayerPass] = []
+        self._begun = 0
+        self._written: dict[int, Ticket] = {}
+        self._under_way: list[Ticket] = []
+
+    def stage(self, groups: Sequence[OwnChunks]) -> list[StagedChunks]:
+        """See parallel.outside.OutsideKV."""
+        self.settle()
+        self.totals.steps += 1
+        self._passes, self._begun = [], 0
+        staged = [self._add(own) for own in groups]
+        for _ in range(BUFFERS):
+            self.begin_next()
+        return staged
+
+    def _add(self, own: OwnChunks) -> StagedChunks:
+        """The passes of a group, none where this rank owns nothing of it."""
+        if len(own.slots) > self.capacity:
+            raise ValueError(
+                f"a group needs {len(own.slots)} chunks of this rank at a time, staging holds {self.capacity}: "
+                f"raise offload_staging_mb"
+            )
+        first, layers = len(self._passes), range(self.spec.layers if len(own.slots) else 0)
+        passes = [LayerPass(self, own, layer, (first + layer) % BUFFERS) for layer in layers]
+        self._passes += passes
+        return StagedChunks(self, passes)
+
+    def begin_next(self) -> None:
+        """Has the next pass loaded. Its buffer has been computed on; it is written to when it has left."""
+        if self._begun < len(self._passes):
+            each = self._passes[self._begun]
+            self._begun += 1
+            each.begin(self._passes[self._begun - 1 - BUFFERS] if self._begun > BUFFERS else None)
+
+    def load(self, each: LayerPass, after: LayerPass | None) -> Ticket:
+        """The cached chunks of a pass into its buffer, which the pass `after` had."""
+        own, slots = each.own, each.cached
+        before = [ticket for ticket in (self._written.get(each.layer), after and after.leaving) if ticket is not None]
+        size = len(slots) * self.store.chunk_bytes
+
+        def run() -> None:
+            for ticket in before:
+                ticket.wait()
+            copy_chunks_alone(self.store.pools[each.layer], own.slots[slots], self.buffers[each.buffer], slots)
+
+        self.totals.loaded += len(slots)
+        self.totals.bytes_in += size
+        return self._submitted(self.streams.into.submit(run, size, "kv"))
+
+    def write(self, each: LayerPass) -> Ticket:
+        """The chunks that a pass wrote in, back to the store."""
+        own, size = each.own, len(each.own.written) * self.store.chunk_bytes
+        run = partial(
+            copy_chunks_alone, self.buffers[each.buffer], own.written, self.store.pools[each.layer],
+            own.slots[own.written],
+        )  # fmt: skip
+        self.totals.bytes_out += size
+        ticket = self._submitted(self.streams.out.submit(run, size, "kv"))
+        self._written[each.layer] = ticket
+        return ticket
+
+    def _submitted(self, ticket: Ticket) -> Ticket:
+        self._under_way.append(ticket)
+        return ticket
+
+    def settle(self) -> None:
+        """Until nothing is on its way. Raises what a copy raised, from then on: the store may lack what was written."""
+        for ticket in self._under_way:
+            ticket.wait()
+        self._under_way.clear()
+        self._written.clear()
+
+    def close(self) -> None:
+        """Ends the copy streams after what is on its way. May be called again."""
+        self.streams.close()
+
+
+class LayerPass(Arrival):
+    """One layer of one group in a buffer: its cached chunks on their way there, from when it is begun."""
+
+    def __init__(self, store: StagedStore, own: OwnChunks, layer: int, buffer: int) -> None:
+        super().__init__()
+        self.store, self.own, self.layer, self.buffer = store, own, layer, buffer
+        self.cached: Slots = own.cached[store.spec.windows[layer]]
+        self.after: LayerPass | None = None
+        self.leaving: Ticket | None = None
+
+    def begin(self, after: LayerPass | None) -> None:
+        """after: the pass that had the buffer before."""
+        self.after = after
+        if len(self.cached):
+            ticket = self.store.load(self, after)
+            ticket.then(lambda: self.end(ticket.error))
+
+    def pool(self) -> Pool:
+        """The buffer, once what the pass before wrote in it has left."""
+        if self.after is not None and self.after.leaving is not None:
+            self.after.leaving.wait()
+        return self.store.buffers[self.buffer]
+
+    def finish(self) -> None:
+        if len(self.own.written):
+            self.leaving = self.store.write(self)
+        self.store.begin_next()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether something must still come, or will not."""
+        return bool(len(self.cached)) and not (self.done and self.error is None)
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        super().wait()
+        self.store.totals.waited_s += time.perf_counter() - began
+
+
+class StagedChunks:
+    """See parallel.outside.StagedGroup."""
+
+    def __init__(self, store: StagedStore, passes: Sequence[LayerPass]) -> None:
+        self.slots, self.dtype = store.capacity, store.dtype
+        self._store, self._passes = store, passes
+
+    def __bool__(self) -> bool:
+        return bool(self._passes)
+
+    def pool(self, layer: int) -> Pool:
+        """A rank that owns nothing reads and writes nothing: any buffer will do."""
+        return self._passes[layer].pool() if self._passes else self._store.buffers[0]
+
+    def pending(self, slots: Iterable[int], layer: int) -> list[LayerPass]:
+        """All of the group's chunks come together, whichever are asked for."""
+        each = self._passes[layer] if self._passes else None
+        return [each] if each is not None and each.awaited else []
+
+    def finish(self, layer: int) -> None:
+        if self._passes:
+            self._passes[layer].finish()

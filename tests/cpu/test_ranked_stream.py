@@ -1,0 +1,182 @@
+"""Several ranks that stream KV from outside, as threads: the bits of one rank that has everything in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.bench import shapes
+from headrace.offload.streaming.staged_store import BUFFERS
+from headrace.parallel.transport import RankLost
+from headrace.parallel.workspace import DEPTH
+from headrace.types import CHUNK, Request
+from tests.support.checkpoints import KINDS, FolderOf
+from tests.support.streamed_ranks import close, stores, streamed_ranks
+from tests.support.traces import Trace, prompts_of, run, same, words
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+STRATEGIES = [("single",), ("chain",), ("ring-kv",), ("gather",), ("ring-q", "ring-kv")]
+WEIGHTS: dict[str, Any] = {"offload_schedule": "column", "weight_offload": True}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny", dtype="bfloat16", kv_cache_tokens=40_000)
+
+
+@pytest.fixture(scope="module")
+def prompts(llm: LLM) -> list[list[int]]:
+    """Uneven ones that share prefixes, and two of two blocks."""
+    long = words(llm, 2300, seed=1)
+    return [*prompts_of(llm)[3:], long, long[:2200] + words(llm, 30, seed=2)]
+
+
+@pytest.fixture(scope="module")
+def truth(llm: LLM, prompts: list[list[int]]) -> list[Trace]:
+    return run(llm, prompts, PARAMS)
+
+
+@pytest.mark.parametrize("allowed", STRATEGIES, ids=str)
+@pytest.mark.parametrize("settings", [{}, WEIGHTS], ids=("row", "column, weights outside"))
+def test_by_every_strategy(
+    allowed: tuple[str, ...], settings: dict[str, Any], prompts: list[list[int]], truth: list[Trace]
+) -> None:
+    """Also on cached prefixes, and on a link so slow that layers wait for it."""
+    llm = streamed_ranks(2, allowed=allowed, max_model_len=4096, kv_link_gbps=0.5, **settings)
+    same(run(llm, prompts, PARAMS), truth)
+    same(run(llm, prompts[-4:], PARAMS), truth[-4:])
+    assert all(store.totals.loaded and store.totals.bytes_out for store in stores(llm))
+    close(llm)
+
+
+@pytest.mark.parametrize(("context", "tensor"), [(1, 2), (2, 2), (3, 1)])
+def test_every_kind_of_ranks(context: int, tensor: int, prompts: list[list[int]], truth: list[Trace]) -> None:
+    llm = streamed_ranks(context, tensor, max_model_len=4096, **WEIGHTS)
+    same(run(llm, prompts, PARAMS), truth)
+    kv = {rank.decoder.config.attention.kv_heads for rank in llm.ranks}  # type: ignore[attr-defined]
+    assert kv == {4 // tensor}
+    close(llm)
+
+
+@pytest.mark.parametrize("kind", ["llama_gqa", pytest.param("all", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("types", [
+    {}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"},
+    pytest.param({"quantization": "int4"}, marks=pytest.mark.matrix),
+], ids=str)  # fmt: skip
+def test_families_and_types(kind: str, types: dict[str, Any], folder_of: FolderOf) -> None:
+    """GQA, MHA, windows, ALiBi, learned positions; int8 KV, weights of 8 and 4 bits that lie outside as well."""
+    for each in KINDS if kind == "all" else [kind]:
+        one = LLM(folder_of(each), kv_cache_tokens=4096, dtype="bfloat16", **types)
+        asked = [words(one, n, seed=n) for n in (3, 400)] + [words(one, 400, seed=400)[:300]]
+        expected = run(one, asked, PARAMS)
+        for allowed, outside in ((("chain",), {}), (("ring-q", "ring-kv"), WEIGHTS)):
+            llm = streamed_ranks(2, model=folder_of(each), allowed=allowed, **outside, **types)
+            for _ in range(2):  # the second time on cached chunks
+                same(run(llm, asked, PARAMS), expected)
+            close(llm)
+
+
+def test_a_store_too_small(llm: LLM) -> None:
+    """Sequences are preempted, their chunks evicted and computed again."""
+    long = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    asked = [each for each in prompts_of(llm) if len(each) < 520]
+    other = streamed_ranks(2, kv_offloading_size=0.001, max_model_len=640, max_batch_tokens=192)
+    assert other.capacity.kv_cache_tokens == 1280
+    same(run(other, asked, long), run(llm, asked, long))
+    stats = other.engine.stats()
+    assert stats.scheduler.preemptions and stats.kv.evictions
+    close(other)
+
+
+def test_small_staging(llm: LLM, prompts: list[list[int]], truth: list[Trace]) -> None:
+    """Sequences that do not fit the buffers together are computed in several groups."""
+    other = streamed_ranks(2, kv_cache_tokens=-(-40 * (BUFFERS + DEPTH) // 3) * CHUNK, max_model_len=40 * CHUNK)
+    assert {store.capacity for store in stores(other)} == {40}
+    same(run(other, prompts, PARAMS), truth)
+    close(other)
+
+
+def test_aborted(llm: LLM, prompts: list[list[int]], truth: list[Trace]) -> None:
+    """In the middle of its prefill and of its answer: the others' bits do not change."""
+    other = streamed_ranks(2, allowed=("ring-kv",), max_model_len=4096, max_batch_tokens=1024)
+    for steps in (1, 6):
+        other.engine.add(Request("gone", prompts[-2], PARAMS, arrival_s=0.0))
+        for _ in range(steps):
+            other.engine.step()
+        other.engine.abort("gone")
+        assert other.engine.cache.used == 0
+        same(run(other, prompts[-1:], PARAMS), truth[-1:])
+    close(other)
+
+
+@pytest.mark.parametrize("allowed", [("ring-kv",), ("ring-q", "ring-kv"), ("chain",)], ids=str)
+@pytest.mark.parametrize("stream", ["into", "out"])
+def test_a_failing_link_ends_the_ranks(allowed: tuple[str, ...], stream: str, prompts: list[list[int]]) -> None:
+    """That of one rank: the others hear of it, and nothing is answered from what did not come or was not kept."""
+    llm = streamed_ranks(2, allowed=allowed, max_model_len=4096)
+    run(llm, prompts[-2:-1], PARAMS)
+    store = [each for each in stores(llm) if each.totals.bytes_out][-1]
+
+    def broken(run: Any, size: int, kind: str) -> Any:
+        def fail() -> None:
+            raise OSError("the disk is gone")
+
+        return submit(fail, size, kind)
+
+    copies = getattr(store.streams, stream)
+    submit, copies.submit = copies.submit, broken
+    with pytest.raises((RankLost, OSError), match="the disk is gone"):
+        llm.generate([prompts[-2] + [7] * count for count in (70, 90)], PARAMS)
+    for rank in llm.ranks:  # type: ignore[attr-defined]
+        rank.close()
+
+
+LAYERS = 32
+SMALL = shapes.CheckpointShape(
+    hidden=64, layers=LAYERS, heads=2, kv_heads=2, head_dim=32, mlp=64, vocab=512, context=2048
+)
+
+
+@pytest.mark.parametrize("strategies", [STRATEGIES[:3], STRATEGIES[3:]])
+def test_kv_larger_than_memory(strategies: list[tuple[str, ...]], tmp_path: Path) -> None:
+    """A context three times as long as what both ranks may have in fast memory, that of exchanges included. It lies in
+    a file of each."""
+    model = shapes.write_checkpoint(SMALL, tmp_path / "model")
+    tokens, ranks = 128, 2
+    context = 3 * ranks * tokens
+    one = LLM(model, dtype="bfloat16", kv_cache_tokens=context)
+    prompt, params = words(one, context - 20, seed=1), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = run(one, [prompt], params)
+    for allowed in strategies:
+        llm = streamed_ranks(
+            ranks, model=model, allowed=allowed, kv_cache_tokens=tokens, max_batch_tokens=256,
+            max_model_len=context, kv_offload_path=str(tmp_path / "kv"), kv_offload_disk_size=0.2, kv_offloading_size=0,
+        )  # fmt: skip
+        same(run(llm, [prompt], params), expected)
+        for rank in llm.ranks:  # type: ignore[attr-defined]
+            pools = [*rank.storage.buffers, *(buffer.pool for buffer in rank.workspace.buffers)]
+            assert 0 < sum(x.nbytes for pool in pools for x in pool.tensors) <= tokens * llm.capacity.kv_bytes_per_token
+        close(llm)
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"kv_cache_tokens": 64}, "kv_cache_tokens leaves no room for a chunk of 32768 bytes in each of 5 buffers"),
+    ({"kv_cache_tokens": 640, "max_model_len": 512},
+     "kv_cache_tokens: each rank stages a layer of 384 tokens; raise it, or lower max_model_len 512"),
+    ({"kv_offloading_size": 0.001, "max_model_len": 4096}, "kv_offloading_size 0.001 GiB holds 1280 tokens"),
+    ({"kv_offload_activations": "on"}, "Leave out kv_offload_activations"),
+])  # fmt: skip
+def test_refuses_what_cannot_work(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        streamed_ranks(2, **settings)
+
+
+def test_what_bounds_the_context() -> None:
+    llm = streamed_ranks(2, kv_cache_tokens=640)
+    assert (llm.capacity.max_model_len, llm.capacity.length_limit) == (384, "kv_cache_tokens")
+    close(llm)
