@@ -37,7 +37,7 @@ def test_a_chunk_that_cannot_be_stored() -> None:
 
 
 def test_words_survive_the_link() -> None:
-    command = words.BringChunks(1, [words.WantedHere(2, bytes(32), 5, (0, 1))], 640)
+    command = words.BringChunks(1, [words.WantedHere(2, bytes(32), 5, (words.Place(0), words.Place(1, 3)))], 640)
     assert words.command(words.encode(command)) == command
     answer = words.ChunksBrought(1, 0, "chunk 2 is gone", 0.5, 0.1, [(64, 0.5)])
     assert words.answer(words.encode(answer)) == answer

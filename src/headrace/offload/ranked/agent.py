@@ -13,7 +13,8 @@ from headrace.logs import shown
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
 from headrace.offload.ranked import words
-from headrace.offload.restore.transfer import RestoreTransfer, WantedChunk
+from headrace.offload.ranked.forms import StoredForm, find, forms_of
+from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.offload.ticket import Ticket
 from headrace.offload.tiers.base import HeadShare, name_of
 from headrace.offload.tiers.stack import Tiers
@@ -38,8 +39,11 @@ class Opened(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Bringing:
+    """parts: blobs of each chunk."""
+
     number: int
     transfer: RestoreTransfer
+    parts: int
     layers: dict[int, Ticket]
 
 
@@ -54,6 +58,7 @@ class TierAgent:
     def __init__(self, opener: Callable[[bytes], Opened], place: int = 0, share: HeadShare = ALL) -> None:
         self._opener, self._place, self._share = opener, place, share
         self._opened: Opened | None = None
+        self._forms: list[StoredForm] = []
         self._of: dict[int, _Bringing] = {}
         self._restores: dict[int, _Bringing] = {}
         self._lock = threading.Lock()
@@ -111,6 +116,7 @@ class TierAgent:
     def _open(self, command: words.OpenTiers) -> words.TiersOpen:
         try:
             self._opened = self._opener(command.identity)
+            self._forms = forms_of(self._opened.codec, self._share)
         except ValueError as error:
             return words.TiersOpen(command.number, shown(error), [])
         except Exception as error:  # rank 0 waits for an answer
@@ -123,20 +129,23 @@ class TierAgent:
         opened = self.opened
 
         def look() -> None:
-            tiers = opened.tiers.find([name_of(self._share.of(digest), "k") for digest in command.digests])
-            found[:] = [None if tier is None else (tier,) for tier in tiers]
+            places = find(opened.tiers, self._forms, command.digests)
+            found[:] = [None if place is None else (place,) for place in places]
 
         ticket = opened.looking.submit(look, 0, "look")
         ticket.then(lambda: say(words.ChunksFound(command.number, found)))
 
     def _bring(self, command: words.BringChunks, say: Say) -> None:
         opened = self.opened
+        places = [each.places[self._place] for each in command.chunks]
+        form = self._forms[places[0].form]
         wanted = [
-            WantedChunk(each.chunk, self._share.of(each.digest), each.slot, "k", each.tiers[self._place])
-            for each in command.chunks
+            part
+            for each, place in zip(command.chunks, places, strict=True)
+            for part in form.wanted(each.chunk, each.digest, each.slot, place.tier)
         ]
-        transfer = RestoreTransfer(opened.codec, opened.tiers, wanted, command.prompt_len)
-        restore = _Bringing(command.number, transfer, {})
+        transfer = RestoreTransfer(form.codec, opened.tiers, wanted, command.prompt_len)
+        restore = _Bringing(command.number, transfer, len(form.shares), {})
         with self._lock:
             transfer.start(opened.bringing)
             restore.layers |= {each.layer: each.ticket for each in transfer.report.transfers}
@@ -152,7 +161,8 @@ class TierAgent:
             self._of = {slot: other for slot, other in self._of.items() if other is not restore}
         link_s = report.link_s + (last.ended_s - last.began_s)
         layers = [] if report.failed else report.layer_transfers
-        say(words.ChunksBrought(restore.number, report.good, report.reason, link_s, report.cpu_s, layers))
+        good = report.good // restore.parts
+        say(words.ChunksBrought(restore.number, good, report.reason, link_s, report.cpu_s, layers))
 
     def _store(self, command: words.StoreChunk, say: Say) -> None:
         ready = []

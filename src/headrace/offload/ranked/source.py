@@ -32,7 +32,7 @@ class RankedLookup:
 
     def note(self, rank: int, answer: words.ChunksFound) -> None:
         """On any thread."""
-        self.answers[rank] = answer.tiers
+        self.answers[rank] = answer.places
         if len(self.answers) == self.ranks:
             self._there.set()
 
@@ -131,9 +131,10 @@ class RankedChunks:
         for owners in placements(first, [each.on for each in found], room, begun):
             placed = []
             for each, rank in zip(found, owners, strict=False):
-                tiers = each.on[rank]
-                assert tiers is not None, "a rank loads what it has in reach"
-                placed.append(each._replace(kv=max(tiers), rank=rank))  # the slowest share decides
+                places = each.on[rank]
+                assert places is not None, "a rank loads what it has in reach"
+                slowest = max(place.tier for place in places)
+                placed.append(each._replace(kv=slowest, rank=rank))
             ways.append(placed)
         return ways
 

@@ -10,18 +10,25 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-Reach = tuple[int, ...]
-"""The tier that has a chunk, for each tensor rank: of each one's share."""
+
+class Place(NamedTuple):
+    """Where a tensor rank has its heads of a chunk: the tier, and the number of the form (forms.forms_of)."""
+
+    tier: int
+    form: int = 0
+
+
+Reach = tuple[Place, ...]
+"""Of each tensor rank."""
 
 
 class WantedHere(NamedTuple):
-    """A chunk to be loaded: its number in the sequence, its name, where it goes, and the tier that has it, for each
-    tensor rank."""
+    """A chunk to be loaded: its number in the sequence, its name, where it goes, and where each tensor rank has it."""
 
     chunk: int
     digest: bytes
     slot: int
-    tiers: Reach
+    places: Reach
 
 
 class OpenTiers(msgspec.Struct, frozen=True, tag=True):
@@ -91,7 +98,7 @@ class ChunksFound(msgspec.Struct, frozen=True, tag=True):
     """None for a chunk that no tier has."""
 
     number: int
-    tiers: list[Reach | None]
+    places: list[Reach | None]
 
 
 class ChunksBrought(msgspec.Struct, frozen=True, tag=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.kv.chunk_table import ChunkTable
 from headrace.offload.chunk_codec import ChunkCodec
@@ -19,14 +19,13 @@ from headrace.offload.tiers.stack import Tiers
 class FoundChunk(NamedTuple):
     """A stored chunk: its name and the tiers that have its K and V, and its activations.
 
-    Of several ranks: on[rank] are the tiers from which each can load it, a share from each; `rank` is the one that
-    shall.
+    Of several ranks: on[rank] says whence each can load it (offload.ranked.words), `rank` which one shall.
     """
 
     digest: bytes
     kv: int
     x: int | None
-    on: tuple[tuple[int, ...] | None, ...] = ()
+    on: tuple[Any, ...] = ()
     rank: int = 0
 
 
