@@ -46,7 +46,7 @@ class Rank:
             assert self.agent.store(words.StoreChunk(0, slot, digest, b"", True, activations=slot < 2))
 
     def bring(self, *kinds: BlobKind) -> None:
-        wanted = [words.WantedHere(i, DIGESTS[i], 3 + i, (0,), kind) for i, kind in enumerate(kinds)]
+        wanted = [words.WantedHere(i, DIGESTS[i], 3 + i, (words.Place(0),), kind) for i, kind in enumerate(kinds)]
         self.obey(words.BringChunks(7, wanted, 192))
 
     def obey(self, command: words.Command) -> None:
@@ -59,7 +59,9 @@ class Rank:
 def test_stored_activations_are_found() -> None:
     rank = Rank()
     rank.obey(words.FindChunks(1, [*DIGESTS, bytes(32)]))
-    assert rank.answer() == words.ChunksFound(1, [(0,), (0,), (0,), None], [0, 0, None])
+    assert rank.answer() == words.ChunksFound(
+        1, [(words.Place(0),), (words.Place(0),), (words.Place(0),), None], [0, 0, None]
+    )
 
 
 def test_chunks_to_be_projected_are_on_their_way_until_the_step_has_projected_them() -> None:

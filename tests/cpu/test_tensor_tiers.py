@@ -230,18 +230,50 @@ def test_ranks_share_a_directory(folder_of: FolderOf, tmp_path: Path) -> None:
     close(llm)
 
 
-def test_who_restores_what(gqa: Case, tmp_path: Path) -> None:
-    """Any number of context ranks restores what another stored; another number of tensor ranks computes it again."""
+PAIRS = [(1, 2), (2, 1), (4, 2), *(pytest.param(*pair, marks=pytest.mark.matrix) for pair in [(1, 4), (2, 4), (4, 1)])]
+
+
+@pytest.mark.parametrize(("stored", "restores"), PAIRS)
+@pytest.mark.parametrize("kv", ["auto", pytest.param("int8", marks=pytest.mark.matrix)])
+def test_any_number_of_ranks_restores_what_any_stored(
+    stored: int, restores: int, kv: str, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """Tensor ranks that hold more heads than a stored share, or fewer; context ranks come and go as well."""
+    case = Case(folder_of("llama"), kv_cache_dtype=kv)
     disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0}
-    for size, tensor, least in ((2, 2, None), (1, 2, 300), (3, 2, 300), (1, 4, 300)):
-        llm = gqa.over(size, tensor, **disk)
-        if least is None:
-            same([watched(llm, [each], PARAMS)[0] for each in gqa.prompts], gqa.truth)
-            flush(llm)
-        else:
-            loads(llm, gqa.prompts, gqa.truth, least)
-        close(llm)
-    one = gqa.over(1, 1, **disk)
-    same([watched(one, [each], PARAMS)[0] for each in gqa.prompts], gqa.truth)
-    assert counters(one).loaded_tokens == 0
-    close(one)
+    first = case.over(1, stored, **disk)
+    same([watched(first, [each], PARAMS)[0] for each in case.prompts], case.truth)
+    flush(first)
+    close(first)
+    second = case.over(2, restores, **disk)
+    loads(second, case.prompts, case.truth)
+    close(second)
+
+
+def test_one_rank_restores_what_tensor_ranks_stored(gqa: Case, tmp_path: Path) -> None:
+    model, disk = str(gqa.settings["model"]), {"kv_offload_path": str(tmp_path)}
+    llm = gqa.over(1, 2, **disk, kv_offloading_size=0)
+    same([watched(llm, [each], PARAMS)[0] for each in gqa.prompts], gqa.truth)
+    flush(llm)
+    close(llm)
+    with LLM(model, kv_cache_tokens=4096, dtype="bfloat16", kv_offload_activations="off", **disk) as one:
+        loads(one, gqa.prompts, gqa.truth)
+
+
+def test_damage_of_one_of_several_parts(folder_of: FolderOf, tmp_path: Path) -> None:
+    """A chunk that four ranks stored is lost to two where any of its parts is."""
+    case = Case(folder_of("llama"))
+    disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0}
+    prompts, truth = case.prompts[:1], case.truth[:1]
+    for tensor in (4, 2):
+        llm = case.over(1, tensor, **disk)
+        if tensor == 2:
+            path = blobs_of(llm, prompts[0], 3, tmp_path)[3]
+            content = bytearray(path.read_bytes())
+            content[-100] ^= 4
+            path.write_bytes(content)
+            assert llm.engine.offload is not None
+            llm.engine.offload.choose = forced(0.0, 0.0)
+        same(watched(llm, prompts, PARAMS), truth)
+        flush(llm)
+    assert counters(llm).failures == 1 and counters(llm).loaded_tokens == 3 * CHUNK

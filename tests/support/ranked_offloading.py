@@ -142,7 +142,7 @@ def restored(llm: RankedLLM, prompts: list[list[int]], truth: list[Trace], least
     loads(llm, prompts, truth, least)
 
 
-def loads(llm: RankedLLM, prompts: list[list[int]], truth: list[Trace], least: int = 300) -> None:
+def loads(llm: LLM, prompts: list[list[int]], truth: list[Trace], least: int = 300) -> None:
     """Answers, one by one, from what the tiers hold."""
     assert llm.engine.offload is not None
     llm.engine.offload.choose = forced(0.0, 0.0)

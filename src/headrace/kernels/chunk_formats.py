@@ -58,6 +58,19 @@ def _section(numbers: int, tokens: int, dtype: torch.dtype, format: OffloadForma
     return -(-sum(FORMATS[format].sizes(numbers, tokens, dtype)) // ALIGN) * ALIGN
 
 
+def some_heads(
+    sections: Tensor, heads: range, kv_heads: int, dim: int, dtype: torch.dtype, format: OffloadFormat
+) -> Tensor:
+    """Of sections of keys and values of `kv_heads` heads, uint8 [n, kv_bytes(...)], those of some heads alone."""
+    codes, scales = FORMATS[format].sizes(CHUNK * dim, CHUNK, dtype)
+    found = torch.zeros(len(sections), kv_bytes(len(heads), dim, dtype, format), dtype=torch.uint8)
+    start = at = 0
+    for size in (codes, codes, scales, scales):  # of one head: K, V, and the scales of each
+        found[:, at : at + len(heads) * size] = sections[:, start + heads.start * size : start + heads.stop * size]
+        start, at = start + kv_heads * size, at + len(heads) * size
+    return found
+
+
 def store_kv_many(
     buffer: Tensor,
     pool: Pool,

@@ -8,6 +8,7 @@ int8, each key and each value has a scale of its own per head and layer: [slots,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -65,6 +66,14 @@ class KVStorage(LayerPools):
     def pool(self, layer: int) -> Pool:
         return self.pools[layer]
 
+    def split(self, parts: int) -> KVStorage:
+        """The same memory with `parts` slots for each, of as many heads less: slot s has the first heads of its K and V
+        in slot s * parts, the last in s * parts + parts - 1. Without activations."""
+        found = copy.copy(self)
+        found.slots, found.x = self.slots * parts, None
+        found.pools = [Pool(*(_split(each, parts) for each in pool.tensors)) for pool in self.pools]
+        return found
+
     @property
     def keeps_activations(self) -> bool:
         return self.x is not None
@@ -82,6 +91,11 @@ class KVStorage(LayerPools):
         scales = 2 * spec.layers * spec.kv_heads * 4 if dtype == torch.int8 else 0
         activations = 0 if hidden is None else spec.layers * hidden * _computed(x_dtype).itemsize
         return spec.kv_bytes_per_token(dtype.itemsize) + scales + activations
+
+
+def _split(x: Tensor, parts: int) -> Tensor:
+    """[slots, Hk, ...] -> [slots * parts, Hk / parts, ...]."""
+    return x.view(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:])
 
 
 def _zeros_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -19,16 +19,23 @@ from headrace.offload.tiers.base import BlobFormat, BlobKind, BlobParts
 class ChunkCodec:
     """The pool of a model as blobs. identity: 32 bytes that the model, its types and arithmetic went into.
 
-    layout: how chunks lie in the pool (Backend.layout).
+    layout: how chunks lie in the pool (Backend.layout). heads: which of the KV heads of a stored chunk the pool has, if
+    not all; such a codec loads only.
 
     `encode` may be called by one thread at a time, beside others that load: its result is valid until the next call.
     """
 
     def __init__(
-        self, storage: KVStorage, spec: AttentionSpec, identity: bytes, dtype: torch.dtype, layout: Layout
+        self,
+        storage: KVStorage,
+        spec: AttentionSpec,
+        identity: bytes,
+        dtype: torch.dtype,
+        layout: Layout,
+        heads: range | None = None,
     ) -> None:
         self.storage, self.spec, self.identity, self.dtype = storage, spec, identity, dtype
-        self.layout = layout
+        self.layout, self.heads = layout, heads
         self.header_bytes = frame.header_bytes(spec.layers)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -85,4 +92,7 @@ class ChunkCodec:
         if kind == "x":
             chunk_formats.load_x_many(sections, self.activations(layer), where, form)
         else:
+            if self.heads is not None:
+                spec, kept = self.spec, self.storage.dtype
+                sections = chunk_formats.some_heads(sections, self.heads, spec.kv_heads, spec.head_dim, kept, form)
             chunk_formats.load_kv_many(sections, self.storage.pool(layer), where, form, self.dtype, self.layout)

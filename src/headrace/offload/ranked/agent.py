@@ -15,8 +15,9 @@ from headrace.logs import shown
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
 from headrace.offload.ranked import words
+from headrace.offload.ranked.forms import StoredForm, find, forms_of
 from headrace.offload.restore.projector import Projector
-from headrace.offload.restore.transfer import RestoreTransfer, WantedChunk
+from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.offload.tiers.base import BlobKind, BlobParts, HeadShare, name_of
 from headrace.offload.tiers.stack import Tiers
 from headrace.offload.writeback import Parked
@@ -42,9 +43,12 @@ class Opened(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Bringing:
+    """parts: blobs of each chunk."""
+
     number: int
     transfer: RestoreTransfer
     slots: list[int]
+    parts: int
     ended: bool = False
 
 
@@ -59,6 +63,7 @@ class TierAgent:
     def __init__(self, opener: Callable[[bytes], Opened], place: int = 0, share: HeadShare = ALL) -> None:
         self._opener, self._place, self._share = opener, place, share
         self._opened: Opened | None = None
+        self._forms: list[StoredForm] = []
         self._of: dict[int, _Bringing] = {}
         self._restores: dict[int, _Bringing] = {}
         self._lock = threading.Lock()
@@ -66,6 +71,7 @@ class TierAgent:
     def open(self, identity: bytes) -> Opened:
         """Raises ValueError."""
         self._opened = self._opener(identity)
+        self._forms = forms_of(self._opened.codec, self._share)
         return self._opened
 
     @property
@@ -129,10 +135,10 @@ class TierAgent:
         x: list[int | None] = []
 
         def look() -> None:
-            tiers = opened.tiers.find([name_of(self._share.of(digest), "k") for digest in digests])
-            kv[:] = [None if tier is None else (tier,) for tier in tiers]
+            places = find(opened.tiers, self._forms, digests)
+            kv[:] = [None if place is None else (place,) for place in places]
             if opened.codec.keeps_activations:
-                count = next((i for i, tier in enumerate(tiers) if tier is None), len(tiers))
+                count = next((i for i, place in enumerate(places) if place is None or place.form), len(places))
                 x[:] = opened.tiers.find([name_of(digest, "x") for digest in digests[:count]])
 
         ticket = opened.looking.submit(look, 0, "look")
@@ -140,12 +146,16 @@ class TierAgent:
 
     def _bring(self, command: words.BringChunks, say: Say) -> None:
         opened = self.opened
+        places = [each.places[self._place] for each in command.chunks]
+        form = self._forms[places[0].form]
         wanted = [
-            WantedChunk(each.chunk, self._share.of(each.digest), each.slot, each.kind, each.tiers[self._place])
-            for each in command.chunks
+            part
+            for each, place in zip(command.chunks, places, strict=True)
+            for part in form.wanted(each.chunk, each.digest, each.slot, place.tier, each.kind)
         ]
-        transfer = RestoreTransfer(opened.codec, opened.tiers, wanted, command.prompt_len, opened.project)
-        restore = _Bringing(command.number, transfer, [each.slot for each in command.chunks])
+        transfer = RestoreTransfer(form.codec, opened.tiers, wanted, command.prompt_len, opened.project)
+        slots = [each.slot for each in command.chunks]
+        restore = _Bringing(command.number, transfer, slots, len(form.shares))
         with self._lock:
             transfer.start(opened.bringing)
             self._restores[command.number] = restore
@@ -158,9 +168,8 @@ class TierAgent:
         if not transfer.projects or restore.ended:
             self._forget(restore)
         layers = [] if transfer.cancelled or transfer.good < len(transfer.chunks) else transfer.layer_transfers
-        say(words.ChunksBrought(
-            restore.number, transfer.good, transfer.reason, transfer.link_s, transfer.cpu_s, layers
-        ))  # fmt: skip
+        good = transfer.good // restore.parts
+        say(words.ChunksBrought(restore.number, good, transfer.reason, transfer.link_s, transfer.cpu_s, layers))
 
     def _forget(self, restore: _Bringing) -> None:
         """No step has to wait for its slots any more."""

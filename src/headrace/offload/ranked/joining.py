@@ -26,7 +26,7 @@ def _joined(answers: Sequence[Any]) -> words.Answer:
             refused = (_of_rank(rank, each.refused) for rank, each in enumerate(answers) if each.refused is not None)
             return words.TiersOpen(first.number, next(refused, None), first.kinds)
         case words.ChunksFound():
-            shares = zip(*(each.tiers for each in answers), strict=True)
+            shares = zip(*(each.places for each in answers), strict=True)
             return words.ChunksFound(first.number, [_reach(each) for each in shares], [])
         case words.ChunksBrought():
             rank, worst = min(enumerate(answers), key=lambda each: each[1].good)
@@ -52,7 +52,7 @@ def _of_rank(rank: int, told: str) -> str:
 
 def _reach(shares: Sequence[words.Reach | None]) -> words.Reach | None:
     found = [share for share in shares if share is not None]
-    return tuple(tier for share in found for tier in share) if len(found) == len(shares) else None
+    return tuple(place for share in found for place in share) if len(found) == len(shares) else None
 
 
 def summed(told: Sequence[words.TiersTold]) -> dict[str, dict[str, Any]]:

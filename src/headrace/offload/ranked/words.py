@@ -12,18 +12,26 @@ import msgspec
 
 from headrace.offload.tiers.base import BlobKind
 
-Reach = tuple[int, ...]
-"""The tier that has a chunk, for each tensor rank: of each one's share."""
+
+class Place(NamedTuple):
+    """Where a tensor rank has its heads of a chunk: the tier, and the number of the form (forms.forms_of)."""
+
+    tier: int
+    form: int = 0
+
+
+Reach = tuple[Place, ...]
+"""Of each tensor rank."""
 
 
 class WantedHere(NamedTuple):
-    """A chunk to be brought: its number in the sequence, its name, where it goes, the tier that has it, for each tensor
-    rank, and as what it comes: keys and values ("k") or activations ("x")."""
+    """A chunk to be brought: its number in the sequence, its name, where it goes, where each tensor rank has it, and as
+    what it comes: keys and values ("k") or activations ("x")."""
 
     chunk: int
     digest: bytes
     slot: int
-    tiers: Reach
+    places: Reach
     kind: BlobKind = "k"
 
 
@@ -110,11 +118,11 @@ class TiersOpen(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChunksFound(msgspec.Struct, frozen=True, tag=True):
-    """tiers: of keys and values. x: of activations, which tensor ranks do not keep, of the chunks up to the first whose
-    keys and values none has. None for a chunk that no tier has."""
+    """places: of keys and values. x: tiers of activations, of the chunks up to the first whose keys and values none
+    has. None for a chunk that no tier has."""
 
     number: int
-    tiers: list[Reach | None]
+    places: list[Reach | None]
     x: list[int | None]
 
 

@@ -21,8 +21,8 @@ from headrace.types import BLOCK_CHUNKS
 
 
 class FoundChunk(NamedTuple):
-    """A stored chunk: its name; on[rank]: the tiers from which each rank can load its K and V, a share from each;
-    x_on[rank]: the one that has its activations; `rank`: the one that shall."""
+    """A stored chunk: its name; on[rank]: whence each rank can load its K and V; x_on[rank]: the tier that has its
+    activations; `rank`: the one that shall."""
 
     digest: bytes
     on: tuple[words.Reach | None, ...]
@@ -30,7 +30,7 @@ class FoundChunk(NamedTuple):
     rank: int = 0
 
     @property
-    def tiers(self) -> words.Reach:
+    def places(self) -> words.Reach:
         """Those that its K and V come from."""
         found = self.on[self.rank]
         assert found is not None, "a rank loads what it has in reach"
@@ -38,8 +38,8 @@ class FoundChunk(NamedTuple):
 
     @property
     def kv(self) -> int:
-        """The slowest of them, which decides."""
-        return max(self.tiers)
+        """The slowest tier of them, which decides."""
+        return max(place.tier for place in self.places)
 
     @property
     def x(self) -> int | None:
@@ -68,7 +68,7 @@ class Lookup:
     def _found(self, answers: Sequence[words.ChunksFound]) -> list[FoundChunk]:
         found = []
         for at, digest in enumerate(self.digests):
-            on = tuple(each.tiers[at] for each in answers)
+            on = tuple(each.places[at] for each in answers)
             if all(tier is None for tier in on):
                 break
             found.append(FoundChunk(digest, on, tuple(each.x[at] if at < len(each.x) else None for each in answers)))
@@ -153,8 +153,8 @@ class StoredChunks:
         kinds: list[BlobKind] = ["x" if i < projected else "k" for i in range(len(found))]
         tiers, per_rank = [], self.cache.pool.per_rank
         for i, (each, slot) in enumerate(zip(found, slots, strict=True)):
-            reach = (each.x,) if kinds[i] == "x" and each.x is not None else each.tiers
-            tiers.append(max(reach))
+            reach = (words.Place(each.x),) if kinds[i] == "x" and each.x is not None else each.places
+            tiers.append(max(place.tier for place in reach))
             places.setdefault(each.rank, []).append(i)
             wanted = words.WantedHere(first + i, each.digest, slot % per_rank, reach, kinds[i])
             of.setdefault(each.rank, []).append(wanted)
