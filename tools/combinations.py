@@ -18,7 +18,13 @@ What is on this page goes together, with the bits of each alone, but for the pai
 the data by which settings are refused (`config/combinations.py`; `tools/combinations.py` writes it).
 
 `+` goes together; `place`: the one is where the other keeps its KV; `not yet` would make sense and is not built; `no`
-makes no sense; empty: the same setting.
+makes no sense; empty: the same setting, which activations are too, stored in tiers or streamed.
+
+Each `+` and `place` is in a case of `tests/cpu/test_every_pair.py`: an engine that has both gives the bits of one rank
+with nothing stored. Its cases are a covering array of this table and more (strategies, 1 to 4 ranks, what of a prompt
+is stored, attention, preemption), counted by `tests/unit/test_feature_pairs.py`; `pytest -k "chain and disk"` runs
+those of two values. Pairs with a GPU are tested in `tests/gpu/`. Each `not yet` and `no` is refused in
+`tests/unit/test_combinations.py`.
 """
 
 
@@ -28,7 +34,7 @@ def pair(one: Feature, other: Feature) -> Exclusion | None:
 
 
 def cell(one: Feature, other: Feature) -> str:
-    if one.remedy == other.remedy:
+    if one.remedy == other.remedy or ("activations" in (one.name, other.name) and {one.name, other.name} & {*STREAMED}):
         return ""
     if {one.name, other.name} <= {*PLACES, *STREAMED} and len({one.name, other.name} & set(STREAMED)) == 1:
         return "place"

@@ -8,14 +8,13 @@ with LLM("tiny") as llm:
 
 from typing import TYPE_CHECKING, Any
 
+from headrace.outputs import RequestOutput, Score
 from headrace.types import (
     Delta,
     EngineDead,
     InvalidRequest,
     Overloaded,
-    RequestOutput,
     SamplingParams,
-    Score,
     Structured,
     UnsupportedModel,
 )

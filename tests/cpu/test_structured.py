@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from headrace import LLM, InvalidRequest, SamplingParams
 from headrace.engine.structured import compile as compiling
 from headrace.engine.structured.matcher import SequenceMatcher
-from headrace.types import RequestOutput, Structured
+from headrace.outputs import RequestOutput
+from headrace.types import Structured
 from tests.support.traces import Trace, engine, same, words
 
 PROMPT = "The code of Lisbon is 4821. What is the code of Lisbon?"

@@ -86,14 +86,14 @@ def test_scores_and_embeddings_are_those_of_one_rank(server: ServerProcess) -> N
     assert "chain" in reply["headrace"]["strategy"]
 
 
-KILLED = [("prefill", "1"), ("decode", "0"), ("idle", "1")]
-"""Of these `make test` sees each phase and each rank, `make test-matrix` the others too."""
-OTHERS = [(phase, str(1 - int(rank))) for phase, rank in KILLED]
+KILLED = [("prefill", "1"), ("idle", "0")]
+OTHERS = [("prefill", "0"), ("decode", "0"), ("decode", "1"), ("idle", "1")]
 LOST = [
     *((signal.SIGKILL, *each) for each in KILLED),
     *(pytest.param(signal.SIGKILL, *each, marks=pytest.mark.matrix) for each in OTHERS),
     (signal.SIGSTOP, "decode", "1"),
 ]
+"""Of these `make test` sees each signal, each phase and each rank, `make test-matrix` the others too."""
 
 
 @pytest.mark.parametrize(("number", "phase", "rank"), LOST)

@@ -66,7 +66,7 @@ def answer(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) 
     return traces
 
 
-def watched(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[Trace]:
+def watched(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] = PARAMS) -> list[Trace]:
     """traces.run, which wants no chunk held at its end."""
     traces: list[Trace] = []
     closed: Callable[[], None] = llm.engine.scheduler.check

@@ -35,7 +35,7 @@ def prompts_of(llm: LLM) -> list[list[int]]:
     )
 
 
-def run(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Trace]:
+def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] = GREEDY) -> list[Trace]:
     """Answers the prompts together; the logits from which each token of each answer was chosen."""
     traces: list[Trace] = [{} for _ in prompts]
     first = llm._count + 1

@@ -14,8 +14,9 @@ import headrace
 from headrace.config import SETTINGS, EngineConfig
 from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import settings_text
+from headrace.outputs import Completion, RequestOutput
 from headrace.stats import EngineStats, FinishedStats, KVStats, SchedulerStats, TokenStats
-from headrace.types import Completion, Delta, Metrics, Request, RequestOutput, SamplingParams
+from headrace.types import Delta, Metrics, Request, SamplingParams
 from tools.golden import KEYWORDS, keywords
 
 pytestmark = pytest.mark.unit

@@ -52,6 +52,11 @@ def _tier(record: type[TierSettings]) -> Feature:
     return Feature(record.kind, f"{record.label} tier", on, {switch: VALUES.get(switch, "DIR")}, switch)
 
 
+def _streams_x(given: Given) -> bool:
+    asked = given.of(OffloadSettings).activations == "on" or given.of(StreamSettings).x_resident
+    return given.streams and asked
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature("context", "context ranks", lambda given: given.of(RankSettings).context > 1, {"context_parallel_size": 2},
             "context_parallel_size"),
@@ -61,6 +66,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature("activations", "activations stored",
             lambda given: given.of(OffloadSettings).activations == "on" and not given.streams,
             {"kv_offload_activations": "on", "kv_offloading_size": 0.1}, "kv_offload_activations"),
+    Feature("x", "activations streamed", _streams_x,
+            {"offload_schedule": "row", "kv_offloading_size": 0.1, "kv_offload_activations": "on"},
+            "kv_offload_activations and offload_x_resident"),
     Feature("weights", "weights outside", lambda given: given.of(StreamSettings).weights,
             {"weight_offload": True, "offload_schedule": "auto", "kv_offloading_size": 0.1}, "weight_offload"),
     Feature("row", "streamed, row", lambda given: given.of(StreamSettings).schedule in ("row", "auto"),
@@ -78,7 +86,7 @@ FEATURES: tuple[Feature, ...] = (
 )  # fmt: skip
 BY_NAME = {feature.name: feature for feature in FEATURES}
 KINDS = tuple(record.kind for record in TIERS)
-STREAMED = ("weights", "row", "column")
+STREAMED = ("x", "weights", "row", "column")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +106,7 @@ class Exclusion:
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("tensor", "activations", "each tensor rank would store the whole of them"),
+    *(Exclusion(ranks, "x", "several ranks stream K and V alone") for ranks in ("context", "tensor")),
     *(Exclusion(tier, way, "streaming needs host memory or a disk", yet=False)
       for tier in KINDS if tier not in PLACES for way in STREAMED),
     *(Exclusion(tier, "private", "stored chunks go by the names that prefix caching gives them", yet=False)

@@ -72,19 +72,7 @@ class Records:
         need(link.gbps is not None, far, "kv_link_gbps", a_tier)
         need(link.latency_ms > 0, far, "kv_link_latency_ms", a_tier)
         place = self.of(HostTierSettings).given or self.of(DiskTierSettings).given
-        self._check_x()
         need(self.streams, place, "offload_schedule", "a place for KV: set kv_offloading_size or kv_offload_path")
-
-    def _check_x(self) -> None:
-        """Several ranks keep no X of streamed KV."""
-        x_resident = self.of(StreamSettings).x_resident
-        kept = self.streams and (x_resident or self.of(OffloadSettings).activations == "on")
-        if kept and self.of(RankSettings).count > 1:
-            name = "offload_x_resident" if x_resident else "kv_offload_activations"
-            raise ValueError(
-                f"several ranks stream K and V alone: the rows of a chunk may be computed by others than its owner. "
-                f"Leave out {name}"
-            )
 
     def _check_pairs(self) -> None:
         """See config.combinations."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headrace.engine.embedding import EMBEDS, Inputs, Vectors, check_dimensions, listed, stacked
 from headrace.engine.scoring import ScoreRequest, Text, at_once, plan_score
-from headrace.types import Delta, InvalidRequest, Overloaded, SamplingParams, Score, TokenLogprobs
+from headrace.outputs import Score
+from headrace.types import Delta, InvalidRequest, Overloaded, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from headrace.config import EngineConfig

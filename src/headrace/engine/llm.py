@@ -24,18 +24,16 @@ from headrace.engine.loader import Loaded, load
 from headrace.engine.scoring import Text, plan_score
 from headrace.engine.structured.door import ShapeDoor
 from headrace.offload.tiers import own_disk
+from headrace.outputs import Completion, RequestOutput, Score
 from headrace.progress import Answering, PrefillClock
 from headrace.stats import Summary
 from headrace.types import (
-    Completion,
     Delta,
     EngineDead,
     InvalidRequest,
     Metrics,
     Request,
-    RequestOutput,
     SamplingParams,
-    Score,
     TokenLogprobs,
 )
 

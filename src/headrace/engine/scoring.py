@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol, overload
 
-from headrace.types import MAX_LISTED, InvalidRequest, SamplingParams, Score, TokenLogprobs
+from headrace.outputs import Score
+from headrace.types import MAX_LISTED, InvalidRequest, SamplingParams, TokenLogprobs
 
 MOST_OPTIONS = MAX_LISTED
 MOST_CHARACTERS = 1 << 22

@@ -9,13 +9,14 @@ from uuid import uuid4
 from pydantic import WithJsonSchema
 
 from headrace.engine.scoring import MOST_OPTIONS, ScoreAborted, ScorePlan, at_once, plan_score
+from headrace.outputs import Score
 from headrace.server.errors import ApiError, invalid
 from headrace.server.job import Event, Job, Prompt
 from headrace.server.protocol import IGNORED, Body
 from headrace.server.replies import InOnePiece, figures, finite
 from headrace.server.state import ServerState
 from headrace.server.turns import naming
-from headrace.types import Score, check_sharing
+from headrace.types import check_sharing
 
 TEXT = {
     "anyOf": [
