@@ -22,7 +22,7 @@ from headrace.kernels.model_step import Greatest, ModelStep
 from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
-from headrace.parallel.coming import Coming, NothingComes, WaitingAttend
+from headrace.parallel.coming import NOTHING, Coming, WaitingAttend
 
 
 class Logits(NamedTuple):
@@ -45,6 +45,7 @@ class StepRows:
     wanted: list[int] | None
     drawn: list[int] | None = None
     awaited: Seq[int] = ()
+    coming: Coming = NOTHING
 
     def tokens(self) -> list[int]:
         """Tokens of the rows."""
@@ -64,12 +65,11 @@ class Eager:
 
     def __init__(self, decoder: Decoder, storage: KVStorage, attention: StepAttention) -> None:
         self.decoder, self.storage, self.attention = decoder, storage, attention
-        self.coming: Coming = NothingComes()
 
     @torch.inference_mode()
     def run(self, step: StepRows) -> Logits:
         attention, plan = self.attention.at(step.planned), step.planned.plan
-        attend = WaitingAttend(attention, self.coming, step.awaited) if step.awaited else attention
+        attend = WaitingAttend(attention, step.coming, step.awaited) if step.awaited else attention
         keep = None
         if self.storage.keeps_activations:
             keep = KeepActivations(plan.row_slots, plan.row_offsets, self.storage)

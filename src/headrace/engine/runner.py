@@ -14,7 +14,7 @@ from headrace.engine.sequence import Slice
 from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
-from headrace.parallel.coming import Coming
+from headrace.parallel.coming import NOTHING, Coming
 
 
 class Runner(Executor):
@@ -27,18 +27,11 @@ class Runner(Executor):
         self.decoder = decoder
         self.storage = storage
         self.backend = backend_of(backend)
+        self.coming: Coming = NOTHING
         self._planner = planning.Planner()
         attention = StepAttention(storage, decoder.config.attention, self.backend, decoder.key_bias)
         self.eager = Eager(decoder, storage, attention)
         self.decoding = self._decoding(attention)
-
-    @property
-    def coming(self) -> Coming:
-        return self.eager.coming
-
-    @coming.setter
-    def coming(self, coming: Coming) -> None:
-        self.eager.coming = coming
 
     def _decoding(self, attention: StepAttention) -> Program:
         """The program of steps all of whose logits are wanted, between whose layers nothing else is done."""
@@ -57,8 +50,8 @@ class Runner(Executor):
         ordered = [slices[i] for i in planned.order]
         wanted = wanted_rows(ordered)
         every = len(wanted.rows) == planned.first.rows
-        awaited = self._awaited(slices) if self.eager.coming else ()
-        step = StepRows(planned, ordered, None if every else wanted.rows, wanted.drawn, awaited)
+        awaited = self._awaited(slices) if self.coming else ()
+        step = StepRows(planned, ordered, None if every else wanted.rows, wanted.drawn, awaited, self.coming)
         program = self.decoding if every and not awaited and not wanted.reported else self.eager
         logits = program.run(step)
         reported = wanted.of(logits.hidden) if logits.hidden is not None else ()

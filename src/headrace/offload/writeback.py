@@ -17,11 +17,12 @@ import queue
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
+from headrace.offload.parked import Parked
+from headrace.offload.ranked.storing import ChunkStorer
 
 log = logging.getLogger(__name__)
 
@@ -40,39 +41,13 @@ cores with their writing."""
 
 
 @dataclass(slots=True, eq=False)
-class Parked:
-    """A parked table and those of its chunks that were not stored when it was parked. lock: held while one of them is
-    read; none is once it is `revoked`."""
-
-    table: ChunkTable
-    nodes: list[Node]
-    lock: threading.Lock
-    revoked: bool = False
-
-
-class Storer(Protocol):
-    def store(self, node: Node, parked: Parked | None = None, *, in_memory: bool = False) -> None:
-        """Offers the chunk to every tier that lacks it, or to those in memory alone; afterwards its slot may be written
-        again. Nobody waits for an answer from disk or network. parked: by the thread, for which every tier is asked
-        whether it has the chunk; otherwise by the engine."""
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether one of the tiers is in memory."""
-
-    @property
-    def queued_bytes(self) -> int:
-        """What waits to be written, as far as is known."""
-
-
-@dataclass(slots=True, eq=False)
 class Writeback:
     """unstored: chunks that wait for the thread. let_go: chunks that no table holds and that are not stored, as far as
     is known. All methods are the engine's; the thread touches neither tree nor tables.
     """
 
     cache: KVCache
-    storer: Storer
+    storer: ChunkStorer
     only_idle: bool = False
     unstored: int = 0
     let_go: int = 0

@@ -36,6 +36,9 @@ class NothingComes(Coming):
         return ()
 
 
+NOTHING = NothingComes()
+
+
 class WaitingAttend(Attend):
     """Attention over a pool, some of whose chunks, in these slots, are still on their way."""
 

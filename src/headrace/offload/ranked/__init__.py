@@ -1,1 +1,1 @@
-"""Tiers of the ranks: each stores and restores the chunks of its own pool, as rank 0 says. One rank is one of one."""
+"""Tiers of the ranks: each stores and restores the chunks of its own pool, as rank 0 says."""

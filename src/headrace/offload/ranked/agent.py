@@ -14,13 +14,13 @@ from headrace.arrival import Arrival
 from headrace.logs import shown
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
+from headrace.offload.parked import Parked
 from headrace.offload.ranked import words
 from headrace.offload.ranked.forms import StoredForm, find, forms_of
 from headrace.offload.restore.projector import Projector
 from headrace.offload.restore.transfer import RestoreTransfer
 from headrace.offload.tiers.base import BlobKind, BlobParts, HeadShare, name_of
 from headrace.offload.tiers.stack import Tiers
-from headrace.offload.writeback import Parked
 
 log = logging.getLogger(__name__)
 
@@ -121,13 +121,13 @@ class TierAgent:
 
     def _open(self, command: words.OpenTiers) -> words.TiersOpen:
         try:
-            kinds = [tier.kind for tier in self.open(command.identity).tiers.tiers]
+            self.open(command.identity)
         except ValueError as error:
-            return words.TiersOpen(command.number, shown(error), [])
+            return words.TiersOpen(command.number, shown(error))
         except Exception as error:  # rank 0 waits for an answer
             log.exception("the tiers of this rank could not be opened")
-            return words.TiersOpen(command.number, shown(f"{type(error).__name__}: {error}"), [])
-        return words.TiersOpen(command.number, None, kinds)
+            return words.TiersOpen(command.number, shown(f"{type(error).__name__}: {error}"))
+        return words.TiersOpen(command.number, None)
 
     def _find(self, command: words.FindChunks, say: Say) -> None:
         opened, digests = self.opened, command.digests

@@ -8,12 +8,12 @@ import time
 from dataclasses import dataclass
 
 from headrace.kv.tree import Node
+from headrace.offload.parked import Parked
 from headrace.offload.ranked import words
 from headrace.offload.ranked.agent import TierAgent
 from headrace.offload.ranked.joining import summed
 from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.tiers.stack import Tiers
-from headrace.offload.writeback import Parked, Storer
 from headrace.stats import TierStats
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ TELL_S = 0.2
 
 
 @dataclass(slots=True)
-class ChunkStorer(Storer):
+class ChunkStorer:
     """Has each chunk stored by the rank that owns it. tiers: rank 0's, which are like those of all ranks."""
 
     peers: TierPeers
@@ -32,13 +32,18 @@ class ChunkStorer(Storer):
 
     @property
     def in_memory(self) -> bool:
+        """Whether one of the tiers is in memory."""
         return any(tier.in_memory for tier in self.tiers.tiers)
 
     @property
     def queued_bytes(self) -> int:
+        """What waits to be written, as far as is known: by rank 0."""
         return self.tiers.queued_bytes
 
     def store(self, node: Node, parked: Parked | None = None, *, in_memory: bool = False) -> None:
+        """Offers the chunk to every tier that lacks it, or to those in memory alone; afterwards its slot may be written
+        again. parked: by the thread, for which every tier is asked whether it has the chunk; otherwise by the engine.
+        """
         digest = node.digest
         assert digest is not None
         rank, slot = divmod(node.slot, self.per_rank)

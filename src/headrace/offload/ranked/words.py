@@ -110,11 +110,10 @@ class CloseTiers(msgspec.Struct, frozen=True, tag=True):
 
 
 class TiersOpen(msgspec.Struct, frozen=True, tag=True):
-    """refused: why the tiers cannot be opened. kinds: those of the tiers, fastest first."""
+    """refused: why the tiers cannot be opened."""
 
     number: int
     refused: str | None
-    kinds: list[str]
 
 
 class ChunksFound(msgspec.Struct, frozen=True, tag=True):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.execute import PlanAttention
@@ -20,6 +19,7 @@ from headrace.offload import frame
 from headrace.offload.copy_streams import copy_alone
 from headrace.offload.restore import timing
 from headrace.offload.restore.estimators import LinearRate, PrefillRate
+from headrace.offload.restore.projector import Projector
 from headrace.offload.restore.rates import Rates
 from headrace.offload.tiers.base import Read, Tier, name_of
 from headrace.offload.tiers.stack import Tiers
@@ -94,22 +94,13 @@ class _Projection:
     """K and V of some tokens of the first layer, projected and put into the pool, as restores do it."""
 
     def __init__(self, decoder: Decoder, storage: KVStorage, backend: Backend) -> None:
-        self.decoder, self.storage, self.backend = decoder, storage, backend
+        self.storage, self.project = storage, Projector(decoder, storage, backend)
+        self.most = max(1, min(storage.slots, decoder.config.max_model_len // CHUNK))
 
     def __call__(self, tokens: int) -> None:
-        pool, chunks = self.storage, -(-tokens // CHUNK)
-        x = self._activations(chunks)
-        positions = torch.arange(len(x)).clamp(max=self.decoder.config.max_model_len - 1)
-        lengths = positions + 1 if self.decoder.config.rope_depends_on_length else None
-        k, v = self.decoder.project(0, x, positions, lengths)
-        slots = (torch.arange(chunks, dtype=torch.int32) % pool.slots).repeat_interleave(CHUNK)
-        offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(chunks)
-        self.backend.append(pool.pool(0), k, v, slots, offsets)
-
-    def _activations(self, chunks: int) -> Tensor:
-        if self.storage.x is None:
-            return torch.ones(chunks * CHUNK, self.decoder.config.hidden_size, dtype=self.decoder.dtype)
-        return self.storage.x[0][[chunk % self.storage.slots for chunk in range(chunks)]].flatten(0, 1)
+        chunks = [chunk % self.most for chunk in range(-(-tokens // CHUNK))]
+        assert self.storage.x is not None, "the pool keeps activations"
+        self.project(0, self.storage.x[0][chunks], chunks, chunks, 0)
 
 
 class _Move:

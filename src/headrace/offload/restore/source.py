@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from headrace.arrival import Arrival
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.offload.chunk_codec import ChunkCodec
@@ -47,40 +47,29 @@ class FoundChunk(NamedTuple):
         return self.x_on[self.rank]
 
 
-@dataclass(slots=True, eq=False)
-class Lookup:
-    """A question to the tiers of all ranks. found: the chunks up to the first one that no rank has, once it is
-    `done`."""
+class Lookup(Arrival):
+    """The answer to a question to the tiers of all ranks. found: the chunks up to the first one that no rank has, once
+    it is `done`."""
 
-    digests: Sequence[bytes]
-    ranks: int
-    found: list[FoundChunk] = field(default_factory=list)
-    _answers: dict[int, words.ChunksFound] = field(default_factory=dict)
-    _there: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, digests: Sequence[bytes], ranks: int) -> None:
+        super().__init__()
+        self.digests, self.found = digests, list[FoundChunk]()
+        self._answers: list[words.ChunksFound | None] = [None] * ranks
 
     def note(self, rank: int, answer: words.ChunksFound) -> None:
         """On any thread."""
         self._answers[rank] = answer
-        if len(self._answers) == self.ranks:
-            self.found = self._found([self._answers[rank] for rank in range(self.ranks)])
-            self._there.set()
+        answers = [each for each in self._answers if each is not None]
+        if len(answers) == len(self._answers):
+            self.found = list(self._found(answers))
+            self.end()
 
-    def _found(self, answers: Sequence[words.ChunksFound]) -> list[FoundChunk]:
-        found = []
+    def _found(self, answers: Sequence[words.ChunksFound]) -> Iterator[FoundChunk]:
         for at, digest in enumerate(self.digests):
             on = tuple(each.places[at] for each in answers)
             if all(tier is None for tier in on):
                 break
-            found.append(FoundChunk(digest, on, tuple(each.x[at] if at < len(each.x) else None for each in answers)))
-        return found
-
-    @property
-    def done(self) -> bool:
-        return self._there.is_set()
-
-    def wait_briefly(self, seconds: float) -> None:
-        """Until it is done, at most so long."""
-        self._there.wait(seconds)
+            yield FoundChunk(digest, on, tuple(each.x[at] if at < len(each.x) else None for each in answers))
 
 
 @dataclass(slots=True, eq=False)
