@@ -54,19 +54,24 @@ class Loading:
             part.then(self._one)
 
     def then(self, send: Callable[[], list[Transfer]]) -> None:
-        """Has them sent when they are there."""
+        """Has them sent when they are there; never if they cannot come, of which `wait` tells."""
         with self._lock:
             if not self._here.is_set():
                 self._after.append(send)
                 return
-        self._sends += send()
+        if self._error is None:
+            self._sends += send()
 
     @property
     def done(self) -> bool:
-        return self._here.is_set()
+        """Raises as `wait` does."""
+        here = self._here.is_set()
+        if here:
+            self.wait()
+        return here
 
     def wait(self) -> None:
-        """Raises what a send raised: RankLost."""
+        """Raises what a send raised, RankLost, or why the chunks do not come."""
         self._here.wait()
         if self._error is not None:
             raise self._error

@@ -114,10 +114,7 @@ class StagedStore:
 
 
 class LayerPass:
-    """One layer of one group in a buffer; a parallel.coming.PendingLayer from when it is begun.
-
-    It may be finished before its chunks have come: a rank without rows only passes them on, as they come (`then`).
-    """
+    """One layer of one group in a buffer; a parallel.coming.PendingLayer from when it is begun."""
 
     def __init__(self, store: StagedStore, own: OwnChunks, layer: int, buffer: int) -> None:
         self.store, self.own, self.layer, self.buffer = store, own, layer, buffer
@@ -133,13 +130,15 @@ class LayerPass:
             self.coming = self.store.load(self, after)
 
     def pool(self) -> Pool:
-        """The buffer, once what came into it for the pass before has been taken, and what that wrote in it has left."""
-        for ticket in () if self.after is None else (self.after.coming, self.after.leaving):
-            if ticket is not None:
-                ticket.wait()
+        """The buffer, once what the pass before wrote in it has left."""
+        if self.after is not None and self.after.leaving is not None:
+            self.after.leaving.wait()
         return self.store.buffers[self.buffer]
 
     def finish(self) -> None:
+        """Raises what went wrong. A rank without rows only passes on what comes, and waits for it here."""
+        if self.coming is not None:
+            self.coming.wait()
         if len(self.own.written):
             self.leaving = self.store.write(self)
         self.store.begin_next()
