@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headrace import LLM
 from headrace.config import EngineConfig
 from headrace.engine import loader, ranks
@@ -95,7 +93,3 @@ def close(llm: LLM) -> None:
     for rank in llm.ranks:  # type: ignore[attr-defined]
         rank.close()
     assert llm.hubs.left_over() == 0  # type: ignore[attr-defined]
-
-
-def one_thread() -> None:
-    torch.set_num_threads(1)

@@ -65,8 +65,25 @@ class CachedPiece(Arrival):
         for part in parts:
             part.then(self._one)
 
+    def then(self, call: Callable[[], None]) -> None:
+        """As Arrival.then, but never for what cannot come, of which `wait` tells."""
+
+        def if_here() -> None:
+            if self.error is None:
+                call()
+
+        super().then(if_here)
+
+    @property
+    def done(self) -> bool:
+        """Raises as `wait` does."""
+        here = super().done
+        if here:
+            self.wait()
+        return here
+
     def wait(self) -> None:
-        """Raises what copying, or a call given to `then`, raised: RankLost."""
+        """Raises why the chunks do not come, or what a call given to `then` raised: RankLost."""
         for part in self._parts:
             part.wait()
         super().wait()

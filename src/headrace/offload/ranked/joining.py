@@ -24,7 +24,7 @@ def _joined(answers: Sequence[Any]) -> words.Answer:
     match first:
         case words.TiersOpen():
             refused = (_of_rank(rank, each.refused) for rank, each in enumerate(answers) if each.refused is not None)
-            return words.TiersOpen(first.number, next(refused, None), first.kinds)
+            return words.TiersOpen(first.number, next(refused, None))
         case words.ChunksFound():
             shares = zip(*(each.places for each in answers), strict=True)
             return words.ChunksFound(first.number, [_reach(each) for each in shares], [])

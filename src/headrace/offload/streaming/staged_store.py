@@ -138,6 +138,9 @@ class LayerPass(Arrival):
         return self.store.buffers[self.buffer]
 
     def finish(self) -> None:
+        """Raises what went wrong. A rank without rows only passes on what comes, and waits for it here."""
+        if len(self.cached):
+            self.wait()
         if len(self.own.written):
             self.leaving = self.store.write(self)
         self.store.begin_next()
