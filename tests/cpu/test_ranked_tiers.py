@@ -76,7 +76,13 @@ def over_ranks(
     workers = Threads(ranks[1:], hub)
     peers = TierPeers(size, agents, lambda rank, body: None, lambda: None)
     offload = tiers.open_ranked(
-        loaded.config, loaded.capacity, cache, ranks[0], peers, agents[0], lambda new, cached: 1e-3 * new
+        loaded.config,
+        loaded.capacity,
+        cache,
+        ranks[0],
+        peers,
+        agents[0],
+        lambda new, cached, lies: dict.fromkeys(allowed, 1e-3 * new),
     )
     driver = OneOwner(ranks[0], cache, workers.send, advise, allowed)
     llm.engine = EngineCore(replace(loaded, cache=cache, executor=driver, offload=offload))

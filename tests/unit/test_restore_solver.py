@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from headrace.offload.restore.solver import (
     prefill,
     restore_split,
 )
+from headrace.offload.restore.strategy_rates import Closing
 from headrace.types import CHUNK
 
 
@@ -32,6 +33,8 @@ class Fixed:
     attend_s: float
     step_s: float = 0.0
     lost: tuple[float, float] = (0.0, 0.0)
+    together: dict[str, float] = field(default_factory=dict)
+    closing_by: dict[str, tuple[float, float]] = field(default_factory=lambda: {"": (1.0, 0.0)})
 
     def contention(self, loading: bool) -> float:
         return self.lost[loading]
@@ -45,6 +48,14 @@ class Fixed:
 
     def project(self, tokens: FloatArray) -> FloatArray:
         return tokens * self.project_s
+
+    def together_s_per_byte(self, tier: str) -> float:
+        return self.together.get(tier, 0.0)
+
+    def closings(self, run: StoredRun, opening: int) -> list[Closing]:
+        end = np.array(float((run.first + run.chunks) * CHUNK))
+        seconds = float(self.prefill(end, np.array(float(opening))))
+        return [Closing(name, seconds * slow, beside_s) for name, (slow, beside_s) in self.closing_by.items()]
 
     def prefill(self, start: FloatArray, count: FloatArray) -> FloatArray:
         return count * self.prefill_s + count * (start + count / 2) * self.attend_s + (count > 0) * self.step_s

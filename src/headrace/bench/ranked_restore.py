@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
 
 from headrace.bench.benchmark import Case
@@ -52,8 +53,9 @@ class RankedAnswer(NamedTuple):
 
 @dataclass(slots=True)
 class RankedTestbed:
-    """Ranks on this machine, each with a host tier behind a link of its own; `stored` of the `tokens` tokens of each
-    prompt are in the tiers, the rest is new each time. Raises ValueError for settings that cannot work."""
+    """Ranks on this machine, each with a link of its own to a directory that all read, so that any may load any chunk;
+    `stored` of the `tokens` tokens of each prompt are there, the rest is new each time. Raises ValueError for settings
+    that cannot work."""
 
     shape: CheckpointShape
     folder: Path
@@ -63,6 +65,7 @@ class RankedTestbed:
     stored: int
     latency_ms: float = 0.0
     _llm: LLM = field(init=False)
+    _stored: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory)
     _prefix: list[int] = field(init=False)
     _draw: random.Random = field(default_factory=lambda: random.Random(0))
     _ids: itertools.count[int] = field(default_factory=itertools.count)
@@ -74,7 +77,8 @@ class RankedTestbed:
         self._llm = LLM(
             str(self.folder), dtype="bfloat16", context_parallel_size=self.ranks, kv_link_gbps=self.gbps,
             kv_link_latency_ms=self.latency_ms, kv_cache_tokens=self.tokens + 4 * CHUNK,
-            kv_offloading_size=max(0.1, 3 * self.tokens * wide / 2**30), max_model_len=self.tokens + 2 * CHUNK,
+            kv_offload_path=self._stored.name, kv_offload_write="ended",
+            kv_offload_disk_size=max(0.1, 8 * self.tokens * wide / 2**30), max_model_len=self.tokens + 2 * CHUNK,
         )  # fmt: skip
         self._prefix = self._some(self.stored)
         if self.stored:
@@ -117,6 +121,7 @@ class RankedTestbed:
 
     def close(self) -> None:
         self._llm.close()
+        self._stored.cleanup()
 
 
 def _forced(way: Way) -> Choose:
@@ -124,9 +129,12 @@ def _forced(way: Way) -> Choose:
 
     def choose(run: StoredRun, rates: Rates, most: int) -> Split:
         recomputed = min(way.recomputed, run.chunks)
-        found = predict(run, rates, recomputed, 0, most)
-        wrong = (len(set(run.ranks)) > 1) != (way.loaders == "all")
-        return Split(recomputed, 0, run.chunks - recomputed, NEVER if wrong else found.seconds, "given")
+        load, wrong = run.chunks - recomputed, (len(set(run.ranks)) > 1) != (way.loaders == "all")
+        if wrong and load:
+            return Split(recomputed, 0, load, NEVER, "given")
+        closing = way.strategy if load and way.strategy is not None else ""
+        found = predict(run, rates, recomputed, 0, most, closing)
+        return Split(recomputed, 0, load, found.seconds, "given", closing)
 
     return choose
 

@@ -6,7 +6,7 @@ The driver, rank 0, opens the group; workers make their rank by `make` (parallel
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -136,16 +136,15 @@ class Ranks:
 
     def open_tiers(self, cache: KVCache, config: EngineConfig, capacity: Capacity) -> StoredPrefixes:
         """Opens those of every rank. Raises ValueError, RankLost."""
-        agent, workers, ranks = tiers.agent_of(config, self.rank, capacity.backend), self._workers, cache.ranks
-        peers = TierPeers(ranks, {0: agent}, workers.send_to, workers.check)
+        agent, workers = tiers.agent_of(config, self.rank, capacity.backend), self._workers
+        peers = TierPeers(cache.ranks, {0: agent}, workers.send_to, workers.check)
         workers.on_answer = peers.received
         advise = self._advise(config)
 
-        def expected_s(new: int, cached: int) -> float:
-            choice = advise(new, cached, [cached / ranks] * ranks, allowed(config))
-            return choice.predicted_s[choice.strategy]
+        def predict(new: int, cached: int, lies: Sequence[float]) -> Mapping[str, float]:
+            return advise(new, cached, lies, allowed(config)).predicted_s
 
-        return tiers.open_ranked(config, capacity, cache, self.rank, peers, agent, expected_s)
+        return tiers.open_ranked(config, capacity, cache, self.rank, peers, agent, predict)
 
     @property
     def _workers(self) -> WorkerSupervisor:

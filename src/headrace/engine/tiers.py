@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,6 +26,7 @@ from headrace.offload.ranked.storing import RankedStorer, RankedTiers
 from headrace.offload.restore.profile import measure, probe
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.source import StoredChunks
+from headrace.offload.restore.strategy_rates import Predict, StrategyRates
 from headrace.offload.tiers.notes import ModelNote, write_note
 from headrace.offload.tiers.open import open_tiers
 from headrace.offload.tiers.stack import Tiers
@@ -34,9 +34,6 @@ from headrace.offload.writeback import PoolStorer, Writeback
 from headrace.parallel.rank import Rank
 from headrace.types import CHUNK
 from headrace.version import __version__
-
-PREDICTED = 2048
-"""Tokens of the prompt whose time on several ranks the planner is asked for before one was seen."""
 
 
 def identity(config: EngineConfig, capacity: Capacity) -> bytes:
@@ -123,14 +120,13 @@ def open_ranked(
     rank: Rank,
     peers: TierPeers,
     agent: TierAgent,
-    expected_s: Callable[[int, int], float],
+    predict: Predict,
 ) -> StoredPrefixes:
-    """As open_offload, on every rank. rank, agent: those of rank 0. expected_s(new tokens, cached tokens): what the
-    planner predicts for a prompt. Raises RankLost too."""
+    """As open_offload, on every rank. rank, agent: those of rank 0. predict: the planner. Raises RankLost too."""
     kinds = open_everywhere(peers, cache.identity)
     opened = agent.opened
     rates = _rates(config, capacity.backend, rank.decoder, rank.storage, opened.tiers)
-    rates.scale_prefill(0, PREDICTED, expected_s(PREDICTED, 0))
+    rates.by_strategy = StrategyRates(predict, cache.ranks)
     storer = RankedStorer(peers, cache.pool.per_rank, any(tier.in_memory for tier in opened.tiers.tiers))
     keep_notes(config, capacity, cache.identity)
     return StoredPrefixes(

@@ -13,6 +13,7 @@ from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.ranked import words
 from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.ranked.placing import placements
+from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.report import RestoreReport
 from headrace.offload.restore.solver import StoredRun
 from headrace.offload.restore.source import FoundChunk
@@ -84,6 +85,10 @@ class RankedReport(RestoreReport):
     @property
     def layer_transfers(self) -> list[tuple[int, float]]:
         return [each for part in self._parts for each in part.layers]
+
+    def tell(self, rates: Rates) -> None:
+        if not self.failed:
+            rates.observe_together(self.tier, self.layer_transfers)
 
 
 @dataclass(slots=True, eq=False)

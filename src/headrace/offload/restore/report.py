@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.offload.restore.rates import Rates
+from headrace.offload.restore.solver import Split
 from headrace.offload.ticket import Ticket
 from headrace.offload.tiers.base import BlobKind
 from headrace.types import CHUNK
@@ -122,8 +124,9 @@ class RestoreReport:
 
 @dataclass(slots=True)
 class RestoreCounters:
-    """Since the engine began. Tokens by how they came back; failures: restores that lost a chunk; link_s: the copy
-    stream was at work for restores, of which the engine waited waited_s."""
+    """Since the engine began. Tokens by how they came back, loaded_from: and by tier; plans: what the solver chose, by
+    kind; failures: restores that lost a chunk; link_s: the copy stream was at work for restores, of which the engine
+    waited waited_s."""
 
     restores: int = 0
     loaded_tokens: int = 0
@@ -133,9 +136,18 @@ class RestoreCounters:
     link_s: float = 0.0
     waited_s: float = 0.0
     failures: int = 0
+    loaded_from: Counter[str] = field(default_factory=Counter)
+    plans: Counter[str] = field(default_factory=Counter)
 
-    def add(self, report: RestoreReport, recomputed_tokens: int) -> None:
-        """A restore that has ended and was confirmed, as far as it came."""
+    def note(self, split: Split) -> None:
+        """What was chosen for a run of stored chunks."""
+        kinds = {"recompute": split.tokens, "project": split.x, "load": split.load}
+        self.plans["+".join(kind for kind, chunks in kinds.items() if chunks)] += 1
+
+    def add(self, report: RestoreReport, recomputed_tokens: int, tiers: Sequence[str]) -> None:
+        """A restore that has ended and was confirmed, as far as it came. tiers: where each chunk came from."""
+        for kind, tier in zip(report.kinds[: report.good], tiers, strict=False):
+            self.loaded_from[tier] += CHUNK * (kind == "k")
         self.projected_tokens += report.projected_tokens
         self.loaded_tokens += report.tokens - report.projected_tokens
         self.recomputed_tokens += recomputed_tokens
