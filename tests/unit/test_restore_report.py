@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.offload.restore.report import LayerProjection, LayerTransfer, RestoreCounters, RestoreReport
+from headrace.offload.restore.solver import Split
 from headrace.offload.ticket import Ticket
 from headrace.offload.tiers.base import BlobKind
 from headrace.types import CHUNK
@@ -94,8 +95,16 @@ def test_counters() -> None:
     counters, found = RestoreCounters(), report()
     found.waited_s = 2.5
     found.lose(4, "is gone")
-    counters.add(found, 7 * CHUNK)
+    counters.add(found, 7 * CHUNK, ["host", "host", "disk", "host", "disk"])
     assert (counters.loaded_tokens, counters.projected_tokens, counters.recomputed_tokens) == (
         2 * CHUNK, 2 * CHUNK, 7 * CHUNK,
     )  # fmt: skip
+    assert counters.loaded_from == {"host": CHUNK, "disk": CHUNK}
     assert counters.link_s == found.link_s and counters.waited_s == 2.5 and counters.restore_s > 0
+
+
+def test_plans_are_counted_by_what_they_use() -> None:
+    counters = RestoreCounters()
+    for tokens, x, load in ((0, 0, 3), (1, 0, 2), (2, 0, 1), (1, 1, 1), (3, 0, 0)):
+        counters.note(Split(tokens, x, load, 1.0, ""))
+    assert counters.plans == {"load": 1, "recompute+load": 2, "recompute+project+load": 1, "recompute": 1}

@@ -14,6 +14,7 @@ from headrace.offload.restore.solver import (
     EXACT,
     CostTables,
     Prediction,
+    Split,
     StoredRun,
     predict,
     prefill,
@@ -226,7 +227,8 @@ def test_quantised_keys_and_values_are_preferred_to_activations() -> None:
 
 def test_a_restore_that_gains_nothing_is_left() -> None:
     slow = at(1e-3)
-    assert restore_split(MHA, slow) == (64, 0, 0, recompute_all(MHA, slow).seconds, restore_split(MHA, slow).reason)
+    found, all_s = restore_split(MHA, slow), recompute_all(MHA, slow).seconds
+    assert found == Split(64, 0, 0, all_s, found.reason, all_s=all_s)
     assert restore_split(MHA, slow).reason.startswith("recompute all 64 chunks")
     assert restore_split(MHA, at(3)).load > 0
     assert restore_split(MHA, at(3), least_gain=0.99).load == 0

@@ -4,7 +4,8 @@ Who computes what is the planner's choice, made when a prompt's slice is schedul
 own the new chunks, or that of the restore that it belongs to (offload.restore.ranked_plan):
 
     chain, single      one rank keeps all: the last of the chain, whose order is turned so that this is the rank that
-                       holds the beginning of the block, or else the one with the most room
+                       holds the beginning of the block, or else the one that holds most of a longer cached part, or
+                       else the one with the most room
     the others         blocks of 2,048 tokens go round the ranks
 
 A decoding sequence is computed by the rank that owns its newest chunk: alone if that rank owns all of its chunks, by
