@@ -16,8 +16,8 @@ from headrace.offload.restore.estimators import LinearRate, PrefillRate
 from headrace.offload.restore.ranked_plan import PlannedPrefill, best_way, planned, told
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.solver import LEAST_GAIN, Split, StoredRun, predict, restore_split
-from headrace.offload.restore.strategy_rates import POINTS, StrategyRates
-from headrace.planner.choice import choose
+from headrace.offload.restore.strategy_rates import POINTS, Kind, StrategyRates
+from headrace.planner.choice import choose, estimates
 from headrace.planner.machine import ComputeRates, Machine, ModelShape
 from headrace.strategies import OFFERED
 from headrace.types import CHUNK
@@ -40,7 +40,7 @@ MOST = 2048
 
 @lru_cache(maxsize=256)
 def predicted(machine: str, ranks: int, new: int, cached: int, lies: tuple[float, ...]) -> Mapping[str, float]:
-    return choose(MACHINES[machine], SHAPE, ranks, new, cached, lies).predicted_s
+    return estimates(MACHINES[machine], SHAPE, ranks, new, cached, lies)
 
 
 def strategies(machine: str, ranks: int) -> StrategyRates:
@@ -108,7 +108,7 @@ def test_the_plan_is_the_best_of_all(
     if shared:
         rates.observe_together("host", [(1e6, 0.5)] * 2)
         assert rates.together_s_per_byte("host") == 0.25e-6
-    chosen = [(restore_split(run, rates, MOST, least_gain=0.0, caution=0.0), run) for run in runs]
+    chosen = [(restore_split(run, rates, MOST, least_gain=0.0, caution=0.0, tie=0.0), run) for run in runs]
     split, run = chosen[best_way(chosen)]
     every = {
         (at, tokens, each.strategy): simulate(way, rates, tokens, each.strategy)
@@ -130,7 +130,9 @@ def test_a_faster_link_never_makes_it_slower(given: tuple[int, list[StoredRun]],
     ranks, runs = given
     for run in runs:
         times = [
-            restore_split(run, rates_of(machine, ranks, bytes_s), MOST, least_gain=0.0, caution=0.0).predicted_s
+            restore_split(
+                run, rates_of(machine, ranks, bytes_s), MOST, least_gain=0.0, caution=0.0, tie=0.0
+            ).predicted_s
             for bytes_s in (1e6, 1e7, 1e8, 1e9, 1e10)
         ]
         assert times == sorted(times, reverse=True)
@@ -160,6 +162,19 @@ def test_curves_are_those_of_the_planner() -> None:
         assert several == pytest.approx([float(found.seconds(0, 512)), float(found.seconds(64, 64))])
 
 
+@pytest.mark.parametrize(("new", "cached"), [(500, 0), (1, 4096), (3000, 4096)])
+@pytest.mark.parametrize("layers", [4, 24])
+def test_estimates_are_what_the_planner_predicts(new: int, cached: int, layers: int) -> None:
+    """Without a search, of models as deep as one likes."""
+    shape = msgspec.structs.replace(SHAPE, layers=layers)
+    for machine in MACHINES.values():
+        exact = choose(machine, shape, 2, new, cached, (1, 3)).predicted_s
+        found = estimates(machine, shape, 2, new, cached, (1, 3))
+        assert found == pytest.approx(dict(exact), rel=0.06)
+    assert set(estimates(MACHINE, shape, 2, new, 0, allowed=("ring-q",))) == {"ring-kv"}
+    assert set(estimates(MACHINE, shape, 1, new, 0)) == {"single"}
+
+
 def flat(new: int, cached: int, lies: Sequence[float]) -> Mapping[str, float]:
     """Every strategy takes as long; one that needs cached tokens has none at first."""
     return {name: 1e-3 * new for name in OFFERED if cached or name != "ring-q"}
@@ -168,7 +183,7 @@ def flat(new: int, cached: int, lies: Sequence[float]) -> Mapping[str, float]:
 def test_what_is_seen_moves_the_strategy_that_was_seen() -> None:
     found = StrategyRates(flat, 2)
     assert found.best(0, 2048) == "single" and set(found.by_strategy(0, 1)) == set(OFFERED) - {"ring-q"}
-    for _ in range(6):
+    for _ in range(12):
         found.observe("single", 0, 2048, 4.096)
         found.observe("ring-q", 0, 2048, 1.0)  # of no prompt that comes first
     assert float(found.by_strategy(0, 2048)["single"]) == pytest.approx(4.096, rel=0.05)
@@ -183,13 +198,15 @@ def test_a_closing_step_that_took_longer(waited_s: float, scales: bool) -> None:
     """Laid on what arrives meanwhile where that is what was waited for, else on the strategy."""
     found = StrategyRates(flat, 2)
     assert found.closings(1000, 64, (64, 0))[0] == ("single", 1.0, 0.0)
-    for _ in range(12):
+    for _ in range(20):
         (single,) = [each for each in found.closings(1000, 64, (64, 0)) if each.strategy == "single"]
-        found.observe_closing("single", 1000, 1.5, single.seconds + single.beside_s, waited_s)
+        found.observe_closing(Kind("single", True), 1.5, single.seconds + single.beside_s, waited_s)
     (single,) = [each for each in found.closings(1000, 64, (64, 0)) if each.strategy == "single"]
     assert single.seconds + single.beside_s == pytest.approx(1.5, rel=0.02)
     assert (single.beside_s == 0) is scales
     assert (found.closings(1000, 64, (64, 0))[0].strategy == "single") is not scales
+    spread = found.closings(1000, 128, (64, 64))
+    assert spread[0] == ("single", 1.0, 0.0), "what lies on several ranks takes a time of its own"
 
 
 def test_ranks_that_hold_up_each_other() -> None:

@@ -37,7 +37,7 @@ from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.threads import RankThreads
 from headrace.parallel.torchrun_environment import started_this
 from headrace.parallel.transport import RankLost
-from headrace.planner.choice import StrategyChoice, choose
+from headrace.planner.choice import StrategyChoice, choose, estimates
 from headrace.planner.machine import Machine, ModelShape
 from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
@@ -139,10 +139,10 @@ class Ranks:
         agent, workers = tiers.agent_of(config, self.rank, capacity.backend), self._workers
         peers = TierPeers(cache.ranks, {0: agent}, workers.send_to, workers.check)
         workers.on_answer = peers.received
-        advise = self._advise(config)
+        ranks, allow = self.group.context.size, allowed(config)
 
         def predict(new: int, cached: int, lies: Sequence[float]) -> Mapping[str, float]:
-            return advise(new, cached, lies, allowed(config)).predicted_s
+            return estimates(self.machine, self.shape, ranks, new, cached, lies, self.table, allow)
 
         return tiers.open_ranked(config, capacity, cache, self.rank, peers, agent, predict)
 

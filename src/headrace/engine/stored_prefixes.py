@@ -28,10 +28,12 @@ from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
 from headrace.logs import short_id
+from headrace.offload.restore.estimators import MANY
 from headrace.offload.restore.ranked_plan import best_way, planned, told
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.report import RestoreCounters, RestoreReport
 from headrace.offload.restore.solver import Prediction, Split, StoredRun, predict, restore_split
+from headrace.offload.restore.strategy_rates import Kind
 from headrace.offload.tiers.stack import Tiers
 from headrace.stats import EngineStats
 from headrace.types import CHUNK, chunks_for
@@ -270,8 +272,11 @@ class StoredPrefixes(Below):
         if self.rates.by_strategy is None:
             self.rates.observe_restore(seconds, expected.seconds, expected.shared_s, loading)
         elif loading and sequence.strategy == state.split.closing:
-            new = len(sequence.tokens) - (state.first + len(state.nodes)) * CHUNK
-            self.rates.by_strategy.observe_closing(sequence.strategy, new, seconds, expected.seconds, expected.waited_s)
+            end, table = state.first + len(state.nodes), sequence.table
+            assert table is not None, "its step was computed"
+            spread = len({table.owner(chunk) for chunk in range(end)}) > 1
+            kind = Kind(sequence.strategy, len(sequence.tokens) - end * CHUNK >= MANY, spread)
+            self.rates.by_strategy.observe_closing(kind, seconds, expected.seconds, expected.waited_s)
 
     def _arrived(self, state: Coming | Attached) -> State:
         self._arriving = {digest: other for digest, other in self._arriving.items() if other is not state.restore}

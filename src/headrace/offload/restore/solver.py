@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.offload.restore.estimators import FloatArray
-from headrace.offload.restore.strategy_rates import Closing
+from headrace.offload.restore.strategy_rates import TIE, Closing
 from headrace.types import CHUNK
 
 Ints = NDArray[np.int64]
@@ -246,18 +246,20 @@ def restore_split(
     max_batch_tokens: int = 2048,
     least_gain: float = LEAST_GAIN,
     caution: float = CAUTION,
+    tie: float = TIE,
 ) -> Split:
     """The split of least predicted time, and the strategy of its suffix; of equals the one that recomputes, then
     projects, least.
 
     Every split is tried up to EXACT chunks; beyond, splits on a grid, and all those around the best of it. Where the
     best saves less than `least_gain` of recomputing everything, everything is recomputed; where it saves less than that
-    of loading everything, or less than `caution` asks for, everything is loaded. Raises ValueError.
+    of loading everything, or less than `caution` asks for, everything is loaded. The likeliest strategy is taken unless
+    another gains more than `tie`. Raises ValueError.
     """
     tables = CostTables(run, costs, max_batch_tokens)
     found = [_closed(tables, each.strategy, least_gain, caution) for each in tables.closings]
     best = min(found, key=lambda split: split.predicted_s)
-    if found[0].predicted_s * (1 - least_gain) <= best.predicted_s:
+    if found[0].predicted_s * (1 - tie) <= best.predicted_s:
         best = found[0]
     if tables.all_s - best.predicted_s < least_gain * tables.all_s:
         reason = (

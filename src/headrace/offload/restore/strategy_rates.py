@@ -22,8 +22,10 @@ POINTS = ((64, 0), (512, 0), (4096, 0), (512, 4096), (4096, 4096))
 """(tokens, cached ones) of the prefills from which a strategy's curve is made."""
 BOUND = 0.5
 """Share of a restore that the engine waited, from which on what was mispredicted is laid on arrivals."""
-TIE = 0.03
-"""Several ranks must be predicted to gain this much on one."""
+TIE = 0.04
+"""Several ranks must be predicted to gain this much on one: what is seen of a strategy varies about as much."""
+GENTLY = 0.3
+"""Share of the way from what was believed of a strategy to what is seen: one that is not used is not corrected."""
 
 
 class Closing(NamedTuple):
@@ -33,6 +35,17 @@ class Closing(NamedTuple):
     strategy: str
     seconds: float
     beside_s: float = 0.0
+
+
+class Kind(NamedTuple):
+    """Steps that are corrected together: of MANY tokens or few, on cached ones of one rank or of several."""
+
+    strategy: str
+    many: bool
+    spread: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.strategy}_{'many' if self.many else 'few'}{'_spread' if self.spread else ''}"
 
 
 class StrategyRates:
@@ -46,12 +59,12 @@ class StrategyRates:
         self._curves = {
             name: _curve([each.get(name, least) for each, least in zip(found, usual, strict=True)]) for name in found[0]
         }
-        self._scale: dict[tuple[str, bool], Smoothed] = {}
-        self._beside: dict[str, Contention] = {}
+        self._scale: dict[Kind, Smoothed] = {}
+        self._beside: dict[Kind, Contention] = {}
         self._lock = threading.Lock()
 
-    def _scaled(self, strategy: str, many: bool) -> float:
-        found = self._scale.get((strategy, many))
+    def _scaled(self, kind: Kind) -> float:
+        found = self._scale.get(kind)
         return found.value if found else 1.0
 
     def by_strategy(self, start: FloatArray | float, count: FloatArray | float) -> dict[str, FloatArray]:
@@ -60,7 +73,8 @@ class StrategyRates:
         terms = np.stack(np.broadcast_arrays(np.sign(counts), counts, counts * (starts + counts / 2)), axis=-1)
         with self._lock:
             return {
-                name: (terms @ curve) * np.where(counts < MANY, self._scaled(name, False), self._scaled(name, True))
+                name: (terms @ curve)
+                * np.where(counts < MANY, self._scaled(Kind(name, False)), self._scaled(Kind(name, True)))
                 for name, curve in self._curves.items()
             }
 
@@ -74,44 +88,43 @@ class StrategyRates:
 
     def closings(self, opening: int, end: int, lies: Sequence[float]) -> list[Closing]:
         """For `opening` new tokens after `end` others, which lie on the ranks like that; the likeliest first."""
+        predicted = self._predict(opening, end, lies)
+        kinds = [Kind(name, opening >= MANY, sum(tokens > 0 for tokens in lies) > 1) for name in predicted]
         with self._lock:
-            found = [
-                Closing(name, each * self._scaled(name, opening >= MANY), self._lost(name))
-                for name, each in self._predict(opening, end, lies).items()
-            ]
+            found = [Closing(k.strategy, predicted[k.strategy] * self._scaled(k), self._lost(k)) for k in kinds]
         first = _least({each.strategy: each.seconds for each in found})
         return sorted(found, key=lambda each: (each.strategy != first, each.seconds))
 
-    def _lost(self, strategy: str) -> float:
-        return self._beside[strategy].value if strategy in self._beside else 0.0
+    def _lost(self, kind: Kind) -> float:
+        return self._beside[kind].value if kind in self._beside else 0.0
 
     def observe(self, strategy: str, start: float, count: float, seconds: float) -> None:
         """A step with nothing on its way meanwhile."""
         known = self.by_strategy(start, count)
         if strategy not in known or not (seconds > 0 and count > 0):
             return
-        self._correct(strategy, count >= MANY, seconds / float(known[strategy]))
+        self._correct(Kind(strategy, count >= MANY), seconds / float(known[strategy]))
 
-    def observe_closing(self, strategy: str, count: int, seconds: float, predicted_s: float, waited_s: float) -> None:
+    def observe_closing(self, kind: Kind, seconds: float, predicted_s: float, waited_s: float) -> None:
         """A restore with nothing beside it and nothing computed again took `seconds`; `predicted_s` were predicted, of
         which the engine would wait waited_s. What arrivals hold up is laid on them, else on the strategy."""
         if waited_s < BOUND * predicted_s:
-            self._correct(strategy, count >= MANY, seconds / predicted_s)
+            self._correct(kind, seconds / predicted_s)
             return
         with self._lock:
-            lost = self._beside.setdefault(strategy, Contention())
+            lost = self._beside.setdefault(kind, Contention())
             lost.observe(lost.value + seconds - predicted_s)
 
-    def _correct(self, strategy: str, many: bool, off: float) -> None:
+    def _correct(self, kind: Kind, off: float) -> None:
         with self._lock:
-            found = self._scale.setdefault((strategy, many), Smoothed(1.0))
+            found = self._scale.setdefault(kind, Smoothed(1.0, GENTLY))
             found.observe(found.value * off)
 
     def as_dict(self) -> dict[str, float]:
         """For logs."""
         with self._lock:
-            scales = {f"prefill_{name}_{'many' if many else 'few'}": x.value for (name, many), x in self._scale.items()}
-            return scales | {f"beside_{name}_s": lost.value for name, lost in self._beside.items()}
+            scales = {f"prefill_{kind}": scale.value for kind, scale in self._scale.items()}
+            return scales | {f"beside_{kind}_s": lost.value for kind, lost in self._beside.items()}
 
 
 def _curve(seconds: Sequence[float]) -> FloatArray:
