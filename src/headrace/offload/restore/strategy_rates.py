@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from headrace.offload.restore.estimators import MANY, Contention, FloatArray, Smoothed
 
-Predict = Callable[[int, int, Sequence[float]], Mapping[str, float]]
+Predict = Callable[[int, int, tuple[float, ...]], Mapping[str, float]]
 """(new tokens, cached tokens, of these on each rank) -> predicted seconds by each strategy that may be used."""
 
 POINTS = ((64, 0), (512, 0), (4096, 0), (512, 4096), (4096, 4096))
@@ -24,6 +25,8 @@ BOUND = 0.5
 """Share of a restore that the engine waited, from which on what was mispredicted is laid on arrivals."""
 TIE = 0.04
 """Several ranks must be predicted to gain this much on one: what is seen of a strategy varies about as much."""
+ASKED = 64
+"""Predictions that are kept: of one restore each is asked for again."""
 GENTLY = 0.3
 """Share of the way from what was believed of a strategy to what is seen: one that is not used is not corrected."""
 
@@ -53,8 +56,8 @@ class StrategyRates:
 
     def __init__(self, predict: Predict, ranks: int) -> None:
         self.ranks = ranks
-        self._predict = predict
-        found = [predict(count, cached, [cached / ranks] * ranks) for count, cached in POINTS]
+        self._predict = lru_cache(ASKED)(predict)
+        found = [predict(count, cached, (cached / ranks,) * ranks) for count, cached in POINTS]
         usual = [min(each.values()) for each in found]  # for a point at which a strategy is not used
         self._curves = {
             name: _curve([each.get(name, least) for each, least in zip(found, usual, strict=True)]) for name in found[0]
@@ -88,7 +91,7 @@ class StrategyRates:
 
     def closings(self, opening: int, end: int, lies: Sequence[float]) -> list[Closing]:
         """For `opening` new tokens after `end` others, which lie on the ranks like that; the likeliest first."""
-        predicted = self._predict(opening, end, lies)
+        predicted = self._predict(opening, end, tuple(lies))
         kinds = [Kind(name, opening >= MANY, sum(tokens > 0 for tokens in lies) > 1) for name in predicted]
         with self._lock:
             found = [Closing(k.strategy, predicted[k.strategy] * self._scaled(k), self._lost(k)) for k in kinds]
