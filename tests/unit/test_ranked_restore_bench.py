@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.ranked_restore import LEAST, NEVER, WARM, RankedAnswer, Way, around, measured, ways
+from headrace.bench.ranked_restore import LEAST, NEVER, RankedAnswer, Way, around, measured, ways
 from headrace.bench.restore import RANKED_COLUMNS, RestoreBench
 from headrace.strategies import OFFERED
 from headrace.types import CHUNK
@@ -41,8 +41,8 @@ def test_what_is_measured() -> None:
     assert (case["chosen_s"], case["best_s"], case["to_best"]) == (5, 5, 1)
     assert (case["best_loaders"], case["best_recomputed"], case["best_strategy"]) == ("all", 0, "chain")
     assert (case["one_s"], case["all_s"], case["gain"]) == (10, 26, 2)
-    assert testbed.asked.count(None) == WARM + 2, "an answer that takes 5 s is asked for twice"
-    assert case["swept"] == len({way for way in testbed.asked[WARM:-10] if way}) == LEAST[0]
+    assert testbed.asked.count(None) == 2 + 2, "an answer that takes 5 s is asked for twice"
+    assert case["swept"] == len({way for way in testbed.asked[2:-10] if way}) == LEAST[0]
     assert (case["chosen_loaders"], case["chosen_recomputed"], case["predicted_s"]) == ("all", 0, 5.0)
     shown = {"model": "S1", "link_gbps": 1.0} | case
     assert all(column.found(shown) is not None for column in RANKED_COLUMNS)

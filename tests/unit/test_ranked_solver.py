@@ -200,7 +200,7 @@ def test_a_closing_step_that_took_longer(waited_s: float, scales: bool) -> None:
     assert found.closings(1000, 64, (64, 0))[0] == ("single", 1.0, 0.0)
     for _ in range(20):
         (single,) = [each for each in found.closings(1000, 64, (64, 0)) if each.strategy == "single"]
-        found.observe_closing(Kind("single", True), 1.5, single.seconds + single.beside_s, waited_s)
+        found.observe_closing(Kind("single", True), 1.5, single.seconds + single.beside_s, waited_s, single.seconds)
     (single,) = [each for each in found.closings(1000, 64, (64, 0)) if each.strategy == "single"]
     assert single.seconds + single.beside_s == pytest.approx(1.5, rel=0.02)
     assert (single.beside_s == 0) is scales
@@ -253,3 +253,15 @@ def test_strategies_of_a_plan() -> None:
     whole = planned(Split(128, 0, 0, 1.0, "", "", 1.0), RUN, rates)
     assert whole is not None and whole.strategy(129 * CHUNK) == whole.front and whole.strategy(130 * CHUNK) == ""
     assert planned(Split(0, 0, 128, 0.1, ""), RUN, Rates(4, LinearRate(1e-6), PrefillRate(0.0, 1e-5, 0.0), {})) is None
+
+
+def test_a_few_tokens_take_a_time_of_their_own() -> None:
+    """More or less than predicted, whether chunks are waited for or not; one odd restore counts little."""
+    found = StrategyRates(flat, 2)
+    for seconds in (0.5, 0.02, 0.02, 0.02, 0.02, 0.02):
+        (single,) = [each for each in found.closings(100, 64, (64, 0)) if each.strategy == "single"]
+        kind, now = Kind("single", False), single.seconds + single.beside_s
+        found.observe_closing(kind, seconds, now, 0.0, single.seconds)
+    (single,) = [each for each in found.closings(100, 64, (64, 0)) if each.strategy == "single"]
+    assert single.seconds == pytest.approx(0.1) and single.beside_s == pytest.approx(-0.08, abs=0.01)
+    assert found.as_dict()["beside_single_few_s"] == single.beside_s

@@ -32,7 +32,7 @@ from headrace.types import CHUNK, Request
 Loaders = Literal["one", "all"]
 NEVER = float("inf")
 FINALISTS = 2
-WARM = 3
+WARM = 5
 QUARTERS = 4
 HOPELESS, LEAST = 1.2, (4, 8)
 """Ways that are predicted to take so many times the best seen are not tried once so many were, of slow answers and of
@@ -210,12 +210,13 @@ def measured(testbed: RankedTestbed, repeats: int) -> Case:
     sample, whoever chose it."""
     chunks = testbed.stored // CHUNK
     one, recompute = Way("one", 0, "single"), Way("one", chunks, None)
-    warm = [testbed.ask(None) for _ in range(WARM)][-1]
-    slow = warm.ttft_s > SLOW_S
-    first = swept(testbed, [*ways(chunks), *around(warm.way, chunks)], slow)
+    warm = [testbed.ask(None)]
+    slow = warm[0].ttft_s > SLOW_S
+    warm += [testbed.ask(None) for _ in range(1 if slow else WARM - 1)]
+    first = swept(testbed, [*ways(chunks), *around(warm[-1].way, chunks)], slow)
     finalists = sorted(first, key=first.__getitem__)[:FINALISTS]
     asked: list[Way | None] = [None, *finalists, one]
-    if testbed.cold_s is None or testbed.cold_s < 2 * warm.ttft_s:
+    if testbed.cold_s is None or testbed.cold_s < 2 * warm[-1].ttft_s:
         asked.append(recompute)
     found: dict[Way | None, list[RankedAnswer]] = {way: [] for way in asked}
     for _ in range(2 if slow else repeats):

@@ -276,7 +276,9 @@ class StoredPrefixes(Below):
             assert table is not None, "its step was computed"
             spread = len({table.owner(chunk) for chunk in range(end)}) > 1
             kind = Kind(sequence.strategy, len(sequence.tokens) - end * CHUNK >= MANY, spread)
-            self.rates.by_strategy.observe_closing(kind, seconds, expected.seconds, expected.waited_s)
+            self.rates.by_strategy.observe_closing(
+                kind, seconds, expected.seconds, expected.waited_s, expected.closing_s
+            )
 
     def _arrived(self, state: Coming | Attached) -> State:
         self._arriving = {digest: other for digest, other in self._arriving.items() if other is not state.restore}

@@ -141,12 +141,13 @@ class Split(NamedTuple):
 
 class Prediction(NamedTuple):
     """seconds: until the suffix is computed; link_s: the copy stream is at work; waited_s: of these the engine waits;
-    shared_s: copy stream and engine compete for the cores."""
+    shared_s: copy stream and engine compete for the cores. closing_s: the suffix takes by itself."""
 
     seconds: float
     link_s: float
     waited_s: float
     shared_s: float = 0.0
+    closing_s: float = 0.0
 
 
 class CostTables:
@@ -297,7 +298,8 @@ def predict(
 
 
 def _predicted(tables: CostTables, tokens: int, x: int) -> Prediction:
-    return Prediction(*(float(each[0]) for each in tables.predict(np.array([tokens]), np.array([x]))))
+    found = [float(each[0]) for each in tables.predict(np.array([tokens]), np.array([x]))]
+    return Prediction(*found, tables.closing.seconds)
 
 
 def _best(tables: CostTables) -> tuple[int, int, float]:

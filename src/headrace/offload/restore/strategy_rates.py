@@ -7,14 +7,16 @@ those of offload.restore.rates; what both together take longer is observed.
 
 from __future__ import annotations
 
+import statistics
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from headrace.offload.restore.estimators import MANY, Contention, FloatArray, Smoothed
+from headrace.offload.restore.estimators import LATEST, MANY, WEIGHT, FloatArray, Smoothed
 
 Predict = Callable[[int, int, tuple[float, ...]], Mapping[str, float]]
 """(new tokens, cached tokens, of these on each rank) -> predicted seconds by each strategy that may be used."""
@@ -25,6 +27,8 @@ BOUND = 0.5
 """Share of a restore that the engine waited, from which on what was mispredicted is laid on arrivals."""
 TIE = 0.04
 """Several ranks must be predicted to gain this much on one: what is seen of a strategy varies about as much."""
+LEAST_SCALE = 0.2
+"""Of what was believed of a strategy, what a single restore may leave."""
 ASKED = 64
 """Predictions that are kept: of one restore each is asked for again."""
 GENTLY = 0.3
@@ -33,7 +37,7 @@ GENTLY = 0.3
 
 class Closing(NamedTuple):
     """How the step that computes the new tokens may be computed. strategy: "" where there is one rank. seconds: with
-    all chunks there; beside_s: how much longer it takes where chunks arrive meanwhile."""
+    all chunks there; beside_s: how much longer it takes (or less, below 0) where chunks arrive meanwhile."""
 
     strategy: str
     seconds: float
@@ -51,6 +55,18 @@ class Kind(NamedTuple):
         return f"{self.strategy}_{'many' if self.many else 'few'}{'_spread' if self.spread else ''}"
 
 
+class Offset:
+    """Seconds that follow the median of the latest, from nothing on: the first observation counts half."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._latest: deque[float] = deque([0.0], maxlen=LATEST)
+
+    def observe(self, seconds: float) -> None:
+        self._latest.append(seconds)
+        self.value += WEIGHT * (statistics.median(self._latest) - self.value)
+
+
 class StrategyRates:
     """Safe to call from several threads. Strategies that need cached tokens compute none that come first."""
 
@@ -63,7 +79,7 @@ class StrategyRates:
             name: _curve([each.get(name, least) for each, least in zip(found, usual, strict=True)]) for name in found[0]
         }
         self._scale: dict[Kind, Smoothed] = {}
-        self._beside: dict[Kind, Contention] = {}
+        self._beside: dict[Kind, Offset] = {}
         self._lock = threading.Lock()
 
     def _scaled(self, kind: Kind) -> float:
@@ -108,15 +124,19 @@ class StrategyRates:
             return
         self._correct(Kind(strategy, count >= MANY), seconds / float(known[strategy]))
 
-    def observe_closing(self, kind: Kind, seconds: float, predicted_s: float, waited_s: float) -> None:
+    def observe_closing(
+        self, kind: Kind, seconds: float, predicted_s: float, waited_s: float, closing_s: float
+    ) -> None:
         """A restore with nothing beside it and nothing computed again took `seconds`; `predicted_s` were predicted, of
-        which the engine would wait waited_s. What arrivals hold up is laid on them, else on the strategy."""
-        if waited_s < BOUND * predicted_s:
-            self._correct(kind, seconds / predicted_s)
+        which the engine would wait waited_s, and closing_s of the step by itself. What a long step was mispredicted is
+        laid on the strategy unless it waits for arrivals most of the time; a few tokens take a time of their own."""
+        off = seconds - predicted_s
+        if kind.many and waited_s < BOUND * predicted_s:
+            self._correct(kind, max(1 + off / closing_s, LEAST_SCALE))
             return
         with self._lock:
-            lost = self._beside.setdefault(kind, Contention())
-            lost.observe(lost.value + seconds - predicted_s)
+            lost = self._beside.setdefault(kind, Offset())
+            lost.observe(lost.value + off)
 
     def _correct(self, kind: Kind, off: float) -> None:
         with self._lock:
