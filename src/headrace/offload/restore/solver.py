@@ -299,7 +299,7 @@ def predict(
 
 def _predicted(tables: CostTables, tokens: int, x: int) -> Prediction:
     found = [float(each[0]) for each in tables.predict(np.array([tokens]), np.array([x]))]
-    return Prediction(*found, tables.closing.seconds)
+    return Prediction(found[0], found[1], found[2], found[3], tables.closing.seconds)
 
 
 def _best(tables: CostTables) -> tuple[int, int, float]:
