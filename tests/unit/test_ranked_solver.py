@@ -265,3 +265,14 @@ def test_a_few_tokens_take_a_time_of_their_own() -> None:
     (single,) = [each for each in found.closings(100, 64, (64, 0)) if each.strategy == "single"]
     assert single.seconds == pytest.approx(0.1) and single.beside_s == pytest.approx(-0.08, abs=0.01)
     assert found.as_dict()["beside_single_few_s"] == single.beside_s
+
+
+def test_steps_are_seen_through_the_rates() -> None:
+    """Those after cached tokens say nothing: nobody tells where these lay."""
+    rates = rates_of("apart", 2, 1e9)
+    before = float(rates.prefill(0, 2048))
+    for start, slower in ((4096, False), (0, True)):
+        for name in OFFERED:
+            for _ in range(12):
+                rates.observe_prefill(start, 2048, 3 * before, name)
+        assert (float(rates.prefill(0, 2048)) > 2 * before) is slower

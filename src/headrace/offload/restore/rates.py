@@ -147,9 +147,11 @@ class Rates:
             self._project.observe(tokens, seconds)
 
     def observe_prefill(self, start: float, count: float, seconds: float, strategy: str = "") -> None:
-        """One step, of one sequence; of several ranks by this strategy."""
+        """One step, of one sequence; of several ranks by this strategy, where it depends on where others lie unless
+        there are none."""
         if self.by_strategy is not None:
-            self.by_strategy.observe(strategy, start, count, seconds)
+            if not start:
+                self.by_strategy.observe(strategy, start, count, seconds)
             return
         with self._lock:
             self._steps.append((start, count, seconds))
