@@ -147,8 +147,8 @@ class Rates:
             self._project.observe(tokens, seconds)
 
     def observe_prefill(self, start: float, count: float, seconds: float, strategy: str = "") -> None:
-        """One step, of one sequence; of several ranks by this strategy, where it depends on where others lie unless
-        there are none."""
+        """One step, of one sequence. Of several ranks: by this strategy, and at a prompt's beginning alone, since
+        nobody tells where cached tokens lay."""
         if self.by_strategy is not None:
             if not start:
                 self.by_strategy.observe(strategy, start, count, seconds)
