@@ -177,6 +177,12 @@ class RestoreStats(StatsRecord):
         "kv_projected_tokens", "Tokens whose keys and values were made from stored activations."
     )
     recomputed_tokens: int = counter("kv_recomputed_tokens", "Stored tokens computed anew while others were loaded.")
+    loaded_from: dict[str, int] = by(
+        "tier", Figure("kv_loaded_tokens", "Tokens whose keys and values were loaded, by tier.", True)
+    )
+    plans: dict[str, int] = by(
+        "plan", Figure("kv_restore_plans", "What was chosen for stored prefixes: load, recompute+load, ...", True)
+    )
     seconds: float = counter("kv_restore_seconds", "Time spent bringing chunks back.", default=0.0)
     link_s: float = counter("kv_restore_link_seconds", "Of these, time in which something was on its way.", default=0.0)
     waited_s: float = counter(

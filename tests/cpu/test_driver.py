@@ -168,3 +168,17 @@ def test_a_lost_rank_is_an_error(size: int) -> None:
     with pytest.raises(RankLost, match="rank 1"):
         llm.generate([prompts_of(llm)[4]], GREEDY)
     llm.workers.close()  # type: ignore[attr-defined]
+
+
+def test_a_short_continuation_stays_with_what_it_reads(size: int) -> None:
+    """A rank that begins a block after a longer cached part is the one that holds it, though others have more room."""
+    llm = over_ranks(size, allowed=("single",))
+    tokens = torch.randint(10, 2000, (2048 + 130,), generator=torch.Generator().manual_seed(1)).tolist()
+    truth = LLM("tiny", kv_cache_tokens=4096)
+    for prompt in (tokens[:2049], tokens):
+        assert llm.generate([prompt], GREEDY)[0].token_ids == truth.generate([prompt], GREEDY)[0].token_ids
+    table = llm.engine.cache.open(list(tokens))
+    llm.engine.cache.reuse(table)
+    assert len({table.owner(chunk) for chunk in range(len(table.nodes))}) == 1 and len(table.nodes) == 34
+    llm.engine.cache.close(table)
+    llm.workers.close()  # type: ignore[attr-defined]

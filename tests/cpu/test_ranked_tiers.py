@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.offload.restore.solver import Split, StoredRun
+from headrace.strategies import STRATEGIES
 from headrace.types import BLOCK_CHUNKS, CHUNK
 from tests.support import traces
 from tests.support.checkpoints import KINDS, FolderOf
@@ -56,6 +58,27 @@ def test_what_ranks_stored_comes_back(allowed: tuple[str, ...], share: float, tr
         asked = [prompts] if together else [[each] for each in prompts]
         same([trace for each in asked for trace in watched(llm, each, PARAMS)], truth)
         assert counters(llm).loaded_tokens > before + 500 and counters(llm).failures == 0
+    close(llm)
+
+
+@pytest.mark.parametrize("front", ["chain", "ring-kv"])
+def test_the_strategies_of_the_plan_are_used(front: str, truth: list[Trace]) -> None:
+    """Whatever the planner thinks when a slice is scheduled, with the bits of one rank."""
+    llm = over_ranks(2, kv_link_gbps=0.05)
+    prompt, offload = prompts_of(llm)[0], llm.engine.offload
+    assert offload is not None and offload.rates.by_strategy is not None
+    same(watched(llm, [prompt], PARAMS), truth[:1])
+    for _ in range(6):  # all but one were seen to be slow
+        for name in STRATEGIES:
+            offload.rates.by_strategy.observe(name, 0, 512, 0.5 if name == front else 50.0)
+    for closing in ("single", "chain", "ring-kv", "ring-q", "gather"):
+        flush(llm)
+        offload.choose = lambda run, *_, by=closing: Split(16, 0, run.chunks - 16, 1.0, "", by, 2.0)  # type: ignore[misc]
+        before = dict(llm.engine.stats().ranks.prefills)
+        same(watched(llm, [prompt], PARAMS), truth[:1])
+        counted = Counter(llm.engine.stats().ranks.prefills) - Counter(before)
+        assert counted == Counter([front, closing]), "another strategy was used than planned"
+    assert counters(llm).plans == {"recompute+load": 5} and counters(llm).loaded_from["host"] > 5000
     close(llm)
 
 

@@ -116,7 +116,9 @@ def over_ranks(
 
     workers = Threads(ranks[1:], hubs)
     peers = TierPeers(size, agents, tensor=tensor)
-    offload = tiers.open_offload(config, loaded.capacity, cache, ranks[0], peers, lambda new, cached: 1e-3 * new)
+    offload = tiers.open_offload(
+        config, loaded.capacity, cache, ranks[0], peers, lambda new, cached, lies: dict.fromkeys(allowed, 1e-3 * new)
+    )
     driver = OneOwner(ranks[0], cache, workers.send, advise, allowed)
     llm.engine = EngineCore(replace(loaded, cache=cache, decoder=ranks[0].decoder, executor=driver, offload=offload))
     llm.workers, llm.hubs, llm.ranks, llm.agents = workers, hubs, ranks, agents

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.ranked_restore import RankedAnswer, Way, measured, ways
+from headrace.bench.ranked_restore import LEAST, NEVER, RankedAnswer, Way, around, measured, ways
 from headrace.bench.restore import RANKED_COLUMNS, RestoreBench
 from headrace.strategies import OFFERED
 from headrace.types import CHUNK
@@ -15,20 +15,24 @@ pytestmark = pytest.mark.unit
 
 
 class Testbed:
-    """Loading on all ranks takes half; the engine chooses to, with a chain."""
+    """Loading on all ranks takes half; the engine chooses to, with a chain. What is predicted is what it takes."""
 
     __test__ = False
 
     def __init__(self, chunks: int) -> None:
         self.stored = chunks * CHUNK
         self.asked: list[Way | None] = []
+        self.cold_s: float | None = None
+
+    def predicted(self, way: Way) -> float:
+        loaded = self.stored // CHUNK - way.recomputed
+        seconds = loaded / (2 if way.loaders == "all" else 1) + 3 * way.recomputed + (way.strategy != "chain")
+        return NEVER if way.strategy == "gather" else 1 + seconds
 
     def ask(self, way: Way | None) -> RankedAnswer:
         self.asked.append(way)
         chosen = way or Way("all", 0, "chain")
-        loaded = self.stored // CHUNK - chosen.recomputed
-        seconds = loaded / (2 if chosen.loaders == "all" else 1) + 3 * chosen.recomputed + (chosen.strategy != "chain")
-        return RankedAnswer(1 + seconds, chosen.strategy or "auto", "load" if loaded else None)
+        return RankedAnswer(self.predicted(chosen), chosen.strategy or "auto", "load", chosen, 5.0)
 
 
 def test_what_is_measured() -> None:
@@ -37,18 +41,31 @@ def test_what_is_measured() -> None:
     assert (case["chosen_s"], case["best_s"], case["to_best"]) == (5, 5, 1)
     assert (case["best_loaders"], case["best_recomputed"], case["best_strategy"]) == ("all", 0, "chain")
     assert (case["one_s"], case["all_s"], case["gain"]) == (10, 26, 2)
-    assert testbed.asked.count(None) == 3
+    assert testbed.asked.count(None) == 2 + 2, "an answer that takes 5 s is asked for twice"
+    assert case["swept"] == len({way for way in testbed.asked[2:-10] if way}) == LEAST[0]
+    assert (case["chosen_loaders"], case["chosen_recomputed"], case["predicted_s"]) == ("all", 0, 5.0)
     shown = {"model": "S1", "link_gbps": 1.0} | case
     assert all(column.found(shown) is not None for column in RANKED_COLUMNS)
 
 
+def test_a_cold_prefill_that_takes_long_is_not_repeated() -> None:
+    testbed: Any = Testbed(8)
+    testbed.cold_s = 40.0
+    assert measured(testbed, 3)["all_s"] == 40.0
+    assert not any(way and way.strategy is None for way in testbed.asked)
+
+
 def test_the_sweep() -> None:
-    strategies = {name for name in OFFERED if name != "gather"}
-    assert {way.strategy for way in ways(8)} == {way.strategy for way in ways(0)} == strategies
+    assert {way.strategy for way in ways(8)} == set(OFFERED)
+    assert {way.strategy for way in ways(0)} == set(OFFERED) - {"ring-q"}
     assert {(way.loaders, way.recomputed) for way in ways(8)} == {
         *((loaders, count) for loaders in ("one", "all") for count in (0, 2, 4, 6)), ("one", 8),
     }  # fmt: skip
-    assert len(ways(0)) == len(strategies)
+    near = Way("all", 20, "chain")
+    assert around(near, 32) == [near._replace(recomputed=12), near._replace(recomputed=28)]
+    assert around(near, 24) == [near._replace(recomputed=12)]
+    assert around(near._replace(recomputed=0), 32) == [near._replace(recomputed=8)]
+    assert around(near._replace(recomputed=32), 32) == []
 
 
 @pytest.mark.parametrize("stored", ["101", "-1", "a", ""])

@@ -8,6 +8,7 @@ import pytest
 
 from headrace.offload.ranked.words import BringEnded, ChunksBrought, LayerProjection
 from headrace.offload.restore.report import RestoreCounters, RestoreReport
+from headrace.offload.restore.solver import Split
 from headrace.types import CHUNK
 
 pytestmark = pytest.mark.unit
@@ -44,13 +45,17 @@ def test_parts_of_several_ranks() -> None:
 
 
 class Told:
-    """Rates that note what they are told."""
+    """Rates that note what they are told. by_strategy: set for several ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_strategy: object = None) -> None:
+        self.by_strategy = by_strategy
         self.loads: list[tuple[Any, ...]] = []
         self.projections: list[tuple[Any, ...]] = []
 
     def observe_load(self, *figures: Any) -> None:
+        self.loads.append(figures)
+
+    def observe_together(self, *figures: Any) -> None:
         self.loads.append(figures)
 
     def observe_project(self, *figures: Any) -> None:
@@ -64,6 +69,12 @@ def test_what_copying_takes_of_the_cores_is_not_laid_on_projecting() -> None:
     found.tell(rates)  # type: ignore[arg-type]
     assert rates.loads == [("disk", 200, 1, 2.0, 0.5), ("disk", 100, 1, 1.0, 0.25)]
     assert rates.projections == [(128, 3.0)]
+
+
+def test_what_several_ranks_load_is_told_as_one() -> None:
+    found, rates = report(), Told(by_strategy=object())
+    found.tell(rates)  # type: ignore[arg-type]
+    assert rates.loads == [("disk", [(200, 2.0), (100, 1.0)])]
 
 
 @pytest.mark.parametrize("how", ["lost", "cancelled"])
@@ -81,8 +92,16 @@ def test_counters() -> None:
     counters, found = RestoreCounters(), report()
     found.waited_s = 2.5
     found.lose(4, "is gone")
-    counters.add(found, 7 * CHUNK)
+    counters.add(found, 7 * CHUNK, ["host", "host", "disk", "host", "disk"])
     assert (counters.loaded_tokens, counters.projected_tokens, counters.recomputed_tokens) == (
         2 * CHUNK, 2 * CHUNK, 7 * CHUNK,
     )  # fmt: skip
+    assert counters.loaded_from == {"host": CHUNK, "disk": CHUNK}
     assert counters.link_s == found.link_s and counters.waited_s == 2.5 and counters.restore_s > 0
+
+
+def test_plans_are_counted_by_what_they_use() -> None:
+    counters = RestoreCounters()
+    for tokens, x, load in ((0, 0, 3), (1, 0, 2), (2, 0, 1), (1, 1, 1), (3, 0, 0)):
+        counters.note(Split(tokens, x, load, 1.0, ""))
+    assert counters.plans == {"load": 1, "recompute+load": 2, "recompute+project+load": 1, "recompute": 1}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -14,11 +14,13 @@ from headrace.offload.restore.solver import (
     EXACT,
     CostTables,
     Prediction,
+    Split,
     StoredRun,
     predict,
     prefill,
     restore_split,
 )
+from headrace.offload.restore.strategy_rates import Closing
 from headrace.types import CHUNK
 
 
@@ -32,6 +34,8 @@ class Fixed:
     attend_s: float
     step_s: float = 0.0
     lost: tuple[float, float] = (0.0, 0.0)
+    together: dict[str, float] = field(default_factory=dict)
+    closing_by: dict[str, tuple[float, float]] = field(default_factory=lambda: {"": (1.0, 0.0)})
 
     def contention(self, loading: bool) -> float:
         return self.lost[loading]
@@ -45,6 +49,14 @@ class Fixed:
 
     def project(self, tokens: FloatArray) -> FloatArray:
         return tokens * self.project_s
+
+    def together_s_per_byte(self, tier: str) -> float:
+        return self.together.get(tier, 0.0)
+
+    def closings(self, run: StoredRun, opening: int) -> list[Closing]:
+        end = np.array(float((run.first + run.chunks) * CHUNK))
+        seconds = float(self.prefill(end, np.array(float(opening))))
+        return [Closing(name, seconds * slow, beside_s) for name, (slow, beside_s) in self.closing_by.items()]
 
     def prefill(self, start: FloatArray, count: FloatArray) -> FloatArray:
         return count * self.prefill_s + count * (start + count / 2) * self.attend_s + (count > 0) * self.step_s
@@ -220,7 +232,8 @@ def test_quantised_keys_and_values_are_preferred_to_activations() -> None:
 
 def test_a_restore_that_gains_nothing_is_left() -> None:
     slow = at(1e-3)
-    assert restore_split(MHA, slow) == (64, 0, 0, recompute_all(MHA, slow).seconds, restore_split(MHA, slow).reason)
+    found, all_s = restore_split(MHA, slow), recompute_all(MHA, slow).seconds
+    assert found == Split(64, 0, 0, all_s, found.reason, all_s=all_s)
     assert restore_split(MHA, slow).reason.startswith("recompute all 64 chunks")
     assert restore_split(MHA, at(3)).load > 0
     assert restore_split(MHA, at(3), least_gain=0.99).load == 0

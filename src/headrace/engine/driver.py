@@ -1,10 +1,11 @@
 """Rank 0 of several: makes a step of slices for all ranks, has it computed, and collects what they say.
 
 Who computes what is the planner's choice, made when a prompt's slice is scheduled, since it decides which rank shall
-own the new chunks:
+own the new chunks, or that of the restore that it belongs to (offload.restore.ranked_plan):
 
     chain, single      one rank keeps all: the last of the chain, whose order is turned so that this is the rank that
-                       holds the beginning of the block, or else the one with the most room
+                       holds the beginning of the block, or else the one that holds most of a longer cached part, or
+                       else the one with the most room
     the others         blocks of 2,048 tokens go round the ranks
 
 A decoding sequence is computed by the rank that owns its newest chunk: alone if that rank owns all of its chunks, by
@@ -75,12 +76,17 @@ class Driver(Executor):
         keeper = self._keeper(table, start, count)
         allowed = self.allowed if keeper is not None else tuple(set(self.allowed) - set(KEEPS_ALL)) or (FALLBACK,)
         cached_on = self._cached_on(table)
+        wanted = sequence.planned.strategy(start) if sequence.planned else ""
+        if wanted in allowed:
+            allowed = (wanted,)
         if count <= CHUNK and keeper is not None and "single" in allowed and sum(cached_on) == cached_on[keeper]:
             choice = StrategyChoice(
                 "single", (start, start + count), (keeper,), {}, "single: one chunk"
             )  # nothing to share
         else:
             choice = self.advise(count, start, cached_on, allowed)
+        if choice.strategy == wanted:
+            choice = replace(choice, reason=f"{choice.reason}; as the restore was planned")
         if choice.strategy in KEEPS_ALL and keeper is not None:
             self._planned[sequence] = replace(choice, ranks=ending_in(choice.ranks, keeper))
             return lambda chunk: keeper
@@ -101,6 +107,9 @@ class Driver(Executor):
             ranks = [table.owner(start // CHUNK - 1)]  # a block has one owner
         else:
             ranks = sorted(range(self.size), key=self.cache.available_on, reverse=True)
+            cached_on = self._cached_on(table)
+            if max(cached_on) >= count:  # rather where they are read than where most room is
+                ranks.sort(key=cached_on.__getitem__, reverse=True)
         joins, last = joined_block(table), (chunks_for(start + count) - 1) // BLOCK_CHUNKS
         if last in joins:
             ranks = [rank for rank in ranks if rank == joins[last]]

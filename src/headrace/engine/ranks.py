@@ -6,7 +6,7 @@ The driver, rank 0, opens the group; workers make their rank by `make` (parallel
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -42,7 +42,7 @@ from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.threads import RankThreads
 from headrace.parallel.torchrun_environment import started_this
 from headrace.parallel.transport import RankLost
-from headrace.planner.choice import StrategyChoice, choose
+from headrace.planner.choice import StrategyChoice, choose, estimates
 from headrace.planner.machine import Machine, ModelShape
 from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
@@ -164,16 +164,15 @@ class Ranks:
 
     def open_tiers(self, cache: KVCache, config: EngineConfig, capacity: Capacity) -> StoredPrefixes:
         """Opens those of every rank. Raises ValueError, RankLost."""
-        agent, workers, ranks = tiers.agent_of(config, self.rank, capacity.backend), self._workers, cache.ranks
-        peers = TierPeers(ranks, {0: agent}, workers.send_to, workers.check, config.ranks.tensor)
+        agent, workers = tiers.agent_of(config, self.rank, capacity.backend), self._workers
+        peers = TierPeers(cache.ranks, {0: agent}, workers.send_to, workers.check, config.ranks.tensor)
         workers.on_answer = peers.received
-        advise = self._advise(config)
+        ranks, allow = self.group.context.size, allowed(config)
 
-        def expected_s(new: int, cached: int) -> float:
-            choice = advise(new, cached, [cached / ranks] * ranks, allowed(config))
-            return choice.predicted_s[choice.strategy]
+        def predict(new: int, cached: int, lies: Sequence[float]) -> Mapping[str, float]:
+            return estimates(self.machine, self.shape, ranks, new, cached, lies, self.table, allow)
 
-        return tiers.open_offload(config, capacity, cache, self.rank, peers, expected_s)
+        return tiers.open_offload(config, capacity, cache, self.rank, peers, predict)
 
     @property
     def _workers(self) -> WorkerSupervisor:

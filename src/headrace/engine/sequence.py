@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.kv.chunk_table import ChunkTable
+from headrace.offload.restore.ranked_plan import PlannedPrefill
 from headrace.types import Request
 
 
@@ -17,7 +18,8 @@ class SequenceState:
     prompt that is only scored the last token is left out of `tokens`, since its row predicts nothing.
 
     held: the grammar of its answer is still being compiled, so its last token must not be computed yet. forced: its
-    newest tokens were appended without sampling while it decoded; they are computed together.
+    newest tokens were appended without sampling while it decoded; they are computed together. planned: strategies that
+    belong to a restore under way.
 
     |<------ prompt_len ------>|<-- answer -->|
     |<--- table.length: in the cache --->|<-1->|   while decoding, all but the newest token is cached
@@ -38,6 +40,7 @@ class SequenceState:
     strategy_reason: str = ""
     held: bool = False
     forced: bool = False
+    planned: PlannedPrefill | None = None
 
     def __post_init__(self) -> None:
         prompt, params = self.request.prompt_token_ids, self.request.params

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -27,9 +28,12 @@ from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
 from headrace.logs import short_id
+from headrace.offload.restore.estimators import MANY
+from headrace.offload.restore.ranked_plan import best_way, planned, told
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.report import RestoreCounters, RestoreReport
-from headrace.offload.restore.solver import LEAST_GAIN, Prediction, Split, StoredRun, predict, restore_split
+from headrace.offload.restore.solver import Prediction, Split, StoredRun, predict, restore_split
+from headrace.offload.restore.strategy_rates import Kind
 from headrace.stats import EngineStats
 from headrace.types import CHUNK, chunks_for
 
@@ -66,12 +70,13 @@ class Looking:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Restoring:
     """first: number of the chunk that the first of `nodes` is. expected: what the solver predicted; None where others
-    compute beside it."""
+    compute beside it. tiers: where each node comes from."""
 
     first: int
     nodes: list[Node]
     restore: Restore
     split: Split
+    tiers: Sequence[str]
     expected: Prediction | None
 
 
@@ -128,6 +133,7 @@ class StoredPrefixes(Below):
                 return len(sequence.tokens)
 
     def leave(self, sequence: SequenceState, table: ChunkTable, ended: bool) -> None:
+        sequence.planned = None
         match self._states.pop(sequence, SETTLED):
             case Coming() as state:
                 self._abandon(table, state, state.nodes)
@@ -180,27 +186,33 @@ class StoredPrefixes(Below):
         if not ways:
             return SETTLED
         chosen = [self._choose(table, first, way) for way in ways]
-        split, run, found = min(chosen, key=lambda each: each[0].predicted_s)
-        if chosen[0][0].predicted_s * (1 - LEAST_GAIN) <= split.predicted_s:
-            split, run, found = chosen[0]
+        best = best_way(chosen)
+        (split, run), found = chosen[best], ways[best]
+        sequence.planned = planned(split, run, self.rates)
+        if sequence.planned is not None:
+            alone = [each.predicted_s for each, way in chosen if len(set(way.ranks)) == 1]
+            split = told(split, run, sequence.planned, min(alone, default=None))
         log.debug("%-8s  %s", name, split.reason)
         sequence.restore_reason = split.reason
+        self.counters.note(split)
         if split.tokens >= len(found):
             return SETTLED
         expected = None
         if run.suffix <= self.max_batch_tokens:
-            expected = predict(run, self.rates, split.tokens, split.x, self.max_batch_tokens)
-        return self._bring(sequence, table, found[split.tokens :], split, expected)
+            expected = predict(run, self.rates, split.tokens, split.x, self.max_batch_tokens, split.closing)
+        tiers = run.tier_of[split.tokens :]
+        return self._bring(sequence, table, found[split.tokens :], split, tiers, expected)
 
-    def _choose(
-        self, table: ChunkTable, first: int, way: list[FoundChunk]
-    ) -> tuple[Split, StoredRun, list[FoundChunk]]:
+    def _choose(self, table: ChunkTable, first: int, way: list[FoundChunk]) -> tuple[Split, StoredRun]:
         run = self.source.as_run(way, first, len(table.tokens) - (first + len(way)) * CHUNK)
-        return self.choose(run, self.rates, self.max_batch_tokens), run, way
+        if run.ranks:
+            held = Counter(table.owner(chunk) for chunk in range(first))
+            run = replace(run, held=tuple(held[rank] for rank in range(self.cache.ranks)))
+        return self.choose(run, self.rates, self.max_batch_tokens), run
 
     def _bring(
         self, sequence: SequenceState, table: ChunkTable, found: list[FoundChunk], split: Split,
-        expected: Prediction | None,
+        tiers: Sequence[str], expected: Prediction | None,
     ) -> State:  # fmt: skip
         nodes = self.cache.take_loose([each.rank for each in found])
         assert nodes is not None, "available promised them"
@@ -211,7 +223,7 @@ class StoredPrefixes(Below):
         table.coming, table.joins = len(nodes), (first, found[0].rank)
         self._arriving |= {each.digest: restore for each in found}
         self.counters.restores += 1
-        return Coming(first, nodes, restore, split, expected)
+        return Coming(first, nodes, restore, split, tiers, expected)
 
     def _attach(self, sequence: SequenceState, table: ChunkTable, state: Coming) -> State:
         report = state.restore.report
@@ -220,7 +232,7 @@ class StoredPrefixes(Below):
             return self._abandon(table, state, state.nodes)
         table.coming, table.joins = 0, None
         self.cache.attach(table, state.nodes)
-        attached = Attached(state.first, state.nodes, state.restore, state.split, state.expected)
+        attached = Attached(state.first, state.nodes, state.restore, state.split, state.tiers, state.expected)
         if report.done and not report.projects:
             return self._settle(sequence, table, attached)
         return attached
@@ -243,9 +255,8 @@ class StoredPrefixes(Below):
             self.cache.truncate(table, state.first + report.good)
         self.cache.confirm(table, state.first, report.good)
         if state.expected is not None and not report.failed:
-            loading = state.split.tokens + state.split.x == 0
-            self.rates.observe_restore(report.seconds, state.expected.seconds, state.expected.shared_s, loading)
-        self.counters.add(report, state.split.tokens * CHUNK)
+            self._observe_restore(sequence, state, state.expected)
+        self.counters.add(report, state.split.tokens * CHUNK, state.tiers)
         sequence.restored_tokens += report.tokens
         if not sequence.preemptions:
             sequence.cached_tokens += report.tokens
@@ -253,12 +264,27 @@ class StoredPrefixes(Below):
         self._count_failure(sequence, report)
         return self._arrived(state)
 
+    def _observe_restore(self, sequence: SequenceState, state: Coming | Attached, expected: Prediction) -> None:
+        """A restore with nothing beside it says what computing and arrivals take from each other."""
+        seconds, loading = state.restore.report.seconds, state.split.tokens + state.split.x == 0
+        if self.rates.by_strategy is None:
+            self.rates.observe_restore(seconds, expected.seconds, expected.shared_s, loading)
+        elif loading and sequence.strategy == state.split.closing:
+            end, table = state.first + len(state.nodes), sequence.table
+            assert table is not None, "its step was computed"
+            spread = len({table.owner(chunk) for chunk in range(end)}) > 1
+            kind = Kind(sequence.strategy, len(sequence.tokens) - end * CHUNK >= MANY, spread)
+            self.rates.by_strategy.observe_closing(
+                kind, seconds, expected.seconds, expected.waited_s, expected.closing_s
+            )
+
     def _arrived(self, state: Coming | Attached) -> State:
         self._arriving = {digest: other for digest, other in self._arriving.items() if other is not state.restore}
         return SETTLED
 
     def _count_failure(self, sequence: SequenceState, report: RestoreReport) -> None:
         if report.lost:
+            sequence.planned = None
             self.counters.failures += 1
             name = short_id(sequence.request.request_id)
             log.warning("%-8s  %s; it and what follows is computed again", name, report.reason)
@@ -293,7 +319,8 @@ class StoredPrefixes(Below):
     def observe(self, slices: Sequence[Slice], seconds: float) -> None:
         """A step that computed one prompt, with nothing on its way meanwhile, tells how fast prefill is."""
         if len(slices) == 1 and slices[0].length > 1 and not (slices[0].decodes or self._arriving or self._leaving):
-            self.rates.observe_prefill(slices[0].start, slices[0].length, seconds)
+            part = slices[0]
+            self.rates.observe_prefill(part.start, part.length, seconds, part.sequence.strategy)
 
     def wait(self) -> None:
         """Sleeps for a moment, as every sequence waits for a thread, or until one has been looked up."""
@@ -319,6 +346,7 @@ class StoredPrefixes(Below):
         told.restores, told.failures, told.seconds = own.restores, own.failures, own.restore_s
         told.loaded_tokens, told.projected_tokens = own.loaded_tokens, own.projected_tokens
         told.recomputed_tokens, told.link_s, told.waited_s = own.recomputed_tokens, own.link_s, own.waited_s
+        told.loaded_from, told.plans = dict(own.loaded_from), dict(own.plans)
         told.unstored = self.writeback.unstored + self.writeback.let_go + self.tiers.queued_blobs
         if now >= self._ask_tiers_s or (before and not told.unstored):
             stats.tiers, self._ask_tiers_s = self.tiers.stats(), now + TIERS_S

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,6 +26,7 @@ from headrace.offload.restore.profile import measure, probe
 from headrace.offload.restore.projector import Projector
 from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.source import StoredChunks
+from headrace.offload.restore.strategy_rates import Predict, StrategyRates
 from headrace.offload.tiers.base import HeadShare
 from headrace.offload.tiers.notes import ModelNote, write_note
 from headrace.offload.tiers.open import open_tiers
@@ -35,9 +35,6 @@ from headrace.offload.writeback import Writeback
 from headrace.parallel.rank import Rank
 from headrace.types import CHUNK
 from headrace.version import __version__
-
-PREDICTED = 2048
-"""Tokens of the prompt whose time on several ranks the planner is asked for before one was seen."""
 
 
 def identity(config: EngineConfig, capacity: Capacity) -> bytes:
@@ -116,16 +113,15 @@ def open_offload(
     cache: KVCache,
     rank: Runner | Rank,
     peers: TierPeers,
-    expected_s: Callable[[int, int], float] | None = None,
+    predict: Predict | None = None,
 ) -> StoredPrefixes:
-    """Opens the tiers of every rank and measures what the solver needs to know. rank: rank 0. expected_s(new tokens,
-    cached tokens): what the planner predicts for a prompt on several ranks. Raises ValueError as open_tiers does,
-    RankLost."""
+    """Opens the tiers of every rank and measures what the solver needs to know. rank: rank 0. predict: the planner, of
+    several ranks. Raises ValueError as open_tiers does, RankLost."""
     open_everywhere(peers, cache.identity)
     opened = peers.agents[0].opened
     rates = _rates(config, capacity.backend, rank.decoder, _pool_of(rank), opened.tiers)
-    if expected_s is not None:
-        rates.scale_prefill(0, PREDICTED, expected_s(PREDICTED, 0))
+    if predict is not None:
+        rates.by_strategy = StrategyRates(predict, cache.ranks)
     keep_notes(config, capacity, cache.identity)
     storer = ChunkStorer(peers, cache.pool.per_rank, opened.tiers)
     return StoredPrefixes(

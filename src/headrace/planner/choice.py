@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+import msgspec
+
 from headrace.config.ranks import StrategyRule
 from headrace.planner.heuristic import Heuristic, RingRates, algorithm1, algorithm5, guarded
 from headrace.planner.machine import Machine, ModelShape, count_of
@@ -22,6 +24,9 @@ from headrace.types import CHUNK
 
 SHARDS: dict[str, Callable[[Prefill], Shards]] = {name: load(each.shards) for name, each in STRATEGIES.items()}
 COST: dict[str, CostModel] = {name: load(each.cost) for name, each in STRATEGIES.items()}
+
+SHALLOW = (4, 6)
+"""Layers of the models from which `estimates` draws."""
 
 MARGIN = 0.03
 """Several ranks must be predicted to gain this much on one: a tie goes to the strategy that leaves ranks free."""
@@ -98,10 +103,7 @@ def choose(
     strategy, nothing left that is allowed, or rule "heuristic" without coefficients.
     """
     _check(ranks, T, P, rule, allowed, table)
-    considered = [name for name in STRATEGIES if name in allowed and (ranks > 1 or name == "single")]
-    considered = [name for name in considered if P or not STRATEGIES[name].needs_cached]
-    if not considered:  # one rank is always single; pass-Q with nothing cached is pass-KV
-        considered = ["single"] if ranks == 1 else [FALLBACK]
+    considered = _considered(ranks, P, allowed)
     corrections = table.corrections if table else {}
     cuts = {name: shards_for(name, machine, shape, ranks, T, P, cached_on, table, unit) for name in considered}
     predicted = {
@@ -115,6 +117,41 @@ def choose(
         name, why = _ruled(rule, RingRates.of(machine, shape, ranks), coefficients, predicted, T, P)
     cut, one = cuts[name], one_engine_s(machine, shape, T, P)
     return StrategyChoice(name, cut.bounds, cut.ranks, predicted, _reason(name, why, predicted, machine, one))
+
+
+def estimates(
+    machine: Machine,
+    shape: ModelShape,
+    ranks: int,
+    T: int,
+    P: int = 0,
+    cached_on: Sequence[float] | None = None,
+    table: TunedTable | None = None,
+    allowed: Collection[str] = OFFERED,
+) -> dict[str, float]:
+    """Seconds by each strategy that `choose` would consider, without a search: for who asks often. A chain is cut by
+    the closed form, and the time of a deep model follows from two shallow ones."""
+    corrections, found = table.corrections if table else {}, {}
+    for name in _considered(ranks, P, allowed):
+        cut = SHARDS[name](Prefill(machine, shape, ranks, T, P, cached_on, table, search=False))
+
+        def walk(layers: int, name: str = name, bounds: Bounds = cut.bounds) -> float:
+            part = msgspec.structs.replace(shape, layers=layers)
+            return predict(name, machine, part, ranks, bounds, P, cached_on).ttft_s
+
+        few, more = SHALLOW
+        seconds = walk(min(shape.layers, more))
+        if shape.layers > more:
+            seconds += (seconds - walk(few)) * (shape.layers - more) / (more - few)
+        found[name] = seconds * corrections.get(name, 1.0)
+    return found
+
+
+def _considered(ranks: int, P: int, allowed: Collection[str]) -> list[str]:
+    """One rank is always single; pass-Q with nothing cached is pass-KV."""
+    considered = [name for name in STRATEGIES if name in allowed and (ranks > 1 or name == "single")]
+    considered = [name for name in considered if P or not STRATEGIES[name].needs_cached]
+    return considered or (["single"] if ranks == 1 else [FALLBACK])
 
 
 def one_engine_s(machine: Machine, shape: ModelShape, T: int, P: int = 0) -> float | None:

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace.offload.restore.estimators import Contention, FloatArray, LinearRate, PrefillRate, Smoothed
+from headrace.offload.restore.strategy_rates import Closing, StrategyRates
+from headrace.types import CHUNK
+
+if TYPE_CHECKING:
+    from headrace.offload.restore.solver import StoredRun
 
 LEAST_SHARED = 0.1
 """Share of a restore's time in which copy stream and engine compete, from which on it tells of contention."""
+
+HELD_UP = 1.3
+"""Ranks that load at the same time and take so many times what one of them takes alone hold up each other."""
 
 STEPS = 24
 """Steps that are remembered until they are taken in: no more are fitted (estimators.RateFit)."""
@@ -33,13 +41,16 @@ class Rates:
         tiers: Mapping[str, LinearRate],
         cpu_s_per_byte: Mapping[str, float] | None = None,
     ) -> None:
-        """tiers: kind of a tier -> rate of its reads, guessed or measured. cpu_s_per_byte: where that was measured."""
+        """tiers: kind of a tier -> rate of its reads, guessed or measured. cpu_s_per_byte: where that was measured.
+        by_strategy may be set: prefills are those of several ranks."""
         self.layers = layers
         self._project, self._prefill = project, prefill
         self._tiers = dict(tiers)
         self._cpu = {tier: Smoothed(max(taken, 1e-15)) for tier, taken in (cpu_s_per_byte or {}).items()}
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=STEPS)
         self._contention = {loading: Contention() for loading in (False, True)}
+        self._together: dict[str, float] = {}
+        self.by_strategy: StrategyRates | None = None
         self._lock = threading.Lock()
 
     def transfer(self, tier: str, size: FloatArray | float, pieces: FloatArray | float = 1.0) -> FloatArray:
@@ -75,10 +86,36 @@ class Rates:
             return self._project.seconds(np.asarray(tokens, np.float64))
 
     def prefill(self, start: FloatArray | float, count: FloatArray | float) -> FloatArray:
-        """One step of `count` tokens after `start` others, all layers."""
+        """One step of `count` tokens after `start` others, all layers; of several ranks by the best strategy."""
+        if self.by_strategy is not None:
+            return self.by_strategy.seconds(start, count)
         with self._lock:
             self._fit_prefill()
             return self._prefill.seconds(np.asarray(start, np.float64), np.asarray(count, np.float64))
+
+    def closings(self, run: StoredRun, opening: int) -> Sequence[Closing]:
+        """Ways to compute the first `opening` new tokens after a run, with all of it there."""
+        end = (run.first + run.chunks) * CHUNK
+        if self.by_strategy is None or not opening:
+            return [Closing("", float(self.prefill(end, opening)))]
+        return self.by_strategy.closings(opening, end, run.lies(self.by_strategy.ranks))
+
+    def together_s_per_byte(self, tier: str) -> float:
+        """What a byte takes where several ranks load from the tier at the same time; 0.0: no longer than alone."""
+        return self._together.get(tier, 0.0)
+
+    def observe_together(self, tier: str, loads: Sequence[tuple[float, float]]) -> None:
+        """Ranks loaded so many bytes in so many seconds, each, at the same time. Where that takes all of them longer
+        than one alone it says what the tier gives to all, else what it gives to one."""
+        if not loads:
+            return
+        size, longest = max(loads)[0], max(seconds for _, seconds in loads)
+        if len(loads) > 1 and longest > HELD_UP * float(self.transfer(tier, size)):
+            self._together[tier] = longest / sum(each for each, _ in loads)
+            return
+        self._together.pop(tier, None)
+        for each, seconds in loads:
+            self.observe_load(tier, each, 1, seconds)
 
     def behind(self, bytes_s: float | None, latency_s: float = 0.0) -> Rates:
         """The same with all tiers beyond a link, which takes its time while they take theirs: EmulatedLink."""
@@ -109,8 +146,13 @@ class Rates:
         with self._lock:
             self._project.observe(tokens, seconds)
 
-    def observe_prefill(self, start: float, count: float, seconds: float) -> None:
-        """One step, of one sequence."""
+    def observe_prefill(self, start: float, count: float, seconds: float, strategy: str = "") -> None:
+        """One step, of one sequence. Of several ranks: by this strategy, and at a prompt's beginning alone, since
+        nobody tells where cached tokens lay."""
+        if self.by_strategy is not None:
+            if not start:
+                self.by_strategy.observe(strategy, start, count, seconds)
+            return
         with self._lock:
             self._steps.append((start, count, seconds))
 
@@ -138,6 +180,8 @@ class Rates:
                 )
             }  # fmt: skip
             project = {"project_token_s": self._project.unit_s, "project_observed": self._project.observed}
+            together = {f"{tier}_together_bytes_s": 1 / each for tier, each in self._together.items()}
+            project |= together | (self.by_strategy.as_dict() if self.by_strategy else {})
             return tiers | project | {f"prefill_{name}": value for name, value in self._prefill.as_dict().items()}
 
     def _line(self, tier: str) -> LinearRate:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.offload.ranked import words
 from headrace.offload.ranked.words import LayerProjection
 from headrace.offload.restore.rates import Rates
+from headrace.offload.restore.solver import Split
 from headrace.offload.tiers.base import BlobKind
 from headrace.types import CHUNK
 
@@ -113,8 +115,11 @@ class RestoreReport:
         if self.failed:
             return
         taken = min(self.cpu_s / self.link_s, 1.0) if self.link_s else 0.0
-        for size, seconds in self.layer_transfers:
-            rates.observe_load(self.tier, size, 1, seconds, taken * seconds)
+        if rates.by_strategy is not None:
+            rates.observe_together(self.tier, self.layer_transfers)
+        else:
+            for size, seconds in self.layer_transfers:
+                rates.observe_load(self.tier, size, 1, seconds, taken * seconds)
         if self.projections:
             free = max(1.0 - taken, 0.05)
             times = [each.seconds * free if each.beside_copies else each.seconds for each in self.projections]
@@ -123,8 +128,9 @@ class RestoreReport:
 
 @dataclass(slots=True)
 class RestoreCounters:
-    """Since the engine began. Tokens by how they came back; failures: restores that lost a chunk; link_s: the copy
-    stream was at work for restores, of which the engine waited waited_s."""
+    """Since the engine began. Tokens by how they came back, loaded_from: and by tier; plans: what the solver chose, by
+    kind; failures: restores that lost a chunk; link_s: the copy stream was at work for restores, of which the engine
+    waited waited_s."""
 
     restores: int = 0
     loaded_tokens: int = 0
@@ -134,9 +140,18 @@ class RestoreCounters:
     link_s: float = 0.0
     waited_s: float = 0.0
     failures: int = 0
+    loaded_from: Counter[str] = field(default_factory=Counter)
+    plans: Counter[str] = field(default_factory=Counter)
 
-    def add(self, report: RestoreReport, recomputed_tokens: int) -> None:
-        """A restore that has ended and was confirmed, as far as it came."""
+    def note(self, split: Split) -> None:
+        """What was chosen for a run of stored chunks."""
+        kinds = {"recompute": split.tokens, "project": split.x, "load": split.load}
+        self.plans["+".join(kind for kind, chunks in kinds.items() if chunks)] += 1
+
+    def add(self, report: RestoreReport, recomputed_tokens: int, tiers: Sequence[str]) -> None:
+        """A restore that has ended and was confirmed, as far as it came. tiers: where each chunk came from."""
+        for kind, tier in zip(report.kinds[: report.good], tiers, strict=False):
+            self.loaded_from[tier] += CHUNK * (kind == "k")
         self.projected_tokens += report.projected_tokens
         self.loaded_tokens += report.tokens - report.projected_tokens
         self.recomputed_tokens += recomputed_tokens

@@ -18,10 +18,15 @@ Moving bytes takes a share f of the computing cores while the copy stream is bus
 second until that ends and by 1 a second after it; measured in work that could have been done, the formula stays as it
 is. What threads that meet after every product lose beyond that, and the copy stream to them, is observed:
 Costs.contention.
+
+Of several ranks each loads its own chunks, all at the same time: X and KV are those of the rank that has most, or what
+their tier gives to all of them together. C and S depend on the strategies; the end never rises where one of them falls,
+so the best of each can be taken by itself, C at each split and S by trying all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -29,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.offload.restore.estimators import FloatArray
+from headrace.offload.restore.strategy_rates import TIE, Closing
 from headrace.types import CHUNK
 
 Ints = NDArray[np.int64]
@@ -50,8 +56,8 @@ class StoredRun:
     """A run of stored chunks: the first `first` chunks of the prompt are resident, `chunks` are stored, and `suffix`
     new tokens follow. kv_bytes, x_bytes: a chunk's stored bytes over all `layers` (x_bytes None: no activations are
     stored). has_x: of which chunks they are; none given: of all. tiers: where it is stored; of several, one per chunk.
-    ranks: who brings each chunk, all at the same time (projecting costs as if one did it all); none: one rank. Raises
-    ValueError.
+    ranks: who brings each chunk, all at the same time (projecting costs as if one did it all); none: one rank. held:
+    resident chunks of each of several ranks. Raises ValueError.
     """
 
     first: int
@@ -63,6 +69,7 @@ class StoredRun:
     tiers: str | tuple[str, ...]
     ranks: tuple[int, ...] = ()
     has_x: tuple[bool, ...] = ()
+    held: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.first, self.chunks, self.suffix) < 0 or self.layers < 1 or not self.kv_bytes > 0:
@@ -82,14 +89,23 @@ class StoredRun:
         return np.equal(without[tokens + x], without[tokens])
 
     @property
+    def tier_of(self) -> tuple[str, ...]:
+        """Where each chunk is stored."""
+        return (self.tiers,) * self.chunks if isinstance(self.tiers, str) else self.tiers
+
+    @property
     def by_place(self) -> dict[tuple[int, str], Ints]:
         """(rank, tier) -> how many of the chunks before each bound 0 .. chunks come that way."""
         if isinstance(self.tiers, str) and not self.ranks:
             return {(0, self.tiers): np.arange(self.chunks + 1)}
-        tiers = (self.tiers,) * self.chunks if isinstance(self.tiers, str) else self.tiers
-        places = list(zip(self.ranks or (0,) * self.chunks, tiers, strict=True))
+        places = list(zip(self.ranks or (0,) * self.chunks, self.tier_of, strict=True))
         marks = {place: [here == place for here in places] for place in dict.fromkeys(places)}
         return {place: np.concatenate([[0], np.cumsum(mark)]).astype(np.int64) for place, mark in marks.items()}
+
+    def lies(self, ranks: int) -> list[float]:
+        """Tokens on each of so many ranks once all is loaded."""
+        held = self.held or (0,) * ranks
+        return [float(CHUNK * (held[rank] + self.ranks.count(rank))) for rank in range(ranks)]
 
 
 class Costs(Protocol):
@@ -108,28 +124,39 @@ class Costs(Protocol):
     def project(self, tokens: FloatArray) -> FloatArray:
         """K and V of so many tokens from X, in one layer; 0 for none."""
 
+    def together_s_per_byte(self, tier: str) -> float:
+        """What a byte takes where several ranks load from the tier at the same time; 0.0: they do not hold up each
+        other."""
+
     def prefill(self, start: FloatArray, count: FloatArray) -> FloatArray:
-        """One step of `count` tokens after `start` others, all layers; 0 for none."""
+        """One step of `count` tokens after `start` others, all layers; 0 for none. By the best strategy."""
+
+    def closings(self, run: StoredRun, opening: int) -> Sequence[Closing]:
+        """Ways to compute the first `opening` tokens of the suffix, at least one."""
 
 
 class Split(NamedTuple):
-    """Chunks of a run by how they come back, in this order; the seconds predicted, and why."""
+    """Chunks of a run by how they come back, in this order; the seconds predicted, and why. closing: the strategy of
+    the step that computes the suffix; "": whichever. all_s: predicted for recomputing all."""
 
     tokens: int
     x: int
     load: int
     predicted_s: float
     reason: str
+    closing: str = ""
+    all_s: float = 0.0
 
 
 class Prediction(NamedTuple):
     """seconds: until the suffix is computed; link_s: the copy stream is at work; waited_s: of these the engine waits;
-    shared_s: copy stream and engine compete for the cores."""
+    shared_s: copy stream and engine compete for the cores. closing_s: the suffix takes by itself."""
 
     seconds: float
     link_s: float
     waited_s: float
     shared_s: float = 0.0
+    closing_s: float = 0.0
 
 
 class CostTables:
@@ -147,12 +174,20 @@ class CostTables:
         self.project_s = costs.project(counts * CHUNK)
         self.prefill_s = prefill(costs, run.first * CHUNK, counts * CHUNK, max_batch_tokens)
         end = (run.first + run.chunks) * CHUNK
-        opening = float(min(run.suffix, max_batch_tokens))
-        rest = prefill(costs, end + opening, np.array([run.suffix - opening]), max_batch_tokens)
-        self.suffix_s = float(costs.prefill(np.array([float(end)]), np.array([opening]))[0]) / run.layers
+        opening = min(run.suffix, max_batch_tokens)
+        rest = prefill(costs, end + opening, np.array([float(run.suffix - opening)]), max_batch_tokens)
+        self.closings = costs.closings(run, opening)
+        self.closing = self.closings[0]
         self.after_s = float(rest[0])
         tokens = np.array([float(run.chunks * CHUNK + run.suffix)])
         self.all_s = float(prefill(costs, run.first * CHUNK, tokens, max_batch_tokens)[0])
+
+    def close_by(self, strategy: str) -> None:
+        """Predicts from now on with this strategy of the suffix; "": with the likeliest. Raises ValueError."""
+        found = [each for each in self.closings if strategy in ("", each.strategy)]
+        if not found:
+            raise ValueError(f"the suffix cannot be computed by {strategy!r}: {[e.strategy for e in self.closings]}")
+        self.closing = found[0]
 
     def _transfers(self, tier: str, size: float, counts: FloatArray) -> FloatArray:
         return self.costs.transfer(tier, counts * size / self.run.layers, counts) if size else np.zeros(len(counts))
@@ -167,18 +202,20 @@ class CostTables:
 
     def _carried(self, tokens: Ints, x: Ints) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Of the splits: seconds of a layer's X and of its K and V on the copy stream, and seconds that all layers take
-        from the cores. Ranks load at the same time: of the one that has most of each."""
+        from the cores. Ranks load at the same time: of the one that has most of each, or what a tier gives to all."""
         found: dict[int, FloatArray] = {}
+        given, run_bytes = np.zeros(tokens.shape), self.run.kv_bytes / self.run.layers
         for (rank, tier), before in self.places.items():
             projected = before[tokens + x] - before[tokens]
             loaded = before[-1] - before[tokens + x]
             size = projected * (self.run.x_bytes or 0.0) + loaded * self.run.kv_bytes
             own = np.stack([self.x_s[tier][projected], self.kv_s[tier][loaded], size * self.costs.cpu_s_per_byte(tier)])
             found[rank] = found[rank] + own if rank in found else own
+            given = given + loaded * run_bytes * self.costs.together_s_per_byte(tier)
         if not found:
             return np.zeros(tokens.shape), np.zeros(tokens.shape), np.zeros(tokens.shape)
         x_link, kv, taken = np.max(np.stack(list(found.values())), axis=0)
-        return x_link, kv, taken
+        return x_link, np.maximum(kv, given) if len(found) > 1 else kv, taken
 
     def predict(self, tokens: Ints, x: Ints) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """The figures of Prediction for the splits (tokens, x), elementwise."""
@@ -187,19 +224,19 @@ class CostTables:
         layer_s = x_link + kv
         busy_s = layers * layer_s
         free = 1.0 - np.minimum(taken / np.maximum(busy_s, 1e-12), MOST_TAKEN)
-        project = self.project_s[x]
-        work = project + self.suffix_s
+        project, suffix_s = self.project_s[x], self.closing.seconds / layers
+        work = project + suffix_s
         prefix = self.prefill_s[tokens]
         # In work that could have been done: a moment m of the copy stream is m * free.
         end = np.maximum(prefix, x_link * free) + layers * work
         end = np.maximum(end, layer_s * free + layers * work - project)
         end = np.maximum(end, ((layers - 1) * layer_s + x_link) * free + work)
-        end = np.maximum(end, busy_s * free + self.suffix_s)
+        end = np.maximum(end, busy_s * free + suffix_s)
         idle = np.clip((end - prefix - layers * work) / free, 0.0, busy_s)
         shared = np.minimum(taken, prefix + layers * work)
         seconds = np.where(end <= busy_s * free, end / free, end + busy_s * (1.0 - free)) + self.after_s
         lost = np.where(tokens + x == 0, self.costs.contention(loading=True), self.costs.contention(loading=False))
-        seconds = seconds + lost * shared
+        seconds = seconds + lost * shared + self.closing.beside_s
         all_tokens = tokens == run.chunks
         return np.where(all_tokens, self.all_s, seconds), busy_s, np.where(all_tokens, 0.0, idle), shared
 
@@ -219,39 +256,60 @@ def restore_split(
     max_batch_tokens: int = 2048,
     least_gain: float = LEAST_GAIN,
     caution: float = CAUTION,
+    tie: float = TIE,
 ) -> Split:
-    """The split of least predicted time; of equals the one that recomputes, then projects, least.
+    """The split of least predicted time, and the strategy of its suffix; of equals the one that recomputes, then
+    projects, least.
 
     Every split is tried up to EXACT chunks; beyond, splits on a grid, and all those around the best of it. Where the
     best saves less than `least_gain` of recomputing everything, everything is recomputed; where it saves less than that
-    of loading everything, or less than `caution` asks for, everything is loaded. Raises ValueError.
+    of loading everything, or less than `caution` asks for, everything is loaded. The likeliest strategy is taken unless
+    another gains more than `tie`. Raises ValueError.
     """
     tables = CostTables(run, costs, max_batch_tokens)
+    found = [_closed(tables, each.strategy, least_gain, caution) for each in tables.closings]
+    best = min(found, key=lambda split: split.predicted_s)
+    if found[0].predicted_s * (1 - tie) <= best.predicted_s:
+        best = found[0]
+    if tables.all_s - best.predicted_s < least_gain * tables.all_s:
+        reason = (
+            f"recompute all {run.chunks} chunks: {_ms(tables.all_s)}; the best restore takes {_ms(best.predicted_s)}"
+        )
+        return Split(run.chunks, 0, 0, tables.all_s, reason, all_s=tables.all_s)
+    return best
+
+
+def _closed(tables: CostTables, strategy: str, least_gain: float, caution: float) -> Split:
+    """The best split with this strategy of the suffix."""
+    tables.close_by(strategy)
     tokens, x, seconds = _best(tables)
     all_loaded = _predicted(tables, 0, 0).seconds
     if all_loaded - seconds < max(least_gain, caution * tables.taken_share) * all_loaded:
         tokens, x, seconds = 0, 0, all_loaded
-    if tables.all_s - seconds < least_gain * tables.all_s:
-        reason = f"recompute all {run.chunks} chunks: {_ms(tables.all_s)}; the best restore takes {_ms(seconds)}"
-        return Split(run.chunks, 0, 0, tables.all_s, reason)
-    load = run.chunks - tokens - x
+    chunks = tables.run.chunks
+    load = chunks - tokens - x
     reason = (
-        f"recompute {tokens}, project {x}, load {load} of {run.chunks} chunks: {_ms(seconds)} "
+        f"recompute {tokens}, project {x}, load {load} of {chunks} chunks: {_ms(seconds)} "
         f"(loading all {_ms(all_loaded)}, recomputing all {_ms(tables.all_s)})"
     )
-    return Split(tokens, x, load, seconds, reason)
+    return Split(tokens, x, load, seconds, reason, strategy, tables.all_s)
 
 
-def predict(run: StoredRun, costs: Costs, tokens: int, x: int, max_batch_tokens: int = 2048) -> Prediction:
-    """What a split of the run takes. Raises ValueError where the run has no such split."""
+def predict(
+    run: StoredRun, costs: Costs, tokens: int, x: int, max_batch_tokens: int = 2048, closing: str = ""
+) -> Prediction:
+    """What a split of the run takes; closing: Split.closing. Raises ValueError where the run has no such split."""
     inside = min(tokens, x) >= 0 and tokens + x <= run.chunks
     if not (inside and run.projects(np.array([tokens]), np.array([x])).all()):
         raise ValueError(f"no such split of {run.chunks} chunks (x_bytes {run.x_bytes}): {tokens} tokens, {x} x")
-    return _predicted(CostTables(run, costs, max_batch_tokens), tokens, x)
+    tables = CostTables(run, costs, max_batch_tokens)
+    tables.close_by(closing)
+    return _predicted(tables, tokens, x)
 
 
 def _predicted(tables: CostTables, tokens: int, x: int) -> Prediction:
-    return Prediction(*(float(each[0]) for each in tables.predict(np.array([tokens]), np.array([x]))))
+    found = [float(each[0]) for each in tables.predict(np.array([tokens]), np.array([x]))]
+    return Prediction(found[0], found[1], found[2], found[3], tables.closing.seconds)
 
 
 def _best(tables: CostTables) -> tuple[int, int, float]:
