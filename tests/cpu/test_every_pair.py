@@ -18,8 +18,8 @@ from headrace import LLM, SamplingParams
 from headrace.strategies import FALLBACK
 from headrace.types import CHUNK
 from tests.support.checkpoints import FolderOf
-from tests.support.feature_pairs import OUTLIVING, STORED, TIERS, cases, id_of
-from tests.support.offloading import counters, flush, forced, watched
+from tests.support.feature_pairs import OUTLIVING, PROJECTED, STORED, TIERS, cases, id_of
+from tests.support.offloading import counters, flush, forced, projecting, watched
 from tests.support.pairwise import Case, every_value
 from tests.support.redis_servers import fake_server
 from tests.support.thread_group import ranks_as_threads
@@ -86,7 +86,7 @@ def settings(case: Case, folder: Path, directory: Path, remote_url: str) -> dict
         **({"kv_offloading_size": SIZE} if "host" in tiers else {}),
         **({"kv_offload_path": str(directory), "kv_offload_disk_size": SIZE} if "disk" in tiers else {}),
         **({"kv_remote_url": remote_url, "kv_offload_timeout_s": 20.0} if "remote" in tiers else {}),
-        **({"kv_offload_activations": "on" if case["source"] == "projected" else "off"} if tiers else {}),
+        **({"kv_offload_activations": "on" if case["source"] in PROJECTED else "off"} if tiers else {}),
     }  # fmt: skip
     if case["schedule"] == "off":
         return {**given, "kv_cache_tokens": chunks * CHUNK}
@@ -133,9 +133,9 @@ def opened(case: Case, folder: Path, given: dict[str, Any]) -> LLM:
     if stores and case["tier"] not in OUTLIVING:
         stored(llm, case)
     if llm.engine.offload is not None:
-        llm.engine.offload.choose = forced(0.0, 0.4 if case["source"] == "projected" else 0.0)
+        llm.engine.offload.choose = projecting if case["source"] in PROJECTED else forced(0.0, 0.0)
         look_at_once(llm)
-    elif case["source"] == "projected":
+    elif case["source"] in PROJECTED:
         llm.engine.loaded.executor.streamer.options.share = 0.4  # type: ignore[attr-defined]
     if "cached" in case["source"]:
         watched(llm, [prompts_of(llm)[0][: CHUNK + 5]], BRIEF)
@@ -156,7 +156,7 @@ def look_at_once(llm: LLM) -> None:
     source.look = looked
 
 
-LOADED = {"stored": 5, "half": 3, "half+cached": 2}
+BROUGHT = {"stored": 5, "half": 3, "half+cached": 2}
 """Chunks that the main prompt brings from a tier, at least."""
 
 
@@ -172,11 +172,12 @@ def check_happened(llm: LLM, case: Case, loaded_before: int) -> None:
     if case["schedule"] != "off":
         totals = streamed(llm)
         assert any(each.loaded for each in totals)
-        assert any(each.projected for each in totals) == (case["source"] == "projected")
+        assert any(each.projected for each in totals) == (case["source"] in PROJECTED)
     elif case["source"] in STORED:
         told = counters(llm)
-        assert told.failures == 0 and told.loaded_tokens - loaded_before >= CHUNK * LOADED.get(case["source"], 1)
-        assert bool(told.projected_tokens) == (case["source"] == "projected")
+        brought = told.loaded_tokens + told.projected_tokens - loaded_before
+        assert told.failures == 0 and brought >= CHUNK * BROUGHT.get(case["source"], 1)
+        assert bool(told.projected_tokens) == (case["source"] in PROJECTED)
 
 
 def marked() -> list[Any]:

@@ -29,7 +29,7 @@ def test_signature_shows_every_setting(kind: Any) -> None:
     told = {each.name: (each.annotation, each.default) for each in shown}
     assert told == {item.name: (item.given_kind, item.default) for item in SETTINGS.values() if item.name != "model"}
     assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in shown)
-    assert "kv_cache_tokens=None: KV cache of each rank" in str(kind.__doc__)
+    assert "kv_cache_tokens=None: KV in fast memory on each rank" in str(kind.__doc__)
     assert max(map(len, str(inspect.signature(kind)).splitlines())) <= 100
 
 

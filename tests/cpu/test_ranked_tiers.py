@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from headrace.offload.restore.solver import Split, StoredRun
+from headrace.offload.restore.solver import Split
 from headrace.strategies import STRATEGIES
 from headrace.types import BLOCK_CHUNKS, CHUNK
 from tests.support import traces
 from tests.support.checkpoints import KINDS, FolderOf
-from tests.support.offloading import counters, flush, forced, watched
+from tests.support.offloading import counters, flush, forced, projecting, watched
 from tests.support.ranked_offloading import PARAMS, close, over_ranks, restored
 from tests.support.traces import Trace, run, same
 
@@ -115,14 +115,6 @@ def test_families(kind: str, kv: str, folder_of: FolderOf) -> None:
             llm = over_ranks(2, allowed, 4096, folder_of(each), **settings)
             restored(llm, prompts, truth)
             close(llm)
-
-
-def projecting(run: StoredRun, costs: object, most: int) -> Split:
-    """Projects the first stretch of chunks that have activations; recomputes what comes before, loads the rest."""
-    has = list(run.has_x or [run.x_bytes is not None] * run.chunks)
-    first = has.index(True) if True in has else 0
-    count = [*has, False].index(False, first) - first
-    return Split(first, count, run.chunks - first - count, 0.0, "forced")
 
 
 def projected(llm: LLM, prompts: list[list[int]], truth: list[Trace], allowed: tuple[str, ...]) -> None:

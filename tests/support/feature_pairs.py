@@ -18,7 +18,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "ranks": ("1", "2", "3", "4"),
     "tensor": ("1", "2"),
     "tier": tuple(TIERS),
-    "source": ("new", "cached", "stored", "half", "half+cached", "projected"),
+    "source": ("new", "cached", "stored", "half", "half+cached", "projected", "streamed-x"),
     "stored_by": ("same", "one"),
     "kv": ("auto", "int8"),
     "weights": ("none", "int8", "int4"),
@@ -29,22 +29,23 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "prefixes": ("shared", "private"),
 }
 """source: of the main prompt. Its first chunk is in the pool (cached), all of it or its first half in a tier (stored,
-half), both (half+cached), or it is stored with activations, from which a part is projected. stored_by: context ranks of
-the engine that stored it. prefixes: private is prefix caching switched off."""
+half), both (half+cached), or it is stored with activations, from which a part is projected; streamed-x: as it is
+streamed. stored_by: context ranks of the engine that stored it. prefixes: private is prefix caching switched off."""
 
 STORED = ("stored", "half", "half+cached", "projected")
+PROJECTED = ("projected", "streamed-x")
 STREAMED = ("row", "column")
 OUTLIVING = ("disk", "remote", "stack")
 
 NEEDS: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...] = (
     ("ranks", ("1",), "strategy", ("single",)),
-    ("source", ("stored", "half", "half+cached"), "schedule", ("off",)),
+    ("source", STORED, "schedule", ("off",)),
+    ("source", ("streamed-x",), "schedule", STREAMED),
     ("source", STORED, "tier", tuple(TIERS)[1:]),
     ("source", ("cached", "stored", "half", "half+cached"), "prefixes", ("shared",)),
     ("schedule", STREAMED, "tier", PLACES),
     ("outside", ("weights",), "schedule", STREAMED),
     ("stored_by", ("one",), "source", STORED),
-    ("stored_by", ("one",), "schedule", ("off",)),
     ("stored_by", ("one",), "ranks", ("2", "3", "4")),
     ("stored_by", ("one",), "tier", OUTLIVING),
 )
@@ -66,8 +67,8 @@ def features(case: Case) -> set[str]:
     here = {
         "context": case.get("ranks", "1") != "1",
         "tensor": case.get("tensor") == "2",
-        "activations": case.get("source") == "projected" and schedule == "off",
-        "x": case.get("source") == "projected" and schedule in STREAMED,
+        "activations": case.get("source") == "projected",
+        "x": case.get("source") == "streamed-x",
         "weights": case.get("outside") == "weights",
         "row": schedule == "row",
         "column": schedule == "column",

@@ -33,6 +33,14 @@ def forced(tokens: float, x: float) -> Choose:
     return choose
 
 
+def projecting(run: StoredRun, costs: object, most: int) -> Split:
+    """Projects the first stretch of chunks that have activations; recomputes what comes before, loads the rest."""
+    has = list(run.has_x or [run.x_bytes is not None] * run.chunks)
+    first = has.index(True) if True in has else 0
+    count = [*has, False].index(False, first) - first
+    return Split(first, count, run.chunks - first - count, 0.0, "forced")
+
+
 def engine(model: str | Path, **settings: Any) -> LLM:
     return LLM(str(model), **{"dtype": "bfloat16", "kv_cache_tokens": 8192, "max_batch_tokens": 256, **settings})
 

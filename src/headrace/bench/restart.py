@@ -68,9 +68,9 @@ class RestartBench(Benchmark):
     def columns(self) -> tuple[Column, ...]:
         return (
             Column("ended by", "end"),
-            Column("stored by", "ranks", "ranks"),
-            Column("restored by", "again_ranks", "ranks"),
-            Column("prompt", "tokens", "tokens", ","),
+            Column("stored", "ranks", "by"),
+            Column("again", "again_ranks", "by"),
+            Column("prompt", "tokens", "tokens", ",", optional=True),
             Column("first token", "cold_s", "cold, s", ",.3f"),
             Column("first token", "again_s", "again, s", ",.3f"),
             Column("of cold", "of_cold", "%", ",.2f", 100),
