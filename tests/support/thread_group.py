@@ -64,15 +64,18 @@ def open_group(config: EngineConfig, maker: str, start: object = None) -> Thread
 
 @dataclass
 class _Worker:
+    """inbox: steps and commands in the order sent, which `steps` are taken from: what is told before a step is known in
+    it."""
+
+    inbox: queue.SimpleQueue[tuple[bool, bytes] | None] = field(default_factory=queue.SimpleQueue)
     steps: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
-    commands: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
     threads: list[threading.Thread] = field(default_factory=list)
     made: Any = None
 
 
 class ThreadWorkers:
     """In place of headrace.parallel.supervisor.WorkerSupervisor: of each worker one thread computes its steps and one
-    obeys the commands to its tiers, as in a worker's process."""
+    reads what is sent and obeys the commands to its tiers, as in a worker's process."""
 
     def __init__(self, config: EngineConfig, maker: str, groups: list[ThreadGroup], hubs: list[LoopbackHub]) -> None:
         self.failed = threading.Event()
@@ -114,8 +117,13 @@ class ThreadWorkers:
             assert self.on_answer is not None
             self.on_answer(group.rank, body)
 
-        while (command := worker.commands.get()) is not None:
-            worker.made.obey(command, answer)
+        while (message := worker.inbox.get()) is not None:
+            step, body = message
+            if step:
+                worker.steps.put(body)
+            else:
+                worker.made.obey(body, answer)
+        worker.steps.put(None)
 
     def _fail(self, reason: str) -> None:
         self.reason = self.reason or reason
@@ -144,17 +152,16 @@ class ThreadWorkers:
     def send(self, step: bytes) -> None:
         self.check()
         for worker in self._workers.values():
-            worker.steps.put(step)
+            worker.inbox.put((True, step))
 
     def send_to(self, rank: int, command: bytes) -> None:
         self.check()
-        self._workers[rank].commands.put(command)
+        self._workers[rank].inbox.put((False, command))
 
     def close(self) -> None:
         """Ends all threads. Messages that no rank has received are an error unless a rank has failed."""
         for worker in self._workers.values():
-            worker.steps.put(None)
-            worker.commands.put(None)
+            worker.inbox.put(None)
         threads = [thread for worker in self._workers.values() for thread in worker.threads if thread.ident]
         for thread in threads:
             thread.join(ENDS_S)
