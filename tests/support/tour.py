@@ -66,12 +66,12 @@ class Scene:
         return text.replace(f":{port}", ":8000").replace("\t", " ")
 
     def same(self, text: str) -> list[str]:
-        """What another machine shows too: words, without numbers, instruction sets and the lengths of blanks and rules."""
+        """What another machine shows too: words, but for numbers, instruction sets, and lengths of blanks and rules."""
         lines = [line for line in text.splitlines() if line.strip() and not re.search(self.passing, line)]
         if self.first_words:
             later = text.partition("\n\n")[2].splitlines()
             return [words[0] for line in later if (words := line.split()) and not line.startswith("  ")]
-        text = re.sub(r"\b(amx|avx\w*|scalar|neon\w*)\b", "isa", " ".join(lines))
+        text = re.sub(r"\b(portable|amx|avx\w*|neon\w*)\b", "isa", " ".join(lines))
         whole = re.sub(r"\b[0-9a-f]{8}\b|[\d,.]*\d\s*([KMG]iB|B|ms|us|s|k)?\b|[─━╺╸]+|\s+", " ", text)
         return whole.split()
 
