@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +102,20 @@ def test_nobody_waits_for_what_is_cancelled(soon: bool) -> None:
     while rank.agent and time.monotonic() < end:
         time.sleep(0.001)
     assert not rank.agent
+
+
+def test_nobody_waits_for_what_is_cancelled_as_it_has_just_come() -> None:
+    """Its slots are others' from then on: who waited would project into them."""
+    rank, cancelled = Rank(), threading.Event()
+
+    def say(answer: words.Answer) -> None:
+        if isinstance(answer, words.ChunksBrought):
+            rank.obey(words.CancelBring(7))
+            cancelled.set()
+
+    wanted = [words.WantedHere(0, DIGESTS[0], 3, (words.Place(0),), "x")]
+    rank.agent.obey(words.BringChunks(7, wanted, 192), say)
+    assert cancelled.wait(20) and not rank.agent.pending([3], 0)
 
 
 def test_a_piece_goes_on_once_all_of_it_is_projected_and_loaded() -> None:

@@ -43,12 +43,13 @@ class Opened(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Bringing:
-    """parts: blobs of each chunk."""
+    """parts: blobs of each chunk. brought: the copy stream is done with it. ended: nobody wants it any more."""
 
     number: int
     transfer: RestoreTransfer
     slots: list[int]
     parts: int
+    brought: bool = False
     ended: bool = False
 
 
@@ -165,7 +166,10 @@ class TierAgent:
     def _brought(self, restore: _Bringing, say: Say) -> None:
         """On the copy stream, before the last layer's ticket ends: those who wait for it still find it."""
         transfer = restore.transfer
-        if not transfer.projects or restore.ended:
+        with self._lock:
+            restore.brought = True
+            over = not transfer.projects or restore.ended
+        if over:
             self._forget(restore)
         layers = [] if transfer.cancelled or transfer.good < len(transfer.chunks) else transfer.layer_transfers
         good = transfer.good // restore.parts
@@ -182,9 +186,10 @@ class TierAgent:
         restore = self._restores.pop(number, None)
         if restore is None:
             return
-        restore.ended = True
         restore.transfer.cancel()
-        if restore.transfer.done:
+        with self._lock:  # else `_brought`, at the same moment, would leave it to us and we to it
+            restore.ended, over = True, restore.brought
+        if over:
             self._forget(restore)
 
     def _end(self, command: words.EndBring, say: Say) -> None:
