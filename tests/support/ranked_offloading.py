@@ -108,6 +108,8 @@ def over_ranks(
 
     ranks = [make(rank) for rank in range(size * tensor)]
     agents = {rank: tiers.agent_of(config_of(config, rank), each, backend) for rank, each in enumerate(ranks)}
+    for rank, agent in agents.items():
+        agent.store = _settled(ranks[rank], agent.store)  # type: ignore[method-assign]
     cache = KVCache(size * tokens // CHUNK, loaded.cache.identity, size)
     shape = ModelShape.of(ranks[0].decoder.config)
 
@@ -123,6 +125,16 @@ def over_ranks(
     llm.engine = EngineCore(replace(loaded, cache=cache, decoder=ranks[0].decoder, executor=driver, offload=offload))
     llm.workers, llm.hubs, llm.ranks, llm.agents = workers, hubs, ranks, agents
     return llm
+
+
+def _settled(rank: Rank, store: Callable[..., bool]) -> Callable[..., bool]:
+    """As an AgentThread does: stores nothing that a step is still writing."""
+
+    def settled(*given: Any) -> bool:
+        rank.settle()
+        return store(*given)
+
+    return settled
 
 
 def _share(config: EngineConfig, hub: LoopbackHub, place: int) -> Decoder:

@@ -94,7 +94,8 @@ def make(config: EngineConfig, group: Group) -> Rank:
     set_threads(config)
     rank = _make(config, group, load_share(config, group))
     if config.tiers is not None:
-        rank.tiers = AgentThread(tiers.agent_of(config, rank, _backend(config, rank.decoder))).obey
+        agent = tiers.agent_of(config, rank, _backend(config, rank.decoder))
+        rank.tiers = AgentThread(agent, rank.settle).obey
     measure.take_part(rank, config.ranks.tensor)
     return rank
 

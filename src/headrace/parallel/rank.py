@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -55,6 +56,13 @@ class Rank:
         self.coming: Coming = NothingComes()
         self.tiers: Callable[[bytes, Callable[[bytes], None]], None] | None = None
         self.groups = 0
+        self._computing = threading.Lock()
+
+    def settle(self) -> None:
+        """Until the step under way, if any, has been computed: rank 0 may have its hidden states before that, and want
+        chunks stored whose last layer is still being written here."""
+        with self._computing:
+            pass
 
     @property
     def pool(self) -> KVStorage:
@@ -84,6 +92,10 @@ class Rank:
 
         Raises ValueError for a step that cannot be, RankLost if another rank is gone.
         """
+        with self._computing:
+            return self._run(step)
+
+    def _run(self, step: RankStep) -> Hidden:
         for group in step.groups:
             group_layout.check(group, self.transport.size)
         if self.threads is not None:  # all ranks alike: rank 0 makes the logits, whoever computed the rows

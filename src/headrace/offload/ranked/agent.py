@@ -254,8 +254,9 @@ class AgentThread:
 
     SLOW = (words.OpenTiers, words.StoreChunk, words.CloseTiers)
 
-    def __init__(self, agent: TierAgent) -> None:
-        self.agent = agent
+    def __init__(self, agent: TierAgent, settle: Callable[[], None] = lambda: None) -> None:
+        """settle: waits until what is to be stored has been written (parallel.rank.Rank.settle)."""
+        self.agent, self._settle = agent, settle
         self._work: queue.SimpleQueue[tuple[words.Command, Say]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="headrace-tiers", daemon=True).start()
 
@@ -277,6 +278,8 @@ class AgentThread:
             command, say = self._work.get()
             closed = isinstance(command, words.CloseTiers)
             try:
+                if isinstance(command, words.StoreChunk):
+                    self._settle()
                 self.agent.obey(command, say)
             except Exception:
                 log.exception("the tiers of this rank could not do what was asked")
