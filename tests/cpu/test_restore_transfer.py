@@ -17,13 +17,14 @@ from headrace.kv.storage import KVStorage
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import ThreadStream
 from headrace.offload.ranked import words
-from headrace.offload.ranked.agent import Opened, TierAgent
+from headrace.offload.ranked.agent import Fence, Opened, TierAgent, at_once
 from headrace.offload.restore.transfer import LayerTransfer, RestoreTransfer
 from headrace.offload.ticket import Ticket
 from headrace.offload.tiers.base import BlobKind
 from headrace.offload.tiers.host import HostTier
 from headrace.offload.tiers.stack import Tiers
 from headrace.parallel.coming import CachedPiece
+from headrace.parallel.step_fence import StepFence
 
 LAYERS, SLOTS, HIDDEN = 2, 6, 64
 DIGESTS = [bytes([number]) * 32 for number in range(1, 4)]
@@ -32,7 +33,7 @@ DIGESTS = [bytes([number]) * 32 for number in range(1, 4)]
 class Rank:
     """An agent whose chunks 0 and 1 have activations; projections are noted, the link waits for `go`."""
 
-    def __init__(self) -> None:
+    def __init__(self, fence: Fence = at_once) -> None:
         spec = AttentionSpec(layers=LAYERS, heads=2, kv_heads=2, head_dim=32, scale=1.0, windows=(None,) * LAYERS)
         self.storage = KVStorage(spec, SLOTS, torch.bfloat16, HIDDEN, torch.bfloat16)
         layout = backend_of("cpu").layout(torch.bfloat16, 32)
@@ -41,7 +42,7 @@ class Rank:
         self.projected: list[tuple[int, list[int], list[int]]] = []
         project: Any = lambda layer, x, chunks, slots, prompt_len: self.projected.append((layer, chunks, slots))  # noqa: E731
         opened = Opened(tiers, codecs[0], codecs[1], ThreadStream("restore"), ThreadStream("look"), project)
-        self.agent, self.told = TierAgent(lambda identity: opened), queue.SimpleQueue[words.Answer]()
+        self.agent, self.told = TierAgent(lambda identity: opened, fence=fence), queue.SimpleQueue[words.Answer]()
         self.agent.open(bytes(32))
         for slot, digest in enumerate(DIGESTS):
             assert self.agent.store(words.StoreChunk(0, slot, digest, b"", True, activations=slot < 2))
@@ -116,6 +117,26 @@ def test_nobody_waits_for_what_is_cancelled_as_it_has_just_come() -> None:
     wanted = [words.WantedHere(0, DIGESTS[0], 3, (words.Place(0),), "x")]
     rank.agent.obey(words.BringChunks(7, wanted, 192), say)
     assert cancelled.wait(20) and not rank.agent.pending([3], 0)
+
+
+def test_slots_are_filled_and_chunks_stored_behind_the_step_under_way() -> None:
+    """It may still write in them: rank 0 has what it wants of a step before every rank is done with it."""
+    fence = StepFence()
+    rank = Rank(fence.here)
+    rank.storage.pools[0].k.fill_(7)
+    fence.sent()
+    rank.bring("k")
+    storing = threading.Thread(
+        target=rank.agent.store, args=(words.StoreChunk(0, 4, bytes([9]) * 32, b"", True),), daemon=True
+    )
+    storing.start()
+    storing.join(0.05)
+    assert storing.is_alive() and rank.told.empty()
+    assert bool((rank.storage.pools[0].k[3] == 7).all())
+    fence.computed()
+    storing.join(20)
+    assert not storing.is_alive() and rank.answer().good == 1
+    assert not bool((rank.storage.pools[0].k[3] == 7).all())
 
 
 def test_a_piece_goes_on_once_all_of_it_is_projected_and_loaded() -> None:

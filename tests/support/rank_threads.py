@@ -27,7 +27,7 @@ class Threads:
     """Workers as threads that compute the steps sent to them."""
 
     def __init__(self, ranks: list[Rank], hub: Failing) -> None:
-        self.hub = hub
+        self.hub, self.ranks = hub, ranks
         self.boxes = [queue.SimpleQueue[bytes | None]() for _ in ranks]
         self.threads = [
             threading.Thread(target=self._work, args=pair, daemon=True) for pair in zip(ranks, self.boxes, strict=True)
@@ -44,7 +44,8 @@ class Threads:
             self.hub.fail(repr(error))
 
     def send(self, step: bytes) -> None:
-        for box in self.boxes:
+        for rank, box in zip(self.ranks, self.boxes, strict=True):
+            rank.fence.sent()
             box.put(step)
 
     def close(self) -> None:

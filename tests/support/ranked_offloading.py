@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,27 @@ ConfigOf = Callable[[EngineConfig, int], EngineConfig]
 """(settings, world rank) -> that rank's own settings."""
 
 
+@dataclass(slots=True)
 class OneOwner(Driver):
-    """Wants each block of a table to have one owner, as long as no rank is so full that another takes its chunks."""
+    """Wants each block of a table to have one owner, as long as no rank is so full that another takes its chunks.
+
+    split: prompts of sequences whose queries went to a block on several ranks, of which no bits are promised
+    (docs/parallel.md).
+    """
+
+    split: set[tuple[int, ...]] = field(default_factory=set)
 
     def _part(self, part: Slice) -> Any:
-        table = part.sequence.table
+        sequence, table = part.sequence, part.sequence.table
         assert table is not None
         owners = table.slots // self.cache.pool.per_rank
-        for block in range(0, len(owners), BLOCK_CHUNKS):
-            assert self.cache.displaced or len(set(owners[block : block + BLOCK_CHUNKS].tolist())) == 1
-        return super()._part(part)
+        blocks = [set(owners[at : at + BLOCK_CHUNKS].tolist()) for at in range(0, len(owners), BLOCK_CHUNKS)]
+        one_each = all(len(ranks) == 1 for ranks in blocks)
+        assert one_each or self.cache.displaced
+        strategy, made = Driver._part(self, part)
+        if strategy == "ring-q" and not one_each:
+            self.split.add(tuple(sequence.tokens[: sequence.prompt_len]))
+        return strategy, made
 
 
 @dataclass
@@ -108,8 +119,6 @@ def over_ranks(
 
     ranks = [make(rank) for rank in range(size * tensor)]
     agents = {rank: tiers.agent_of(config_of(config, rank), each, backend) for rank, each in enumerate(ranks)}
-    for rank, agent in agents.items():
-        agent.store = _settled(ranks[rank], agent.store)  # type: ignore[method-assign]
     cache = KVCache(size * tokens // CHUNK, loaded.cache.identity, size)
     shape = ModelShape.of(ranks[0].decoder.config)
 
@@ -125,16 +134,6 @@ def over_ranks(
     llm.engine = EngineCore(replace(loaded, cache=cache, decoder=ranks[0].decoder, executor=driver, offload=offload))
     llm.workers, llm.hubs, llm.ranks, llm.agents = workers, hubs, ranks, agents
     return llm
-
-
-def _settled(rank: Rank, store: Callable[..., bool]) -> Callable[..., bool]:
-    """As an AgentThread does: stores nothing that a step is still writing."""
-
-    def settled(*given: Any) -> bool:
-        rank.settle()
-        return store(*given)
-
-    return settled
 
 
 def _share(config: EngineConfig, hub: LoopbackHub, place: int) -> Decoder:

@@ -120,6 +120,7 @@ class ThreadWorkers:
         while (message := worker.inbox.get()) is not None:
             step, body = message
             if step:
+                worker.made.fence.sent()
                 worker.steps.put(body)
             else:
                 worker.made.obey(body, answer)

@@ -94,8 +94,7 @@ def make(config: EngineConfig, group: Group) -> Rank:
     set_threads(config)
     rank = _make(config, group, load_share(config, group))
     if config.tiers is not None:
-        agent = tiers.agent_of(config, rank, _backend(config, rank.decoder))
-        rank.tiers = AgentThread(agent, rank.settle).obey
+        rank.tiers = AgentThread(tiers.agent_of(config, rank, _backend(config, rank.decoder))).obey
     measure.take_part(rank, config.ranks.tensor)
     return rank
 

@@ -90,7 +90,8 @@ def agent_of(config: EngineConfig, rank: Runner | Rank, backend: str) -> TierAge
         return open_here(config, backend, identity, rank.decoder, _pool_of(rank))
 
     share = rank.decoder.share
-    agent = TierAgent(opener, 0 if share is None else share.rank, head_share(rank.decoder))
+    place, heads = 0 if share is None else share.rank, head_share(rank.decoder)
+    agent = TierAgent(opener, place, heads, rank.fence.here) if isinstance(rank, Rank) else TierAgent(opener)
     rank.coming = agent
     return agent
 

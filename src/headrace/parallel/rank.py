@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -19,6 +18,7 @@ from headrace.parallel.group_context import GroupContext, TokenCounters
 from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import RankStep, StepGroup
 from headrace.parallel.outside import OutsideKV, PlacedGroup, placed
+from headrace.parallel.step_fence import StepFence
 from headrace.parallel.threads import RankThreads, one_rank_computes
 from headrace.parallel.transport import LAST, Tag, Transfer, Transport
 from headrace.parallel.workspace import Workspace
@@ -36,8 +36,8 @@ PendingHidden = tuple[int, list[tuple[int, int]], Tensor, Transfer]
 class Rank:
     """A model, its pool or store of `storage.slots` chunks, and a place among the ranks of `transport`.
 
-    threads: how many it computes with; None: as many as the caller has set. tiers: may be set, with `coming`, to what
-    takes a command for the rank's tiers and whom to answer.
+    threads: how many it computes with; None: as many as the caller has set. fence: whoever sends it steps says so there
+    (`sent`). tiers: may be set, with `coming`, to what takes a command for the rank's tiers and whom to answer.
     """
 
     def __init__(
@@ -56,13 +56,7 @@ class Rank:
         self.coming: Coming = NothingComes()
         self.tiers: Callable[[bytes, Callable[[bytes], None]], None] | None = None
         self.groups = 0
-        self._computing = threading.Lock()
-
-    def settle(self) -> None:
-        """Until the step under way, if any, has been computed: rank 0 may have its hidden states before that, and want
-        chunks stored whose last layer is still being written here."""
-        with self._computing:
-            pass
+        self.fence = StepFence()
 
     @property
     def pool(self) -> KVStorage:
@@ -92,8 +86,10 @@ class Rank:
 
         Raises ValueError for a step that cannot be, RankLost if another rank is gone.
         """
-        with self._computing:
+        try:
             return self._run(step)
+        finally:
+            self.fence.computed()
 
     def _run(self, step: RankStep) -> Hidden:
         for group in step.groups:

@@ -141,8 +141,9 @@ class LoopbackHub:
             self.arrived.notify_all()
 
     def put(self, key: tuple[int, int, int], x: Tensor) -> None:
-        """Whoever sends a message that is waited for writes it to where it goes."""
+        """Whoever sends a message that is waited for writes it to where it goes. Raises RankLost, as `post` does."""
         with self.arrived:
+            self._check()
             receive = self.posted[key].pop(0) if self.posted[key] else None
             if receive is None:
                 self.boxes[key].append(x.clone())
@@ -151,11 +152,16 @@ class LoopbackHub:
 
     def post(self, key: tuple[int, int, int], receive: _LoopbackReceive) -> None:
         with self.arrived:
+            self._check()
             message = self.boxes[key].pop(0) if self.boxes[key] else None
             if message is None:
                 self.posted[key].append(receive)
         if message is not None:
             receive.deliver(message)
+
+    def _check(self) -> None:
+        if self.broken is not None:
+            raise RankLost(self.broken)
 
     def left_over(self) -> int:
         """Messages that nobody received."""

@@ -42,6 +42,7 @@ from headrace.parallel.control import (
 )
 from headrace.parallel.group import Group, form
 from headrace.parallel.link_store import LinkStore
+from headrace.parallel.step_fence import StepFence
 from headrace.parallel.transport import RankLost
 
 log = logging.getLogger("headrace.parallel.worker")
@@ -55,7 +56,7 @@ GONE = 3
 
 class RankLike(Protocol):
     """What a maker makes. Its `report`, if any, goes to the driver: see WorkerSupervisor.wait_ready. Its `obey`, if
-    any, gets what TierCommand carries and whom to answer."""
+    any, gets what TierCommand carries and whom to answer; its `fence`, if any, hears of each step before that."""
 
     def run(self, step: messages.RankStep) -> object: ...
 
@@ -67,7 +68,7 @@ class DriverLink:
     """The worker's end of its control link. `steps` gets what RunStep carries, and None after StopWorker.
 
     When the link ends the process does: with status 0 after StopWorker, GONE otherwise. ready: the rank has been made.
-    tiers: takes a TierCommand's body, and whom to answer.
+    tiers: takes a TierCommand's body, and whom to answer. fence: hears of each step as it comes.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -78,6 +79,7 @@ class DriverLink:
         self._status = GONE
         self.ready = False
         self.tiers: Callable[[bytes, Callable[[bytes], None]], None] | None = None
+        self.fence = StepFence()
 
     @property
     def stopped(self) -> bool:
@@ -96,6 +98,7 @@ class DriverLink:
         if isinstance(message, DriverPing):
             self.channel.send(WorkerPong())
         elif isinstance(message, RunStep):
+            self.fence.sent()
             self.steps.put(message.body)
         elif isinstance(message, TierCommand) and self.tiers is not None:
             self.tiers(message.body, lambda body: self.tell(TierAnswer(body)))
@@ -149,6 +152,7 @@ def _serve(link: DriverLink, join: JoinGroup, rank: int, interface: str, secret:
     group = form(rank, join.context, join.tensor, LinkStore(link.ask), interface, secret)
     made = make(config, group)
     link.tiers = getattr(made, "obey", None)
+    link.fence = getattr(made, "fence", link.fence)
     link.ready = True
     link.tell(WorkerReady(getattr(made, "report", b"")))
     while (body := link.steps.get()) is not None:

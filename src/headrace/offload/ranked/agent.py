@@ -26,6 +26,15 @@ log = logging.getLogger(__name__)
 
 ALL = HeadShare()
 
+Fence = Callable[[], Callable[[], None]]
+"""What waits until the steps that the rank was sent so far are computed: parallel.step_fence."""
+
+
+def at_once() -> Callable[[], None]:
+    """The fence of a rank that computes in the thread that asks."""
+    return lambda: None
+
+
 Say = Callable[[words.Answer], None]
 """Tells rank 0; from any thread."""
 
@@ -55,14 +64,16 @@ class _Bringing:
 
 class TierAgent:
     """opener(identity): opens the rank's tiers; raises ValueError. place: among the tensor ranks of its context rank;
-    share: the KV heads that it has.
+    share: the KV heads that it has. fence: only behind it are chunks of the pool stored, and slots of it filled.
 
     A restore begins, and its slots are known to be coming, before `obey` returns. Opening, storing and closing are done
     when it does: an AgentThread does them elsewhere.
     """
 
-    def __init__(self, opener: Callable[[bytes], Opened], place: int = 0, share: HeadShare = ALL) -> None:
-        self._opener, self._place, self._share = opener, place, share
+    def __init__(
+        self, opener: Callable[[bytes], Opened], place: int = 0, share: HeadShare = ALL, fence: Fence = at_once
+    ) -> None:
+        self._opener, self._place, self._share, self._fence = opener, place, share, fence
         self._opened: Opened | None = None
         self._forms: list[StoredForm] = []
         self._of: dict[int, _Bringing] = {}
@@ -158,7 +169,7 @@ class TierAgent:
         slots = [each.slot for each in command.chunks]
         restore = _Bringing(command.number, transfer, slots, len(form.shares))
         with self._lock:
-            transfer.start(opened.bringing)
+            transfer.start(opened.bringing, self._fence())
             self._restores[command.number] = restore
             self._of |= dict.fromkeys(restore.slots, restore)
         transfer.last.then(lambda: self._brought(restore, say))
@@ -211,6 +222,7 @@ class TierAgent:
 
         parked: by a thread beside the one that computes; False, with nothing read any more, once it is revoked.
         """
+        self._fence()()
         opened = self.opened
         codec, tiers = opened.storing if parked is None else opened.codec, opened.tiers
         kinds: list[BlobKind] = ["k", "x"] if codec.keeps_activations and chunk.activations else ["k"]
@@ -254,9 +266,8 @@ class AgentThread:
 
     SLOW = (words.OpenTiers, words.StoreChunk, words.CloseTiers)
 
-    def __init__(self, agent: TierAgent, settle: Callable[[], None] = lambda: None) -> None:
-        """settle: waits until what is to be stored has been written (parallel.rank.Rank.settle)."""
-        self.agent, self._settle = agent, settle
+    def __init__(self, agent: TierAgent) -> None:
+        self.agent = agent
         self._work: queue.SimpleQueue[tuple[words.Command, Say]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="headrace-tiers", daemon=True).start()
 
@@ -278,8 +289,6 @@ class AgentThread:
             command, say = self._work.get()
             closed = isinstance(command, words.CloseTiers)
             try:
-                if isinstance(command, words.StoreChunk):
-                    self._settle()
                 self.agent.obey(command, say)
             except Exception:
                 log.exception("the tiers of this rank could not do what was asked")

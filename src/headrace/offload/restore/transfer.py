@@ -96,9 +96,14 @@ class RestoreTransfer:
     def __post_init__(self) -> None:
         self.good = len(self.chunks)
 
-    def start(self, stream: CopyStream) -> None:
-        """Submits everything."""
-        self._submit(stream, self._read_headers, len(self.chunks) * self.codec.header_bytes, "k", -1)
+    def start(self, stream: CopyStream, after: Callable[[], None] = lambda: None) -> None:
+        """Submits everything. after: waits until the slots are free to be written to."""
+
+        def begin() -> None:
+            after()
+            self._read_headers()
+
+        self._submit(stream, begin, len(self.chunks) * self.codec.header_bytes, "k", -1)
         kinds: tuple[BlobKind, ...] = ("x", "k")
         for layer in range(self.codec.spec.layers):
             self.layers.append([])
