@@ -50,7 +50,7 @@ WEIGHTS = 16_060_522_496
 
 def with_model(free: int = 48 * GIB, **given: Any) -> Found:
     facts = {
-        "name": "llama", **model._shape(FACTS), "tokenizer": "chat template", "weights GiB": f"{WEIGHTS / GIB:.3f}",
+        "name": "llama", **model.shape_of(FACTS), "tokenizer": "chat template", "weights GiB": f"{WEIGHTS / GIB:.3f}",
         "weights bytes": WEIGHTS, **model.room(FACTS, EngineConfig(**given), free, WEIGHTS),
     }  # fmt: skip
     return {"model": facts} | FOUND

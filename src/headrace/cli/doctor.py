@@ -15,6 +15,7 @@ from headrace.console import Trimmed, out, working
 from headrace.doctor import machine
 from headrace.doctor.model import check_model
 from headrace.doctor.verdict import Found, Warned, headline, warnings
+from headrace.planner.machine import count_of
 
 NO_OPERATIONS = ("C++ kernels", "C++ instructions here", "Triton kernels")
 """Rows of the kernels' section that are none."""
@@ -45,10 +46,10 @@ def show(console: Console, found: Found, warned: list[Warned], verbose: bool) ->
 
 def _summary(found: Found) -> Iterator[RenderableType]:
     yield ""
-    yield _rows(_machine(found))
+    yield rows_of(_machine(found))
     if "model" in found:
         yield ""
-        yield _rows(_model(found["model"]))
+        yield rows_of(_model(found["model"]))
         yield from _requests(found["model"])
     yield ""
     yield "-v shows every finding, --json all of them as one object"
@@ -56,14 +57,12 @@ def _summary(found: Found) -> Iterator[RenderableType]:
 
 def _machine(found: Found) -> Iterator[tuple[str, str]]:
     facts, memory, software = found["processor"], found["memory"], found["software"]
-    yield (
-        "processor",
-        f"{facts['name']}, {_count(facts['cores usable'], 'core')} usable, {_count(facts['torch threads'], 'thread')}",
-    )
+    cores, threads = count_of(facts["cores usable"], "core"), count_of(facts["torch threads"], "thread")
+    yield "processor", f"{facts['name']}, {cores} usable, {threads}"
     bandwidth = f"read at {memory['read bandwidth GB/s']:,.1f} GB/s"
     yield "memory", f"{memory['free GiB']:,.1f} of {memory['total GiB']:,.1f} GiB free, {bandwidth}"
     yield "accelerator", _joined(found["accelerators"], "CUDA", " ")
-    yield from _kernels(found["kernels"])
+    yield from kernel_rows(found["kernels"])
     yield "ranks", str(found["ranks"].get("by the environment's settings", found["ranks"].get("ranks")))
     yield "tiers", _joined(found["tiers"], "tiers", " ")
     yield "settings", _joined(found["settings"], "variables", "=")
@@ -76,11 +75,7 @@ def _joined(rows: dict[str, Any], alone: str, between: str) -> str:
     return "; ".join(str(what) if name == alone else f"{name}{between}{what}" for name, what in rows.items())
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _kernels(kernels: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def kernel_rows(kernels: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Operations by implementation: where all have the same one their number, else their names."""
     ways: dict[str, list[str]] = {}
     for name, what in kernels.items():
@@ -104,11 +99,11 @@ def _model(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{facts['KV bytes per token (bf16)']} bytes in bf16, {facts['KV bytes per token (int8)']} in int8 "
         "(--kv-cache-dtype int8)",
     )
-    yield "longest context", _longest(facts)
+    yield "longest context", longest_context(facts)
     yield "KV cache", f"{facts['KV cache tokens']:,} tokens, {facts['KV cache is sized by']}"
 
 
-def _longest(facts: dict[str, Any]) -> str:
+def longest_context(facts: dict[str, Any]) -> str:
     limit, context = facts["longest context is limited by"], facts["context tokens"]
     told = f"{facts['longest context here']:,} tokens, limited by {limit}"
     if limit == "the model":
@@ -137,7 +132,7 @@ def _everything(found: Found) -> Iterator[RenderableType]:
     for title, rows in found.items():
         yield ""
         yield title
-        yield Padding(_rows((name, _shown(value)) for name, value in rows.items() if not isinstance(value, list)),
+        yield Padding(rows_of((name, _shown(value)) for name, value in rows.items() if not isinstance(value, list)),
                       (0, 0, 0, 2), expand=False)  # fmt: skip
         if title == "model":
             yield from _requests(rows)
@@ -149,7 +144,7 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _rows(rows: Iterable[tuple[str, str]]) -> Table:
+def rows_of(rows: Iterable[tuple[str, str]]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

@@ -179,6 +179,23 @@ def doctor(
     run(model, as_json, verbose)
 
 
+def info(
+    model: str | None,
+    as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+    quantization: Annotated[str | None, typer.Option(help="Weights rounded as --quantization of serve does.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Type to compute in.")] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="Type that K and V are kept in.")] = None,
+) -> None:
+    """What a model is, what it needs, and how fast it runs here.
+
+    Parameters, memory, longest context, kernels, tokens a second. Reads no weights: a few layers of the model's size
+    are timed with random ones, which takes seconds.
+    """
+    from headrace.cli.info import run
+
+    run(model, as_json, quantization=quantization, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+
+
 def demo(
     requests: Annotated[int, typer.Option(help="How many chat requests share the system prompt.", min=1)] = 32,
     system_tokens: Annotated[int, typer.Option(help="Length of the system prompt, about.", min=200)] = 1500,
@@ -206,11 +223,12 @@ COMMANDS = (
     with_config(with_sampling(chat, temperature=0.0, max_tokens=None), server=False, model_argument=True),
     with_config(with_sampling(generate, temperature=0.0, max_tokens=128), server=False, model_argument=False),
     with_config(batch, server=False, model_argument=False),
+    with_model(info, "The model: a folder, or 'tiny'."),
     with_model(doctor, "Also check this model: a folder, or 'tiny'."),
     demo,
 )
 for command in COMMANDS:
-    place = MACHINE_PANEL if command.__name__ in ("doctor", "demo") else MODEL_PANEL
+    place = MACHINE_PANEL if command.__name__ in ("info", "doctor", "demo") else MODEL_PANEL
     app.command(cls=PanelledCommand, rich_help_panel=place)(guarded(command))
 app.command(cls=PanelledCommand, rich_help_panel=MACHINE_PANEL)(bench.command_of(Tuning, "tune", tune))
 app.add_typer(bench.app, name="bench", rich_help_panel=MACHINE_PANEL)

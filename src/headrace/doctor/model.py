@@ -32,7 +32,7 @@ def check_model(model: str, free: int | None = None) -> dict[str, Any]:
         )
     tokenizer = Tokenizer.load(folder)
     template = "chat template" if tokenizer and tokenizer.has_chat_template else "no chat template"
-    return _shape(facts) | {
+    return shape_of(facts) | {
         "folder": folder,
         "tokenizer": "none" if tokenizer is None else template,
         "weights GiB": f"{weights / GIB:.3f}",
@@ -41,7 +41,7 @@ def check_model(model: str, free: int | None = None) -> dict[str, Any]:
     }
 
 
-def _shape(facts: ModelConfig) -> dict[str, Any]:
+def shape_of(facts: ModelConfig) -> dict[str, Any]:
     spec = facts.attention
     return {
         "architecture": facts.architecture,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +122,32 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def stored_types(paths: Sequence[Path]) -> dict[str, int]:
+    """Bytes of the tensors in safetensors files by their type, as the format calls it."""
+    found: Counter[str] = Counter()
+    for path in paths:
+        for tensor in _tensors(path):
+            begin, end = tensor["data_offsets"]
+            found[str(tensor["dtype"])] += end - begin
+    return dict(found)
+
+
 def first_dtype(path: Path) -> str:
     """Type of the first tensor in a safetensors file, as the format calls it."""
+    tensors = _tensors(path)
+    return str(tensors[0]["dtype"]) if tensors else "F32"
+
+
+def _tensors(path: Path) -> list[dict[str, Any]]:
+    """What the header of a safetensors file says of each of its tensors, their dtype and data_offsets checked."""
     try:
         with open_given(path) as file:
             size = file.read(8)
             length = struct.unpack("<Q", size)[0] if len(size) == 8 else MAX_HEADER + 1
             text = file.read(length) if length <= MAX_HEADER else b""
         tensors = [item for name, item in json.loads(text).items() if name != "__metadata__"]
-        return str(tensors[0]["dtype"]) if tensors else "F32"
+        if all(0 <= begin <= end and item["dtype"] for item in tensors for begin, end in [item["data_offsets"]]):
+            return tensors
     except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
-        raise ValueError(f"{path} is not a safetensors file, or is cut short; download it again") from None
+        pass
+    raise ValueError(f"{path} is not a safetensors file, or is cut short; download it again")

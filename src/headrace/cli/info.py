@@ -1,0 +1,82 @@
+"""`headrace info`: a model in a few lines, or all of it with --json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from headrace.cli.doctor import kernel_rows, longest_context, rows_of
+from headrace.config import config_from_env
+from headrace.console import Trimmed, out, working
+from headrace.doctor.info import Facts, info
+from headrace.host import GIB
+from headrace.planner.machine import count_of
+
+SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
+
+
+def run(model: str | None, as_json: bool, **settings: str | None) -> None:
+    """Prints the facts. settings: those of the engine that were given. Raises ValueError where there is no model."""
+    if model is None:
+        raise ValueError("no model is given: headrace info MODEL, a folder or 'tiny'")
+    given = {name: value for name, value in settings.items() if value is not None}
+    with working("timing a few layers of this model's size"):
+        found = info(config_from_env(model=model, **given))
+    if as_json:
+        print(json.dumps({"name": model} | found, indent=1, default=str))
+    else:
+        show(out, model, found)
+
+
+def show(console: Console, name: str, found: Facts) -> None:
+    """Prints the screen."""
+    console.print(Trimmed(rows_of([("model", _named(name, found)), *_rows(found)])), end="")
+
+
+def _named(name: str, found: Facts) -> str:
+    facts = found["model"]
+    return f"{name}: {facts['architecture']}, {short(facts['parameters'])} parameters"
+
+
+def _rows(found: Facts) -> Iterator[tuple[str, str]]:
+    facts, file, memory = found["model"], found["file"], found["memory"]
+    layers, heads, kv_heads, size = facts["layers, query heads, KV heads, head size"].split(", ")
+    yield "", f"{layers} layers, {heads} heads and {kv_heads} KV heads of {size}, vocabulary {facts['vocabulary']}"
+    stored = ", ".join(f"{sized(of)} in {kind}" for kind, of in file["stored as"].items())
+    yield "file", f"{file['path']}, {count_of(file['files'], 'file')}: {stored}"
+    fits = "" if memory["fits"] else ": it does not fit"
+    yield "memory", f"{sized(memory['weights bytes'])} of weights, {sized(memory['free bytes'])} free{fits}"
+    yield (
+        "KV per token",
+        f"{memory['KV bytes per token (bf16)']} bytes in bf16, {memory['KV bytes per token (int8)']} in int8",
+    )
+    yield "longest context", longest_context(memory | facts)
+    yield from kernel_rows(found["kernels"])
+    yield "a layer", found["expected"]["a layer"]
+    yield from _speed(found)
+
+
+def _speed(found: Facts) -> Iterator[tuple[str, str]]:
+    speed = found["expected"]
+    tokens, prefill, decode = speed["tokens"], speed["prefill tokens/s"], speed["decode tokens/s"]
+    yield "prompts", f"about {prefill:,.0f} tokens a second: {tokens:,} in {tokens / prefill:,.2g} s"
+    yield (
+        "answers",
+        f"about {decode:,.{0 if decode >= 100 else 1}f} tokens a second behind {tokens:,}, one sequence alone",
+    )
+    yield "", f"timed now, on {count_of(speed['layers timed'], 'layer')} of random weights"
+
+
+def sized(bytes: int) -> str:
+    """'1.40 GiB', '250 MiB'."""
+    return f"{bytes / GIB:,.2f} GiB" if bytes >= GIB else f"{bytes / 2**20:,.1f} MiB"
+
+
+def short(number: int) -> str:
+    """'1.24B', '596M'."""
+    for scale, letter in SCALES:
+        if number >= scale:
+            return f"{number / scale:.3g}{letter}"
+    return str(number)

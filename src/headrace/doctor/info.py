@@ -1,0 +1,66 @@
+"""What a model is, what it needs, which kernels run it here, and how fast: `headrace info`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace import host
+from headrace.config import EngineConfig
+from headrace.doctor import machine
+from headrace.doctor.expected import expect
+from headrace.doctor.model import room, shape_of
+from headrace.engine.capacity import model_folder
+from headrace.engine.footprint import PROCESS_BYTES
+from headrace.models.config import ModelConfig, read_config
+from headrace.models.files import stored_types, weight_files
+from headrace.models.sizes import compute_type, weight_bytes
+from headrace.models.spec import expected
+
+Facts = dict[str, dict[str, Any]]
+"""Section -> name -> what it is."""
+
+
+def info(config: EngineConfig, free: int | None = None) -> Facts:
+    """Facts of the settings' model, whether it fits here or not. free: bytes of memory, if not this machine's.
+
+    Times a few layers of random weights, which takes seconds. Raises ValueError for a folder that is none of a model's,
+    UnsupportedModel for what is not implemented.
+    """
+    folder = model_folder(config.model.folder)
+    facts, paths = read_config(folder), weight_files(folder)
+    free = host.memory_available() if free is None else free
+    weights = weight_bytes(facts, compute_type(facts, config.model.dtype), config.model.quantization)
+    return {
+        "file": {
+            "path": str(folder),
+            "files": len(paths),
+            "bytes": sum(path.stat().st_size for path in paths),
+            "stored as": stored_types(paths),
+        },
+        "model": shape_of(facts) | {"parameters": parameters(facts)},
+        "memory": {
+            "weights bytes": weights,
+            "free bytes": free,
+            "fits": weights + PROCESS_BYTES <= free,
+            **room(facts, config, free, weights),
+        },
+        "kernels": machine.kernels(),
+        "expected": _expected(facts, config),
+    }
+
+
+def parameters(facts: ModelConfig) -> int:
+    """Numbers of the model; a head that is the embedding too counts once."""
+    slots = expected(facts)
+    return sum(slot.count for name, slot in slots.items() if not (facts.tied and name == "head.weight"))
+
+
+def _expected(facts: ModelConfig, config: EngineConfig) -> dict[str, Any]:
+    found = expect(facts, config)
+    return {
+        "tokens": found.tokens,
+        "prefill tokens/s": round(found.prefill_tokens_s, 1),
+        "decode tokens/s": round(found.decode_tokens_s, 1),
+        "layers timed": found.layers,
+        "a layer": found.obstacle or "in C++ as a whole",
+    }

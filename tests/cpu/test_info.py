@@ -1,0 +1,86 @@
+"""`headrace info`: what the file says is what is told, and a model that does not fit is told of, too."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+from headrace.cli import main
+from headrace.cli.info import short, sized
+from headrace.config import EngineConfig
+from headrace.doctor import expected
+from headrace.doctor.info import info, parameters
+from headrace.engine.capacity import model_folder
+from headrace.models.config import read_config
+from headrace.models.files import weight_files
+from headrace.models.sizes import weight_bytes
+from tests.support.checkpoints import KINDS, FolderOf
+
+
+def told(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main.app, ["info", *arguments])
+    return result.exit_code, result.output
+
+
+@pytest.fixture(autouse=True)
+def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected, "TOKENS", 64)
+    monkeypatch.setattr(expected, "STEPS", 1)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_parameters_are_those_of_the_file(kind: str, folder_of: FolderOf) -> None:
+    folder = folder_of(kind)
+    with safe_open(weight_files(folder)[0], framework="pt") as file:
+        numbers = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 (no mapping)
+    assert parameters(read_config(folder)) == numbers
+
+
+def test_of_every_part() -> None:
+    found = info(EngineConfig(model="tiny"))
+    facts, folder = read_config("src/headrace/assets/tiny"), model_folder("tiny")
+    stored = found["file"]["stored as"]
+    assert found["file"]["path"] == str(folder) and found["file"]["files"] == 1
+    assert stored == {"BF16": 2 * parameters(facts)}
+    assert found["memory"]["weights bytes"] == weight_bytes(facts, "bfloat16") and found["memory"]["fits"]
+    speed = found["expected"]
+    assert speed["tokens"] == 64 and speed["prefill tokens/s"] > speed["decode tokens/s"] > 0
+    assert not info(EngineConfig(model="tiny"), free=1 << 20)["memory"]["fits"]
+
+
+def test_what_is_timed_stands_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, config = read_config("src/headrace/assets/tiny"), EngineConfig(model="tiny")
+    monkeypatch.setattr(expected, "_seconds", lambda work: 1.0 if isinstance(work, expected._Step) else 0.5)
+    whole = expected.expect(facts, config)
+    monkeypatch.setattr(expected, "LAYER_BYTES", 1)
+    one = expected.expect(facts, config)
+    assert (whole.layers, one.layers) == (3, 1)
+    assert whole.decode_tokens_s == pytest.approx(1 / 1.5) and one.decode_tokens_s == pytest.approx(1 / 3.5)
+    assert one.prefill_tokens_s == pytest.approx(64 / 3.5)
+
+
+def test_a_layer_is_told_of_as_it_is_computed() -> None:
+    facts = read_config("src/headrace/assets/tiny")
+    assert "bfloat16" in expected.expect(facts, EngineConfig(model="tiny", dtype="float32")).obstacle
+    weights = expected._random(facts, torch.float32)
+    assert weights["final_norm.weight"].eq(1).all() and 0 < weights["layers.0.qkv.weight"].std() < 1
+
+
+def test_the_command() -> None:
+    status, text = told("tiny", "--json", "--kv-cache-dtype", "int8")
+    found = json.loads(text[text.index("{") :])
+    assert status == 0 and found["name"] == "tiny" and found["model"]["architecture"] == "LlamaForCausalLM"
+    status, text = told("tiny", "--quantization", "int8")
+    assert status == 0 and "2.8M parameters" in text and "5.3 MiB in BF16" in " ".join(text.split())
+    for arguments, reason in (((), "no model"), (("nope",), "no folder"), (("tiny", "--dtype", "x"), "dtype")):
+        status, text = told(*arguments)
+        assert status == 2 and reason in text
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [short(n) for n in (12, 4_000, 596_000_000, 1_240_000_000)] == ["12", "4K", "596M", "1.24B"]
+    assert [sized(n) for n in (1 << 20, 3 << 29)] == ["1.0 MiB", "1.50 GiB"]
