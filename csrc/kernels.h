@@ -126,9 +126,9 @@ struct Sum {
   int threads;
 };
 
-// How a weight lies: linear_plain.cpp, linear.cpp, and the others, as codes under scales, linear_quant.cpp. To add a format of
-// codes: its name here, its struct in linear/codes.h.
-#define HEADRACE_FORMS(FORM) FORM(plain) FORM(pairs) FORM(int8) FORM(int4)
+// How a weight lies: linear_plain.cpp, linear.cpp, and the others, as codes under scales, linear_quant.cpp; w8a8, which rounds
+// rows too, linear_w8a8.cpp. To add a format of codes: its name here, its struct in linear/codes.h.
+#define HEADRACE_FORMS(FORM) FORM(plain) FORM(pairs) FORM(int8) FORM(int4) FORM(w8a8)
 #define HEADRACE_NAME(name) name,
 enum class Form { HEADRACE_FORMS(HEADRACE_NAME) };
 #undef HEADRACE_NAME

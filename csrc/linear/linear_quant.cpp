@@ -10,6 +10,7 @@
 // of 32 inputs (tiles.h), where these are a multiple of 32.
 #include "linear/codes.h"
 #include "linear/linear.h"
+#include "linear/linear_w8a8.h"
 #include "linear/panel.h"
 #include "linear/passes.h"
 
@@ -244,6 +245,7 @@ template <typename T, typename Codes> void linear_codes(const LinearOf<Codes> &a
 }  // namespace
 
 template <typename T> void linear_quant(const LinearQuant &any) {
+  if (any.form == Form::w8a8) return linear_w8a8<T>(any);
   with_format(any, [](const auto &a) { linear_codes<T>(a); });
 }
 

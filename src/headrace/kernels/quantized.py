@@ -82,7 +82,20 @@ class Int4Weights:
         return scales.view(-1, cpu.COLUMNS, scales.shape[-1]).transpose(1, 2).contiguous().bfloat16()
 
 
-_EACH: tuple[WeightFormat, ...] = (Int8Weights(), Int4Weights())
+class W8A8Weights(Int8Weights):
+    """As int8, and rows are rounded too, each under a scale of its own: whole numbers are multiplied. Codes int8
+    [n, K / 4 + 1, 64, 4], of which the last of a block are int32 [64]: -128 times the sums of codes."""
+
+    name: Quantization = "w8a8"
+    inputs = 4
+
+    def pack_codes(self, codes: Tensor) -> Tensor:
+        sums = codes.sum(-1, dtype=torch.int32).mul_(-128).view(-1, 1, cpu.COLUMNS).view(torch.int8)
+        quads = codes.view(-1, cpu.COLUMNS, codes.shape[1] // 4, 4).transpose(1, 2)
+        return copied(torch.cat([quads, sums.view(-1, 1, cpu.COLUMNS, 4)], dim=1))
+
+
+_EACH: tuple[WeightFormat, ...] = (Int8Weights(), Int4Weights(), W8A8Weights())
 FORMATS = {each.name: each for each in _EACH}
 
 

@@ -38,6 +38,7 @@ Weights = dict[str, Tensor]
 Matrices = dict[str, ops.Weight]
 GatherShares = Callable[[Width, Tensor], Tensor]
 """x [T, this rank's share of a width] -> [T, that width]."""
+HEAD = "head.weight"
 LOOKED_UP = ("embed.weight", "positions.weight")
 """Tables of rows: looked up, not multiplied by."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
@@ -290,9 +291,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> fp32 [R, V]. Raises ValueError on a tensor rank other than 0."""
-        if "head.weight" not in self.matrices:
+        if HEAD not in self.matrices:
             raise ValueError("this tensor rank has no head; ask rank 0 of its group for logits")
-        return ops.linear(hidden, self.matrices["head.weight"], wide=True)
+        return ops.linear(hidden, self.matrices[HEAD], wide=True)
 
     def _embed(self, batch: TokenBatch) -> Tensor:
         x = F.embedding(batch.token_ids.to(self.device), self.weights["embed.weight"])
@@ -329,13 +330,16 @@ def _shape(config: ModelConfig) -> block.LayerShape:
 
 
 def _pack_all(weights: Weights, quantization: Quantization, gated: bool, packed: OnProgress | None) -> Matrices:
-    """All weights that rows are multiplied by. What is packed leaves `weights`: memory never holds all twice."""
+    """All weights that rows are multiplied by. What is packed leaves `weights`: memory never holds all twice.
+
+    With w8a8 the head's are int8 and its rows are not rounded: a step has few of them, and logits feel it most."""
     names = [name for name, weight in weights.items() if weight.dim() == 2 and name not in LOOKED_UP]
     matrices: Matrices = {}
     done, total = 0, sum(weights[name].nbytes for name in names)
     for name in names:
         weight = weights[name]
-        matrices[name] = _packed(name, weight, quantization, gated and name.endswith(".up.weight"))
+        scheme: Quantization = "int8" if quantization == "w8a8" and name == HEAD else quantization
+        matrices[name] = _packed(name, weight, scheme, gated and name.endswith(".up.weight"))
         if matrices[name] is not weight:
             del weights[name]
         done += weight.nbytes
@@ -375,9 +379,10 @@ def load_decoder(
 ) -> Decoder:
     """Reads the model in `folder`; `auto` computes in the checkpoint's type, float16 as bfloat16.
 
-    `quantization` rounds every matrix that rows are multiplied by, the head among them; embeddings, norms and biases
-    stay. progress and packed are told of bytes, as weights are read and then as matrices are packed. With `tensor` only
-    this rank's share is read and kept. device: of the weights and of all that is computed; the CPU, if it is not given.
+    `quantization` rounds every matrix that rows are multiplied by, the head among them, and with w8a8 the rows too;
+    embeddings, norms and biases stay. progress and packed are told of bytes, as weights are read and then as matrices
+    are packed. With `tensor` only this rank's share is read and kept. device: of the weights and of all that is
+    computed; the CPU, if it is not given.
     Raises UnsupportedModel naming what Headrace does not implement, ValueError for a folder that is not sound or a
     model that the ranks cannot share.
     """
