@@ -13,6 +13,7 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.parallel.transport import RankLost
+from tests.support.fake_server import until
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -40,6 +41,8 @@ def test_the_answers_of_one_rank(context: int, tensor: int, tmp_path: Path) -> N
     with opened(tmp_path, context, tensor) as llm:
         assert answers(llm) == answers(one)
         assert answers(llm) == answers(one)  # on cached prefixes
+        last = str(context * tensor - 1)
+        until(lambda: llm.engine.stats().stream[last].bytes_in > 0, 20)
     assert list(tmp_path.iterdir()) == []
 
 
