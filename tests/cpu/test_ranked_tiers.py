@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,9 @@ from tests.support.offloading import counters, flush, forced, projecting, watche
 from tests.support.ranked_offloading import PARAMS, OneOwner, close, over_ranks, restored
 from tests.support.traces import Trace, run, same
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RUNS = [("single",), ("gather",), ("chain",), ("ring-kv",), ("ring-q", "ring-kv")]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def prompts_of(llm: LLM) -> list[list[int]]:

@@ -66,6 +66,7 @@ def test_hanging_worker_is_noticed() -> None:
             group.context.irecv(torch.empty(1), 1, Tag(7, 0, 0)).wait()
 
 
+@pytest.mark.matrix
 def test_a_busy_worker_is_not_lost_and_a_failing_one_says_why() -> None:
     with opened(3, rank_timeout_s=2.5) as group:
         assert group.workers is not None
@@ -80,6 +81,7 @@ def test_a_busy_worker_is_not_lost_and_a_failing_one_says_why() -> None:
             group.workers.check()
 
 
+@pytest.mark.matrix
 def test_maker_that_is_not_there() -> None:
     """In a process of its own: what torch does to meet the others cannot be taken back."""
     code = """if True:
