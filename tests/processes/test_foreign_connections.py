@@ -106,7 +106,7 @@ STRANGER = """if True:
 
     for port in sys.argv[1:]:
         threading.Thread(target=change, args=(int(port),), daemon=True).start()
-    time.sleep(3)
+    time.sleep(1.5)
     os._exit(0)
 """
 
