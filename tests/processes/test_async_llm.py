@@ -275,6 +275,7 @@ async def test_hung_engine_is_noticed_and_ended(impatient: AsyncLLM) -> None:
     assert "hung" in str(impatient.failure) and not Path(f"/proc/{process}").exists()
 
 
+@pytest.mark.matrix
 async def test_engine_that_hangs_when_idle_is_noticed(impatient: AsyncLLM) -> None:
     assert impatient.process_id is not None
     os.kill(impatient.process_id, signal.SIGSTOP)
