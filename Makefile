@@ -37,8 +37,8 @@ demo: $(USE) ## answer real requests on the shipped model and show what the cach
 test: $(DEV) ## all tests, of large matrices a pairwise sample (HEADRACE_TEST_SEED=2 for another)
 	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.support.scheduling -p tests.support.sampling
 
-test-matrix: $(DEV) ## every case of the matrices from which make test draws
-	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.support.scheduling -p tests.support.sampling --matrices whole
+test-matrix: $(DEV) ## what make test leaves out of the matrices, and tests that take long
+	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.support.scheduling -p tests.support.sampling --matrices rest
 
 test-clients: $(USE) ## real clients, unmodified, against a server; schemathesis (SCHEMATHESIS_SECONDS=600 for longer)
 	@$(PYTHON) tools/clients/install.py

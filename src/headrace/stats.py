@@ -192,6 +192,34 @@ class RestoreStats(StatsRecord):
     unstored: int = gauge("kv_unstored_chunks", "Chunks and blobs waiting to be written to a tier; 0: all are.")
 
 
+STREAMED = ("kv_stream_bytes", "Bytes that steps on streamed KV moved over the link: KV, X, weights, hidden states.")
+
+
+@dataclass(slots=True)
+class StreamStats(StatsRecord):
+    """One rank whose KV stays outside the pool (offload_schedule); times in seconds. A token counts in each step that
+    attends it."""
+
+    bytes_in: int = counter(*STREAMED, direction="in")
+    bytes_out: int = counter(*STREAMED, direction="out")
+    loaded_tokens: int = counter("kv_stream_loaded_tokens", "Tokens whose keys and values steps had streamed in.")
+    projected_tokens: int = counter(
+        "kv_stream_projected_tokens", "Tokens whose keys and values steps made from streamed or resident X."
+    )
+    seconds: float = counter("kv_stream_seconds", "Time spent in steps on streamed KV.", default=0.0)
+    waited_s: float = counter(
+        "kv_stream_waited_seconds", "Of these, time in which the rank waited for what is loaded.", default=0.0
+    )
+    steps: dict[str, int] = by(
+        "schedule", Figure("kv_stream_steps", "Steps on streamed KV, by the schedule that was chosen.", True)
+    )
+
+    @property
+    def link_bound(self) -> float:
+        """Share of the time that was spent waiting for the link, between 0 and 1."""
+        return self.waited_s / self.seconds if self.seconds else 0.0
+
+
 @dataclass(slots=True)
 class StructuredStats(StatsRecord):
     """Answers with a shape; time in seconds."""
@@ -234,7 +262,8 @@ class TierStats(StatsRecord):
 
 @dataclass(slots=True)
 class EngineStats(StatsRecord):
-    """All figures of the engine, taken between steps. `tiers`: of each tier by its kind (host, disk, remote)."""
+    """All figures of the engine, taken between steps. `tiers`: of each tier by its kind (host, disk, remote); `stream`:
+    of each rank by its number, where KV is streamed."""
 
     scheduler: SchedulerStats = field(default_factory=SchedulerStats)
     tokens: TokenStats = field(default_factory=TokenStats)
@@ -244,6 +273,7 @@ class EngineStats(StatsRecord):
     ranks: RankStats = field(default_factory=RankStats)
     structured: StructuredStats = field(default_factory=StructuredStats)
     tiers: dict[str, TierStats] = by("tier", TierStats)
+    stream: dict[str, StreamStats] = by("rank", StreamStats)
 
     def summary(self) -> Summary:
         """The figures that people ask for, by plain names."""

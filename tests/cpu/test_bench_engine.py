@@ -225,6 +225,7 @@ def test_turns_with_neighbours_are_fair() -> None:
     assert bench_engine.turns(2, None) == [(0, None), (1, None)]
 
 
+@pytest.mark.matrix
 def test_slowdown_beside_busy_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both figures and their ratio are in the result, and nobody is left behind."""
     monkeypatch.setattr(bench_engine, "checkpoint", lambda model: tmp_path)

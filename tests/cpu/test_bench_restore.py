@@ -120,6 +120,7 @@ def test_the_link_of_balance() -> None:
     assert case["gain"] > 1.5
 
 
+@pytest.mark.matrix
 def test_columns_and_plot(tmp_path: Path) -> None:
     found = made()
     assert all(column.text(case) != "-" for case in found for column in COLUMNS)

@@ -85,7 +85,9 @@ def test_fp32(folder_of: FolderOf) -> None:
     llm.close()
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    "mix", [pytest.param(mix, marks=() if mix == "project" else pytest.mark.matrix) for mix in MIXES]
+)
 def test_eviction_in_mid_request(mix: str) -> None:
     """A pool too small for what runs: sequences are preempted, their chunks evicted, stored and brought back."""
     long = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)

@@ -28,7 +28,7 @@ def test_shared_by_two_engines(folder_of: FolderOf) -> None:
         assert counters(second).loaded_tokens >= 384
 
 
-@pytest.mark.parametrize("mode", ["stall", "trickle", "cut", "say", "replace"])
+@pytest.mark.parametrize("mode", ["stall", pytest.param("trickle", marks=pytest.mark.matrix), "cut", "say", "replace"])
 def test_server_fails_in_mid_restore(mode: str, folder_of: FolderOf) -> None:
     truth = answer(engine(folder_of("llama"), enable_prefix_caching=False), prompts_of(engine(folder_of("llama"))))
     with fake_server() as address, fake_server() as empty:

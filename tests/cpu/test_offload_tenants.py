@@ -104,7 +104,7 @@ def cold() -> LLM:
     return LLM("tiny", kv_cache_tokens=POOL, enable_prefix_caching=False)
 
 
-@pytest.fixture(scope="module", params=["all", "disk", "remote"])
+@pytest.fixture(scope="module", params=["all", "disk", pytest.param("remote", marks=pytest.mark.matrix)])
 def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """All three tiers, with little room in the first, so that the others are asked too; disk alone; remote alone."""
     disk = {"kv_offload_path": str(tmp_path_factory.mktemp("tenants") / "kv")}

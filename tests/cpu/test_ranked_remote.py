@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from headrace import LLM
 from headrace.config import EngineConfig
@@ -17,20 +16,14 @@ from tests.support.ranked_offloading import PARAMS, ConfigOf, RankedLLM, close, 
 from tests.support.redis_servers import Address, Proxy, fake_server, wait_for
 from tests.support.traces import Trace, run, same
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPES = [(2, 1), (3, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.matrix)]
 """(context, tensor) ranks."""
 RARER = ["trickle", "replace"]
 MODES = ["stall", "cut", "say", *(pytest.param(mode, marks=pytest.mark.matrix) for mode in RARER)]
 LOSSES = [(2, 1, {0}), pytest.param(2, 1, {0, 1}, marks=pytest.mark.matrix), (1, 2, {1}), (1, 2, {0, 1})]
 """(context, tensor) ranks, and those that lose the server: the first of two context ranks loads all, if it can."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

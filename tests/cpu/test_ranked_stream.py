@@ -64,14 +64,15 @@ def test_every_kind_of_ranks(context: int, tensor: int, prompts: list[list[int]]
     close(llm)
 
 
-@pytest.mark.parametrize("kind", ["llama_gqa", pytest.param("all", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("types", [
-    {}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"},
-    pytest.param({"quantization": "int4"}, marks=pytest.mark.matrix),
-], ids=str)  # fmt: skip
-def test_families_and_types(kind: str, types: dict[str, Any], folder_of: FolderOf) -> None:
-    """GQA, MHA, windows, ALiBi, learned positions; int8 KV, weights of 8 and 4 bits that lie outside as well."""
-    for each in KINDS if kind == "all" else [kind]:
+TYPES: list[dict[str, Any]] = [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}, {"quantization": "int4"}]
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["llama_gqa", "all"])
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_families_and_types(every: bool, types: dict[str, Any], folder_of: FolderOf) -> None:
+    """GQA, MHA, windows, ALiBi, learned positions; int8 KV, weights of 8 and 4 bits that lie outside as well. Of all
+    families a quarter with each."""
+    for each in list(KINDS)[TYPES.index(types) :: len(TYPES)] if every else ["llama_gqa"]:
         one = LLM(folder_of(each), kv_cache_tokens=4096, dtype="bfloat16", **types)
         asked = [words(one, n, seed=n) for n in (3, 400)] + [words(one, 400, seed=400)[:300]]
         expected = run(one, asked, PARAMS)

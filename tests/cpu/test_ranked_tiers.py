@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,9 @@ from tests.support.offloading import counters, flush, forced, projecting, watche
 from tests.support.ranked_offloading import PARAMS, OneOwner, close, over_ranks, restored
 from tests.support.traces import Trace, run, same
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RUNS = [("single",), ("gather",), ("chain",), ("ring-kv",), ("ring-q", "ring-kv")]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def prompts_of(llm: LLM) -> list[list[int]]:
@@ -102,11 +95,13 @@ def test_a_stored_chunk_has_no_owner(x: str, tmp_path: Path, truth: list[Trace])
     one.close()
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("all", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "kinds", [["llama"], pytest.param(list(KINDS), marks=pytest.mark.matrix)], ids=["llama", "all"]
+)
 @pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_families(kind: str, kv: str, folder_of: FolderOf) -> None:
-    """GQA and MHA, windows, ALiBi, learned positions; K and V in int8."""
-    for each in KINDS if kind == "all" else [kind]:
+def test_families(kinds: list[str], kv: str, folder_of: FolderOf) -> None:
+    """GQA and MHA, windows, ALiBi, learned positions; K and V in int8. Of all families half with either."""
+    for each in kinds[kv == "int8" :: 2] if len(kinds) > 1 else kinds:
         settings: dict[str, Any] = dict(kv_cache_dtype=kv, max_model_len=None)
         one = LLM(str(folder_of(each)), kv_cache_tokens=4096, dtype="bfloat16", enable_prefix_caching=False, **settings)
         prompts = few(one)
@@ -166,7 +161,7 @@ def few(llm: LLM) -> list[list[int]]:
     return [tokens[:400], tokens[:300] + tokens[310:350]]
 
 
-@pytest.mark.parametrize("x", ["off", "on"])
+@pytest.mark.parametrize("x", [pytest.param("off", marks=pytest.mark.matrix), "on"])
 def test_a_pool_too_small(x: str) -> None:
     """Sequences are preempted, their chunks evicted, stored by their ranks and brought back. How many find their block
     split by a full pool depends on when chunks have been stored."""

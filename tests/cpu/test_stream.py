@@ -64,7 +64,7 @@ def test_streamed_is_the_same_as_resident(form: str, share: float | None, llm: L
     other.close()
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 5])
+@pytest.mark.parametrize("pieces", [1, pytest.param(2, marks=pytest.mark.matrix), 5])
 @pytest.mark.parametrize("form", ["row", "column, weights outside"])
 def test_small_staging_gives_the_same(form: str, pieces: int, llm: LLM, truth: list[Trace]) -> None:
     """Chunks of an operation pass in several pieces; attention is merged from piece to piece."""

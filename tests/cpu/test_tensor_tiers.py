@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from headrace import LLM, SamplingParams
 from headrace.offload.tiers import upkeep
@@ -18,16 +16,10 @@ from tests.support.offloading import counters, flush, forced, prompts_of, watche
 from tests.support.ranked_offloading import PARAMS, RankedLLM, close, loads, over_ranks, restored
 from tests.support.traces import run, same
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES = [(1, 2), (2, 2)]
 """(context, tensor) ranks."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Case:

@@ -252,6 +252,7 @@ async def test_end_with_unread_messages_is_told_as_an_end(llm: AsyncLLM) -> None
         await asyncio.wait_for(pending, 10)
 
 
+@pytest.mark.matrix
 async def test_time_in_which_we_stood_still_is_no_silence_of_the_engine(impatient: AsyncLLM) -> None:
     assert impatient.process_id is not None
     await asyncio.sleep(0.7)
@@ -274,12 +275,14 @@ async def test_hung_engine_is_noticed_and_ended(impatient: AsyncLLM) -> None:
     assert "hung" in str(impatient.failure) and not Path(f"/proc/{process}").exists()
 
 
+@pytest.mark.matrix
 async def test_engine_that_hangs_when_idle_is_noticed(impatient: AsyncLLM) -> None:
     assert impatient.process_id is not None
     os.kill(impatient.process_id, signal.SIGSTOP)
     assert "hung" in await asyncio.wait_for(impatient.wait_dead(), 20)
 
 
+@pytest.mark.matrix
 async def test_engine_that_hangs_while_loading_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_llm, "LOADING_S", 3.0)
     llm = AsyncLLM(CONFIG.replace(engine_timeout_s=1.0))

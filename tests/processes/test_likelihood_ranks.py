@@ -20,7 +20,7 @@ CASES: list[tuple[PoolingKind, dict[str, Any]]] = [
     ("mean", RING | {"context_parallel_size": 3}),
     ("mean", {"tensor_parallel_size": 2}),
     ("cls", RING),
-    *(("last", CHAIN | {"prefill_strategy": each}) for each in ("auto", "single", "ring-q", "gather")),
+    *(("last", CHAIN | {"prefill_strategy": each}) for each in ("ring-q", "gather")),
 ]
 
 

@@ -107,12 +107,8 @@ def beside_another(server: ServerProcess, kv: Path, right: list[list[int]]) -> N
     assert answer == right[3] and told["restored_tokens"] > 0, "what the other stores is not seen"
 
 
-RANKS = [(), ("-tp", "2"), ("-cp", "2")]
-
-
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(each, marks=() if "-tp" in each else pytest.mark.matrix) for each in RANKS]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [(), ("-tp", "2"), ("-cp", "2")])
 def test_by_default_in_the_cache_directory(
     ranks: tuple[str, ...], tmp_path: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def invoke(*arguments: object, code: int = 0) -> str:
     return answer.output
 
 
+@pytest.mark.matrix
 def test_prefill_writes_the_fixed_format_and_a_plot(tmp_path: Path) -> None:
     file, picture = tmp_path / "prefill.json", tmp_path / "prefill.png"
     strategies = "single,gather,gather-full,chain-even,chain,chain-searched,ring-kv,ring-q"
@@ -152,6 +153,7 @@ def _serves(file: Path, foreign: Path) -> None:
         LLM("tiny", context_parallel_size=2, parallel_table=str(foreign), threads=1, kv_cache_tokens=2048)
 
 
+@pytest.mark.matrix
 def test_choice_tells_what_was_picked_and_where_pass_q_wins(tmp_path: Path) -> None:
     file = tmp_path / "choice.json"
     told = invoke(

@@ -39,17 +39,9 @@ def test_tensor_ranks_of_which_one_is_killed(tmp_path: Path) -> None:
         truth, restored = answer(llm, prompt)
         assert restored == 0
     with opened(1, tmp_path, 2, kv_link_gbps=0.0002) as llm:  # seconds for a restore
-        assert llm.engine.loaded.ranks is not None and llm.engine.offload is not None
-        llm.engine.offload.choose = forced(0.0, 0.0)
-        pid = llm.engine.loaded.ranks._workers.pids[1]
-        killing = threading.Thread(target=lambda: _kill(llm, pid))
-        killing.start()
-        with pytest.raises(RankLost, match="rank 1"):
-            answer(llm, prompt)
-        killing.join()
+        _lose_rank_1(llm, prompt)
     with opened(1, tmp_path, 2) as llm:
-        assert llm.engine.offload is not None
-        llm.engine.offload.choose = forced(0.0, 0.0)
+        _load_all(llm)
         assert answer(llm, prompt) == (truth, 640)
 
 
@@ -61,18 +53,28 @@ def test_another_number_of_ranks_and_a_killed_one(tmp_path: Path) -> None:
         truth, restored = answer(llm, prompt)
         assert restored == 0
     with opened(3, tmp_path, kv_link_gbps=0.0005) as llm:  # seconds for a restore
-        assert llm.engine.loaded.ranks is not None and llm.engine.offload is not None
-        llm.engine.offload.choose = forced(0.0, 0.0)
-        pid = llm.engine.loaded.ranks._workers.pids[1]
-        killing = threading.Thread(target=lambda: _kill(llm, pid))
-        killing.start()
-        with pytest.raises(RankLost, match="rank 1"):
-            answer(llm, prompt)
-        killing.join()
+        _lose_rank_1(llm, prompt)
     with opened(1, tmp_path) as llm:
-        assert llm.engine.offload is not None
-        llm.engine.offload.choose = forced(0.0, 0.0)
+        _load_all(llm)
         assert answer(llm, prompt) == (truth, 2496)
+
+
+def _load_all(llm: LLM) -> None:
+    """Whatever is stored is loaded, and nothing of it computed."""
+    assert llm.engine.offload is not None
+    llm.engine.offload.choose = forced(0.0, 0.0)
+
+
+def _lose_rank_1(llm: LLM, prompt: list[int]) -> None:
+    """Kills it while chunks of the prompt come."""
+    _load_all(llm)
+    assert llm.engine.loaded.ranks is not None
+    pid = llm.engine.loaded.ranks._workers.pids[1]
+    killing = threading.Thread(target=lambda: _kill(llm, pid))
+    killing.start()
+    with pytest.raises(RankLost, match="rank 1"):
+        answer(llm, prompt)
+    killing.join()
 
 
 def _kill(llm: LLM, pid: int) -> None:

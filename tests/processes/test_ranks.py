@@ -23,6 +23,7 @@ from tests.support.rank_groups import opened, runs, until
 pytestmark = pytest.mark.usefixtures("importable")
 
 
+@pytest.mark.matrix
 def test_two_level_mesh() -> None:
     with opened(2, 2) as group:
         assert group.workers is not None
@@ -37,7 +38,9 @@ def test_two_level_mesh() -> None:
         assert x.item() == 5
 
 
-@pytest.mark.parametrize("action", [None, pytest.param(fake_rank.SLEEP, marks=pytest.mark.matrix), fake_rank.WAIT_FOR])
+@pytest.mark.parametrize(
+    "action", [*(pytest.param(each, marks=pytest.mark.matrix) for each in (None, fake_rank.SLEEP)), fake_rank.WAIT_FOR]
+)
 def test_killed_worker_is_named_and_nobody_stays(action: int | None) -> None:
     """Idle; computing while the driver waits for it; all waiting for each other (rank 2 may end over it first)."""
     lost = "rank [12] is gone" if action == fake_rank.WAIT_FOR else "rank 1 is gone"
@@ -66,6 +69,7 @@ def test_hanging_worker_is_noticed() -> None:
             group.context.irecv(torch.empty(1), 1, Tag(7, 0, 0)).wait()
 
 
+@pytest.mark.matrix
 def test_a_busy_worker_is_not_lost_and_a_failing_one_says_why() -> None:
     with opened(3, rank_timeout_s=2.5) as group:
         assert group.workers is not None
@@ -80,6 +84,7 @@ def test_a_busy_worker_is_not_lost_and_a_failing_one_says_why() -> None:
             group.workers.check()
 
 
+@pytest.mark.matrix
 def test_maker_that_is_not_there() -> None:
     """In a process of its own: what torch does to meet the others cannot be taken back."""
     code = """if True:

@@ -45,6 +45,7 @@ def cluster() -> Iterator[Any]:
             cluster.shutdown()
 
 
+@pytest.mark.matrix
 def test_ray(cluster: Any) -> None:
     with opened(3, distributed_backend="ray") as group:
         assert group.workers is not None
@@ -52,6 +53,7 @@ def test_ray(cluster: Any) -> None:
         assert echoes(group, 1)
 
 
+@pytest.mark.matrix
 def test_ray_actor_that_is_killed(cluster: Any) -> None:
     import ray
 
@@ -66,6 +68,7 @@ def test_ray_actor_that_is_killed(cluster: Any) -> None:
             group.workers.check()
 
 
+@pytest.mark.matrix
 def test_ray_without_room(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.parallel.on_ray.PLACE_S", 1)
     with pytest.raises(ValueError, match="no room for 4 workers of 1 CPUs"):
@@ -97,6 +100,7 @@ def command(process: psutil.Process) -> list[str]:
         return []
 
 
+@pytest.mark.matrix
 def test_answers_and_a_killed_actor(cluster: Any, tmp_path: Path, right: list[list[int]]) -> None:
     with process(tmp_path, "-cp", "2", "--distributed-backend", "ray", *CHAIN) as server:
         server.wait_ready()

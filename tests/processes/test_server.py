@@ -159,6 +159,7 @@ def test_openai_client_names_the_parameter(server: ServerProcess) -> None:
     assert caught.value.param == "n"
 
 
+@pytest.mark.matrix
 def test_200_clients_leave_at_random_moments(server: ServerProcess) -> None:
     rng = random.Random(3)
     gone, done = server.metric("clients_gone_total"), server.metric("e2e_request_latency_seconds_count")
@@ -313,6 +314,7 @@ def test_killed_engine_is_replaced(server: ServerProcess) -> None:
     replace_engine(server, signal.SIGKILL)
 
 
+@pytest.mark.matrix
 def test_hung_engine_is_replaced(small: ServerProcess) -> None:
     replace_engine(small, signal.SIGSTOP)
 
@@ -324,6 +326,7 @@ def test_killed_server_takes_its_engine_along(small: ServerProcess) -> None:
     until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 15)
 
 
+@pytest.mark.matrix
 def test_killed_engine_ends_the_server(tmp_path: Path) -> None:
     with process(tmp_path, "--no-restart", "--log-format", "json", "--log-level", "debug") as doomed:
         doomed.wait_ready()

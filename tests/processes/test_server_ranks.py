@@ -86,14 +86,12 @@ def test_scores_and_embeddings_are_those_of_one_rank(server: ServerProcess) -> N
     assert "chain" in reply["headrace"]["strategy"]
 
 
-KILLED = [("prefill", "1"), ("idle", "0")]
-OTHERS = [("prefill", "0"), ("decode", "0"), ("decode", "1"), ("idle", "1")]
-LOST = [
-    *((signal.SIGKILL, *each) for each in KILLED),
-    *(pytest.param(signal.SIGKILL, *each, marks=pytest.mark.matrix) for each in OTHERS),
+OTHERS = [
+    *((signal.SIGKILL, *each) for each in (("prefill", "0"), ("decode", "0"), ("decode", "1"), ("idle", "0"))),
     (signal.SIGSTOP, "decode", "1"),
 ]
-"""Of these `make test` sees each signal, each phase and each rank, `make test-matrix` the others too."""
+LOST = [(signal.SIGKILL, "prefill", "1"), *(pytest.param(*each, marks=pytest.mark.matrix) for each in OTHERS)]
+"""`make test` sees a worker killed in mid-prefill, `make test-matrix` each signal, each phase and each rank."""
 
 
 @pytest.mark.parametrize(("number", "phase", "rank"), LOST)
@@ -119,6 +117,7 @@ def test_lost_rank(
     assert server.metric("engine_restarts_total") == restarts + 1 and gone(family.values())
 
 
+@pytest.mark.matrix
 def test_without_restart_the_server_ends(tmp_path: Any, right: list[list[int]]) -> None:
     """Three ranks, the one in the middle."""
     as_json = ("--log-format", "json", "--log-level", "debug")
@@ -140,6 +139,7 @@ def test_without_restart_the_server_ends(tmp_path: Any, right: list[list[int]]) 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nnodes", "1", "--nproc-per-node", "2")
 
 
+@pytest.mark.matrix
 def test_under_torchrun(tmp_path: Any, right: list[list[int]]) -> None:
     with process(tmp_path, "-cp", "2", *CHAIN, launcher=TORCHRUN) as server:
         server.wait_ready()

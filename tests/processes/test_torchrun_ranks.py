@@ -54,7 +54,8 @@ def test_a_worker_ends_without_finalizing(monkeypatch: pytest.MonkeyPatch) -> No
         launch.serve_if_worker("127.0.0.1")
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("count", [1, 3])
 def test_torchrun_with_another_number_of_processes(count: int) -> None:
     done = torchrun(count)
     assert done.returncode != 0
@@ -89,6 +90,7 @@ def hosts() -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("secret", "told"), [("the same secret on both", "seen True 1 of 2"), (None, "set HEADRACE_RANK")]
 )

@@ -1,10 +1,10 @@
 """A part of the large matrices in which every pair of values is met: `pytest -p tests.support.sampling` (`make test`).
 
 A function with many cases in three parameters or more keeps some of them: each two values of two parameters stand
-together in one at least (pairwise cover). With two parameters each value is met. The draw is seeded:
-HEADRACE_TEST_SEED, or 1. A case marked `matrix`, one that differs from others in little and takes long, is not kept
-either. With --matrices whole (`make test-matrix`) those functions alone run, with all their cases. Without this plugin
-everything does.
+together in one at least (pairwise cover). With two parameters each value is met. Before that, of parameters in SPREAD a
+function keeps some values, others than the next function does. The draw is seeded: HEADRACE_TEST_SEED, or 1. A case
+marked `matrix`, one that differs from others in little and takes long, is not kept either. With --matrices rest (`make
+test-matrix`) exactly the cases run that the sample leaves out. Without this plugin everything does.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ import pytest
 FEW = 6
 """Functions with no more cases than this keep them all."""
 
+SPREAD = {"isa": 2, "kind": 4}
+"""Parameter -> values that a function keeps: instruction sets and families of models stand in many functions, which
+together meet them all."""
+
 Case = dict[str, str]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    told = "sample: part of the cases of large matrices; whole: all of them, and nothing else"
-    parser.addoption("--matrices", choices=("sample", "whole"), default="sample", help=told)
+    told = "sample: part of the cases of large matrices; rest: the others, and nothing else"
+    parser.addoption("--matrices", choices=("sample", "rest"), default="sample", help=told)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,22 +37,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not marked(item):
             functions.setdefault(item.nodeid.split("[")[0], []).append(item)
     left_out = {item.nodeid for item in items if marked(item)}
-    sampled = set(left_out)
     for name, cases in functions.items():
         drawn = draw([values(case) for case in cases], Random(f"{seed()}/{name}"))
-        if len(drawn) < len(cases):
-            sampled |= {case.nodeid for case in cases}
-            left_out |= {case.nodeid for number, case in enumerate(cases) if number not in drawn}
-    if config.getoption("matrices") == "whole":
-        left_out = {item.nodeid for item in items} - sampled
+        left_out |= {case.nodeid for number, case in enumerate(cases) if number not in drawn}
+    if config.getoption("matrices") == "rest":
+        left_out = {item.nodeid for item in items} - left_out
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    if config.getoption("matrices") == "whole":
-        return "matrices: all cases of those that make test draws from"
-    return f"matrices: a pairwise sample, seed {seed()} (HEADRACE_TEST_SEED); every case: make test-matrix"
+    if config.getoption("matrices") == "rest":
+        return f"matrices: what the sample of seed {seed()} (HEADRACE_TEST_SEED) leaves out"
+    return f"matrices: a pairwise sample, seed {seed()} (HEADRACE_TEST_SEED); the rest: make test-matrix"
 
 
 def marked(item: pytest.Item) -> bool:
@@ -75,10 +76,10 @@ def values(item: pytest.Function) -> Case:
 
 
 def draw(cases: Sequence[Case], random: Random) -> set[int]:
-    """Numbers of the cases that are kept, few of them, in which all is met that is met in `cases`."""
-    if len(cases) <= FEW:
-        return set(range(len(cases)))
-    order = list(range(len(cases)))
+    """Numbers of the cases that are kept, few of them: all that is met in those of `spread` is met in them."""
+    order = spread(cases, random)
+    if len(order) <= FEW:
+        return set(order)
     random.shuffle(order)
     left = {number: set(met(cases[number])) for number in order}
     missing = set().union(*left.values())
@@ -88,6 +89,16 @@ def draw(cases: Sequence[Case], random: Random) -> set[int]:
         kept.add(best)
         missing -= left.pop(best)
     return kept
+
+
+def spread(cases: Sequence[Case], random: Random) -> list[int]:
+    """Numbers of the cases with the values that are drawn of each parameter in SPREAD."""
+    left = list(range(len(cases)))
+    for name, count in SPREAD.items():
+        known = sorted({cases[number][name] for number in left if name in cases[number]})
+        kept = set(random.sample(known, min(count, len(known))))
+        left = [number for number in left if cases[number].get(name) in kept or name not in cases[number]]
+    return left
 
 
 def met(case: Case) -> Iterable[tuple[tuple[str, str], ...]]:

@@ -12,6 +12,7 @@ from headrace.config import EngineConfig
 from headrace.engine import loader, ranks
 from headrace.engine.core import EngineCore
 from headrace.engine.driver import Driver
+from headrace.engine.ranked_streams import RankedStreams
 from headrace.kv.cache import KVCache
 from headrace.models.decoder import load_decoder
 from headrace.offload.streaming.staged_store import StagedStore
@@ -71,7 +72,8 @@ def streamed_ranks(
         return choose(MACHINE, shape, context, count, start, cached_on, allowed=allow)
 
     workers = Threads(made[1:], hubs)  # type: ignore[arg-type]
-    driver = Driver(made[0], cache, workers.send, advise, tuple(allowed), staged=made[0].staged)
+    streams = RankedStreams({rank: each.storage for rank, each in enumerate(made)})  # type: ignore[misc]
+    driver = Driver(made[0], cache, workers.send, advise, tuple(allowed), staged=made[0].staged, streams=streams)
     llm = LLM("tiny", kv_cache_tokens=64, max_model_len=64)
     loaded = replace(
         llm.engine.loaded, config=config, capacity=sized.capacity, decoder=made[0].decoder, cache=cache,

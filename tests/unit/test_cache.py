@@ -339,6 +339,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("machine", "owner", "name", "mutant"), MUTANTS, ids=[m[3].__name__[1:] for m in MUTANTS])
 def test_mutants_are_caught(
     machine: type[CacheMachine], owner: type, name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch

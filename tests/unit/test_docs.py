@@ -236,6 +236,7 @@ def test_figures_are_those_of_the_results() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed: make docs")
 def test_the_site_builds(tmp_path: Path) -> None:
     """Strictly: links, anchors and what pages load (tools/docs/hooks.py)."""

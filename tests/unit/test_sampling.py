@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.sampling import FEW, Case, draw, met
+from tests.support.sampling import FEW, SPREAD, Case, draw, met
 from tests.support.scheduling import LONGEST, place
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +47,16 @@ def test_one_parameter_keeps_every_value() -> None:
     assert list(met(cases[0])) == [(("name", "0"),)]
 
 
+def test_functions_share_the_values_of_a_spread_parameter() -> None:
+    cases: list[Case] = [{"kind": str(kind), "a": str(a)} for kind in range(20) for a in range(3)]
+    drawn = [[cases[number] for number in draw(cases, Random(f"1/{name}"))] for name in range(60)]
+    assert all(len({case["kind"] for case in kept}) == SPREAD["kind"] for kept in drawn)
+    assert all({case["a"] for case in kept} == {"0", "1", "2"} for kept in drawn)
+    assert {case["kind"] for kept in drawn for case in kept} == set(map(str, range(20)))
+    without: list[Case] = [{"a": "0"}, {"a": "1"}]
+    assert draw(without, Random(1)) == {0, 1}
+
+
 CASES = """
 import pytest
 @pytest.mark.parametrize("x", [1, pytest.param(2, marks=pytest.mark.matrix)])
@@ -60,7 +70,7 @@ def test_plain(): pass
 
 @pytest.mark.parametrize(
     ("matrices", "drawn", "others"),
-    [("sample", 30, {"test_marked[1]", "test_plain"}), ("whole", 60, {"test_marked[2]"})],
+    [("sample", 30, {"test_marked[1]", "test_plain"}), ("rest", 30, {"test_marked[2]"})],
 )
 def test_every_case_is_in_one_of_both(matrices: str, drawn: int, others: set[str], tmp_path: Path) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)

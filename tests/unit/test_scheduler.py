@@ -22,15 +22,9 @@ class Harness:
     so that a sequence computed wrongly, or twice, shows. forces: some tokens are followed by some that are forced."""
 
     def __init__(
-        self,
-        chunks: int,
-        budget: int,
-        sequences: int = 64,
-        shares: bool = True,
-        ranks: int = 1,
-        align: int = 1,
+        self, chunks: int, budget: int, sequences: int = 64, shares: bool = True, ranks: int = 1, align: int = 1,
         forces: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.forces = forces
         self.cache = KVCache(chunks, ranks=ranks)
         self.scheduler = Scheduler(
@@ -299,7 +293,7 @@ def test_limits_on_sequences() -> None:
     harness.finish()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     align=st.sampled_from([1, CHUNK, 3 * CHUNK]),
     spare=st.integers(0, 200),

@@ -15,7 +15,7 @@ from headrace.config.tiers import without_password
 from headrace.engine import messages as m
 from headrace.server.start import tier_lines
 from headrace.server.status import status_line
-from headrace.stats import EngineStats, RestoreStats, TierStats
+from headrace.stats import EngineStats, RestoreStats, StreamStats, TierStats
 from headrace.types import Metrics
 from tests.support.fake_engine import FakeCapacity, FakeEngine
 from tests.support.fake_server import TEXT, serving, text, until
@@ -70,10 +70,27 @@ def test_metrics_of_tiers() -> None:
         assert running.metric("kv_unstored_chunks") == 12 and running.metric("kv_restores_total") == 3
 
 
+def test_metrics_of_streams() -> None:
+    own = StreamStats(bytes_in=7, bytes_out=2, projected_tokens=64, seconds=4.0, waited_s=1.0, steps={"column": 3})
+
+    def prepare(number: int, engine: FakeEngine) -> None:
+        engine.stats.stream = {"0": own, "1": StreamStats(bytes_in=9)}
+
+    with serving(prepare=prepare) as running:
+        running.http.post(TEXT, json=text())
+        for direction, rank, size in (("in", "0", 7), ("out", "0", 2), ("in", "1", 9)):
+            assert running.metric("kv_stream_bytes_total", rank=rank, direction=direction) == size
+        assert running.metric("kv_stream_steps_total", rank="0", schedule="column") == 3
+        assert running.metric("kv_stream_projected_tokens_total", rank="0") == 64
+        assert running.metric("kv_stream_waited_seconds_total", rank="0") == 1
+        assert running.metric("kv_stream_link_bound_perc", rank="0") == 0.25
+        assert running.metric("kv_stream_link_bound_perc", rank="1") == 0
+
+
 def test_every_field_has_a_metric() -> None:
     made = EngineStats()
     parts = [getattr(made, room.name) for room in fields(made)]
-    rooms = [TierStats, *(type(part) for part in parts if is_dataclass(part))]
+    rooms = [TierStats, StreamStats, *(type(part) for part in parts if is_dataclass(part))]
     assert len(rooms) == len(fields(EngineStats))
     for room in rooms:
         told = {f.name for f in fields(room) if f.metadata.get("figures") or "by" in f.metadata}

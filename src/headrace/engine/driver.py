@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headrace.engine.executor import Computed, Executor, table_of, wanted_of, wanted_rows
 from headrace.engine.group_room import GroupRoom
+from headrace.engine.ranked_streams import RankedStreams
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
@@ -47,7 +48,7 @@ class Driver(Executor):
     """Has steps computed by all ranks. send(step) hands a step to all other ranks, or raises RankLost.
 
     counts: prefills by strategy. end(): ends the other ranks. staged: chunks that a rank can have of a group at a time,
-    if not any number.
+    if not any number; streams: what ranks have streamed, if they do.
     """
 
     rank: Rank
@@ -59,6 +60,7 @@ class Driver(Executor):
     steps: int = 0
     end: Callable[[], None] = lambda: None
     staged: int | None = None
+    streams: RankedStreams | None = None
     _planned: dict[SequenceState, StrategyChoice] = field(default_factory=dict)
 
     @property
@@ -123,6 +125,12 @@ class Driver(Executor):
 
     def add_stats(self, stats: EngineStats) -> None:
         stats.ranks.prefills = dict(self.counts)
+        if self.streams is not None:
+            stats.stream = self.streams.told()
+
+    @property
+    def told_late(self) -> bool:
+        return self.streams is not None
 
     def close(self) -> None:
         self.end()

@@ -60,6 +60,11 @@ class Executor(Protocol):
         """Writes its counters into `stats`."""
         return None
 
+    @property
+    def told_late(self) -> bool:
+        """Whether its counters go on after the last step, as other ranks tell theirs."""
+        return False
+
     def close(self) -> None:
         """Ends the threads and processes that it started. May be called again."""
         return None

@@ -21,6 +21,7 @@ from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Advise, Driver
 from headrace.engine.footprint import keeps_activations, ranks_here
 from headrace.engine.rank_advice import advice
+from headrace.engine.ranked_streams import RankedStreams, answering
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
@@ -95,6 +96,8 @@ def make(config: EngineConfig, group: Group) -> Rank:
     rank = _make(config, group, load_share(config, group))
     if config.tiers is not None:
         rank.tiers = AgentThread(tiers.agent_of(config, rank, _backend(config, rank.decoder))).obey
+    if isinstance(rank.storage, StagedStore):
+        rank.tiers = answering(rank.storage)
     measure.take_part(rank, config.ranks.tensor)
     return rank
 
@@ -159,8 +162,16 @@ class Ranks:
     def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
         return Driver(
             self.rank, cache, self._workers.send, self._advise(config), allowed(config), end=self.close,
-            staged=self.rank.staged,
+            staged=self.rank.staged, streams=self._streams(),
         )  # fmt: skip
+
+    def _streams(self) -> RankedStreams | None:
+        """What ranks stream, if they do; workers then answer nothing else."""
+        if not isinstance(self.rank.storage, StagedStore):
+            return None
+        streams = RankedStreams({0: self.rank.storage}, sorted(self._workers.pids), self._workers.send_to)
+        self._workers.on_answer = streams.heard
+        return streams
 
     def open_tiers(self, cache: KVCache, config: EngineConfig, capacity: Capacity) -> StoredPrefixes:
         """Opens those of every rank. Raises ValueError, RankLost."""

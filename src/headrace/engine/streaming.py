@@ -14,6 +14,7 @@ from headrace.engine.programs import batch_of, prompts_of
 from headrace.engine.sequence import Slice
 from headrace.offload.streaming.step import StreamBatch
 from headrace.offload.streaming.streamer import Streamer
+from headrace.stats import EngineStats
 from headrace.types import CHUNK, chunks_for
 
 
@@ -42,6 +43,10 @@ class StreamRunner(Executor):
         prompts = prompts_of(slices) if self.decoder.config.rope_depends_on_length else None
         some = None if len(rows) == plan.rows else torch.tensor(rows, dtype=torch.int64)
         return StreamBatch(batch_of(self.decoder.config, slices, plan.positions), plan, some, prompts)
+
+    def add_stats(self, stats: EngineStats) -> None:
+        totals, layers = self.streamer.transfers.totals, self.decoder.config.attention.layers
+        stats.stream = {"0": totals.told(self.streamer.options.schedule, layers)}
 
     def close(self) -> None:
         """Ends the copy streams. May be called again."""

@@ -215,13 +215,13 @@ def _step_on(core: EngineCore, link: Link, inbox: Inbox) -> int:
 def _drain(core: object, inbox: Inbox, refused: dict[str, str]) -> bool:
     """Takes in what has arrived, waiting for something if there is nothing to do. False: the other side is gone.
 
-    Where there are tiers it waits for REPORT_S at most, since they change beside the steps.
+    Where there are tiers, or other ranks stream, it waits for REPORT_S at most: their figures change beside the steps.
     """
     from headrace.engine.core import EngineCore
 
     assert isinstance(core, EngineCore)
     block = not core.has_work
-    idle_s = None if core.offload is None else REPORT_S
+    idle_s = REPORT_S if core.offload is not None or core.loaded.executor.told_late else None
     while block or not inbox.empty():
         try:
             message = inbox.get(timeout=TICK_S if core.settle() else idle_s)

@@ -46,6 +46,9 @@ class OutsideKV(Protocol):
         """For the groups of the next step, in their order, whose first layers it begins to load. Raises ValueError for
         more chunks than can be staged, and what went wrong while the step before was written."""
 
+    def computed(self) -> None:
+        """The step that was staged last has been computed: takes its time into the figures."""
+
     def close(self) -> None:
         """Ends its threads. May be called again."""
 

@@ -115,6 +115,8 @@ class Rank:
             found |= {(index, *key): row for key, row in zip(keys, rows, strict=True)}
         for work in going:
             work.drain()
+        if not isinstance(self.storage, KVStorage):
+            self.storage.computed()
         return found
 
     def _expect(self, index: int, group: StepGroup, number: int) -> list[PendingHidden]:

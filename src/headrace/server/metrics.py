@@ -56,6 +56,7 @@ class _EngineCollector(Collector):
         yield self._gauge("kv_bytes_per_token", "Bytes of K and V that one token takes, over all layers.", size)
         used = stats.kv.chunks_used / max(1, stats.kv.chunks_total)
         yield self._gauge("kv_cache_usage_perc", "Share of the KV pool in use; 1 is full.", used)
+        yield self._link_bound(stats)
         families: dict[str, Metric] = {}
         for figure, labels in EngineStats.figures():
             kind = CounterMetricFamily if figure.counts else GaugeMetricFamily
@@ -64,6 +65,13 @@ class _EngineCollector(Collector):
         for figure, told, value in stats.samples():
             families[figure.metric].add_metric([self.model, *told.values()], value)
         yield from families.values()
+
+    def _link_bound(self, stats: EngineStats) -> Metric:
+        told = "Share of the time of steps on streamed KV in which the rank waited for the link; 1 is all."
+        family = GaugeMetricFamily(PREFIX + "kv_stream_link_bound_perc", told, labels=["model_name", "rank"])
+        for rank, own in stats.stream.items():
+            family.add_metric([self.model, rank], own.link_bound)
+        return family
 
     def _gauge(self, name: str, told: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, told, labels=["model_name"])

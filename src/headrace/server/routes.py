@@ -21,7 +21,17 @@ from headrace.server.tokenizing import detokenize, tokenize, tokenizer_info
 
 def install_routes(app: FastAPI, state: ServerState) -> None:
     router = APIRouter()
+    _install_answers(router, state)
+    _install_messages(router, state)
+    _install_tokenizing(router, state)
+    install_responses(router, state)
+    _install_models(router, state)
+    _install_status(router, state)
+    app.include_router(router)
+    app.state.routes = router.routes
 
+
+def _install_answers(router: APIRouter, state: ServerState) -> None:
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await answer(state, request, Completions())
@@ -38,6 +48,8 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     async def score(request: Request) -> Response:
         return await answer(state, request, Scoring())
 
+
+def _install_messages(router: APIRouter, state: ServerState) -> None:
     messages = Messages()
 
     @router.post("/v1/messages")
@@ -48,6 +60,8 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     async def count_tokens(request: Request) -> Response:
         return await messages.count(state, request)
 
+
+def _install_tokenizing(router: APIRouter, state: ServerState) -> None:
     @router.post("/tokenize")
     async def tokens(request: Request) -> Response:
         return await tokenize(state, request)
@@ -60,8 +74,8 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     async def info() -> Response:
         return tokenizer_info(state)
 
-    install_responses(router, state)
 
+def _install_models(router: APIRouter, state: ServerState) -> None:
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
         return list_models(state, request)
@@ -70,6 +84,8 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     async def model(request: Request, name: str) -> Response:
         return tell_model(state, request, name)
 
+
+def _install_status(router: APIRouter, state: ServerState) -> None:
     @router.get("/health")
     async def health() -> Response:
         return _health(state)
@@ -81,9 +97,6 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     @router.get("/openapi.json")
     async def openapi() -> Response:
         return JsonReply(document(state.keys.guarded))
-
-    app.include_router(router)
-    app.state.routes = router.routes
 
 
 def _health(state: ServerState) -> Response:

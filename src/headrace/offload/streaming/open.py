@@ -134,9 +134,11 @@ def open_staged(config: EngineConfig, decoder: Decoder, sized: StreamSizes, kv_d
     if config.cache.prefault:
         store.prefault()
     streams = open_copy_streams(torch.device("cpu"), EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
+    staged = StagedStore(spec, store, sized.staged, streams)
     if asked.weights:
-        decoder.layers = LayersInTurn(StreamedLayers(decoder, streams.into, outside if asked.path else None))
-    return StagedStore(spec, store, sized.staged, streams)
+        layers = StreamedLayers(decoder, streams.into, outside if asked.path else None)
+        decoder.layers = LayersInTurn(layers, staged.totals)
+    return staged
 
 
 def open_streamer(

@@ -21,8 +21,9 @@ from headrace.kv.chunk_copies import copy_chunks_alone
 from headrace.kv.own_chunks import OwnChunks, Slots
 from headrace.offload.copy_streams import CopyStreams
 from headrace.offload.streaming.store import OutsideStore
-from headrace.offload.streaming.transfers import StreamingTotals
+from headrace.offload.streaming_totals import StreamingTotals
 from headrace.offload.ticket import Ticket
+from headrace.stats import StreamStats
 
 BUFFERS = 2
 
@@ -39,6 +40,7 @@ class StagedStore:
         self.totals = StreamingTotals()
         self._passes: list[LayerPass] = []
         self._begun = 0
+        self._staged_s = 0.0
         self._written: dict[int, Ticket] = {}
         self._under_way: list[Ticket] = []
 
@@ -46,6 +48,7 @@ class StagedStore:
         """See parallel.outside.OutsideKV."""
         self.settle()
         self.totals.steps += 1
+        self._staged_s = time.perf_counter()
         self._passes, self._begun = [], 0
         staged = [self._add(own) for own in groups]
         for _ in range(BUFFERS):
@@ -101,6 +104,14 @@ class StagedStore:
     def _submitted(self, ticket: Ticket) -> Ticket:
         self._under_way.append(ticket)
         return ticket
+
+    def computed(self) -> None:
+        """See parallel.outside.OutsideKV."""
+        self.totals.seconds += time.perf_counter() - self._staged_s
+
+    def told(self) -> StreamStats:
+        """What has been streamed so far. On any thread."""
+        return self.totals.told("row", self.spec.layers)
 
     def settle(self) -> None:
         """Until nothing is on its way. Raises what a copy raised, from then on: the store may lack what was written."""

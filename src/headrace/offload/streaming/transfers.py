@@ -6,7 +6,7 @@ T: rows of a batch, H: hidden size, Hkv: KV heads, D: head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -18,27 +18,10 @@ from headrace.offload.copy_streams import CopyStreams, copy_alone
 from headrace.offload.streaming.staging import Staging, StagingPiece, gather
 from headrace.offload.streaming.store import OutsideStore
 from headrace.offload.streaming.throughput import Throughput
+from headrace.offload.streaming_totals import StreamingTotals
 from headrace.offload.ticket import Ticket
 from headrace.offload.weights.streamed import LayerSource, WeightSlice
 from headrace.types import CHUNK
-
-
-@dataclass(slots=True)
-class StreamingTotals:
-    """Of the steps so far: chunks of all layers loaded and projected, bytes in and out, seconds predicted, spent, and
-    spent waiting for what comes in."""
-
-    steps: int = 0
-    loaded: int = 0
-    projected: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    predicted_s: float = 0.0
-    seconds: float = 0.0
-    waited_s: float = 0.0
-
-    def copy(self) -> StreamingTotals:
-        return replace(self)
 
 
 @dataclass(slots=True)
@@ -103,7 +86,7 @@ class Transfers:
             written.wait()
             copy_alone(into, outside)
 
-        return self.streams.into.submit(run, outside.nbytes, "hidden")
+        return self._load(run, outside.nbytes, "hidden")
 
     # -- out
 

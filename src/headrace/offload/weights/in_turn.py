@@ -5,20 +5,23 @@ T: rows, n: rows whose states are wanted, H: hidden size, Hq, Hkv: query and KV 
 
 from __future__ import annotations
 
+import time
+
 from torch import Tensor
 
 from headrace.kernels.backend import Attend
 from headrace.kernels.block import Watch
 from headrace.models.decoder import OneByOne
-from headrace.offload.weights.streamed import StreamedLayers
+from headrace.offload.streaming_totals import StreamingTotals
+from headrace.offload.weights.streamed import StreamedLayers, WeightPart
 
 
 class LayersInTurn(OneByOne):
-    """The layers of a decoder over `source`; layer 0 follows the last one, for the next pass."""
+    """The layers of a decoder over `source`, counted in `totals`; layer 0 follows the last one, for the next pass."""
 
-    def __init__(self, source: StreamedLayers) -> None:
+    def __init__(self, source: StreamedLayers, totals: StreamingTotals) -> None:
         super().__init__(source.outside)
-        self.source = source
+        self.source, self.totals = source, totals
 
     def __call__(
         self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None, watch: Watch | None = None
@@ -31,21 +34,28 @@ class LayersInTurn(OneByOne):
             if following != index:
                 source.load(following, 0, 1, "first")
                 source.load(following, 0, 1, "rest")
+                self.totals.bytes_in += source.bytes_per_layer
             if watch is not None:
                 watch(index, x)
-            source.wait(index, "kv", "q")
-            x = source.layer(index)(x, cos_sin, _RestAwaited(attend, source), rows if index + 1 == count else None)
+            self.wait(index, "kv", "q")
+            x = source.layer(index)(x, cos_sin, _RestAwaited(attend, self), rows if index + 1 == count else None)
             source.done(index)
         return x
+
+    def wait(self, layer: int, *parts: WeightPart) -> None:
+        """Until these parts of the layer's weights are there."""
+        began = time.perf_counter()
+        self.source.wait(layer, *parts)
+        self.totals.waited_s += time.perf_counter() - began
 
 
 class _RestAwaited(Attend):
     """Attention during which the rest of its layer's weights may come."""
 
-    def __init__(self, attend: Attend, source: StreamedLayers) -> None:
-        self.attend, self.source = attend, source
+    def __init__(self, attend: Attend, layers: LayersInTurn) -> None:
+        self.attend, self.layers = attend, layers
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         out = self.attend(layer, q, k, v) if rows is None else self.attend(layer, q, k, v, rows)
-        self.source.wait(layer, "out", "up", "down")
+        self.layers.wait(layer, "out", "up", "down")
         return out
