@@ -147,8 +147,8 @@ def look_at_once(llm: LLM) -> None:
     source: Any = llm.engine.offload.source  # type: ignore[union-attr]
     look = source.look
 
-    def looked(digests: Any) -> Any:
-        lookup = look(digests)
+    def looked(*asked: Any) -> Any:
+        lookup = look(*asked)
         lookup.wait_briefly(20)
         assert lookup.done
         return lookup

@@ -23,6 +23,7 @@ from headrace.parallel.threads import RankThreads, one_rank_computes
 from headrace.parallel.transport import LAST, Tag, Transfer, Transport
 from headrace.parallel.workspace import Workspace
 from headrace.strategies import STRATEGIES, load
+from headrace.types import CHUNK
 
 RUNS: dict[str, Callable[[GroupContext], Attend | None]] = {name: load(each.runs) for name, each in STRATEGIES.items()}
 
@@ -148,12 +149,15 @@ class Rank:
         return self.decoder.forward(self._batch(group, runs), attend, rows, self._keep(group, runs))
 
     def _keep(self, group: StepGroup, runs: list[group_layout.RowRange]) -> KeepActivations | None:
-        """Keeps the activations of rows in chunks that are this rank's own."""
+        """Keeps the activations of rows in chunks that are this rank's own, and its turn among the tensor ranks."""
         if not isinstance(self.storage, KVStorage) or not self.storage.keeps_activations:
             return None
         places = [group_layout.own_places(group, run, self.transport.rank, self.storage.slots) for run in runs]
         slots, offsets = (np.concatenate(each) for each in zip(*places, strict=True))
-        return KeepActivations(slots, offsets, self.storage)
+        chunks = np.concatenate([np.arange(run.start, run.end) for run in runs]) // CHUNK
+        turns = self.decoder.turns
+        mine = np.where(chunks % turns.ranks == turns.rank, slots, -1).astype(np.int32)
+        return KeepActivations(mine, offsets, self.storage)
 
     def _pass_on(self, attend: Attend) -> None:
         """A rank without rows takes part in the exchange."""
