@@ -136,10 +136,19 @@ def opened(case: Case, folder: Path, given: dict[str, Any]) -> LLM:
         llm.engine.offload.choose = projecting if case["source"] in PROJECTED else forced(0.0, 0.0)
         look_at_once(llm)
     elif case["source"] in PROJECTED:
-        llm.engine.loaded.executor.streamer.options.share = 0.4  # type: ignore[attr-defined]
+        project_some(llm)
     if "cached" in case["source"]:
         watched(llm, [prompts_of(llm)[0][: CHUNK + 5]], BRIEF)
     return llm
+
+
+def project_some(llm: LLM) -> None:
+    """Has steps project a part of the chunks that have X, on all ranks."""
+    if llm.engine.loaded.ranks is None:
+        llm.engine.loaded.executor.streamer.options.share = 0.4  # type: ignore[attr-defined]
+        return
+    for storage in storages(llm):
+        storage.x.share = 0.4
 
 
 def look_at_once(llm: LLM) -> None:
