@@ -143,12 +143,18 @@ def opened(case: Case, folder: Path, given: dict[str, Any]) -> LLM:
 
 
 def project_some(llm: LLM) -> None:
-    """Has steps project a part of the chunks that have X, on all ranks."""
+    """Has steps project a part of the chunks that have X, on all ranks. Of several one computes some first: strategies
+    that cut a short prompt leave no rank with all rows of a chunk."""
+    executor: Any = llm.engine.loaded.executor
     if llm.engine.loaded.ranks is None:
-        llm.engine.loaded.executor.streamer.options.share = 0.4  # type: ignore[attr-defined]
+        executor.streamer.options.share = 0.4
         return
     for storage in storages(llm):
         storage.x.share = 0.4
+    allowed, executor.allowed = executor.allowed, ("single",)
+    watched(llm, [prompts_of(llm)[0][: 3 * CHUNK + 5]], BRIEF)
+    executor.allowed = allowed
+    executor.counts.clear()
 
 
 def look_at_once(llm: LLM) -> None:
