@@ -88,8 +88,8 @@ class RankedLLM(LLM):
     def forget(self) -> None:
         """What lies in the pools becomes wrong, so that whatever is read before it has come back shows."""
         for rank in self.ranks:
-            for pool in rank.storage.pools:
-                pool.k.fill_(7), pool.v.fill_(7)
+            for each in (*(x for pool in rank.storage.pools for x in (pool.k, pool.v)), *(rank.storage.x or ())):
+                each.fill_(7)
 
 
 def over_ranks(

@@ -140,11 +140,6 @@ SIZES = (
     WrongUse("a schedule without a place", "serve --offload-schedule row", "offload_schedule needs a place for KV"),
     WrongUse("heads that cannot be shared", "serve -tp 3", "tensor_parallel_size 3 does not divide 8 query heads"),
     WrongUse("no ranks", "serve -cp 0", "context_parallel_size must be an integer of at least 1, got 0"),
-    WrongUse(
-        "activations of tensor ranks",
-        "serve -tp 2 --kv-offloading-size 1 --kv-offload-activations on",
-        "each tensor rank would store the whole of them",
-    ),
     WrongUse("an address elsewhere", "serve -cp 2 --rank-interface 198.51.100.1", "is not an address of this host"),
 )
 MODELS = (

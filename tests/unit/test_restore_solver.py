@@ -349,3 +349,18 @@ def test_caution_where_the_copy_stream_takes_the_cores() -> None:
     assert best.load < 64 and gain > 0.02
     assert restore_split(MHA, busy, caution=gain / 0.4 * 0.99)[:3] == best[:3]
     assert restore_split(MHA, busy, caution=gain / 0.4 * 1.01)[:3] == (0, 0, 64)
+
+
+def test_tensor_ranks_take_turns_to_bring_activations() -> None:
+    """Of two ranks each brings X of every second chunk: the one that begins has one more of an odd number."""
+    costs = Fixed({"disk": (1e6, 0.0, 1e-7)}, project_s=1e-5, prefill_s=1e-2, attend_s=0.0)
+    turns, half, whole = (
+        StoredRun(0, 10, 8, kv_bytes=1e5, x_bytes=size, layers=4, tiers="disk", x_turns=ranks)
+        for size, ranks in ((1e5, 2), (0.5e5, 1), (1e5, 1))
+    )
+    for x in range(0, 11, 2):
+        assert predict(turns, costs, 0, x) == predict(half, costs, 0, x)
+    assert predict(turns, costs, 9, 1) == predict(whole, costs, 9, 1)
+    assert restore_split(turns, costs).x == 10 > restore_split(whole, costs).x
+    with pytest.raises(ValueError, match="x_turns"):
+        replace(turns, x_turns=0)

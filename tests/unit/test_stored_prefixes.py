@@ -52,7 +52,7 @@ class FakeSource:
         self.lookups: list[SimpleNamespace] = []
         self.restores: list[FakeRestore] = []
 
-    def look(self, digests: Sequence[bytes]) -> SimpleNamespace:
+    def look(self, digests: Sequence[bytes], first: int) -> SimpleNamespace:
         found = [SimpleNamespace(digest=digest, rank=0) for digest in digests[:STORED]]
         self.lookups.append(SimpleNamespace(done=False, found=found))
         return self.lookups[-1]

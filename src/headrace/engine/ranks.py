@@ -121,7 +121,7 @@ def open_storage(config: EngineConfig, decoder: Decoder) -> KVStorage | StagedSt
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else decoder.dtype
     sized = stream_sizes(config, read_config(model_folder(config.model.folder)), decoder.dtype, kv_dtype)
     if sized is not None:
-        return streaming.open_staged(config, decoder, sized, kv_dtype)
+        return streaming.open_staged(config, decoder, sized, kv_dtype, _backend(config, decoder))
     assert config.cache.tokens is not None, "the driver sizes the cache"
     model, dtype = decoder.config, decoder.dtype
     keeps = keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize)

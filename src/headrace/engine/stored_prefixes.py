@@ -164,7 +164,7 @@ class StoredPrefixes(Below):
         first, last = table.length // CHUNK, table.reusable_chunks
         if not table.shares or first >= last or table.length % CHUNK:
             return SETTLED
-        return Looking(first, self.source.look([table.digest(chunk) for chunk in range(first, last)]))
+        return Looking(first, self.source.look([table.digest(chunk) for chunk in range(first, last)], first))
 
     def _arrives_for_another(self, table: ChunkTable, state: Looking) -> bool:
         """Whether another sequence is being brought what this one needs next."""

@@ -89,9 +89,9 @@ def agent_of(config: EngineConfig, rank: Runner | Rank, backend: str) -> TierAge
     def opener(identity: bytes) -> Opened:
         return open_here(config, backend, identity, rank.decoder, _pool_of(rank))
 
-    share = rank.decoder.share
-    place, heads = 0 if share is None else share.rank, head_share(rank.decoder)
-    agent = TierAgent(opener, place, heads, rank.fence.here) if isinstance(rank, Rank) else TierAgent(opener)
+    agent = TierAgent(opener)
+    if isinstance(rank, Rank):
+        agent = TierAgent(opener, rank.decoder.turns, head_share(rank.decoder), rank.fence.here)
     rank.coming = agent
     return agent
 

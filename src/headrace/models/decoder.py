@@ -30,6 +30,7 @@ from headrace.models.rope import Rope
 from headrace.models.shards import ShardGroup, Share, Width
 from headrace.models.spec import LEARNED_OFFSET
 from headrace.models.weights import OnProgress, load_weights
+from headrace.models.x_turns import XTurns
 from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class Decoder:
     With `tensor`, one of several tensor ranks: `weights` are its share, and `config.attention` and `key_bias` become
     those of its own heads, so that keys and values are stored for these alone. All ranks of the group call `forward`
     with the same batches in the same order, and get the same hidden states; rank 0 alone has `logits`. `share`: what it
-    computes; None where that is everything.
+    computes; None where that is everything. `turns`: whose turn it is to keep a chunk's activations.
     """
 
     def __init__(
@@ -194,6 +195,7 @@ class Decoder:
         packed: OnProgress | None = None,
     ) -> None:
         self.share = share = _share(config, tensor)
+        self.turns = XTurns(None if share is None else tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
         self.matrices = _pack_all(weights, quantization, config.gated, packed)
         self.weights = weights

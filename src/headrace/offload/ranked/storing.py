@@ -48,8 +48,9 @@ class ChunkStorer:
         assert digest is not None
         rank, slot = divmod(node.slot, self.per_rank)
         command = words.StoreChunk(
-            0, slot, digest, node.tenant, parked is not None, in_memory, activations=node.activations
-        )
+            0, slot, digest, node.tenant, parked is not None, in_memory, node.activations,
+            chunk=node.number if self.peers.tensor > 1 else 0,
+        )  # fmt: skip
         if (agent := self.peers.here(rank)) is not None:
             if agent.store(command, parked):
                 node.stored = True

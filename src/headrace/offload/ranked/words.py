@@ -26,7 +26,7 @@ Reach = tuple[Place, ...]
 
 class WantedHere(NamedTuple):
     """A chunk to be brought: its number in the sequence, its name, where it goes, where each tensor rank has it, and as
-    what it comes: keys and values ("k") or activations ("x")."""
+    what it comes: keys and values ("k") or activations ("x"), which one tensor rank has (models.x_turns)."""
 
     chunk: int
     digest: bytes
@@ -51,10 +51,12 @@ class OpenTiers(msgspec.Struct, frozen=True, tag=True):
 
 
 class FindChunks(msgspec.Struct, frozen=True, tag=True):
-    """Which tier has each of these chunks? Answered by ChunksFound."""
+    """Which tier has each of these chunks, of which the first is number `first` of a sequence? Answered by
+    ChunksFound."""
 
     number: int
     digests: list[bytes]
+    first: int = 0
 
 
 class BringChunks(msgspec.Struct, frozen=True, tag=True):
@@ -84,7 +86,8 @@ class StoreChunk(msgspec.Struct, frozen=True, tag=True):
     """Gives a chunk to the tiers that lack it. Answered by ChunkStored once its slot may be written again.
 
     sure: asks every tier whether it has it, not only those in memory. in_memory: gives it to these alone. activations:
-    whether its slot has them, too.
+    whether its slot has them, too, on the tensor rank whose turn it is. chunk: its number in a sequence, by which that
+    goes.
     """
 
     number: int
@@ -94,6 +97,7 @@ class StoreChunk(msgspec.Struct, frozen=True, tag=True):
     sure: bool
     in_memory: bool = False
     activations: bool = False
+    chunk: int = 0
 
 
 class TellTiers(msgspec.Struct, frozen=True, tag=True):
@@ -118,7 +122,7 @@ class TiersOpen(msgspec.Struct, frozen=True, tag=True):
 
 class ChunksFound(msgspec.Struct, frozen=True, tag=True):
     """places: of keys and values. x: tiers of activations, of the chunks up to the first whose keys and values none
-    has. None for a chunk that no tier has."""
+    has; of each the tensor rank's whose turn it is. None for a chunk that no tier has."""
 
     number: int
     places: list[Reach | None]

@@ -57,7 +57,8 @@ class StoredRun:
     new tokens follow. kv_bytes, x_bytes: a chunk's stored bytes over all `layers` (x_bytes None: no activations are
     stored). has_x: of which chunks they are; none given: of all. tiers: where it is stored; of several, one per chunk.
     ranks: who brings each chunk, all at the same time (projecting costs as if one did it all); none: one rank. held:
-    resident chunks of each of several ranks. Raises ValueError.
+    resident chunks of each of several ranks. x_turns: tensor ranks that take turns to bring activations, whole rows,
+    where each brings its own heads of K and V (kv_bytes). Raises ValueError.
     """
 
     first: int
@@ -70,10 +71,13 @@ class StoredRun:
     ranks: tuple[int, ...] = ()
     has_x: tuple[bool, ...] = ()
     held: tuple[int, ...] = ()
+    x_turns: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.first, self.chunks, self.suffix) < 0 or self.layers < 1 or not self.kv_bytes > 0:
-            raise ValueError(f"a run needs counts of at least 0, and layers and kv_bytes above 0: {self}")
+        if min(self.first, self.chunks, self.suffix) < 0 or not self.kv_bytes > 0:
+            raise ValueError(f"a run needs counts of at least 0, and kv_bytes above 0: {self}")
+        if min(self.layers, self.x_turns) < 1:
+            raise ValueError(f"a run needs layers and x_turns of at least 1: {self}")
         if self.x_bytes is not None and not self.x_bytes > 0:
             raise ValueError(f"a run's x_bytes must be above 0, or None for none; got {self.x_bytes}")
         if not isinstance(self.tiers, str) and len(self.tiers) != self.chunks:
@@ -170,7 +174,8 @@ class CostTables:
         self.places = run.by_place
         tiers = {tier for _, tier in self.places}
         self.kv_s = {tier: self._transfers(tier, run.kv_bytes, counts) for tier in tiers}
-        self.x_s = {tier: self._transfers(tier, run.x_bytes or 0.0, counts) for tier in tiers}
+        self.x_counts = -(-counts // run.x_turns)  # of the tensor rank that brings most
+        self.x_s = {tier: self._transfers(tier, run.x_bytes or 0.0, self.x_counts) for tier in tiers}
         self.project_s = costs.project(counts * CHUNK)
         self.prefill_s = prefill(costs, run.first * CHUNK, counts * CHUNK, max_batch_tokens)
         end = (run.first + run.chunks) * CHUNK
@@ -208,7 +213,7 @@ class CostTables:
         for (rank, tier), before in self.places.items():
             projected = before[tokens + x] - before[tokens]
             loaded = before[-1] - before[tokens + x]
-            size = projected * (self.run.x_bytes or 0.0) + loaded * self.run.kv_bytes
+            size = self.x_counts[projected] * (self.run.x_bytes or 0.0) + loaded * self.run.kv_bytes
             own = np.stack([self.x_s[tier][projected], self.kv_s[tier][loaded], size * self.costs.cpu_s_per_byte(tier)])
             found[rank] = found[rank] + own if rank in found else own
             given = given + loaded * run_bytes * self.costs.together_s_per_byte(tier)
