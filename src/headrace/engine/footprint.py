@@ -127,7 +127,7 @@ class Footprint:
         room = (self.free - self.weights - self.kv_bytes()) // here
         if size * GIB > room:
             raise ValueError(
-                f"kv_offloading_size {size:g} GiB{f' on each of {here} ranks' if here > 1 else ''} is too much: "
+                f"kv_offloading_size {size:g} GiB{self._each()} is too much: "
                 f"{self._what_is_free()} and {gib(self.kv_bytes())} for the KV cache in the pool: at most {gib(room)} "
                 f"{'a rank fit' if here > 1 else 'fit'}"
             )

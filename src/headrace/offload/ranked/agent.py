@@ -135,11 +135,12 @@ class TierAgent:
                 self._cancel(command.number)
             case words.EndBring():
                 self._end(command, say)
-            case words.StoreChunk():
+            case words.StoreChunks():
                 try:
-                    self.store(command)
+                    for chunk in command.chunks:
+                        self.store(chunk)
                 finally:
-                    say(words.ChunkStored(command.number))
+                    say(words.ChunksStored(command.number))
             case words.TellTiers():
                 say(self.told(command.number))
             case words.CloseTiers():
@@ -240,7 +241,7 @@ class TierAgent:
         else:
             ended()
 
-    def store(self, chunk: words.StoreChunk, parked: Parked | None = None) -> bool:
+    def store(self, chunk: words.ChunkToStore, parked: Parked | None = None) -> bool:
         """Offers a chunk to the tiers that lack it; afterwards its slot may be written again. Nobody waits for an
         answer from disk or network.
 
@@ -289,7 +290,7 @@ class AgentThread:
     """The agent of a rank in another process than rank 0: it opens, stores and closes on a thread, in the order asked
     for, so that the link is read meanwhile."""
 
-    SLOW = (words.OpenTiers, words.StoreChunk, words.CloseTiers)
+    SLOW = (words.OpenTiers, words.StoreChunks, words.CloseTiers)
 
     def __init__(self, agent: TierAgent) -> None:
         self.agent = agent

@@ -42,7 +42,7 @@ def _joined(answers: Sequence[Any]) -> words.Answer:
             )
         case words.BringEnded():
             return words.BringEnded(first.number, max(each.waited_s for each in answers), first.projections)
-        case words.ChunkStored():
+        case words.ChunksStored():
             return first
         case words.TiersTold():
             return words.TiersTold(first.number, summed(answers), sum(each.queued for each in answers))

@@ -35,6 +35,20 @@ class WantedHere(NamedTuple):
     kind: BlobKind = "k"
 
 
+class ChunkToStore(NamedTuple):
+    """sure: asks every tier whether it has the chunk, not only those in memory. in_memory: gives it to these alone.
+    activations: whether its slot has them, too, on the tensor rank whose turn it is. chunk: its number in a sequence,
+    by which that goes."""
+
+    slot: int
+    digest: bytes
+    tenant: bytes
+    sure: bool
+    in_memory: bool = False
+    activations: bool = False
+    chunk: int = 0
+
+
 class LayerProjection(NamedTuple):
     """One layer's projection; beside_copies: whether the copy stream was at work all the while."""
 
@@ -82,22 +96,12 @@ class EndBring(msgspec.Struct, frozen=True, tag=True):
     bring: int
 
 
-class StoreChunk(msgspec.Struct, frozen=True, tag=True):
-    """Gives a chunk to the tiers that lack it. Answered by ChunkStored once its slot may be written again.
-
-    sure: asks every tier whether it has it, not only those in memory. in_memory: gives it to these alone. activations:
-    whether its slot has them, too, on the tensor rank whose turn it is. chunk: its number in a sequence, by which that
-    goes.
-    """
+class StoreChunks(msgspec.Struct, frozen=True, tag=True):
+    """Gives chunks, in this order, to the tiers that lack them. Answered by ChunksStored once all their slots may be
+    written again."""
 
     number: int
-    slot: int
-    digest: bytes
-    tenant: bytes
-    sure: bool
-    in_memory: bool = False
-    activations: bool = False
-    chunk: int = 0
+    chunks: list[ChunkToStore]
 
 
 class TellTiers(msgspec.Struct, frozen=True, tag=True):
@@ -149,7 +153,7 @@ class BringEnded(msgspec.Struct, frozen=True, tag=True):
     projections: list[LayerProjection]
 
 
-class ChunkStored(msgspec.Struct, frozen=True, tag=True):
+class ChunksStored(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
@@ -161,8 +165,8 @@ class TiersTold(msgspec.Struct, frozen=True, tag=True):
     queued: int
 
 
-Command = OpenTiers | FindChunks | BringChunks | CancelBring | EndBring | StoreChunk | TellTiers | CloseTiers
-Answer = TiersOpen | ChunksFound | ChunksBrought | BringEnded | ChunkStored | TiersTold
+Command = OpenTiers | FindChunks | BringChunks | CancelBring | EndBring | StoreChunks | TellTiers | CloseTiers
+Answer = TiersOpen | ChunksFound | ChunksBrought | BringEnded | ChunksStored | TiersTold
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: Any = msgspec.msgpack.Decoder(Command)
