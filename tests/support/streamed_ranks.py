@@ -20,6 +20,7 @@ from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import LoopbackHub
 from headrace.planner.choice import choose
 from headrace.planner.machine import ModelShape
+from headrace.planner.shards import Prefill
 from headrace.progress import untold
 from headrace.strategies import STRATEGIES
 from headrace.types import CHUNK
@@ -68,7 +69,7 @@ def streamed_ranks(
     shape = ModelShape.of(made[0].decoder.config)
 
     def advise(count: int, start: int, cached_on: Any, allow: tuple[str, ...]) -> Any:
-        return choose(MACHINE, shape, context, count, start, cached_on, allowed=allow)
+        return choose(Prefill(MACHINE, shape, context, count, start, cached_on), allowed=allow)
 
     workers = Threads(made[1:], hubs)  # type: ignore[arg-type]
     driver = Driver(made[0], cache, workers.send, advise, tuple(allowed), staged=made[0].staged)

@@ -12,13 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.offload.restore.estimators import LinearRate, PrefillRate
 from headrace.offload.restore.ranked_plan import PlannedPrefill, best_way, planned, told
-from headrace.offload.restore.rates import Rates
-from headrace.offload.restore.solver import LEAST_GAIN, Split, StoredRun, predict, restore_split
-from headrace.offload.restore.strategy_rates import POINTS, Kind, StrategyRates
+from headrace.offload.restore.run_costs import StoredRun
+from headrace.offload.restore.solver import LEAST_GAIN, Split, predict, restore_split
 from headrace.planner.choice import choose, estimates
+from headrace.planner.estimators import LinearRate, PrefillRate
 from headrace.planner.machine import ComputeRates, Machine, ModelShape
+from headrace.planner.profile import Rates
+from headrace.planner.shards import Prefill
+from headrace.planner.strategy_rates import POINTS, Kind, StrategyRates
 from headrace.strategies import OFFERED
 from headrace.types import CHUNK
 
@@ -40,7 +42,7 @@ MOST = 2048
 
 @lru_cache(maxsize=256)
 def predicted(machine: str, ranks: int, new: int, cached: int, lies: tuple[float, ...]) -> Mapping[str, float]:
-    return estimates(MACHINES[machine], SHAPE, ranks, new, cached, lies)
+    return estimates(Prefill(MACHINES[machine], SHAPE, ranks, new, cached, lies))
 
 
 def strategies(machine: str, ranks: int) -> StrategyRates:
@@ -168,11 +170,11 @@ def test_estimates_are_what_the_planner_predicts(new: int, cached: int, layers: 
     """Without a search, of models as deep as one likes."""
     shape = msgspec.structs.replace(SHAPE, layers=layers)
     for machine in MACHINES.values():
-        exact = choose(machine, shape, 2, new, cached, (1, 3)).predicted_s
-        found = estimates(machine, shape, 2, new, cached, (1, 3))
+        exact = choose(Prefill(machine, shape, 2, new, cached, (1, 3))).predicted_s
+        found = estimates(Prefill(machine, shape, 2, new, cached, (1, 3)))
         assert found == pytest.approx(dict(exact), rel=0.06)
-    assert set(estimates(MACHINE, shape, 2, new, 0, allowed=("ring-q",))) == {"ring-kv"}
-    assert set(estimates(MACHINE, shape, 1, new, 0)) == {"single"}
+    assert set(estimates(Prefill(MACHINE, shape, 2, new, 0), allowed=("ring-q",))) == {"ring-kv"}
+    assert set(estimates(Prefill(MACHINE, shape, 1, new, 0))) == {"single"}
 
 
 def flat(new: int, cached: int, lies: Sequence[float]) -> Mapping[str, float]:

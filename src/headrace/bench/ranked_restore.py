@@ -24,8 +24,9 @@ from headrace.engine.driver import Driver
 from headrace.engine.llm import LLM
 from headrace.engine.stored_prefixes import Choose, StoredPrefixes
 from headrace.offload.restore.ranked_plan import best_way
-from headrace.offload.restore.rates import Rates
-from headrace.offload.restore.solver import Split, StoredRun, predict, restore_split
+from headrace.offload.restore.run_costs import StoredRun
+from headrace.offload.restore.solver import Split, predict, restore_split
+from headrace.planner.profile import Profile
 from headrace.strategies import OFFERED
 from headrace.types import CHUNK, Request
 
@@ -117,9 +118,9 @@ class RankedTestbed:
         self.driver.allowed = OFFERED if way is None or way.strategy is None else (way.strategy,)
         asked: list[tuple[Split, StoredRun]] = []
 
-        def choose(run: StoredRun, rates: Rates, most: int) -> Split:
+        def choose(run: StoredRun, profile: Profile, most: int) -> Split:
             self._runs[loaders_of(run)] = run
-            asked.append(((restore_split if way is None else _forced(way))(run, rates, most), run))
+            asked.append(((restore_split if way is None else _forced(way))(run, profile, most), run))
             return asked[-1][0]
 
         self.offload.choose = choose
@@ -145,12 +146,12 @@ class RankedTestbed:
 
     def predicted(self, way: Way) -> float:
         """Seconds, by the rates as they are now; NEVER where nobody can load like that."""
-        rates, most = self.offload.rates, self.offload.max_batch_tokens
-        assert rates.by_strategy is not None and way.strategy is not None
+        profile, most = self.offload.profile, self.offload.max_batch_tokens
+        assert profile.by_strategy is not None and way.strategy is not None
         run = self._runs.get(way.loaders)
         if run is None or way.recomputed == run.chunks:
-            return float(rates.by_strategy.by_strategy(0, self.tokens + 1).get(way.strategy, NEVER))
-        return predict(run, rates, way.recomputed, 0, most, way.strategy).seconds
+            return float(profile.by_strategy.by_strategy(0, self.tokens + 1).get(way.strategy, NEVER))
+        return predict(run, profile, way.recomputed, 0, most, way.strategy).seconds
 
     def close(self) -> None:
         self._llm.close()
@@ -164,13 +165,13 @@ def loaders_of(run: StoredRun) -> Loaders:
 def _forced(way: Way) -> Choose:
     """A solver that takes this way alone."""
 
-    def choose(run: StoredRun, rates: Rates, most: int) -> Split:
+    def choose(run: StoredRun, profile: Profile, most: int) -> Split:
         recomputed = min(way.recomputed, run.chunks)
         load, wrong = run.chunks - recomputed, loaders_of(run) != way.loaders
         if wrong and load:
             return Split(recomputed, 0, load, NEVER, "given")
         closing = way.strategy if load and way.strategy is not None else ""
-        found = predict(run, rates, recomputed, 0, most, closing)
+        found = predict(run, profile, recomputed, 0, most, closing)
         return Split(recomputed, 0, load, found.seconds, "given", closing)
 
     return choose
