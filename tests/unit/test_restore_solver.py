@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.offload.restore.run_costs import CostTables, Prediction, StoredRun, prefill
-from headrace.offload.restore.solver import EXACT, Split, _Search, predict, restore_split
+from headrace.offload.restore.solver import EXACT, Split, _searched, predict, restore_split
 from headrace.planner.estimators import FloatArray
 from headrace.planner.strategy_rates import Closing
 from headrace.types import CHUNK
@@ -332,7 +332,7 @@ def test_contention_counts_where_copies_and_engine_share_the_cores() -> None:
 def test_caution_where_the_copy_stream_takes_the_cores() -> None:
     """Loading 1 GB/s of which a core works 0.4 s: whatever gains less than 0.4 x 0.4 over loading all is left."""
     calm, busy = (replace(COSTS, tiers={"host": (1e9, 0.0, taken)}) for taken in (0.0, 0.4e-9))
-    shares = [_Search(CostTables(MHA, costs, 2048)).all_loaded()[1] for costs in (busy, calm)]
+    shares = [_searched(CostTables(MHA, costs, 2048))[0].taken_share for costs in (busy, calm)]
     assert shares == [pytest.approx(0.4), 0]
     best = restore_split(MHA, busy, caution=0.0)
     gain = 1 - best.predicted_s / load_all(MHA, busy).seconds

@@ -140,15 +140,18 @@ class RestoreBench(Benchmark):
         from headrace.bench.ranked_restore import RankedTestbed, measured
 
         with tempfile.TemporaryDirectory() as folder:
-            for model, gbps, percent in product(self.models, self.links, self.stored):
-                stored = self.tokens * percent // 100 // CHUNK * CHUNK
-                self.progress(f"{model}, {stored:,} of {self.tokens:,} tokens stored, link {gbps:g} GB/s")
+            for model, gbps in product(self.models, self.links):
                 where = {"model": model, "link_gbps": gbps, "ranks": self.ranks, "latency_ms": self.latency_ms}
+                self.progress(f"{model}, link {gbps:g} GB/s: starting {self.ranks} ranks")
                 testbed = RankedTestbed(
-                    SHAPES[model], Path(folder) / model, self.ranks, gbps, self.tokens, stored, self.latency_ms
+                    SHAPES[model], Path(folder) / model, self.ranks, gbps, self.tokens, self.latency_ms
                 )
                 try:
-                    yield where | measured(testbed, self.repeats)
+                    for percent in sorted(self.stored, reverse=True):  # what is no longer asked for may be evicted
+                        stored = self.tokens * percent // 100 // CHUNK * CHUNK
+                        self.progress(f"{model}, {stored:,} of {self.tokens:,} tokens stored, link {gbps:g} GB/s")
+                        testbed.store(stored)
+                        yield where | measured(testbed, self.repeats)
                 finally:
                     testbed.close()
 

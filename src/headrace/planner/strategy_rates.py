@@ -96,11 +96,10 @@ class StrategyRates:
         counts, starts = np.asarray(count, np.float64), np.asarray(start, np.float64)
         terms = np.stack(np.broadcast_arrays(np.sign(counts), counts, counts * (starts + counts / 2)), axis=-1)
         with self._lock:
-            return {
-                name: (terms @ curve)
-                * np.where(counts < MANY, self._scaled(Kind(name, False)), self._scaled(Kind(name, True)))
-                for name, curve in self._curves.items()
-            }
+            few, many = ([self._scaled(Kind(name, long)) for name in self._curves] for long in (False, True))
+        found = terms @ np.stack(list(self._curves.values()), axis=-1)
+        found = found * np.where(counts[..., None] < MANY, few, many)
+        return {name: found[..., at] for at, name in enumerate(self._curves)}
 
     def seconds(self, start: FloatArray | float, count: FloatArray | float) -> FloatArray:
         """By the best strategy, elementwise."""

@@ -148,7 +148,7 @@ class Prediction(NamedTuple):
 class CostTables:
     """What the pieces of a run cost; transfers and projections by how many chunks they take (arrays over 0 .. chunks).
 
-    closing: the strategy of the suffix that is predicted with; the likeliest unless `close_by` says otherwise.
+    closings: how the suffix may be computed, the likeliest first.
     """
 
     def __init__(self, run: StoredRun, costs: Costs, max_batch_tokens: int) -> None:
@@ -163,16 +163,8 @@ class CostTables:
         self.project_s = costs.project(counts * CHUNK) if run.x_bytes else np.zeros(len(counts))
         end, opening = (run.first + run.chunks) * CHUNK, min(run.suffix, max_batch_tokens)
         self.closings = costs.closings(opening, end, run.lies, set(run.ranks or (0,)))
-        self.closing = self.closings[0]
         self.after_s = self._prefilled(end + opening, run.suffix - opening)
         self.all_s = self._prefilled(run.first * CHUNK, run.chunks * CHUNK + run.suffix)
-
-    def close_by(self, strategy: str) -> None:
-        """Predicts from now on with this strategy of the suffix; "": with the likeliest. Raises ValueError."""
-        found = [each for each in self.closings if strategy in ("", each.strategy)]
-        if not found:
-            raise ValueError(f"the suffix cannot be computed by {strategy!r}: {[e.strategy for e in self.closings]}")
-        self.closing = found[0]
 
     def _transfers(self, tier: str, size: float, counts: FloatArray) -> FloatArray:
         return self.costs.transfer(tier, counts * size / self.run.layers, counts) if size else np.zeros(len(counts))
@@ -213,25 +205,27 @@ class CostTables:
         return found
 
     def predict(self, of: Splits) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """The figures of Prediction for these splits, elementwise."""
-        layers, closing, project = self.run.layers, self.closing, of.project_s
+        """The first four figures of Prediction: [closings, splits]."""
+        layers, project = self.run.layers, of.project_s
+        suffix_s, beside_s = np.array([(c.seconds, c.beside_s) for c in self.closings]).T[:, :, None]
         free = 1.0 - np.minimum(of.taken_s / np.maximum(of.busy_s, 1e-12), MOST_TAKEN)
-        work = layers * project + closing.seconds
+        work = layers * project + suffix_s
         # In work that could have been done: a moment m of the copy stream is m * free.
         end = of.prefix_s + work
         for rank, each in of.carried.items():
-            layer_s, last_s = each.x_s + each.kv_s, closing.last_s.get(rank, closing.seconds / layers)
-            end = np.maximum(end, each.x_s * free + work)
-            end = np.maximum(end, layer_s * free + work - project)
-            end = np.maximum(end, ((layers - 1) * layer_s + each.x_s) * free + project + last_s)
-            end = np.maximum(end, layers * layer_s * free + last_s)
+            layer_s = each.x_s + each.kv_s
+            last_s = np.array([c.last_s.get(rank, c.seconds / layers) for c in self.closings])[:, None]
+            first = np.maximum(each.x_s * free, layer_s * free - project)
+            last = np.maximum(((layers - 1) * layer_s + each.x_s) * free + project, layers * layer_s * free)
+            end = np.maximum(end, np.maximum(first + work, last + last_s))
         idle = np.clip((end - of.prefix_s - work) / free, 0.0, of.busy_s)
         shared = np.minimum(of.taken_s, of.prefix_s + work)
         seconds = np.where(end <= of.busy_s * free, end / free, end + of.busy_s * (1.0 - free)) + self.after_s
         losing = self.costs.contention(loading=True), self.costs.contention(loading=False)
-        seconds = seconds + np.where(of.tokens + of.x == 0, *losing) * shared + closing.beside_s
-        all_tokens = of.tokens == self.run.chunks
-        return np.where(all_tokens, self.all_s, seconds), of.busy_s, np.where(all_tokens, 0.0, idle), shared
+        seconds = seconds + np.where(of.tokens + of.x == 0, *losing) * shared + beside_s
+        none = of.tokens == self.run.chunks
+        busy_s = np.broadcast_to(of.busy_s, end.shape)
+        return np.where(none, self.all_s, seconds), busy_s, np.where(none, 0.0, idle), shared
 
 
 class Splits(NamedTuple):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.offload.restore.run_costs import Costs, CostTables, Ints, Prediction, Splits, StoredRun
+from headrace.planner.estimators import FloatArray
 from headrace.planner.strategy_rates import TIE
 
 Range = tuple[int, int]
@@ -19,7 +20,7 @@ EXACT, EXACT_X = 128, 32
 fine."""
 POINTS = 32
 """Of the coarsest grid, along each of its sides; a finer one lies around the best, FINER times as fine."""
-FINER = 8
+FINER = 4
 LEAST_GAIN = 0.02
 """A restore that saves less than this share of recomputing everything is not worth its reads, and a split that saves
 less than it of loading everything not worth the cores."""
@@ -58,11 +59,10 @@ def restore_split(
     another gains more than `tie`. Raises ValueError.
     """
     tables = CostTables(run, costs, max_batch_tokens)
-    search = _Search(tables)
-    found = [_closed(search, each.strategy, least_gain, caution) for each in tables.closings]
-    best = min(found, key=lambda split: split.predicted_s)
-    if found[0].predicted_s * (1 - tie) <= best.predicted_s:
-        best = found[0]
+    found = [_worth(tables, each, least_gain, caution) for each in _searched(tables)]
+    likeliest, best = found[0], min(found, key=lambda split: split.predicted_s)
+    if likeliest.predicted_s * (1 - tie) <= best.predicted_s:
+        best = likeliest
     if tables.all_s - best.predicted_s < least_gain * tables.all_s:
         reason = (
             f"recompute all {run.chunks} chunks: {_ms(tables.all_s)}; the best restore takes {_ms(best.predicted_s)}"
@@ -71,77 +71,87 @@ def restore_split(
     return best
 
 
-def _closed(search: _Search, strategy: str, least_gain: float, caution: float) -> Split:
-    """The best split with this strategy of the suffix."""
-    tables, chunks = search.tables, search.tables.run.chunks
-    tables.close_by(strategy)
-    tokens, x, seconds = search.best()
-    all_loaded, taken_share = search.all_loaded()
-    if all_loaded - seconds < max(least_gain, caution * taken_share) * all_loaded:
+class _Found(NamedTuple):
+    """The best split with a strategy of the suffix, and beside it loading everything: its seconds, and the share of
+    them in which the copy stream takes the cores."""
+
+    closing: str
+    tokens: int
+    x: int
+    seconds: float
+    all_loaded_s: float
+    taken_share: float
+
+
+def _worth(tables: CostTables, found: _Found, least_gain: float, caution: float) -> Split:
+    """The split, or loading everything where that is nearly as fast."""
+    tokens, x, seconds, all_loaded = found.tokens, found.x, found.seconds, found.all_loaded_s
+    if all_loaded - seconds < max(least_gain, caution * found.taken_share) * all_loaded:
         tokens, x, seconds = 0, 0, all_loaded
+    chunks = tables.run.chunks
     load = chunks - tokens - x
     reason = (
         f"recompute {tokens}, project {x}, load {load} of {chunks} chunks: {_ms(seconds)} "
         f"(loading all {_ms(all_loaded)}, recomputing all {_ms(tables.all_s)})"
     )
-    return Split(tokens, x, load, seconds, reason, strategy, tables.all_s)
+    return Split(tokens, x, load, seconds, reason, found.closing, tables.all_s)
 
 
 def predict(
     run: StoredRun, costs: Costs, tokens: int, x: int, max_batch_tokens: int = 2048, closing: str = ""
 ) -> Prediction:
-    """What a split of the run takes; closing: Split.closing. Raises ValueError where the run has no such split."""
+    """What a split of the run takes; closing: Split.closing, "": the likeliest. Raises ValueError where the run has no
+    such split, or its suffix no such strategy."""
     inside = min(tokens, x) >= 0 and tokens + x <= run.chunks
     if not (inside and run.projects(np.array([tokens]), np.array([x])).all()):
         raise ValueError(f"no such split of {run.chunks} chunks (x_bytes {run.x_bytes}): {tokens} tokens, {x} x")
     tables = CostTables(run, costs, max_batch_tokens)
-    tables.close_by(closing)
-    found = [float(each[0]) for each in tables.predict(tables.splits(np.array([tokens]), np.array([x])))]
-    return Prediction(found[0], found[1], found[2], found[3], tables.closing.seconds)
+    names = [each.strategy for each in tables.closings]
+    if closing and closing not in names:
+        raise ValueError(f"the suffix cannot be computed by {closing!r}: {names}")
+    at = names.index(closing) if closing else 0
+    found = tables.predict(tables.splits(np.array([tokens]), np.array([x])))
+    seconds, link_s, waited_s, shared_s = (float(each[at, 0]) for each in found)
+    return Prediction(seconds, link_s, waited_s, shared_s, tables.closings[at].seconds)
 
 
-class _Search:
-    """For the best split of a run, by one strategy of its suffix after the other: grids are looked at by several."""
+def _searched(tables: CostTables) -> list[_Found]:
+    """The best split with each strategy of the suffix. Finer grids lie around the best of each."""
+    run, ways = tables.run, range(len(tables.closings))
+    exact = run.chunks <= (EXACT if run.x_bytes is None else EXACT_X)
+    grain = 1 if exact else 1 << (run.chunks // POINTS).bit_length()
+    splits = tables.splits(*_grid(run, (0, run.chunks), (0, run.chunks), grain))
+    seconds = tables.predict(splits)[0]
+    all_loaded, busy_s, taken_s = seconds[:, 0], float(splits.busy_s[0]), float(splits.taken_s[0])
+    best = _least(splits, seconds)
+    while grain > 1:
+        around = {(_around(tokens, grain, run.chunks), _around(x, grain, run.chunks)) for tokens, x, _ in best}
+        grain = max(1, grain // FINER)
+        grids = [_grid(run, *each, grain) for each in sorted(around)]
+        splits = tables.splits(*(np.concatenate(each) for each in zip(*grids, strict=True)))
+        finer = _least(splits, tables.predict(splits)[0])
+        best = [min(pair, key=lambda found: found[2]) for pair in zip(best, finer, strict=True)]
+    taken = min(1.0, taken_s / busy_s) if busy_s else 0.0
+    return [_Found(tables.closings[way].strategy, *best[way], float(all_loaded[way]), taken) for way in ways]
 
-    def __init__(self, tables: CostTables) -> None:
-        self.tables, self._grids = tables, dict[tuple[Range, Range, int], Splits]()
-        chunks, exact = tables.run.chunks, EXACT if tables.run.x_bytes is None else EXACT_X
-        self._grain = 1 if chunks <= exact else 1 << (chunks // POINTS).bit_length()
 
-    def best(self) -> tuple[int, int, float]:
-        """Tokens, x and seconds."""
-        chunks, grain = self.tables.run.chunks, self._grain
-        best = self._least((0, chunks), (0, chunks), grain)
-        while grain > 1:
-            around = [(max(0, at - 2 * grain), min(chunks, at + 2 * grain)) for at in best[:2]]
-            grain = max(1, grain // FINER)
-            best = min(best, self._least(around[0], around[1], grain), key=lambda found: found[2])
-        return best
+def _around(at: int, grain: int, most: int) -> Range:
+    return max(0, at - 2 * grain), min(most, at + 2 * grain)
 
-    def all_loaded(self) -> tuple[float, float]:
-        """Seconds where everything is loaded, and the share of its time in which the copy stream takes the cores."""
-        splits = self._on((0, 0), (0, 0), 1)
-        busy_s = float(splits.busy_s[0])
-        return float(self.tables.predict(splits)[0][0]), min(1.0, float(splits.taken_s[0]) / busy_s) if busy_s else 0.0
 
-    def _least(self, tokens: Range, x: Range, grain: int) -> tuple[int, int, float]:
-        splits = self._on(tokens, x, grain)
-        seconds = self.tables.predict(splits)[0]
-        at = int(np.argmin(seconds))
-        return int(splits.tokens[at]), int(splits.x[at]), float(seconds[at])
-
-    def _on(self, tokens: Range, x: Range, grain: int) -> Splits:
-        at = tokens, x, grain
-        if at not in self._grids:
-            self._grids[at] = self.tables.splits(*_grid(self.tables.run, *at))
-        return self._grids[at]
+def _least(splits: Splits, seconds: FloatArray) -> list[tuple[int, int, float]]:
+    """Tokens, x and seconds of the best split of each row."""
+    return [
+        (int(splits.tokens[at]), int(splits.x[at]), float(row[at]))
+        for row, at in zip(seconds, np.argmin(seconds, axis=1), strict=True)
+    ]
 
 
 def _grid(run: StoredRun, tokens: Range, x: Range, grain: int) -> tuple[Ints, Ints]:
     """Splits whose tokens and x lie in these ranges, ends included, `grain` apart, and for each of these tokens the one
-    that loads no K and V, unless x is to be 0; tokens rising, then x."""
+    that loads no K and V; tokens rising, then x."""
     some = np.unique(np.append(np.arange(tokens[0], tokens[1] + 1, grain), tokens[1]))
-    if run.x_bytes is None or not x[1]:
+    if run.x_bytes is None:
         return some, np.zeros_like(some)
     others = np.append(np.arange(x[0], x[1] + 1, grain), (x[1], run.chunks))
     t, p = np.meshgrid(some, np.unique(others), indexing="ij")
