@@ -232,6 +232,20 @@ def test_what_is_seen_moves_the_strategy_that_was_seen() -> None:
     assert "prefill_single_many" in found.as_dict()
 
 
+def test_what_is_seen_moves_the_choice_too() -> None:
+    """The planner's choice and the solver's plan go by one profile."""
+    profile = profile_on("apart", 2, 1e9)
+    before = profile.choose(2048, 0, (0, 0), OFFERED)
+    for _ in range(12):
+        profile.observe_prefill(0, 2048, 5 * before.predicted_s[before.strategy], before.strategy)
+    after = profile.choose(2048, 0, (0, 0), OFFERED)
+    assert after.predicted_s[before.strategy] == pytest.approx(5 * before.predicted_s[before.strategy], rel=0.4)
+    assert after.strategy != before.strategy
+    assert profile.choose(64, 0, (0, 0), OFFERED).predicted_s["chain"] == pytest.approx(
+        profile_on("apart", 2, 1e9).choose(64, 0, (0, 0), OFFERED).predicted_s["chain"]
+    ), "a short step is another matter"
+
+
 @pytest.mark.parametrize(("waited_s", "scales"), [(0.9, False), (0.1, True)])
 def test_a_closing_step_that_took_longer(waited_s: float, scales: bool) -> None:
     """Laid on what arrives meanwhile where that is what was waited for, else on the strategy."""
