@@ -70,7 +70,7 @@ def test_rates_are_told_whether_all_was_loaded(mix: tuple[float, float], folder_
     told: list[bool] = []
     assert llm.engine.offload is not None
     llm.engine.offload.choose = forced(*mix)
-    llm.engine.offload.rates.observe_restore = lambda *figures: told.append(figures[-1])  # type: ignore[method-assign]
+    llm.engine.offload.profile.observe_restore = lambda *figures: told.append(figures[-1])  # type: ignore[method-assign]
     watched(llm, prompt)
     assert told == [mix == (0.0, 0.0)]
     llm.close()

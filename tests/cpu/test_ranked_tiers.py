@@ -59,11 +59,11 @@ def test_the_strategies_of_the_plan_are_used(front: str, truth: list[Trace]) -> 
     """Whatever the planner thinks when a slice is scheduled, with the bits of one rank."""
     llm = over_ranks(2, kv_link_gbps=0.05)
     prompt, offload = prompts_of(llm)[0], llm.engine.offload
-    assert offload is not None and offload.rates.by_strategy is not None
+    assert offload is not None and offload.profile.by_strategy is not None
     same(watched(llm, [prompt], PARAMS), truth[:1])
     for _ in range(6):  # all but one were seen to be slow
         for name in STRATEGIES:
-            offload.rates.by_strategy.observe(name, 0, 512, 0.5 if name == front else 50.0)
+            offload.profile.by_strategy.observe(name, 0, 512, 0.5 if name == front else 50.0)
     for closing in ("single", "chain", "ring-kv", "ring-q", "gather"):
         flush(llm)
         offload.choose = lambda run, *_, by=closing: Split(16, 0, run.chunks - 16, 1.0, "", by, 2.0)  # type: ignore[misc]

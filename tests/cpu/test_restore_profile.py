@@ -13,7 +13,8 @@ from headrace.kv.storage import KVStorage
 from headrace.models.decoder import load_decoder
 from headrace.offload.restore import timing
 from headrace.offload.restore.profile import measure, probe
-from headrace.offload.restore.solver import StoredRun, restore_split
+from headrace.offload.restore.run_costs import StoredRun
+from headrace.offload.restore.solver import restore_split
 from headrace.offload.tiers.disk import DiskTier
 from headrace.offload.tiers.host import HostTier
 from headrace.offload.tiers.stack import Tiers

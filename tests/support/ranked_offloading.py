@@ -28,6 +28,8 @@ from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import LoopbackHub
 from headrace.planner.choice import choose
 from headrace.planner.machine import ModelShape
+from headrace.planner.profile import Profile
+from headrace.planner.shards import Prefill
 from headrace.strategies import STRATEGIES
 from headrace.types import CHUNK
 from tests.support.offloading import counters, flush, forced, watched
@@ -119,13 +121,12 @@ def over_ranks(
     shape = ModelShape.of(ranks[0].decoder.config)
 
     def advise(count: int, start: int, cached_on: Any, allow: tuple[str, ...]) -> Any:
-        return choose(MACHINE, shape, size, count, start, cached_on, allowed=allow)
+        return choose(Prefill(MACHINE, shape, size, count, start, cached_on), allowed=allow)
 
     workers = Threads(ranks[1:], hubs)
     peers = TierPeers(size, agents, tensor=tensor)
-    offload = tiers.open_offload(
-        config, loaded.capacity, cache, ranks[0], peers, lambda new, cached, lies: dict.fromkeys(allowed, 1e-3 * new)
-    )
+    profile = Profile(MACHINE, shape, size, allowed=allowed) if size > 1 else None
+    offload = tiers.open_offload(config, loaded.capacity, cache, ranks[0], peers, profile)
     driver = OwnersDriver(ranks[0], cache, workers.send, advise, allowed)
     llm.engine = EngineCore(replace(loaded, cache=cache, decoder=ranks[0].decoder, executor=driver, offload=offload))
     llm.workers, llm.hubs, llm.ranks, llm.agents = workers, hubs, ranks, agents

@@ -14,7 +14,7 @@ from headrace.offload.ranked import words
 from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.ranked.placing import placements
 from headrace.offload.restore.report import RestoreReport
-from headrace.offload.restore.solver import StoredRun
+from headrace.offload.restore.run_costs import StoredRun
 from headrace.offload.tiers.base import BlobKind
 from headrace.offload.tiers.stack import Tiers
 from headrace.types import BLOCK_CHUNKS
