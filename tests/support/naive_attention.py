@@ -34,6 +34,8 @@ class NaiveAttend(Attend):
         keys = keys.float().transpose(0, 1).repeat_interleave(spec.group, 0)
         values = values.float().transpose(0, 1).repeat_interleave(spec.group, 0)
         scores = queries @ keys.transpose(1, 2) * spec.scale
+        if spec.score_cap is not None:
+            scores = torch.tanh(scores / spec.score_cap) * spec.score_cap
         if self.key_bias is not None:
             scores = scores + self.key_bias[:, None, :length]
         row = torch.arange(length - rows, length)[:, None]

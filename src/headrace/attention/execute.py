@@ -37,7 +37,8 @@ class PlanAttention(Attend):
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in set(spec.windows)}
         self.inputs = StepInputs(
             self.items, self.positions, self.row_slots, self.row_offsets, heads=spec.heads, dtype=storage.dtype,
-            shape=(storage.slots, spec.kv_heads, spec.head_dim), scale=spec.scale, bias=key_bias,
+            shape=(storage.slots, spec.kv_heads, spec.head_dim), scale=spec.scale,
+            cap=spec.score_cap, bias=key_bias,
         )  # fmt: skip
         self.masks = self.inputs.masks(self.positions)
         self.step = self._step()

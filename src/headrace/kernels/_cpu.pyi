@@ -15,13 +15,29 @@ class Mask:
     """kernels.records.Mask. count: of the items. window: 0 for none."""
 
     def __init__(
-        self, items: int, positions: int, bias: int, *, count: int, window: int, bias_len: int, scale: float
+        self,
+        items: int,
+        positions: int,
+        bias: int,
+        *,
+        count: int,
+        window: int,
+        bias_len: int,
+        scale: float,
+        cap: float,
     ) -> None: ...
 
 class Order:
     pre: Order
     post: Order
     parallel: Order
+    sandwich: Order
+
+class Gate:
+    """What gates pass through in a product with a gated matrix."""
+
+    silu: Gate
+    gelu_tanh: Gate
 
 class Activation:
     """Its members are named in csrc/kernels.h, HEADRACE_ACTIVATIONS; the module has a function of each name, with the
@@ -51,7 +67,7 @@ class Matrix:
     ) -> None: ...
 
 class Scale:
-    def __init__(self, rms: bool, weight: int, bias: int) -> None: ...
+    def __init__(self, rms: bool, weight: int, bias: int, offset: float) -> None: ...
 
 class Block:
     def __init__(
@@ -71,6 +87,10 @@ class Block:
         mlp_norm: Scale,
         q_norm: int,
         k_norm: int,
+        out_norms: Sequence[Scale],
+        turn_first: int,
+        turned: int,
+        residual_scale: float,
     ) -> None: ...
     def scratch(self, rows: int) -> int: ...
     def before(self, x: int, cos_sin: int, qkv: int, scratch: int, *, rotary: int, rows: int, threads: int) -> None: ...
@@ -95,6 +115,7 @@ class AttentionStep:
         dim: int,
         slot_count: int,
         scale: float,
+        cap: float,
         threads: int,
     ) -> None: ...
     def add_items(self, items: int, count: int, window: int) -> int: ...
@@ -119,7 +140,18 @@ class AttentionStep:
     ) -> None: ...
 
 class Ends:
-    def __init__(self, embed: int, vocabulary: int, norm: Scale, eps: float, head: Matrix) -> None: ...
+    def __init__(
+        self,
+        embed: int,
+        vocabulary: int,
+        norm: Scale,
+        eps: float,
+        head: Matrix,
+        *,
+        embed_scale: float,
+        logit_scale: float,
+        logit_cap: float,
+    ) -> None: ...
 
 class ModelStep:
     def __init__(
@@ -140,6 +172,7 @@ class ModelStep:
 _Pool = Pool
 _Mask = Mask
 _Matrix = Matrix
+_Gate = Gate
 _Element = Element
 _Format = Format
 
@@ -152,6 +185,8 @@ class Extension(Protocol):
     def Mask(self) -> type[Mask]: ...
     @property
     def Order(self) -> type[Order]: ...
+    @property
+    def Gate(self) -> type[Gate]: ...
     @property
     def Activation(self) -> type[Activation]: ...
     @property
@@ -221,7 +256,17 @@ class Extension(Protocol):
         threads: int,
     ) -> None: ...
     def rms_norm(
-        self, type: int, x: int, weight: int, out: int, *, rows: int, width: int, eps: float, threads: int
+        self,
+        type: int,
+        x: int,
+        weight: int,
+        out: int,
+        *,
+        rows: int,
+        width: int,
+        eps: float,
+        offset: float,
+        threads: int,
     ) -> None: ...
     def layer_norm(
         self, type: int, x: int, weight: int, bias: int, out: int, *, rows: int, width: int, eps: float, threads: int
@@ -239,14 +284,26 @@ class Extension(Protocol):
         heads: int,
         dim: int,
         width: int,
+        turn_stride: int,
         threads: int,
     ) -> None: ...
+    def soft_cap(self, x: int, n: int, scale: float, cap: float, threads: int) -> None: ...
     def greatest(self, x: int, value: int, index: int, rows: int, width: int, threads: int) -> None: ...
     def softmax_sums(
         self, x: int, target: int, greatest: int, sum: int, above: int, rows: int, width: int, threads: int
     ) -> None: ...
     def linear(
-        self, type: int, x: int, matrix: _Matrix, out: int, *, rows: int, x_stride: int, wide: bool, threads: int
+        self,
+        type: int,
+        x: int,
+        matrix: _Matrix,
+        out: int,
+        *,
+        rows: int,
+        x_stride: int,
+        wide: bool,
+        gate: _Gate,
+        threads: int,
     ) -> None: ...
     def move_chunks(
         self,

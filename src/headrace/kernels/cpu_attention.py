@@ -105,7 +105,7 @@ def _mask_at(mask: Mask, rows: int, heads: int) -> native.Mask:
         check("bias", mask.bias, torch.float32, (heads, keys))
     return require().Mask(
         mask.items.data_ptr(), mask.positions.data_ptr(), address(mask.bias), count=mask.items.shape[0],
-        window=mask.window or 0, bias_len=keys, scale=mask.scale,
+        window=mask.window or 0, bias_len=keys, scale=mask.scale, cap=mask.cap or 0.0,
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ class Step:
         self.handle = require().AttentionStep(
             TYPES[step.dtype], positions.data_ptr(), slots.data_ptr(), offsets.data_ptr(), address(bias),
             bias_len=0 if bias is None else bias.shape[-1], rows=rows, heads=heads, kv_heads=kv_heads, dim=dim,
-            slot_count=slot_count, scale=step.scale, threads=torch.get_num_threads(),
+            slot_count=slot_count, scale=step.scale, cap=step.cap or 0.0, threads=torch.get_num_threads(),
         )  # fmt: skip
         self._kinds = {window: self._add(window, each) for window, each in step.items.items()}
 

@@ -10,7 +10,7 @@ from typing import Any, cast, get_args
 from headrace.logs import shown
 from headrace.models import schema
 from headrace.models.families import FAMILIES, Family
-from headrace.models.families.base import refuse_rope
+from headrace.models.families.base import LAYER_TYPES, refuse_rope
 from headrace.models.files import first_dtype, read_json, weight_files
 from headrace.models.spec import CheckpointDType, ModelConfig, RopeSpec
 from headrace.types import UnsupportedModel
@@ -75,7 +75,8 @@ def _refuse_fields(raw: dict[str, Any]) -> None:
         if raw.get(name):
             raise UnsupportedModel(f"{name} is not supported; use the unquantised checkpoint")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    refuse_rope(rope.get("rope_type", rope.get("type", "default")), rope)
+    for each in [rope[kind] for kind in LAYER_TYPES if rope.get(kind)] or [rope]:
+        refuse_rope(each.get("rope_type", each.get("type", "default")), each)
     for value in (raw.get("auto_map") or {}).values():
         _refuse_remote_code(value, raw["model_type"])
     if raw.get("is_causal") is False:

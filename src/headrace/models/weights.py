@@ -183,5 +183,5 @@ def _rows(config: ModelConfig, name: str, share: Share | None) -> Tensor | None:
     qkv_rows = FAMILIES[config.architecture].qkv_rows
     if qkv_rows is None or ".qkv." not in name:
         return mine
-    stored = torch.tensor(qkv_rows(config.attention))
+    stored = torch.tensor(qkv_rows(config))
     return stored if mine is None else stored[mine]

@@ -41,7 +41,8 @@ class Kernels:
         return self.backend.partial(q, pool, self._mask(layer, items, positions), state)
 
     def _mask(self, layer: int, items: Tensor, positions: Tensor) -> Mask:
-        return Mask(items, positions, window=self.spec.windows[layer], bias=self.bias, scale=self.spec.scale)
+        spec = self.spec
+        return Mask(items, positions, window=spec.windows[layer], bias=self.bias, cap=spec.score_cap, scale=spec.scale)
 
 
 class Arriving(NamedTuple):

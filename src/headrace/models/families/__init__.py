@@ -2,8 +2,13 @@
 
 from headrace.models.families.base import Family
 from headrace.models.families.falcon import FALCON
+from headrace.models.families.gemma import GEMMA2, GEMMA3
+from headrace.models.families.glm import GLM, GLM4
+from headrace.models.families.granite import GRANITE
 from headrace.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from headrace.models.families.opt import OPT
+from headrace.models.families.phi import PHI3
+from headrace.models.families.smollm import SMOLLM3
 
 __all__ = ["FAMILIES", "Family"]
 
@@ -14,4 +19,11 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": QWEN3,
     "OPTForCausalLM": OPT,
     "FalconForCausalLM": FALCON,
+    "Phi3ForCausalLM": PHI3,
+    "SmolLM3ForCausalLM": SMOLLM3,
+    "GraniteForCausalLM": GRANITE,
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": GLM4,
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
 }

@@ -235,7 +235,7 @@ class _StagedAttend(Attend):
         state, out = None, None
         for index in range(self.count):
             pool, items = self._arrive(index, k, v)
-            mask = Mask(items, positions, window=window, bias=bias, scale=step.spec.scale)
+            mask = Mask(items, positions, window=window, bias=bias, cap=step.spec.score_cap, scale=step.spec.scale)
             if self.count == 1:
                 out = kernels.attend(q, pool, mask)
             else:
