@@ -33,11 +33,12 @@ class Case:
     scale: float
     window: int | None = None
     bias: Tensor | None = None
+    cap: float | None = None
 
     def __repr__(self) -> str:
         kind, dims = self.q.dtype, (tuple(self.q.shape), tuple(self.k.shape))
-        bias = self.bias is not None
-        return f"Case({kind}, q and k {dims}, window {self.window}, bias {bias}, items {self.items.tolist()})"
+        scores = f"window {self.window}, cap {self.cap}, bias {self.bias is not None}"
+        return f"Case({kind}, q and k {dims}, {scores}, items {self.items.tolist()})"
 
     @property
     def pool(self) -> Pool:
@@ -46,7 +47,7 @@ class Case:
 
     @property
     def mask(self) -> Mask:
-        return Mask(self.items, self.positions, window=self.window, bias=self.bias, scale=self.scale)
+        return Mask(self.items, self.positions, window=self.window, bias=self.bias, cap=self.cap, scale=self.scale)
 
     def run(self) -> Tensor:
         return cpu.attend(self.q, cpu.arrange(self.pool), self.mask)
@@ -144,6 +145,8 @@ def truth(case: Case) -> tuple[Tensor, Tensor]:
         k = case.k[slots, :, :, offsets].double().repeat_interleave(group, dim=1)
         v = case.v[slots, :, offsets].double().repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,nhd->hn", case.q[row].double(), k) * case.scale
+        if case.cap is not None:
+            scores = torch.tanh(scores / case.cap) * case.cap
         if case.bias is not None:
             scores = scores + case.bias[:, positions].double()
         p = scores.softmax(-1)
@@ -185,5 +188,5 @@ def cases(draw: st.DrawFn, most: int = 6) -> Case:
     return make_case(
         tree, heads, kv_heads, draw(st.sampled_from([32, 64, 80, 96, 128, 256, 8, 20])),
         draw(st.sampled_from([torch.float32, torch.bfloat16])), bias=bias,
-        window=draw(st.sampled_from([None, None, 1, 7, 64, 100])),
+        window=draw(st.sampled_from([None, None, 1, 7, 64, 100])), cap=draw(st.sampled_from([None, None, 0.5, 50.0])),
     )  # fmt: skip

@@ -16,7 +16,9 @@ from transformers import (
     FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
@@ -169,6 +171,15 @@ GEMMA3_LINEAR = dict(
     )
 )
 
+
+def _gemma3_with_vision(**fields: Any) -> PreTrainedModel:
+    text = {**LLAMA_SIZES, **GQA, **GEMMA, **GEMMA_LAYERS, "pad_token_id": 0, **fields}
+    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    tokens = dict(boi_token_index=1, eoi_token_index=2, image_token_index=3, eos_token_id=NO_TOKEN)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1, **tokens)
+    return Gemma3ForConditionalGeneration(config)
+
+
 KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "llama": (_llama, {}),
     "llama_gqa": (_llama, GQA),
@@ -206,6 +217,7 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "gemma2": (_gemma2, {}),
     "gemma3": (_gemma3, {}),
     "gemma3_linear": (_gemma3, GEMMA3_LINEAR),
+    "gemma3_with_vision": (_gemma3_with_vision, {}),
 }
 """Every family and variant, as (constructor, its fields)."""
 

@@ -62,6 +62,8 @@ GIVEN: list[dict[str, Any]] = [
     dict(
         architectures=["Gemma3ForCausalLM"], rope_parameters=dict(full_attention=dict(rope_type="linear", factor=2.0))
     ),
+    dict(architectures=["Gemma3ForConditionalGeneration"], num_hidden_layers=7, eos_token_id=[1, 106], dtype="float16"),
+    dict(architectures=["Gemma3ForConditionalGeneration"], text_config=dict(model_type="gemma2")),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),
@@ -74,6 +76,8 @@ def written(folder: Path, given: dict[str, Any]) -> Path:
     raw = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **given}
     family = FAMILIES.get(raw["architectures"][0])
     raw["model_type"] = family.model_type if family else "other"
+    if family and family.text_type and "text_config" not in given:
+        raw["text_config"] = given | {"model_type": family.text_type}
     (folder / "config.json").write_text(json.dumps(raw))
     return folder
 

@@ -185,7 +185,9 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     folder = model_folder(config.model.folder)
     model = read_config(folder)
     dtype = compute_dtype(model, config.model.dtype)
-    backend = dispatch.choose(config.model.backend, dtype, device_of(config), model.attention.head_dim)
+    spec = model.attention
+    capped = spec.score_cap is not None
+    backend = dispatch.choose(config.model.backend, dtype, device_of(config), spec.head_dim, capped)
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else dtype
     bytes_per_token = KVStorage.bytes_per_token(shard(model, 0, config.ranks.tensor), kv_dtype)
     hidden = model.hidden_size if keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None

@@ -48,7 +48,7 @@ __all__ = [
 
 capabilities = Capabilities(
     name="cpu", kernels="the C++ kernels", spoken_of="they", devices=("cpu",), dtypes=tuple(TYPES), int8=True,
-    pieces=True, prepared_step=True, all_layers=True, automatic=True,
+    capped=True, pieces=True, prepared_step=True, all_layers=True, automatic=True,
 )  # fmt: skip
 
 OPERATIONS = (

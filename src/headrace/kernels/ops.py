@@ -7,7 +7,8 @@ T: rows, H: width, I: MLP width, D: head size. Every operation gives a row the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -127,17 +128,20 @@ def soft_cap(x: Tensor, scale: float, cap: float | None) -> Tensor:
     """cap * tanh(x * scale / cap) for x fp32 [R, N], or x * scale without a cap. On the CPU maybe in x's memory."""
     if dispatch.native(x) and x.is_contiguous():
         return cpu.soft_cap(x, scale, cap)
-    return x * scale if cap is None else torch.tanh(x * (scale / cap)) * cap
+    return x * scale if cap is None else _whole_vectors(torch.tanh, x * (scale / cap)) * cap
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Gaussian error linear unit, exact or 'tanh', in fp32."""
     if dispatch.native(x):
         return cpu.gelu(x, approximate == "tanh")
-    # torch computes the elements that do not fill a vector by another tanh: rows are padded to whole vectors.
+    return _whole_vectors(partial(F.gelu, approximate=approximate), x.float()).to(x.dtype)
+
+
+def _whole_vectors(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """f of each element of x [..., N] by vectors that are full: torch computes the others' tanh another way."""
     width = x.shape[-1]
-    padded = F.pad(x.float(), (0, -width % 64))
-    return F.gelu(padded, approximate=approximate)[..., :width].to(x.dtype)
+    return f(F.pad(x, (0, -width % 64)))[..., :width]
 
 
 def relu(x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ __all__ = [
 """What a backend has (kernels.backend)."""
 
 capabilities = Capabilities(
-    name="reference", kernels="the reference", spoken_of="it", int8=True, pieces=True, automatic=True
+    name="reference", kernels="the reference", spoken_of="it", int8=True, capped=True, pieces=True, automatic=True
 )
 
 ROW_TILE = 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
@@ -16,6 +17,8 @@ from headrace.models.spec import CheckpointDType, ModelConfig, RopeSpec
 from headrace.types import UnsupportedModel
 
 __all__ = ["ModelConfig", "RopeSpec", "read_config"]
+
+log = logging.getLogger(__name__)
 
 REFUSED_FIELDS = ("quantization_config", "compression_config", "per_layer_config")
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -37,6 +40,8 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
     schema.check(raw, schema.ConfigFields, path)
     try:
         family = _family(raw)
+        if family.text_type is not None:
+            raw = _text_part(raw, family)
         _refuse_fields(raw)
         config = normalised(raw, family)
         facts = family.facts(config)
@@ -68,6 +73,18 @@ def _family(raw: dict[str, Any]) -> Family:
         # transformers picks the class by model_type: the two must agree, or ours would not be the class it runs
         raise UnsupportedModel(f"model_type {raw.get('model_type')!r} is not supported for {architectures[0]}")
     return family
+
+
+def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of text_config, with those that stand beside it: what is said of the whole model."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") != family.text_type:
+        raise UnsupportedModel(f"text_config is missing, or not of model_type {family.text_type!r}")
+    for name in ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", *REFUSED_FIELDS):
+        if raw.get(name) is not None:
+            text = text | {name: raw[name]}
+    log.info("%s: the text part is loaded; images are not taken", raw["architectures"][0])
+    return text
 
 
 def _refuse_fields(raw: dict[str, Any]) -> None:

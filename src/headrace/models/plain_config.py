@@ -105,13 +105,14 @@ def plain_config(folder: Path) -> ModelConfig:
 
 def _normalised(raw: dict[str, Any], family: Family) -> Any:
     known = schema.known(raw)
-    values = DEFAULTS[family.model_type] | known
+    model_type = family.fields_of
+    values = DEFAULTS[model_type] | known
     null = next((name for name in NEVER_NULL if name in values and values[name] is None), None)
     if null is not None:
         raise UnsupportedModel(f"{null} is null; download the file again")
-    _fill_in(values, family.model_type)
-    _fill_in_rope(values, known, family)
-    values["model_type"] = family.model_type
+    _fill_in(values, model_type)
+    _fill_in_rope(values, known, model_type)
+    values["model_type"] = model_type
     return SimpleNamespace(**values)
 
 
@@ -159,17 +160,17 @@ def _fill_in_smollm3(values: dict[str, Any]) -> None:
         values["layer_types"] = [KINDS[windows and not turned[layer]] for layer in layers]
 
 
-def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], family: Family) -> None:
+def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str) -> None:
     """All that is said of the rotation, in one place."""
-    if family.model_type == "gemma3_text":
+    if model_type == "gemma3_text":
         return _fill_in_two_ropes(values, given)
     rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
-    rope.setdefault("rope_theta", given.get("rope_theta", THETAS.get(family.model_type, THETA)))
-    part = given.get("partial_rotary_factor", 0.5 if family.model_type.startswith("glm") else None)
+    rope.setdefault("rope_theta", given.get("rope_theta", THETAS.get(model_type, THETA)))
+    part = given.get("partial_rotary_factor", 0.5 if model_type.startswith("glm") else None)
     if part is not None:
         rope.setdefault("partial_rotary_factor", part)
     _complete(rope, values)
-    if family.model_type == "phi3" and rope["rope_type"] == "longrope":
+    if model_type == "phi3" and rope["rope_type"] == "longrope":
         rope["original_max_position_embeddings"] = values["original_max_position_embeddings"]
     values["rope_parameters"] = rope
 

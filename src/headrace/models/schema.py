@@ -64,6 +64,7 @@ class ConfigFields(msgspec.Struct):
     model_type: ShortText = UNSET
     dtype: ShortText = UNSET
     torch_dtype: ShortText = UNSET
+    text_config: ConfigFields | UnsetType | None = UNSET
     auto_map: dict[str, Any] | UnsetType | None = UNSET
     is_causal: Flag = UNSET
     vocab_size: WideCount = UNSET

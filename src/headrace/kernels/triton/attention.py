@@ -62,6 +62,8 @@ class TileWork:
     def run(self, q: Tensor, pool: Pool, mask: Mask) -> Tensor:
         """q [R, Hq, D] -> [R, Hq, D]. The mask's items are those of this work; its positions lie on the GPU, int32."""
         window, bias = mask.window, mask.bias
+        if mask.cap is not None:
+            raise ValueError("the Triton kernels know no soft cap on scores; use attention_backend 'reference'")
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if not self.rows:
             return out

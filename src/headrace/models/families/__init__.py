@@ -2,7 +2,7 @@
 
 from headrace.models.families.base import Family
 from headrace.models.families.falcon import FALCON
-from headrace.models.families.gemma import GEMMA2, GEMMA3
+from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
 from headrace.models.families.glm import GLM, GLM4
 from headrace.models.families.granite import GRANITE
 from headrace.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
@@ -26,4 +26,5 @@ FAMILIES: dict[str, Family] = {
     "Glm4ForCausalLM": GLM4,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": GEMMA3_WITH_VISION,
 }

@@ -21,7 +21,8 @@ class Family:
     `configuration` names the class of that configuration, "module:class": narrow modules, which import no models.
     `prefixes` are what may stand before a tensor's name. `qkv_rows`, for families that interleave q, k and v in one
     matrix or rotate pairs of neighbours, lists the checkpoint's rows of q, k and v in our order: all of q, then k, then
-    v.
+    v. `text_type`, of models with other parts: the model_type of text_config, which is what is computed; tensors
+    whose names begin with `unread` belong to the other parts.
     """
 
     model_type: str
@@ -30,6 +31,13 @@ class Family:
     names: Callable[[ModelConfig], Names]
     prefixes: tuple[str, ...]
     qkv_rows: Callable[[ModelConfig], list[int]] | None = None
+    text_type: str | None = None
+    unread: tuple[str, ...] = ()
+
+    @property
+    def fields_of(self) -> str:
+        """The model_type whose fields `facts` reads."""
+        return self.text_type or self.model_type
 
 
 GATED_ACTIVATIONS: Mapping[str, Activation] = {

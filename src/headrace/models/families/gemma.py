@@ -70,6 +70,15 @@ def _names(config: ModelConfig) -> Names:
 
 
 GEMMA2 = Family("gemma2", "transformers.models.gemma2.configuration_gemma2:Gemma2Config", _gemma2, _names, PREFIXES)
-GEMMA3 = Family(
-    "gemma3_text", "transformers.models.gemma3.configuration_gemma3:Gemma3TextConfig", _gemma3, _names, PREFIXES
+GEMMA3_CONFIGURATION = "transformers.models.gemma3.configuration_gemma3:Gemma3TextConfig"
+GEMMA3 = Family("gemma3_text", GEMMA3_CONFIGURATION, _gemma3, _names, PREFIXES)
+GEMMA3_WITH_VISION = Family(
+    "gemma3",
+    GEMMA3_CONFIGURATION,
+    _gemma3,
+    _names,
+    ("model.language_model.", "language_model.model."),
+    text_type="gemma3_text",
+    unread=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
 )
+"""Of which the text part is computed, and images are refused."""
