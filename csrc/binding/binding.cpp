@@ -126,7 +126,8 @@ void merge_states(State left, State right, State merged, int64_t lanes, int64_t 
 
 void rms_norm(int type, Address x, Address weight, Address out, int64_t rows, int64_t width, float eps, float offset,
               int threads) {
-  kernels().rms_norm[type]({at<void>(x), at<void>(weight), nullptr, at<void>(out), rows, width, 1, width, eps, threads, offset});
+  kernels().rms_norm[type](
+      {at<void>(x), at<void>(weight), nullptr, at<void>(out), rows, width, 1, width, eps, threads, offset});
 }
 
 void layer_norm(int type, Address x, Address weight, Address bias, Address out, int64_t rows, int64_t width, float eps,
@@ -406,8 +407,8 @@ NB_MODULE(_cpu, m) {
       .def("run", run, unlocked, "layer"_a, "q"_a, "k"_a, "v"_a, "out"_a, named, "q_stride"_a, "k_stride"_a, "v_stride"_a)
       .def("run_blocks", run_blocks, unlocked, "blocks"_a, "layers"_a, "x"_a, "qkv"_a, "attended"_a, "scratch"_a, named,
            "cos_sin"_a, "rotary"_a, "rows"_a, "threads"_a);
-  nb::class_<EmbeddingAndHead>(m, "Ends").def("__init__", make_ends, "embed"_a, "vocabulary"_a, "norm"_a, "eps"_a, "head"_a, named,
-                                              "embed_scale"_a, "logit_scale"_a, "logit_cap"_a);
+  nb::class_<EmbeddingAndHead>(m, "Ends").def("__init__", make_ends, "embed"_a, "vocabulary"_a, "norm"_a, "eps"_a, "head"_a,
+                                              named, "embed_scale"_a, "logit_scale"_a, "logit_cap"_a);
   nb::class_<ModelStep>(m, "ModelStep")
       .def("__init__", make_whole, "ends"_a, "blocks"_a, "step"_a, "layers"_a, named, "turns"_a, "turn_rows"_a, "rotary"_a)
       .def("scratch", &ModelStep::scratch)

@@ -76,7 +76,8 @@ template <typename T> void embed(const Embed &a) {
   for (int64_t t = 0; t < a.rows; ++t) {
     const T *from = static_cast<const T *>(a.table) + a.index[t] * a.width;
     T *out = static_cast<T *>(a.out) + t * a.width;
-    for (int64_t i = 0; i < a.width; i += W) store_up_to(out + i, load_up_to(from + i, a.width - i) * splat(a.scale), a.width - i);
+    for (int64_t i = 0; i < a.width; i += W)
+      store_up_to(out + i, load_up_to(from + i, a.width - i) * splat(a.scale), a.width - i);
   }
 }
 

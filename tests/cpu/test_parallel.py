@@ -83,9 +83,9 @@ def same(strategy: str, ours: list[Tensor], truth: list[Tensor], exact: bool = T
 
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["llama", "llama_gqa", "qwen3", "opt", "falcon7", "falcon_rw"])
+@pytest.mark.parametrize("kind", ["llama", "llama_gqa", "qwen3", "opt", "falcon7", "falcon_rw", "granite", "glm4"])
 def test_a_batch_of_uneven_prompts(kind: str, size: int, strategy: str, ours_of: Any) -> None:
-    """MHA, GQA and MQA; rotary, learned positions and ALiBi. Gather and chain cut inside chunks here."""
+    """MHA, GQA and MQA; rotary, learned positions and ALiBi; more in the layer. Gather and chain cut inside chunks."""
     decoder: Decoder = ours_of(kind, "bfloat16")
     prompts = [tokens_of(count, count) for count in UNEVEN]
     loopback = LoopbackRanks(decoder, size)
@@ -190,7 +190,9 @@ def test_turns_with_decode_between(kind: str, size: int, strategy: str, ours_of:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [torch.int8, None])
-@pytest.mark.parametrize("kind", ["qwen2_window", "mistral_window", "llama_dynamic"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2_window", "mistral_window", "llama_dynamic", "phi4_longrope", "smollm3", "gemma2", "gemma3"]
+)
 def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any) -> None:
     decoder = ours_of(kind, "bfloat16")
     prompts = [tokens_of(count, count) for count in UNEVEN]

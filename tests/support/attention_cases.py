@@ -136,20 +136,24 @@ def seen_keys(case: Case, row: int) -> tuple[Tensor, Tensor, Tensor]:
     return slots[seen], offsets[seen], positions[seen]
 
 
+def seen_scores(case: Case, row: int) -> Tensor:
+    """fp64 scores of the keys that the row sees: [Hq, n]."""
+    slots, offsets, positions = seen_keys(case, row)
+    k = case.k[slots, :, :, offsets].double().repeat_interleave(case.q.shape[1] // case.k.shape[1], dim=1)
+    scores = torch.einsum("hd,nhd->hn", case.q[row].double(), k) * case.scale
+    if case.cap is not None:
+        scores = torch.tanh(scores / case.cap) * case.cap
+    return scores if case.bias is None else scores + case.bias[:, positions].double()
+
+
 def truth(case: Case) -> tuple[Tensor, Tensor]:
     """fp64 attention [R, Hq, D], and the sum over keys of p |v|, to which errors are compared."""
     group = case.q.shape[1] // case.k.shape[1]
     outs, sizes = [], []
     for row in range(len(case.q)):
-        slots, offsets, positions = seen_keys(case, row)
-        k = case.k[slots, :, :, offsets].double().repeat_interleave(group, dim=1)
+        slots, offsets, _ = seen_keys(case, row)
         v = case.v[slots, :, offsets].double().repeat_interleave(group, dim=1)
-        scores = torch.einsum("hd,nhd->hn", case.q[row].double(), k) * case.scale
-        if case.cap is not None:
-            scores = torch.tanh(scores / case.cap) * case.cap
-        if case.bias is not None:
-            scores = scores + case.bias[:, positions].double()
-        p = scores.softmax(-1)
+        p = seen_scores(case, row).softmax(-1)
         outs.append(torch.einsum("hn,nhd->hd", p, v))
         sizes.append(torch.einsum("hn,nhd->hd", p, v.abs()))
     return torch.stack(outs), torch.stack(sizes)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     FalconConfig,
@@ -220,6 +221,9 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "gemma3_with_vision": (_gemma3_with_vision, {}),
 }
 """Every family and variant, as (constructor, its fields)."""
+NEAR = ("phi3", "smollm3_window", "glm", "gemma3_linear", "gemma3_with_vision")
+"""Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
+EVERY_KIND = [pytest.param(kind, marks=pytest.mark.matrix) if kind in NEAR else kind for kind in KINDS]
 
 
 def build_model(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

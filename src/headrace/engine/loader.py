@@ -237,6 +237,7 @@ def _capacity(
         model_len=model.max_model_len,
         length_limit=_length_limit(config, model.max_model_len, max_len, streamed),
         embedding_size=model.embed_size,
+        writes=model.head,
         pooling=read_pooling(model_folder(config.model.folder)),
         alike_tokens=model.rope.original_length if model.rope and model.rope_depends_on_length else 0,
     )

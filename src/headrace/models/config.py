@@ -10,7 +10,7 @@ from typing import Any, cast, get_args
 
 from headrace.logs import shown
 from headrace.models import schema
-from headrace.models.families import FAMILIES, Family
+from headrace.models.families import FAMILIES, HEADLESS, Family
 from headrace.models.families.base import LAYER_TYPES, refuse_rope
 from headrace.models.files import first_dtype, read_json, weight_files
 from headrace.models.spec import CheckpointDType, ModelConfig, RopeSpec
@@ -53,6 +53,7 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
             layers=config.num_hidden_layers,
             dtype=_dtype(raw, folder),
             tied=config.tie_word_embeddings,
+            head=raw["architectures"][0] not in HEADLESS,
             bos_token_id=config.bos_token_id,
             eos_token_ids=_eos(config, folder),
             **facts,

@@ -242,8 +242,9 @@ class Decoder:
     def _plain_ends(self) -> Ends | None:
         """What is beside the layers, where that is a table, a norm and a head, and all runs in C++."""
         config = self.config
-        plain = config.final_norm and config.positions != "learned" and config.embed_size == config.hidden_size
-        if not isinstance(self.layers, block.Blocks) or not plain or config.rope_depends_on_length:
+        whole = config.head and config.final_norm and config.embed_size == config.hidden_size
+        plain = whole and config.positions != "learned" and not config.rope_depends_on_length
+        if not isinstance(self.layers, block.Blocks) or not plain:
             return None
         scales = (float(self.embed_scale), config.logit_scale, config.logit_cap)
         return Ends(self.layers.shape, self.weights, self.matrices, *scales)
@@ -301,7 +302,9 @@ class Decoder:
         return self.layers.project(layer, x, cos_sin)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E] -> fp32 [R, V]. Raises ValueError on a tensor rank other than 0."""
+        """hidden [R, E] -> fp32 [R, V]. Raises ValueError for a model, and on a tensor rank, without a head."""
+        if not self.config.head:
+            raise ValueError(f"{self.config.architecture} has no head, and so no logits; it makes embeddings")
         if "head.weight" not in self.matrices:
             raise ValueError("this tensor rank has no head; ask rank 0 of its group for logits")
         logits = ops.linear(hidden, self.matrices["head.weight"], wide=True)

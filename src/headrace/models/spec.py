@@ -53,7 +53,7 @@ class ModelConfig:
     local_rope: the rotation in layers with a window, where theirs is another one than `rope`. no_rope_layers: layers
     without rotation. norm_offset: is added to the weights of RMS norms. embed_scale multiplies embeddings,
     residual_scale what attention and MLP add to the residual stream, logit_scale the logits, which are then capped:
-    logit_cap * tanh(logit / logit_cap).
+    logit_cap * tanh(logit / logit_cap). head: whether there are logits; a checkpoint made for embeddings may have none.
     """
 
     architecture: str
@@ -87,6 +87,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    head: bool = True
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -142,7 +143,7 @@ def expected(config: ModelConfig) -> dict[str, Slot]:
         slots |= _layer(config, f"layers.{index}.")
     if config.final_norm:
         slots |= _norm(config, "final_norm")
-    return slots | _linear("head", (config.vocab_size,), embed, False)
+    return slots | _linear("head", (config.vocab_size,), embed, False) if config.head else slots
 
 
 def _layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:

@@ -104,6 +104,8 @@ def _sources(config: ModelConfig, slots: dict[str, Slot], present: set[str]) -> 
 
     candidates = [{name: _source(names, name, prefix) for name in slots} for prefix in family.prefixes]
     found = max(candidates, key=lambda sources: sum(present.issuperset(group) for group in sources.values()))
+    if not config.head:
+        return found
     embed, head = found["embed.weight"], found["head.weight"]
     if config.tied and not present.issuperset(head):
         found["head.weight"] = embed

@@ -10,8 +10,15 @@ from headrace.models.families.opt import OPT
 from headrace.models.families.phi import PHI3
 from headrace.models.families.smollm import SMOLLM3
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["FAMILIES", "HEADLESS", "Family"]
 
+HEADLESS: dict[str, Family] = {
+    "LlamaModel": LLAMA,
+    "MistralModel": MISTRAL,
+    "Qwen2Model": QWEN2,
+    "Qwen3Model": QWEN3,
+}
+"""Decoders alone, as checkpoints made for embeddings have them."""
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
@@ -27,4 +34,5 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3_WITH_VISION,
+    **HEADLESS,
 }
