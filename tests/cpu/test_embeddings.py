@@ -108,9 +108,8 @@ def test_a_decoder_without_a_head(folder_of: FolderOf, engines: dict[str, LLM], 
     assert llm.capacity.architecture == "Qwen3Model"
     assert llm.embed(texts).tolist() == engines["last"].embed(texts).tolist()
     for refused in (lambda: llm.generate([[5]]), lambda: llm.score([5], [[6]])):
-        with pytest.raises(InvalidRequest, match="Qwen3Model, has no head") as caught:
+        with pytest.raises(InvalidRequest, match="Qwen3Model, has no head"):
             refused()
-        assert caught.value.param == "model"
 
 
 def test_they_are_cut_where_the_checkpoint_allows_it(folder_of: FolderOf, tmp_path: Path) -> None:

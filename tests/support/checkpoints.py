@@ -147,7 +147,7 @@ def _of(model: type[PreTrainedModel], config: type[PreTrainedConfig], **own: Any
 
 
 _phi3 = _of(Phi3ForCausalLM, Phi3Config, original_max_position_embeddings=MODEL_LENGTH)
-_smollm3 = _of(SmolLM3ForCausalLM, SmolLM3Config, num_hidden_layers=4, tie_word_embeddings=True)
+_smollm3 = _of(SmolLM3ForCausalLM, SmolLM3Config, no_rope_layer_interval=2, tie_word_embeddings=True)
 _granite = _of(
     GraniteForCausalLM, GraniteConfig, embedding_multiplier=12.0, attention_multiplier=0.02, residual_multiplier=0.22,
     logits_scaling=8.0,
