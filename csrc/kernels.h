@@ -39,6 +39,7 @@ struct Attend {
   int threads;
   const float *k_scale, *v_scale;  // [slots, Hkv, 64] where k and v are int8 (see quantised.h), else null
   RunningState from, to;           // the state to continue from; the state to leave instead of `out`. They share no memory
+  const float *sinks;              // [Hq] or null: the score of a key without a value, which every row of `out` sees at its end
 };
 
 // left = left merged with right, all lanes. base2: m is in units of log 2, as in vnni.h.
@@ -49,7 +50,8 @@ struct MergePartials {
   int threads;
 };
 
-// out [lanes, D] = attention of what was merged, lse [lanes] (or null) the logarithm of its sum. A lane is one (row, head).
+// out [lanes, D] = attention of what was merged, lse [lanes] (or null) the logarithm of its sum. A lane is one (row, head), of
+// `heads` heads. sinks: as in Attend, not in lse.
 struct Finish {
   Partial total, block;
   void *out;
@@ -57,6 +59,8 @@ struct Finish {
   int64_t lanes, dim;
   bool base2;
   int threads;
+  const float *sinks;
+  int64_t heads;
 };
 
 // Attention over the union of two disjoint segments: out [lanes, D] and lse [lanes] each.

@@ -258,7 +258,10 @@ template <Policy Math> struct HeadRows {
     [[maybe_unused]] const typename Math::template Tiny<false> kept;
     for (int64_t row = first; row < last; ++row) {
       T *out = static_cast<T *>(a.out) + (row * a.heads + kv_head * group) * a.dim;
-      for (int64_t g = 0; g < group; ++g) total.write((row - first) * group + g, padded, a.dim, out + g * a.dim);
+      for (int64_t g = 0; g < group; ++g) {
+        const int64_t lane = (row - first) * group + g;
+        total.write(lane, padded, a.dim, out + g * a.dim, sink_of<Math>(a.sinks, kv_head * group + g, total.m[lane]));
+      }
     }
   }
 

@@ -40,7 +40,7 @@ struct Pool {
 struct Mask {
   const Item *items;
   const int64_t *positions;
-  const float *bias;
+  const float *bias, *sinks;
   int64_t count, window, bias_len;
   float scale, cap;
 };
@@ -50,9 +50,10 @@ void make_pool(Pool *self, Address k, Address v, Address k_scale, Address v_scal
   new (self) Pool{at<void>(k), at<void>(v), at<float>(k_scale), at<float>(v_scale), slots, kv_heads, dim};
 }
 
-void make_mask(Mask *self, Address items, Address positions, Address bias, int64_t count, int64_t window, int64_t bias_len,
-               float scale, float cap) {
-  new (self) Mask{at<Item>(items), at<int64_t>(positions), at<float>(bias), count, window, bias_len, scale, cap};
+void make_mask(Mask *self, Address items, Address positions, Address bias, Address sinks, int64_t count, int64_t window,
+               int64_t bias_len, float scale, float cap) {
+  new (self)
+      Mask{at<Item>(items), at<int64_t>(positions), at<float>(bias), at<float>(sinks), count, window, bias_len, scale, cap};
 }
 
 void attend(int type, Address q, const Pool &pool, const Mask &mask, Address out, int64_t rows, int64_t q_stride, int64_t heads,
@@ -80,6 +81,7 @@ void attend(int type, Address q, const Pool &pool, const Mask &mask, Address out
       .v_scale = pool.v_scale,
       .from = running_at(start),
       .to = running_at(left),
+      .sinks = mask.sinks,
   };
   check_items(a, pool.slots);
   check_bias(a);
@@ -108,9 +110,11 @@ void append(int type, const Pool &pool, Address k_new, Address v_new, Address sl
   kernels().append[type](a);
 }
 
-void finish(int type, const Addresses &from, Address out, Address lse, int64_t lanes, int64_t dim, bool base2, int threads) {
+void finish(int type, const Addresses &from, Address out, Address lse, Address sinks, int64_t lanes, int64_t heads, int64_t dim,
+            bool base2, int threads) {
   const RunningState state = running_at(from);
-  kernels().finish[type]({state.total, state.block, at<void>(out), at<float>(lse), lanes, dim, base2, threads});
+  kernels().finish[type](
+      {state.total, state.block, at<void>(out), at<float>(lse), lanes, dim, base2, threads, at<float>(sinks), heads});
 }
 
 void merge_partials(const Addresses &total, const Addresses &block, int64_t lanes, int64_t dim, bool base2, int threads) {
@@ -260,8 +264,8 @@ void go_on(AttentionStep &self, Address positions, Address offsets, int threads)
 
 void go_on_by_one(AttentionStep &self, int threads) { self.go_on(threads); }
 
-void make_layer(AttentionStep::Layer *self, int64_t kind, Address k_pool, Address v_pool) {
-  new (self) AttentionStep::Layer{kind, at<void>(k_pool), at<void>(v_pool)};
+void make_layer(AttentionStep::Layer *self, int64_t kind, Address k_pool, Address v_pool, Address sinks) {
+  new (self) AttentionStep::Layer{kind, at<void>(k_pool), at<void>(v_pool), at<float>(sinks)};
 }
 
 void run(const AttentionStep &self, const AttentionStep::Layer &layer, Address q, Address k, Address v, Address out,
@@ -349,13 +353,14 @@ NB_MODULE(_cpu, m) {
   const auto named = nb::kw_only();
   nb::class_<Pool>(m, "Pool").def("__init__", make_pool, "k"_a, "v"_a, "k_scale"_a, "v_scale"_a, named, "slots"_a, "kv_heads"_a,
                                   "dim"_a);
-  nb::class_<Mask>(m, "Mask").def("__init__", make_mask, "items"_a, "positions"_a, "bias"_a, named, "count"_a, "window"_a,
-                                  "bias_len"_a, "scale"_a, "cap"_a);
+  nb::class_<Mask>(m, "Mask").def("__init__", make_mask, "items"_a, "positions"_a, "bias"_a, "sinks"_a, named, "count"_a,
+                                  "window"_a, "bias_len"_a, "scale"_a, "cap"_a);
   m.def("attend", attend, unlocked, "type"_a, "q"_a, "pool"_a, "mask"_a, "out"_a, named, "rows"_a, "q_stride"_a, "heads"_a,
         "start"_a, "left"_a, "threads"_a);
   m.def("append", append, unlocked, "type"_a, "pool"_a, "k_new"_a, "v_new"_a, "slots"_a, "offsets"_a, named, "rows"_a,
         "k_stride"_a, "v_stride"_a, "threads"_a);
-  m.def("finish", finish, unlocked, "type"_a, "state"_a, "out"_a, "lse"_a, named, "lanes"_a, "dim"_a, "base2"_a, "threads"_a);
+  m.def("finish", finish, unlocked, "type"_a, "state"_a, "out"_a, "lse"_a, "sinks"_a, named, "lanes"_a, "heads"_a, "dim"_a,
+        "base2"_a, "threads"_a);
   m.def("merge_partials", merge_partials, unlocked, "total"_a, "block"_a, named, "lanes"_a, "dim"_a, "base2"_a, "threads"_a);
   m.def("merge_states", merge_states, unlocked, "left"_a, "right"_a, "merged"_a, named, "lanes"_a, "dim"_a, "threads"_a);
   m.def("rms_norm", rms_norm, unlocked, "type"_a, "x"_a, "weight"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a, "offset"_a,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 
 from headrace.models.decoder import Decoder
+from headrace.models.weights import load_weights
 from headrace.parallel.messages import StepGroup
 from headrace.strategies import KEEPS_ALL
 from headrace.types import BLOCK_CHUNKS, CHUNK
-from tests.support.checkpoints import VOCAB
+from tests.support.checkpoints import VOCAB, FolderOf
 from tests.support.loopback_ranks import Conversation, Late, LoopbackRanks, even, shard_of, zigzag
+from tests.support.naive_attention import batch_of, naive
 
 
 def tokens_of(count: int, seed: int) -> list[int]:
@@ -199,6 +202,27 @@ def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any) ->
     loopback = LoopbackRanks(decoder, 3, kv=dtype)
     ours = prefill(loopback, strategy, {Conversation(loopback): p for p in prompts}, 70)
     same(strategy, ours, one_rank(decoder, prompts, 70, kv=dtype), exact=strategy != "ring-q")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sinks(strategy: str, dtype: str, folder_of: FolderOf, ours_of: Any) -> None:
+    """Whoever finishes a row adds its head's sink, once; by plain softmax the same but for rounding."""
+    plain: Decoder = ours_of("qwen2_window", dtype)
+    config = replace(plain.config, attention=replace(plain.config.attention, sinks=True))
+    weights = load_weights(folder_of("qwen2_window"), plain.config, plain.dtype)
+    g = torch.Generator().manual_seed(5)
+    for layer in range(config.layers):
+        weights[f"layers.{layer}.sinks.weight"] = 2 * torch.randn(4, generator=g).to(plain.dtype)
+    decoder = Decoder(config, weights)
+    prompts = [tokens_of(count, count) for count in UNEVEN]
+    loopback, truth = LoopbackRanks(decoder, 3), one_rank(decoder, prompts, 70)
+    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in prompts}, 70)
+    same(strategy, ours, truth, exact=strategy != "ring-q")
+    if dtype == "float32":
+        rows = torch.stack(one_rank(decoder, prompts[:1], 70))
+        want = decoder.forward(batch_of(prompts[0], 0, 300), naive(decoder))[-70:]
+        torch.testing.assert_close(rows, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -34,10 +34,11 @@ class Case:
     window: int | None = None
     bias: Tensor | None = None
     cap: float | None = None
+    sinks: Tensor | None = None
 
     def __repr__(self) -> str:
         kind, dims = self.q.dtype, (tuple(self.q.shape), tuple(self.k.shape))
-        scores = f"window {self.window}, cap {self.cap}, bias {self.bias is not None}"
+        scores = f"window {self.window}, cap {self.cap}, sinks {self.sinks is not None}, bias {self.bias is not None}"
         return f"Case({kind}, q and k {dims}, {scores}, items {self.items.tolist()})"
 
     @property
@@ -47,7 +48,8 @@ class Case:
 
     @property
     def mask(self) -> Mask:
-        return Mask(self.items, self.positions, window=self.window, bias=self.bias, cap=self.cap, scale=self.scale)
+        more = dict(bias=self.bias, cap=self.cap, sinks=self.sinks, scale=self.scale)
+        return Mask(self.items, self.positions, window=self.window, **more)  # type: ignore[arg-type]
 
     def run(self) -> Tensor:
         return cpu.attend(self.q, cpu.arrange(self.pool), self.mask)
@@ -153,7 +155,11 @@ def truth(case: Case) -> tuple[Tensor, Tensor]:
     for row in range(len(case.q)):
         slots, offsets, _ = seen_keys(case, row)
         v = case.v[slots, :, offsets].double().repeat_interleave(group, dim=1)
-        p = seen_scores(case, row).softmax(-1)
+        scores = seen_scores(case, row)
+        if case.sinks is None:
+            p = scores.softmax(-1)
+        else:
+            p = torch.cat((scores, case.sinks[:, None].double()), dim=-1).softmax(-1)[:, :-1]
         outs.append(torch.einsum("hn,nhd->hd", p, v))
         sizes.append(torch.einsum("hn,nhd->hd", p, v.abs()))
     return torch.stack(outs), torch.stack(sizes)
@@ -193,4 +199,5 @@ def cases(draw: st.DrawFn, most: int = 6) -> Case:
         tree, heads, kv_heads, draw(st.sampled_from([32, 64, 80, 96, 128, 256, 8, 20])),
         draw(st.sampled_from([torch.float32, torch.bfloat16])), bias=bias,
         window=draw(st.sampled_from([None, None, 1, 7, 64, 100])), cap=draw(st.sampled_from([None, None, 0.5, 50.0])),
+        sinks=3 * torch.randn(heads, generator=generator) if draw(st.booleans()) else None,
     )  # fmt: skip

@@ -69,6 +69,7 @@ class Attention(Attend):
         sizes = (slots, spec.kv_heads, spec.head_dim, 64), (slots, spec.kv_heads, 64, spec.head_dim)
         self.pools = [[torch.randn(size, generator=g).bfloat16() for _ in windows] for size in sizes]
         self.windows = windows
+        self.sinks = list(torch.randn(len(windows), spec.heads, generator=g)) if spec.sinks else None
         self.calls = 0
         self.go_on(0)
 
@@ -88,11 +89,13 @@ class Attention(Attend):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         self.calls += 1
-        out = self.step(Pool(self.pools[0][layer], self.pools[1][layer]), q, k, v, self.windows[layer])
+        sinks = None if self.sinks is None else self.sinks[layer]
+        out = self.step(Pool(self.pools[0][layer], self.pools[1][layer]), q, k, v, self.windows[layer], sinks)
         return out if rows is None else out[rows]
 
 
 class AttentionOver(Attention):
     @property
     def prepared(self) -> StepOver:  # type: ignore[override]
-        return self.step.over(Pools([Pool(k, v) for k, v in zip(*self.pools, strict=True)]), self.windows)
+        pools = Pools([Pool(k, v) for k, v in zip(*self.pools, strict=True)])
+        return self.step.over(pools, self.windows, self.sinks)

@@ -11,7 +11,8 @@ class AttentionSpec:
 
     A row at position p with window w attends keys p-w+1 .. p. `alibi` asks for a bias per (query head, key position),
     which the model supplies as a table; see attention.plan. With `score_cap` scaled scores s become
-    score_cap * tanh(s / score_cap).
+    score_cap * tanh(s / score_cap). With `sinks` every row also sees a key without a value, whose score each
+    head of each layer has learned.
     """
 
     layers: int
@@ -22,6 +23,7 @@ class AttentionSpec:
     windows: tuple[int | None, ...]
     alibi: bool = False
     score_cap: float | None = None
+    sinks: bool = False
 
     @property
     def group(self) -> int:

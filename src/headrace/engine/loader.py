@@ -186,7 +186,7 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     model = read_config(folder)
     dtype = compute_dtype(model, config.model.dtype)
     spec = model.attention
-    capped = spec.score_cap is not None
+    capped = spec.score_cap is not None or spec.sinks
     backend = dispatch.choose(config.model.backend, dtype, device_of(config), spec.head_dim, capped)
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else dtype
     bytes_per_token = KVStorage.bytes_per_token(shard(model, 0, config.ranks.tensor), kv_dtype)

@@ -19,6 +19,7 @@ class Mask:
         items: int,
         positions: int,
         bias: int,
+        sinks: int,
         *,
         count: int,
         window: int,
@@ -97,7 +98,7 @@ class Block:
     def after(self, x: int, attended: int, scratch: int, rows: int, threads: int) -> None: ...
 
 class StepLayer:
-    def __init__(self, kind: int, k_pool: int, v_pool: int) -> None: ...
+    def __init__(self, kind: int, k_pool: int, v_pool: int, sinks: int) -> None: ...
 
 class AttentionStep:
     def __init__(
@@ -240,7 +241,18 @@ class Extension(Protocol):
         threads: int,
     ) -> None: ...
     def finish(
-        self, type: int, state: Sequence[int], out: int, lse: int, *, lanes: int, dim: int, base2: bool, threads: int
+        self,
+        type: int,
+        state: Sequence[int],
+        out: int,
+        lse: int,
+        sinks: int,
+        *,
+        lanes: int,
+        heads: int,
+        dim: int,
+        base2: bool,
+        threads: int,
     ) -> None: ...
     def merge_partials(
         self, total: Sequence[int], block: Sequence[int], *, lanes: int, dim: int, base2: bool, threads: int

@@ -28,9 +28,9 @@ class Capabilities:
     """What a backend can do. kernels: what a sentence calls it, for `it` or `they`.
 
     devices: types of torch devices, none: any; dtypes: those computed in, none: any; int8: whether keys and values may
-    be stored so; capped: whether scores may be capped; pieces: whether it is a PiecewiseBackend; prepared_step: whether
-    `prepare` gives a step, for pools of the rows' own type, and all_layers, whether that has `over`; graphs: whether
-    steps are recorded as CUDA graphs; automatic: whether 'auto' may choose it.
+    be stored so; capped: whether scores may be capped, or have sinks; pieces: whether it is a PiecewiseBackend;
+    prepared_step: whether `prepare` gives a step, for pools of the rows' own type, and all_layers, whether that has
+    `over`; graphs: whether steps are recorded as CUDA graphs; automatic: whether 'auto' may choose it.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Capabilities:
         if self.largest_head is not None and head_dim > self.largest_head:
             return f"{self._does('take')} heads of up to {self.largest_head}, the model's are {head_dim}"
         if capped and not self.capped:
-            return f"{self._does('know')} no soft cap on scores, which the model has"
+            return f"{self._does('know')} neither soft caps on scores nor sinks, which the model has"
         return None
 
     def _does(self, verb: str) -> str:
@@ -94,11 +94,13 @@ class PreparedStep(Protocol):
         """Other positions and offsets for the rows of the same items. Raises ValueError, with nothing changed, where
         they do not fit."""
 
-    def __call__(self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory."""
 
-    def over(self, pools: Pools, windows: Sequence[int | None]) -> StepOver:
-        """The step in layers with these pools and windows, from a backend that declares all_layers."""
+    def over(self, pools: Pools, windows: Sequence[int | None], sinks: Sequence[Tensor] | None = None) -> StepOver:
+        """The step in layers with these pools, windows and sinks, from a backend that declares all_layers."""
 
 
 class Backend(Protocol):
@@ -143,8 +145,9 @@ class PiecewiseBackend(Backend, Protocol):
         the bits of one `attend`.
         """
 
-    def finish(self, state: RunningState, dtype: torch.dtype) -> Tensor:
-        """The attention of what was merged: [R, Hq, D] in `dtype`, zeros for rows that saw no key."""
+    def finish(self, state: RunningState, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
+        """The attention of what was merged: [R, Hq, D] in `dtype`, zeros for rows that saw no key. sinks (see Mask) are
+        no part of the state, and join it here alone."""
 
     def states_of(self, state: RunningState) -> AttnState:
         """The same as a value that merges: fp32, natural logarithms."""

@@ -60,7 +60,8 @@ class Mask:
     items int32 [n, 4] = (slot, key_start, row_begin, row_end): the chunk in `slot` holds the keys at key_start ..
     key_start + 63 and is offered to rows row_begin .. row_end - 1. A row at position p, of positions int64 [R], sees
     the keys at p - window + 1 .. p (no window: 0 .. p). Scores are multiplied by `scale`, capped to
-    cap * tanh(score / cap) where there is a cap, and bias fp32 [Hq, keys] is added to them by the key's position.
+    cap * tanh(score / cap) where there is a cap, and bias fp32 [Hq, keys] is added to them by the key's position. sinks
+    fp32 [Hq]: the score of a key without a value, which every row that sees any key sees when it is finished.
     """
 
     items: Tensor
@@ -69,6 +70,7 @@ class Mask:
     window: int | None = None
     bias: Tensor | None = None
     cap: float | None = None
+    sinks: Tensor | None = None
     scale: float
 
 

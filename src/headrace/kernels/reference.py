@@ -196,14 +196,19 @@ def states_of(state: RunningState) -> AttnState:
     return normalise(merge_partials(state.total, state.block))
 
 
-def finish(state: RunningState, dtype: torch.dtype) -> Tensor:
-    """The attention of what was merged: [R, Hq, D] in `dtype`."""
-    return states_of(state).out.to(dtype)
+def finish(state: RunningState, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
+    """The attention of what was merged: [R, Hq, D] in `dtype`. sinks [Hq]: see kernels.records.Mask."""
+    state.expect(state.shape, 1.0)
+    merged = merge_partials(state.total, state.block)
+    if sinks is not None:
+        more = torch.where(merged.l > 0, torch.exp(sinks - merged.m), 0.0)
+        merged = Partial(merged.acc, merged.m, merged.l + more)
+    return normalise(merged).out.to(dtype)
 
 
 def attend(q: Tensor, pool: Pool, mask: Mask) -> Tensor:
     """The finished attention of a plan's rows over all of its items: [R, Hq, D] in q's dtype. See `partial`."""
-    return finish(partial(q, pool, mask), q.dtype)
+    return finish(partial(q, pool, mask), q.dtype, mask.sinks)
 
 
 def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Tensor) -> None:

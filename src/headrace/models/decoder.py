@@ -188,6 +188,7 @@ class Decoder:
     `matrices` are the weights that rows are multiplied by, packed where that pays; `weights` the tensors that are not.
 
     `key_bias` [Hq, max_model_len] fp32 is added to the scaled scores by head and key position (ALiBi), if not None.
+    `sinks`, fp32 [Hq] for each layer, if not None: scores of a key without a value (kernels.records.Mask).
 
     With `tensor`, one of several tensor ranks: `weights` are its share, and `config.attention` and `key_bias` become
     those of its own heads, so that keys and values are stored for these alone. All ranks of the group call `forward`
@@ -216,7 +217,13 @@ class Decoder:
             self.key_bias = self.key_bias[share.heads.start : share.heads.stop].clone()
         if self.key_bias is not None:
             self.key_bias = self.key_bias.to(self.device)
+        self.sinks = self._sinks()
         self._ends = self._plain_ends()
+
+    def _sinks(self) -> list[Tensor] | None:
+        if not self.config.attention.sinks:
+            return None
+        return [self.weights[f"layers.{layer}.sinks.weight"].float() for layer in range(self.config.layers)]
 
     def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
         whole = _alone if share is None or tensor is None else _gathered(share, tensor)
@@ -236,6 +243,7 @@ class Decoder:
             part.layers = block.Blocks(layers.shape, layers.layers[:count])
         else:
             part.layers = OneByOne(layers.layers[:count])
+        part.sinks = self.sinks and self.sinks[:count]
         part._ends = None
         return part
 

@@ -153,6 +153,8 @@ def _layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:
     slots |= _linear(prefix + "qkv", (q, kv, kv), hidden, config.qkv_bias)
     if config.qk_norm:
         slots |= {prefix + name: Slot((spec.head_dim,)) for name in ("q_norm.weight", "k_norm.weight")}
+    if spec.sinks:
+        slots[prefix + "sinks.weight"] = Slot((spec.heads,))
     slots |= _linear(prefix + "out", (hidden,), q, config.out_bias)
     if config.mlp_norm:
         slots |= _norm(config, prefix + "mlp_norm")

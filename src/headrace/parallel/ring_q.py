@@ -134,7 +134,7 @@ class RingQ(Attend):
             for work in works:
                 work.wait()
             outgoing += visits.send_states(layer, home, visits.attend(layer, theirs, home, stored))
-        out = visits.merged(own, homecoming, q)
+        out = visits.merged(layer, own, homecoming, q)
         for work in (*outgoing, *(work for _, works in guests.values() for work in works)):
             work.drain()
         return out
@@ -265,7 +265,9 @@ class _QueryVisits:
                 found[host] = (_unflatten(flat, visit.rows, *q.shape[1:]), work)
         return found
 
-    def merged(self, own: RunningState | None, homecoming: dict[int, tuple[Partial, Transfer]], q: Tensor) -> Tensor:
+    def merged(
+        self, layer: int, own: RunningState | None, homecoming: dict[int, tuple[Partial, Transfer]], q: Tensor
+    ) -> Tensor:
         """All states of this rank's rows, from left to right: [T, Hq, D] in q's dtype."""
         if not len(q):
             return q
@@ -282,7 +284,7 @@ class _QueryVisits:
                 _rows(states[host], offset, offset + segment.rows),
                 total.unit,
             )
-        return backend.finish(total, q.dtype)
+        return self.context.kernels.finish(layer, total, q.dtype)
 
     def _in_order(self, states: dict[int, Partial]) -> list[tuple[int, int, int, int, Segment]]:
         """(block, first chunk, host, first row of the segment in the host's states, segment), sorted."""
