@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams
-from tests.support.checkpoints import EVERY_KIND, KINDS, NEAR, VOCAB, FolderOf, TheirsOf
+from tests.support.checkpoints import EVERY_KIND, EVERY_KIND_SLOWLY, KINDS, NEAR, VOCAB, FolderOf, TheirsOf
 from tests.support.traces import run, same
 
 LENGTHS = (300, 64, 1, 129, 37)
@@ -35,7 +35,7 @@ def logits_of(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
         return model(torch.tensor([tokens])).logits[0].float()
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("kind", EVERY_KIND_SLOWLY)
 def test_fp32_agrees_with_transformers(kind: str, folder_of: FolderOf, theirs_of: TheirsOf) -> None:
     """Logits at every position of 300 tokens, and 64 greedy tokens for a batch of uneven prompts."""
     llm = engine(folder_of(kind), "float32", max_batch_tokens=200)
