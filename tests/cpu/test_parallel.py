@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 
 from headrace.models.decoder import Decoder
+from headrace.models.weights import load_weights
 from headrace.parallel.messages import StepGroup
 from headrace.strategies import KEEPS_ALL
 from headrace.types import BLOCK_CHUNKS, CHUNK
-from tests.support.checkpoints import VOCAB
+from tests.support.checkpoints import VOCAB, FolderOf
 from tests.support.loopback_ranks import Conversation, Late, LoopbackRanks, even, shard_of, zigzag
+from tests.support.naive_attention import batch_of, naive
 
 
 def tokens_of(count: int, seed: int) -> list[int]:
@@ -67,9 +70,9 @@ def same(ours: list[Tensor], truth: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["llama", "llama_gqa", "qwen3", "opt", "falcon7", "falcon_rw"])
+@pytest.mark.parametrize("kind", ["llama", "llama_gqa", "qwen3", "opt", "falcon7", "falcon_rw", "granite", "glm4"])
 def test_a_batch_of_uneven_prompts(kind: str, size: int, strategy: str, ours_of: Any) -> None:
-    """MHA, GQA and MQA; rotary, learned positions and ALiBi. Gather and chain cut inside chunks here."""
+    """MHA, GQA and MQA; rotary, learned positions and ALiBi; more in the layer. Gather and chain cut inside chunks."""
     decoder: Decoder = ours_of(kind, "bfloat16")
     prompts = [tokens_of(count, count) for count in UNEVEN]
     loopback = LoopbackRanks(decoder, size)
@@ -170,13 +173,36 @@ def test_turns_with_decode_between(kind: str, size: int, strategy: str, ours_of:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [torch.int8, None])
-@pytest.mark.parametrize("kind", ["qwen2_window", "mistral_window", "llama_dynamic"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2_window", "mistral_window", "llama_dynamic", "phi4_longrope", "smollm3", "gemma2", "gemma3"]
+)
 def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any) -> None:
     decoder = ours_of(kind, "bfloat16")
     prompts = [tokens_of(count, count) for count in UNEVEN]
     loopback = LoopbackRanks(decoder, 3, kv=dtype)
     ours = prefill(loopback, strategy, {Conversation(loopback): p for p in prompts}, 70)
     same(ours, one_rank(decoder, prompts, 70, kv=dtype))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sinks(strategy: str, dtype: str, folder_of: FolderOf, ours_of: Any) -> None:
+    """Whoever finishes a row adds its head's sink, once; by plain softmax the same but for rounding."""
+    plain: Decoder = ours_of("qwen2_window", dtype)
+    config = replace(plain.config, attention=replace(plain.config.attention, sinks=True))
+    weights = load_weights(folder_of("qwen2_window"), plain.config, plain.dtype)
+    g = torch.Generator().manual_seed(5)
+    for layer in range(config.layers):
+        weights[f"layers.{layer}.sinks.weight"] = 2 * torch.randn(4, generator=g).to(plain.dtype)
+    decoder = Decoder(config, weights)
+    prompts = [tokens_of(count, count) for count in UNEVEN]
+    loopback, truth = LoopbackRanks(decoder, 3), one_rank(decoder, prompts, 70)
+    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in prompts}, 70)
+    same(strategy, ours, truth, exact=strategy != "ring-q")
+    if dtype == "float32":
+        rows = torch.stack(one_rank(decoder, prompts[:1], 70))
+        want = decoder.forward(batch_of(prompts[0], 0, 300), naive(decoder))[-70:]
+        torch.testing.assert_close(rows, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

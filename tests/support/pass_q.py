@@ -110,7 +110,7 @@ class PassQ:
         ops: Any = kernels.backend
         names = ("append", "attend", "empty_running", "merge_blocks", "merge_into", "partial", "states_of")
         changed: Any = SimpleNamespace(
-            finish=lambda state, dtype: ops.states_of(state).out, **{name: getattr(ops, name) for name in names}
+            finish=lambda state, dtype, sinks: ops.states_of(state).out, **{name: getattr(ops, name) for name in names}
         )
         kernels.backend = changed
         return kernels

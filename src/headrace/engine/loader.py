@@ -185,7 +185,9 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     folder = model_folder(config.model.folder)
     model = read_config(folder)
     dtype = compute_dtype(model, config.model.dtype)
-    backend = dispatch.choose(config.model.backend, dtype, device_of(config), model.attention.head_dim)
+    spec = model.attention
+    capped = spec.score_cap is not None or spec.sinks
+    backend = dispatch.choose(config.model.backend, dtype, device_of(config), spec.head_dim, capped)
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else dtype
     bytes_per_token = KVStorage.bytes_per_token(shard(model, 0, config.ranks.tensor), kv_dtype)
     hidden = model.hidden_size if keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
@@ -235,6 +237,7 @@ def _capacity(
         model_len=model.max_model_len,
         length_limit=_length_limit(config, model.max_model_len, max_len, streamed),
         embedding_size=model.embed_size,
+        writes=model.head,
         pooling=read_pooling(model_folder(config.model.folder)),
         alike_tokens=model.rope.original_length if model.rope and model.rope_depends_on_length else 0,
     )

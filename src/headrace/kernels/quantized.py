@@ -152,14 +152,14 @@ class Quantized:
         return self.codes.nbytes + self.scales.nbytes
 
 
-def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None, wide: bool = False, gate: str = "silu") -> Tensor:
     """x [T, K] in bf16 or fp32 times weight [N, K] transposed, plus bias [N]: [T, N], fp32 if `wide`, else as x.
     With a gated weight [T, N / 2], as cpu.linear."""
     inputs = weight.shape[1]
     if x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
         raise ValueError(f"x must be [T, {inputs}] with contiguous rows, got {list(x.shape)}")
     type_of(x)
-    return cpu.product(x, weight, bias, wide)
+    return cpu.product(x, weight, bias, wide, gate)
 
 
 def _check(weight: Tensor, scheme: Quantization) -> None:

@@ -74,6 +74,7 @@ class Layer:
     ) -> None:
         self.config = config
         self.index = index
+        self.rotation = config.rotation(index)
         self.whole = whole
         prefix = f"layers.{index}."
         self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
@@ -94,8 +95,15 @@ class Layer:
         if self.config.block == "parallel":
             second = self._norm("mlp_norm", x) if self.config.mlp_norm else first
             return x + self.whole("hidden", self._mlp(second) + attended)
-        x = x + self.whole("hidden", attended)
-        return x + self.whole("hidden", self._mlp(self._norm("mlp_norm", x)))
+        x = x + self._added("attention_out_norm", attended)
+        return x + self._added("mlp_out_norm", self._mlp(self._norm("mlp_norm", x)))
+
+    def _added(self, name: str, part: Tensor) -> Tensor:
+        """What a part [T, this rank's share of H] adds to the residual stream [T, H]."""
+        y = self.whole("hidden", part)
+        if self.config.block == "sandwich":
+            y = self._norm(name, y)
+        return y if self.config.residual_scale == 1.0 else y * self.config.residual_scale
 
     def _heads(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None) -> Tensor:
         """x [T, H] -> attended heads [T or n, Hq, D]."""
@@ -108,8 +116,9 @@ class Layer:
     def _turned(self, name: str, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
         """Queries or keys, normed if the model does that and rotated."""
         if self.config.qk_norm:
-            heads = ops.rms_norm(heads, self.weights[f"{name}.weight"], self.config.norm_eps)
-        return heads if cos_sin is None else ops.rotary(heads, cos_sin)
+            heads = ops.rms_norm(heads, self.weights[f"{name}.weight"], self.config.norm_eps, self.config.norm_offset)
+        first, width = self.rotation
+        return heads if cos_sin is None or not width else ops.rotary(heads, cos_sin[:, first : first + width])
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them."""
@@ -128,7 +137,8 @@ class Layer:
     def _mlp(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]."""
         if self.config.gated:
-            inner = ops.gated_linear(x, self.matrices["up.weight"], self.weights.get("up.bias"))
+            gate = self.config.activation
+            inner = ops.gated_linear(x, self.matrices["up.weight"], self.weights.get("up.bias"), gate)
         else:
             inner = self._activate(self._linear("up", x))
         return self._linear("down", self.whole("inner", inner))
@@ -179,6 +189,7 @@ class Decoder:
     `matrices` are the weights that rows are multiplied by, packed where that pays; `weights` the tensors that are not.
 
     `key_bias` [Hq, max_model_len] fp32 is added to the scaled scores by head and key position (ALiBi), if not None.
+    `sinks`, fp32 [Hq] for each layer, if not None: scores of a key without a value (kernels.records.Mask).
 
     With `tensor`, one of several tensor ranks: `weights` are its share, and `config.attention` and `key_bias` become
     those of its own heads, so that keys and values are stored for these alone. All ranks of the group call `forward`
@@ -201,13 +212,20 @@ class Decoder:
         self.weights = weights
         self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
         self.layers = self._layers(share, tensor)
-        self._ends = self._plain_ends()
-        self.rope = Rope(config.rope, config.attention.head_dim) if config.rope else None
+        self.rope = Rope(config.rope, config.attention.head_dim, config.local_rope) if config.rope else None
+        self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype)
         self.key_bias = alibi_bias(config.attention, config.max_model_len) if config.positions == "alibi" else None
         if self.key_bias is not None and share is not None:
             self.key_bias = self.key_bias[share.heads.start : share.heads.stop].clone()
         if self.key_bias is not None:
             self.key_bias = self.key_bias.to(self.device)
+        self.sinks = self._sinks()
+        self._ends = self._plain_ends()
+
+    def _sinks(self) -> list[Tensor] | None:
+        if not self.config.attention.sinks:
+            return None
+        return [self.weights[f"layers.{layer}.sinks.weight"].float() for layer in range(self.config.layers)]
 
     def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
         whole = _alone if share is None or tensor is None else _gathered(share, tensor)
@@ -227,16 +245,19 @@ class Decoder:
             part.layers = block.Blocks(layers.shape, layers.layers[:count])
         else:
             part.layers = OneByOne(layers.layers[:count])
+        part.sinks = self.sinks and self.sinks[:count]
         part._ends = None
         return part
 
     def _plain_ends(self) -> Ends | None:
         """What is beside the layers, where that is a table, a norm and a head, and all runs in C++."""
         config = self.config
-        plain = config.final_norm and config.positions != "learned" and config.embed_size == config.hidden_size
-        if not isinstance(self.layers, block.Blocks) or not plain or (config.rope and config.rope.kind == "dynamic"):
+        whole = config.head and config.final_norm and config.embed_size == config.hidden_size
+        plain = whole and config.positions != "learned" and not config.rope_depends_on_length
+        if not isinstance(self.layers, block.Blocks) or not plain:
             return None
-        return Ends(self.layers.shape, self.weights, self.matrices)
+        scales = (float(self.embed_scale), config.logit_scale, config.logit_cap)
+        return Ends(self.layers.shape, self.weights, self.matrices, *scales)
 
     @property
     def runs_whole(self) -> bool:
@@ -291,13 +312,20 @@ class Decoder:
         return self.layers.project(layer, x, cos_sin)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E] -> fp32 [R, V]. Raises ValueError on a tensor rank other than 0."""
+        """hidden [R, E] -> fp32 [R, V]. Raises ValueError for a model, and on a tensor rank, without a head."""
+        if not self.config.head:
+            raise ValueError(f"{self.config.architecture} has no head, and so no logits; it makes embeddings")
         if "head.weight" not in self.matrices:
             raise ValueError("this tensor rank has no head; ask rank 0 of its group for logits")
-        return ops.linear(hidden, self.matrices["head.weight"], wide=True)
+        logits = ops.linear(hidden, self.matrices["head.weight"], wide=True)
+        if self.config.logit_scale == 1.0 and self.config.logit_cap is None:
+            return logits
+        return ops.soft_cap(logits, self.config.logit_scale, self.config.logit_cap)
 
     def _embed(self, batch: TokenBatch) -> Tensor:
         x = F.embedding(batch.token_ids.to(self.device), self.weights["embed.weight"])
+        if self.config.embed_scale != 1.0:
+            x = x * self.embed_scale
         if "project_in.weight" in self.matrices:
             x = ops.linear(x, self.matrices["project_in.weight"])
         if self.config.positions == "learned":
@@ -322,11 +350,13 @@ def _shape(config: ModelConfig) -> block.LayerShape:
         hidden=config.hidden_size,
         inner=config.intermediate_size,
         order=config.block,
-        activation="silu_mul" if config.gated else config.activation,
+        activation=f"{config.activation}_mul" if config.gated else config.activation,
         rms=config.norm == "rms",
         eps=config.norm_eps,
         mlp_norm=config.mlp_norm or config.block != "parallel",
         qk_norm=config.qk_norm,
+        norm_offset=config.norm_offset,
+        more=dict(residual_scale=config.residual_scale),
     )
 
 
@@ -357,7 +387,7 @@ def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     """The model's norm of x [T, H] with the weights called `name`."""
     weight, bias = weights.get(name + ".weight"), weights.get(name + ".bias")
     if config.norm == "rms" and weight is not None:
-        return ops.rms_norm(x, weight, config.norm_eps)
+        return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset)
     return ops.layer_norm(x, weight, bias, config.norm_eps)
 
 

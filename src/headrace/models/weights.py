@@ -76,7 +76,7 @@ def load_weights(
     with Checkpoint(folder) as checkpoint:
         slots = expected(config)
         sources = _sources(config, slots, checkpoint.names)
-        _check(folder, checkpoint, slots, sources)
+        _check(folder, checkpoint, slots, sources, FAMILIES[config.architecture].unread)
         weights: dict[str, Tensor] = {}
         shared: dict[tuple[str, ...], Tensor] = {}
         to_come = {sources[name]: slot.count * dtype.itemsize for name, slot in slots.items()}
@@ -104,6 +104,8 @@ def _sources(config: ModelConfig, slots: dict[str, Slot], present: set[str]) -> 
 
     candidates = [{name: _source(names, name, prefix) for name in slots} for prefix in family.prefixes]
     found = max(candidates, key=lambda sources: sum(present.issuperset(group) for group in sources.values()))
+    if not config.head:
+        return found
     embed, head = found["embed.weight"], found["head.weight"]
     if config.tied and not present.issuperset(head):
         found["head.weight"] = embed
@@ -121,10 +123,17 @@ def _source(names: Names, name: str, prefix: str) -> tuple[str, ...]:
     return tuple(f"{prefix}{source.format(index.group() if index else '')}.{kind}" for source in theirs)
 
 
-def _check(folder: Path, checkpoint: Checkpoint, slots: dict[str, Slot], sources: dict[str, tuple[str, ...]]) -> None:
+def _check(
+    folder: Path,
+    checkpoint: Checkpoint,
+    slots: dict[str, Slot],
+    sources: dict[str, tuple[str, ...]],
+    unread: tuple[str, ...],
+) -> None:
     wanted = {source for name in slots for source in sources[name]}
     missing = sorted(wanted - checkpoint.names)
-    unexpected = sorted(name for name in checkpoint.names - wanted if not HARMLESS.search(name))
+    beside = checkpoint.names - wanted
+    unexpected = sorted(name for name in beside if not HARMLESS.search(name) and not name.startswith(unread))
     problems = [
         f"{label} {', '.join(map(shown, names[:5]))}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
         for label, names in (("lacks", missing), ("has unexpected", unexpected))
@@ -183,5 +192,5 @@ def _rows(config: ModelConfig, name: str, share: Share | None) -> Tensor | None:
     qkv_rows = FAMILIES[config.architecture].qkv_rows
     if qkv_rows is None or ".qkv." not in name:
         return mine
-    stored = torch.tensor(qkv_rows(config.attention))
+    stored = torch.tensor(qkv_rows(config))
     return stored if mine is None else stored[mine]

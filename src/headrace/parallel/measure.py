@@ -116,7 +116,7 @@ def _attend_once(rank: Rank, rows: int, keys: int) -> Callable[[], object]:
     positions = torch.full((rows,), keys - 1, dtype=torch.int64)
     bias = kernels.bias
     if bias is not None and bias.shape[1] < keys:
-        kernels = Kernels(kernels.backend, spec, torch.zeros(spec.heads, keys))
+        kernels = Kernels(kernels.backend, spec, torch.zeros(spec.heads, keys), kernels.sinks)
     return lambda: kernels.attend(0, q, buffer.pool, items, positions)
 
 

@@ -52,7 +52,7 @@ class Rank:
     ) -> None:
         self.decoder, self.storage, self.transport, self.threads = decoder, storage, transport, threads
         spec = decoder.config.attention
-        self.kernels = Kernels(backend_of(backend), spec, decoder.key_bias)
+        self.kernels = Kernels(backend_of(backend), spec, decoder.key_bias, decoder.sinks)
         self.workspace = Workspace(spec, storage.dtype)
         self.counters = TokenCounters()
         self.coming: Coming = NothingComes()

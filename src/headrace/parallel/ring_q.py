@@ -145,7 +145,7 @@ class RingQ(Attend):
         queries = {self.rank: mine, **{home: theirs for home, (theirs, _) in guests.items()}}
         continued, sends = visits.split_blocks.attend(layer, queries, stored)
         outgoing += sends
-        out = visits.merged(own, homecoming, continued, q)
+        out = visits.merged(layer, own, homecoming, continued, q)
         for work in (*outgoing, *(work for _, works in guests.values() for work in works)):
             work.drain()
         return out
@@ -279,6 +279,7 @@ class _QueryVisits:
 
     def merged(
         self,
+        layer: int,
         own: RunningState | None,
         homecoming: dict[int, tuple[Partial, Transfer]],
         continued: list[tuple[int, Partial]],
@@ -303,4 +304,4 @@ class _QueryVisits:
                 offset += segment.rows
         for segment, state in sorted(found, key=lambda each: each[0].block):
             backend.merge_into(part_of(total.total, segment.begin, segment.end), state, total.unit)
-        return backend.finish(total, q.dtype)
+        return self.context.kernels.finish(layer, total, q.dtype)

@@ -161,7 +161,8 @@ class _Forward:
         lengths = torch.full((count,), end) if decoder.config.rope_depends_on_length else None
         self.batch = TokenBatch(torch.zeros(count, dtype=torch.int64), torch.arange(start, end), lengths)
         plan = planning.build([planning.Span(slots, start, count)])
-        self.attend = PlanAttention(plan, storage, decoder.config.attention, backend, decoder.key_bias)
+        spec = decoder.config.attention
+        self.attend = PlanAttention(plan, storage, spec, backend, decoder.key_bias, decoder.sinks)
         self.last = torch.tensor([count - 1])
 
     def __call__(self) -> None:
