@@ -16,7 +16,7 @@ template <typename T> void linear_plain(const Linear &a) {
                     pass_all(
                         x + first * x_stride, x_stride, static_cast<int>(last - first), a.inputs,
                         [w](int64_t k) { return PlainWeights<T>{w + k * COLUMNS}; },
-                        [](int64_t) -> const bf16 * { return nullptr; }, sums, memory);
+                        0, [](int64_t) { return Folding{}; }, sums, memory);
                   });
   });
 }

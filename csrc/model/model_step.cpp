@@ -57,7 +57,6 @@ void ModelStep::run(const int64_t *tokens, bf16 *scratch, float *logits, float *
   look_up<bf16>("token", ends.embed, ends.vocabulary, hidden, tokens, rows, r.x);
   if (turns) look_up<float>("position", turns, turn_rows, rotary, step.positions(), rows, cos_sin);
   run_layers(blocks.data(), layers.data(), layers.size(), step, r);
-  if (ends.head.form == Form::pairs) check_pairs(kernels());
   const Operations run = {kernels(), rows, threads};
   run.norm(ends.norm, ends.eps, r.x, r.x, hidden);
   run.multiply_wide(ends.head, r.x, logits, tops);

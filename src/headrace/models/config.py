@@ -11,8 +11,9 @@ from headrace.logs import shown
 from headrace.models import schema
 from headrace.models.families import FAMILIES, Family
 from headrace.models.families.base import refuse_rope
-from headrace.models.files import first_dtype, read_json, weight_files
+from headrace.models.files import first_dtype, raw_config, read_json, weight_files
 from headrace.models.spec import CheckpointDType, ModelConfig, RopeSpec
+from headrace.models.stored import stored_weights
 from headrace.types import UnsupportedModel
 
 __all__ = ["ModelConfig", "RopeSpec", "read_config"]
@@ -32,8 +33,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any]) -> ModelConfig:
     """normalised(fields of config.json, family): those fields with defaults filled in."""
-    path = folder / "config.json"
-    raw = read_json(path)
+    raw, path = raw_config(folder)
     schema.check(raw, schema.ConfigFields, path)
     try:
         family = _family(raw)
@@ -50,6 +50,7 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
             tied=config.tie_word_embeddings,
             bos_token_id=config.bos_token_id,
             eos_token_ids=_eos(config, folder),
+            stored=stored_weights(folder),
             **facts,
         )
     except UnsupportedModel as error:

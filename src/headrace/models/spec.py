@@ -39,6 +39,15 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """Matrices that a checkpoint holds quantised. bytes: of its weights, but for an embedding that is no head;
+    formats: their names, the most used first."""
+
+    bytes: int
+    formats: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The facts of one model. Sizes in elements; `embed_size` is the width of the embedding and of the head."""
 
@@ -68,6 +77,7 @@ class ModelConfig:
     tied: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    stored: StoredWeights | None = None
 
     @property
     def rope_depends_on_length(self) -> bool:
