@@ -55,7 +55,9 @@ def coded(form: Format, outputs: int, blocks: int, seed: int = 0, **more: Any) -
     codes = whole(least, least + 2**form.codes.bits, inputs)
     if form.codes.name == "e4m3":
         codes[(codes & 127) == 127] = 5
-    smalls = None if form.offset == "none" else whole(0, 64, groups) if form.offset == "minimum" else whole(-8, 9, groups)
+    smalls = (
+        None if form.offset == "none" else whole(0, 64, groups) if form.offset == "minimum" else whole(-8, 9, groups)
+    )
     minima = number() if form.offset == "minimum" else None
     return Coded(form, codes, number(), whole(-64, 64, groups) if form.subs else None, minima, smalls, **more)
 
@@ -104,7 +106,9 @@ def test_a_row_has_the_same_bits_in_every_company(
     for turn, rows in enumerate([*range(1, 20), 31, 32, 33, 63, 64, 66, 127, 129, 257]):
         cpu.use_l1(first_caches[turn % len(first_caches)])
         start = rows * 7 % (300 - rows)
-        assert torch.equal(quantized.linear(x[start : start + rows], weight, bias, wide=True), whole[start:][:rows]), rows
+        assert torch.equal(quantized.linear(x[start : start + rows], weight, bias, wide=True), whole[start:][:rows]), (
+            rows
+        )
 
 
 @formats

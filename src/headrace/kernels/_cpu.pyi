@@ -58,9 +58,7 @@ class Offset:
 class Scaling:
     """kernels.formats.Format. run: see kernels.quantized.run_of. Raises ValueError for sizes that do not divide."""
 
-    def __init__(
-        self, number: Number, offset: Offset, *, subs: bool, block: int, group: int, run: int
-    ) -> None: ...
+    def __init__(self, number: Number, offset: Offset, *, subs: bool, block: int, group: int, run: int) -> None: ...
 
 class Matrix:
     """order: of the inputs, int32 [inputs], or 0."""

@@ -143,7 +143,12 @@ class Coded:
         groups = inputs // form.group if form.group else 1
         if inputs % 2 or (form.block and inputs % form.block):
             raise ValueError(f"{form.name} takes inputs in multiples of {form.block or 2}, got {inputs}")
-        for tensor, columns in ((self.scales, blocks), (self.subs, groups), (self.minima, blocks), (self.smalls, groups)):
+        for tensor, columns in (
+            (self.scales, blocks),
+            (self.subs, groups),
+            (self.minima, blocks),
+            (self.smalls, groups),
+        ):
             if tensor is not None and tensor.shape != (outputs, columns):
                 raise ValueError(f"{form.name}: scales {list(tensor.shape)} where {[outputs, columns]} are expected")
         for tensor in (self.scales, self.minima):

@@ -84,7 +84,11 @@ def outputs_from(weight: Weight, first: int) -> Weight | None:
     """
     if isinstance(weight, Tensor) or (isinstance(weight, quantized.Parts) and not weight.begins_block(first)):
         return None
-    return None if first % cpu.COLUMNS and isinstance(weight, cpu.Packed | quantized.Quantized) else weight.outputs_from(first)
+    return (
+        None
+        if first % cpu.COLUMNS and isinstance(weight, cpu.Packed | quantized.Quantized)
+        else weight.outputs_from(first)
+    )
 
 
 def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -164,7 +164,13 @@ def _dtype(file: GgufFile) -> str:
 
 SCALING = {"type", "factor", "original_context_length", "finetuned"}
 """Of the keys under rope.scaling, those that are read."""
-IMPLIED = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+IMPLIED = {
+    "attn_factor": 1.0,
+    "yarn_attn_factor": 1.0,
+    "yarn_ext_factor": 1.0,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+}
 """Others, and the value that says nothing new."""
 
 

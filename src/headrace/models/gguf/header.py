@@ -28,7 +28,7 @@ MAX_HEADER = 128 << 20
 """Bytes of metadata and tensor index; a vocabulary of 260,000 tokens with its merges takes 15 MB."""
 MAX_ENTRIES = 1 << 16
 """Of metadata, and of tensors."""
-MAX_ELEMENTS = 1 << 22
+MAX_ELEMENTS = 1 << 20
 """Of an array in the metadata."""
 MAX_NAME, MAX_DIMENSIONS, MAX_ALIGNMENT, MAX_PARTS = 512, 4, 1 << 16, 1024
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -64,7 +64,9 @@ class GgufFile:
         self.path = path
         try:
             with open_given(path) as file:
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch warns of memory that it must not write
+                self.data = mmap.mmap(
+                    file.fileno(), 0, access=mmap.ACCESS_COPY
+                )  # torch warns of memory that it must not write
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from None
         except ValueError:
@@ -216,7 +218,9 @@ def parts_of(path: Path) -> list[Path]:
         return [path]
     count = int(found["count"])
     if not 1 <= int(found["number"]) <= count <= MAX_PARTS:
-        raise ValueError(f"{path}: its name counts {count} parts, 1 to {MAX_PARTS} are read; name it as it was published")
+        raise ValueError(
+            f"{path}: its name counts {count} parts, 1 to {MAX_PARTS} are read; name it as it was published"
+        )
     parts = [path.with_name(f"{found['stem']}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)]
     for part in parts:
         if not part.is_file():
