@@ -92,7 +92,7 @@ def test_a_model_in_parts(tmp_path: Path) -> None:
     for place in (first, second, tmp_path):
         assert LLM(str(place), kv_cache_tokens=640).logits(tokens).shape == (9, 320)
     second.unlink()
-    with pytest.raises(ValueError, match="m-00002-of-00003.gguf is missing"):
+    with pytest.raises(ValueError, match=r"m-00002-of-00003\.gguf is missing"):
         LLM(str(first), kv_cache_tokens=640)
 
 

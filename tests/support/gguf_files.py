@@ -38,7 +38,7 @@ Array = np.ndarray[Any, Any]
 
 
 def q4_k_m(name: str) -> Kind:
-    """As llama.cpp's mixture of that name has it: values, half of the layers' last matrices and the head in six bits."""
+    """As llama.cpp's mixture of that name: values, some of the layers' last matrices and the head in six bits."""
     better = name in ("output.weight", "token_embd.weight") or "attn_v" in name or name == "blk.0.ffn_down.weight"
     return Kind.Q6_K if better else Kind.Q4_K
 

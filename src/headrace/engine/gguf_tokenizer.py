@@ -1,7 +1,7 @@
 """The tokenizer that a GGUF file brings: its vocabulary and merges as a tokenizer of the tokenizers library.
 
-Two kinds: byte-level BPE ("gpt2"), whose way of cutting text into words the file only names; and sentencepiece's BPE with
-byte fallback ("llama"), which has scores in place of merges. Keys: ggml's docs/gguf.md.
+Two kinds: byte-level BPE ("gpt2"), whose way of cutting text into words the file only names; and sentencepiece's BPE
+with byte fallback ("llama"), which has scores in place of merges. Keys: ggml's docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from headrace.types import UnsupportedModel
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 """Types of tokens."""
 MAX_PIECE = 64
-"""Characters of a token that is made of others; longer ones, of which there are none but in files meant ill, are not."""
+"""Characters of a token that is made of others at most; only files that are meant ill have longer ones."""
 SPACE = "\u2581"
 BESIDE = "put the model's tokenizer.json beside the file"
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
@@ -100,7 +103,8 @@ class _Vocabulary:
             made = self._sentencepiece()
         else:
             raise UnsupportedModel(
-                f"{self.file.path}: tokenizer {shown(str(self.kind))} is not read from GGUF; gpt2 and llama are: {BESIDE}"
+                f"{self.file.path}: tokenizer {shown(str(self.kind))} is not read from GGUF; "
+                f"gpt2 and llama are: {BESIDE}"
             )
         for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
             added = [

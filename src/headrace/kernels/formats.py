@@ -1,9 +1,9 @@
 """Formats of weights that are codes under scales: one table, which the loader of files and the C++ products share.
 
-N: outputs, K: inputs. A weight is `scale * value(code) + offset`. Along a row, `block` inputs share a scale as it is stored;
-where there are sub-scales, small whole numbers, each is the block's scale times that of its `group` of inputs. An offset
-is -(the block's minimum times the group's small number) or -(scale times the group's zero point). Nothing is rounded
-again: codes, scales and the rest are kept in the bits that the file has, in the order in which C++ reads them.
+N: outputs, K: inputs. A weight is `scale * value(code) + offset`. Along a row, `block` inputs share a scale as it is
+stored; where there are sub-scales, small whole numbers, a scale is the block's times that of its `group` of inputs. An
+offset is -(the block's minimum times the group's small number) or -(scale times the group's zero point). Nothing is
+rounded again: codes, scales and the rest are kept in the bits that the file has, in the order in which C++ reads them.
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ FORMATS = _listed(
 
 @dataclass(slots=True)
 class Coded:
-    """A weight [N, K] taken apart. codes int8 [N, K]; scales [N, K / block]; subs int8 [N, K / group] or None; minima as
-    scales or None; smalls int8 [N, K / group] or None: what minima are multiplied by, or zero points. order int32 [K]:
-    the input that each column of codes is for; None: its own. Raises ValueError for shapes that do not fit, and for
-    scales that are not finite.
+    """A weight [N, K] taken apart. codes int8 [N, K]; scales [N, K / block]; subs int8 [N, K / group] or None; minima
+    as scales or None; smalls int8 [N, K / group] or None: what minima are multiplied by, or zero points. order int32
+    [K]: the input that each column of codes is for; None: its own. Raises ValueError for shapes that do not fit, and
+    for scales that are not finite.
     """
 
     format: Format

@@ -110,7 +110,8 @@ class Quantized:
         )  # fmt: skip
         return ext.Matrix(
             getattr(ext.Form, form.codes.name), self.codes.data_ptr(), self.scales.data_ptr(), bias, inputs=inputs,
-            outputs=outputs, gated=self.gated, scaling=scaling, order=0 if self.order is None else self.order.data_ptr(),
+            outputs=outputs, gated=self.gated, scaling=scaling,
+            order=0 if self.order is None else self.order.data_ptr(),
         )  # fmt: skip
 
     def outputs_from(self, first: int) -> Quantized:

@@ -60,7 +60,7 @@ def raw_config(model: Path) -> tuple[dict[str, Any], Path]:
 
 
 def config_content(model: Path, most: int = MAX_JSON) -> bytes:
-    """Bytes that tell one model's configuration from another's; b"" where the weights' file has them. Raises OSError."""
+    """What tells one model's configuration from another's; b"" where the weights' file has it. Raises OSError."""
     return b"" if is_gguf(model) else read_given(model / "config.json", most)
 
 

@@ -30,8 +30,8 @@ def refuse_rounding(config: ModelConfig, quantization: Quantization) -> None:
     """Raises ValueError where weights that are quantised already are to be rounded again."""
     if config.stored is not None and quantization != "none":
         raise ValueError(
-            f"quantization {quantization}: the model's weights are quantised already ({', '.join(config.stored.formats)}), "
-            f"and are used as they are; leave quantization out"
+            f"quantization {quantization}: the model's weights are quantised already "
+            f"({', '.join(config.stored.formats)}), and are used as they are; leave quantization out"
         )
 
 

@@ -46,7 +46,8 @@ Facts = dict[str, Any]
 
 
 def model_identity(folder: Path, cache_dir: Path | None = None) -> bytes:
-    """32 bytes from the content of config.json (of a folder) and of the weights, whole files (XXH3, 128 bits each; SHA-256 over all).
+    """32 bytes from the content of config.json, where there is one, and of the weights, whole files (XXH3, 128 bits
+    each; SHA-256 over all).
 
     Reads the weights as fast as the disk gives them, or not at all where `cache_dir` remembers them: by path, size,
     times, device and inode. A memo that cannot be read, trusted or written is done without.

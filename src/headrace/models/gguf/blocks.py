@@ -1,8 +1,8 @@
 """Blocks of ggml's types taken apart, row by row, into codes, scales and the rest (kernels.formats).
 
 N: rows (outputs), K: inputs, B: blocks of a row. How a block lies: ggml's ggml-common.h and ggml-quants.c, which the
-gguf package's `quants` follows; tests compare with that. Within a block low and high halves of bytes hold codes that are
-16, 32 or 64 apart.
+gguf package's `quants` follows; tests compare with that. Within a block low and high halves of bytes hold codes that
+are 16, 32 or 64 apart.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace import memory
-from headrace.kernels import cpu, ops
+from headrace.kernels import ops
 from headrace.kernels.records import Allocate
 from headrace.models.decoder import Decoder, Layer, OneByOne
 from headrace.offload.copy_streams import CopyStream, copy_alone
@@ -24,7 +24,7 @@ from headrace.offload.weights.layers import (
     bare,
     layers_of,
     on_tensors,
-    query_blocks,
+    query_rows,
     shape_of,
     tensors_of,
 )
@@ -185,19 +185,11 @@ class StreamedLayers:
         name = f"{'qkv' if part in ('q', 'kv') else part}.weight"
         weight = layer.matrices[name]
         sources, into = tensors_of(weight), tensors_of(buffer.matrices[name])
-        pairs = [(into[kind], source) for kind, source in sources.items()]
         if part not in ("q", "kv"):
-            return pairs
-        return [self._part_of_qkv(pair, weight, part) for pair in pairs]
-
-    def _part_of_qkv(self, pair: tuple[Tensor, Tensor], weight: ops.Weight, part: WeightPart) -> tuple[Tensor, Tensor]:
-        blocks = query_blocks(self.spec)
-        if isinstance(weight, Tensor):
-            cut = self.spec.heads * self.spec.head_dim
-        else:
-            cut = blocks * cpu.COLUMNS if pair[1].dim() == 1 else blocks
-        rows = slice(0, cut) if part == "q" else slice(cut, None)
-        return pair[0][rows], pair[1][rows]
+            return [(into[kind], source) for kind, source in sources.items()]
+        cuts = query_rows(weight, self.spec)
+        rows = {kind: slice(0, cut) if part == "q" else slice(cut, None) for kind, cut in cuts.items()}
+        return [(into[kind][rows[kind]], source[rows[kind]]) for kind, source in sources.items()]
 
 
 def _run(copies: CopyPairs) -> None:
