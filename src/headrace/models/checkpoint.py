@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -13,17 +15,20 @@ from torch import Tensor
 
 from headrace.kernels.formats import Coded
 from headrace.logs import shown
+from headrace.models import quantised_layouts
 from headrace.models.files import is_gguf, weight_files
 from headrace.models.gguf.architectures import Architecture, architecture_of, checkpoint_name
 from headrace.models.gguf.blocks import coded
 from headrace.models.gguf.header import GgufFile, TensorInfo, open_gguf
+from headrace.models.quantised import ENDS, Scheme
 from headrace.models.spec import ModelConfig
 
+ReadCoded = Callable[[], Coded]
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Checkpoint(Protocol):
-    """Read access to all tensors, mapped from disk. Use as a context manager; what was read stays good after it."""
+    """Read access to all tensors, mapped from disk. Use as a context manager; what it gave stays good after it."""
 
     @property
     def names(self) -> set[str]: ...
@@ -39,9 +44,9 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> Tensor:
         """A tensor of numbers as stored; its memory belongs to the file, so copy what is to stay."""
 
-    def coded(self, name: str, rows: Tensor | None) -> Coded:
-        """A matrix of codes, or of its rows the ones numbered `rows`, in that order. Raises ValueError for scales that
-        are not finite."""
+    def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
+        """What takes apart a matrix of codes, or of its rows the ones numbered `rows`, in that order. It raises
+        ValueError for tensors that do not fit together, and for scales that are not finite."""
 
     def __enter__(self) -> Checkpoint: ...
 
@@ -50,7 +55,10 @@ class Checkpoint(Protocol):
 
 def open_checkpoint(model: Path, config: ModelConfig) -> Checkpoint:
     """The weights of a folder or of a GGUF file. Raises ValueError for files that are not sound."""
-    return GgufCheckpoint(model, config) if is_gguf(model) else SafetensorsCheckpoint(model)
+    if is_gguf(model):
+        return GgufCheckpoint(model, config)
+    scheme = config.stored.scheme if config.stored is not None else None
+    return SafetensorsCheckpoint(model) if scheme is None else QuantisedCheckpoint(model, scheme)
 
 
 class SafetensorsCheckpoint:
@@ -89,8 +97,50 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> Tensor:
         return self._where[name].get_tensor(name)
 
-    def coded(self, name: str, rows: Tensor | None) -> Coded:
+    def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
         raise ValueError(f"{name} is not quantised")
+
+
+class QuantisedCheckpoint(SafetensorsCheckpoint):
+    """Those of a folder whose config.json says how they are quantised. A module's tensors of codes, scales and the rest
+    are one here, called `weight`; modules without them have numbers."""
+
+    def __init__(self, folder: Path, scheme: Scheme) -> None:
+        super().__init__(folder)
+        self._scheme = scheme
+        first, *others = ENDS[scheme.layout]
+        modules = [name.removesuffix(f".{first}") for name in self._where if name.endswith(f".{first}")]
+        self._own = {
+            f"{module}.weight": own
+            for module in modules
+            if len(own := [f"{module}.{end}" for end in (first, *others) if f"{module}.{end}" in self._where]) > 1
+        }
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._where) - {part for own in self._own.values() for part in own} | set(self._own)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._own:
+            return super().shape(name)
+        stored = super().shape(self._own[name][0])
+        if len(stored) != 2:
+            return stored
+        each = 32 // self._scheme.bits
+        if self._scheme.layout == "packed":
+            return tuple(int(size) for size in self.read(self._own[name][0].replace("weight_packed", "weight_shape")))
+        swapped = {"gptq": (stored[1], stored[0] * each), "awq": (stored[1] * each, stored[0])}
+        return swapped.get(self._scheme.layout, stored)
+
+    def stored_as(self, name: str) -> str:
+        return self._scheme.name if name in self._own else super().stored_as(name)
+
+    def is_coded(self, name: str) -> bool:
+        return name in self._own
+
+    def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
+        tensors = {part.rpartition(".")[2]: self.read(part) for part in self._own[name]}
+        return partial(quantised_layouts.coded, self._scheme, tensors, rows)
 
 
 class GgufCheckpoint:
@@ -132,10 +182,11 @@ class GgufCheckpoint:
         numbers = self._bytes(name).view(PLAIN[info.type.name]).view(info.shape)
         return numbers if turned is None else numbers[turned]
 
-    def coded(self, name: str, rows: Tensor | None) -> Coded:
+    def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
         stored, turned = self._bytes(name), self._turned(name)
         wanted = turned if rows is None else rows if turned is None else turned[rows]
-        return coded(self.stored_as(name), stored if wanted is None else stored[wanted])
+        kind = self.stored_as(name)
+        return lambda: coded(kind, stored if wanted is None else stored[wanted])
 
     def _bytes(self, name: str) -> Tensor:
         """uint8 [rows, bytes of a row]."""

@@ -12,13 +12,14 @@ from headrace.models import schema
 from headrace.models.families import FAMILIES, Family
 from headrace.models.families.base import refuse_rope
 from headrace.models.files import first_dtype, raw_config, read_json, weight_files
+from headrace.models.quantised import scheme_of
 from headrace.models.spec import CheckpointDType, ModelConfig, RopeSpec
 from headrace.models.stored import stored_weights
 from headrace.types import UnsupportedModel
 
 __all__ = ["ModelConfig", "RopeSpec", "read_config"]
 
-REFUSED_FIELDS = ("quantization_config", "compression_config", "per_layer_config")
+REFUSED_FIELDS = ("per_layer_config",)
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """safetensors' names of the types that weights may have."""
 
@@ -38,6 +39,7 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
     try:
         family = _family(raw)
         _refuse_fields(raw)
+        scheme = scheme_of(raw)
         config = normalised(raw, family)
         facts = family.facts(config)
         _check_size(config, facts)
@@ -50,7 +52,7 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
             tied=config.tie_word_embeddings,
             bos_token_id=config.bos_token_id,
             eos_token_ids=_eos(config, folder),
-            stored=stored_weights(folder),
+            stored=stored_weights(folder, scheme),
             **facts,
         )
     except UnsupportedModel as error:
@@ -74,7 +76,7 @@ def _family(raw: dict[str, Any]) -> Family:
 def _refuse_fields(raw: dict[str, Any]) -> None:
     for name in REFUSED_FIELDS:
         if raw.get(name):
-            raise UnsupportedModel(f"{name} is not supported; use the unquantised checkpoint")
+            raise UnsupportedModel(f"{name} is not supported")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     refuse_rope(rope.get("rope_type", rope.get("type", "default")), rope)
     for value in (raw.get("auto_map") or {}).values():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.config import AttentionSpec
+from headrace.models.quantised import Scheme
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
 Norm = Literal["rms", "layer"]
@@ -41,10 +42,11 @@ class RopeSpec:
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
     """Matrices that a checkpoint holds quantised. bytes: of its weights, but for an embedding that is no head;
-    formats: their names, the most used first."""
+    formats: their names, the most used first; scheme: how the tensors of safetensors lie."""
 
     bytes: int
     formats: tuple[str, ...]
+    scheme: Scheme | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from headrace.models.files import is_gguf
+from headrace.models.files import is_gguf, weight_files
 from headrace.models.gguf.architectures import EMBED, HEAD
 from headrace.models.gguf.header import open_gguf, parts_of
+from headrace.models.quantised import Scheme
 from headrace.models.spec import StoredWeights
 
 
-def stored_weights(model: Path) -> StoredWeights | None:
-    """None where weights are numbers."""
-    return _of_gguf(model) if is_gguf(model) else None
+def stored_weights(model: Path, scheme: Scheme | None) -> StoredWeights | None:
+    """None where weights are numbers. scheme: what config.json says of them. Raises ValueError for files that are
+    missing."""
+    if is_gguf(model):
+        return _of_gguf(model)
+    if scheme is None:
+        return None
+    return StoredWeights(sum(path.stat().st_size for path in weight_files(model)), (scheme.name,), scheme)
 
 
 def _of_gguf(model: Path) -> StoredWeights | None:

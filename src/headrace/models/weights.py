@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,12 +19,17 @@ from headrace.models.families.base import Names
 from headrace.models.shards import Share
 from headrace.models.sizes import LOOKED_UP
 from headrace.models.spec import ModelConfig, Slot, expected
+from headrace.types import UnsupportedModel
 
 OnProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after each tensor, as they are in memory."""
 
-HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias|rope_freqs\.weight)$")
-"""Buffers that old checkpoints carry and no forward pass reads, and what models.gguf.architectures has read."""
+HARMLESS = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias|rope_freqs\.weight|"
+    r"input_scale|input_zero_point|activation_scale|[kv]_scale)$"
+)
+"""Buffers that old checkpoints carry and no forward pass reads; what models.gguf.architectures has read; scales of
+activations, which are not rounded."""
 
 
 AT_ONCE = 4096
@@ -167,7 +171,7 @@ def _numbers(checkpoint: Checkpoint, source: str, dtype: torch.dtype) -> Tensor:
         return checkpoint.read(source)
     made = torch.empty(checkpoint.shape(source), dtype=dtype)
     for rows in torch.arange(len(made)).split(AT_ONCE):
-        made[rows] = checkpoint.coded(source, rows).dequantised(dtype)
+        made[rows] = checkpoint.coded(source, rows)().dequantised(dtype)
     return made
 
 
@@ -179,20 +183,27 @@ def _stored(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...], rows: 
         end = start + checkpoint.shape(source)[0]
         own = None if rows is None else rows[(rows >= start) & (rows < end)] - start
         if own is None or len(own):
-            readers.append(partial(_part, checkpoint, source, own))
+            readers.append(_part(checkpoint, source, own))
         start = end
     shape = slot.shape(sum(slot.parts) if rows is None else len(rows))
     return StoredMatrix(shape, lambda: [reader() for reader in readers])
 
 
-def _part(checkpoint: Checkpoint, source: str, rows: Tensor | None) -> Tensor | Coded:
-    try:
-        if checkpoint.is_coded(source):
-            return checkpoint.coded(source, rows)
-    except ValueError as error:
-        raise ValueError(f"{shown(source)}: {error}; download the weights again") from None
-    whole = checkpoint.read(source)
-    return whole if rows is None else whole[rows]
+def _part(checkpoint: Checkpoint, source: str, rows: Tensor | None) -> Callable[[], Tensor | Coded]:
+    if not checkpoint.is_coded(source):
+        whole = checkpoint.read(source)
+        return lambda: whole if rows is None else whole[rows]
+    read = checkpoint.coded(source, rows)
+
+    def named() -> Coded:
+        try:
+            return read()
+        except UnsupportedModel:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{shown(source)}: {error}; download the weights again") from None
+
+    return named
 
 
 def _check_finite(folder: Path, tensor: Tensor, sources: tuple[str, ...]) -> None:
