@@ -199,7 +199,7 @@ MODELS = (
     WrongUse(
         "a quantised checkpoint",
         "chat m",
-        "quantization_config is not supported; use the unquantised",
+        "quant_method None is not supported",
         files=model(quantization_config={"bits": 4}),
     ),
     WrongUse(
