@@ -162,8 +162,8 @@ void make_scaling(Scaling *self, Number number, Offset offset, bool subs, int64_
 void make_matrix(Matrix *self, Form form, Address weight, Address scales, Address bias, int64_t inputs, int64_t outputs,
                  bool gated, const Scaling &scaling, Address order) {
   if (scaling.block && inputs % scaling.block) throw std::invalid_argument("inputs must be a multiple of a scale's block");
-  new (self) Matrix{form,    at<void>(weight), at<void>(scales), at<bf16>(bias), inputs, outputs, gated,
-                    scaling, at<int32_t>(order)};
+  new (self)
+      Matrix{form, at<void>(weight), at<void>(scales), at<bf16>(bias), inputs, outputs, gated, scaling, at<int32_t>(order)};
 }
 
 Matrix matrix_of_parts(const std::vector<Matrix> &parts, Address bias, int64_t inputs, int64_t outputs) {

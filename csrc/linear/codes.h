@@ -18,6 +18,10 @@ struct Whole {
   HEADRACE_ALWAYS_INLINE static vf load(const byte *p) { return HEADRACE_NS::load(reinterpret_cast<const int8_t *>(p)); }
 
 #ifdef __AVX512BF16__
+  // Of 16 outputs by one input of a pair, then by the other. A code's fp32 has nothing in its lower half: the pair is two
+  // upper halves.
+  HEADRACE_INLINE __m512i pairs(const byte *w) { return _mm512_or_si512(_mm512_srli_epi32(wide(w), 16), wide(w + 16)); }
+
   HEADRACE_INLINE __m512i wide(const byte *w) {
     const __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(w)));
     return (__m512i)_mm512_cvtepi32_ps(codes);
@@ -39,7 +43,21 @@ struct Small {
   }
 
 #ifdef __AVX512BF16__
-  HEADRACE_INLINE __m512i wide(const byte *w) { return reinterpret_cast<__m512i>(load(w)); }
+  // bf16 has the same bits behind another exponent, but for subnormal numbers, which a permutation looks up: it sees the five
+  // lowest bits.
+  HEADRACE_INLINE __m512i pairs(const byte *w) {
+    alignas(64) static constexpr bf16 SUBNORMAL[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    const __m512i codes = _mm512_or_si512(bytes(w), _mm512_slli_epi32(bytes(w + 16), 16)), seven = _mm512_set1_epi16(0x7f);
+    const __m512i rest = _mm512_slli_epi16(_mm512_and_si512(codes, seven), 4);
+    const __m512i normal = _mm512_add_epi16(rest, _mm512_set1_epi16(120 << 7));
+    const __mmask32 small = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
+    const __m512i size = _mm512_mask_permutexvar_epi16(normal, small, codes, _mm512_load_si512(SUBNORMAL));
+    return _mm512_or_si512(size, _mm512_slli_epi16(_mm512_andnot_si512(seven, codes), 8));
+  }
+
+  HEADRACE_INLINE __m512i bytes(const byte *w) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(w)));
+  }
 #endif
 };
 
@@ -65,10 +83,8 @@ template <typename Number, bool IN_GROUPS> struct EightBits {
   };
 
 #ifdef __AVX512BF16__
-  // A code's fp32 has nothing in its lower half: the pair is two upper halves.
   HEADRACE_INLINE void decode(const byte *w, __m512bh (&out)[4]) {
-    for (int c = 0; c < 4; ++c)
-      out[c] = (__m512bh)_mm512_or_si512(_mm512_srli_epi32(Number::wide(w + c * 32), 16), Number::wide(w + c * 32 + 16));
+    for (int c = 0; c < 4; ++c) out[c] = (__m512bh)Number::pairs(w + c * 32);
   }
 #endif
 };

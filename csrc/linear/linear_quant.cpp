@@ -91,8 +91,7 @@ void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, int64_t
 template <typename Codes, int LINES, int MOST = MOST_ROWS>
 void tile_of(int rows, const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, int64_t run, const Folding &fold,
              float *sums, const byte *next) {
-  with_tile_rows<MOST>(rows,
-                       [&](auto count) { tile<count, Codes, LINES>(x, x_stride, w, pairs, run, fold, sums, next); });
+  with_tile_rows<MOST>(rows, [&](auto count) { tile<count, Codes, LINES>(x, x_stride, w, pairs, run, fold, sums, next); });
 }
 
 // folds(k, pairs): of the pairs from the k-th on.
@@ -239,8 +238,8 @@ template <> constexpr bool TILES<Int4> = true;
 
 // bf16 x.
 template <typename Codes, typename F>
-void multiply_bf16(const LinearOf<Codes> &a, const byte *codes, F folds, int64_t block, int64_t first, int64_t last, float *sums,
-                   Scratch memory) {
+void multiply_bf16(const LinearOf<Codes> &a, const byte *codes, F folds, int64_t block, int64_t first, int64_t last,
+                   float *sums, Scratch memory) {
   byte *decoded = memory.take<byte>(DECODED);
 #ifdef __AMX_BF16__
   if constexpr (TILES<Codes>)

@@ -111,7 +111,8 @@ void pass(int rows, Rows x, const Block &w, int inputs, const Folding &fold, flo
     for (int column = 0; column < OUTPUTS; column += C * W) {
       const int before = row * OUTPUTS + count * column, all = rows * OUTPUTS;
       const Coming share = {next + inputs * BYTES * before / all, BYTES * count * C * W / all};
-      pass_tile<count, C, FETCHED>(x.x + row * x.stride, x.stride, w, inputs, column, fold.from(row), sums + row * OUTPUTS, share);
+      pass_tile<count, C, FETCHED>(x.x + row * x.stride, x.stride, w, inputs, column, fold.from(row), sums + row * OUTPUTS,
+                                   share);
     }
   });
 }

@@ -57,22 +57,34 @@ class BlockScales {
 
   // Scales [runs][64] of as many runs from an input on, and their offsets if there are any.
   void widen(int64_t input, int64_t runs, float *scales, float *offsets) const {
-    for (int64_t i = 0; i < runs; ++i, input += s.run, scales += OUTPUTS, offsets += OUTPUTS) {
-      const byte *block = first + input / s.block * bytes;
-      const byte *small = block + numbers * (s.offset == Offset::minimum ? 2 : 1) + input % s.block / s.group * OUTPUTS;
-      const byte *other = small + (s.subs ? OUTPUTS * groups : 0);
-      for (int64_t c = 0; c < OUTPUTS; c += W) {
-        vf scale = load_numbers(s.number, block, c);
-        if (s.subs) scale = scale * load(reinterpret_cast<const int8_t *>(small + c));
-        store(scales + c, scale);
-        if (s.offset == Offset::none) continue;
-        const vf times = s.offset == Offset::minimum ? load_numbers(s.number, block + numbers, c) : scale;
-        store(offsets + c, -(times * load(reinterpret_cast<const int8_t *>(other + c))));
-      }
+    for (int64_t left = runs; left > 0;) {
+      const int64_t inside = (s.block - input % s.block) / s.run, count = left < inside ? left : inside;
+      widen_of_block(first + input / s.block * bytes, input % s.block, count, scales, offsets);
+      left -= count;
+      input += count * s.run;
+      scales += count * OUTPUTS;
+      offsets += count * OUTPUTS;
     }
   }
 
  private:
+  // The same from an input of a block on, not beyond it.
+  void widen_of_block(const byte *block, int64_t input, int64_t runs, float *scales, float *offsets) const {
+    const bool minima = s.offset == Offset::minimum;
+    const byte *small = block + numbers * (minima ? 2 : 1), *other = small + (s.subs ? OUTPUTS * groups : 0);
+    for (int64_t c = 0; c < OUTPUTS; c += W) {
+      const vf large = load_numbers(s.number, block, c), least = minima ? load_numbers(s.number, block + numbers, c) : vf{};
+      for (int64_t i = 0; i < runs; ++i) {
+        const int64_t at = (input + i * s.run) / s.group * OUTPUTS + c;
+        const vf scale = s.subs ? large * load(reinterpret_cast<const int8_t *>(small + at)) : large;
+        store(scales + i * OUTPUTS + c, scale);
+        if (s.offset == Offset::none) continue;
+        const vf times = minima ? least : scale;
+        store(offsets + i * OUTPUTS + c, -(times * load(reinterpret_cast<const int8_t *>(other + at))));
+      }
+    }
+  }
+
   const Scaling &s;
   int64_t numbers, groups, bytes;
   const byte *first;
@@ -83,9 +95,11 @@ template <typename T> void sum_runs(const T *x, int64_t inputs, int64_t run, flo
   for (int64_t i = 0; i < inputs / run; ++i, x += run) {
     vf lanes = {};
     for (int64_t k = 0; k < run; k += W) lanes += load_up_to(x + k, run - k);
-    float sum = 0;
-    for (int lane = 0; lane < W; ++lane) sum += lanes[lane];
-    sums[i] = sum;
+    float part[W];
+    store(part, lanes);
+    for (int half = W / 2; half > 0; half /= 2)
+      for (int lane = 0; lane < half; ++lane) part[lane] += part[lane + half];
+    sums[i] = part[0];
   }
 }
 

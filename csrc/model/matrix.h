@@ -48,7 +48,8 @@ inline void multiply(const Kernels &kernels, const Matrix &m, const Rows &r, con
     case Form::pairs: {
       if (m.form == Form::pairs) check_pairs(kernels);
       const auto linear = m.form == Form::pairs ? kernels.linear_pairs : kernels.linear_plain[r.type];
-      return linear({r.x, m.weight, bias, r.y, r.rows, r.x_stride, m.inputs, m.outputs, r.wide, r.threads, r.epilogue, r.y_stride});
+      return linear(
+          {r.x, m.weight, bias, r.y, r.rows, r.x_stride, m.inputs, m.outputs, r.wide, r.threads, r.epilogue, r.y_stride});
     }
     default:
       return kernels.linear_quant[r.type]({r.x, m.weight, m.scales, bias, r.y, r.rows, r.x_stride, m.inputs, m.outputs, m.form,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from headrace.kernels import cpu, dispatch
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
 from headrace.models.plain_config import plain_config
-from tests.support.checkpoints import KINDS
-from tests.support.gguf_files import SIZES, q4_k_m, write_gguf
+from tests.support.gguf_files import q4_k_m, theirs, tokens_of, write_gguf
 from tests.support.naive_attention import prompt_logits
 from tests.support.traces import run, same
 
@@ -28,23 +26,6 @@ FAMILIES = (
     "llama", "llama_tied", "llama_bias", "llama_linear", "llama3", "llama_yarn", "mistral_window", "qwen2", "qwen3"
 )  # fmt: skip
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-
-
-def theirs(family: str = "llama", **more: Any) -> PreTrainedModel:
-    build, fields = KINDS[family]
-    torch.manual_seed(5)
-    model = build(**{**fields, **SIZES, **more}).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            else:
-                parameter.normal_(std=0.08 if "embed" not in name else 0.5)
-    return model
-
-
-def tokens_of(count: int, seed: int = 1) -> list[int]:
-    return torch.randint(0, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @torch.no_grad()

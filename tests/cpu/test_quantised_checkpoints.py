@@ -20,7 +20,7 @@ from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
 from headrace.models.plain_config import plain_config
 from headrace.types import UnsupportedModel
-from tests.cpu.test_gguf import theirs, tokens_of
+from tests.support.gguf_files import theirs, tokens_of
 from tests.support.naive_attention import prompt_logits
 from tests.support.traces import run, same
 

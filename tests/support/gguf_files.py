@@ -18,6 +18,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, quants
 from transformers import PreTrainedModel
 
+from tests.support.checkpoints import KINDS
+
 SIZES: dict[str, Any] = dict(
     vocab_size=320, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=64, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
@@ -35,6 +37,25 @@ NAMES = {
 KindOf = Callable[[str], Kind]
 """The type in which a matrix is stored, by its name in the file."""
 Array = np.ndarray[Any, Any]
+
+
+def theirs(family: str = "llama", **more: Any) -> PreTrainedModel:
+    """A model of transformers in these sizes, with random weights."""
+    build, fields = KINDS[family]
+    torch.manual_seed(5)
+    model = build(**{**fields, **SIZES, **more}).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.normal_(std=0.08 if "embed" not in name else 0.5)
+    return model
+
+
+def tokens_of(count: int, seed: int = 1) -> list[int]:
+    """Random ones."""
+    return torch.randint(0, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def q4_k_m(name: str) -> Kind:

@@ -51,9 +51,14 @@ TENSORS = (tensor("a", (4, 2), 0, 0), tensor("b", (32,), 8, 32))
 
 
 def header(
-    entries: tuple[bytes, ...] = ENTRIES, tensors: tuple[bytes, ...] = TENSORS, *, magic: bytes = b"GGUF", version: int = 3,
-    counts: tuple[int, int] | None = None, data: int = 96,
-) -> bytes:  # fmt: skip
+    entries: tuple[bytes, ...] = ENTRIES,
+    tensors: tuple[bytes, ...] = TENSORS,
+    *,
+    magic: bytes = b"GGUF",
+    version: int = 3,
+    counts: tuple[int, int] | None = None,
+    data: int = 96,
+) -> bytes:
     """A file; counts: of tensors and entries as it claims; data: bytes behind the header."""
     claimed = counts or (len(tensors), len(entries))
     head = magic + struct.pack("<IQQ", version, *claimed) + b"".join(entries) + b"".join(tensors)

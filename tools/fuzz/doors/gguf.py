@@ -1,5 +1,5 @@
-"""GGUF files that somebody has damaged or edited: read as they were, or refused with the file's name; never with another
-kind of error, and never by taking the memory that a number in them asks for."""
+"""GGUF files that somebody has damaged or edited: read as they were, or refused with the file's name; never with any
+other kind of error, and never by taking the memory that a number in them asks for."""
 
 from __future__ import annotations
 
