@@ -13,7 +13,10 @@ from headrace import LLM, SamplingParams
 from headrace.kernels import cpu, dispatch
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
+from headrace.models.gguf.header import GgufFile
 from headrace.models.plain_config import plain_config
+from headrace.models.shards import Share
+from headrace.models.weights import StoredMatrix, load_weights
 from tests.support.gguf_files import q4_k_m, theirs, tokens_of, write_gguf
 from tests.support.naive_attention import prompt_logits
 from tests.support.traces import run, same
@@ -95,3 +98,40 @@ def test_the_promise_holds(isa: str, tmp_path: Path) -> None:
         same(run(LLM(path, **sizes), prompts, SHORT), alone)
     finally:
         cpu.use_isa(before)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shares_of_tensor_ranks(ranks: int, tmp_path: Path) -> None:
+    """Each has its rows of the file's, whose scales no border cuts."""
+    path = write_gguf(theirs(num_key_value_heads=4), tmp_path / "m.gguf", q4_k_m)
+    config = read_config(path)
+    whole: dict[str, StoredMatrix] = {}
+    load_weights(path, config, torch.float32, stored=whole)
+    for rank in range(ranks):
+        share, own = Share(config, rank, ranks), dict[str, StoredMatrix]()
+        load_weights(path, config, torch.float32, share=share, stored=own)
+        assert set(own) == {name for name in whole if share.holds(name)}
+        for name, matrix in own.items():
+            rows, every = share.rows(name), whole[name].numbers(torch.float32)
+            want = every if rows is None else torch.cat([every[part.start : part.stop] for part in rows])
+            assert torch.equal(matrix.numbers(torch.float32), want) and matrix.shape == want.shape
+
+
+@pytest.mark.parametrize("schedule", ["row", "column"])
+def test_weights_outside(schedule: str, tmp_path: Path) -> None:
+    """Layers that stream, their q, k and v in several formats, have the bits of those in memory."""
+    path = str(write_gguf(theirs(), tmp_path / "m.gguf", q4_k_m))
+    prompts = [tokens_of(100 + 31 * i, seed=i) for i in range(2)]
+    resident = run(LLM(path, kv_cache_tokens=1024), prompts, SHORT)
+    streamed = LLM(path, offload_schedule=schedule, weight_offload=True, kv_offloading_size=0.01)
+    same(run(streamed, prompts, SHORT), resident)
+
+
+def test_scales_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    path = write_gguf(theirs(), tmp_path / "m.gguf", lambda _: Kind.Q8_0)
+    info = GgufFile(path).tensors["blk.1.ffn_up.weight"]
+    data = bytearray(path.read_bytes())
+    data[info.begin : info.begin + 2] = b"\x00\x7e"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"m\.gguf: model\.layers\.1\.mlp\.up_proj\.weight: a scale is NaN"):
+        load_decoder(path)

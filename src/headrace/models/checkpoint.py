@@ -30,6 +30,8 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class Checkpoint(Protocol):
     """Read access to all tensors, mapped from disk. Use as a context manager; what it gave stays good after it."""
 
+    model: Path
+
     @property
     def names(self) -> set[str]: ...
 
@@ -65,7 +67,7 @@ class SafetensorsCheckpoint:
     """The safetensors files of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.model = folder
         self._stack = ExitStack()
         self._where: dict[str, safe_open] = {}
         for path in weight_files(folder):
@@ -147,7 +149,7 @@ class GgufCheckpoint:
     """A GGUF file, or all its parts, by the names that the family's checkpoints have."""
 
     def __init__(self, model: Path, config: ModelConfig) -> None:
-        self._spec = config.attention
+        self.model, self._spec = model, config.attention
         self._where: dict[str, tuple[GgufFile, TensorInfo]] = {}
         files = [open_gguf(path) for path in weight_files(model)]
         self._architecture: Architecture = architecture_of(files[0])

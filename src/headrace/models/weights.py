@@ -171,7 +171,8 @@ def _numbers(checkpoint: Checkpoint, source: str, dtype: torch.dtype) -> Tensor:
         return checkpoint.read(source)
     made = torch.empty(checkpoint.shape(source), dtype=dtype)
     for rows in torch.arange(len(made)).split(AT_ONCE):
-        made[rows] = checkpoint.coded(source, rows)().dequantised(dtype)
+        part = _part(checkpoint, source, rows)()
+        made[rows] = part if isinstance(part, Tensor) else part.dequantised(dtype)
     return made
 
 
@@ -201,7 +202,7 @@ def _part(checkpoint: Checkpoint, source: str, rows: Tensor | None) -> Callable[
         except UnsupportedModel:
             raise
         except ValueError as error:
-            raise ValueError(f"{shown(source)}: {error}; download the weights again") from None
+            raise ValueError(f"{checkpoint.model}: {shown(source)}: {error}; download the weights again") from None
 
     return named
 

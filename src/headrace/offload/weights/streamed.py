@@ -33,6 +33,7 @@ WeightPart = Literal["kv", "q", "out", "up", "down"]
 WEIGHT_PARTS: tuple[WeightPart, ...] = ("kv", "q", "out", "up", "down")
 """In the order in which a layer needs them."""
 WeightSlice = Literal["first", "rest", "coarse"]
+LINE = 64
 CopyPairs = list[tuple[Tensor, Tensor]]
 """(into, source) of each, flat."""
 
@@ -82,9 +83,11 @@ class ResidentLayers:
 
 @dataclass(slots=True, eq=False)
 class _LayerBuffer:
-    """Fast memory for one layer's matrices: which layer it has, and the transfers that bring its parts."""
+    """Fast memory for one layer's matrices, bytes by name: which layer it has, whose matrices lie there, and the
+    transfers that bring its parts."""
 
-    matrices: dict[str, ops.Weight]
+    room: dict[str, Tensor]
+    matrices: dict[str, ops.Weight] = field(default_factory=dict)
     layer: int | None = None
     tickets: dict[WeightPart, list[Ticket]] = field(default_factory=dict)
 
@@ -105,15 +108,17 @@ class StreamedLayers:
                 decoder.matrices.update({prefix + name: weight for name, weight in layer.matrices.items()})
             decoder.layers = OneByOne(self.outside)
         self.spec = decoder.config.attention
-        first = self.outside[0]
-        self.buffers = [_LayerBuffer(_room(first)) for _ in range(2)]
+        self.buffers = [_LayerBuffer(_room(self.outside)) for _ in range(2)]
         self._runs: dict[tuple[int, int], OneLayer] = {}
         self._next = 0
 
     @property
     def bytes_per_layer(self) -> int:
-        """Bytes of a layer's matrices."""
-        return sum(tensor.nbytes for each in self.outside[0].matrices.values() for tensor in tensors_of(each).values())
+        """Bytes of a layer's matrices, of the largest layer: their formats may differ."""
+        return max(
+            sum(tensor.nbytes for each in layer.matrices.values() for tensor in tensors_of(each).values())
+            for layer in self.outside
+        )
 
     def start(self) -> None:
         """Layer 0 is on its way since the last step, but for the first one."""
@@ -144,6 +149,7 @@ class StreamedLayers:
             found = self.buffers[self._next]
             self._next = 1 - self._next
             found.layer, found.tickets = layer, {}
+            found.matrices = _placed(self.outside[layer], found.room)
         return found
 
     def _buffer_of(self, layer: int) -> _LayerBuffer | None:
@@ -201,12 +207,33 @@ def _flat(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _room(layer: Layer) -> dict[str, ops.Weight]:
-    """Fast memory for the matrices of a layer."""
+def _room(layers: list[Layer]) -> dict[str, Tensor]:
+    """Fast memory for the matrices of any of the layers, uint8 by name."""
     return {
-        name: on_tensors(weight, {kind: memory.zeros(x.shape, x.dtype) for kind, x in tensors_of(weight).items()})
-        for name, weight in layer.matrices.items()
+        name: memory.zeros((max(_end(layer.matrices[name]) for layer in layers),), torch.uint8)
+        for name in layers[0].matrices
     }
+
+
+def _placed(layer: Layer, room: dict[str, Tensor]) -> dict[str, ops.Weight]:
+    """Matrices of the layer's forms in that memory, whatever it holds."""
+    found = {}
+    for name, weight in layer.matrices.items():
+        at, views = 0, {}
+        for kind, x in tensors_of(weight).items():
+            views[kind] = room[name][at : at + x.nbytes].view(x.dtype).view(x.shape)
+            at += _rounded(x.nbytes)
+        found[name] = on_tensors(weight, views)
+    return found
+
+
+def _end(weight: ops.Weight) -> int:
+    return sum(_rounded(x.nbytes) for x in tensors_of(weight).values())
+
+
+def _rounded(size: int) -> int:
+    """Whole cache lines."""
+    return -(-size // LINE) * LINE
 
 
 def _moved(layer: Layer, allocate: Allocate) -> Layer:
