@@ -45,16 +45,28 @@ class Codes:
         blocks = codes.view(-1, 4, 16, codes.shape[1] // 2, 2)
         if self.bits == 8:
             return blocks.permute(0, 3, 1, 4, 2).contiguous().view(torch.uint8).flatten(2)
-        unsigned = (blocks - self.least).view(torch.uint8).permute(0, 3, 2, 4, 1)  # [n, K / 2, 16, 2, 4]
-        low = unsigned & 15
-        packed = [(low[..., 0::2] | low[..., 1::2] << 4).flatten(2)]
-        high = unsigned >> 4
+        each = (blocks - self.least).view(torch.uint8).unbind(1)  # four of [n, 16, K / 2, 2]
+        low, high = [one & 15 for one in each], [one >> 4 for one in each]
+        packed = [_turned(torch.stack((low[0] | low[1] << 4, low[2] | low[3] << 4), -1), torch.int32)]
         if self.bits == 6:
-            packed.append((high << torch.tensor([0, 2, 4, 6], dtype=torch.uint8)).sum(-1, dtype=torch.uint8).flatten(2))
+            packed.append(_turned(high[0] | high[1] << 2 | high[2] << 4 | high[3] << 6, torch.int16))
         if self.bits == 5:
-            bits = high.permute(0, 1, 4, 2, 3).reshape(*high.shape[:2], 16, 8)
-            packed.append((bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8))
-        return torch.cat(packed, -1) if len(packed) > 1 else packed[0].contiguous()
+            packed.append(_bits(torch.stack(high, 1)))
+        return torch.cat(packed, -1) if len(packed) > 1 else packed[0]
+
+
+def _turned(x: Tensor, words: torch.dtype) -> Tensor:
+    """[n, 16, K / 2, ...] as uint8 [n, K / 2, 16 and the rest]; the rest makes one word of that type."""
+    return x.flatten(3).contiguous().view(words).squeeze(-1).transpose(1, 2).contiguous().view(torch.uint8)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Bits [n, 4, 16, K / 2, 2] as uint8 [n, K / 2, 16]: of 16 outputs by two inputs a word of 32."""
+    words = torch.zeros(x[:, :, 0, :, 0].shape, dtype=torch.int32)
+    for output in range(16):
+        for odd in range(2):
+            words |= x[:, :, output, :, odd].int() << 2 * output + odd
+    return words.transpose(1, 2).contiguous().view(torch.uint8)
 
 
 CODES = {

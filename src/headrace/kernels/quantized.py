@@ -188,7 +188,9 @@ def _padded(coded: Coded, ordered: Callable[[Tensor], Tensor]) -> Coded:
     more = (0, 0, 0, -len(coded.codes) % cpu.COLUMNS)
 
     def of(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else torch.nn.functional.pad(ordered(tensor), more)
+        if tensor is None or not more[-1]:
+            return None if tensor is None else ordered(tensor)
+        return torch.nn.functional.pad(ordered(tensor), more)
 
     codes, scales = of(coded.codes), of(coded.scales)
     assert codes is not None and scales is not None
