@@ -125,6 +125,7 @@ struct Linear {
   bool wide;
   int threads;
   Epilogue epilogue = {};
+  int64_t out_stride = 0;  // of rows of out, where that is wider than `outputs` and there is no epilogue; else 0
 };
 
 // out = x + scale * y, the product rounded and the sum; out may be x.
@@ -147,10 +148,29 @@ struct Embed {
 
 // How a weight lies: linear_plain.cpp, linear.cpp, and the others, as codes under scales, linear_quant.cpp. To add a format of
 // codes: its name here, its struct in linear/codes.h.
-#define HEADRACE_FORMS(FORM) FORM(plain) FORM(pairs) FORM(int8) FORM(int4)
+#define HEADRACE_FORMS(FORM)                                                                                  \
+  FORM(plain) FORM(pairs) FORM(int8) FORM(bytes) FORM(int4) FORM(uint4) FORM(uint5) FORM(int6) FORM(e2m1) FORM(e4m3)
 #define HEADRACE_NAME(name) name,
 enum class Form { HEADRACE_FORMS(HEADRACE_NAME) };
 #undef HEADRACE_NAME
+
+// Types of stored scales, and what is added to a code times its scale: kernels.formats says what they mean.
+#define HEADRACE_NUMBERS(NUMBER) NUMBER(fp32) NUMBER(bf16) NUMBER(fp16) NUMBER(e8m0)
+#define HEADRACE_OFFSETS(OFFSET) OFFSET(none) OFFSET(minimum) OFFSET(zero)
+#define HEADRACE_NAME(name) name,
+enum class Number { HEADRACE_NUMBERS(HEADRACE_NAME) };
+enum class Offset { HEADRACE_OFFSETS(HEADRACE_NAME) };
+#undef HEADRACE_NAME
+
+// How codes are scaled: see linear/scales.h. block, group: inputs under one scale, and under one pair of sub-scale and offset;
+// block 0: one scale fp32 for all inputs of an output. run: inputs whose products are added up before they are scaled, a power
+// of 2 and a divisor of the group.
+struct Scaling {
+  Number number;
+  Offset offset;
+  bool subs;
+  int64_t block, group, run;
+};
 
 // The same with weights that are codes: see linear_quant.cpp. x, bias and a narrow out are of one type.
 struct LinearQuant {
@@ -161,6 +181,9 @@ struct LinearQuant {
   bool wide;
   int threads;
   Epilogue epilogue = {};
+  Scaling scaling = {};
+  const int32_t *order = nullptr;  // [inputs]: which element of x each code is for; null: its own
+  int64_t out_stride = 0;          // as in Linear
 };
 
 struct Rotary {

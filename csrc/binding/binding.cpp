@@ -164,27 +164,33 @@ void softmax_sums(Address x, Address target, Address greatest, Address sum, Addr
       {at<float>(x), at<int64_t>(target), at<float>(greatest), at<double>(sum), at<int64_t>(above), rows, width, threads});
 }
 
+void make_scaling(Scaling *self, Number number, Offset offset, bool subs, int64_t block, int64_t group, int64_t run) {
+  if (block && (group < 1 || block % group || run < 16 || run > 64 || run & (run - 1) || group % run))
+    throw std::invalid_argument("a group must divide its block, and a run, of 16, 32 or 64 inputs, its group");
+  new (self) Scaling{number, offset, subs, block, group, run};
+}
+
 void make_matrix(Matrix *self, Form form, Address weight, Address scales, Address bias, int64_t inputs, int64_t outputs,
-                 bool gated) {
-  new (self) Matrix{form, at<void>(weight), at<void>(scales), at<bf16>(bias), inputs, outputs, gated};
+                 bool gated, const Scaling &scaling, Address order) {
+  if (scaling.block && inputs % scaling.block) throw std::invalid_argument("inputs must be a multiple of a scale's block");
+  new (self)
+      Matrix{form, at<void>(weight), at<void>(scales), at<bf16>(bias), inputs, outputs, gated, scaling, at<int32_t>(order)};
+}
+
+Matrix matrix_of_parts(const std::vector<Matrix> &parts, Address bias, int64_t inputs, int64_t outputs) {
+  int64_t sum = 0;
+  for (const Matrix &part : parts) sum += part.inputs == inputs && !part.gated ? part.outputs : outputs + 1;
+  if (sum != outputs || parts.empty()) throw std::invalid_argument("the parts do not make up the matrix");
+  Matrix whole = {Form::plain, nullptr, nullptr, at<bf16>(bias), inputs, outputs, false};
+  whole.parts = parts;
+  return whole;
 }
 
 // The matrix's bias is of the type of x, whatever its own says.
 void linear(int type, Address x, const Matrix &m, Address out, int64_t rows, int64_t x_stride, bool wide, Gate gate,
             int threads) {
-  const Kernels &in_use = kernels();
   const Epilogue epilogue = {.gated = m.gated, .gate = gate};
-  switch (m.form) {
-    case Form::plain:
-    case Form::pairs: {
-      if (m.form == Form::pairs) check_pairs(in_use);
-      const auto op = m.form == Form::pairs ? in_use.linear_pairs : in_use.linear_plain[type];
-      return op({at<void>(x), m.weight, m.bias, at<void>(out), rows, x_stride, m.inputs, m.outputs, wide, threads, epilogue});
-    }
-    default:
-      return in_use.linear_quant[type]({at<void>(x), m.weight, m.scales, m.bias, at<void>(out), rows, x_stride, m.inputs,
-                                        m.outputs, m.form, wide, threads, epilogue});
-  }
+  multiply(kernels(), m, {type, at<void>(x), rows, x_stride, at<void>(out), wide, threads, epilogue});
 }
 
 void make_scale(Scale *self, bool rms, Address weight, Address bias, float offset) {
@@ -392,8 +398,20 @@ NB_MODULE(_cpu, m) {
 #undef HEADRACE_DEFINE
   nb::enum_<Element>(m, "Element").value("bf16", Element::bf16).value("fp32", Element::fp32).value("int8", Element::int8);
   nb::enum_<Format>(m, "Format").value("raw", Format::raw).value("int8", Format::int8).value("int4", Format::int4);
+  nb::enum_<Number> numbers(m, "Number");
+#define HEADRACE_DEFINE(name) numbers.value(#name, Number::name);
+  HEADRACE_NUMBERS(HEADRACE_DEFINE)
+#undef HEADRACE_DEFINE
+  nb::enum_<Offset> offsets(m, "Offset");
+#define HEADRACE_DEFINE(name) offsets.value(#name, Offset::name);
+  HEADRACE_OFFSETS(HEADRACE_DEFINE)
+#undef HEADRACE_DEFINE
+  nb::class_<Scaling>(m, "Scaling")
+      .def("__init__", make_scaling, "number"_a, "offset"_a, named, "subs"_a, "block"_a, "group"_a, "run"_a);
   nb::class_<Matrix>(m, "Matrix")
-      .def("__init__", make_matrix, "form"_a, "weight"_a, "scales"_a, "bias"_a, named, "inputs"_a, "outputs"_a, "gated"_a);
+      .def("__init__", make_matrix, "form"_a, "weight"_a, "scales"_a, "bias"_a, named, "inputs"_a, "outputs"_a, "gated"_a,
+           "scaling"_a, "order"_a)
+      .def_static("of_parts", matrix_of_parts, "parts"_a, "bias"_a, named, "inputs"_a, "outputs"_a);
   nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
   nb::class_<DecoderLayer>(m, "Block")
       .def("__init__", make_block, named, "order"_a, "activation"_a, "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a, "qkv"_a,

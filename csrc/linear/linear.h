@@ -18,8 +18,11 @@ template <typename T> HEADRACE_INLINE vf output(const Linear &a, const float *su
   return bias ? y + load_up_to(bias + column, n) : y;
 }
 
-// Of weights in this format: see codes.h.
-template <typename Codes> struct LinearOf : LinearQuant {};
+// Of weights in this format: see codes.h. x_sums: of the inputs of each row by runs, [rows][inputs / run], where scales have
+// offsets.
+template <typename Codes> struct LinearOf : LinearQuant {
+  const float *x_sums = nullptr;
+};
 
 template <typename T, typename Codes>
 HEADRACE_INLINE vf output(const LinearOf<Codes> &a, const float *sums, int64_t column, int64_t place, int64_t n) {
@@ -39,8 +42,9 @@ template <typename T, typename Out, int64_t COUNT, typename Any>
 void write_rows(const Any &a, int64_t column, int64_t first, int64_t last, const float *sums, int64_t count) {
   if (COUNT) count = COUNT;
   const T *residual = static_cast<const T *>(a.epilogue.residual);
+  const int64_t stride = a.out_stride ? a.out_stride : a.outputs;
   for (int64_t row = first; row < last; ++row, sums += COLUMNS) {
-    const int64_t at = row * a.outputs + column;
+    const int64_t at = row * stride + column;
     Out *out = static_cast<Out *>(a.out) + at;
     for (int64_t c = 0; c < count; c += W) {
       const int64_t n = count - c < W ? count - c : W;

@@ -7,12 +7,6 @@ namespace {
 
 constexpr int64_t TILE = 1024;  // rows that go through a layer together: bounds the scratch memory
 
-Operations operations(const DecoderLayer &block, int64_t rows, int threads) {
-  for (const Matrix *m : {&block.qkv, &block.out, &block.up, &block.down})
-    if (m->form == Form::pairs) check_pairs(kernels());
-  return {kernels(), rows, threads};
-}
-
 // f(first row, rows) for each tile.
 template <typename F> void tiles(int64_t rows, F f) {
   for (int64_t first = 0; first < rows; first += TILE) f(first, rows - first < TILE ? rows - first : TILE);
@@ -88,7 +82,7 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
                           int threads) const {
   const int64_t hidden = qkv.inputs, width = qkv.outputs;
   tiles(rows, [&](int64_t first, int64_t count) {
-    const Operations run = operations(*this, count, threads);
+    const Operations run = {kernels(), count, threads};
     const bf16 *from = x + first * hidden;
     bf16 *q = heads_out + first * width, *k = q + heads * dim;
     if (order != Order::post) {
@@ -106,7 +100,7 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
 
 void DecoderLayer::after(bf16 *x, const bf16 *attended, bf16 *scratch, int64_t rows, int threads) const {
   tiles(rows, [&](int64_t first, int64_t count) {
-    finish(*this, operations(*this, count, threads), x + first * qkv.inputs, attended + first * out.inputs,
+    finish(*this, {kernels(), count, threads}, x + first * qkv.inputs, attended + first * out.inputs,
            Buffers(*this, scratch, count));
   });
 }

@@ -6,25 +6,14 @@
 
 #include "kernels.h"
 #include "model/borrowed.h"
+#include "model/matrix.h"
 
 namespace headrace {
-
-typedef uint16_t bf16;
 
 enum class Order { pre, post, parallel, sandwich };  // models.spec.Block
 #define HEADRACE_NAME(name) name,
 enum class Activation { HEADRACE_ACTIVATIONS(HEADRACE_NAME) };
 #undef HEADRACE_NAME
-
-// A weight [outputs, inputs] that rows are multiplied by, its scales if it has any, and its bias [outputs] or null. gated: see
-// Epilogue in kernels.h.
-struct Matrix {
-  Form form;
-  Borrowed<const void> weight, scales;
-  Borrowed<const bf16> bias;
-  int64_t inputs, outputs;
-  bool gated;
-};
 
 // The vectors of a norm, each may be null. offset: is added to the weights of an RMS norm.
 struct Scale {

@@ -67,7 +67,6 @@ void ModelStep::run(const int64_t *tokens, bf16 *scratch, float *logits, float *
   embed(ends, tokens, rows, hidden, r.x);
   if (turns) look_up<float>("position", turns, turn_rows, rotary, step.positions(), rows, cos_sin);
   run_layers(blocks.data(), layers.data(), layers.size(), step, r);
-  if (ends.head.form == Form::pairs) check_pairs(kernels());
   const Operations run = {kernels(), rows, threads};
   run.norm(ends.norm, ends.eps, r.x, r.x, hidden);
   const bool capped = ends.logit_scale != 1.0f || ends.logit_cap != 0.0f;

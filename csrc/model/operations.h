@@ -1,7 +1,6 @@
 // The kernels in use as operations on bf16 rows.
 #pragma once
 
-#include "common/checks.h"
 #include "isa/dispatch.h"
 #include "model/decoder_layer.h"
 
@@ -29,18 +28,8 @@ struct Operations {
     multiply(m, x, y, {nullptr, false, tops}, true);
   }
 
-  // The one place that knows in which forms weights come.
   void multiply(const Matrix &m, const bf16 *x, void *y, const Epilogue &epilogue, bool wide) const {
-    switch (m.form) {
-      case Form::plain:
-      case Form::pairs: {
-        const auto linear = m.form == Form::pairs ? kernels.linear_pairs : kernels.linear_plain[BF16];
-        return linear({x, m.weight, m.bias, y, rows, m.inputs, m.inputs, m.outputs, wide, threads, epilogue});
-      }
-      default:
-        return kernels.linear_quant[BF16](
-            {x, m.weight, m.scales, m.bias, y, rows, m.inputs, m.inputs, m.outputs, m.form, wide, threads, epilogue});
-    }
+    headrace::multiply(kernels, m, {BF16, x, rows, m.inputs, y, wide, threads, epilogue});
   }
 
   void norm(const Scale &s, float eps, const bf16 *x, bf16 *y, int64_t width) const {

@@ -148,18 +148,23 @@ MODELS = (
     WrongUse(
         "a name of the hub",
         "serve Qwen/Qwen3-0.6B",
-        "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` gets it",
+        "`hf download Qwen/Qwen3-0.6B` fetches it",
         {"HF_HUB_CACHE": "hub"},
     ),
     WrongUse(
-        "the same, downloaded before",
+        "the same, downloaded before and damaged",
         "chat Qwen/Qwen3-0.6B",
-        f"give {HUB}",
+        f"{HUB}/config.json: architecture (none) is not supported",
         {"HF_HUB_CACHE": "hub"},
         {f"{HUB}/config.json": "{}"},
     ),
-    WrongUse("a GGUF file", "chat m.gguf", "GGUF files are not read", files={"m.gguf": "GGUF"}),
-    WrongUse("a folder of GGUF files", "chat m", "the folder holds GGUF files", files={"m/q4.gguf": "GGUF"}),
+    WrongUse("half a GGUF file", "chat m.gguf", "m.gguf: it ends within its header", files={"m.gguf": "GGUF"}),
+    WrongUse(
+        "a folder of GGUF files",
+        "chat m",
+        "holds several GGUF files; give one of them: m/q4.gguf, m/q8.gguf",
+        files={"m/q4.gguf": "GGUF", "m/q8.gguf": "GGUF"},
+    ),
     WrongUse("an adapter", "chat m", "the folder holds an adapter (LoRA)", files={"m/adapter_config.json": "{}"}),
     WrongUse(
         "a file of weights", "chat m/x.safetensors", "this is a file; give its folder, m", files={"m/x.safetensors": ""}
@@ -189,7 +194,7 @@ MODELS = (
     WrongUse(
         "a quantised checkpoint",
         "chat m",
-        "quantization_config is not supported; use the unquantised",
+        "quant_method None is not supported",
         files=model(quantization_config={"bits": 4}),
     ),
     WrongUse(

@@ -23,13 +23,12 @@ from headrace.engine.runner import Runner
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.engine.streaming import StreamRunner
 from headrace.engine.tokenizer import Tokenizer
-from headrace.files import read_given
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import LAYOUT, KVStorage
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.decoder import Decoder, compute_dtype, load_decoder
-from headrace.models.files import MAX_JSON
+from headrace.models.files import config_content, weight_files
 from headrace.models.pooling import read_pooling
 from headrace.models.shards import shard
 from headrace.models.sizes import compute_type, weight_bytes
@@ -308,9 +307,9 @@ def _eos(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 def _identity(folder: Path, capacity: Capacity) -> bytes:
     """What chunks of this engine are made by: model, layout, types computed in and stored, rounding."""
-    facts = [read_given(folder / "config.json", MAX_JSON), LAYOUT.encode(), capacity.backend.encode()]
+    facts = [config_content(folder), LAYOUT.encode(), capacity.backend.encode()]
     facts += [capacity.dtype.encode(), capacity.kv_cache_dtype.encode(), capacity.quantization.encode()]
     facts.append(str(folder).encode())
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         facts.append(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
     return hashlib.sha256(b"\0".join(facts)).digest()

@@ -62,10 +62,40 @@ class Format:
     int8: Format
     int4: Format
 
+class Number:
+    """How scales are stored (kernels.formats): named in csrc/kernels.h, HEADRACE_NUMBERS."""
+
+    fp32: Number
+
+class Offset:
+    """What is added to a code times its scale: named in csrc/kernels.h, HEADRACE_OFFSETS."""
+
+    none: Offset
+
+class Scaling:
+    """kernels.formats.Format. run: see kernels.quantized.run_of. Raises ValueError for sizes that do not divide."""
+
+    def __init__(self, number: Number, offset: Offset, *, subs: bool, block: int, group: int, run: int) -> None: ...
+
 class Matrix:
+    """order: of the inputs, int32 [inputs], or 0."""
+
     def __init__(
-        self, form: Form, weight: int, scales: int, bias: int, *, inputs: int, outputs: int, gated: bool
+        self,
+        form: Form,
+        weight: int,
+        scales: int,
+        bias: int,
+        *,
+        inputs: int,
+        outputs: int,
+        gated: bool,
+        scaling: Scaling,
+        order: int,
     ) -> None: ...
+    @staticmethod
+    def of_parts(parts: Sequence[Matrix], bias: int, *, inputs: int, outputs: int) -> Matrix:
+        """Outputs one part after another; the parts have no biases of their own."""
 
 class Scale:
     def __init__(self, rms: bool, weight: int, bias: int, offset: float) -> None: ...
@@ -174,6 +204,9 @@ _Pool = Pool
 _Mask = Mask
 _Matrix = Matrix
 _Gate = Gate
+_Number = Number
+_Offset = Offset
+_Scaling = Scaling
 _Element = Element
 _Format = Format
 
@@ -196,6 +229,12 @@ class Extension(Protocol):
     def Element(self) -> type[Element]: ...
     @property
     def Format(self) -> type[Format]: ...
+    @property
+    def Number(self) -> type[_Number]: ...
+    @property
+    def Offset(self) -> type[_Offset]: ...
+    @property
+    def Scaling(self) -> type[_Scaling]: ...
     @property
     def Matrix(self) -> type[Matrix]: ...
     @property

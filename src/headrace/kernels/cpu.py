@@ -99,7 +99,7 @@ class Packed:
         ext, (outputs, inputs) = _require(), self.shape
         return ext.Matrix(
             ext.Form.pairs if self.pairs else ext.Form.plain, self.blocks.data_ptr(), 0, bias,
-            inputs=inputs, outputs=outputs, gated=self.gated,
+            inputs=inputs, outputs=outputs, gated=self.gated, scaling=no_scaling(), order=0,
         )  # fmt: skip
 
     def outputs_from(self, first: int) -> Packed:
@@ -152,6 +152,12 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, wide: bool = F
             f"got {list(x.shape)} of {x.dtype} on {x.device}"
         )
     return product(x, weight, bias, wide, gate)
+
+
+def no_scaling() -> native.Scaling:
+    """Of weights that are numbers."""
+    ext = _require()
+    return ext.Scaling(ext.Number.fp32, ext.Offset.none, subs=False, block=0, group=0, run=0)
 
 
 class StoredWeight(Protocol):

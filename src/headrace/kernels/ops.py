@@ -17,12 +17,13 @@ from torch.nn import functional as F
 
 from headrace.config import Quantization
 from headrace.kernels import cpu, dispatch, quantized
+from headrace.kernels.formats import Coded
 
 SLICE = 32
 """Rows that torch's CPU product always gets: it chooses the order in which it adds up by their number."""
 
 
-Weight = Tensor | cpu.Packed | quantized.Quantized
+Weight = Tensor | cpu.Packed | quantized.Quantized | quantized.Parts
 
 
 def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = False) -> Weight:
@@ -40,6 +41,20 @@ def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = Fals
     return cpu.Packed(weight, gated) if dispatch.native(weight) and cpu.can_pack(weight) else weight
 
 
+def pack_stored(parts: Sequence[Tensor | Coded], dtype: torch.dtype, gated: bool = False) -> Weight:
+    """A weight whose outputs a file holds in parts, as codes or as numbers, in the form that `linear` multiplies by
+    fastest here: codes as they are. Without the C++ kernels a tensor of what they stand for, in `dtype`."""
+    if not dispatch.native(torch.empty(0, dtype=dtype)):
+        return torch.cat([part.to(dtype) if isinstance(part, Tensor) else part.dequantised(dtype) for part in parts])
+    first, *others = parts
+    if isinstance(first, Coded) and all(isinstance(other, Coded) and first.alike(other) for other in others):
+        whole = first.joined([other for other in others if isinstance(other, Coded)]) if others else first
+        return quantized.Quantized(whole, gated and whole.shape[0] % (2 * cpu.COLUMNS) == 0)
+    return quantized.Parts(
+        [cpu.Packed(part.to(dtype)) if isinstance(part, Tensor) else quantized.Quantized(part) for part in parts]
+    )
+
+
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = False) -> Tensor:
     """x [T, H] times weight [N, H] transposed, plus bias [N]: [T, N], the same bits for a row at every T.
 
@@ -47,7 +62,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = F
     """
     if isinstance(weight, cpu.Packed):
         return cpu.linear(x, weight, bias, wide)
-    if isinstance(weight, quantized.Quantized):
+    if isinstance(weight, quantized.Quantized | quantized.Parts):
         return quantized.linear(x, weight, bias, wide)
     if dispatch.on_gpu(x):
         from headrace.kernels.triton import rows as gpu_rows
@@ -75,7 +90,13 @@ def outputs_from(weight: Weight, first: int) -> Weight | None:
 
     None where there is no such part: torch's product may add up in another order for another number of outputs.
     """
-    return None if isinstance(weight, Tensor) or first % cpu.COLUMNS else weight.outputs_from(first)
+    if isinstance(weight, Tensor) or (isinstance(weight, quantized.Parts) and not weight.begins_block(first)):
+        return None
+    return (
+        None
+        if first % cpu.COLUMNS and isinstance(weight, cpu.Packed | quantized.Quantized)
+        else weight.outputs_from(first)
+    )
 
 
 def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

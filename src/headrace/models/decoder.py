@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -28,8 +28,9 @@ from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.rope import Rope
 from headrace.models.shards import ShardGroup, Share, Width
+from headrace.models.sizes import LOOKED_UP, refuse_rounding
 from headrace.models.spec import LEARNED_OFFSET
-from headrace.models.weights import OnProgress, load_weights
+from headrace.models.weights import OnProgress, StoredMatrix, load_weights
 from headrace.models.x_turns import XTurns
 from headrace.types import CHUNK
 
@@ -39,8 +40,6 @@ Weights = dict[str, Tensor]
 Matrices = dict[str, ops.Weight]
 GatherShares = Callable[[Width, Tensor], Tensor]
 """x [T, this rank's share of a width] -> [T, that width]."""
-LOOKED_UP = ("embed.weight", "positions.weight")
-"""Tables of rows: looked up, not multiplied by."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
 """Compute type by checkpoint type."""
 
@@ -186,7 +185,8 @@ class Decoder:
 
     It computes on the device of its weights; a TokenBatch stays on the CPU.
 
-    `matrices` are the weights that rows are multiplied by, packed where that pays; `weights` the tensors that are not.
+    `matrices` are the weights that rows are multiplied by, packed where that pays; `weights` the tensors that are not;
+    `stored` those matrices that the checkpoint has as codes.
 
     `key_bias` [Hq, max_model_len] fp32 is added to the scaled scores by head and key position (ALiBi), if not None.
     `sinks`, fp32 [Hq] for each layer, if not None: scores of a key without a value (kernels.records.Mask).
@@ -204,13 +204,15 @@ class Decoder:
         quantization: Quantization = "none",
         tensor: ShardGroup | None = None,
         packed: OnProgress | None = None,
+        stored: Mapping[str, StoredMatrix] | None = None,
     ) -> None:
         self.share = share = _share(config, tensor)
         self.turns = XTurns(None if share is None else tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
-        self.matrices = _pack_all(weights, quantization, config.gated, packed)
-        self.weights = weights
         self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
+        self.matrices = _pack_all(weights, quantization, config.gated, packed)
+        self.matrices |= _pack_stored(stored or {}, self.dtype, self.device, config.gated)
+        self.weights = weights
         self.layers = self._layers(share, tensor)
         self.rope = Rope(config.rope, config.attention.head_dim, config.local_rope) if config.rope else None
         self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype)
@@ -376,6 +378,17 @@ def _pack_all(weights: Weights, quantization: Quantization, gated: bool, packed:
     return matrices
 
 
+def _pack_stored(stored: Mapping[str, StoredMatrix], dtype: torch.dtype, device: torch.device, gated: bool) -> Matrices:
+    """Those that a checkpoint holds as codes, in these; what they stand for where there are no kernels for codes."""
+    matrices: Matrices = {}
+    for name, matrix in stored.items():
+        if device.type == "cpu":
+            matrices[name] = ops.pack_stored(matrix.read(), dtype, gated and name.endswith(".up.weight"))
+        else:
+            matrices[name] = matrix.numbers(dtype).to(device)
+    return matrices
+
+
 def _packed(name: str, weight: Tensor, quantization: Quantization, gated: bool) -> ops.Weight:
     try:
         return ops.pack(weight, quantization, gated)
@@ -418,11 +431,13 @@ def load_decoder(
     if quantization not in get_args(Quantization):
         raise ValueError(f"quantization must be one of {', '.join(get_args(Quantization))}, got {quantization!r}")
     config = read_config(folder)
+    refuse_rounding(config, quantization)
     compute = compute_dtype(config, dtype)
-    weights = load_weights(Path(folder), config, compute, progress, _share(config, tensor))
+    stored: dict[str, StoredMatrix] = {}
+    weights = load_weights(Path(folder), config, compute, progress, _share(config, tensor), stored)
     if device is not None and device.type != "cpu":
         weights = {name: w.to(device) for name, w in weights.items()}
-    decoder = Decoder(config, weights, quantization, tensor, packed)
-    del weights
+    decoder = Decoder(config, weights, quantization, tensor, packed, stored)
+    del weights, stored
     give_back()
     return decoder

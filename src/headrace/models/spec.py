@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.config import AttentionSpec
+from headrace.models.quantised import Scheme
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
 Norm = Literal["rms", "layer"]
@@ -44,6 +45,16 @@ class RopeSpec:
     def width(self, head_dim: int) -> int:
         """How many elements of a head are rotated, the first ones."""
         return int(head_dim * dict(self.parameters).get("partial_rotary_factor", 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """Matrices that a checkpoint holds quantised. bytes: of its weights, but for an embedding that is no head;
+    formats: their names, the most used first; scheme: how the tensors of safetensors lie."""
+
+    bytes: int
+    formats: tuple[str, ...]
+    scheme: Scheme | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +101,7 @@ class ModelConfig:
     head: bool = True
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    stored: StoredWeights | None = None
 
     @property
     def rope_depends_on_length(self) -> bool:
