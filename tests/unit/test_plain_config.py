@@ -48,6 +48,7 @@ GIVEN: list[dict[str, Any]] = [
     ),
     dict(architectures=["Phi3ForCausalLM"], rope_scaling=dict(type="longrope"), **SMALL),
     dict(rope_scaling=dict(rope_type="longrope", **LONGROPE), **SMALL),
+    dict(rope_scaling=dict(rope_type="longrope", **LONGROPE), **SMALL | dict(hidden_size=64)),
     dict(architectures=["SmolLM3ForCausalLM"], no_rope_layer_interval=2, num_hidden_layers=3, rope_theta=5e6),
     dict(architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1, 0], num_hidden_layers=3, layer_types=FULL),
     dict(architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1, 0, 0], **WINDOWS),
