@@ -35,10 +35,11 @@ struct Attend {
   const int64_t *positions;  // [R]
   const float *bias;         // [Hq, bias_len] or null
   int64_t rows, q_stride, item_count, heads, kv_heads, dim, window, bias_len;
-  float scale;
+  float scale, cap;  // scores s become cap * tanh(scale * s / cap), or scale * s where cap is 0
   int threads;
   const float *k_scale, *v_scale;  // [slots, Hkv, 64] where k and v are int8 (see quantised.h), else null
   RunningState from, to;           // the state to continue from; the state to leave instead of `out`. They share no memory
+  const float *sinks;              // [Hq] or null: the score of a key without a value, which every row of `out` sees at its end
 };
 
 // left = left merged with right, all lanes. base2: m is in units of log 2, as in vnni.h.
@@ -49,7 +50,8 @@ struct MergePartials {
   int threads;
 };
 
-// out [lanes, D] = attention of what was merged, lse [lanes] (or null) the logarithm of its sum. A lane is one (row, head).
+// out [lanes, D] = attention of what was merged, lse [lanes] (or null) the logarithm of its sum. A lane is one (row, head), of
+// `heads` heads. sinks: as in Attend, not in lse.
 struct Finish {
   Partial total, block;
   void *out;
@@ -57,6 +59,8 @@ struct Finish {
   int64_t lanes, dim;
   bool base2;
   int threads;
+  const float *sinks;
+  int64_t heads;
 };
 
 // Attention over the union of two disjoint segments: out [lanes, D] and lse [lanes] each.
@@ -76,16 +80,17 @@ struct Append {
   float *k_scale, *v_scale;  // as in Attend
 };
 
-// out = norm(x) * weight + bias, head by head: `width` contiguous elements each. out may be x.
+// out = norm(x) * (weight + offset) + bias, head by head: `width` contiguous elements each. out may be x. offset: of rms_norm alone.
 struct Norm {
   const void *x, *weight, *bias;  // [T, heads, H] rows `stride` apart, [H], [H] or null
   void *out;                      // as x
   int64_t rows, stride, heads, width;
   float eps;
   int threads;
+  float offset = 0.0f;
 };
 
-// out[t, i] = f(x[t, i]); silu_mul reads rows of 2 * width.
+// out[t, i] = f(x[t, i]); those named _mul read rows of 2 * width.
 struct Unary {
   const void *x;
   void *out;
@@ -93,15 +98,19 @@ struct Unary {
   int threads;
 };
 
+enum class Gate { silu, gelu_tanh };
+
 // What is done to the products y [T, outputs] on their way to memory, each operation with its own rounding. residual
-// [T, outputs] or null: residual + y; it may be where they go. gated: silu of the first half times the second, [T, outputs / 2],
-// whose weights are packed in turn, 64 gates and the 64 that they let through. Neither goes with `wide`.
+// [T, outputs] or null: residual + scale * y; it may be where they go. gated: `gate` of the first half times the second,
+// [T, outputs / 2], whose weights are packed in turn, 64 gates and the 64 that they let through. Neither goes with `wide`.
 // tops, with `wide` alone, or null: the greatest of each row's products in each block of 64 outputs, NaN if one of them is,
 // [ceil(outputs / TOPS)][tops_width(T)]. What is behind the rows is left as it is.
 struct Epilogue {
   const void *residual = nullptr;
   bool gated = false;
   float *tops = nullptr;
+  Gate gate = Gate::silu;
+  float scale = 1.0f;
 };
 
 constexpr int64_t TOPS = 64;  // outputs of a block
@@ -116,22 +125,52 @@ struct Linear {
   bool wide;
   int threads;
   Epilogue epilogue = {};
+  int64_t out_stride = 0;  // of rows of out, where that is wider than `outputs` and there is no epilogue; else 0
 };
 
-// out = x + y, rounded once; out may be x.
+// out = x + scale * y, the product rounded and the sum; out may be x.
 struct Sum {
   const void *x, *y;
   void *out;
   int64_t elements;
   int threads;
+  float scale = 1.0f;
+};
+
+// out [T, width] = scale * the rows [index[t]] of a table, rounded once. The indices are those of rows that there are.
+struct Embed {
+  const void *table;
+  const int64_t *index;
+  void *out;
+  int64_t rows, width;
+  float scale;
 };
 
 // How a weight lies: linear_plain.cpp, linear.cpp, and the others, as codes under scales, linear_quant.cpp; w8a8, which rounds
 // rows too, linear_w8a8.cpp. To add a format of codes: its name here, its struct in linear/codes.h.
-#define HEADRACE_FORMS(FORM) FORM(plain) FORM(pairs) FORM(int8) FORM(int4) FORM(w8a8)
+#define HEADRACE_FORMS(FORM)                                                                                              \
+  FORM(plain) FORM(pairs) FORM(int8) FORM(bytes) FORM(int4) FORM(uint4) FORM(uint5) FORM(int6) FORM(e2m1) FORM(e4m3) FORM(w8a8)
 #define HEADRACE_NAME(name) name,
 enum class Form { HEADRACE_FORMS(HEADRACE_NAME) };
 #undef HEADRACE_NAME
+
+// Types of stored scales, and what is added to a code times its scale: kernels.formats says what they mean.
+#define HEADRACE_NUMBERS(NUMBER) NUMBER(fp32) NUMBER(bf16) NUMBER(fp16) NUMBER(e8m0)
+#define HEADRACE_OFFSETS(OFFSET) OFFSET(none) OFFSET(minimum) OFFSET(zero)
+#define HEADRACE_NAME(name) name,
+enum class Number { HEADRACE_NUMBERS(HEADRACE_NAME) };
+enum class Offset { HEADRACE_OFFSETS(HEADRACE_NAME) };
+#undef HEADRACE_NAME
+
+// How codes are scaled: see linear/scales.h. block, group: inputs under one scale, and under one pair of sub-scale and offset;
+// block 0: one scale fp32 for all inputs of an output. run: inputs whose products are added up before they are scaled, a power
+// of 2 and a divisor of the group.
+struct Scaling {
+  Number number;
+  Offset offset;
+  bool subs;
+  int64_t block, group, run;
+};
 
 // The same with weights that are codes: see linear_quant.cpp. x, bias and a narrow out are of one type.
 struct LinearQuant {
@@ -142,13 +181,16 @@ struct LinearQuant {
   bool wide;
   int threads;
   Epilogue epilogue = {};
+  Scaling scaling = {};
+  const int32_t *order = nullptr;  // [inputs]: which element of x each code is for; null: its own
+  int64_t out_stride = 0;          // as in Linear
 };
 
 struct Rotary {
   const void *x;         // [T, heads, D], rows x_stride apart
   void *out;             // [T, heads, D], rows out_stride apart; may be x
-  const float *cos_sin;  // [T, rotary] = (cos, sin), each rotary / 2 wide
-  int64_t rows, x_stride, out_stride, heads, dim, rotary;
+  const float *cos_sin;  // [T, rotary] = (cos, sin), each rotary / 2 wide, rows turn_stride apart
+  int64_t rows, x_stride, out_stride, heads, dim, rotary, turn_stride;
   int threads;
 };
 
@@ -207,12 +249,14 @@ extern const bool multiplies_bf16;
   PER_TYPE(rms_norm, Norm)                                                    \
   PER_TYPE(layer_norm, Norm)                                                  \
   PER_TYPE(add, Sum)                                                          \
+  PER_TYPE(embed, Embed)                                                      \
   PER_TYPE(rotary, Rotary)                                                    \
   PER_TYPE(linear_quant, LinearQuant)                                         \
   PER_TYPE(linear_plain, Linear)                                              \
   PAIRS(linear_pairs, void, (const Linear &))                                 \
   FUNCTION(merge_partials, void, (const MergePartials &))                     \
   FUNCTION(merge_states, void, (const MergeStates &))                         \
+  FUNCTION(soft_cap, void, (float *x, int64_t n, float scale, float cap, int threads)) /* cap tanh(scale x / cap) */ \
   FUNCTION(greatest, void, (const Greatest &))                                \
   FUNCTION(softmax_sums, void, (const SoftmaxSums &))                         \
   FUNCTION(store_chunks, void, (const Stored &))                              \
@@ -222,7 +266,8 @@ extern const bool multiplies_bf16;
   FUNCTION(probe_multiply, int64_t, (int64_t rounds, int threads)) /* operations done */
 
 // Each in two types, of Unary, and in Python by the same name. To add one: its name here, activations.cpp.
-#define HEADRACE_ACTIVATIONS(ACTIVATION) ACTIVATION(silu_mul) ACTIVATION(gelu) ACTIVATION(gelu_tanh) ACTIVATION(relu)
+#define HEADRACE_ACTIVATIONS(ACTIVATION) \
+  ACTIVATION(silu_mul) ACTIVATION(gelu_tanh_mul) ACTIVATION(gelu) ACTIVATION(gelu_tanh) ACTIVATION(relu)
 
 struct Kernels {
 #define HEADRACE_PER_TYPE(name, Arguments) void (*name[2])(const Arguments &);

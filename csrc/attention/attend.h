@@ -150,7 +150,8 @@ template <typename Math> void attend_split(const Attend &a, const UnitSizes &siz
       const Partial part = each.of(block).block;
       mine.merge<Math>(0, {{part.acc + lane * a.dim, part.m + lane, part.l + lane}}, a.dim);
     }
-    mine.write(0, a.dim, a.dim, static_cast<typename Math::Type *>(a.out) + lane * a.dim);
+    const float more = sink_of<Math>(a.sinks, lane % a.heads, m);
+    mine.write(0, a.dim, a.dim, static_cast<typename Math::Type *>(a.out) + lane * a.dim, more);
   });
 }
 

@@ -156,12 +156,18 @@ template <Policy Math> struct HeadRows {
     return any;
   }
 
-  // Scores of `n` lanes from `lane` on, with their bias; returns what they are still to be multiplied by.
+  // Scores of `n` lanes from `lane` on, capped, with their bias; returns what they are still to be multiplied by.
   float biased_scores(const Item &item, int64_t lane, int n, const Math &math, float *scores, int64_t before) const {
     math.scores(n, q + lane * a.dim, scores, before);
-    if (!a.bias) return a.scale;
+    if (!a.bias && a.cap == 0.0f) return a.scale;
+    float scale = a.scale;
+    if (a.cap != 0.0f) {
+      for (int i = 0; i < n * CHUNK; i += W) store(scores + i, soft_capped(load(scores + i) * splat(scale), a.cap));
+      scale = 1.0f;
+    }
+    if (!a.bias) return scale;
     alignas(64) float bias[CHUNK];
-    for (int r = 0; r < n; ++r) add_bias(bias_of(item.key_start, lane + r, bias), scores + r * CHUNK);
+    for (int r = 0; r < n; ++r) add_bias(bias_of(item.key_start, lane + r, bias), scale, scores + r * CHUNK);
     return 1.0f;
   }
 
@@ -230,8 +236,8 @@ template <Policy Math> struct HeadRows {
     }
   }
 
-  void add_bias(const float *bias, float *scores) const {
-    for (int j = 0; j < CHUNK; j += W) store(scores + j, madd(load(scores + j), splat(a.scale), load(bias + j)));
+  static void add_bias(const float *bias, float scale, float *scores) {
+    for (int j = 0; j < CHUNK; j += W) store(scores + j, madd(load(scores + j), splat(scale), load(bias + j)));
   }
 
   // Bias of the chunk's 64 keys; the table may end inside the chunk, behind the last visible key.
@@ -252,7 +258,10 @@ template <Policy Math> struct HeadRows {
     [[maybe_unused]] const typename Math::template Tiny<false> kept;
     for (int64_t row = first; row < last; ++row) {
       T *out = static_cast<T *>(a.out) + (row * a.heads + kv_head * group) * a.dim;
-      for (int64_t g = 0; g < group; ++g) total.write((row - first) * group + g, padded, a.dim, out + g * a.dim);
+      for (int64_t g = 0; g < group; ++g) {
+        const int64_t lane = (row - first) * group + g;
+        total.write(lane, padded, a.dim, out + g * a.dim, sink_of<Math>(a.sinks, kv_head * group + g, total.m[lane]));
+      }
     }
   }
 

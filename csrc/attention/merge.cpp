@@ -32,7 +32,7 @@ template <typename Math, typename T> void finish_by(const Finish &f) {
     State mine{{arena(room<float>(f.dim)).take<float>(f.dim), &m, &l}};
     Lanes{f.total, lane, f.dim}.copy_to({mine, 0, f.dim}, 1, f.dim);
     mine.merge<Math>(0, {{f.block.acc + lane * f.dim, f.block.m + lane, f.block.l + lane}}, f.dim);
-    mine.write(0, f.dim, f.dim, static_cast<T *>(f.out) + lane * f.dim);
+    mine.write(0, f.dim, f.dim, static_cast<T *>(f.out) + lane * f.dim, sink_of<Math>(f.sinks, lane % f.heads, m));
     if (f.lse) f.lse[lane] = log_sum(m, l, f.base2);
   });
 }

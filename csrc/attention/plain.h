@@ -143,6 +143,7 @@ template <typename T, typename S = T> struct Plain {
   }
 
   static vf power(vf x) { return exp(x); }
+  static float unit(float score) { return score; }
 
   // Raw scores s [n, 64] -> probabilities p [n, 64] relative to each lane's own maximum m, rounded as T is, 0 where the
   // lane sees nothing; l [n] is the sum of the unrounded ones, 0 when no visible score is above -inf. `weights` [64] is

@@ -16,6 +16,11 @@ template <typename Math, typename F> void each_lane(int64_t lanes, int64_t eleme
   });
 }
 
+// What the sink of a head adds to the l of a lane whose greatest score is m, in the unit of Math.
+template <typename Math> float sink_of(const float *sinks, int64_t head, float m) {
+  return sinks ? Math::power(splat(Math::unit(sinks[head]) - m))[0] : 0.0f;
+}
+
 // acc [lanes, stride], m and l [lanes]. EMPTY is (0, -inf, 0).
 struct State : Partial {
   void clear(int64_t lane, int64_t stride) {
@@ -58,9 +63,9 @@ struct State : Partial {
     }
   }
 
-  // acc / l, 0 where no key was seen.
-  template <typename T> void write(int64_t lane, int64_t stride, int64_t dim, T *out) const {
-    const vf inverse = l[lane] == 0.0f ? vf{} : splat(1.0f) / splat(l[lane]);
+  // acc / (l + more), 0 where no key was seen. more: of a sink.
+  template <typename T> void write(int64_t lane, int64_t stride, int64_t dim, T *out, float more) const {
+    const vf inverse = l[lane] == 0.0f ? vf{} : splat(1.0f) / splat(l[lane] + more);
     for (int64_t d = 0; d < dim; d += W) store_up_to(out + d, load_up_to(acc + lane * stride + d, dim - d) * inverse, dim - d);
   }
 };

@@ -127,6 +127,9 @@ struct Vnni {
     HEADRACE_EACH(c, C, _mm512_store_ps(p + c * 16, sum[c]));
   }
 
+  // A score in the unit of m.
+  static float unit(float score) { return score * LOG2_E; }
+
   // Weights of a merge: 0 for what was EMPTY.
   static vf power(vf x) { return x == splat(-__builtin_inff()) ? vf{} : (vf)exp2((__m512)x); }
 

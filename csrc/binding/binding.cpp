@@ -40,9 +40,9 @@ struct Pool {
 struct Mask {
   const Item *items;
   const int64_t *positions;
-  const float *bias;
+  const float *bias, *sinks;
   int64_t count, window, bias_len;
-  float scale;
+  float scale, cap;
 };
 
 void make_pool(Pool *self, Address k, Address v, Address k_scale, Address v_scale, int64_t slots, int64_t kv_heads,
@@ -50,9 +50,10 @@ void make_pool(Pool *self, Address k, Address v, Address k_scale, Address v_scal
   new (self) Pool{at<void>(k), at<void>(v), at<float>(k_scale), at<float>(v_scale), slots, kv_heads, dim};
 }
 
-void make_mask(Mask *self, Address items, Address positions, Address bias, int64_t count, int64_t window, int64_t bias_len,
-               float scale) {
-  new (self) Mask{at<Item>(items), at<int64_t>(positions), at<float>(bias), count, window, bias_len, scale};
+void make_mask(Mask *self, Address items, Address positions, Address bias, Address sinks, int64_t count, int64_t window,
+               int64_t bias_len, float scale, float cap) {
+  new (self)
+      Mask{at<Item>(items), at<int64_t>(positions), at<float>(bias), at<float>(sinks), count, window, bias_len, scale, cap};
 }
 
 void attend(int type, Address q, const Pool &pool, const Mask &mask, Address out, int64_t rows, int64_t q_stride, int64_t heads,
@@ -74,11 +75,13 @@ void attend(int type, Address q, const Pool &pool, const Mask &mask, Address out
       .window = mask.window,
       .bias_len = mask.bias_len,
       .scale = mask.scale,
+      .cap = mask.cap,
       .threads = threads,
       .k_scale = pool.k_scale,
       .v_scale = pool.v_scale,
       .from = running_at(start),
       .to = running_at(left),
+      .sinks = mask.sinks,
   };
   check_items(a, pool.slots);
   check_bias(a);
@@ -107,9 +110,11 @@ void append(int type, const Pool &pool, Address k_new, Address v_new, Address sl
   kernels().append[type](a);
 }
 
-void finish(int type, const Addresses &from, Address out, Address lse, int64_t lanes, int64_t dim, bool base2, int threads) {
+void finish(int type, const Addresses &from, Address out, Address lse, Address sinks, int64_t lanes, int64_t heads, int64_t dim,
+            bool base2, int threads) {
   const RunningState state = running_at(from);
-  kernels().finish[type]({state.total, state.block, at<void>(out), at<float>(lse), lanes, dim, base2, threads});
+  kernels().finish[type](
+      {state.total, state.block, at<void>(out), at<float>(lse), lanes, dim, base2, threads, at<float>(sinks), heads});
 }
 
 void merge_partials(const Addresses &total, const Addresses &block, int64_t lanes, int64_t dim, bool base2, int threads) {
@@ -123,8 +128,10 @@ void merge_states(State left, State right, State merged, int64_t lanes, int64_t 
                           at<float>(merged.first), at<float>(merged.second), lanes, dim, threads});
 }
 
-void rms_norm(int type, Address x, Address weight, Address out, int64_t rows, int64_t width, float eps, int threads) {
-  kernels().rms_norm[type]({at<void>(x), at<void>(weight), nullptr, at<void>(out), rows, width, 1, width, eps, threads});
+void rms_norm(int type, Address x, Address weight, Address out, int64_t rows, int64_t width, float eps, float offset,
+              int threads) {
+  kernels().rms_norm[type](
+      {at<void>(x), at<void>(weight), nullptr, at<void>(out), rows, width, 1, width, eps, threads, offset});
 }
 
 void layer_norm(int type, Address x, Address weight, Address bias, Address out, int64_t rows, int64_t width, float eps,
@@ -138,9 +145,13 @@ template <auto operation> void activate(int type, Address x, Address out, int64_
 }
 
 void rotary(int type, Address x, Address cos_sin, Address out, int64_t rows, int64_t x_stride, int64_t heads, int64_t dim,
-            int64_t width, int threads) {
+            int64_t width, int64_t turn_stride, int threads) {
   kernels().rotary[type](
-      {at<void>(x), at<void>(out), at<float>(cos_sin), rows, x_stride, heads * dim, heads, dim, width, threads});
+      {at<void>(x), at<void>(out), at<float>(cos_sin), rows, x_stride, heads * dim, heads, dim, width, turn_stride, threads});
+}
+
+void soft_cap(Address x, int64_t n, float scale, float cap, int threads) {
+  kernels().soft_cap(at<float>(x), n, scale, cap, threads);
 }
 
 void greatest(Address x, Address value, Address index, int64_t rows, int64_t width, int threads) {
@@ -153,37 +164,66 @@ void softmax_sums(Address x, Address target, Address greatest, Address sum, Addr
       {at<float>(x), at<int64_t>(target), at<float>(greatest), at<double>(sum), at<int64_t>(above), rows, width, threads});
 }
 
+void make_scaling(Scaling *self, Number number, Offset offset, bool subs, int64_t block, int64_t group, int64_t run) {
+  if (block && (group < 1 || block % group || run < 16 || run > 64 || run & (run - 1) || group % run))
+    throw std::invalid_argument("a group must divide its block, and a run, of 16, 32 or 64 inputs, its group");
+  new (self) Scaling{number, offset, subs, block, group, run};
+}
+
 void make_matrix(Matrix *self, Form form, Address weight, Address scales, Address bias, int64_t inputs, int64_t outputs,
-                 bool gated) {
-  new (self) Matrix{form, at<void>(weight), at<void>(scales), at<bf16>(bias), inputs, outputs, gated};
+                 bool gated, const Scaling &scaling, Address order) {
+  if (scaling.block && inputs % scaling.block) throw std::invalid_argument("inputs must be a multiple of a scale's block");
+  new (self)
+      Matrix{form, at<void>(weight), at<void>(scales), at<bf16>(bias), inputs, outputs, gated, scaling, at<int32_t>(order)};
+}
+
+Matrix matrix_of_parts(const std::vector<Matrix> &parts, Address bias, int64_t inputs, int64_t outputs) {
+  int64_t sum = 0;
+  for (const Matrix &part : parts) sum += part.inputs == inputs && !part.gated ? part.outputs : outputs + 1;
+  if (sum != outputs || parts.empty()) throw std::invalid_argument("the parts do not make up the matrix");
+  Matrix whole = {Form::plain, nullptr, nullptr, at<bf16>(bias), inputs, outputs, false};
+  whole.parts = parts;
+  return whole;
 }
 
 // The matrix's bias is of the type of x, whatever its own says.
-void linear(int type, Address x, const Matrix &m, Address out, int64_t rows, int64_t x_stride, bool wide, int threads) {
-  const Kernels &in_use = kernels();
-  const Epilogue epilogue = {.gated = m.gated};
-  switch (m.form) {
-    case Form::plain:
-    case Form::pairs: {
-      if (m.form == Form::pairs) check_pairs(in_use);
-      const auto op = m.form == Form::pairs ? in_use.linear_pairs : in_use.linear_plain[type];
-      return op({at<void>(x), m.weight, m.bias, at<void>(out), rows, x_stride, m.inputs, m.outputs, wide, threads, epilogue});
-    }
-    default:
-      return in_use.linear_quant[type]({at<void>(x), m.weight, m.scales, m.bias, at<void>(out), rows, x_stride, m.inputs,
-                                        m.outputs, m.form, wide, threads, epilogue});
-  }
+void linear(int type, Address x, const Matrix &m, Address out, int64_t rows, int64_t x_stride, bool wide, Gate gate,
+            int threads) {
+  const Epilogue epilogue = {.gated = m.gated, .gate = gate};
+  multiply(kernels(), m, {type, at<void>(x), rows, x_stride, at<void>(out), wide, threads, epilogue});
 }
 
-void make_scale(Scale *self, bool rms, Address weight, Address bias) {
-  new (self) Scale{rms, at<bf16>(weight), at<bf16>(bias)};
+void make_scale(Scale *self, bool rms, Address weight, Address bias, float offset) {
+  new (self) Scale{rms, at<bf16>(weight), at<bf16>(bias), offset};
 }
 
+// out_norms: those of Order::sandwich, of attention and of the MLP; otherwise none.
 void make_block(DecoderLayer *self, Order order, Activation activation, int64_t heads, int64_t kv_heads, int64_t dim, float eps,
                 const Matrix &qkv, const Matrix &out, const Matrix &up, const Matrix &down, const Scale &attention_norm,
-                const Scale &mlp_norm, Address q_norm, Address k_norm) {
-  new (self) DecoderLayer{order,    activation,       heads,           kv_heads, dim, eps, qkv, out, up, down, attention_norm,
-                          mlp_norm, at<bf16>(q_norm), at<bf16>(k_norm)};
+                const Scale &mlp_norm, Address q_norm, Address k_norm, const std::vector<Scale> &out_norms, int64_t turn_first,
+                int64_t turned, float residual_scale) {
+  if (out_norms.size() != (order == Order::sandwich ? 2 : 0)) refuse("a block of this order has other norms");
+  new (self) DecoderLayer{
+      .order = order,
+      .activation = activation,
+      .heads = heads,
+      .kv_heads = kv_heads,
+      .dim = dim,
+      .eps = eps,
+      .qkv = qkv,
+      .out = out,
+      .up = up,
+      .down = down,
+      .attention_norm = attention_norm,
+      .mlp_norm = mlp_norm,
+      .attention_out_norm = out_norms.empty() ? Scale{} : out_norms[0],
+      .mlp_out_norm = out_norms.empty() ? Scale{} : out_norms[1],
+      .q_norm = at<bf16>(q_norm),
+      .k_norm = at<bf16>(k_norm),
+      .turn_first = turn_first,
+      .turned = turned,
+      .residual_scale = residual_scale,
+  };
 }
 
 void before(const DecoderLayer &self, Address x, Address cos_sin, Address qkv, Address scratch, int64_t rotary, int64_t rows,
@@ -197,7 +237,8 @@ void after(const DecoderLayer &self, Address x, Address attended, Address scratc
 
 // bias_len: positions that the bias covers.
 void make_step(AttentionStep *self, int type, Address positions, Address slots, Address offsets, Address bias, int64_t bias_len,
-               int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t slot_count, float scale, int threads) {
+               int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t slot_count, float scale, float cap,
+               int threads) {
   Attend attend = {};
   attend.positions = at<int64_t>(positions);
   attend.bias = at<float>(bias);
@@ -207,6 +248,7 @@ void make_step(AttentionStep *self, int type, Address positions, Address slots, 
   attend.kv_heads = kv_heads;
   attend.dim = dim;
   attend.scale = scale;
+  attend.cap = cap;
   attend.threads = threads;
   Append append = {};
   append.slots = at<int32_t>(slots);
@@ -228,8 +270,8 @@ void go_on(AttentionStep &self, Address positions, Address offsets, int threads)
 
 void go_on_by_one(AttentionStep &self, int threads) { self.go_on(threads); }
 
-void make_layer(AttentionStep::Layer *self, int64_t kind, Address k_pool, Address v_pool) {
-  new (self) AttentionStep::Layer{kind, at<void>(k_pool), at<void>(v_pool)};
+void make_layer(AttentionStep::Layer *self, int64_t kind, Address k_pool, Address v_pool, Address sinks) {
+  new (self) AttentionStep::Layer{kind, at<void>(k_pool), at<void>(v_pool), at<float>(sinks)};
 }
 
 void run(const AttentionStep &self, const AttentionStep::Layer &layer, Address q, Address k, Address v, Address out,
@@ -257,8 +299,9 @@ void run_blocks(const AttentionStep &self, const Blocks &blocks, const Layers &l
   run_layers(blocks.data(), layers.data(), blocks.size(), self, shared);
 }
 
-void make_ends(EmbeddingAndHead *self, Address embed, int64_t vocabulary, const Scale &norm, float eps, const Matrix &head) {
-  new (self) EmbeddingAndHead{at<bf16>(embed), vocabulary, norm, eps, head};
+void make_ends(EmbeddingAndHead *self, Address embed, int64_t vocabulary, const Scale &norm, float eps, const Matrix &head,
+               float embed_scale, float logit_scale, float logit_cap) {
+  new (self) EmbeddingAndHead{at<bf16>(embed), vocabulary, norm, eps, head, embed_scale, logit_scale, logit_cap};
 }
 
 void make_whole(ModelStep *self, const EmbeddingAndHead &ends, const Blocks &blocks, const AttentionStep &step,
@@ -316,24 +359,33 @@ NB_MODULE(_cpu, m) {
   const auto named = nb::kw_only();
   nb::class_<Pool>(m, "Pool").def("__init__", make_pool, "k"_a, "v"_a, "k_scale"_a, "v_scale"_a, named, "slots"_a, "kv_heads"_a,
                                   "dim"_a);
-  nb::class_<Mask>(m, "Mask").def("__init__", make_mask, "items"_a, "positions"_a, "bias"_a, named, "count"_a, "window"_a,
-                                  "bias_len"_a, "scale"_a);
+  nb::class_<Mask>(m, "Mask").def("__init__", make_mask, "items"_a, "positions"_a, "bias"_a, "sinks"_a, named, "count"_a,
+                                  "window"_a, "bias_len"_a, "scale"_a, "cap"_a);
   m.def("attend", attend, unlocked, "type"_a, "q"_a, "pool"_a, "mask"_a, "out"_a, named, "rows"_a, "q_stride"_a, "heads"_a,
         "start"_a, "left"_a, "threads"_a);
   m.def("append", append, unlocked, "type"_a, "pool"_a, "k_new"_a, "v_new"_a, "slots"_a, "offsets"_a, named, "rows"_a,
         "k_stride"_a, "v_stride"_a, "threads"_a);
-  m.def("finish", finish, unlocked, "type"_a, "state"_a, "out"_a, "lse"_a, named, "lanes"_a, "dim"_a, "base2"_a, "threads"_a);
+  m.def("finish", finish, unlocked, "type"_a, "state"_a, "out"_a, "lse"_a, "sinks"_a, named, "lanes"_a, "heads"_a, "dim"_a,
+        "base2"_a, "threads"_a);
   m.def("merge_partials", merge_partials, unlocked, "total"_a, "block"_a, named, "lanes"_a, "dim"_a, "base2"_a, "threads"_a);
   m.def("merge_states", merge_states, unlocked, "left"_a, "right"_a, "merged"_a, named, "lanes"_a, "dim"_a, "threads"_a);
-  m.def("rms_norm", rms_norm, unlocked, "type"_a, "x"_a, "weight"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a, "threads"_a);
+  m.def("rms_norm", rms_norm, unlocked, "type"_a, "x"_a, "weight"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a, "offset"_a,
+        "threads"_a);
   m.def("layer_norm", layer_norm, unlocked, "type"_a, "x"_a, "weight"_a, "bias"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a,
         "threads"_a);
   m.def("rotary", rotary, unlocked, "type"_a, "x"_a, "cos_sin"_a, "out"_a, named, "rows"_a, "x_stride"_a, "heads"_a, "dim"_a,
-        "width"_a, "threads"_a);
+        "width"_a, "turn_stride"_a, "threads"_a);
+  m.def("soft_cap", soft_cap, unlocked);
   m.def("greatest", greatest, unlocked);
   m.def("softmax_sums", softmax_sums, unlocked);
-  m.def("linear", linear, unlocked, "type"_a, "x"_a, "matrix"_a, "out"_a, named, "rows"_a, "x_stride"_a, "wide"_a, "threads"_a);
-  nb::enum_<Order>(m, "Order").value("pre", Order::pre).value("post", Order::post).value("parallel", Order::parallel);
+  m.def("linear", linear, unlocked, "type"_a, "x"_a, "matrix"_a, "out"_a, named, "rows"_a, "x_stride"_a, "wide"_a, "gate"_a,
+        "threads"_a);
+  nb::enum_<Gate>(m, "Gate").value("silu", Gate::silu).value("gelu_tanh", Gate::gelu_tanh);
+  nb::enum_<Order>(m, "Order")
+      .value("pre", Order::pre)
+      .value("post", Order::post)
+      .value("parallel", Order::parallel)
+      .value("sandwich", Order::sandwich);
   nb::enum_<Activation> activations(m, "Activation");
 #define HEADRACE_DEFINE(name)                        \
   activations.value(#name, Activation::name);        \
@@ -346,26 +398,40 @@ NB_MODULE(_cpu, m) {
 #undef HEADRACE_DEFINE
   nb::enum_<Element>(m, "Element").value("bf16", Element::bf16).value("fp32", Element::fp32).value("int8", Element::int8);
   nb::enum_<Format>(m, "Format").value("raw", Format::raw).value("int8", Format::int8).value("int4", Format::int4);
+  nb::enum_<Number> numbers(m, "Number");
+#define HEADRACE_DEFINE(name) numbers.value(#name, Number::name);
+  HEADRACE_NUMBERS(HEADRACE_DEFINE)
+#undef HEADRACE_DEFINE
+  nb::enum_<Offset> offsets(m, "Offset");
+#define HEADRACE_DEFINE(name) offsets.value(#name, Offset::name);
+  HEADRACE_OFFSETS(HEADRACE_DEFINE)
+#undef HEADRACE_DEFINE
+  nb::class_<Scaling>(m, "Scaling")
+      .def("__init__", make_scaling, "number"_a, "offset"_a, named, "subs"_a, "block"_a, "group"_a, "run"_a);
   nb::class_<Matrix>(m, "Matrix")
-      .def("__init__", make_matrix, "form"_a, "weight"_a, "scales"_a, "bias"_a, named, "inputs"_a, "outputs"_a, "gated"_a);
+      .def("__init__", make_matrix, "form"_a, "weight"_a, "scales"_a, "bias"_a, named, "inputs"_a, "outputs"_a, "gated"_a,
+           "scaling"_a, "order"_a)
+      .def_static("of_parts", matrix_of_parts, "parts"_a, "bias"_a, named, "inputs"_a, "outputs"_a);
   nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
   nb::class_<DecoderLayer>(m, "Block")
       .def("__init__", make_block, named, "order"_a, "activation"_a, "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a, "qkv"_a,
-           "out"_a, "up"_a, "down"_a, "attention_norm"_a, "mlp_norm"_a, "q_norm"_a, "k_norm"_a)
+           "out"_a, "up"_a, "down"_a, "attention_norm"_a, "mlp_norm"_a, "q_norm"_a, "k_norm"_a, "out_norms"_a, "turn_first"_a,
+           "turned"_a, "residual_scale"_a)
       .def("scratch", &DecoderLayer::scratch)
       .def("before", before, unlocked, "x"_a, "cos_sin"_a, "qkv"_a, "scratch"_a, named, "rotary"_a, "rows"_a, "threads"_a)
       .def("after", after, unlocked);
   nb::class_<AttentionStep::Layer>(m, "StepLayer").def("__init__", make_layer);
   nb::class_<AttentionStep>(m, "AttentionStep")
       .def("__init__", make_step, "type"_a, "positions"_a, "slots"_a, "offsets"_a, "bias"_a, named, "bias_len"_a, "rows"_a,
-           "heads"_a, "kv_heads"_a, "dim"_a, "slot_count"_a, "scale"_a, "threads"_a)
+           "heads"_a, "kv_heads"_a, "dim"_a, "slot_count"_a, "scale"_a, "cap"_a, "threads"_a)
       .def("add_items", add_items)
       .def("go_on", go_on)
       .def("go_on_by_one", go_on_by_one)
       .def("run", run, unlocked, "layer"_a, "q"_a, "k"_a, "v"_a, "out"_a, named, "q_stride"_a, "k_stride"_a, "v_stride"_a)
       .def("run_blocks", run_blocks, unlocked, "blocks"_a, "layers"_a, "x"_a, "qkv"_a, "attended"_a, "scratch"_a, named,
            "cos_sin"_a, "rotary"_a, "rows"_a, "threads"_a);
-  nb::class_<EmbeddingAndHead>(m, "Ends").def("__init__", make_ends);
+  nb::class_<EmbeddingAndHead>(m, "Ends").def("__init__", make_ends, "embed"_a, "vocabulary"_a, "norm"_a, "eps"_a, "head"_a,
+                                              named, "embed_scale"_a, "logit_scale"_a, "logit_cap"_a);
   nb::class_<ModelStep>(m, "ModelStep")
       .def("__init__", make_whole, "ends"_a, "blocks"_a, "step"_a, "layers"_a, named, "turns"_a, "turn_rows"_a, "rotary"_a)
       .def("scratch", &ModelStep::scratch)

@@ -285,6 +285,19 @@ HEADRACE_INLINE float exp(float x) { return exp(splat(x))[0]; }
 // x times the sigmoid of y.
 HEADRACE_INLINE vf sigmoid_times(vf x, vf y) { return x / (exp(-y) + 1.0f); }
 
+// x (1 + tanh y) / 2 = x sigmoid(2 y) with y = sqrt(2 / pi) (x + 0.044715 x^3)
+HEADRACE_INLINE vf gelu_tanh_of(vf x) {
+  const vf cubic = madd(x * x * x, splat(0.044715f), x);
+  return x == -__builtin_inff() ? vf{} : sigmoid_times(x, cubic * splat(1.5957691f));
+}
+
+// cap tanh(x / cap), with tanh y = (1 - e^-2y) / (1 + e^-2y); NaN stays.
+HEADRACE_INLINE vf soft_capped(vf x, float cap) {
+  const vf size = x < 0.0f ? -x : x, e = exp(size * splat(-2.0f / cap));
+  const vf y = splat(cap) * (1.0f - e) / (1.0f + e);
+  return x < 0.0f ? -y : x == x ? y : x;
+}
+
 // The greatest element of x.
 HEADRACE_INLINE float greatest(vf x) {
 #if defined(__AVX512F__)

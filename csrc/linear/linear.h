@@ -18,8 +18,11 @@ template <typename T> HEADRACE_INLINE vf output(const Linear &a, const float *su
   return bias ? y + load_up_to(bias + column, n) : y;
 }
 
-// Of weights in this format: see codes.h.
-template <typename Codes> struct LinearOf : LinearQuant {};
+// Of weights in this format: see codes.h. x_sums: of the inputs of each row by runs, [rows][inputs / run], where scales have
+// offsets.
+template <typename Codes> struct LinearOf : LinearQuant {
+  const float *x_sums = nullptr;
+};
 
 template <typename T, typename Codes>
 HEADRACE_INLINE vf output(const LinearOf<Codes> &a, const float *sums, int64_t column, int64_t place, int64_t n) {
@@ -28,18 +31,25 @@ HEADRACE_INLINE vf output(const LinearOf<Codes> &a, const float *sums, int64_t c
   return madd(load(sums), scale, bias ? load_part(bias + column, n) : vf{});
 }
 
+// scale * y as a residual is added to, each step rounded.
+template <typename T> HEADRACE_INLINE vf added(const T *type, vf y, float scale) {
+  y = round_as(type, y);
+  return scale == 1.0f ? y : round_as(type, y * splat(scale));
+}
+
 // `count` outputs of each row, COUNT of them if that is known beforehand.
 template <typename T, typename Out, int64_t COUNT, typename Any>
 void write_rows(const Any &a, int64_t column, int64_t first, int64_t last, const float *sums, int64_t count) {
   if (COUNT) count = COUNT;
   const T *residual = static_cast<const T *>(a.epilogue.residual);
+  const int64_t stride = a.out_stride ? a.out_stride : a.outputs;
   for (int64_t row = first; row < last; ++row, sums += COLUMNS) {
-    const int64_t at = row * a.outputs + column;
+    const int64_t at = row * stride + column;
     Out *out = static_cast<Out *>(a.out) + at;
     for (int64_t c = 0; c < count; c += W) {
       const int64_t n = count - c < W ? count - c : W;
       vf y = output<T>(a, sums + c, column + c, column + c, n);
-      if (residual) y = load_up_to(residual + at + c, n) + round_as(residual, y);
+      if (residual) y = load_up_to(residual + at + c, n) + added(residual, y, a.epilogue.scale);
       store_up_to(out + c, y, n);
     }
   }
@@ -97,7 +107,7 @@ void write_gated(const Any &a, int64_t column, int64_t first, int64_t last, cons
       const int64_t at = column + c, place = 2 * column + c;
       const vf gate = round_as(out, output<T>(a, gates + c, at, place, W));
       const vf other = round_as(out, output<T>(a, others + c, width + at, place + COLUMNS, W));
-      store(out + c, sigmoid_times(gate, gate) * other);
+      store(out + c, (a.epilogue.gate == Gate::silu ? sigmoid_times(gate, gate) : gelu_tanh_of(gate)) * other);
     }
   }
 }

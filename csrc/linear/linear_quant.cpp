@@ -1,24 +1,52 @@
-// Products with quantised weights: y[m, n] = scale * sum over k of x[m, k] * q[n, k], sums in fp32.
+// Products with quantised weights: y[m, n] = sum over k of x[m, k] * (scale * q[n, k] + offset), sums in fp32.
 //
 // M: rows, N: outputs, K: inputs. Codes are packed by blocks of 64 outputs and pairs of inputs, alike for every
 // instruction set (kernels.quantized.Quantized).
-//   int8: codes [N / 64][K / 2][4][2][16], by input of the pair and then 16 outputs; scales fp32 [N], one a row.
-//   int4: words of 16 bits [N / 64][K / 2][16][2]: bits 4c..4c+3 of word [l][p] are q + 8 of output 16 c + l and input
-//   p of the pair; scales bf16 [N / 64][K / 64][64], one for 64 inputs.
-// Every output is one chain of sums, whatever M, tile, block or thread: int8 over all inputs in ascending order; int4
-// over the inputs of a group from 0, then acc = sum * scale + acc over ascending groups. With AMX the chains go by steps
-// of 32 inputs (tiles.h), where these are a multiple of 32.
+//   8 bits: [N / 64][K / 2][4][2][16], by input of the pair and then 16 outputs.
+//   4 bits: words of 16 bits [N / 64][K / 2][16][2]: bits 4c..4c+3 of word [l][p] are q, from 0 on, of output 16 c + l and
+//   input p of the pair. 5 and 6 bits: the lower four so, and what is above behind them (codes.h).
+// Every output is one chain of sums, whatever M, tile, block or thread: int8, with one scale for all inputs, over these in
+// ascending order; all others over the inputs of a run (Scaling) from 0, then acc = sum * scale + acc over ascending runs,
+// and acc = (sum of the run's x) * offset + acc where there are offsets. With AMX the chains of int8 and of int4 in groups of
+// 64 go by steps of 32 inputs (tiles.h), where these are a multiple of 32.
 #include "linear/codes.h"
 #include "linear/linear.h"
 #include "linear/linear_w8a8.h"
 #include "linear/panel.h"
 #include "linear/passes.h"
+#include "linear/scales.h"
 
 namespace headrace::HEADRACE_NS {
 
 namespace {
 
-constexpr int64_t GROUP = 64;  // inputs under one scale where formats are GROUPED
+constexpr int64_t BLOCK_INPUTS = 256;  // whose scales are widened together
+constexpr int64_t LEAST_RUN = 16;
+constexpr int64_t SCALES = BLOCK_INPUTS / LEAST_RUN * COLUMNS;
+
+// All that becomes of the products of a run, for one block of outputs, from some row on.
+template <typename Codes> class Folds {
+ public:
+  Folds(const LinearOf<Codes> &a, int64_t block, int64_t first, Scratch &memory)
+      : a(a), own(a.scaling, a.scales, a.inputs, block), first(first), scales(memory.take<float>(SCALES)),
+        offsets(memory.take<float>(SCALES)) {}
+
+  // Of the runs of `inputs` inputs, at most BLOCK_INPUTS, from `input` on; good until the next call.
+  Folding at(int64_t input, int64_t inputs) const {
+    const int64_t run = a.scaling.run, runs = a.inputs / run;
+    own.widen(input, inputs / run, scales, offsets);
+    if (!a.x_sums) return {scales};
+    return {scales, offsets, a.x_sums + first * runs + input / run, runs};
+  }
+
+  static constexpr int64_t SCRATCH = 2 * room<float>(SCALES);  // bytes
+
+ private:
+  const LinearOf<Codes> &a;
+  BlockScales own;
+  int64_t first;
+  float *scales, *offsets;
+};
 
 #ifdef __AVX512BF16__
 
@@ -29,18 +57,20 @@ constexpr int64_t BLOCK_PAIRS = 128;  // pairs decoded at once: 32 KB, which sta
 constexpr int64_t DECODED = BLOCK_PAIRS * Decoded::BYTES;
 constexpr int64_t FETCHED = 8192;  // bytes that few rows fetch ahead
 
-// sums[R][64] += x[R][pairs] . w[pairs][64], group by group under `scales` where there are any, fetching LINES cache
-// lines of `next` for each pair meanwhile.
+// sums[R][64] += x[R][pairs] . w[pairs][64], folded after each `run` pairs, fetching LINES cache lines of `next` for each pair
+// meanwhile.
 template <int R, typename Codes, int LINES>
-void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const bf16 *scales, float *sums, const byte *next) {
-  const int64_t run = scales ? GROUP / 2 : pairs;
-  for (int64_t begin = 0; begin < pairs; begin += run, scales += scales ? GROUP : 0) {
+void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, int64_t run, Folding fold, float *sums,
+          const byte *next) {
+  constexpr int64_t STEP = Codes::FILLS_L1 ? LINES * LINE_BYTES : Codes::BYTES;
+  const bool folds = fold.scales;
+  for (int64_t begin = 0; begin < pairs; begin += run) {
     __m512 sum[R][4];
     for (int r = 0; r < R; ++r)
-      for (int c = 0; c < 4; ++c) sum[r][c] = scales ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * COLUMNS + c * 16);
+      for (int c = 0; c < 4; ++c) sum[r][c] = folds ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * COLUMNS + c * 16);
     for (int64_t i = begin; i < begin + run; ++i) {
       for (int line = 0; line < LINES; ++line) {
-        const byte *from = next + (i * LINES + line) * LINE_BYTES;
+        const byte *from = next + i * STEP + line * LINE_BYTES;
         (Codes::FILLS_L1 && small_l1) ? fetch_lines<1, TO_L2>(from) : fetch_lines<1>(from);
       }
       __m512bh weight[4];
@@ -53,47 +83,55 @@ void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const b
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < 4; ++c) {
         float *to = sums + r * COLUMNS + c * 16;
-        store(to, scales ? madd((vf)sum[r][c], load(scales + c * 16), load(to)) : (vf)sum[r][c]);
+        store(to, folds ? fold.folded((vf)sum[r][c], load(to), r, c * 16) : (vf)sum[r][c]);
       }
+    if (folds) fold = fold.next();
   }
 }
 
 template <typename Codes, int LINES, int MOST = MOST_ROWS>
-void tile_of(int rows, const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, const bf16 *scales, float *sums,
-             const byte *next) {
-  with_tile_rows<MOST>(rows, [&](auto count) { tile<count, Codes, LINES>(x, x_stride, w, pairs, scales, sums, next); });
+void tile_of(int rows, const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, int64_t run, const Folding &fold,
+             float *sums, const byte *next) {
+  with_tile_rows<MOST>(rows, [&](auto count) { tile<count, Codes, LINES>(x, x_stride, w, pairs, run, fold, sums, next); });
 }
 
-template <typename Codes>
-void multiply_pairs(const LinearQuant &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last, float *sums,
+// folds(k, pairs): of the pairs from the k-th on.
+template <typename Codes, typename F>
+void multiply_pairs(const LinearOf<Codes> &a, const byte *codes, F folds, int64_t first, int64_t last, float *sums,
                     byte *decoded) {
   const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
-  constexpr int LINES = Codes::BYTES / LINE_BYTES;  // of a pair
+  constexpr int LINES = (Codes::BYTES + LINE_BYTES - 1) / LINE_BYTES;  // of a pair
   const int64_t pairs = a.inputs / 2;
   const Tiling tiling(last - first);
   memset(sums, 0, tiling.rows * COLUMNS * sizeof(float));
-  if (tiling.rows <= TILE_ROWS)
-    return tile_of<Codes, LINES, TILE_ROWS>(tiling.rows, x, a.x_stride, codes, pairs, scales, sums, codes + FETCHED);
   for (int64_t k = 0; k < pairs; k += BLOCK_PAIRS) {
     const int64_t count = pairs - k < BLOCK_PAIRS ? pairs - k : BLOCK_PAIRS;
-    const byte *next = codes + (k + count) * Codes::BYTES;
-    decode_block<Codes>(codes + k * Codes::BYTES, count, decoded);
-    const bf16 *group = scales ? scales + 2 * k : nullptr;
+    const int64_t run = Codes::GROUPED ? a.scaling.run / 2 : count;
+    const byte *from_codes = codes + k * Codes::BYTES, *next = from_codes + count * Codes::BYTES;
+    const Folding fold = folds(k, count);
+    if (tiling.rows <= TILE_ROWS) {
+      tile_of<Codes, LINES, TILE_ROWS>(tiling.rows, x + 2 * k, a.x_stride, from_codes, count, run, fold, sums,
+                                       from_codes + FETCHED);
+      continue;
+    }
+    decode_block<Codes>(from_codes, count, decoded);
     for (int turn = 0; turn < tiling.tiles; ++turn) {
       const int row = tiling.first(turn), n = tiling.first(turn + 1) - row;
       const bf16 *from = x + row * a.x_stride + 2 * k;
+      const Folding own = fold.from(row);
       float *to = sums + row * COLUMNS;
       // The first tiles fetch the next block meanwhile, one line for each pair; a lone one fetches all of it.
-      if (tiling.tiles == 1) tile_of<Decoded, LINES>(n, from, a.x_stride, decoded, count, group, to, next);
+      if (tiling.tiles == 1) tile_of<Decoded, LINES>(n, from, a.x_stride, decoded, count, run, own, to, next);
       else if (turn < LINES)
-        tile_of<Decoded, 1>(n, from, a.x_stride, decoded, count, group, to, next + turn * count * LINE_BYTES);
-      else tile_of<Decoded, 0>(n, from, a.x_stride, decoded, count, group, to, next);
+        tile_of<Decoded, 1>(n, from, a.x_stride, decoded, count, run, own, to, next + turn * count * LINE_BYTES);
+      else tile_of<Decoded, 0>(n, from, a.x_stride, decoded, count, run, own, to, next);
     }
   }
 }
 
 #ifdef __AMX_BF16__
 
+constexpr int64_t GROUP = 64;  // inputs under one scale where tiles multiply codes in groups
 constexpr int64_t GROUP_STEPS = GROUP / STEP_INPUTS;
 constexpr int64_t AHEAD = 4096;  // bytes that tiles fetch ahead
 
@@ -185,56 +223,107 @@ template <typename Codes> void multiply_panels(const LinearOf<Codes> &a) {
   });
 }
 
-template <typename Codes> bool tiled(const LinearOf<Codes> &a) {
-  return a.inputs % (Codes::GROUPED ? GROUP : STEP_INPUTS) == 0;
+// Whether tiles take it: int8, and codes of four bits whose scales are bf16 for 64 inputs.
+template <typename Codes> bool tiled(const LinearOf<Codes> &) { return false; }
+inline bool tiled(const LinearOf<Int8> &a) { return a.inputs % STEP_INPUTS == 0; }
+inline bool tiled(const LinearOf<Int4> &a) {
+  const Scaling &s = a.scaling;
+  return s.number == Number::bf16 && s.offset == Offset::none && !s.subs && s.group == GROUP;
 }
+
+template <typename Codes> constexpr bool TILES = false;
+template <> constexpr bool TILES<Int8> = true;
+template <> constexpr bool TILES<Int4> = true;
 
 #endif
 
-template <typename Codes>
-void multiply_bf16(const LinearOf<Codes> &a, const byte *codes, const bf16 *scales, int64_t first, int64_t last, float *sums,
-                   Scratch memory) {
+// bf16 x.
+template <typename Codes, typename F>
+void multiply_bf16(const LinearOf<Codes> &a, const byte *codes, F folds, int64_t block, int64_t first, int64_t last,
+                   float *sums, Scratch memory) {
   byte *decoded = memory.take<byte>(DECODED);
 #ifdef __AMX_BF16__
-  if (tiled(a)) return multiply_tiles<Codes>(a, codes, scales, first, last, sums, decoded);
+  if constexpr (TILES<Codes>)
+    if (tiled(a)) {
+      const bf16 *scales = Codes::GROUPED ? static_cast<const bf16 *>(a.scales) + block * a.inputs : nullptr;
+      return multiply_tiles<Codes>(a, codes, scales, first, last, sums, decoded);
+    }
+#else
+  (void)block;
 #endif
-  multiply_pairs<Codes>(a, codes, scales, first, last, sums, decoded);
+  multiply_pairs(a, codes, [&](int64_t k, int64_t pairs) { return folds(2 * k, 2 * pairs); }, first, last, sums, decoded);
 }
 
 #endif
 
-// All inputs of one packed block of outputs for rows first..last-1 of x; sums [rows, 64]; `scales` where they are GROUPED.
+// All inputs of one packed block of outputs for rows first..last-1 of x; sums [rows, 64]; folds(input, inputs): see Folds.
 // bf16 x goes by pairs where the processor multiplies them. Otherwise codes become fp32 as they are read, or once for more
 // rows than a few (passes.h).
-template <typename T, typename Codes>
-void multiply(const LinearOf<Codes> &a, const T *x, int64_t x_stride, const byte *codes, const bf16 *scales, int64_t first,
-              int64_t last, float *sums, Scratch memory) {
+template <typename T, typename Codes, typename F>
+void multiply(const LinearOf<Codes> &a, const T *x, int64_t x_stride, F folds, int64_t block, int64_t first, int64_t last,
+              float *sums, Scratch memory) {
+  const byte *codes = static_cast<const byte *>(a.codes) + block * (a.inputs / 2 * Codes::BYTES);
 #ifdef __AVX512BF16__
-  if constexpr (sizeof(T) == sizeof(bf16)) return multiply_bf16(a, codes, scales, first, last, sums, memory);
+  if constexpr (sizeof(T) == sizeof(bf16)) return multiply_bf16(a, codes, folds, block, first, last, sums, memory);
 #endif
   using Reader = typename Codes::Reader;
+  const int64_t run = Codes::GROUPED ? a.scaling.run : 0;
   pass_all(
       x + first * x_stride, x_stride, static_cast<int>(last - first), a.inputs,
-      [codes](int64_t k) { return Reader{codes + k * Reader::BYTES}; },
-      [scales](int64_t k) { return scales ? scales + k : nullptr; }, sums, memory);
+      [codes](int64_t k) { return Reader{codes + k * Reader::BYTES}; }, static_cast<int>(run),
+      [&](int64_t k) { return folds(k, run); }, sums, memory);
 }
 
 constexpr int64_t SCRATCH = PASS_SCRATCH;  // bytes; decoded weights of bf16 pairs [128][64][2] take less
 
-template <typename T, typename Codes> void linear_codes(const LinearOf<Codes> &a) {
+// `rows` rows for the calling thread, not initialised.
+template <typename T> T *own_rows(int64_t elements) {
+  static thread_local Arena mine;
+  return mine.at_least(room<T>(elements)).template take<T>(elements);
+}
+
+// The same with inputs in the order of the codes.
+template <typename T, typename Codes> LinearOf<Codes> in_order(LinearOf<Codes> a) {
+  T *ordered = own_rows<T>(a.rows * a.inputs);
+  share_each(a.rows, a.threads, [&](int64_t row) {
+    const T *from = static_cast<const T *>(a.x) + row * a.x_stride;
+    for (int64_t i = 0; i < a.inputs; ++i) ordered[row * a.inputs + i] = from[a.order[i]];
+  });
+  a.x = ordered;
+  a.x_stride = a.inputs;
+  a.order = nullptr;
+  return a;
+}
+
+template <typename T, typename Codes> const float *sums_of_runs(const LinearOf<Codes> &a) {
+  static thread_local Arena mine;
+  const int64_t runs = a.inputs / a.scaling.run;
+  float *sums = mine.at_least(room<float>(a.rows * runs)).template take<float>(a.rows * runs);
+  share_each(a.rows, a.threads, [&](int64_t row) {
+    sum_runs(static_cast<const T *>(a.x) + row * a.x_stride, a.inputs, a.scaling.run, sums + row * runs);
+  });
+  return sums;
+}
+
+template <typename T, typename Codes> void linear_codes(LinearOf<Codes> a) {
+  if (a.order) a = in_order<T>(a);
 #ifdef __AMX_BF16__
-  if constexpr (sizeof(T) == sizeof(bf16))
+  if constexpr (sizeof(T) == sizeof(bf16) && TILES<Codes>)
     if (tiled(a) && a.rows >= FEWEST_PANEL_ROWS) return multiply_panels(a);
 #endif
-  const int64_t block_bytes = a.inputs / 2 * Codes::BYTES;
+  if (Codes::GROUPED && a.scaling.offset != Offset::none) a.x_sums = sums_of_runs<T>(a);
   const auto multiply_rows = [&](auto *x, int64_t x_stride) {
-    each_block<T>(a, MOST_PASS_ROWS, SCRATCH, [&](int64_t block, int64_t first, int64_t last, float *sums, Scratch scratch) {
-      const byte *codes = static_cast<const byte *>(a.codes) + block * block_bytes;
-      const bf16 *scales = Codes::GROUPED ? static_cast<const bf16 *>(a.scales) + block * a.inputs : nullptr;
-      const float *last_wanted = static_cast<const float *>(a.scales) + block * COLUMNS;  // those of outputs
-      for (int64_t c = 0; !Codes::GROUPED && c < COLUMNS; c += 16) __builtin_prefetch(last_wanted + c);
-      multiply(a, x, x_stride, codes, scales, first, last, sums, scratch);
-    });
+    each_block<T>(a, MOST_PASS_ROWS, SCRATCH + Folds<Codes>::SCRATCH,
+                  [&](int64_t block, int64_t first, int64_t last, float *sums, Scratch scratch) {
+                    if constexpr (Codes::GROUPED) {
+                      const Folds folds(a, block, first, scratch);
+                      const auto at = [&](int64_t input, int64_t inputs) { return folds.at(input, inputs); };
+                      return multiply(a, x, x_stride, at, block, first, last, sums, scratch);
+                    }
+                    const float *wanted_last = static_cast<const float *>(a.scales) + block * COLUMNS;  // of outputs
+                    for (int64_t c = 0; c < COLUMNS; c += 16) __builtin_prefetch(wanted_last + c);
+                    multiply(a, x, x_stride, [](int64_t, int64_t) { return Folding{}; }, block, first, last, sums, scratch);
+                  });
   };
 #ifdef __AVX512BF16__
   if constexpr (sizeof(T) == sizeof(bf16)) return multiply_rows(static_cast<const bf16 *>(a.x), a.x_stride);

@@ -33,13 +33,33 @@ template <typename S> struct PlainWeights {
 // Vectors of sums side by side: few rows need more of them, so that enough chains are under way.
 constexpr int pass_width(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 
-// The sums of R rows and C W outputs. `scales` [64]: the block's products are multiplied by them, then added; or null.
+// What becomes of a block's products of 64 outputs: multiplied by scales [64], and the sum of each row's inputs (x_sums,
+// x_sums_stride apart) times offsets [64] added. Either may be null.
+struct Folding {
+  const float *scales = nullptr, *offsets = nullptr, *x_sums = nullptr;
+  int64_t x_sums_stride = 0;
+
+  Folding from(int64_t row) const { return {scales, offsets, x_sums + row * x_sums_stride, x_sums_stride}; }
+
+  // Of the next run.
+  Folding next() const {
+    return offsets ? Folding{scales + COLUMNS, offsets + COLUMNS, x_sums + 1, x_sums_stride} : Folding{scales + COLUMNS};
+  }
+
+  // W outputs from `column` on of a row: what is in memory and its products.
+  HEADRACE_ALWAYS_INLINE vf folded(vf products, vf before, int64_t row, int64_t column) const {
+    const vf sum = madd(products, load(scales + column), before);
+    return offsets ? madd(splat(x_sums[row * x_sums_stride]), load(offsets + column), sum) : sum;
+  }
+};
+
+// The sums of R rows and C W outputs.
 template <int R, int C, int FETCHED, typename Block>
 HEADRACE_APART void pass_tile(const float *x, int64_t x_stride, const Block &w, int64_t inputs, int64_t column,
-                              const bf16 *scales, float *sums, Coming next) {
+                              const Folding &fold, float *sums, Coming next) {
   if constexpr (C * W == OUTPUTS) column = 0;  // so that compilers know it
   vf sum[R][C];
-  HEADRACE_EACH(r, R, { HEADRACE_EACH(c, C, sum[r][c] = scales ? vf{} : load(sums + r * OUTPUTS + column + c * W)); });
+  HEADRACE_EACH(r, R, { HEADRACE_EACH(c, C, sum[r][c] = fold.scales ? vf{} : load(sums + r * OUTPUTS + column + c * W)); });
   const auto weights = [&](int64_t i, auto odd, int at, auto &weight)
                            HEADRACE_ALWAYS_INLINE { w.load(i, odd, column + at, weight); };
   constexpr int STEPS = R * C + at_once(R, C) + 2 < REGISTERS ? Block::STEPS : 1;  // GCC loads too early if none is left
@@ -47,7 +67,7 @@ HEADRACE_APART void pass_tile(const float *x, int64_t x_stride, const Block &w, 
   HEADRACE_EACH(r, R, {
     HEADRACE_EACH(c, C, {
       float *to = sums + r * OUTPUTS + column + c * W;
-      store(to, scales ? madd(sum[r][c], load(scales + column + c * W), load(to)) : sum[r][c]);
+      store(to, fold.scales ? fold.folded(sum[r][c], load(to), r, column + c * W) : sum[r][c]);
     });
   });
 }
@@ -85,13 +105,14 @@ template <typename T, typename Any, typename F> void with_rows(const Any &a, F f
 // All rows, each group of them fetching its share of the block of BYTES for each input that comes next: in a step of all its
 // tiles FETCHED bytes at most.
 template <int BYTES, int FETCHED, typename Block>
-void pass(int rows, Rows x, const Block &w, int inputs, const bf16 *scales, float *sums, const char *next) {
+void pass(int rows, Rows x, const Block &w, int inputs, const Folding &fold, float *sums, const char *next) {
   by_rows<6, 5, 4, 3, 2, 1>(rows, [&](int row, auto count) {
     constexpr int C = pass_width(count);
     for (int column = 0; column < OUTPUTS; column += C * W) {
       const int before = row * OUTPUTS + count * column, all = rows * OUTPUTS;
       const Coming share = {next + inputs * BYTES * before / all, BYTES * count * C * W / all};
-      pass_tile<count, C, FETCHED>(x.x + row * x.stride, x.stride, w, inputs, column, scales, sums + row * OUTPUTS, share);
+      pass_tile<count, C, FETCHED>(x.x + row * x.stride, x.stride, w, inputs, column, fold.from(row), sums + row * OUTPUTS,
+                                   share);
     }
   });
 }
@@ -124,26 +145,27 @@ constexpr int64_t MOST_PASS_ROWS = 128;  // of a task: their sums (32 KB) and in
 constexpr int64_t WIDE_W = OUTPUTS * PASS_INPUTS, WIDE_X = 2 * MOST_PASS_ROWS * PASS_INPUTS;
 constexpr int64_t PASS_SCRATCH = room<float>(WIDE_W) + room<float>(WIDE_X);  // bytes
 
-// `rows` rows of x by all inputs of 64 outputs. block(k): the weights from input k on; scales(k): theirs, or null. Few rows
-// read weights as they are stored, more of them a copy in fp32.
+// `rows` rows of x by all inputs of 64 outputs. block(k): the weights from input k on; fold(k): what becomes of the products of
+// `run` inputs from there on, if run is not 0. Few rows read weights as they are stored, more of them a copy in fp32.
 template <typename T, typename F, typename G>
-void pass_all(const T *x, int64_t x_stride, int rows, int64_t inputs, F block, G scales, float *sums, Scratch memory) {
+void pass_all(const T *x, int64_t x_stride, int rows, int64_t inputs, F block, int run, G fold, float *sums, Scratch memory) {
   using Block = decltype(block(0));
   const bool stored = Block::CHEAP || rows <= PASS_ROWS;
   float *wide_w = memory.take<float>(WIDE_W), *wide_x = memory.take<float>(WIDE_X);
   memset(sums, 0, rows * OUTPUTS * sizeof(float));
-  const int most = stored && rows > FEW_ROWS ? Block::INPUTS : PASS_INPUTS;  // few rows pass before the next block has come
+  // Few rows pass before the next block has come.
+  const int most = run ? run : stored && rows > FEW_ROWS ? Block::INPUTS : PASS_INPUTS;
   for (int64_t k = 0; k < inputs; k += most) {
     const int count = static_cast<int>(inputs - k < most ? inputs - k : most);
     const Block w = block(k);
     const char *next = w.memory() + count * Block::BYTES;
     const Rows from = fp32_rows(x + k, x_stride, rows, count, wide_x);
     if (stored) {
-      pass<Block::BYTES, Block::BYTES>(rows, from, w, count, scales(k), sums, next);
+      pass<Block::BYTES, Block::BYTES>(rows, from, w, count, fold(k), sums, next);
     } else {
       copy(w, count, wide_w);
       constexpr int LINE = 64;  // a share is less: many rows
-      pass<Block::BYTES, LINE>(rows, from, PlainWeights<float>{wide_w}, count, scales(k), sums, next);
+      pass<Block::BYTES, LINE>(rows, from, PlainWeights<float>{wide_w}, count, fold(k), sums, next);
     }
   }
   if (stored) order<typename Block::Same>(rows, sums);

@@ -67,10 +67,11 @@ class AttentionStep {
     int64_t stride;
   };
 
-  // What a layer brings: the kind of its items, and its pools.
+  // What a layer brings: the kind of its items, its pools, and its sinks [Hq] or null.
   struct Layer {
     int64_t kind;
     Borrowed<void> k_pool, v_pool;
+    Borrowed<const float> sinks;
   };
 
   void run(const Layer &layer, Rows q, Rows k, Rows v, void *out) const {
@@ -81,6 +82,7 @@ class AttentionStep {
     Attend attend = kinds.at(layer.kind);
     attend.q = q.at, attend.q_stride = q.stride;
     attend.k = layer.k_pool, attend.v = layer.v_pool, attend.out = out;
+    attend.sinks = layer.sinks;
     kernels().attend[type](attend);
   }
 

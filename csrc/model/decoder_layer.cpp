@@ -7,12 +7,6 @@ namespace {
 
 constexpr int64_t TILE = 1024;  // rows that go through a layer together: bounds the scratch memory
 
-Operations operations(const DecoderLayer &block, int64_t rows, int threads) {
-  for (const Matrix *m : {&block.qkv, &block.out, &block.up, &block.down})
-    if (m->form == Form::pairs) check_pairs(kernels());
-  return {kernels(), rows, threads};
-}
-
 // f(first row, rows) for each tile.
 template <typename F> void tiles(int64_t rows, F f) {
   for (int64_t first = 0; first < rows; first += TILE) f(first, rows - first < TILE ? rows - first : TILE);
@@ -30,11 +24,24 @@ struct Buffers {
         active(inner + rows * inner_width(block)) {}
 };
 
-// y += MLP(x); y may be x.
-void add_mlp(const DecoderLayer &block, const Operations &run, const bf16 *x, bf16 *y, const Buffers &buffers) {
-  run.multiply(block.up, x, block.up.gated ? buffers.active : buffers.inner);
-  if (!block.up.gated) run.activate(block.activation, buffers.inner, buffers.active, block.down.inputs);
-  run.multiply(block.down, buffers.active, y, y);
+// MLP(x) up to its activation, into buffers.active.
+void activate_mlp(const DecoderLayer &block, const Operations &run, const bf16 *x, const Buffers &buffers) {
+  if (block.up.gated) return run.multiply_gated(block.up, block.activation, x, buffers.active);
+  run.multiply(block.up, x, buffers.inner);
+  run.activate(block.activation, buffers.inner, buffers.active, block.down.inputs);
+}
+
+// y += scale * MLP(x); y may be x.
+void add_mlp(const DecoderLayer &block, const Operations &run, const bf16 *x, bf16 *y, const Buffers &buffers,
+             float scale = 1.0f) {
+  activate_mlp(block, run, x, buffers);
+  run.multiply(block.down, buffers.active, y, y, scale);
+}
+
+// x += scale * norm(y), y being overwritten.
+void add_normed(const DecoderLayer &block, const Operations &run, const Scale &norm, bf16 *y, bf16 *x) {
+  run.norm(norm, block.eps, y, y, block.qkv.inputs);
+  run.add(x, y, block.qkv.inputs, block.residual_scale);
 }
 
 void finish(const DecoderLayer &block, const Operations &run, bf16 *x, const bf16 *attended, const Buffers &buffers) {
@@ -42,9 +49,16 @@ void finish(const DecoderLayer &block, const Operations &run, bf16 *x, const bf1
   bf16 *a = buffers.a, *b = buffers.b;
   switch (block.order) {
     case Order::pre:
-      run.multiply(block.out, attended, x, x);
+      run.multiply(block.out, attended, x, x, block.residual_scale);
       run.norm(block.mlp_norm, block.eps, x, b, hidden);
-      return add_mlp(block, run, b, x, buffers);
+      return add_mlp(block, run, b, x, buffers, block.residual_scale);
+    case Order::sandwich:
+      run.multiply(block.out, attended, a);
+      add_normed(block, run, block.attention_out_norm, a, x);
+      run.norm(block.mlp_norm, block.eps, x, b, hidden);
+      activate_mlp(block, run, b, buffers);
+      run.multiply(block.down, buffers.active, a);
+      return add_normed(block, run, block.mlp_out_norm, a, x);
     case Order::post:
       run.multiply(block.out, attended, x, x);
       run.norm(block.attention_norm, block.eps, x, x, hidden);
@@ -68,7 +82,7 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
                           int threads) const {
   const int64_t hidden = qkv.inputs, width = qkv.outputs;
   tiles(rows, [&](int64_t first, int64_t count) {
-    const Operations run = operations(*this, count, threads);
+    const Operations run = {kernels(), count, threads};
     const bf16 *from = x + first * hidden;
     bf16 *q = heads_out + first * width, *k = q + heads * dim;
     if (order != Order::post) {
@@ -76,15 +90,17 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
       from = scratch;
     }
     run.multiply(qkv, from, q);
-    if (q_norm) run.norm_heads(q_norm, eps, q, width, heads, dim);
-    if (k_norm) run.norm_heads(k_norm, eps, k, width, kv_heads, dim);
-    if (cos_sin) run.rotate(cos_sin + first * rotary, rotary, q, width, heads + kv_heads, dim);
+    const float offset = attention_norm.offset;
+    if (q_norm) run.norm_heads(q_norm, eps, offset, q, width, heads, dim);
+    if (k_norm) run.norm_heads(k_norm, eps, offset, k, width, kv_heads, dim);
+    const float *turns = cos_sin + first * rotary + turn_first;
+    if (cos_sin && turned) run.rotate(turns, rotary, turned, q, width, heads + kv_heads, dim);
   });
 }
 
 void DecoderLayer::after(bf16 *x, const bf16 *attended, bf16 *scratch, int64_t rows, int threads) const {
   tiles(rows, [&](int64_t first, int64_t count) {
-    finish(*this, operations(*this, count, threads), x + first * qkv.inputs, attended + first * out.inputs,
+    finish(*this, {kernels(), count, threads}, x + first * qkv.inputs, attended + first * out.inputs,
            Buffers(*this, scratch, count));
   });
 }

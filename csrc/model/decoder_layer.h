@@ -6,30 +6,20 @@
 
 #include "kernels.h"
 #include "model/borrowed.h"
+#include "model/matrix.h"
 
 namespace headrace {
 
-typedef uint16_t bf16;
-
-enum class Order { pre, post, parallel };  // models.spec.Block
+enum class Order { pre, post, parallel, sandwich };  // models.spec.Block
 #define HEADRACE_NAME(name) name,
 enum class Activation { HEADRACE_ACTIVATIONS(HEADRACE_NAME) };
 #undef HEADRACE_NAME
 
-// A weight [outputs, inputs] that rows are multiplied by, its scales if it has any, and its bias [outputs] or null. gated: see
-// Epilogue in kernels.h.
-struct Matrix {
-  Form form;
-  Borrowed<const void> weight, scales;
-  Borrowed<const bf16> bias;
-  int64_t inputs, outputs;
-  bool gated;
-};
-
-// The vectors of a norm, each may be null.
+// The vectors of a norm, each may be null. offset: is added to the weights of an RMS norm.
 struct Scale {
   bool rms;
   Borrowed<const bf16> weight, bias;
+  float offset;
 };
 
 struct DecoderLayer {
@@ -39,12 +29,15 @@ struct DecoderLayer {
   float eps;
   Matrix qkv, out, up, down;
   Scale attention_norm, mlp_norm;
-  Borrowed<const bf16> q_norm, k_norm;  // [D], null where queries and keys are not normed
+  Scale attention_out_norm, mlp_out_norm;  // of Order::sandwich alone
+  Borrowed<const bf16> q_norm, k_norm;     // [D], null where queries and keys are not normed
+  int64_t turn_first, turned;              // where the layer's rotation begins in a row of cos_sin, and its width; 0: none
+  float residual_scale;                    // of what is added to the residual stream, of Order::pre and sandwich
 
   // Elements of scratch memory that either call needs for `rows` rows.
   int64_t scratch(int64_t rows) const;
 
-  // x [T, H] -> qkv [T, Hq + 2 Hkv, D] = (q, k, v); cos_sin [T, rotary] fp32 or null: nothing is rotated.
+  // x [T, H] -> qkv [T, Hq + 2 Hkv, D] = (q, k, v); cos_sin [T, rotary] fp32, of all layers, or null: nothing is rotated.
   void before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *qkv, bf16 *scratch, int64_t rows, int threads) const;
 
   // attended [T, Hq, D]; x [T, H] becomes the layer's output.

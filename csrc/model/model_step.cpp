@@ -23,13 +23,23 @@ void run_layers(const DecoderLayer *const *blocks, const AttentionStep::Layer *l
 
 namespace {
 
+void check_index(const char *what, const int64_t *index, int64_t rows, int64_t count) {
+  for (int64_t t = 0; t < rows; ++t)
+    if (index[t] < 0 || index[t] >= count) refuse(what, " of row ", t, " is ", index[t], ", of ", count);
+}
+
 // rows [index[t]] of a table [count, width] -> out [T, width]. Throws for an index that is not in it.
 template <typename T>
 void look_up(const char *what, const T *table, int64_t count, int64_t width, const int64_t *index, int64_t rows, T *out) {
-  for (int64_t t = 0; t < rows; ++t) {
-    if (index[t] < 0 || index[t] >= count) refuse(what, " of row ", t, " is ", index[t], ", of ", count);
-    memcpy(out + t * width, table + index[t] * width, width * sizeof(T));
-  }
+  check_index(what, index, rows, count);
+  for (int64_t t = 0; t < rows; ++t) memcpy(out + t * width, table + index[t] * width, width * sizeof(T));
+}
+
+// The embeddings x [T, H] of tokens [T]. Throws for a token that is not in the table.
+void embed(const EmbeddingAndHead &ends, const int64_t *tokens, int64_t rows, int64_t hidden, bf16 *x) {
+  if (ends.embed_scale == 1.0f) return look_up<bf16>("token", ends.embed, ends.vocabulary, hidden, tokens, rows, x);
+  check_index("token", tokens, rows, ends.vocabulary);
+  kernels().embed[Operations::BF16]({ends.embed, tokens, x, rows, hidden, ends.embed_scale});
 }
 
 }  // namespace
@@ -54,14 +64,15 @@ void ModelStep::run(const int64_t *tokens, bf16 *scratch, float *logits, float *
   r.attended = memory.take<bf16>(rows * first.out.inputs);
   r.scratch = memory.take<bf16>(first.scratch(rows));
   float *tops = memory.take<float>(tops_size(rows, ends.head.outputs));
-  look_up<bf16>("token", ends.embed, ends.vocabulary, hidden, tokens, rows, r.x);
+  embed(ends, tokens, rows, hidden, r.x);
   if (turns) look_up<float>("position", turns, turn_rows, rotary, step.positions(), rows, cos_sin);
   run_layers(blocks.data(), layers.data(), layers.size(), step, r);
-  if (ends.head.form == Form::pairs) check_pairs(kernels());
   const Operations run = {kernels(), rows, threads};
   run.norm(ends.norm, ends.eps, r.x, r.x, hidden);
-  run.multiply_wide(ends.head, r.x, logits, tops);
-  kernels().greatest({logits, greatest, place, rows, ends.head.outputs, threads, tops});
+  const bool capped = ends.logit_scale != 1.0f || ends.logit_cap != 0.0f;
+  run.multiply_wide(ends.head, r.x, logits, capped ? nullptr : tops);
+  if (capped) kernels().soft_cap(logits, rows * ends.head.outputs, ends.logit_scale, ends.logit_cap, threads);
+  kernels().greatest({logits, greatest, place, rows, ends.head.outputs, threads, capped ? nullptr : tops});
 }
 
 }  // namespace headrace

@@ -29,6 +29,7 @@ struct EmbeddingAndHead {
   Scale norm;
   float eps;
   Matrix head;
+  float embed_scale, logit_scale, logit_cap;  // see Embed, and soft_cap; 1, 1 and 0 change nothing
 };
 
 // A step from its tokens to its logits, as often as wanted.

@@ -1,7 +1,6 @@
 // The kernels in use as operations on bf16 rows.
 #pragma once
 
-#include "common/checks.h"
 #include "isa/dispatch.h"
 #include "model/decoder_layer.h"
 
@@ -15,8 +14,13 @@ struct Operations {
   int threads;
 
   // residual may be y.
-  void multiply(const Matrix &m, const bf16 *x, bf16 *y, const bf16 *residual = nullptr) const {
-    multiply(m, x, y, {residual, m.gated}, false);
+  void multiply(const Matrix &m, const bf16 *x, bf16 *y, const bf16 *residual = nullptr, float scale = 1.0f) const {
+    multiply(m, x, y, {.residual = residual, .scale = scale}, false);
+  }
+
+  // Of a gated matrix, whose gates pass through f.
+  void multiply_gated(const Matrix &m, Activation f, const bf16 *x, bf16 *y) const {
+    multiply(m, x, y, {.gated = true, .gate = f == Activation::gelu_tanh_mul ? Gate::gelu_tanh : Gate::silu}, false);
   }
 
   // y in fp32, and its tops.
@@ -24,34 +28,27 @@ struct Operations {
     multiply(m, x, y, {nullptr, false, tops}, true);
   }
 
-  // The one place that knows in which forms weights come.
   void multiply(const Matrix &m, const bf16 *x, void *y, const Epilogue &epilogue, bool wide) const {
-    switch (m.form) {
-      case Form::plain:
-      case Form::pairs: {
-        const auto linear = m.form == Form::pairs ? kernels.linear_pairs : kernels.linear_plain[BF16];
-        return linear({x, m.weight, m.bias, y, rows, m.inputs, m.inputs, m.outputs, wide, threads, epilogue});
-      }
-      default:
-        return kernels.linear_quant[BF16](
-            {x, m.weight, m.scales, m.bias, y, rows, m.inputs, m.inputs, m.outputs, m.form, wide, threads, epilogue});
-    }
+    headrace::multiply(kernels, m, {BF16, x, rows, m.inputs, y, wide, threads, epilogue});
   }
 
   void norm(const Scale &s, float eps, const bf16 *x, bf16 *y, int64_t width) const {
     const auto &op = s.rms ? kernels.rms_norm : kernels.layer_norm;
-    op[BF16]({x, s.weight, s.bias, y, rows, width, 1, width, eps, threads});
+    op[BF16]({x, s.weight, s.bias, y, rows, width, 1, width, eps, threads, s.offset});
   }
 
-  void norm_heads(const bf16 *weight, float eps, bf16 *x, int64_t stride, int64_t heads, int64_t dim) const {
-    kernels.rms_norm[BF16]({x, weight, nullptr, x, rows, stride, heads, dim, eps, threads});
+  void norm_heads(const bf16 *weight, float eps, float offset, bf16 *x, int64_t stride, int64_t heads, int64_t dim) const {
+    kernels.rms_norm[BF16]({x, weight, nullptr, x, rows, stride, heads, dim, eps, threads, offset});
   }
 
-  void rotate(const float *cos_sin, int64_t rotary, bf16 *x, int64_t stride, int64_t heads, int64_t dim) const {
-    kernels.rotary[BF16]({x, x, cos_sin, rows, stride, stride, heads, dim, rotary, threads});
+  void rotate(const float *cos_sin, int64_t turn_stride, int64_t rotary, bf16 *x, int64_t stride, int64_t heads,
+              int64_t dim) const {
+    kernels.rotary[BF16]({x, x, cos_sin, rows, stride, stride, heads, dim, rotary, turn_stride, threads});
   }
 
-  void add(bf16 *x, const bf16 *y, int64_t width) const { kernels.add[BF16]({x, y, x, rows * width, threads}); }
+  void add(bf16 *x, const bf16 *y, int64_t width, float scale = 1.0f) const {
+    kernels.add[BF16]({x, y, x, rows * width, threads, scale});
+  }
 
   void activate(Activation f, const bf16 *x, bf16 *y, int64_t width) const {
     const Unary a = {x, y, rows, width, threads};

@@ -32,11 +32,7 @@ struct Gelu {
 };
 
 struct GeluTanh {
-  // x (1 + tanh y) / 2 = x sigmoid(2 y) with y = sqrt(2 / pi) (x + 0.044715 x^3)
-  static vf apply(vf x) {
-    const vf cubic = madd(x * x * x, splat(0.044715f), x);
-    return x == -__builtin_inff() ? vf{} : sigmoid_times(x, cubic * splat(1.5957691f));
-  }
+  static vf apply(vf x) { return gelu_tanh_of(x); }
 };
 
 struct Relu {
@@ -69,23 +65,53 @@ template <typename T> void add(const Sum &a) {
   share_ranges(vectors, a.elements > MANY_ELEMENTS ? a.threads : 1, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const int64_t at = i * W, n = a.elements - at;
-      if (n >= W) store(out + at, load(x + at) + load(y + at));
-      else store_part(out + at, load_part(x + at, n) + load_part(y + at, n), n);
+      vf more = load_up_to(y + at, n);
+      if (a.scale != 1.0f) more = round_as(x, more * splat(a.scale));
+      store_up_to(out + at, load_up_to(x + at, n) + more, n);
     }
   });
 }
 
-// x [T, 2 I] = (gate, up) -> silu(gate) * up [T, I]
-template <typename T> void silu_mul(const Unary &a) {
+template <typename T> void embed(const Embed &a) {
+  for (int64_t t = 0; t < a.rows; ++t) {
+    const T *from = static_cast<const T *>(a.table) + a.index[t] * a.width;
+    T *out = static_cast<T *>(a.out) + t * a.width;
+    for (int64_t i = 0; i < a.width; i += W)
+      store_up_to(out + i, load_up_to(from + i, a.width - i) * splat(a.scale), a.width - i);
+  }
+}
+
+void soft_cap(float *x, int64_t n, float scale, float cap, int threads) {
+  const int64_t vectors = (n + W - 1) / W;
+  share_ranges(vectors, n > MANY_ELEMENTS ? threads : 1, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) {
+      float *at = x + i * W;
+      const int64_t left = n - i * W;
+      const vf y = load_up_to(at, left) * splat(scale);
+      store_up_to(at, cap == 0.0f ? y : soft_capped(y, cap), left);
+    }
+  });
+}
+
+// x [T, 2 I] = (gate, up) -> f(gate) * up [T, I]
+template <typename T, typename F> void gate_rows(const Unary &a, F f) {
   share_each(a.rows, a.rows * a.width > MANY_ELEMENTS ? a.threads : 1, [&](int64_t t) {
     const T *gate = static_cast<const T *>(a.x) + t * 2 * a.width, *up = gate + a.width;
     T *out = static_cast<T *>(a.out) + t * a.width;
     for (int64_t i = 0; i < a.width; i += W) {
       const int64_t n = a.width - i;
       const vf g = load_up_to(gate + i, n);
-      store_up_to(out + i, sigmoid_times(g, g) * load_up_to(up + i, n), n);
+      store_up_to(out + i, f(g) * load_up_to(up + i, n), n);
     }
   });
+}
+
+template <typename T> void silu_mul(const Unary &a) {
+  gate_rows<T>(a, [](vf g) { return sigmoid_times(g, g); });
+}
+
+template <typename T> void gelu_tanh_mul(const Unary &a) {
+  gate_rows<T>(a, [](vf g) { return gelu_tanh_of(g); });
 }
 
 // Halves (a, b) of the first `width` elements -> (a cos - b sin, b cos + a sin).
@@ -105,7 +131,7 @@ template <typename T> void rotary(const Rotary &a) {
     for (int64_t h = 0; h < a.heads; ++h) {
       const T *x = static_cast<const T *>(a.x) + t * a.x_stride + h * a.dim;
       T *out = static_cast<T *>(a.out) + t * a.out_stride + h * a.dim;
-      rotate(x, out, a.cos_sin + t * a.rotary, a.rotary);
+      rotate(x, out, a.cos_sin + t * a.turn_stride, a.rotary);
       if (out != x) memcpy(out + a.rotary, x + a.rotary, (a.dim - a.rotary) * sizeof(T));
     }
   });
@@ -119,7 +145,9 @@ HEADRACE_BOTH_TYPES(gelu, Unary)
 HEADRACE_BOTH_TYPES(gelu_tanh, Unary)
 HEADRACE_BOTH_TYPES(relu, Unary)
 HEADRACE_BOTH_TYPES(add, Sum)
+HEADRACE_BOTH_TYPES(embed, Embed)
 HEADRACE_BOTH_TYPES(silu_mul, Unary)
+HEADRACE_BOTH_TYPES(gelu_tanh_mul, Unary)
 HEADRACE_BOTH_TYPES(rotary, Rotary)
 
 }  // namespace headrace::HEADRACE_NS

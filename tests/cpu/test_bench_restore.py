@@ -16,13 +16,15 @@ from headrace.bench.restore_report import plot
 from headrace.bench.restore_splits import around, balance, grid, measured
 from headrace.bench.restore_testbed import RestoreTestbed, SplitPoint, TimedRestore
 from headrace.cli.main import app
-from headrace.offload.restore.estimators import LinearRate, PrefillRate
-from headrace.offload.restore.rates import Rates
-from headrace.offload.restore.solver import Split, StoredRun, predict, restore_split
+from headrace.offload.restore.run_costs import StoredRun
+from headrace.offload.restore.solver import Split, predict, restore_split
+from headrace.planner.machine import PieceRate
+from headrace.planner.profile import Profile
+from tests.support.profiles import linked, profile_of
 
 
-def known_rates(project_s: float, prefill: PrefillRate) -> Rates:
-    return Rates(8, LinearRate(project_s), prefill, {"host": LinearRate(0.125e-9, 20e-6)})
+def known_profile(project_s: float, prefill: tuple[float, float, float], bytes_s: float | None) -> Profile:
+    return linked(profile_of(8, prefill, {"host": PieceRate(0.125e-9, 20e-6)}, project_s), bytes_s)
 
 
 X_BYTES = 64 * 1024 * 2 * 8
@@ -38,7 +40,7 @@ class Imagined:
     slow: float = 1.05
     drift: float = 0.0
     asked: list[SplitPoint] = field(default_factory=list)
-    known: Rates = field(default_factory=lambda: known_rates(2e-6, PrefillRate(5e-3, 1e-4, 2e-9)).behind(0.5e9))
+    known: Profile = field(default_factory=lambda: known_profile(2e-6, (5e-3, 1e-4, 2e-9), 0.5e9))
 
     def time(self, at: SplitPoint) -> TimedRestore:
         self.asked.append(at)
@@ -82,7 +84,7 @@ def test_without_activations_none_are_projected() -> None:
 
 def test_where_all_is_recomputed() -> None:
     """Nothing is loaded: there is no overlap to tell of."""
-    testbed = Imagined(known=known_rates(2e-3, PrefillRate(0, 1e-4, 2e-9)).behind(1e6))
+    testbed = Imagined(known=known_profile(2e-3, (0, 1e-4, 2e-9), 1e6))
     case = measured(testbed, stride=8, repeats=1)
     assert (case["tokens"], case["overlap"], case["gain"]) == (64, None, pytest.approx(1.0))
     assert [column.text(case) for column in COLUMNS if column.head == "overlap"] == ["-"]
@@ -102,7 +104,7 @@ def made() -> list[Case]:
     found = []
     for model in ("S2", "S1"):
         for gbps in (0.1, 1.0, 10.0):
-            known = known_rates(2e-6, PrefillRate(5e-3, 1e-4, 2e-9)).behind(gbps * 1e9)
+            known = known_profile(2e-6, (5e-3, 1e-4, 2e-9), gbps * 1e9)
             case = measured(Imagined(known=known), stride=8, repeats=1)
             found.append({"model": model, "link_gbps": gbps, "latency_ms": 0.0} | case)
     return found
@@ -112,7 +114,7 @@ def test_the_link_of_balance() -> None:
     """Over it, both ends take about as long, and doing some of each gains the more."""
 
     def opened(gbps: float | None) -> Imagined:
-        known = known_rates(2e-6, PrefillRate(5e-3, 1e-4, 2e-9)).behind(None if gbps is None else gbps * 1e9)
+        known = known_profile(2e-6, (5e-3, 1e-4, 2e-9), None if gbps is None else gbps * 1e9)
         return Imagined(known=known)
 
     case = measured(opened(balance(opened)), stride=8, repeats=1)

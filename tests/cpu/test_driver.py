@@ -18,6 +18,7 @@ from headrace.parallel.rank import Rank
 from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.planner.choice import StrategyChoice, choose
 from headrace.planner.machine import ModelShape
+from headrace.planner.shards import Prefill
 from headrace.strategies import STRATEGIES
 from headrace.types import CHUNK, Structured
 from tests.support.rank_threads import MACHINE, Threads
@@ -52,7 +53,7 @@ def over_ranks(size: int, tokens: int = 4096, allowed: tuple[str, ...] = tuple(S
     cache = KVCache(size * per_rank, loaded.cache.identity, size)
 
     def advise(count: int, start: int, cached_on: Any, allow: tuple[str, ...]) -> Any:
-        return choose(MACHINE, shape, size, count, start, cached_on, allowed=allow)
+        return choose(Prefill(MACHINE, shape, size, count, start, cached_on), allowed=allow)
 
     driver = Driver(make(0), cache, workers.send, advise, allowed)
     llm.engine = EngineCore(replace(loaded, cache=cache, executor=driver))

@@ -101,6 +101,17 @@ def test_beside_answers_and_scores_and_preempted(engines: dict[str, LLM]) -> Non
         assert found["s"].prompt_logprobs and all(found[f"a{i}"].finish_reason == "length" for i in range(4))
 
 
+def test_a_decoder_without_a_head(folder_of: FolderOf, engines: dict[str, LLM], tmp_path: Path) -> None:
+    """Its embeddings are those of the whole model; answers and scores are refused."""
+    AutoModel.from_pretrained(folder_of("qwen3")).save_pretrained(tmp_path)
+    llm, texts = LLM(str(tmp_path), kv_cache_tokens=1024), [tokens(70, 1), tokens(9, 2)]
+    assert llm.capacity.architecture == "Qwen3Model"
+    assert llm.embed(texts).tolist() == engines["last"].embed(texts).tolist()
+    for refused in (lambda: llm.generate([[5]]), lambda: llm.score([5], [[6]])):
+        with pytest.raises(InvalidRequest, match="Qwen3Model, has no head"):
+            refused()
+
+
 def test_they_are_cut_where_the_checkpoint_allows_it(folder_of: FolderOf, tmp_path: Path) -> None:
     folder = with_pooling(folder_of("qwen3"), tmp_path / "m", "last", True, matryoshka_dimensions=[16, 32])
     llm, text = LLM(str(folder), kv_cache_tokens=1024), tokens(9, 1)

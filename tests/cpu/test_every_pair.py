@@ -136,10 +136,25 @@ def opened(case: Case, folder: Path, given: dict[str, Any]) -> LLM:
         llm.engine.offload.choose = projecting if case["source"] in PROJECTED else forced(0.0, 0.0)
         look_at_once(llm)
     elif case["source"] in PROJECTED:
-        llm.engine.loaded.executor.streamer.options.share = 0.4  # type: ignore[attr-defined]
+        project_some(llm)
     if "cached" in case["source"]:
         watched(llm, [prompts_of(llm)[0][: CHUNK + 5]], BRIEF)
     return llm
+
+
+def project_some(llm: LLM) -> None:
+    """Has steps project a part of the chunks that have X, on all ranks. Of several one computes some first: strategies
+    that cut a short prompt leave no rank with all rows of a chunk."""
+    executor: Any = llm.engine.loaded.executor
+    if llm.engine.loaded.ranks is None:
+        executor.streamer.options.share = 0.4
+        return
+    for storage in storages(llm):
+        storage.x.share = 0.4
+    allowed, executor.allowed = executor.allowed, ("single",)
+    watched(llm, [prompts_of(llm)[0][: 3 * CHUNK + 5]], BRIEF)
+    executor.allowed = allowed
+    executor.counts.clear()
 
 
 def look_at_once(llm: LLM) -> None:
@@ -147,8 +162,8 @@ def look_at_once(llm: LLM) -> None:
     source: Any = llm.engine.offload.source  # type: ignore[union-attr]
     look = source.look
 
-    def looked(digests: Any) -> Any:
-        lookup = look(digests)
+    def looked(*asked: Any) -> Any:
+        lookup = look(*asked)
         lookup.wait_briefly(20)
         assert lookup.done
         return lookup

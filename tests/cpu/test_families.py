@@ -10,11 +10,15 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams
-from tests.support.checkpoints import KINDS, VOCAB, FolderOf, TheirsOf
+from tests.support.checkpoints import EVERY_KIND, EVERY_KIND_SLOWLY, KINDS, NEAR, VOCAB, FolderOf, TheirsOf
 from tests.support.traces import run, same
 
 LENGTHS = (300, 64, 1, 129, 37)
-SCHEDULED = [(kind, "cpu") for kind in KINDS] + [(k, "reference") for k in ("llama_gqa", "mistral_window", "falcon_rw")]
+BY_REFERENCE = ("llama_gqa", "mistral_window", "falcon_rw", "gemma2")
+SCHEDULED = [
+    *(pytest.param(kind, "cpu", marks=[pytest.mark.matrix] * (kind in NEAR)) for kind in KINDS),
+    *((kind, "reference") for kind in BY_REFERENCE),
+]
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -31,7 +35,7 @@ def logits_of(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
         return model(torch.tensor([tokens])).logits[0].float()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND_SLOWLY)
 def test_fp32_agrees_with_transformers(kind: str, folder_of: FolderOf, theirs_of: TheirsOf) -> None:
     """Logits at every position of 300 tokens, and 64 greedy tokens for a batch of uneven prompts."""
     llm = engine(folder_of(kind), "float32", max_batch_tokens=200)
@@ -51,7 +55,7 @@ def test_fp32_agrees_with_transformers(kind: str, folder_of: FolderOf, theirs_of
         assert output.token_ids == want[0, len(tokens) :].tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_bf16_is_as_near_to_the_truth_as_transformers(kind: str, folder_of: FolderOf, theirs_of: TheirsOf) -> None:
     tokens = prompt(300)
     truth = logits_of(theirs_of(kind), tokens)

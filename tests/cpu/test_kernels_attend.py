@@ -6,11 +6,13 @@ R: rows, Hq, Hkv: query and KV heads, D: head size, n: keys that a row sees.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from headrace.kernels import cpu, reference
 from headrace.kernels.records import Pool
@@ -117,6 +119,21 @@ def test_all_scores_far_below_zero(isa: str, dtype: torch.dtype) -> None:
     expected, size = truth(case)
     error = (case.run().double() - expected).abs()
     assert (error <= (5e-5 + 2**-7 * (dtype == torch.bfloat16)) * size).all()
+
+
+def test_sinks_are_those_of_gpt_oss(isa: str) -> None:
+    """Against the attention of transformers' class, and the same when a state is finished."""
+    generator = torch.Generator().manual_seed(8)
+    tree = Tree(generator, 1, 3, False)
+    tree.row_counts = [tree.lengths[0]]
+    case = make_case(tree, 4, 2, 32, torch.float32, sinks=2 * torch.randn(4, generator=generator))
+    rows = len(case.q)
+    k, v = (x.transpose(0, 1).flatten(1, 2)[None, :, :rows] for x in (case.k.transpose(2, 3), case.v))
+    mask = torch.full((rows, rows), -torch.inf).triu(1)[None, None]
+    module = SimpleNamespace(sinks=case.sinks, num_key_value_groups=2, training=False)
+    want, _ = eager_attention_forward(module, case.q.transpose(0, 1)[None], k, v, mask, case.scale)
+    torch.testing.assert_close(case.run(), want[0], rtol=1e-5, atol=1e-5)
+    assert (replace(case, sinks=None).run() - want[0]).abs().max() > 0.01, "the sinks weigh something"
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])

@@ -105,7 +105,7 @@ def test_same_bits_however_cut(
     state = None
     for part in (items[:cut], items[cut:]):
         state = cpu.partial(case.q, cpu.arrange(int8.pool, case.q.dtype), replace(case, items=part).mask, state)
-    assert state is not None and torch.equal(cpu.finish(state, case.q.dtype), whole)
+    assert state is not None and torch.equal(cpu.finish(state, case.q.dtype, case.sinks), whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,17 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.config import Quantization
+from headrace.config import AttentionSpec, Quantization
 from headrace.kernels import cpu, dispatch
 from headrace.kernels.backend import Attend
 from headrace.kernels.block import Blocks
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Pool
 from headrace.models.decoder import Decoder, OneByOne
-from tests.support.small_decoders import BIASED, PLAIN, Attention, AttentionOver, model, weights_of
+from headrace.models.rope import Rope
+from tests.support.small_decoders import BIASED, PLAIN, Attention, AttentionOver, model, rotary_of, weights_of
 
 pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
 
+LOCAL: dict[str, Any] = dict(
+    attention=AttentionSpec(2, 4, 2, 32, 0.2, (7, None), score_cap=2.0), local_rope=rotary_of(16, 32)
+)
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": dict(qkv_bias=True),
@@ -34,6 +38,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "falcon7": PLAIN | dict(block="parallel", mlp_norm=False, kv_heads=1),
     "falcon40": PLAIN | BIASED | dict(block="parallel", activation="gelu_tanh"),
     "odd width": dict(inner=191),
+    "granite": dict(residual_scale=0.22),
+    "glm4": dict(block="sandwich", qkv_bias=True, rotary=16),
+    "gemma3": dict(block="sandwich", activation="gelu_tanh", norm_offset=1.0, qk_norm=True, **LOCAL),
+    "gemma odd width": dict(inner=191, activation="gelu_tanh"),
+    "smollm3": dict(no_rope_layers=(1,)),
     "partial rotary": dict(head_dim=20, hidden=72, inner=90, heads=6, rotary=6),
 }
 ROWS = (1, 3, 64, 300, 1100)
@@ -42,8 +51,8 @@ ROWS = (1, 3, 64, 300, 1100)
 def both(variant: str, quantization: Quantization = "none") -> tuple[Decoder, Decoder, int]:
     """The model's decoder by blocks and op by op, and how many elements of a head are rotated."""
     facts = dict(VARIANTS[variant])
-    rotary = facts.pop("rotary", facts.get("head_dim", 32))
     config = model(**facts)
+    rotary = Rope(config.rope, config.attention.head_dim, config.local_rope).width if config.rope else 0
     fast = Decoder(config, weights_of(config), quantization)
     with dispatch.force("ops"):
         return fast, Decoder(config, weights_of(config), quantization), rotary
@@ -118,7 +127,7 @@ def test_keys_and_values_from_activations(variant: str, quantization: Quantizati
 
 @pytest.mark.parametrize("some", [None, [1], [0, 2], []])
 @pytest.mark.parametrize("windows", [(None, None), (7, None)])
-@pytest.mark.parametrize("variant", ["llama", "qwen3", "opt350", "falcon7"])
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "opt350", "falcon7", "granite", "gemma3", "smollm3"])
 def test_all_layers_in_one_call(
     isa: str, variant: str, windows: tuple[int | None, ...], some: list[int] | None, threads: None
 ) -> None:
@@ -225,9 +234,10 @@ def test_refusals() -> None:
     for angles in (cos_sin[:1], cos_sin.double()):
         with pytest.raises(ValueError, match="cos_sin must be"):
             fast.layers(x, angles, attend)
-    for width in (31, 34):
-        with pytest.raises(ValueError, match="cannot rotate"):
-            fast.layers(x, torch.randn(2, width), attend)
+    with pytest.raises(ValueError, match="rows of 31 elements, the layers rotate by the first 32"):
+        fast.layers(x, torch.randn(2, 31), attend)
+    with pytest.raises(ValueError, match="cannot rotate 5 of 32"):
+        Decoder(model(rotary=5), weights_of(model(rotary=5)))
     with pytest.raises(ValueError, match="attended must be"):
         fast.layers(x, cos_sin, OneHead())
 

@@ -123,11 +123,13 @@ def test_more_rows_than_are_copied_in_fp32(isa: str, scheme: str | None) -> None
 
 @pytest.mark.parametrize(("inputs", "half"), [(256, 64), (100, 192), (33, 320), (3200, 192)])
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_on_the_way_to_memory(
-    isa: str, dtype: torch.dtype, biased: bool, inputs: int, half: int, threads: None
+    isa: str, dtype: torch.dtype, gate: str, biased: bool, inputs: int, half: int, threads: None
 ) -> None:
-    """The bits of the product and of silu_mul, one after the other."""
+    """The bits of the product and of silu_mul or gelu_tanh_mul, one after the other."""
+    gated = getattr(cpu, f"{gate}_mul")
     x, weight, bias = tensors(600, inputs, 2 * half, dtype)
     x, weight = x * 2, weight / inputs**0.5  # sums with gates that are neither open nor shut
     added = bias if biased else None
@@ -135,8 +137,8 @@ def test_gates_on_the_way_to_memory(
         assert isinstance(form, cpu.Packed) and form.gated
         torch.set_num_threads(count)
         for rows in (0, 1, 4, 7, 16, 31, 40, 130, 600):
-            want = cpu.silu_mul(cpu.linear(x[:rows], cpu.Packed(weight), added))
-            assert torch.equal(ops.gated_linear(x[:rows], form, added), want), rows
+            want = gated(cpu.linear(x[:rows], cpu.Packed(weight), added))
+            assert torch.equal(ops.gated_linear(x[:rows], form, added, gate), want), rows
 
 
 def test_gates_that_do_not_fill_blocks() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.config import Quantization
+from headrace.config import AttentionSpec, Quantization
 from headrace.kernels import cpu
 from headrace.kernels.model_step import ModelStep
 from headrace.models.decoder import Decoder, TokenBatch
@@ -23,7 +23,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama": dict(positions="rope", rope=ROPE, vocab_size=130),
     "qwen3": dict(positions="rope", rope=ROPE, qk_norm=True, head_dim=64),
     "falcon7": PLAIN | dict(block="parallel", mlp_norm=False, kv_heads=1, positions="rope", rope=ROPE),
-    "no rotation": PLAIN | BIASED | dict(norm_affine=False),
+    "no rotation": PLAIN | BIASED | dict(norm_affine=False, rotary=0),
+    "gpt-oss": dict(qkv_bias=True, attention=AttentionSpec(2, 4, 2, 32, 0.2, (None, None), sinks=True)),
+    "granite": dict(embed_scale=12.0, residual_scale=0.22, logit_scale=0.125),
+    "gemma2": dict(
+        block="sandwich",
+        norm_offset=1.0,
+        activation="gelu_tanh",
+        embed_scale=11.3125,
+        logit_cap=2.0,
+        vocab_size=130,
+        attention=AttentionSpec(2, 4, 2, 32, 0.2, (None, None), score_cap=2.0),
+    ),
 }
 
 
@@ -132,7 +143,7 @@ def test_the_decode_fast_path_gives_the_bits_of_a_new_step(isa: str) -> None:
 
 
 def test_models_that_need_more_than_one_call() -> None:
-    for facts in (dict(positions="learned"), dict(final_norm=False), dict(positions="rope", rope=DYNAMIC)):
+    for facts in (dict(positions="learned", rope=None), dict(final_norm=False), dict(positions="rope", rope=DYNAMIC)):
         config = model(**facts)
         decoder = Decoder(config, weights_of(config))
         length = torch.tensor([80, 80, 80])

@@ -55,6 +55,14 @@ def operations(width: int, dtype: torch.dtype) -> dict[str, tuple[Op, Op]]:
             lambda x: F.layer_norm(x, (width,), None, None, 1e-5),
         ),
         "silu_mul": (ops.silu_mul, lambda x: F.silu(x[..., : width // 2]) * x[..., width // 2 :]),
+        "rms_norm by 1 + weight": (
+            lambda x: ops.rms_norm(x, weight, 1e-5, 1.0),
+            lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * (1 + w),
+        ),
+        "gelu_tanh_mul": (
+            ops.gelu_tanh_mul,
+            lambda x: F.gelu(x[..., : width // 2], approximate="tanh") * x[..., width // 2 :],
+        ),
         "gelu": (ops.gelu, F.gelu),
         "relu": (ops.relu, F.relu),
         "gelu tanh": (partial(ops.gelu, approximate="tanh"), partial(F.gelu, approximate="tanh")),
@@ -69,6 +77,19 @@ def assert_close(ours: Tensor, exact: Tensor) -> None:
     bound = 1e-6 + (2**-8 if ours.dtype == torch.bfloat16 else 0)
     error = (ours.double() - exact).abs() / exact.abs().clamp(min=1)
     assert error.max() <= bound, f"error {float(error.max()):.2e}"
+
+
+@needs_extension
+@pytest.mark.parametrize("cap", [None, 2.0, 30.0])
+def test_soft_cap(isa: str, cap: float | None) -> None:
+    x = torch.cat((20 * random(7, 330), torch.tensor([[torch.inf, -torch.inf, torch.nan, -0.0] + [0.0] * 326])))
+    want = 0.5 * x.double() if cap is None else cap * torch.tanh(0.5 * x.double() / cap)
+    with dispatch.force("torch"):
+        plain = ops.soft_cap(x, 0.5, cap)
+    for ours in (plain, ops.soft_cap(x.clone(), 0.5, cap)):
+        torch.testing.assert_close(ours.double(), want, rtol=1e-6, atol=4e-6, equal_nan=True)
+    row = ops.soft_cap(x[3:4].clone(), 0.5, cap)
+    assert torch.equal(row, ops.soft_cap(x.clone(), 0.5, cap)[3:4]), "a row's bits are its own"
 
 
 @needs_extension

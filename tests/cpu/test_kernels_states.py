@@ -20,7 +20,16 @@ from headrace.kernels.cpu_attention import LOG_2
 from headrace.kernels.extension import VNNI_ISAS
 from headrace.kernels.state import AttnState, RunningState
 from headrace.types import BLOCK_CHUNKS, CHUNK
-from tests.support.attention_cases import SHARED_FIXTURE, Case, Tree, cases, make_case, reordered, seen_keys, truth
+from tests.support.attention_cases import (
+    SHARED_FIXTURE,
+    Case,
+    Tree,
+    cases,
+    make_case,
+    reordered,
+    seen_scores,
+    truth,
+)
 
 pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
 
@@ -43,7 +52,7 @@ class Backend:
         return self.kernels.partial(self.case.q, self.pool, mask, start)
 
     def finish(self, left: RunningState) -> Tensor:
-        return self.kernels.finish(left, self.case.q.dtype)
+        return self.kernels.finish(left, self.case.q.dtype, self.case.sinks)
 
 
 def moved(case: Case, by: int) -> Case:
@@ -188,17 +197,13 @@ def test_starts_where_another_state_left_it_alone(isa: str) -> None:
 @SHARED_FIXTURE
 @given(case=cases())
 def test_states_are_those_of_fp64(isa: str, case: Case) -> None:
-    """lse in natural logarithms; and two segments merge to the whole."""
+    """lse in natural logarithms; and two segments merge to the whole. Sinks are no part of a state."""
+    case = replace(case, sinks=None)
     backend = Backend("cpu", case)
     whole = cpu.states_of(backend.partial(case.items))
-    group = case.q.shape[1] // case.k.shape[1]
     runs_on = isa in ("amx", "avx512bf16") and case.q.dtype == torch.bfloat16 and case.q.shape[-1] % 16 == 0
     for row in range(0, len(case.q), 7):
-        slots, offsets, positions = seen_keys(case, row)
-        k = case.k[slots, :, :, offsets].double().repeat_interleave(group, dim=1)
-        scores = torch.einsum("hd,nhd->hn", case.q[row].double(), k) * case.scale
-        if case.bias is not None:
-            scores = scores + case.bias[:, positions].double()
+        scores = seen_scores(case, row)
         # Where sums run on (csrc/attention/running.h) a row's only key has its probability in l as it is multiplied,
         # rounded by up to 2^-8.
         error = 2e-5 + (2**-8 if runs_on and len(scores.T) == 1 else 0)

@@ -24,7 +24,7 @@ from headrace.kernels.block import Blocks
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
 from headrace.types import CHUNK, chunks_for
-from tests.support.checkpoints import KINDS, VOCAB, FolderOf
+from tests.support.checkpoints import EVERY_KIND, VOCAB, FolderOf
 from tests.support.naive_attention import BatchAttend, NaiveAttend, batch_of, join, naive
 
 pytestmark = pytest.mark.cpu
@@ -95,7 +95,7 @@ WAYS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_the_bits_of_the_forward_pass(kind: str, way: str, folder_of: FolderOf) -> None:
     dtype, forced = WAYS[way]
     context: AbstractContextManager[Any] = forced()

@@ -14,7 +14,7 @@ from headrace.kernels import dispatch
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.spec import ModelConfig
 from headrace.models.weights import load_weights
-from tests.support.checkpoints import KINDS, VOCAB, FolderOf, OursOf, TheirsOf
+from tests.support.checkpoints import EVERY_KIND, VOCAB, FolderOf, OursOf, TheirsOf
 from tests.support.naive_attention import (
     BatchAttend,
     NaiveAttend,
@@ -34,7 +34,7 @@ UNEVEN = (300, 171, 37, 1)
 LONG = 200  # beyond the own length of the dynamic NTK model
 GREEDY_PROMPTS, GREEDY_STEPS = (100, 300), 64  # the first goes past the windows and the dynamic NTK's length on its way
 
-all_kinds = pytest.mark.parametrize("kind", KINDS)
+all_kinds = pytest.mark.parametrize("kind", EVERY_KIND)
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:

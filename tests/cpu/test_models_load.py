@@ -48,7 +48,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", dict(model_type="mistral"), "model_type 'mistral'"),
     ("llama", dict(architectures=["OwnForCausalLM"], auto_map={"AutoConfig": "own.Config"}), "remote code"),
     ("llama", dict(auto_map={"AutoModelForCausalLM": "own_llama.LlamaForCausalLM"}), "auto_map"),
-    ("llama", dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config"),
+    ("llama", dict(quantization_config=dict(quant_method="gptq", bits=3)), "gptq of 3 bits"),
     ("llama", dict(pretraining_tp=2), "pretraining_tp 2"),
     ("llama", dict(hidden_act="gelu"), "hidden_act 'gelu'"),
     ("llama", dict(num_key_value_heads=3), "num_key_value_heads 3"),

@@ -12,7 +12,7 @@ from headrace import LLM, SamplingParams
 from headrace.progress import Prefill
 from headrace.types import CHUNK
 from tests.support import traces
-from tests.support.checkpoints import KINDS, FolderOf
+from tests.support.checkpoints import EVERY_KIND_SLOWLY, FolderOf
 from tests.support.offloading import (
     MIXES,
     PARAMS,
@@ -28,7 +28,7 @@ from tests.support.offloading import (
 from tests.support.traces import run, same
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND_SLOWLY)
 def test_every_family_and_mix(kind: str, folder_of: FolderOf) -> None:
     truth = answer(engine(folder_of(kind), enable_prefix_caching=False), prompts_of(engine(folder_of(kind))))
     llm = offloading(folder_of(kind))
@@ -70,7 +70,7 @@ def test_rates_are_told_whether_all_was_loaded(mix: tuple[float, float], folder_
     told: list[bool] = []
     assert llm.engine.offload is not None
     llm.engine.offload.choose = forced(*mix)
-    llm.engine.offload.rates.observe_restore = lambda *figures: told.append(figures[-1])  # type: ignore[method-assign]
+    llm.engine.offload.profile.observe_restore = lambda *figures: told.append(figures[-1])  # type: ignore[method-assign]
     watched(llm, prompt)
     assert told == [mix == (0.0, 0.0)]
     llm.close()

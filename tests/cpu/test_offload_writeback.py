@@ -109,7 +109,7 @@ def test_only_while_nothing_is_computed(kv: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("prefill_s", "when"), [(1.0, "ended"), (1e-5, "idle")])
 def test_sparing(prefill_s: float, when: str, kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that computes slowly stores as requests end; a quick one while idle."""
-    monkeypatch.setattr("headrace.offload.restore.rates.Rates.prefill", lambda self, start, count: prefill_s * count)
+    monkeypatch.setattr("headrace.planner.profile.Profile.prefill", lambda self, start, count: prefill_s * count)
     llm = LLM("tiny", **kv, kv_offload_write="sparing")
     offload = llm.engine.offload
     assert offload is not None and offload.writeback.only_idle == (when == "idle")

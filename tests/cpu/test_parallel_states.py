@@ -1,99 +1,103 @@
-"""Ring pass-Q's states against those of one rank: to the bit where blocks have one owner, 1e-6 where they do not."""
+"""Ring pass-Q's states are those of one rank to the bit, whoever owns which chunk."""
 
 from __future__ import annotations
 
-import threading
-from types import SimpleNamespace
+from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from headrace.attention import plan as planning
 from headrace.config import AttentionSpec
-from headrace.kernels.backend import backend_of, in_pieces
-from headrace.kernels.records import Mask
-from headrace.kv.storage import KVStorage
-from headrace.parallel import group_layout
-from headrace.parallel.coming import NothingComes
-from headrace.parallel.group_context import GroupContext, TokenCounters
-from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import StepGroup, StepPart
-from headrace.parallel.ring_q import RingQ
-from headrace.parallel.transport import LoopbackHub
-from headrace.parallel.workspace import Workspace
+from headrace.parallel.split_blocks import split_blocks, stretches
 from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
 from tests.support.loopback_ranks import zigzag
+from tests.support.pass_q import PassQ
 
-SPEC = AttentionSpec(layers=1, heads=4, kv_heads=2, head_dim=64, scale=0.125, windows=(None,))
+SPEC = AttentionSpec(layers=1, heads=4, kv_heads=2, head_dim=32, scale=0.2, windows=(None,))
 TOKENS, SLOTS = 5000, 80
 
 
-def states_as_result(backend: str) -> Kernels:
-    """Kernels whose `finish` gives the fp32 states, not their rounding."""
-    kernels = Kernels(backend_of(backend), SPEC, None)
-    ops: Any = kernels.backend
-    names = ("append", "attend", "empty_running", "merge_blocks", "merge_into", "partial", "states_of")
-    changed: Any = SimpleNamespace(
-        finish=lambda state, dtype: ops.states_of(state).out, **{name: getattr(ops, name) for name in names}
-    )
-    kernels.backend = changed
-    return kernels
-
-
-def truth_of(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The states of one rank that owns everything."""
-    pool, ops = KVStorage(SPEC, SLOTS, q.dtype).pool(0), in_pieces(backend_of(backend))
-    slots = np.arange(chunks_for(TOKENS), dtype=np.int32)
-    plan = planning.build([planning.Span(slots, 0, TOKENS)])
-    at = (torch.from_numpy(plan.row_slots), torch.from_numpy(plan.row_offsets))
-    ops.append(pool, k, v, *at)
-    items, positions = torch.from_numpy(plan.items), torch.from_numpy(plan.positions)
-    return ops.states_of(ops.partial(q, pool, Mask(items, positions, scale=SPEC.scale))).out
-
-
-def by_pass_q(backend: str, size: int, owners: list[int], qkv: list[Tensor]) -> Tensor:
-    """The states of all rows, computed by `size` ranks as threads; owners[chunk] has the chunk."""
-    bounds, ranks = zigzag(0, TOKENS, size)
-    used = [0] * size
-    slots = []
-    for owner in owners:
-        slots.append(owner * SLOTS + used[owner])
-        used[owner] += 1
-    group = StepGroup("ring-q", [StepPart([0] * TOKENS, 0, slots, bounds, ranks, TOKENS)])
-    hub, out = LoopbackHub(size), torch.zeros(qkv[0].shape)
-
-    def work(rank: int) -> None:
-        storage = KVStorage(SPEC, SLOTS, qkv[0].dtype)
-        context = GroupContext(
-            group, 0, hub.transport(rank), storage, states_as_result(backend), Workspace(SPEC, storage.dtype), SLOTS,
-            TokenCounters(), NothingComes(),
-        )  # fmt: skip
-        rows = torch.cat([torch.arange(run.start, run.end) for run in group_layout.runs(group, rank)])
-        out[rows] = RingQ(context)(0, *(x[rows] for x in qkv))
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return out
+def placed(owners: list[int], slots: int = SLOTS) -> list[int]:
+    """Slots of chunks on these ranks, from each rank's first on."""
+    return [owner * slots + owners[:chunk].count(owner) for chunk, owner in enumerate(owners)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_states_of_pass_q(size: int, dtype: Any) -> None:
+def test_a_prompt(size: int, dtype: Any) -> None:
     torch.manual_seed(1)
-    shape = ((TOKENS, SPEC.heads, 64), (TOKENS, SPEC.kv_heads, 64), (TOKENS, SPEC.kv_heads, 64))
-    qkv = [torch.randn(each).to(dtype) for each in shape]
-    truth = truth_of("cpu", *qkv)
+    shape = ((TOKENS, SPEC.heads, 32), (TOKENS, SPEC.kv_heads, 32), (TOKENS, SPEC.kv_heads, 32))
+    new = [torch.randn(each).to(dtype) for each in shape]
     chunks = range(chunks_for(TOKENS))
-    by_block = by_pass_q("cpu", size, [chunk // BLOCK_CHUNKS % size for chunk in chunks], qkv)
-    assert torch.equal(by_block, truth)
-    scattered = by_pass_q("cpu", size, [(7 * chunk) % size for chunk in chunks], qkv)
-    assert not torch.equal(scattered, truth), "another order of merging shows, or this test could not fail"
-    # Relative to the size of what is averaged: |v| is about 1.
-    assert (scattered - truth).abs().max() <= 1e-6 * qkv[2].float().abs().max()
-    assert CHUNK * len(chunks) >= TOKENS
+    for owners in ([chunk // BLOCK_CHUNKS % size for chunk in chunks], [chunk // 9 % size for chunk in chunks]):
+        part = StepPart([0] * TOKENS, 0, placed(owners), *zigzag(0, TOKENS, size), TOKENS)
+        case = PassQ(size, SLOTS, StepGroup("ring-q", [part]), SPEC, new)
+        assert torch.equal(case.found(), case.truth())
+
+
+def sequences(random: Random, size: int) -> list[StepPart]:
+    """That share chunks as those of a tree do. Owners change often or seldom; new tokens begin anywhere."""
+    used = [0] * size
+
+    def grown(slots: list[int], count: int) -> list[int]:
+        owner, stays = random.randrange(size), random.choice([1, 3, 20])
+        for _ in range(count):
+            owner = random.randrange(size) if random.randrange(stays) == 0 else owner
+            used[owner] += 1
+            slots = [*slots, owner * SLOTS + used[owner] - 1]
+        return slots
+
+    parts: list[StepPart] = []
+    for _ in range(random.randint(1, 4)):
+        other = random.choice([part.slots[: part.start // CHUNK] for part in parts] or [[]])
+        shared = other[: random.randint(0, len(other))]
+        start = CHUNK * len(shared) + random.choice([0, 5, CHUNK - 1, CHUNK, 700, 2100])
+        count = random.choice([1, 1, 2, 70, 200])
+        slots = grown(shared, chunks_for(start + count) - len(shared))
+        if max(used) > SLOTS:
+            break
+        bounds = sorted([start, *(random.randint(start, start + count) for _ in range(size - 1)), start + count])
+        parts.append(StepPart([0] * count, start, slots, bounds, random.sample(range(size), size), count))
+    return parts
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.integers(2, 4),
+    window=st.sampled_from([None, 40, 900]),
+    kv=st.sampled_from([None, torch.int8]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    backend=st.sampled_from(["cpu", "cpu", "cpu", "reference"]),
+)
+def test_whoever_owns_the_chunks(seed: int, size: int, window: int | None, kv: Any, dtype: Any, backend: str) -> None:
+    """Several sequences with common chunks, decoded or prefilled by any ranks."""
+    parts = sequences(Random(seed), size)
+    count = sum(len(part.tokens) for part in parts)
+    g = torch.Generator().manual_seed(seed)
+    new = [torch.randn(count, heads, 32, generator=g).to(dtype) for heads in (SPEC.heads, *[SPEC.kv_heads] * 2)]
+    cached = [torch.randn(size * SLOTS * CHUNK, SPEC.kv_heads, 32, generator=g).to(dtype) for _ in range(2)]
+    spec = replace(SPEC, windows=(window,))
+    case = PassQ(size, SLOTS, StepGroup("ring-q", parts), spec, new, cached, kv, backend)
+    assert torch.equal(case.found(), case.truth())
+
+
+def test_stretches_are_counted_in_each_block() -> None:
+    owners = np.array([0] * 3 + [1] * 40 + [0, 1] * 12 + [2], dtype=np.int32)
+    numbers = stretches(owners).tolist()
+    assert numbers[:BLOCK_CHUNKS] == [0] * 3 + [1] * 29
+    assert numbers[BLOCK_CHUNKS : 2 * BLOCK_CHUNKS] == [0] * 11 + list(range(1, 22))
+    assert numbers[2 * BLOCK_CHUNKS :] == [0, 1, 2, 3]
+
+
+def test_only_split_blocks_are_named() -> None:
+    whole = [0] * BLOCK_CHUNKS + [1] * BLOCK_CHUNKS + [2] * 3
+    slots = [placed(whole), placed([*whole, 1]), placed([0, 1])]
+    parts = [StepPart([0], CHUNK * len(each) - 1, each, [], []) for each in slots]
+    assert split_blocks(StepGroup("ring-q", parts), SLOTS) == {1: {2}, 2: {0}}

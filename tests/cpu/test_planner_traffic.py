@@ -11,6 +11,7 @@ from headrace.parallel.messages import StepGroup
 from headrace.planner.choice import predict, shards_for
 from headrace.planner.machine import Machine, ModelShape
 from headrace.planner.schedule import BLOCK
+from headrace.planner.shards import Prefill
 from headrace.strategies import STRATEGIES
 from headrace.types import CHUNK
 from tests.support.checkpoints import VOCAB
@@ -46,7 +47,7 @@ def test_predicted_bytes_are_sent(strategy: str, cached: bool, size: int, ours_o
     before = sent_by(loopback)
 
     shape = ModelShape.of(decoder.config, decoder.dtype.itemsize)
-    cut = shards_for(strategy, MACHINE, shape, size, T, P)
+    cut = shards_for(strategy, Prefill(MACHINE, shape, size, T, P))
     keeper = cut.ranks[-1] if STRATEGIES[strategy].keeps_all else 0
     part = talk.part(tokens[P:], list(cut.bounds), list(cut.ranks), lambda chunk: keeper)
     loopback.run([StepGroup(strategy, [part])])

@@ -175,7 +175,6 @@ def test_kv_larger_than_memory(strategies: list[tuple[str, ...]], tmp_path: Path
     ({"kv_cache_tokens": 640, "max_model_len": 512},
      "kv_cache_tokens: each rank stages a layer of 384 tokens; raise it, or lower max_model_len 512"),
     ({"kv_offloading_size": 0.001, "max_model_len": 4096}, "kv_offloading_size 0.001 GiB holds 1280 tokens"),
-    ({"kv_offload_activations": "on"}, "Leave out .* or kv_offload_activations"),
 ])  # fmt: skip
 def test_refuses_what_cannot_work(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
@@ -186,3 +185,86 @@ def test_what_bounds_the_context() -> None:
     llm = streamed_ranks(2, kv_cache_tokens=640)
     assert (llm.capacity.max_model_len, llm.capacity.length_limit) == (384, "kv_cache_tokens")
     close(llm)
+
+
+X: dict[str, Any] = {"kv_offload_activations": "on"}
+"""Asks ranks to keep the activations of the chunks whose rows they compute."""
+
+
+def projecting(llm: LLM, share: float | None = 0.5) -> None:
+    """So much of what has X is projected from now on; None: as link and arithmetic are found to be."""
+    for store in stores(llm):
+        assert store.x is not None
+        store.x.share = share
+
+
+def projected(llm: LLM) -> int:
+    """Chunks of all layers."""
+    return sum(store.totals.projected for store in stores(llm))
+
+
+@pytest.mark.parametrize(("context", "tensor"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("settings", [X, {"offload_x_resident": True, "kv_cache_dtype": "int8"}, {**X, **WEIGHTS}],
+                         ids=("outside", "resident, int8", "weights outside"))  # fmt: skip
+def test_what_comes_as_activations(context: int, tensor: int, settings: dict[str, Any], folder_of: FolderOf) -> None:
+    """MHA, one chunk of which has rows of two ranks, on a link so slow that layers wait."""
+    folder, kv = folder_of("llama"), {"kv_cache_dtype": settings.get("kv_cache_dtype", "auto")}
+    one = LLM(folder, kv_cache_tokens=4096, dtype="bfloat16", **kv)
+    prompts = [words(one, n, seed=n) for n in (5, 400)] + [words(one, 400, seed=400)[:300] + words(one, 20, seed=1)]
+    expected = run(one, prompts, PARAMS)
+    llm = streamed_ranks(context, tensor, model=folder, allowed=("chain",), kv_link_gbps=0.5, **settings)
+    projecting(llm)
+    for _ in range(2):
+        same(run(llm, prompts, PARAMS), expected)
+    assert projected(llm)
+    assert len({store.totals.projected for store in stores(llm)[:tensor]}) == 1, "tensor ranks project alike"
+    resident = "offload_x_resident" in settings
+    assert all(bool(store.x and store.x.buffers) != resident for store in stores(llm))
+    close(llm)
+
+
+@pytest.mark.parametrize("allowed", [*STRATEGIES[:1], *STRATEGIES[2:]], ids=str)
+def test_activations_by_every_strategy(allowed: tuple[str, ...], prompts: list[list[int]], truth: list[Trace]) -> None:
+    """What `single` left behind is attended to by all ranks, half of it projected by who has it."""
+    llm = streamed_ranks(2, allowed=("single",), max_model_len=4096, **X)
+    projecting(llm)
+    same(run(llm, prompts[-2:], PARAMS), truth[-2:])
+    before = projected(llm)
+    llm.engine.loaded.executor.allowed = allowed  # type: ignore[attr-defined]
+    same(run(llm, prompts, PARAMS), truth)
+    assert projected(llm) > before
+    close(llm)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_split_follows_the_link(tensor: int, folder_of: FolderOf) -> None:
+    """Over a slow link half of K and V is what takes long: it comes as X. Over a fast one all is loaded."""
+    folder = folder_of("llama")
+    one = LLM(folder, kv_cache_tokens=4096, dtype="bfloat16")
+    prompts, params = [words(one, 400, seed=3)], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = run(one, prompts, params)
+    for gbps, some in ((0.02, True), (None, False)):
+        llm = streamed_ranks(1, tensor, model=folder, **X, **({} if gbps is None else {"kv_link_gbps": gbps}))
+        for store in stores(llm):
+            assert store.x is not None
+            if gbps is None:
+                store.x.throughput.project.forget()
+                store.x.throughput.projected(1, 1.0)
+        same(run(llm, prompts, params), expected)
+        assert (projected(llm) > 0) == some
+        close(llm)
+
+
+def test_room_for_activations(folder_of: FolderOf) -> None:
+    """They take room outside: of two tensor ranks each has that of half of them."""
+    tokens = []
+    for tensor in (1, 2):
+        for settings in ({}, X):
+            llm = streamed_ranks(2, tensor, model=folder_of("llama"), kv_offloading_size=0.001, max_sequences=99,
+                                 **settings)  # fmt: skip
+            kept = sum(x.nbytes for store in stores(llm)[:tensor] for x in store.store.x)
+            whole = sum(pool.k.nbytes for store in stores(llm)[:tensor] for pool in store.store.pools)
+            assert whole <= kept <= 1.1 * whole if settings else not kept
+            tokens.append(llm.capacity.kv_cache_tokens)
+            close(llm)
+    assert all(1.4 < bare / with_x < 1.7 for bare, with_x in (tokens[:2], tokens[2:])), tokens

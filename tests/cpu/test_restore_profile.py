@@ -13,15 +13,16 @@ from headrace.kv.storage import KVStorage
 from headrace.models.decoder import load_decoder
 from headrace.offload.restore import timing
 from headrace.offload.restore.profile import measure, probe
-from headrace.offload.restore.solver import StoredRun, restore_split
+from headrace.offload.restore.run_costs import StoredRun
+from headrace.offload.restore.solver import restore_split
 from headrace.offload.tiers.disk import DiskTier
 from headrace.offload.tiers.host import HostTier
 from headrace.offload.tiers.stack import Tiers
 from headrace.types import CHUNK
-from tests.support.checkpoints import KINDS, FolderOf
+from tests.support.checkpoints import EVERY_KIND_SLOWLY, FolderOf
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND_SLOWLY)
 def test_first_rates(kind: str, folder_of: FolderOf, tmp_path: Path) -> None:
     """They are there, they are positive, they rise with the work, and a split comes of them."""
     decoder = load_decoder(folder_of(kind), "bfloat16")

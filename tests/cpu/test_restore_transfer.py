@@ -45,7 +45,7 @@ class Rank:
         self.agent, self.told = TierAgent(lambda identity: opened, fence=fence), queue.SimpleQueue[words.Answer]()
         self.agent.open(bytes(32))
         for slot, digest in enumerate(DIGESTS):
-            assert self.agent.store(words.StoreChunk(0, slot, digest, b"", True, activations=slot < 2))
+            assert self.agent.store(words.ChunkToStore(slot, digest, b"", True, activations=slot < 2))
 
     def bring(self, *kinds: BlobKind) -> None:
         wanted = [words.WantedHere(i, DIGESTS[i], 3 + i, (words.Place(0),), kind) for i, kind in enumerate(kinds)]
@@ -127,7 +127,7 @@ def test_slots_are_filled_and_chunks_stored_behind_the_step_under_way() -> None:
     fence.sent()
     rank.bring("k")
     storing = threading.Thread(
-        target=rank.agent.store, args=(words.StoreChunk(0, 4, bytes([9]) * 32, b"", True),), daemon=True
+        target=rank.agent.store, args=(words.ChunkToStore(4, bytes([9]) * 32, b"", True),), daemon=True
     )
     storing.start()
     storing.join(0.05)

@@ -9,7 +9,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.kernels import cpu
-from tests.support.checkpoints import KINDS, FolderOf
+from tests.support.checkpoints import EVERY_KIND_SLOWLY, FolderOf
 from tests.support.traces import GREEDY, Trace, prompts_of, run, same, words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,7 +103,7 @@ def test_preempted_in_mid_request_is_the_same(form: str, size: float, llm: LLM) 
     other.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND_SLOWLY)
 def test_every_family(kind: str, folder_of: FolderOf) -> None:
     """Projected K and V have the family's bias, norm and rotation; windows and ALiBi stream like all else."""
     settings: dict[str, Any] = {"dtype": "bfloat16", "max_batch_tokens": 96}

@@ -52,6 +52,12 @@ MODELS: dict[str, Model] = {
     "ALiBi": ("falcon_rw", {}),
     "falcon 40": ("falcon40", {}),
     "one norm": ("falcon11", {}),
+    "fused matrices, longrope": ("phi4_longrope", {}),
+    "layers without positions": ("smollm3", {}),
+    "multipliers": ("granite", {}),
+    "neighbours rotated": ("glm4", {}),
+    "soft caps": ("gemma2", {}),
+    "two rotations": ("gemma3", {}),
 }
 """Kind of tests.support.checkpoints, and fields of its configuration. All have 4 query heads, H 128, I 192 or 512."""
 UNEVEN: dict[str, Model] = {

@@ -12,7 +12,7 @@ from headrace.offload.tiers import upkeep
 from headrace.types import CHUNK
 from tests.support import traces
 from tests.support.checkpoints import FolderOf
-from tests.support.offloading import counters, flush, forced, prompts_of, watched
+from tests.support.offloading import counters, flush, forced, projecting, prompts_of, watched
 from tests.support.ranked_offloading import PARAMS, RankedLLM, close, loads, over_ranks, restored
 from tests.support.traces import run, same
 
@@ -114,15 +114,17 @@ def test_a_pool_too_small() -> None:
     close(llm)
 
 
-def test_aborted_while_it_comes(gqa: Case) -> None:
+@pytest.mark.parametrize("x", ["off", "on"])
+def test_aborted_while_it_comes(x: str, folder_of: FolderOf) -> None:
     """Nobody else gets the slots until no tensor rank writes to them any more."""
-    llm = gqa.over(1, 2, kv_link_gbps=0.002)
-    prompts, truth = gqa.prompts[:1], gqa.truth[:1]
+    case = Case(folder_of("llama"))
+    llm = case.over(1, 2, kv_link_gbps=0.002, kv_offload_activations=x)
+    prompts, truth = case.prompts[:1], case.truth[:1]
     same(watched(llm, prompts, PARAMS), truth)
     flush(llm)
     core = llm.engine
     assert core.offload is not None
-    core.offload.choose = forced(0.0, 0.0)
+    core.offload.choose = projecting if x == "on" else forced(0.0, 0.0)
     for abort_after in range(5):
         request = llm._request(prompts[0], PARAMS, None, 0)
         core.add(request)
@@ -269,3 +271,86 @@ def test_damage_of_one_of_several_parts(folder_of: FolderOf, tmp_path: Path) -> 
         same(watched(llm, prompts, PARAMS), truth)
         flush(llm)
     assert counters(llm).failures == 1 and counters(llm).loaded_tokens == 3 * CHUNK
+
+
+def projects(llm: RankedLLM, case: Case) -> None:
+    """Answers from what the tiers hold, of which all that has activations is projected."""
+    assert llm.engine.offload is not None
+    llm.engine.offload.choose = projecting
+    same([watched(llm, [each], PARAMS)[0] for each in case.prompts], case.truth)
+    assert counters(llm).projected_tokens > 300 and counters(llm).failures == 0
+
+
+X = {"kv_offload_activations": "on"}
+
+
+@pytest.mark.parametrize(("size", "tensor"), SIZES)
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_activations_are_stored_in_turn(size: int, tensor: int, kv: str, folder_of: FolderOf) -> None:
+    """Over a slow link: each layer is projected while the next is on its way."""
+    case = Case(folder_of("llama"), kv_cache_dtype=kv)
+    llm = case.over(size, tensor, "single", **X, kv_link_gbps=0.02)
+    same([watched(llm, [each], PARAMS)[0] for each in case.prompts], case.truth)
+    chunks = len(llm.engine.cache.tree.nodes)
+    flush(llm)
+    llm.forget()
+    held = [agent.opened.tiers.stats()["host"].blobs for agent in llm.agents.values()]
+    assert sum(held) == 3 * chunks, "two shares of K and V, and activations once"
+    assert all(abs(one - other) <= 2 for one, other in zip(held[::2], held[1::2], strict=True))
+    projects(llm, case)
+    close(llm)
+
+
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in KINDS)])
+@pytest.mark.parametrize("strategy", ["ring-kv", "chain", "ring-q", "gather"])
+def test_by_every_strategy_activations_arrive(kind: str, strategy: str, folder_of: FolderOf) -> None:
+    case = Case(folder_of(kind))
+    llm = case.over(2, 2, "single", **X)
+    same([watched(llm, [each], PARAMS)[0] for each in case.prompts], case.truth)
+    flush(llm)
+    llm.forget()
+    driver: Any = llm.engine.loaded.executor
+    driver.allowed = (strategy,)
+    projects(llm, case)
+    close(llm)
+
+
+@pytest.mark.parametrize(("stored", "restores"), PAIRS)
+def test_any_number_of_ranks_projects_what_any_stored(
+    stored: int, restores: int, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """The rest is loaded, from shares of heads of another size."""
+    case = Case(folder_of("llama"))
+    disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0, **X}
+    first = case.over(1, stored, **disk)
+    same([watched(first, [each], PARAMS)[0] for each in case.prompts], case.truth)
+    flush(first)
+    close(first)
+    second = case.over(1, restores, **disk)
+    assert second.engine.offload is not None
+    second.engine.offload.choose = forced(0.0, 0.5)
+    same([watched(second, [each], PARAMS)[0] for each in case.prompts], case.truth)
+    told = counters(second)
+    assert told.projected_tokens > 100 and told.loaded_tokens > 100 and told.failures == 0
+    close(second)
+
+
+@pytest.mark.parametrize("chunk", [2, 3])
+def test_lost_activations_of_one_rank(chunk: int, folder_of: FolderOf, tmp_path: Path) -> None:
+    """Those of the chunk whose turn it was: all ranks compute it again, and all that follows."""
+    case = Case(folder_of("llama"))
+    llm = case.over(1, 2, kv_offload_path=str(tmp_path), kv_offloading_size=0, **X)
+    prompts, truth = case.prompts[:1], case.truth[:1]
+    same(watched(llm, prompts, PARAMS), truth)
+    flush(llm)
+    paths = blobs_of(llm, prompts[0], chunk, tmp_path)
+    assert len(paths) == 3, "two shares of K and V, and activations once"
+    lost = next(path for path in paths if path.name.partition("-")[0].endswith(b"x".hex()))
+    content = bytearray(lost.read_bytes())
+    content[-100] ^= 4
+    lost.write_bytes(content)
+    assert llm.engine.offload is not None
+    llm.engine.offload.choose = projecting
+    same(watched(llm, prompts, PARAMS), truth)
+    assert counters(llm).failures == 1 and counters(llm).projected_tokens == chunk * CHUNK
+    close(llm)

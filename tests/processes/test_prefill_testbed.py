@@ -16,6 +16,7 @@ from headrace.bench.tune import table_stamp
 from headrace.parallel.rate_limit import RateLimitedTransport
 from headrace.planner.choice import shards_for
 from headrace.planner.schedule import Shards
+from headrace.planner.shards import Prefill
 from headrace.planner.tuned_table import TunedTable
 from headrace.strategies import OFFERED
 
@@ -30,7 +31,7 @@ def testbed() -> Iterator[PrefillTestbed]:
 
 
 def cut(testbed: PrefillTestbed, strategy: str, T: int, P: int = 0) -> Shards:
-    return shards_for(strategy, testbed.machine, testbed.shape, testbed.size, T, P, None)
+    return shards_for(strategy, Prefill(testbed.machine, testbed.shape, testbed.size, T, P))
 
 
 @pytest.mark.parametrize(

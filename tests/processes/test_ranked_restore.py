@@ -14,21 +14,32 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.parallel.transport import RankLost
-from tests.support.offloading import forced
+from tests.support.offloading import forced, projecting
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
 def opened(ranks: int, folder: Path, tensor: int = 1, **settings: Any) -> LLM:
     return LLM("tiny", context_parallel_size=ranks, tensor_parallel_size=tensor, kv_offload_path=str(folder),
-               kv_cache_tokens=4096, threads=1, kv_offload_activations="off", dtype="bfloat16",
-               prefill_strategy="ring-kv", **settings)  # fmt: skip
+               kv_cache_tokens=4096, threads=1, dtype="bfloat16", prefill_strategy="ring-kv",
+               **{"kv_offload_activations": "off", **settings})  # fmt: skip
 
 
 def answer(llm: LLM, prompt: list[int]) -> tuple[list[int], int]:
     """Tokens, and how many of the prompt were restored."""
     output = llm.generate([prompt], PARAMS)[0]
     return output.token_ids, llm.engine.stats().restore.loaded_tokens
+
+
+def test_tensor_ranks_project_what_they_stored_in_turn(tmp_path: Path) -> None:
+    prompt = torch.randint(10, 2000, (700,), generator=torch.Generator().manual_seed(6)).tolist()
+    with opened(1, tmp_path, 2, kv_offload_activations="on") as llm:
+        truth, _ = answer(llm, prompt)
+    with opened(1, tmp_path, 2, kv_offload_activations="on") as llm:
+        assert llm.engine.offload is not None
+        llm.engine.offload.choose = projecting
+        assert answer(llm, prompt)[0] == truth
+        assert llm.engine.stats().restore.projected_tokens == 640 and not llm.engine.stats().restore.failures
 
 
 @pytest.mark.matrix

@@ -47,6 +47,19 @@ def test_the_answers_of_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
+def test_tensor_ranks_project_half_of_it(tmp_path: Path) -> None:
+    """Rank 0 wishes all of it and the other little: they take the mean."""
+    one = LLM("tiny", kv_cache_tokens=8192, dtype="bfloat16")
+    with opened(tmp_path, 1, 2, kv_offload_activations="on") as llm:
+        assert llm.engine.loaded.ranks is not None
+        storage: Any = llm.engine.loaded.ranks.rank.storage
+        storage.x.share = 1.0
+        assert answers(llm) == answers(one)
+        assert answers(llm) == answers(one)
+        assert storage.totals.projected > 100 and storage.totals.loaded > 100
+
+
+@pytest.mark.matrix
 def test_a_killed_rank(tmp_path: Path) -> None:
     """While it waits for its link; nothing stays in the directory."""
     with opened(tmp_path, 2, 1, prefill_strategy="ring-kv", kv_link_gbps=0.002) as llm:

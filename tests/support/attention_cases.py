@@ -33,11 +33,13 @@ class Case:
     scale: float
     window: int | None = None
     bias: Tensor | None = None
+    cap: float | None = None
+    sinks: Tensor | None = None
 
     def __repr__(self) -> str:
         kind, dims = self.q.dtype, (tuple(self.q.shape), tuple(self.k.shape))
-        bias = self.bias is not None
-        return f"Case({kind}, q and k {dims}, window {self.window}, bias {bias}, items {self.items.tolist()})"
+        scores = f"window {self.window}, cap {self.cap}, sinks {self.sinks is not None}, bias {self.bias is not None}"
+        return f"Case({kind}, q and k {dims}, {scores}, items {self.items.tolist()})"
 
     @property
     def pool(self) -> Pool:
@@ -46,7 +48,8 @@ class Case:
 
     @property
     def mask(self) -> Mask:
-        return Mask(self.items, self.positions, window=self.window, bias=self.bias, scale=self.scale)
+        more = dict(bias=self.bias, cap=self.cap, sinks=self.sinks, scale=self.scale)
+        return Mask(self.items, self.positions, window=self.window, **more)  # type: ignore[arg-type]
 
     def run(self) -> Tensor:
         return cpu.attend(self.q, cpu.arrange(self.pool), self.mask)
@@ -135,18 +138,28 @@ def seen_keys(case: Case, row: int) -> tuple[Tensor, Tensor, Tensor]:
     return slots[seen], offsets[seen], positions[seen]
 
 
+def seen_scores(case: Case, row: int) -> Tensor:
+    """fp64 scores of the keys that the row sees: [Hq, n]."""
+    slots, offsets, positions = seen_keys(case, row)
+    k = case.k[slots, :, :, offsets].double().repeat_interleave(case.q.shape[1] // case.k.shape[1], dim=1)
+    scores = torch.einsum("hd,nhd->hn", case.q[row].double(), k) * case.scale
+    if case.cap is not None:
+        scores = torch.tanh(scores / case.cap) * case.cap
+    return scores if case.bias is None else scores + case.bias[:, positions].double()
+
+
 def truth(case: Case) -> tuple[Tensor, Tensor]:
     """fp64 attention [R, Hq, D], and the sum over keys of p |v|, to which errors are compared."""
     group = case.q.shape[1] // case.k.shape[1]
     outs, sizes = [], []
     for row in range(len(case.q)):
-        slots, offsets, positions = seen_keys(case, row)
-        k = case.k[slots, :, :, offsets].double().repeat_interleave(group, dim=1)
+        slots, offsets, _ = seen_keys(case, row)
         v = case.v[slots, :, offsets].double().repeat_interleave(group, dim=1)
-        scores = torch.einsum("hd,nhd->hn", case.q[row].double(), k) * case.scale
-        if case.bias is not None:
-            scores = scores + case.bias[:, positions].double()
-        p = scores.softmax(-1)
+        scores = seen_scores(case, row)
+        if case.sinks is None:
+            p = scores.softmax(-1)
+        else:
+            p = torch.cat((scores, case.sinks[:, None].double()), dim=-1).softmax(-1)[:, :-1]
         outs.append(torch.einsum("hn,nhd->hd", p, v))
         sizes.append(torch.einsum("hn,nhd->hd", p, v.abs()))
     return torch.stack(outs), torch.stack(sizes)
@@ -185,5 +198,6 @@ def cases(draw: st.DrawFn, most: int = 6) -> Case:
     return make_case(
         tree, heads, kv_heads, draw(st.sampled_from([32, 64, 80, 96, 128, 256, 8, 20])),
         draw(st.sampled_from([torch.float32, torch.bfloat16])), bias=bias,
-        window=draw(st.sampled_from([None, None, 1, 7, 64, 100])),
+        window=draw(st.sampled_from([None, None, 1, 7, 64, 100])), cap=draw(st.sampled_from([None, None, 0.5, 50.0])),
+        sinks=3 * torch.randn(heads, generator=generator) if draw(st.booleans()) else None,
     )  # fmt: skip

@@ -10,21 +10,39 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     FalconConfig,
     FalconForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from headrace.models.decoder import Decoder
@@ -35,8 +53,12 @@ TheirsOf = Callable[..., PreTrainedModel]
 """Of the fixtures folder_of, ours_of and theirs_of (tests/cpu/conftest.py)."""
 
 VOCAB = 320
+NO_TOKEN = VOCAB
+"""For families whose configuration puts an end of its own where none is given."""
 WINDOW = 100
 MODEL_LENGTH = 512
+LONGROPE_LENGTH = 256
+"""The length up to which longrope rotates by its short factors: no generation of the tests passes it on its way."""
 SHORT_LENGTH = 128
 """The model's own length where the rotation is to be stretched beyond it."""
 
@@ -119,6 +141,46 @@ def _falcon(**fields: Any) -> PreTrainedModel:
     return FalconForCausalLM(FalconConfig(**{**FALCON_SIZES, **fields}))
 
 
+def _of(model: type[PreTrainedModel], config: type[PreTrainedConfig], **own: Any) -> Build:
+    """Builds models of a class with the sizes of a small Llama, grouped heads and its `own` fields."""
+    return lambda **fields: model(config(**{**LLAMA_SIZES, **GQA, **own, **fields}))
+
+
+_phi3 = _of(Phi3ForCausalLM, Phi3Config, original_max_position_embeddings=MODEL_LENGTH)
+_smollm3 = _of(SmolLM3ForCausalLM, SmolLM3Config, no_rope_layer_interval=2, tie_word_embeddings=True)
+_granite = _of(
+    GraniteForCausalLM, GraniteConfig, embedding_multiplier=12.0, attention_multiplier=0.02, residual_multiplier=0.22,
+    logits_scaling=8.0,
+)  # fmt: skip
+_glm = _of(GlmForCausalLM, GlmConfig, head_dim=64, eos_token_id=NO_TOKEN)
+_glm4 = _of(Glm4ForCausalLM, Glm4Config, head_dim=64, eos_token_id=NO_TOKEN)
+GEMMA = dict(head_dim=64, num_hidden_layers=3, sliding_window=WINDOW, query_pre_attn_scalar=48)
+GEMMA_LAYERS = dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+_gemma2 = _of(Gemma2ForCausalLM, Gemma2Config, **GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)
+_gemma3 = _of(Gemma3ForCausalLM, Gemma3TextConfig, **GEMMA, **GEMMA_LAYERS)
+LONGROPE = dict(
+    original_max_position_embeddings=LONGROPE_LENGTH,
+    rope_parameters=dict(
+        rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.75,
+        short_factor=[1 + 0.05 * i for i in range(12)], long_factor=[1 + 0.5 * i for i in range(12)],
+    ),
+)  # fmt: skip
+GEMMA3_LINEAR = dict(
+    rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4),
+    )
+)
+
+
+def _gemma3_with_vision(**fields: Any) -> PreTrainedModel:
+    text = {**LLAMA_SIZES, **GQA, **GEMMA, **GEMMA_LAYERS, "pad_token_id": 0, **fields}
+    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    tokens = dict(boi_token_index=1, eoi_token_index=2, image_token_index=3, eos_token_id=NO_TOKEN)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1, **tokens)
+    return Gemma3ForConditionalGeneration(config)
+
+
 KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "llama": (_llama, {}),
     "llama_gqa": (_llama, GQA),
@@ -146,8 +208,30 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "falcon_rw_odd": (_falcon, FALCON_RW | dict(num_attention_heads=6, hidden_size=192)),
     "falcon40": (_falcon, FALCON_40),
     "falcon11": (_falcon, FALCON_40 | dict(num_ln_in_parallel_attn=1)),
+    "phi3": (_phi3, dict(sliding_window=WINDOW)),
+    "phi4_longrope": (_phi3, LONGROPE | dict(tie_word_embeddings=True)),
+    "smollm3": (_smollm3, {}),
+    "smollm3_window": (_smollm3, dict(use_sliding_window=True, sliding_window=WINDOW, attention_bias=True)),
+    "granite": (_granite, dict(attention_bias=True)),
+    "glm": (_glm, {}),
+    "glm4": (_glm4, {}),
+    "gemma2": (_gemma2, {}),
+    "gemma3": (_gemma3, {}),
+    "gemma3_linear": (_gemma3, GEMMA3_LINEAR),
+    "gemma3_with_vision": (_gemma3_with_vision, {}),
 }
 """Every family and variant, as (constructor, its fields)."""
+NEAR = ("phi3", "smollm3_window", "glm", "gemma3_linear", "gemma3_with_vision")
+"""Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
+LATER = (*NEAR, "smollm3", "granite", "glm4", "gemma3")
+"""And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
+
+
+def _kinds(matrix: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(kind, marks=pytest.mark.matrix) if kind in matrix else kind for kind in KINDS]
+
+
+EVERY_KIND, EVERY_KIND_SLOWLY = _kinds(NEAR), _kinds(LATER)
 
 
 def build_model(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -187,11 +271,12 @@ def edit_json(path: Path, remove: tuple[str, ...] = (), **fields: Any) -> None:
 
 def _randomise(model: PreTrainedModel) -> None:
     """Wide weights, biases away from zero, norms away from one; all rounded to bf16."""
+    around = 0.0 if model.config.model_type.startswith("gemma") else 1.0  # Gemma's norms multiply by 1 + weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             if "norm" in name or "ln_" in name:
-                value = 1 + 0.3 * noise if name.endswith("weight") else 0.3 * noise
+                value = (name.endswith("weight") and around) + 0.3 * noise
             elif parameter.dim() == 1:
                 value = 0.3 * noise
             elif "embed" in name:

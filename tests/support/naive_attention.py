@@ -16,8 +16,8 @@ from headrace.models.decoder import Decoder, TokenBatch
 class NaiveAttend(Attend):
     """An Attend for one sequence. Rows of a step must follow those of the step before."""
 
-    def __init__(self, spec: AttentionSpec, key_bias: Tensor | None = None) -> None:
-        self.spec = spec
+    def __init__(self, spec: AttentionSpec, key_bias: Tensor | None = None, sinks: list[Tensor] | None = None) -> None:
+        self.spec, self.sinks = spec, sinks
         self.key_bias = key_bias
         self.keys: list[list[Tensor]] = [[] for _ in range(spec.layers)]
         self.values: list[list[Tensor]] = [[] for _ in range(spec.layers)]
@@ -34,6 +34,8 @@ class NaiveAttend(Attend):
         keys = keys.float().transpose(0, 1).repeat_interleave(spec.group, 0)
         values = values.float().transpose(0, 1).repeat_interleave(spec.group, 0)
         scores = queries @ keys.transpose(1, 2) * spec.scale
+        if spec.score_cap is not None:
+            scores = torch.tanh(scores / spec.score_cap) * spec.score_cap
         if self.key_bias is not None:
             scores = scores + self.key_bias[:, None, :length]
         row = torch.arange(length - rows, length)[:, None]
@@ -42,6 +44,9 @@ class NaiveAttend(Attend):
         if spec.windows[layer] is not None:
             visible &= key > row - spec.windows[layer]
         scores = scores.masked_fill(~visible, float("-inf"))
+        if self.sinks is not None:
+            sink = self.sinks[layer][:, None, None].expand(-1, rows, 1)
+            return (torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ values).transpose(0, 1).to(q.dtype)
         return (scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype)
 
 
@@ -68,7 +73,7 @@ class BatchAttend(Attend):
 
 def naive(decoder: Decoder, kind: type[NaiveAttend] = NaiveAttend) -> NaiveAttend:
     """Attention for one new sequence of this model."""
-    return kind(decoder.config.attention, decoder.key_bias)
+    return kind(decoder.config.attention, decoder.key_bias, decoder.sinks)
 
 
 def batch_of(tokens: list[int], start: int, prompt_length: int) -> TokenBatch:

@@ -11,7 +11,8 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.engine.stored_prefixes import Choose
-from headrace.offload.restore.solver import Split, StoredRun
+from headrace.offload.restore.run_costs import StoredRun
+from headrace.offload.restore.solver import Split
 from tests.support.traces import Trace, run
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

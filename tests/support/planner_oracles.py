@@ -14,6 +14,7 @@ from headrace.planner.choice import choose
 from headrace.planner.heuristic import Heuristic
 from headrace.planner.machine import Machine, ModelShape
 from headrace.planner.partition import even, sizes_of
+from headrace.planner.shards import Prefill
 from headrace.types import CHUNK
 
 A, B = 7.67e-5, 1.985e-8
@@ -89,13 +90,13 @@ def break_even(
 ) -> int | None:
     """New tokens from which several ranks are worth it, to a chunk; None where they are not below a million."""
     low, high = 0, CHUNK
-    while choose(machine, shape, ranks, high, P, cached_on).strategy == "single":
+    while choose(Prefill(machine, shape, ranks, high, P, cached_on)).strategy == "single":
         low, high = high, 2 * high
         if high > 2**20:
             return None
     while high - low > CHUNK:
         middle = (low + high) // 2 // CHUNK * CHUNK
-        if choose(machine, shape, ranks, middle, P, cached_on).strategy == "single":
+        if choose(Prefill(machine, shape, ranks, middle, P, cached_on)).strategy == "single":
             low = middle
         else:
             high = middle
@@ -112,7 +113,9 @@ def crossover(
     counts = sorted({int(total / 2 ** (i / 4)) // CHUNK * CHUNK for i in range(1, 49)} - {0})
     rings = ("ring-kv", "ring-q")
     wins = [
-        T for T in counts if choose(machine, shape, ranks, T, total - T, cached_on, allowed=rings).strategy == "ring-q"
+        T
+        for T in counts
+        if choose(Prefill(machine, shape, ranks, T, total - T, cached_on), allowed=rings).strategy == "ring-q"
     ]
     return max(wins, default=None)
 

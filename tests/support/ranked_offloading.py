@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,17 @@ from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.offload.ranked.agent import TierAgent
 from headrace.offload.ranked.peers import TierPeers
+from headrace.parallel.messages import StepGroup
 from headrace.parallel.rank import Rank
+from headrace.parallel.split_blocks import split_blocks
 from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import LoopbackHub
 from headrace.planner.choice import choose
 from headrace.planner.machine import ModelShape
+from headrace.planner.profile import Profile
+from headrace.planner.shards import Prefill
 from headrace.strategies import STRATEGIES
-from headrace.types import BLOCK_CHUNKS, CHUNK
+from headrace.types import CHUNK
 from tests.support.offloading import counters, flush, forced, watched
 from tests.support.rank_threads import MACHINE, Threads
 from tests.support.traces import Trace, same
@@ -40,25 +44,19 @@ ConfigOf = Callable[[EngineConfig, int], EngineConfig]
 
 
 @dataclass(slots=True)
-class OneOwner(Driver):
+class OwnersDriver(Driver):
     """Wants each block of a table to have one owner, as long as no rank is so full that another takes its chunks.
 
-    split: prompts of sequences whose queries went to a block on several ranks, of which no bits are promised
-    (docs/parallel.md).
+    split: slices whose queries went to a block on several ranks.
     """
 
-    split: set[tuple[int, ...]] = field(default_factory=set)
+    split: int = 0
 
     def _part(self, part: Slice) -> Any:
-        sequence, table = part.sequence, part.sequence.table
-        assert table is not None
-        owners = table.slots // self.cache.pool.per_rank
-        blocks = [set(owners[at : at + BLOCK_CHUNKS].tolist()) for at in range(0, len(owners), BLOCK_CHUNKS)]
-        one_each = all(len(ranks) == 1 for ranks in blocks)
-        assert one_each or self.cache.displaced
         strategy, made = Driver._part(self, part)
-        if strategy == "ring-q" and not one_each:
-            self.split.add(tuple(sequence.tokens[: sequence.prompt_len]))
+        several = bool(split_blocks(StepGroup(strategy, [made]), self.cache.pool.per_rank))
+        assert self.cache.displaced or not several
+        self.split += several and strategy == "ring-q"
         return strategy, made
 
 
@@ -88,8 +86,8 @@ class RankedLLM(LLM):
     def forget(self) -> None:
         """What lies in the pools becomes wrong, so that whatever is read before it has come back shows."""
         for rank in self.ranks:
-            for pool in rank.storage.pools:
-                pool.k.fill_(7), pool.v.fill_(7)
+            for each in (*(x for pool in rank.storage.pools for x in (pool.k, pool.v)), *(rank.storage.x or ())):
+                each.fill_(7)
 
 
 def over_ranks(
@@ -123,14 +121,13 @@ def over_ranks(
     shape = ModelShape.of(ranks[0].decoder.config)
 
     def advise(count: int, start: int, cached_on: Any, allow: tuple[str, ...]) -> Any:
-        return choose(MACHINE, shape, size, count, start, cached_on, allowed=allow)
+        return choose(Prefill(MACHINE, shape, size, count, start, cached_on), allowed=allow)
 
     workers = Threads(ranks[1:], hubs)
     peers = TierPeers(size, agents, tensor=tensor)
-    offload = tiers.open_offload(
-        config, loaded.capacity, cache, ranks[0], peers, lambda new, cached, lies: dict.fromkeys(allowed, 1e-3 * new)
-    )
-    driver = OneOwner(ranks[0], cache, workers.send, advise, allowed)
+    profile = Profile(MACHINE, shape, size, allowed=allowed) if size > 1 else None
+    offload = tiers.open_offload(config, loaded.capacity, cache, ranks[0], peers, profile)
+    driver = OwnersDriver(ranks[0], cache, workers.send, advise, allowed)
     llm.engine = EngineCore(replace(loaded, cache=cache, decoder=ranks[0].decoder, executor=driver, offload=offload))
     llm.workers, llm.hubs, llm.ranks, llm.agents = workers, hubs, ranks, agents
     return llm

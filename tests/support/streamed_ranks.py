@@ -21,6 +21,7 @@ from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import LoopbackHub
 from headrace.planner.choice import choose
 from headrace.planner.machine import ModelShape
+from headrace.planner.shards import Prefill
 from headrace.progress import untold
 from headrace.strategies import STRATEGIES
 from headrace.types import CHUNK
@@ -69,7 +70,7 @@ def streamed_ranks(
     shape = ModelShape.of(made[0].decoder.config)
 
     def advise(count: int, start: int, cached_on: Any, allow: tuple[str, ...]) -> Any:
-        return choose(MACHINE, shape, context, count, start, cached_on, allowed=allow)
+        return choose(Prefill(MACHINE, shape, context, count, start, cached_on), allowed=allow)
 
     workers = Threads(made[1:], hubs)  # type: ignore[arg-type]
     streams = RankedStreams({rank: each.storage for rank, each in enumerate(made)})  # type: ignore[misc]

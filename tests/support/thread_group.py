@@ -5,6 +5,7 @@ Everything else is the engine's own: headrace.engine.ranks makes each rank, its 
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -85,6 +86,7 @@ class ThreadWorkers:
         self._callbacks: list[Callable[[str], None]] = []
         self._ready = threading.Semaphore(0)
         self._workers = {group.rank: _Worker() for group in groups}
+        self.pids = dict.fromkeys(self._workers, os.getpid())
         for group in groups:
             worker = self._workers[group.rank]
             for work in (self._compute, self._obey):

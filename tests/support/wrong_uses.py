@@ -140,11 +140,6 @@ SIZES = (
     WrongUse("a schedule without a place", "serve --offload-schedule row", "offload_schedule needs a place for KV"),
     WrongUse("heads that cannot be shared", "serve -tp 3", "tensor_parallel_size 3 does not divide 8 query heads"),
     WrongUse("no ranks", "serve -cp 0", "context_parallel_size must be an integer of at least 1, got 0"),
-    WrongUse(
-        "activations of tensor ranks",
-        "serve -tp 2 --kv-offloading-size 1 --kv-offload-activations on",
-        "each tensor rank would store the whole of them",
-    ),
     WrongUse("an address elsewhere", "serve -cp 2 --rank-interface 198.51.100.1", "is not an address of this host"),
 )
 MODELS = (
@@ -153,18 +148,23 @@ MODELS = (
     WrongUse(
         "a name of the hub",
         "serve Qwen/Qwen3-0.6B",
-        "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` gets it",
+        "`hf download Qwen/Qwen3-0.6B` fetches it",
         {"HF_HUB_CACHE": "hub"},
     ),
     WrongUse(
-        "the same, downloaded before",
+        "the same, downloaded before and damaged",
         "chat Qwen/Qwen3-0.6B",
-        f"give {HUB}",
+        f"{HUB}/config.json: architecture (none) is not supported",
         {"HF_HUB_CACHE": "hub"},
         {f"{HUB}/config.json": "{}"},
     ),
-    WrongUse("a GGUF file", "chat m.gguf", "GGUF files are not read", files={"m.gguf": "GGUF"}),
-    WrongUse("a folder of GGUF files", "chat m", "the folder holds GGUF files", files={"m/q4.gguf": "GGUF"}),
+    WrongUse("half a GGUF file", "chat m.gguf", "m.gguf: it ends within its header", files={"m.gguf": "GGUF"}),
+    WrongUse(
+        "a folder of GGUF files",
+        "chat m",
+        "holds several GGUF files; give one of them: m/q4.gguf, m/q8.gguf",
+        files={"m/q4.gguf": "GGUF", "m/q8.gguf": "GGUF"},
+    ),
     WrongUse("an adapter", "chat m", "the folder holds an adapter (LoRA)", files={"m/adapter_config.json": "{}"}),
     WrongUse(
         "a file of weights", "chat m/x.safetensors", "this is a file; give its folder, m", files={"m/x.safetensors": ""}
@@ -194,7 +194,7 @@ MODELS = (
     WrongUse(
         "a quantised checkpoint",
         "chat m",
-        "quantization_config is not supported; use the unquantised",
+        "quant_method None is not supported",
         files=model(quantization_config={"bits": 4}),
     ),
     WrongUse(

@@ -101,15 +101,6 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
         {"enable_prefix_caching": False, **HOST},
         "Leave out kv_offloading_size or --no-enable-prefix-caching",
     ),
-    (
-        {"tensor_parallel_size": 2, "kv_offload_activations": "on", **DISK},
-        "the whole of them. Leave out tensor_parallel_size or kv_offload_activations",
-    ),
-    *(
-        ({"offload_schedule": "row", **ranks, **x, **HOST}, f"K and V alone. .*Leave out .*{next(iter(x))}")
-        for ranks in ({"context_parallel_size": 2}, {"tensor_parallel_size": 2})
-        for x in ({"kv_offload_activations": "on"}, {"offload_x_resident": True})
-    ),
 ]
 
 

@@ -79,6 +79,30 @@ def test_what_is_loaded_and_written(group: StepGroup, window: int | None) -> Non
         assert own.slots.tolist() == here(every)
         assert own.slots[own.cached[window]].tolist() == here(seen - begun)
         assert own.slots[own.written].tolist() == here(written)
+        assert own.slots[own.begun].tolist() == here(begun)
+        rows = [row for part in group.parts for row in computed_by(part, rank)]
+        assert own.rows == len(rows)
+        foreign = written - {slot for part in group.parts for slot in whole_of(part, rank)}
+        assert own.slots[own.foreign].tolist() == here(foreign)
+        for slot, number in zip(own.slots.tolist(), own.numbers.tolist(), strict=True):
+            assert all(part.slots.index(slot + rank * PER_RANK) == number for part in group.parts
+                       if slot + rank * PER_RANK in part.slots)  # fmt: skip
+
+
+def computed_by(part: StepPart, rank: int) -> list[int]:
+    """Positions of a part whose rows a rank computes."""
+    cuts = zip(part.bounds, part.bounds[1:], part.ranks, strict=False)
+    return [position for begin, end, other in cuts if other == rank for position in range(begin, end)]
+
+
+def whole_of(part: StepPart, rank: int) -> set[int]:
+    """Slots of the chunks whose new rows are all a rank's."""
+    mine = set(computed_by(part, rank))
+    return {
+        slot
+        for chunk, slot in enumerate(part.slots)
+        if set(range(max(part.start, chunk * CHUNK), min(part.end, (chunk + 1) * CHUNK))) <= mine
+    }
 
 
 def test_a_chunk_that_goes_on_is_loaded_and_written() -> None:

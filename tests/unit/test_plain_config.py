@@ -17,6 +17,9 @@ pytestmark = pytest.mark.unit
 
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 WINDOWS = dict(use_sliding_window=True, sliding_window=64, num_hidden_layers=3)
+LONGROPE = dict(short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[1, 2, 4, 8])
+SMALL = dict(hidden_size=32, num_attention_heads=4, original_max_position_embeddings=64, max_position_embeddings=512)
+FULL = ["full_attention"] * 3
 GIVEN: list[dict[str, Any]] = [
     *(dict(architectures=[name]) for name in FAMILIES),
     dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=[3, 4]),
@@ -35,6 +38,33 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["OPTForCausalLM"], word_embed_proj_dim=512, do_layer_norm_before=False, enable_bias=False),
     dict(architectures=["FalconForCausalLM"], n_embed=256, num_attention_heads=4, alibi=True, ffn_hidden_size=100),
     dict(architectures=["FalconForCausalLM"], new_decoder_architecture=True, num_kv_heads=71),
+    dict(architectures=["Phi3ForCausalLM"], rope_scaling=dict(type="longrope", **LONGROPE), **SMALL),
+    dict(architectures=["Phi3ForCausalLM"], rope_scaling=dict(type="su", **LONGROPE), **SMALL, sliding_window=64),
+    dict(
+        architectures=["Phi3ForCausalLM"],
+        rope_scaling=dict(type="longrope", **LONGROPE),
+        **SMALL | dict(hidden_size=64),
+        partial_rotary_factor=0.5,
+    ),
+    dict(architectures=["Phi3ForCausalLM"], rope_scaling=dict(type="longrope"), **SMALL),
+    dict(rope_scaling=dict(rope_type="longrope", **LONGROPE), **SMALL),
+    dict(rope_scaling=dict(rope_type="longrope", **LONGROPE), **SMALL | dict(hidden_size=64)),
+    dict(architectures=["SmolLM3ForCausalLM"], no_rope_layer_interval=2, num_hidden_layers=3, rope_theta=5e6),
+    dict(architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1, 0], num_hidden_layers=3, layer_types=FULL),
+    dict(architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1, 0, 0], **WINDOWS),
+    dict(architectures=["GraniteForCausalLM"], embedding_multiplier=12, logits_scaling=8.0, attention_multiplier=0.1),
+    dict(architectures=["GlmForCausalLM"], partial_rotary_factor=0.25, eos_token_id=[3]),
+    dict(architectures=["Glm4ForCausalLM"], attention_bias=False, hidden_act="gelu"),
+    dict(architectures=["Gemma2ForCausalLM"], attn_logit_softcapping=None, query_pre_attn_scalar=144),
+    dict(architectures=["Gemma2ForCausalLM"], layer_types=FULL, num_hidden_layers=3, hidden_activation="relu"),
+    dict(architectures=["Gemma2ForCausalLM"], use_bidirectional_attention=True),
+    dict(architectures=["Gemma3ForCausalLM"], rope_scaling=dict(rope_type="linear", factor=8.0), rope_theta=2e6),
+    dict(architectures=["Gemma3ForCausalLM"], sliding_window_pattern=3, rope_local_base_freq=5e3, sliding_window=512),
+    dict(
+        architectures=["Gemma3ForCausalLM"], rope_parameters=dict(full_attention=dict(rope_type="linear", factor=2.0))
+    ),
+    dict(architectures=["Gemma3ForConditionalGeneration"], num_hidden_layers=7, eos_token_id=[1, 106], dtype="float16"),
+    dict(architectures=["Gemma3ForConditionalGeneration"], text_config=dict(model_type="gemma2")),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),
@@ -47,6 +77,8 @@ def written(folder: Path, given: dict[str, Any]) -> Path:
     raw = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **given}
     family = FAMILIES.get(raw["architectures"][0])
     raw["model_type"] = family.model_type if family else "other"
+    if family and family.text_type and "text_config" not in given:
+        raw["text_config"] = given | {"model_type": family.text_type}
     (folder / "config.json").write_text(json.dumps(raw))
     return folder
 

@@ -21,6 +21,7 @@ from headrace.planner.heuristic import (
 )
 from headrace.planner.machine import ComputeRates, Machine
 from headrace.planner.partition import zigzag_ranks
+from headrace.planner.shards import Prefill
 from headrace.planner.tuned_table import TableEntry, TableStamp, TunedTable
 from headrace.strategies import STRATEGIES
 from tests.support.planner_oracles import GQA, MACHINE, PRINTED, S2, TABLE_4, break_even, crossover
@@ -121,7 +122,7 @@ def test_fit_refuses_too_little() -> None:
 
 
 def test_cost_takes_the_least() -> None:
-    choice = choose(MACHINE, S2, 2, 16384)
+    choice = choose(Prefill(MACHINE, S2, 2, 16384))
     assert choice.strategy == min(choice.predicted_s, key=lambda name: choice.predicted_s[name]) == "chain"
     assert choice.bounds[0] == 0 and choice.bounds[-1] == 16384 and choice.bounds[1] % 64 == 0
     assert choice.ranks == (0, 1)
@@ -135,26 +136,26 @@ def test_cost_takes_the_least() -> None:
 def test_single_is_one_engine_with_all_cores_where_ranks_share_them() -> None:
     """Twice the rates of a rank: several ranks gain nothing any more, and the reason says what `single` is."""
     twice = shared(2.0)
-    choice = choose(twice, S2, 2, 2048)
+    choice = choose(Prefill(twice, S2, 2, 2048))
     one = one_engine_s(twice, S2, 2048)
     assert choice.strategy == "single" and choice.predicted_s["single"] == one
     assert one is not None and one < 0.6 * predict("single", MACHINE, S2, 1, (0, 2048)).ttft_s
-    assert choice.predicted_s["chain"] == choose(MACHINE, S2, 2, 2048).predicted_s["chain"]
+    assert choice.predicted_s["chain"] == choose(Prefill(MACHINE, S2, 2, 2048)).predicted_s["chain"]
     others = {name: f"{value:.2f}" for name, value in choice.predicted_s.items()}
     assert choice.reason == (
         f"single (one engine with all 4 cores): {others['single']} s predicted, ring-kv {others['ring-kv']}, "
         f"chain {others['chain']}, gather {others['gather']}"
     )
-    slower = choose(shared(0.9), S2, 2, 16384)
+    slower = choose(Prefill(shared(0.9), S2, 2, 16384))
     assert slower.strategy == "chain" and ", single (one engine with all 4 cores) 1" in slower.reason
-    ruled = choose(twice, S2, 2, 2048, 2048, rule="alg1")
+    ruled = choose(Prefill(twice, S2, 2, 2048, 2048), rule="alg1")
     assert ruled.reason.startswith("single (one engine with all 4 cores; too small for ring-")
     assert one_engine_s(MACHINE, S2, 2048) is None
 
 
 def test_one_engine_is_named_beside_a_strategy_that_was_forced() -> None:
     """It has all cached tokens, wherever they lie on the ranks."""
-    choice = choose(shared(2.0), S2, 2, 2048, 4096, (0, 1), allowed=("chain",))
+    choice = choose(Prefill(shared(2.0), S2, 2, 2048, 4096, (0, 1)), allowed=("chain",))
     one = one_engine_s(shared(2.0), S2, 2048, 4096)
     assert set(choice.predicted_s) == {"chain"} and one is not None
     assert choice.reason == (
@@ -165,42 +166,45 @@ def test_one_engine_is_named_beside_a_strategy_that_was_forced() -> None:
 def test_what_exchanges_take_beyond_their_bytes_is_added_to_each_layer() -> None:
     late = msgspec.structs.replace(MACHINE, exchange_s=(("chain", 0.01),))
     for name in ("single", "chain", "ring-kv"):
-        cut = shards_for(name, late, S2, 2, 4096)
+        cut = shards_for(name, Prefill(late, S2, 2, 4096))
         more = predict(name, late, S2, 2, cut.bounds).ttft_s - predict(name, MACHINE, S2, 2, cut.bounds).ttft_s
         assert more == pytest.approx(0.01 * S2.layers if name == "chain" else 0)
 
 
 def test_small_prompts_go_to_one_rank() -> None:
     least = break_even(SLOW, GQA, 4)
-    assert least is not None and choose(SLOW, GQA, 4, least).strategy != "single"
-    small = choose(SLOW, GQA, 4, least - 64, 0)
+    assert least is not None and choose(Prefill(SLOW, GQA, 4, least)).strategy != "single"
+    small = choose(Prefill(SLOW, GQA, 4, least - 64, 0))
     assert (small.strategy, small.bounds, small.ranks) == ("single", (0, least - 64), (0,))
-    assert choose(SLOW, GQA, 1, 16384).strategy == "single" and break_even(SLOW, GQA, 1) is None
+    assert choose(Prefill(SLOW, GQA, 1, 16384)).strategy == "single" and break_even(SLOW, GQA, 1) is None
     for rule in ("alg1", "alg5", "heuristic"):
-        forced = choose(SLOW, GQA, 4, least - 64, 4096, heuristic=PRINTED, rule=rule)  # type: ignore[arg-type]
+        forced = choose(Prefill(SLOW, GQA, 4, least - 64, 4096), heuristic=PRINTED, rule=rule)  # type: ignore[arg-type]
         assert forced.strategy in ("single", "ring-kv", "ring-q")
 
 
 def test_single_runs_where_its_cache_lies() -> None:
-    choice = choose(MACHINE, S2, 3, 1, 64, (0, 0, 1), allowed=("single",))
+    choice = choose(Prefill(MACHINE, S2, 3, 1, 64, (0, 0, 1)), allowed=("single",))
     assert (choice.strategy, choice.bounds, choice.ranks) == ("single", (64, 65), (2,))
 
 
 def test_pass_q_wins_at_small_new_shares() -> None:
     most = crossover(SLOW, GQA, 2, 32768)
     assert most is not None and 64 <= most < 32768
-    assert choose(SLOW, GQA, 2, 64, 32704).strategy == "ring-q"
-    assert choose(SLOW, GQA, 2, 16384, 16384).strategy != "ring-q"
+    assert choose(Prefill(SLOW, GQA, 2, 64, 32704)).strategy == "ring-q"
+    assert choose(Prefill(SLOW, GQA, 2, 16384, 16384)).strategy != "ring-q"
     rings = ("ring-kv", "ring-q")
-    assert choose(SLOW, GQA, 2, 2 * most // 64 * 64, 32768 - 2 * most // 64 * 64, allowed=rings).strategy == "ring-kv"
+    assert (
+        choose(Prefill(SLOW, GQA, 2, 2 * most // 64 * 64, 32768 - 2 * most // 64 * 64), allowed=rings).strategy
+        == "ring-kv"
+    )
 
 
 @pytest.mark.parametrize("rule", ["cost", "alg1", "alg5", "heuristic"])
 def test_full_prefill_is_never_pass_q(rule: str) -> None:
     for T in (64, 512, 4096, 131072):
-        choice = choose(SLOW, GQA, 2, T, heuristic=Heuristic(0, 0, -1), rule=rule)  # type: ignore[arg-type]
+        choice = choose(Prefill(SLOW, GQA, 2, T), heuristic=Heuristic(0, 0, -1), rule=rule)  # type: ignore[arg-type]
         assert choice.strategy != "ring-q" and "ring-q" not in choice.predicted_s
-    assert choose(SLOW, GQA, 2, 512, allowed=("ring-q",)).strategy == "ring-kv"
+    assert choose(Prefill(SLOW, GQA, 2, 512), allowed=("ring-q",)).strategy == "ring-kv"
 
 
 def test_rules_by_name() -> None:
@@ -210,27 +214,27 @@ def test_rules_by_name() -> None:
     ring = RingRates.of(slow, GQA, 2)
     assert ring.ratio == 0.5 and ring.hides_kv > 2048
     args = (slow, GQA, 2, 2048, 30720)
-    assert choose(*args, rule="alg1", allowed=rings).strategy == "ring-q"
-    assert choose(*args, rule="alg1", allowed=rings).reason.startswith("ring-q (by alg1): ")
-    assert choose(*args, heuristic=Heuristic(0, 0, 1), rule="heuristic", allowed=rings).strategy == "ring-kv"
-    assert choose(*args, heuristic=Heuristic(0, 0, -1), rule="heuristic", allowed=rings).strategy == "ring-q"
+    assert choose(Prefill(*args), rule="alg1", allowed=rings).strategy == "ring-q"
+    assert choose(Prefill(*args), rule="alg1", allowed=rings).reason.startswith("ring-q (by alg1): ")
+    assert choose(Prefill(*args), heuristic=Heuristic(0, 0, 1), rule="heuristic", allowed=rings).strategy == "ring-kv"
+    assert choose(Prefill(*args), heuristic=Heuristic(0, 0, -1), rule="heuristic", allowed=rings).strategy == "ring-q"
     table = tuned(heuristic=Heuristic(0, 0, 1))
-    assert choose(*args, table=table, rule="heuristic", allowed=rings).strategy == "ring-kv"
-    assert "none of which" in choose(*args, rule="alg1", allowed=("chain",)).reason
+    assert choose(Prefill(*args, table=table), rule="heuristic", allowed=rings).strategy == "ring-kv"
+    assert "none of which" in choose(Prefill(*args), rule="alg1", allowed=("chain",)).reason
     with pytest.raises(ValueError, match="headrace tune --heuristic"):
-        choose(*args, rule="heuristic", allowed=rings)
+        choose(Prefill(*args), rule="heuristic", allowed=rings)
 
 
 def test_table_gives_bounds_and_corrections() -> None:
     table = tuned(entries={16384: TableEntry((0.75, 0.25), 3.0)}, corrections={"chain": 2.0})
-    alone = choose(MACHINE, S2, 2, 16384, table=table, allowed=("chain",))
+    alone = choose(Prefill(MACHINE, S2, 2, 16384, table=table), allowed=("chain",))
     assert alone.bounds == (0, 12288, 16384)
     uncorrected = predict("chain", MACHINE, S2, 2, alone.bounds).ttft_s
     assert alone.predicted_s["chain"] == pytest.approx(2 * uncorrected)
-    assert choose(MACHINE, S2, 2, 16384, table=table).strategy == "ring-kv"
-    assert choose(MACHINE, S2, 2, 4096, 16384, table=table, allowed=("chain",)).bounds[1] != 16384 + 3072
+    assert choose(Prefill(MACHINE, S2, 2, 16384, table=table)).strategy == "ring-kv"
+    assert choose(Prefill(MACHINE, S2, 2, 4096, 16384, table=table), allowed=("chain",)).bounds[1] != 16384 + 3072
     with pytest.raises(ValueError, match="for 2 ranks, not 4"):
-        choose(MACHINE, S2, 4, 16384, table=table)
+        choose(Prefill(MACHINE, S2, 4, 16384, table=table))
 
 
 @settings(max_examples=40, deadline=None)
@@ -239,24 +243,24 @@ def test_layouts_are_parts(ranks: int, T: int, chunks: int, unit: int) -> None:
     """bounds run from P to P + T in order, inner ones on units, one rank for each shard."""
     P = 64 * chunks
     for strategy in STRATEGIES:
-        cut = shards_for(strategy, MACHINE, S2, ranks, T, P, unit=unit)
+        cut = shards_for(strategy, Prefill(MACHINE, S2, ranks, T, P, unit=unit))
         assert list(cut.bounds) == sorted(cut.bounds) and (cut.bounds[0], cut.bounds[-1]) == (P, P + T)
         assert len(cut.ranks) == len(cut.bounds) - 1 and set(cut.ranks) <= set(range(ranks))
         assert all(bound % unit == 0 or bound in (P, P + T) for bound in cut.bounds)
         assert predict(strategy, MACHINE, S2, ranks, cut.bounds, P).ttft_s > 0
-    assert shards_for("ring-q", MACHINE, S2, ranks, T, P).ranks == zigzag_ranks(ranks)
+    assert shards_for("ring-q", Prefill(MACHINE, S2, ranks, T, P)).ranks == zigzag_ranks(ranks)
 
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="unknown rule 'magic'"):
-        choose(MACHINE, S2, 2, 64, rule="magic")  # type: ignore[arg-type]
+        choose(Prefill(MACHINE, S2, 2, 64), rule="magic")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="allowed must name"):
-        choose(MACHINE, S2, 2, 64, allowed=("ring",))
+        choose(Prefill(MACHINE, S2, 2, 64), allowed=("ring",))
     with pytest.raises(ValueError, match="allowed must name"):
-        choose(MACHINE, S2, 2, 64, allowed=())
+        choose(Prefill(MACHINE, S2, 2, 64), allowed=())
     with pytest.raises(ValueError, match="nothing to choose"):
-        choose(MACHINE, S2, 2, 0)
+        choose(Prefill(MACHINE, S2, 2, 0))
     with pytest.raises(ValueError, match="unknown strategy"):
-        shards_for("ring", MACHINE, S2, 2, 64)
+        shards_for("ring", Prefill(MACHINE, S2, 2, 64))
     with pytest.raises(ValueError, match="unknown strategy"):
         predict("ring", MACHINE, S2, 2, (0, 64))

@@ -14,6 +14,7 @@ import pytest
 
 from headrace.planner.choice import choose, predict, shards_for
 from headrace.planner.heuristic import Heuristic
+from headrace.planner.shards import Prefill
 from headrace.strategies import STRATEGIES
 from tests.support.planner_oracles import GQA, MACHINE, S2
 
@@ -44,10 +45,10 @@ def found(model: str, ranks: int, T: int, P: int, on: list[float] | None) -> dic
     args = (*MODELS[model], ranks)
     figures: dict[str, Any] = {}
     for name in STRATEGIES:
-        cut = shards_for(name, *args, T, P, on)
+        cut = shards_for(name, Prefill(*args, T, P, on))
         figures[name] = [predict(name, *args, cut.bounds, P, on).ttft_s, *cut.bounds]
     for rule in ("cost", "alg1", "alg5", "heuristic"):
-        figures[rule] = choose(*args, T, P, on, heuristic=HEURISTIC, rule=rule).strategy  # type: ignore[arg-type]
+        figures[rule] = choose(Prefill(*args, T, P, on), heuristic=HEURISTIC, rule=rule).strategy  # type: ignore[arg-type]
     return figures
 
 

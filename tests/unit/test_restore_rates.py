@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.offload.restore import timing
-from headrace.offload.restore.estimators import FloatArray, LinearRate, PrefillRate, Smoothed, size_class
-from headrace.offload.restore.rates import Rates
-from headrace.offload.restore.solver import StoredRun, predict, restore_split
-from headrace.planner.machine import ModelShape
+from headrace.offload.restore.run_costs import StoredRun
+from headrace.offload.restore.solver import predict, restore_split
+from headrace.planner.estimators import FloatArray, LinearRate, PrefillRate, Smoothed, size_class
+from headrace.planner.machine import Machine, ModelShape, PieceRate
+from headrace.planner.profile import Profile
 from headrace.types import CHUNK
+from tests.support.profiles import linked, profile_of
 
 
 def only(found: FloatArray) -> float:
@@ -45,7 +47,7 @@ def test_size_classes() -> None:
 
 
 def test_line_of_nothing() -> None:
-    line = LinearRate(1e-9, 1e-3, 1e-6)
+    line = LinearRate(PieceRate(1e-9, 1e-3, 1e-6))
     assert line.seconds(np.array([0.0, 1e6]), np.array([0.0, 10.0])).tolist() == [
         0.0,
         pytest.approx(1e-3 + 1e-5 + 1e-3),
@@ -57,7 +59,7 @@ def test_line_of_nothing() -> None:
 
 def test_line_learns_both_of_its_figures() -> None:
     """Latency 2 ms and 0.5 GB/s, guessed 0.1 ms and 5 GB/s; sizes as they come, 5% noise, an outlier now and then."""
-    rng, line = random.Random(0), LinearRate(0.2e-9, 1e-4)
+    rng, line = random.Random(0), LinearRate(PieceRate(0.2e-9, 1e-4))
     for step in range(80):
         size = 4 ** rng.uniform(8, 13)
         noise = 20.0 if step % 9 == 8 else rng.uniform(0.95, 1.05)
@@ -68,7 +70,7 @@ def test_line_learns_both_of_its_figures() -> None:
 
 def test_line_keeps_what_a_size_has_of_its_own() -> None:
     """Small reads at half the rate of large ones; then the whole link gets ten times slower."""
-    line = LinearRate(1e-9)
+    line = LinearRate(PieceRate(1e-9))
     for _ in range(60):
         line.observe(1e5, 2e-4)
         line.observe(1e7, 1e-2)
@@ -81,16 +83,20 @@ def test_line_keeps_what_a_size_has_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(0.0, 0.0, 0.0), (1.0, -1.0, 0.0), (1.0, 0.0, float("nan"))])
-def test_line_refuses(wrong: tuple[float, float, float]) -> None:
+def test_a_rate_refuses(wrong: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="unit_s"):
-        LinearRate(*wrong)
+        PieceRate(*wrong)
 
 
 SHAPE = ModelShape(layers=8, hidden=1024, heads=8, kv_heads=8, head_dim=128, mlp=2816, vocab=32000)
 
 
 def test_prefill_of_few_tokens_reads_the_weights() -> None:
-    rate = timing.prefill_rate(SHAPE, 8e11, 40e9)
+    machine = Machine(
+        name="one", cores=1, isa="any", date="", linear_flops_s=8e11, attention_flops_s=((1, 6.4e11),),
+        memory_bytes_s=40e9, link_bytes_s=1e9,
+    )  # fmt: skip
+    rate = PrefillRate.of(machine, SHAPE)
     assert only(rate.seconds(np.array(0), np.array(1))) == pytest.approx(rate.floor_s, rel=0.01)
     assert only(rate.seconds(np.array(0), np.array(0))) == 0
     assert only(rate.seconds(np.array(0), np.array(512))) == pytest.approx(512 * SHAPE.linear_flops / 8e11, rel=0.1)
@@ -155,10 +161,8 @@ def test_a_scaled_guess_gives_way() -> None:
     assert only(rate.seconds(np.array(0), np.array(512))) == pytest.approx(truth(0, 512), rel=0.1)
 
 
-def made(link_s: float) -> Rates:
-    return Rates(
-        8, LinearRate(2e-6, typical=256), PrefillRate(5e-3, 100e-6, 2e-9), {"host": LinearRate(1 / link_s, 50e-6)}
-    )
+def made(link_s: float) -> Profile:
+    return profile_of(8, (5e-3, 100e-6, 2e-9), {"host": PieceRate(1 / link_s, 50e-6)}, 2e-6)
 
 
 X_BYTES = 64 * 1024 * 2 * 8
@@ -203,10 +207,14 @@ def test_split_follows_the_cores_that_loading_takes() -> None:
 
 
 def test_behind_a_link() -> None:
-    found = made(1e9).behind(0.1e9, 1e-3)
-    assert only(found.transfer("host", 1e6)) == pytest.approx(50e-6 + 1e-3 + 1e-2)
-    assert only(made(1e9).behind(None).transfer("host", 1e6)) == pytest.approx(50e-6 + 1e-3)
-    assert only(made(1e9).behind(9e9).transfer("host", 1e6)) == pytest.approx(50e-6 + 1e-3)
+    """What was observed before counts."""
+    for bytes_s, latency_s, seconds in ((0.1e9, 1e-3, 1.1e-2), (None, 0.0, 1e-3), (9e9, 0.0, 1e-3)):
+        found = linked(made(1e9), bytes_s, latency_s)
+        assert only(found.transfer("host", 1e6)) == pytest.approx(50e-6 + seconds)
+    seen = made(1e9)
+    for _ in range(6):
+        seen.observe_load("host", 1e8, 1, 1.0)
+    assert only(linked(seen, 1e9).transfer("host", 1e8)) == pytest.approx(1.0, rel=0.1)
 
 
 def test_an_unknown_tier() -> None:
@@ -236,13 +244,15 @@ def test_measured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     product = 4 * SHAPE.hidden * SHAPE.hidden / 5e11
     project = timing.projection_rate(clock.takes(lambda tokens: 20e-6 + tokens * product))
-    assert only(project.seconds(np.array(500.0))) == pytest.approx(20e-6 + 500 * product)
-    read, cpu_s = timing.read_rate(clock.takes(lambda size: 1e-3 + size / 2e9, cpu=0.25))
-    assert only(read.seconds(np.array(4e6))) == pytest.approx(1e-3 + 4e6 / 2e9)
-    assert cpu_s == pytest.approx(0.25 * (1e-3 / (1 << 23) + 1 / 2e9))
+    assert only(LinearRate(project).seconds(np.array(500.0))) == pytest.approx(20e-6 + 500 * product)
+    disk = timing.read_rate("disk", clock.takes(lambda size: 1e-3 + size / 2e9, cpu=0.25))
+    assert only(LinearRate(disk.rate).seconds(np.array(4e6))) == pytest.approx(1e-3 + 4e6 / 2e9)
+    assert disk.cpu_s_per_byte == pytest.approx(0.25 * (1e-3 / (1 << 23) + 1 / 2e9))
     assert clock.now < 1
-    found = Rates(8, project, PrefillRate(5e-3, 100e-6, 2e-9), {"disk": read}, {"disk": cpu_s})
-    assert found.cpu_s_per_byte("host") == found.cpu_s_per_byte("disk") == cpu_s
+    found = made(1e9)
+    found.complete([disk], project)
+    assert found.machine.tiers == (disk,) and found.machine.project == project
+    assert found.cpu_s_per_byte("host") == found.cpu_s_per_byte("disk") == disk.cpu_s_per_byte
     assert found.as_dict()["disk_bytes_s"] == pytest.approx(2e9)
 
 
@@ -253,7 +263,7 @@ def test_slow_calls_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(size)
         clock.now += size / 1e7
 
-    timing.read_rate(read)
+    timing.read_rate("disk", read)
     assert len(calls) <= 6
 
 
@@ -288,7 +298,7 @@ def test_rates_stay_usable(observations: list[tuple[float, float]]) -> None:
 def test_contention_follows_what_was_mispredicted(loading: bool) -> None:
     """An engine whose restores take half a second longer per second of sharing; then one outlier; then none longer.
     Loading everything is not blamed for what splits lose; a split is never thought to lose less than loading all."""
-    rates = Rates(2, LinearRate(1e-6, 0.0), PrefillRate(0.0, 1e-5, 0.0), {})
+    rates = profile_of(2, (0.0, 1e-5, 0.0), {})
 
     def observe(seconds: float) -> None:
         rates.observe_restore(seconds, 1.0 + rates.contention(loading) * 0.2, 0.2, loading)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -9,18 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.offload.restore.estimators import FloatArray
-from headrace.offload.restore.solver import (
-    EXACT,
-    CostTables,
-    Prediction,
-    Split,
-    StoredRun,
-    predict,
-    prefill,
-    restore_split,
-)
-from headrace.offload.restore.strategy_rates import Closing
+from headrace.offload.restore.run_costs import CostTables, Prediction, StoredRun, prefill
+from headrace.offload.restore.solver import EXACT, Split, _searched, predict, restore_split
+from headrace.planner.estimators import FloatArray
+from headrace.planner.strategy_rates import Closing
 from headrace.types import CHUNK
 
 
@@ -35,7 +28,6 @@ class Fixed:
     step_s: float = 0.0
     lost: tuple[float, float] = (0.0, 0.0)
     together: dict[str, float] = field(default_factory=dict)
-    closing_by: dict[str, tuple[float, float]] = field(default_factory=lambda: {"": (1.0, 0.0)})
 
     def contention(self, loading: bool) -> float:
         return self.lost[loading]
@@ -53,10 +45,9 @@ class Fixed:
     def together_s_per_byte(self, tier: str) -> float:
         return self.together.get(tier, 0.0)
 
-    def closings(self, run: StoredRun, opening: int) -> list[Closing]:
-        end = np.array(float((run.first + run.chunks) * CHUNK))
-        seconds = float(self.prefill(end, np.array(float(opening))))
-        return [Closing(name, seconds * slow, beside_s) for name, (slow, beside_s) in self.closing_by.items()]
+    def closings(self, opening: int, end: int, lies: Sequence[float], loads: Collection[int]) -> list[Closing]:
+        seconds = float(self.prefill(np.array(float(end)), np.array(float(opening))))
+        return [Closing("", seconds)]
 
     def prefill(self, start: FloatArray, count: FloatArray) -> FloatArray:
         return count * self.prefill_s + count * (start + count / 2) * self.attend_s + (count > 0) * self.step_s
@@ -273,7 +264,7 @@ def test_long_runs_coarse_to_fine(chunks: int, rate: float) -> None:
     tables = CostTables(run, at(rate), 2048)
     t, x = np.meshgrid(np.arange(chunks + 1), np.arange(chunks + 1), indexing="ij")
     fits = t + x <= chunks
-    best = tables.predict(t[fits], x[fits])[0].min()
+    best = tables.predict(tables.splits(t[fits], x[fits]))[0].min()
     assert restore_split(run, at(rate)).predicted_s <= best * 1.001
 
 
@@ -341,11 +332,25 @@ def test_contention_counts_where_copies_and_engine_share_the_cores() -> None:
 def test_caution_where_the_copy_stream_takes_the_cores() -> None:
     """Loading 1 GB/s of which a core works 0.4 s: whatever gains less than 0.4 x 0.4 over loading all is left."""
     calm, busy = (replace(COSTS, tiers={"host": (1e9, 0.0, taken)}) for taken in (0.0, 0.4e-9))
-    assert (
-        CostTables(MHA, busy, 2048).taken_share == pytest.approx(0.4) and CostTables(MHA, calm, 2048).taken_share == 0
-    )
+    shares = [_searched(CostTables(MHA, costs, 2048))[0].taken_share for costs in (busy, calm)]
+    assert shares == [pytest.approx(0.4), 0]
     best = restore_split(MHA, busy, caution=0.0)
     gain = 1 - best.predicted_s / load_all(MHA, busy).seconds
     assert best.load < 64 and gain > 0.02
     assert restore_split(MHA, busy, caution=gain / 0.4 * 0.99)[:3] == best[:3]
     assert restore_split(MHA, busy, caution=gain / 0.4 * 1.01)[:3] == (0, 0, 64)
+
+
+def test_tensor_ranks_take_turns_to_bring_activations() -> None:
+    """Of two ranks each brings X of every second chunk: the one that begins has one more of an odd number."""
+    costs = Fixed({"disk": (1e6, 0.0, 1e-7)}, project_s=1e-5, prefill_s=1e-2, attend_s=0.0)
+    turns, half, whole = (
+        StoredRun(0, 10, 8, kv_bytes=1e5, x_bytes=size, layers=4, tiers="disk", x_turns=ranks)
+        for size, ranks in ((1e5, 2), (0.5e5, 1), (1e5, 1))
+    )
+    for x in range(0, 11, 2):
+        assert predict(turns, costs, 0, x) == predict(half, costs, 0, x)
+    assert predict(turns, costs, 9, 1) == predict(whole, costs, 9, 1)
+    assert restore_split(turns, costs).x == 10 > restore_split(whole, costs).x
+    with pytest.raises(ValueError, match="x_turns"):
+        replace(turns, x_turns=0)

@@ -14,11 +14,12 @@ from headrace.engine.stored_prefixes import Attached, Coming, Looking, Settled, 
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.offload.ranked.words import ChunksBrought
-from headrace.offload.restore.estimators import LinearRate, PrefillRate
-from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.report import RestoreReport
-from headrace.offload.restore.solver import Split, StoredRun
+from headrace.offload.restore.run_costs import StoredRun
+from headrace.offload.restore.solver import Split
+from headrace.planner.machine import PieceRate
 from headrace.types import CHUNK, Request, SamplingParams
+from tests.support.profiles import profile_of
 
 pytestmark = pytest.mark.unit
 
@@ -52,7 +53,7 @@ class FakeSource:
         self.lookups: list[SimpleNamespace] = []
         self.restores: list[FakeRestore] = []
 
-    def look(self, digests: Sequence[bytes]) -> SimpleNamespace:
+    def look(self, digests: Sequence[bytes], first: int) -> SimpleNamespace:
         found = [SimpleNamespace(digest=digest, rank=0) for digest in digests[:STORED]]
         self.lookups.append(SimpleNamespace(done=False, found=found))
         return self.lookups[-1]
@@ -91,11 +92,11 @@ class Harness:
 
     def __init__(self, split: tuple[int, int] = (2, 0), chunks: int = 40) -> None:
         self.cache, self.source = KVCache(chunks), FakeSource()
-        rates = Rates(1, LinearRate(1e-6), PrefillRate(0.0, 1e-5, 0.0), {"host": LinearRate(1e-9)})
+        profile = profile_of(1, (0.0, 1e-5, 0.0), {"host": PieceRate(1e-9)})
         writeback: Any = FakeWriteback(self.cache)
         source: Any = self.source
         tiers: Any = SimpleNamespace(queued_blobs=0)
-        self.below = StoredPrefixes(self.cache, source, rates, writeback, tiers, 10_000)
+        self.below = StoredPrefixes(self.cache, source, profile, writeback, tiers, 10_000)
         self.below.choose = lambda run, *_: Split(split[0], split[1], run.chunks - sum(split), 0.0, "forced")
         self.scheduler = Scheduler(self.cache, lambda s: self.cache.open(s.tokens, reusable=s.reusable), 10_000, 8)
         self.scheduler.below = self.below

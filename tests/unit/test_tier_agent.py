@@ -33,10 +33,11 @@ def test_tiers_that_cannot_be_opened(error: Exception) -> None:
     assert answer.refused is not None and "no directory" in answer.refused
 
 
-def test_a_chunk_that_cannot_be_stored() -> None:
+def test_chunks_that_cannot_be_stored() -> None:
     agent = refused(AssertionError())
+    chunks = [words.ChunkToStore(slot, bytes(32), b"", sure=True) for slot in range(2)]
     for number in (3, 4):
-        assert answered(agent, words.StoreChunk(number, 0, bytes(32), b"", sure=True)) == words.ChunkStored(number)
+        assert answered(agent, words.StoreChunks(number, chunks)) == words.ChunksStored(number)
 
 
 def test_the_only_rank_says_itself_why_its_tiers_cannot_be_opened() -> None:

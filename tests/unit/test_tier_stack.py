@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, ReadGuess, TierStats
+from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, TierStats
 from headrace.offload.tiers.stack import Tiers
 from headrace.offload.tiers.writer import Write, Writer
+from headrace.planner.machine import PieceRate
 from tests.support.redis_servers import wait_for
 
 pytestmark = pytest.mark.unit
@@ -26,7 +27,7 @@ class FakeTier:
     """Keeps blobs in a dict. Writes wait for `gate`; `accepts` and `raises` say how they end."""
 
     format: BlobFormat = "raw"
-    read_guess = ReadGuess(1e-9, 1e-4)
+    read_guess = PieceRate(1e-9, 1e-4)
 
     def __init__(self, kind: str) -> None:
         self.kind, self.in_memory = kind, kind == "host"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -23,13 +24,19 @@ __all__ = ["Attend", "KeepActivations", "PlanAttention", "StepAttention", "items
 class PlanAttention(Attend):
     """Attend for one step: a plan, the storage it reads and writes, and the backend that runs it.
 
-    key_bias: fp32 [Hq, positions] for ALiBi, else None.
+    key_bias: fp32 [Hq, positions] for ALiBi, else None; sinks: fp32 [Hq] of each layer, or None.
     """
 
     def __init__(
-        self, plan: Plan, storage: LayerPools, spec: AttentionSpec, backend: Backend, key_bias: Tensor | None = None
+        self,
+        plan: Plan,
+        storage: LayerPools,
+        spec: AttentionSpec,
+        backend: Backend,
+        key_bias: Tensor | None = None,
+        sinks: Sequence[Tensor] | None = None,
     ) -> None:
-        self.plan, self.storage, self.spec, self.key_bias = plan, storage, spec, key_bias
+        self.plan, self.storage, self.spec, self.key_bias, self.sinks = plan, storage, spec, key_bias, sinks
         self.kernels = backend
         self.positions = torch.from_numpy(plan.positions)
         self.row_slots = torch.from_numpy(plan.row_slots)
@@ -37,12 +44,13 @@ class PlanAttention(Attend):
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in set(spec.windows)}
         self.inputs = StepInputs(
             self.items, self.positions, self.row_slots, self.row_offsets, heads=spec.heads, dtype=storage.dtype,
-            shape=(storage.slots, spec.kv_heads, spec.head_dim), scale=spec.scale, bias=key_bias,
+            shape=(storage.slots, spec.kv_heads, spec.head_dim), scale=spec.scale,
+            cap=spec.score_cap, bias=key_bias,
         )  # fmt: skip
         self.masks = self.inputs.masks(self.positions)
         self.step = self._step()
         if self.step is not None and backend.capabilities.all_layers and isinstance(storage, KVStorage):
-            self.prepared = self.step.over(_pools(storage), spec.windows)
+            self.prepared = self.step.over(_pools(storage), spec.windows, sinks)
 
     def advance(self, plan: Plan) -> None:
         """Takes the plan of a later step of the same run (plan.PlannedStep): other positions for the same items.
@@ -62,10 +70,11 @@ class PlanAttention(Attend):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         pool, window = self.storage.pool(layer), self.spec.windows[layer]
+        sinks = None if self.sinks is None else self.sinks[layer]
         if self.step is not None and rows is None:
-            return self.step(pool, q, k, v, window)
+            return self.step(pool, q, k, v, window, sinks)
         self.kernels.append(pool, k, v, self.row_slots, self.row_offsets)
-        mask = self.masks[window]
+        mask = self.masks[window] if sinks is None else replace(self.masks[window], sinks=sinks)
         if rows is not None:
             q = q[rows]
             mask = replace(mask, items=items_of(mask.items, rows), positions=mask.positions[rows])
@@ -76,9 +85,14 @@ class StepAttention:
     """The PlanAttention of one step after another, made once for each run of steps (plan.PlannedStep)."""
 
     def __init__(
-        self, storage: KVStorage, spec: AttentionSpec, backend: Backend, key_bias: Tensor | None = None
+        self,
+        storage: KVStorage,
+        spec: AttentionSpec,
+        backend: Backend,
+        key_bias: Tensor | None = None,
+        sinks: Sequence[Tensor] | None = None,
     ) -> None:
-        self._make = partial(PlanAttention, storage=storage, spec=spec, backend=backend, key_bias=key_bias)
+        self._make = partial(PlanAttention, storage=storage, spec=spec, backend=backend, key_bias=key_bias, sinks=sinks)
         self._first: Plan | None = None
         self._attention: PlanAttention | None = None
 

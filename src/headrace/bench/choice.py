@@ -79,13 +79,14 @@ class ChoiceBench(PrefillGrid):
     def _cell(self, testbed: PrefillTestbed, T: int, P: int) -> Case:
         from headrace.bench.prefill_search import in_turns
         from headrace.planner.choice import choose, shards_for
+        from headrace.planner.shards import Prefill
         from headrace.strategies import OFFERED
 
         self.progress(f"{testbed.size} ranks, {T:,} tokens on {P:,}, link {testbed.link}")
         machine, held = testbed.planned_on(self.tuned), testbed.cached_on("ring-kv", P, self.placement)
-        where = (machine, testbed.shape, testbed.size, T, P, held, self.tuned)
-        choice = choose(*where, rule=self.rule)
-        runs = testbed.runs({name: shards_for(name, *where) for name in OFFERED}, P, self.placement)
+        prefill = Prefill(machine, testbed.shape, testbed.size, T, P, held, self.tuned)
+        choice = choose(prefill, rule=self.rule)
+        runs = testbed.runs({name: shards_for(name, prefill) for name in OFFERED}, P, self.placement)
         if self.against_one_engine:
             runs |= {ONE_ENGINE: lambda: testbed.one_engine(T, P), ONE_RANK: lambda: testbed.alone(T, P)}
         found = {name: [run.seconds for run in each] for name, each in in_turns(runs, self.repeats).items()}

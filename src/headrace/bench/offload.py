@@ -92,7 +92,7 @@ class OffloadBench(Benchmark):
         return [OffloadSetup(name, known[name], self.sequences, self.context) for name in self.schedules]
 
     def _ranked(self) -> Iterator[Case]:
-        """Ranks keep no X; one rank does where that is smaller than K and V."""
+        """Ranks keep X if asked to; one rank does where that is smaller than K and V."""
         from headrace import cores
         from headrace.bench.ranked_offload import PLACED, Decoding, StreamingEngine, measured
 

@@ -141,6 +141,7 @@ class PrefillBench(PrefillGrid):
         from headrace.planner.choice import shards_for
         from headrace.planner.partition import align, even
         from headrace.planner.schedule import Shards
+        from headrace.planner.shards import Prefill
 
         if name == "single":
             return Shards((P, P + T), (0,))
@@ -148,7 +149,7 @@ class PrefillBench(PrefillGrid):
             return Shards(align([P + bound for bound in even(T, testbed.size)], CHUNK), tuple(range(testbed.size)))
         strategy, tuned = "chain" if name in CHAINS else name, self.tuned if name == "chain" else None
         held = testbed.cached_on(strategy, P, self.placement)
-        cut = shards_for(strategy, testbed.planned_on(tuned), testbed.shape, testbed.size, T, P, held, tuned)
+        cut = shards_for(strategy, Prefill(testbed.planned_on(tuned), testbed.shape, testbed.size, T, P, held, tuned))
         given = name == "chain" and (self.tuned is not None or not self.search)
         if strategy != "chain" or given or testbed.size * self.stride > T:
             return cut

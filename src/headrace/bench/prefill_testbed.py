@@ -97,7 +97,7 @@ class PrefillTestbed:
     """
 
     def __init__(self, config: EngineConfig, opened: Ranks, decoder: Decoder, spaces: Namespaces | None) -> None:
-        self.config, self.machine, self.shape = config, opened.machine, opened.shape
+        self.config, self.machine, self.shape = config, opened.profile.machine, opened.profile.shape
         self.group, self.size = opened.group, opened.group.context.size
         self.link, self._spaces, self._links = RankLink(), spaces, uncounted(opened.group)
         self._workers.on_failure(self._links.fail)

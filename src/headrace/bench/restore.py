@@ -140,17 +140,21 @@ class RestoreBench(Benchmark):
         from headrace.bench.ranked_restore import RankedTestbed, measured
 
         with tempfile.TemporaryDirectory() as folder:
-            for model, gbps, percent in product(self.models, self.links, self.stored):
-                stored = self.tokens * percent // 100 // CHUNK * CHUNK
-                self.progress(f"{model}, {stored:,} of {self.tokens:,} tokens stored, link {gbps:g} GB/s")
+            for model, gbps in product(self.models, self.links):
                 where = {"model": model, "link_gbps": gbps, "ranks": self.ranks, "latency_ms": self.latency_ms}
-                testbed = RankedTestbed(
-                    SHAPES[model], Path(folder) / model, self.ranks, gbps, self.tokens, stored, self.latency_ms
-                )
+                testbed: RankedTestbed | None = None
                 try:
-                    yield where | measured(testbed, self.repeats)
+                    for percent in sorted(self.stored, reverse=True):  # what is no longer asked for may be evicted
+                        stored = self.tokens * percent // 100 // CHUNK * CHUNK
+                        self.progress(f"{model}, {stored:,} of {self.tokens:,} tokens stored, link {gbps:g} GB/s")
+                        testbed = testbed or RankedTestbed(
+                            SHAPES[model], Path(folder) / model, self.ranks, gbps, self.tokens, self.latency_ms
+                        )
+                        testbed.store(stored)
+                        yield where | measured(testbed, self.repeats)
                 finally:
-                    testbed.close()
+                    if testbed is not None:
+                        testbed.close()
 
     def _opened(self, model: str, folder: Path, gbps: float | None) -> RestoreTestbed:
         from headrace.bench.restore_testbed import RestoreTestbed

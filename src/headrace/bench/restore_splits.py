@@ -13,7 +13,8 @@ from typing import Protocol
 
 from headrace.bench.benchmark import Case
 from headrace.bench.restore_testbed import SplitPoint, TimedRestore
-from headrace.offload.restore.solver import Split, StoredRun
+from headrace.offload.restore.run_costs import StoredRun
+from headrace.offload.restore.solver import Split
 
 FINALISTS = 4
 """So many splits of the grid are measured again."""

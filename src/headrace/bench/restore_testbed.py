@@ -13,8 +13,9 @@ from typing import NamedTuple
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
 from headrace.engine.llm import LLM
 from headrace.engine.stored_prefixes import StoredPrefixes
-from headrace.offload.restore.rates import Rates
-from headrace.offload.restore.solver import Prediction, Split, StoredRun, predict, restore_split
+from headrace.offload.restore.run_costs import Prediction, StoredRun
+from headrace.offload.restore.solver import Split, predict, restore_split
+from headrace.planner.profile import Profile
 from headrace.types import CHUNK, Request, SamplingParams
 
 ELEMENT_BYTES = 2
@@ -112,8 +113,8 @@ class RestoreTestbed:
         """What the solver takes by the rates as they are now."""
         found: list[tuple[StoredRun, Split]] = []
 
-        def choose(run: StoredRun, rates: Rates) -> SplitPoint:
-            found.append((run, restore_split(run, rates, self.max_batch_tokens)))
+        def choose(run: StoredRun, profile: Profile) -> SplitPoint:
+            found.append((run, restore_split(run, profile, self.max_batch_tokens)))
             return SplitPoint(found[0][1].tokens, found[0][1].x)
 
         self.offload.choose = self._choosing(choose)
@@ -122,17 +123,17 @@ class RestoreTestbed:
             raise ValueError("no stored chunk was found; see the log")
         return found[0]
 
-    def _choosing(self, pick: Callable[[StoredRun, Rates], SplitPoint]) -> Callable[[StoredRun, Rates, int], Split]:
-        def choose(run: StoredRun, rates: Rates, most: int) -> Split:
-            at = pick(run, rates)
-            predicted = predict(run, rates, at.tokens, at.x, most)
+    def _choosing(self, pick: Callable[[StoredRun, Profile], SplitPoint]) -> Callable[[StoredRun, Profile, int], Split]:
+        def choose(run: StoredRun, profile: Profile, most: int) -> Split:
+            at = pick(run, profile)
+            predicted = predict(run, profile, at.tokens, at.x, most)
             self._asked = time.perf_counter(), predicted
             return Split(at.tokens, at.x, run.chunks - at.tokens - at.x, predicted.seconds, "given")
 
         return choose
 
     def rates(self) -> dict[str, float]:
-        return self.offload.rates.as_dict()
+        return self.offload.profile.as_dict()
 
     def close(self) -> None:
         self._llm.close()

@@ -24,6 +24,7 @@ from headrace.engine.ranks import stamp
 from headrace.planner.chain_partition import best_chain
 from headrace.planner.choice import predict, shards_for
 from headrace.planner.heuristic import fit_heuristic
+from headrace.planner.shards import Prefill
 from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
 from headrace.strategies import OFFERED, STRATEGIES
 from headrace.types import CHUNK
@@ -121,7 +122,8 @@ def _against_model(
 ) -> dict[str, tuple[float, float]]:
     """(measured, predicted) seconds; cached chunks lie on the ranks in turn."""
     held = testbed.cached_on("ring-kv", P, "round")
-    cuts = {name: shards_for(name, table.machine, testbed.shape, testbed.size, T, P, held, table) for name in names}
+    prefill = Prefill(table.machine, testbed.shape, testbed.size, T, P, held, table)
+    cuts = {name: shards_for(name, prefill) for name in names}
     found = in_turns(testbed.runs(cuts, P, "round"), tuning.repeats)
     return {
         name: (

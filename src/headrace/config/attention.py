@@ -10,7 +10,9 @@ class AttentionSpec:
     """What attention needs to know of a model. `windows[layer]` is the number of latest keys a row sees (None: all).
 
     A row at position p with window w attends keys p-w+1 .. p. `alibi` asks for a bias per (query head, key position),
-    which the model supplies as a table; see attention.plan.
+    which the model supplies as a table; see attention.plan. With `score_cap` scaled scores s become
+    score_cap * tanh(s / score_cap). With `sinks` every row also sees a key without a value, whose score each
+    head of each layer has learned.
     """
 
     layers: int
@@ -20,6 +22,8 @@ class AttentionSpec:
     scale: float
     windows: tuple[int | None, ...]
     alibi: bool = False
+    score_cap: float | None = None
+    sinks: bool = False
 
     @property
     def group(self) -> int:

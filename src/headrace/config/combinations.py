@@ -105,8 +105,6 @@ class Exclusion:
 
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    Exclusion("tensor", "activations", "each tensor rank would store the whole of them"),
-    *(Exclusion(ranks, "x", "several ranks stream K and V alone") for ranks in ("context", "tensor")),
     *(Exclusion(tier, way, "streaming needs host memory or a disk", yet=False)
       for tier in KINDS if tier not in PLACES for way in STREAMED),
     *(Exclusion(tier, "private", "stored chunks go by the names that prefix caching gives them", yet=False)

@@ -25,7 +25,10 @@ class ModelSettings(SettingsRecord):
     title: ClassVar[str] = "Model and computing"
 
     folder: str = setting(
-        "tiny", "Model folder in Hugging Face form, or 'tiny' for the shipped model.", "-m", name="model"
+        "tiny",
+        "Model folder, GGUF file or a downloaded name of the hub; 'tiny' is the shipped model.",
+        "-m",
+        name="model",
     )
     dtype: DType = setting(
         "auto",

@@ -21,6 +21,7 @@ class Capacity:
     `max_model_len`: the longest sequence, prompt and answer; `length_limit`: the setting that bounds it, empty where
     the model does; `model_len`: what the model itself takes.
     `embedding_size`: numbers of a hidden state; `pooling`: how embeddings are made of them.
+    `writes`: whether the model has logits, and so answers and scores.
     `alike_tokens`: prompts up to this length have the same keys whatever their length; 0: all prompts.
     `ranks`: the group of several ranks, its profile, and how strategies are chosen; empty for one rank.
     """
@@ -48,6 +49,7 @@ class Capacity:
     alike_tokens: int = 0
     embedding_size: int = 0
     pooling: Pooling = Pooling()
+    writes: bool = True
 
     @property
     def told(self) -> str:
@@ -63,6 +65,8 @@ class Capacity:
         if embed:
             self._check_embedded(prompt_token_ids)
             return params
+        if not self.writes:
+            raise InvalidRequest(f"this model, {self.architecture}, has no head: it makes embeddings alone", "model")
         count = len(prompt_token_ids)
         self._check_tokens(prompt_token_ids, 0 if params.max_tokens == 0 else 1)
         params.check_vocabulary(self.vocab_size)

@@ -120,13 +120,11 @@ class EngineCore:
 
     def _open_table(self, sequence: SequenceState) -> ChunkTable:
         request, model = sequence.request, self.loaded.decoder.config
-        stretched = model.rope_depends_on_length and model.rope and sequence.prompt_len > model.rope.original_length
         return self.cache.open(
             sequence.tokens,
             salt=request.cache_salt,
             public_tokens=request.public_prefix_tokens,
-            # Length-dependent rotary scaling: keys of prompts of different lengths differ.
-            namespace=f"length {sequence.prompt_len}" if stretched else "",
+            namespace=model.rope_namespace(sequence.prompt_len),
             shares=self.loaded.config.cache.prefix_caching,
             reusable=sequence.reusable,
         )

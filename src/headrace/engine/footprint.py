@@ -28,12 +28,13 @@ def ranks_here(config: EngineConfig) -> int:
 def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: int, kv_element_bytes: int) -> bool:
     """Whether the pool keeps the inputs of the projections beside K and V, to store them below: KVPR, section 3.2.
 
-    They pay where they are smaller than K and V, which is not so where several query heads share a KV head. Context
-    ranks keep them if asked to: they have those of chunks whose owner computed all rows, often few.
+    They pay where they are smaller than K and V, which is not so where several query heads share a KV head. Ranks keep
+    them if asked to: context ranks have those of chunks whose owner computed all rows, often few, and the pool of each
+    tensor rank has room for those of all chunks.
     """
-    if config.tiers is None or config.tiers.activations == "off" or config.ranks.tensor > 1:
+    if config.tiers is None or config.tiers.activations == "off":
         return False
-    if config.ranks.context > 1:
+    if config.ranks.count > 1:
         return config.tiers.activations == "on"
     spec = model.attention
     smaller = model.hidden_size * element_bytes < 2 * spec.kv_heads * spec.head_dim * kv_element_bytes
@@ -126,7 +127,7 @@ class Footprint:
         room = (self.free - self.weights - self.kv_bytes()) // here
         if size * GIB > room:
             raise ValueError(
-                f"kv_offloading_size {size:g} GiB{f' on each of {here} ranks' if here > 1 else ''} is too much: "
+                f"kv_offloading_size {size:g} GiB{self._each()} is too much: "
                 f"{self._what_is_free()} and {gib(self.kv_bytes())} for the KV cache in the pool: at most {gib(room)} "
                 f"{'a rank fit' if here > 1 else 'fit'}"
             )

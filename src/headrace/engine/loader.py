@@ -23,13 +23,12 @@ from headrace.engine.runner import Runner
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.engine.streaming import StreamRunner
 from headrace.engine.tokenizer import Tokenizer
-from headrace.files import read_given
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import LAYOUT, KVStorage
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.decoder import Decoder, compute_dtype, load_decoder
-from headrace.models.files import MAX_JSON
+from headrace.models.files import config_content, weight_files
 from headrace.models.pooling import read_pooling
 from headrace.models.shards import shard
 from headrace.models.sizes import compute_type, weight_bytes
@@ -185,7 +184,9 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     folder = model_folder(config.model.folder)
     model = read_config(folder)
     dtype = compute_dtype(model, config.model.dtype)
-    backend = dispatch.choose(config.model.backend, dtype, device_of(config), model.attention.head_dim)
+    spec = model.attention
+    capped = spec.score_cap is not None or spec.sinks
+    backend = dispatch.choose(config.model.backend, dtype, device_of(config), spec.head_dim, capped)
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else dtype
     bytes_per_token = KVStorage.bytes_per_token(shard(model, 0, config.ranks.tensor), kv_dtype)
     hidden = model.hidden_size if keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
@@ -235,6 +236,7 @@ def _capacity(
         model_len=model.max_model_len,
         length_limit=_length_limit(config, model.max_model_len, max_len, streamed),
         embedding_size=model.embed_size,
+        writes=model.head,
         pooling=read_pooling(model_folder(config.model.folder)),
         alike_tokens=model.rope.original_length if model.rope and model.rope_depends_on_length else 0,
     )
@@ -305,9 +307,9 @@ def _eos(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 def _identity(folder: Path, capacity: Capacity) -> bytes:
     """What chunks of this engine are made by: model, layout, types computed in and stored, rounding."""
-    facts = [read_given(folder / "config.json", MAX_JSON), LAYOUT.encode(), capacity.backend.encode()]
+    facts = [config_content(folder), LAYOUT.encode(), capacity.backend.encode()]
     facts += [capacity.dtype.encode(), capacity.kv_cache_dtype.encode(), capacity.quantization.encode()]
     facts.append(str(folder).encode())
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         facts.append(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
     return hashlib.sha256(b"\0".join(facts)).digest()

@@ -21,7 +21,7 @@ from headrace.host import GIB
 from headrace.models.files import check_whole, weight_files
 from headrace.models.plain_config import plain_config
 from headrace.models.shards import Share, shard
-from headrace.models.sizes import BYTES, compute_type
+from headrace.models.sizes import BYTES, compute_type, refuse_rounding
 from headrace.models.spec import ModelConfig
 from headrace.parallel.interfaces import interface_name
 from headrace.planner.machine import ModelShape
@@ -62,6 +62,7 @@ def check(config: EngineConfig) -> None:
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for settings that the model rules out: a type of the cache that is not computed in, a sequence
     longer than the model's, or than the KV cache holds."""
+    refuse_rounding(model, config.model.quantization)
     asked, tokens, kv_dtype = config.model.max_len, config.cache.tokens, config.cache.dtype
     compute = compute_type(model, config.model.dtype)
     if kv_dtype not in ("auto", "int8", compute):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace.config import EngineConfig
 from headrace.planner.choice import choose, one_engine_s, seconds_text
 from headrace.planner.machine import Machine, ModelShape, count_of
+from headrace.planner.shards import Prefill
 from headrace.strategies import OFFERED
 
 TOKENS = 2048
@@ -67,5 +68,5 @@ def _predicted(ranks: int, machine: Machine | None, shape: ModelShape | None) ->
     if engine_s is None:
         return None
     several = tuple(name for name in OFFERED if name != "single")
-    found = choose(machine, shape, ranks, TOKENS, allowed=several)
+    found = choose(Prefill(machine, shape, ranks, TOKENS), allowed=several)
     return found.predicted_s[found.strategy], engine_s

@@ -6,7 +6,7 @@ The driver, rank 0, opens the group; workers make their rank by `make` (parallel
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -43,8 +43,9 @@ from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.threads import RankThreads
 from headrace.parallel.torchrun_environment import started_this
 from headrace.parallel.transport import RankLost
-from headrace.planner.choice import StrategyChoice, choose, estimates
+from headrace.planner.choice import StrategyChoice
 from headrace.planner.machine import Machine, ModelShape
+from headrace.planner.profile import Profile
 from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.strategies import OFFERED
@@ -121,7 +122,7 @@ def open_storage(config: EngineConfig, decoder: Decoder) -> KVStorage | StagedSt
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else decoder.dtype
     sized = stream_sizes(config, read_config(model_folder(config.model.folder)), decoder.dtype, kv_dtype)
     if sized is not None:
-        return streaming.open_staged(config, decoder, sized, kv_dtype)
+        return streaming.open_staged(config, decoder, sized, kv_dtype, _backend(config, decoder))
     assert config.cache.tokens is not None, "the driver sizes the cache"
     model, dtype = decoder.config, decoder.dtype
     keeps = keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize)
@@ -154,9 +155,7 @@ class Ranks:
 
     group: Group
     rank: Rank
-    machine: Machine
-    shape: ModelShape
-    table: TunedTable | None
+    profile: Profile
     told: str
 
     def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
@@ -178,12 +177,7 @@ class Ranks:
         agent, workers = tiers.agent_of(config, self.rank, capacity.backend), self._workers
         peers = TierPeers(cache.ranks, {0: agent}, workers.send_to, workers.check, config.ranks.tensor)
         workers.on_answer = peers.received
-        ranks, allow = self.group.context.size, allowed(config)
-
-        def predict(new: int, cached: int, lies: Sequence[float]) -> Mapping[str, float]:
-            return estimates(self.machine, self.shape, ranks, new, cached, lies, self.table, allow)
-
-        return tiers.open_offload(config, capacity, cache, self.rank, peers, predict)
+        return tiers.open_offload(config, capacity, cache, self.rank, peers, self.profile)
 
     @property
     def _workers(self) -> WorkerSupervisor:
@@ -191,13 +185,8 @@ class Ranks:
         return self.group.workers
 
     def _advise(self, config: EngineConfig) -> Advise:
-        ranks = self.group.context.size
-
         def advise(tokens: int, cached: int, cached_on: Sequence[float], allow: tuple[str, ...]) -> StrategyChoice:
-            return choose(
-                self.machine, self.shape, ranks, tokens, cached, cached_on, self.table,
-                rule=config.ranks.rule, allowed=allow,
-            )  # fmt: skip
+            return self.profile.choose(tokens, cached, cached_on, allow, config.ranks.rule)
 
         return advise
 
@@ -250,8 +239,10 @@ def open_ranks(
         tuned = _table(config, shape, machine)
         told = describe(config) + (_profile(config, machine) if config.ranks.context > 1 else "")
         log.debug("%s", told)
-        _advise_at_start(config, _planned_on(machine, tuned), shape)
-        return Ranks(group, rank, _planned_on(machine, tuned), shape, tuned, told), decoder
+        planned_on = _planned_on(machine, tuned)
+        _advise_at_start(config, planned_on, shape)
+        profile = Profile(planned_on, shape, config.ranks.context, tuned, allowed(config))
+        return Ranks(group, rank, profile, told), decoder
     except BaseException:
         group.close()
         raise

@@ -29,7 +29,7 @@ class Runner(Executor):
         self.backend = backend_of(backend)
         self.coming: Coming = NOTHING
         self._planner = planning.Planner()
-        attention = StepAttention(storage, decoder.config.attention, self.backend, decoder.key_bias)
+        attention = StepAttention(storage, decoder.config.attention, self.backend, decoder.key_bias, decoder.sinks)
         self.eager = Eager(decoder, storage, attention)
         self.decoding = self._decoding(attention)
 

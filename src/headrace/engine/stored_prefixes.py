@@ -28,12 +28,13 @@ from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
 from headrace.logs import short_id
-from headrace.offload.restore.estimators import MANY
 from headrace.offload.restore.ranked_plan import best_way, planned, told
-from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.report import RestoreCounters, RestoreReport
-from headrace.offload.restore.solver import Prediction, Split, StoredRun, predict, restore_split
-from headrace.offload.restore.strategy_rates import Kind
+from headrace.offload.restore.run_costs import Prediction, StoredRun
+from headrace.offload.restore.solver import Split, predict, restore_split
+from headrace.planner.estimators import MANY
+from headrace.planner.profile import Profile
+from headrace.planner.strategy_rates import Kind
 from headrace.stats import EngineStats
 from headrace.types import CHUNK, chunks_for
 
@@ -51,8 +52,8 @@ CLOSE_S, IDLE_CLOSE_S = 30.0, 5.0
 """So long may storing what is not stored yet take when the engine ends; the second for tiers that are written while
 idle."""
 
-Choose = Callable[[StoredRun, Rates, int], Split]
-"""(run, rates, most tokens of a step) -> Split: see offload.restore.solver.restore_split."""
+Choose = Callable[[StoredRun, Profile, int], Split]
+"""(run, profile, most tokens of a step) -> Split: see offload.restore.solver.restore_split."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +107,7 @@ class StoredPrefixes(Below):
 
     cache: KVCache
     source: StoredChunks
-    rates: Rates
+    profile: Profile
     writeback: Writeback
     tiers: AllTiers
     max_batch_tokens: int
@@ -164,7 +165,7 @@ class StoredPrefixes(Below):
         first, last = table.length // CHUNK, table.reusable_chunks
         if not table.shares or first >= last or table.length % CHUNK:
             return SETTLED
-        return Looking(first, self.source.look([table.digest(chunk) for chunk in range(first, last)]))
+        return Looking(first, self.source.look([table.digest(chunk) for chunk in range(first, last)], first))
 
     def _arrives_for_another(self, table: ChunkTable, state: Looking) -> bool:
         """Whether another sequence is being brought what this one needs next."""
@@ -188,7 +189,7 @@ class StoredPrefixes(Below):
         chosen = [self._choose(table, first, way) for way in ways]
         best = best_way(chosen)
         (split, run), found = chosen[best], ways[best]
-        sequence.planned = planned(split, run, self.rates)
+        sequence.planned = planned(split, run, self.profile)
         if sequence.planned is not None:
             alone = [each.predicted_s for each, way in chosen if len(set(way.ranks)) == 1]
             split = told(split, run, sequence.planned, min(alone, default=None))
@@ -199,7 +200,7 @@ class StoredPrefixes(Below):
             return SETTLED
         expected = None
         if run.suffix <= self.max_batch_tokens:
-            expected = predict(run, self.rates, split.tokens, split.x, self.max_batch_tokens, split.closing)
+            expected = predict(run, self.profile, split.tokens, split.x, self.max_batch_tokens, split.closing)
         tiers = run.tier_of[split.tokens :]
         return self._bring(sequence, table, found[split.tokens :], split, tiers, expected)
 
@@ -208,7 +209,7 @@ class StoredPrefixes(Below):
         if run.ranks:
             held = Counter(table.owner(chunk) for chunk in range(first))
             run = replace(run, held=tuple(held[rank] for rank in range(self.cache.ranks)))
-        return self.choose(run, self.rates, self.max_batch_tokens), run
+        return self.choose(run, self.profile, self.max_batch_tokens), run
 
     def _bring(
         self, sequence: SequenceState, table: ChunkTable, found: list[FoundChunk], split: Split,
@@ -260,21 +261,21 @@ class StoredPrefixes(Below):
         sequence.restored_tokens += report.tokens
         if not sequence.preemptions:
             sequence.cached_tokens += report.tokens
-        report.tell(self.rates)
+        report.tell(self.profile)
         self._count_failure(sequence, report)
         return self._arrived(state)
 
     def _observe_restore(self, sequence: SequenceState, state: Coming | Attached, expected: Prediction) -> None:
         """A restore with nothing beside it says what computing and arrivals take from each other."""
         seconds, loading = state.restore.report.seconds, state.split.tokens + state.split.x == 0
-        if self.rates.by_strategy is None:
-            self.rates.observe_restore(seconds, expected.seconds, expected.shared_s, loading)
+        if self.profile.by_strategy is None:
+            self.profile.observe_restore(seconds, expected.seconds, expected.shared_s, loading)
         elif loading and sequence.strategy == state.split.closing:
             end, table = state.first + len(state.nodes), sequence.table
             assert table is not None, "its step was computed"
             spread = len({table.owner(chunk) for chunk in range(end)}) > 1
             kind = Kind(sequence.strategy, len(sequence.tokens) - end * CHUNK >= MANY, spread)
-            self.rates.by_strategy.observe_closing(
+            self.profile.by_strategy.observe_closing(
                 kind, seconds, expected.seconds, expected.waited_s, expected.closing_s
             )
 
@@ -320,7 +321,7 @@ class StoredPrefixes(Below):
         """A step that computed one prompt, with nothing on its way meanwhile, tells how fast prefill is."""
         if len(slices) == 1 and slices[0].length > 1 and not (slices[0].decodes or self._arriving or self._leaving):
             part = slices[0]
-            self.rates.observe_prefill(part.start, part.length, seconds, part.sequence.strategy)
+            self.profile.observe_prefill(part.start, part.length, seconds, part.sequence.strategy)
 
     def wait(self) -> None:
         """Sleeps for a moment, as every sequence waits for a thread, or until one has been looked up."""
@@ -337,7 +338,7 @@ class StoredPrefixes(Below):
         return bool(self._leaving or self.writeback.unstored or self.tiers.queued_blobs)
 
     def store_idle(self) -> bool:
-        self.rates.catch_up()
+        self.profile.catch_up()
         return self.writeback.store_idle()
 
     def add_stats(self, stats: EngineStats) -> None:

@@ -24,15 +24,13 @@ from headrace.offload.ranked.peers import TierPeers, open_everywhere
 from headrace.offload.ranked.storing import AllTiers, ChunkStorer
 from headrace.offload.restore.profile import measure, probe
 from headrace.offload.restore.projector import Projector
-from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.source import StoredChunks
-from headrace.offload.restore.strategy_rates import Predict, StrategyRates
 from headrace.offload.tiers.base import HeadShare
 from headrace.offload.tiers.notes import ModelNote, write_note
 from headrace.offload.tiers.open import open_tiers
-from headrace.offload.tiers.stack import Tiers
 from headrace.offload.writeback import Writeback
 from headrace.parallel.rank import Rank
+from headrace.planner.profile import Profile
 from headrace.types import CHUNK
 from headrace.version import __version__
 
@@ -62,25 +60,11 @@ def open_here(config: EngineConfig, backend: str, identity: bytes, decoder: Deco
     return Opened(open_tiers(config.tiers), codec, other, ThreadStream("restore", link), ThreadStream("look"), project)
 
 
-def _rates(config: EngineConfig, backend: str, decoder: Decoder, storage: KVStorage, tiers: Tiers) -> Rates:
-    """Measured here, before the first request."""
-    assert config.tiers is not None
-    rates = measure(decoder, storage, backend_of(backend), tiers.tiers, brief=config.tiers.write == "sparing")
-    probe(tiers, rates)
-    return rates
-
-
-def _linked(config: EngineConfig, rates: Rates) -> Rates:
-    """With the emulated link before the tiers."""
-    assert config.tiers is not None
-    return rates.behind(config.tiers.link.bytes_s, config.tiers.link.latency_s)
-
-
-def _only_idle(config: EngineConfig, codec: ChunkCodec, rates: Rates) -> bool:
+def _only_idle(config: EngineConfig, codec: ChunkCodec, profile: Profile) -> bool:
     """Whether tiers are written while the engine is idle alone."""
     assert config.tiers is not None
     write = config.tiers.write
-    return write == "idle" or (write == "sparing" and _costs_much(config, codec, rates))
+    return write == "idle" or (write == "sparing" and _costs_much(config, codec, profile))
 
 
 def agent_of(config: EngineConfig, rank: Runner | Rank, backend: str) -> TierAgent:
@@ -89,9 +73,9 @@ def agent_of(config: EngineConfig, rank: Runner | Rank, backend: str) -> TierAge
     def opener(identity: bytes) -> Opened:
         return open_here(config, backend, identity, rank.decoder, _pool_of(rank))
 
-    share = rank.decoder.share
-    place, heads = 0 if share is None else share.rank, head_share(rank.decoder)
-    agent = TierAgent(opener, place, heads, rank.fence.here) if isinstance(rank, Rank) else TierAgent(opener)
+    agent = TierAgent(opener)
+    if isinstance(rank, Rank):
+        agent = TierAgent(opener, rank.decoder.turns, head_share(rank.decoder), rank.fence.here)
     rank.coming = agent
     return agent
 
@@ -114,22 +98,24 @@ def open_offload(
     cache: KVCache,
     rank: Runner | Rank,
     peers: TierPeers,
-    predict: Predict | None = None,
+    profile: Profile | None = None,
 ) -> StoredPrefixes:
-    """Opens the tiers of every rank and measures what the solver needs to know. rank: rank 0. predict: the planner, of
-    several ranks. Raises ValueError as open_tiers does, RankLost."""
+    """Opens the tiers of every rank and measures what the solver needs to know. rank: rank 0. profile: that of several
+    ranks. Raises ValueError as open_tiers does, RankLost."""
+    assert config.tiers is not None
     open_everywhere(peers, cache.identity)
     opened = peers.agents[0].opened
-    rates = _rates(config, capacity.backend, rank.decoder, _pool_of(rank), opened.tiers)
-    if predict is not None:
-        rates.by_strategy = StrategyRates(predict, cache.ranks)
+    brief, backend = config.tiers.write == "sparing", backend_of(capacity.backend)
+    profile = measure(rank.decoder, _pool_of(rank), backend, opened.tiers.tiers, brief, profile)
+    probe(opened.tiers, profile)
+    profile.behind(config.tiers.link.bytes_s, config.tiers.link.latency_s)
     keep_notes(config, capacity, cache.identity)
     storer = ChunkStorer(peers, cache.pool.per_rank, opened.tiers)
     return StoredPrefixes(
         cache=cache,
         source=StoredChunks(peers, cache, opened.codec, opened.tiers),
-        rates=_linked(config, rates),
-        writeback=Writeback(cache, storer, _only_idle(config, opened.codec, rates)),
+        profile=profile,
+        writeback=Writeback(cache, storer, _only_idle(config, opened.codec, profile)),
         tiers=AllTiers(peers),
         max_batch_tokens=config.scheduler.max_batch_tokens,
     )
@@ -140,11 +126,11 @@ WRITE_S, WRITE_BYTE_S = 0.7e-3, 2.9e-9
 MOST_SHARE = 0.02
 
 
-def _costs_much(config: EngineConfig, codec: ChunkCodec, rates: Rates) -> bool:
+def _costs_much(config: EngineConfig, codec: ChunkCodec, profile: Profile) -> bool:
     """Whether writing a chunk takes more than MOST_SHARE of the cores for as long as computing it takes."""
     assert config.tiers is not None
     size = sum(codec.blob_bytes("k", own.format) for own in config.tiers.each if own.outlives)
-    computing = float(rates.prefill(0, CHUNK)) * torch.get_num_threads()
+    computing = float(profile.prefill(0, CHUNK)) * torch.get_num_threads()
     return WRITE_S + size * WRITE_BYTE_S > MOST_SHARE * computing
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from headrace.engine.templates import Renderer
 from headrace.logs import shown
-from headrace.models.files import read_json
-from headrace.types import InvalidRequest
+from headrace.models.files import is_gguf, read_json
+from headrace.types import InvalidRequest, UnsupportedModel
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _PLAIN = {"PreTrainedTokenizerFast", "TokenizersBackend"}
@@ -223,22 +223,48 @@ class Tokenizer:
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    """Whether the model folder holds a tokenizer's vocabulary."""
+    """Whether the model folder holds a tokenizer's vocabulary, or the GGUF file or the folder that it lies in."""
+    if is_gguf(Path(folder)):
+        from headrace.engine import gguf_tokenizer
+
+        return _beside(Path(folder)) or gguf_tokenizer.has_vocabulary(Path(folder))
     return any((Path(folder) / name).is_file() for name in _FILES)
 
 
+def _beside(model: Path) -> bool:
+    """Whether a tokenizer.json lies beside a GGUF file: it goes before the file's own vocabulary."""
+    return (model.parent / "tokenizer.json").is_file()
+
+
 def _load(folder: str | Path) -> Any:
-    for path in Path(folder).iterdir():
+    model = Path(folder)
+    own = is_gguf(model)
+    folder = model.parent if own else model
+    for path in folder.iterdir() if not own or _beside(model) else ():
         if not path.is_file() and not path.is_dir():
             raise ValueError(f"{path} is not a regular file, and opening it might wait for ever; take it away")
     try:
-        made = _loader(Path(folder)).from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        made = _of_gguf(model) if own else _of_folder(folder)
         _try_out(made)
         return made
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, UnsupportedModel):
         raise
     except BaseException as error:  # every kind of error over a broken file, and panics of tokenizers' Rust
-        raise ValueError(f"cannot load the tokenizer of {folder}: {shown(error)}; check its files") from error
+        raise ValueError(f"cannot load the tokenizer of {model}: {shown(error)}; check its files") from error
+
+
+def _of_gguf(model: Path) -> Any:
+    if _beside(model):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(str(model.parent), local_files_only=True)
+    from headrace.engine import gguf_tokenizer
+
+    return gguf_tokenizer.load_tokenizer(model)
+
+
+def _of_folder(folder: Path) -> Any:
+    return _loader(folder).from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
 
 
 def _loader(folder: Path) -> Any:

@@ -15,13 +15,30 @@ class Mask:
     """kernels.records.Mask. count: of the items. window: 0 for none."""
 
     def __init__(
-        self, items: int, positions: int, bias: int, *, count: int, window: int, bias_len: int, scale: float
+        self,
+        items: int,
+        positions: int,
+        bias: int,
+        sinks: int,
+        *,
+        count: int,
+        window: int,
+        bias_len: int,
+        scale: float,
+        cap: float,
     ) -> None: ...
 
 class Order:
     pre: Order
     post: Order
     parallel: Order
+    sandwich: Order
+
+class Gate:
+    """What gates pass through in a product with a gated matrix."""
+
+    silu: Gate
+    gelu_tanh: Gate
 
 class Activation:
     """Its members are named in csrc/kernels.h, HEADRACE_ACTIVATIONS; the module has a function of each name, with the
@@ -45,13 +62,43 @@ class Format:
     int8: Format
     int4: Format
 
+class Number:
+    """How scales are stored (kernels.formats): named in csrc/kernels.h, HEADRACE_NUMBERS."""
+
+    fp32: Number
+
+class Offset:
+    """What is added to a code times its scale: named in csrc/kernels.h, HEADRACE_OFFSETS."""
+
+    none: Offset
+
+class Scaling:
+    """kernels.formats.Format. run: see kernels.quantized.run_of. Raises ValueError for sizes that do not divide."""
+
+    def __init__(self, number: Number, offset: Offset, *, subs: bool, block: int, group: int, run: int) -> None: ...
+
 class Matrix:
+    """order: of the inputs, int32 [inputs], or 0."""
+
     def __init__(
-        self, form: Form, weight: int, scales: int, bias: int, *, inputs: int, outputs: int, gated: bool
+        self,
+        form: Form,
+        weight: int,
+        scales: int,
+        bias: int,
+        *,
+        inputs: int,
+        outputs: int,
+        gated: bool,
+        scaling: Scaling,
+        order: int,
     ) -> None: ...
+    @staticmethod
+    def of_parts(parts: Sequence[Matrix], bias: int, *, inputs: int, outputs: int) -> Matrix:
+        """Outputs one part after another; the parts have no biases of their own."""
 
 class Scale:
-    def __init__(self, rms: bool, weight: int, bias: int) -> None: ...
+    def __init__(self, rms: bool, weight: int, bias: int, offset: float) -> None: ...
 
 class Block:
     def __init__(
@@ -71,13 +118,17 @@ class Block:
         mlp_norm: Scale,
         q_norm: int,
         k_norm: int,
+        out_norms: Sequence[Scale],
+        turn_first: int,
+        turned: int,
+        residual_scale: float,
     ) -> None: ...
     def scratch(self, rows: int) -> int: ...
     def before(self, x: int, cos_sin: int, qkv: int, scratch: int, *, rotary: int, rows: int, threads: int) -> None: ...
     def after(self, x: int, attended: int, scratch: int, rows: int, threads: int) -> None: ...
 
 class StepLayer:
-    def __init__(self, kind: int, k_pool: int, v_pool: int) -> None: ...
+    def __init__(self, kind: int, k_pool: int, v_pool: int, sinks: int) -> None: ...
 
 class AttentionStep:
     def __init__(
@@ -95,6 +146,7 @@ class AttentionStep:
         dim: int,
         slot_count: int,
         scale: float,
+        cap: float,
         threads: int,
     ) -> None: ...
     def add_items(self, items: int, count: int, window: int) -> int: ...
@@ -119,7 +171,18 @@ class AttentionStep:
     ) -> None: ...
 
 class Ends:
-    def __init__(self, embed: int, vocabulary: int, norm: Scale, eps: float, head: Matrix) -> None: ...
+    def __init__(
+        self,
+        embed: int,
+        vocabulary: int,
+        norm: Scale,
+        eps: float,
+        head: Matrix,
+        *,
+        embed_scale: float,
+        logit_scale: float,
+        logit_cap: float,
+    ) -> None: ...
 
 class ModelStep:
     def __init__(
@@ -140,6 +203,10 @@ class ModelStep:
 _Pool = Pool
 _Mask = Mask
 _Matrix = Matrix
+_Gate = Gate
+_Number = Number
+_Offset = Offset
+_Scaling = Scaling
 _Element = Element
 _Format = Format
 
@@ -153,6 +220,8 @@ class Extension(Protocol):
     @property
     def Order(self) -> type[Order]: ...
     @property
+    def Gate(self) -> type[Gate]: ...
+    @property
     def Activation(self) -> type[Activation]: ...
     @property
     def Form(self) -> type[Form]: ...
@@ -160,6 +229,12 @@ class Extension(Protocol):
     def Element(self) -> type[Element]: ...
     @property
     def Format(self) -> type[Format]: ...
+    @property
+    def Number(self) -> type[_Number]: ...
+    @property
+    def Offset(self) -> type[_Offset]: ...
+    @property
+    def Scaling(self) -> type[_Scaling]: ...
     @property
     def Matrix(self) -> type[Matrix]: ...
     @property
@@ -205,7 +280,18 @@ class Extension(Protocol):
         threads: int,
     ) -> None: ...
     def finish(
-        self, type: int, state: Sequence[int], out: int, lse: int, *, lanes: int, dim: int, base2: bool, threads: int
+        self,
+        type: int,
+        state: Sequence[int],
+        out: int,
+        lse: int,
+        sinks: int,
+        *,
+        lanes: int,
+        heads: int,
+        dim: int,
+        base2: bool,
+        threads: int,
     ) -> None: ...
     def merge_partials(
         self, total: Sequence[int], block: Sequence[int], *, lanes: int, dim: int, base2: bool, threads: int
@@ -221,7 +307,17 @@ class Extension(Protocol):
         threads: int,
     ) -> None: ...
     def rms_norm(
-        self, type: int, x: int, weight: int, out: int, *, rows: int, width: int, eps: float, threads: int
+        self,
+        type: int,
+        x: int,
+        weight: int,
+        out: int,
+        *,
+        rows: int,
+        width: int,
+        eps: float,
+        offset: float,
+        threads: int,
     ) -> None: ...
     def layer_norm(
         self, type: int, x: int, weight: int, bias: int, out: int, *, rows: int, width: int, eps: float, threads: int
@@ -239,14 +335,26 @@ class Extension(Protocol):
         heads: int,
         dim: int,
         width: int,
+        turn_stride: int,
         threads: int,
     ) -> None: ...
+    def soft_cap(self, x: int, n: int, scale: float, cap: float, threads: int) -> None: ...
     def greatest(self, x: int, value: int, index: int, rows: int, width: int, threads: int) -> None: ...
     def softmax_sums(
         self, x: int, target: int, greatest: int, sum: int, above: int, rows: int, width: int, threads: int
     ) -> None: ...
     def linear(
-        self, type: int, x: int, matrix: _Matrix, out: int, *, rows: int, x_stride: int, wide: bool, threads: int
+        self,
+        type: int,
+        x: int,
+        matrix: _Matrix,
+        out: int,
+        *,
+        rows: int,
+        x_stride: int,
+        wide: bool,
+        gate: _Gate,
+        threads: int,
     ) -> None: ...
     def move_chunks(
         self,

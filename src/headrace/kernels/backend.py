@@ -28,9 +28,9 @@ class Capabilities:
     """What a backend can do. kernels: what a sentence calls it, for `it` or `they`.
 
     devices: types of torch devices, none: any; dtypes: those computed in, none: any; int8: whether keys and values may
-    be stored so; pieces: whether it is a PiecewiseBackend; prepared_step: whether `prepare` gives a step, for pools of
-    the rows' own type, and all_layers, whether that has `over`; graphs: whether steps are recorded as CUDA graphs;
-    automatic: whether 'auto' may choose it.
+    be stored so; capped: whether scores may be capped, or have sinks; pieces: whether it is a PiecewiseBackend;
+    prepared_step: whether `prepare` gives a step, for pools of the rows' own type, and all_layers, whether that has
+    `over`; graphs: whether steps are recorded as CUDA graphs; automatic: whether 'auto' may choose it.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Capabilities:
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     int8: bool = False
+    capped: bool = False
     pieces: bool = False
     prepared_step: bool = False
     all_layers: bool = False
@@ -46,8 +47,9 @@ class Capabilities:
     largest_head: int | None = None
     automatic: bool = False
 
-    def obstacle(self, dtype: torch.dtype, device: str, head_dim: int) -> str | None:
-        """Why the backend does not take this type, type of device and head size; None where it does."""
+    def obstacle(self, dtype: torch.dtype, device: str, head_dim: int, capped: bool = False) -> str | None:
+        """Why the backend does not take this type, type of device, head size and whether scores are capped; None where
+        it does."""
         if self.devices and device not in self.devices:
             return f"{self._does('run')} on {listed([DEVICES[each] for each in self.devices])}, not on {device}"
         if self.dtypes and dtype not in self.dtypes:
@@ -55,6 +57,8 @@ class Capabilities:
             return f"{self._does('compute')} in {known}, not {dtype}"
         if self.largest_head is not None and head_dim > self.largest_head:
             return f"{self._does('take')} heads of up to {self.largest_head}, the model's are {head_dim}"
+        if capped and not self.capped:
+            return f"{self._does('know')} neither soft caps on scores nor sinks, which the model has"
         return None
 
     def _does(self, verb: str) -> str:
@@ -90,11 +94,13 @@ class PreparedStep(Protocol):
         """Other positions and offsets for the rows of the same items. Raises ValueError, with nothing changed, where
         they do not fit."""
 
-    def __call__(self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory."""
 
-    def over(self, pools: Pools, windows: Sequence[int | None]) -> StepOver:
-        """The step in layers with these pools and windows, from a backend that declares all_layers."""
+    def over(self, pools: Pools, windows: Sequence[int | None], sinks: Sequence[Tensor] | None = None) -> StepOver:
+        """The step in layers with these pools, windows and sinks, from a backend that declares all_layers."""
 
 
 class Backend(Protocol):
@@ -139,8 +145,9 @@ class PiecewiseBackend(Backend, Protocol):
         the bits of one `attend`.
         """
 
-    def finish(self, state: RunningState, dtype: torch.dtype) -> Tensor:
-        """The attention of what was merged: [R, Hq, D] in `dtype`, zeros for rows that saw no key."""
+    def finish(self, state: RunningState, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
+        """The attention of what was merged: [R, Hq, D] in `dtype`, zeros for rows that saw no key. sinks (see Mask) are
+        no part of the state, and join it here alone."""
 
     def states_of(self, state: RunningState) -> AttnState:
         """The same as a value that merges: fp32, natural logarithms."""

@@ -31,9 +31,9 @@ Watch = Callable[[int, Tensor], object]
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What the layers of a model have in common. order: pre, post or parallel (models.spec.Block). activation:
-    silu_mul (a gated MLP), gelu, gelu_tanh or relu. rms: the norm is RMS norm where it has weights, else LayerNorm.
-    more: facts that C++ alone needs, by the names of its Block (csrc/binding/binding.cpp)."""
+    """What the layers of a model have in common. order: as models.spec.Block. activation: silu_mul or gelu_tanh_mul
+    (gated MLPs), gelu, gelu_tanh or relu. rms: the norm is RMS norm where it has weights, to which norm_offset is
+    added, else LayerNorm. more: facts that C++ alone needs, by the names of its Block (csrc/binding/binding.cpp)."""
 
     attention: AttentionSpec
     hidden: int
@@ -44,11 +44,15 @@ class LayerShape:
     eps: float
     mlp_norm: bool
     qk_norm: bool
+    norm_offset: float = 0.0
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LayerWeights(Protocol):
-    """A layer's vectors and matrices by our names, without the layer's prefix."""
+    """A layer's vectors and matrices by our names, without the layer's prefix. rotation: models.spec.rotation."""
+
+    @property
+    def rotation(self) -> tuple[int, int]: ...
 
     @property
     def weights(self) -> Mapping[str, Tensor]: ...
@@ -75,6 +79,7 @@ class Blocks:
         self.shape = shape
         self.layers = layers  # keeps the memory that the blocks point to
         self.blocks = [_block(shape, layer, query=True) for layer in layers]
+        self.turns = max(sum(layer.rotation) for layer in layers)
         heads = shape.attention.heads * shape.attention.head_dim
         self.without_queries = None if heads % cpu.COLUMNS else [_block(shape, layer, query=False) for layer in layers]
 
@@ -136,12 +141,12 @@ class Blocks:
         return k, v
 
     def turn_of(self, cos_sin: Tensor | None, rows: int) -> tuple[int, int]:
-        """Address of cos_sin and the number of elements that it turns; zeros for none."""
+        """Address of cos_sin and the length of its rows; zeros for none."""
         if cos_sin is None:
             return 0, 0
-        width, dim = cos_sin.shape[-1], self.shape.attention.head_dim
-        if width % 2 or width > dim:
-            raise ValueError(f"cannot rotate {width} of {dim} elements")
+        width = cos_sin.shape[-1]
+        if width < self.turns:
+            raise ValueError(f"cos_sin has rows of {width} elements, the layers rotate by the first {self.turns}")
         check("cos_sin", cos_sin, torch.float32, (rows, width))
         return cos_sin.data_ptr(), width
 
@@ -153,7 +158,7 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
     sizes = {
         "qkv": (heads + 2 * spec.kv_heads * spec.head_dim, shape.hidden),
         "out": (shape.hidden, heads),
-        "up": (shape.inner * (2 if shape.activation == "silu_mul" else 1), shape.hidden),
+        "up": (shape.inner * (2 if shape.activation.endswith("_mul") else 1), shape.hidden),
         "down": (shape.hidden, shape.inner),
     }
     qkv, out, up, down = (
@@ -165,6 +170,10 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         norm_of(shape, layer.weights, name)
         for name in ("attention_norm", "mlp_norm" if shape.mlp_norm else "attention_norm")
     )
+    out_norms = [f"{part}_out_norm" for part in ("attention", "mlp")] if shape.order == "sandwich" else []
+    first, width = layer.rotation
+    if width % 2 or width > spec.head_dim:
+        raise ValueError(f"cannot rotate {width} of {spec.head_dim} elements")
     q_norm, k_norm = (
         _vector(layer.weights, f"{name}.weight", spec.head_dim) if shape.qk_norm and (query or name == "k_norm") else 0
         for name in ("q_norm", "k_norm")
@@ -173,6 +182,7 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         order=getattr(ext.Order, shape.order), activation=getattr(ext.Activation, shape.activation),
         heads=spec.heads if query else 0, kv_heads=spec.kv_heads, dim=spec.head_dim, eps=shape.eps, qkv=qkv, out=out,
         up=up, down=down, attention_norm=attention_norm, mlp_norm=mlp_norm, q_norm=q_norm, k_norm=k_norm,
+        out_norms=[norm_of(shape, layer.weights, name) for name in out_norms], turn_first=first, turned=width,
         **shape.more,
     )  # fmt: skip
 
@@ -190,7 +200,7 @@ def matrix_of(
 def norm_of(shape: LayerShape, weights: Mapping[str, Tensor], name: str) -> native.Scale:
     """The norm of that name, as C++ takes it."""
     weight, bias = (_vector(weights, f"{name}.{kind}", shape.hidden) for kind in ("weight", "bias"))
-    return require().Scale(shape.rms and weight != 0, weight, bias)
+    return require().Scale(shape.rms and weight != 0, weight, bias, shape.norm_offset)
 
 
 def _vector(weights: Mapping[str, Tensor], name: str, size: int, first: int = 0) -> int:

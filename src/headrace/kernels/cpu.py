@@ -48,10 +48,13 @@ __all__ = [
 
 capabilities = Capabilities(
     name="cpu", kernels="the C++ kernels", spoken_of="they", devices=("cpu",), dtypes=tuple(TYPES), int8=True,
-    pieces=True, prepared_step=True, all_layers=True, automatic=True,
+    capped=True, pieces=True, prepared_step=True, all_layers=True, automatic=True,
 )  # fmt: skip
 
-OPERATIONS = ("rms_norm", "layer_norm", "silu_mul", "gelu", "relu", "rotary", "greatest", "softmax_sums")
+OPERATIONS = (
+    "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "gelu", "relu", "rotary", "greatest", "softmax_sums",
+    "soft_cap",
+)  # fmt: skip
 """The row-wise ones."""
 
 COLUMNS = 64
@@ -96,7 +99,7 @@ class Packed:
         ext, (outputs, inputs) = _require(), self.shape
         return ext.Matrix(
             ext.Form.pairs if self.pairs else ext.Form.plain, self.blocks.data_ptr(), 0, bias,
-            inputs=inputs, outputs=outputs, gated=self.gated,
+            inputs=inputs, outputs=outputs, gated=self.gated, scaling=no_scaling(), order=0,
         )  # fmt: skip
 
     def outputs_from(self, first: int) -> Packed:
@@ -135,9 +138,10 @@ def can_pack(weight: Tensor) -> bool:
     return available() and weight.is_cpu and supports(weight.dtype) and weight.dim() == 2 and weight.numel() > 0
 
 
-def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, wide: bool = False, gate: str = "silu") -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N], fp32 if `wide`. All are of the weight's type.
-    With a gated weight [T, N / 2] = silu(first half) * second half, rounded before and after; never wide.
+    With a gated weight [T, N / 2] = gate(first half) * second half, rounded before and after; never wide. gate: silu or
+    gelu_tanh.
 
     Raises ValueError for a weight in pairs on an instruction set without them.
     """
@@ -147,7 +151,13 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, wide: bool = F
             f"x must be a CPU tensor [T, {inputs}] of {dtype} with contiguous rows, "
             f"got {list(x.shape)} of {x.dtype} on {x.device}"
         )
-    return product(x, weight, bias, wide)
+    return product(x, weight, bias, wide, gate)
+
+
+def no_scaling() -> native.Scaling:
+    """Of weights that are numbers."""
+    ext = _require()
+    return ext.Scaling(ext.Number.fp32, ext.Offset.none, subs=False, block=0, group=0, run=0)
 
 
 class StoredWeight(Protocol):
@@ -160,7 +170,7 @@ class StoredWeight(Protocol):
         """The weight with a bias at that address (0: none), as the extension takes it."""
 
 
-def product(x: Tensor, weight: StoredWeight, bias: Tensor | None, wide: bool) -> Tensor:
+def product(x: Tensor, weight: StoredWeight, bias: Tensor | None, wide: bool, gate: str = "silu") -> Tensor:
     """x [T, K], checked, times a weight, plus bias: [T, N] (gated: [T, N / 2]), fp32 if `wide`, else as x."""
     outputs, _ = weight.shape
     if bias is not None:
@@ -169,7 +179,7 @@ def product(x: Tensor, weight: StoredWeight, bias: Tensor | None, wide: bool) ->
     out = torch.empty((x.shape[0], width), dtype=torch.float32 if wide else x.dtype)
     _require().linear(
         _type_of(x), x.data_ptr(), weight.matrix(_address(bias)), out.data_ptr(), rows=x.shape[0],
-        x_stride=x.stride(0), wide=wide, threads=torch.get_num_threads(),
+        x_stride=x.stride(0), wide=wide, gate=getattr(_require().Gate, gate), threads=torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -180,14 +190,14 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int]:
     return x.contiguous(), x.numel() // width if width else 0, width
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] / sqrt(mean(x^2) + eps) * weight [H], rounded once."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x [..., H] / sqrt(mean(x^2) + eps) * (weight [H] + offset), rounded once."""
     x, rows, width = _rows(x)
     _check("weight", weight, x.dtype, (width,))
     out = torch.empty_like(x)
     _require().rms_norm(
         _type_of(x), x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows=rows, width=width, eps=eps,
-        threads=torch.get_num_threads(),
+        offset=offset, threads=torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -208,14 +218,30 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2 I] = (gate, up): [..., I]."""
+    return _gated("silu_mul", gate_up)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """The same with gelu in the tanh form."""
+    return _gated("gelu_tanh_mul", gate_up)
+
+
+def _gated(name: str, gate_up: Tensor) -> Tensor:
+    """A C++ activation that halves rows, by its name in csrc/kernels.h."""
     gate_up, rows, width = _rows(gate_up)
     if width % 2:
         raise ValueError(f"gate_up must have an even width, got {width}")
     out = torch.empty((*gate_up.shape[:-1], width // 2), dtype=gate_up.dtype)
-    _require().silu_mul(
-        _type_of(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads()
-    )
+    run = getattr(_require(), name)
+    run(_type_of(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads())
     return out
+
+
+def soft_cap(x: Tensor, scale: float, cap: float | None) -> Tensor:
+    """x fp32 becomes cap * tanh(x * scale / cap), or x * scale without a cap: x, in place."""
+    _check("x", x, torch.float32, tuple(x.shape))
+    _require().soft_cap(x.data_ptr(), x.numel(), scale, cap or 0.0, torch.get_num_threads())
+    return x
 
 
 def gelu(x: Tensor, tanh: bool = False) -> Tensor:
@@ -267,17 +293,22 @@ def softmax_sums(x: Tensor, targets: Sequence[int]) -> tuple[Tensor, Tensor, Ten
 def rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
     """x [T, heads, D] with its first N elements rotated by halves, the others copied, as a new tensor.
 
-    cos_sin [T, N] fp32 = (cos, sin), each N/2 wide.
+    cos_sin [T, N] fp32 = (cos, sin), each N/2 wide; its rows may be parts of longer ones.
     """
     rows, heads, dim, x_stride = _heads("x", x)
     width = cos_sin.shape[-1]
     if width % 2 or width > dim:
         raise ValueError(f"cannot rotate {width} of {dim} elements")
-    _check("cos_sin", cos_sin, torch.float32, (rows, width))
+    if cos_sin.stride(-1) != 1:
+        raise ValueError(f"cos_sin: each row must be contiguous, got strides {cos_sin.stride()}")
+    if not cos_sin.is_cpu or cos_sin.dtype != torch.float32 or cos_sin.shape != (rows, width):
+        raise ValueError(
+            f"cos_sin must be {[rows, width]} of torch.float32, got {list(cos_sin.shape)} of {cos_sin.dtype}"
+        )
     out = torch.empty((rows, heads, dim), dtype=x.dtype)
     _require().rotary(
         _type_of(x), x.data_ptr(), cos_sin.data_ptr(), out.data_ptr(), rows=rows, x_stride=x_stride, heads=heads,
-        dim=dim, width=width, threads=torch.get_num_threads(),
+        dim=dim, width=width, turn_stride=cos_sin.stride(0), threads=torch.get_num_threads(),
     )  # fmt: skip
     return out
 

@@ -103,9 +103,11 @@ def _mask_at(mask: Mask, rows: int, heads: int) -> native.Mask:
     if mask.bias is not None:
         keys = mask.bias.shape[-1]
         check("bias", mask.bias, torch.float32, (heads, keys))
+    if mask.sinks is not None:
+        check("sinks", mask.sinks, torch.float32, (heads,))
     return require().Mask(
-        mask.items.data_ptr(), mask.positions.data_ptr(), address(mask.bias), count=mask.items.shape[0],
-        window=mask.window or 0, bias_len=keys, scale=mask.scale,
+        mask.items.data_ptr(), mask.positions.data_ptr(), address(mask.bias), address(mask.sinks),
+        count=mask.items.shape[0], window=mask.window or 0, bias_len=keys, scale=mask.scale, cap=mask.cap or 0.0,
     )  # fmt: skip
 
 

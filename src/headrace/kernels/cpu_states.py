@@ -19,10 +19,12 @@ def empty_running(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> R
     return algebra.empty_running(rows, heads, head_dim, unit_of(dtype, head_dim))
 
 
-def finish(state: RunningState, dtype: torch.dtype) -> Tensor:
-    """The attention of what was merged: [R, Hq, D] in `dtype`, zeros for rows that saw no key."""
+def finish(state: RunningState, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
+    """The attention of what was merged: [R, Hq, D] in `dtype`, zeros for rows that saw no key. sinks [Hq]: see Mask."""
+    if sinks is not None:
+        check("sinks", sinks, torch.float32, state.shape[1:2])
     out = torch.empty(state.shape, dtype=dtype)
-    _finish(state, out, None)
+    _finish(state, out, None, sinks)
     return out
 
 
@@ -33,11 +35,11 @@ def states_of(state: RunningState) -> AttnState:
     return result
 
 
-def _finish(state: RunningState, out: Tensor, lse: Tensor | None) -> None:
+def _finish(state: RunningState, out: Tensor, lse: Tensor | None, sinks: Tensor | None = None) -> None:
     rows, heads, dim = state.shape
     require().finish(
-        type_of(out), addresses(state), out.data_ptr(), address(lse), lanes=rows * heads, dim=dim,
-        base2=_base2(state), threads=torch.get_num_threads(),
+        type_of(out), addresses(state), out.data_ptr(), address(lse), address(sinks), lanes=rows * heads, heads=heads,
+        dim=dim, base2=_base2(state), threads=torch.get_num_threads(),
     )  # fmt: skip
 
 

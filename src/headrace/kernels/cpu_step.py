@@ -53,7 +53,7 @@ class Step:
         self.handle = require().AttentionStep(
             TYPES[step.dtype], positions.data_ptr(), slots.data_ptr(), offsets.data_ptr(), address(bias),
             bias_len=0 if bias is None else bias.shape[-1], rows=rows, heads=heads, kv_heads=kv_heads, dim=dim,
-            slot_count=slot_count, scale=step.scale, threads=torch.get_num_threads(),
+            slot_count=slot_count, scale=step.scale, cap=step.cap or 0.0, threads=torch.get_num_threads(),
         )  # fmt: skip
         self._kinds = {window: self._add(window, each) for window, each in step.items.items()}
 
@@ -69,32 +69,41 @@ class Step:
         check("items", items, torch.int32, (items.shape[0], 4))
         return self.handle.add_items(items.data_ptr(), items.shape[0], window or 0)
 
-    def __call__(self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory.
 
-        Rows of q, k and v must be contiguous each, but may lie apart.
+        Rows of q, k and v must be contiguous each, but may lie apart. sinks: see Mask.
         """
         check("k_pool", pool.k, self.dtype, self.k_pool_shape)
         check("v_pool", pool.v, self.dtype, self.v_pool_shape)
         q_stride = self._row_stride("q", q, self.q_shape)
         k_stride, v_stride = self._row_stride("k", k, self.kv_shape), self._row_stride("v", v, self.kv_shape)
         out = torch.empty(self.q_shape, dtype=self.dtype)
-        layer = require().StepLayer(self._kinds[window], pool.k.data_ptr(), pool.v.data_ptr())
+        layer = require().StepLayer(self._kinds[window], pool.k.data_ptr(), pool.v.data_ptr(), self._sinks(sinks))
         self.handle.run(
             layer, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), q_stride=q_stride, k_stride=k_stride,
             v_stride=v_stride,
         )  # fmt: skip
         return out
 
-    def over(self, pools: Pools, windows: Sequence[int | None]) -> StepOver:
-        """The step in layers with these pools and windows. Raises ValueError for pools of another shape or type."""
+    def over(self, pools: Pools, windows: Sequence[int | None], sinks: Sequence[Tensor] | None = None) -> StepOver:
+        """The step in layers with these pools, windows and sinks. Raises ValueError for what does not fit."""
         if (pools.shape, pools.dtype) != (self.shape, self.dtype) or len(windows) != len(pools.layers):
             raise ValueError(
                 f"{len(windows)} layers need pools of {self.shape} in {self.dtype}, "
                 f"got {len(pools.layers)} of {pools.shape} in {pools.dtype}"
             )
-        layer, places = require().StepLayer, zip(windows, pools.addresses, strict=True)
-        return StepOver(self, pools, [layer(self._kinds[window], *at) for window, at in places])
+        each = [0] * len(windows) if sinks is None else [self._sinks(x) for x in sinks]
+        layer, places = require().StepLayer, zip(windows, pools.addresses, each, strict=True)
+        return StepOver(self, pools, [layer(self._kinds[window], *at, sink) for window, at, sink in places])
+
+    def _sinks(self, sinks: Tensor | None) -> int:
+        """Where they lie; 0 for none."""
+        if sinks is not None:
+            check("sinks", sinks, torch.float32, self.q_shape[1:2])
+        return address(sinks)
 
     def _row_stride(self, name: str, x: Tensor, shape: tuple[int, int, int]) -> int:
         """Elements from row to row of x."""

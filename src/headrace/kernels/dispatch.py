@@ -146,15 +146,22 @@ def reasons(gpu: bool = False) -> dict[str, str]:
     )
 
 
-def choose(backend: AttentionBackend, dtype: torch.dtype, device: torch.device | str = "cpu", head_dim: int = 0) -> str:
+def choose(
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    head_dim: int = 0,
+    capped: bool = False,
+) -> str:
     """The name of the attention backend for `backend` on a device and heads of a size, logged once with its reason.
+    capped: whether the model's scores are.
 
     Raises ValueError, with the remedy, where the one asked for cannot run here.
     """
     place, names = torch.device(device), list(registry.BACKENDS)
     if backend == "auto":
-        return _best(dtype, place, head_dim)
-    reason = obstacle(backend, dtype, place, head_dim)
+        return _best(dtype, place, head_dim, capped)
+    reason = obstacle(backend, dtype, place, head_dim, capped)
     if reason is not None:
         others = ["auto", *names[names.index(backend) + 1 :]]
         remedy = listed([repr(each) for each in others], "or")
@@ -163,14 +170,14 @@ def choose(backend: AttentionBackend, dtype: torch.dtype, device: torch.device |
     return backend
 
 
-def _best(dtype: torch.dtype, device: torch.device, head_dim: int) -> str:
+def _best(dtype: torch.dtype, device: torch.device, head_dim: int, capped: bool) -> str:
     """The first backend that may be chosen and has no obstacle."""
     why = None
     for name in registry.BACKENDS:
         kernels = backend_of(name)
         if not kernels.capabilities.automatic:
             continue
-        reason = obstacle(name, dtype, device, head_dim)
+        reason = obstacle(name, dtype, device, head_dim, capped)
         if reason is None:
             _log_choice(name, why or kernels.described(device))
             return name
@@ -178,10 +185,12 @@ def _best(dtype: torch.dtype, device: torch.device, head_dim: int) -> str:
     raise ValueError(f"no attention backend computes in {dtype} on {device}")
 
 
-def obstacle(name: str, dtype: torch.dtype, device: torch.device, head_dim: int = 0) -> str | None:
-    """Why a backend cannot serve this type, device and head size; None where it can."""
+def obstacle(
+    name: str, dtype: torch.dtype, device: torch.device, head_dim: int = 0, capped: bool = False
+) -> str | None:
+    """Why a backend cannot serve this type, device, head size and capped scores; None where it can."""
     kernels = backend_of(name)
-    return kernels.missing() or kernels.capabilities.obstacle(dtype, device.type, head_dim)
+    return kernels.missing() or kernels.capabilities.obstacle(dtype, device.type, head_dim, capped)
 
 
 @cache

@@ -33,17 +33,27 @@ class Ends:
     """What a model has beside its layers: the table of tokens, embed [V, H], the final norm and the head [V, H].
 
     weights and matrices: by name, `embed.weight`, `final_norm.weight`, `final_norm.bias` and `head.weight` among them.
-    Raises ValueError for those that do not fit layers of `shape`.
+    embed_scale, of a bf16 number, multiplies embeddings; logit_scale and logit_cap: see ops.soft_cap. Raises ValueError
+    for those that do not fit layers of `shape`.
     """
 
-    def __init__(self, shape: block.LayerShape, weights: Mapping[str, Tensor], matrices: Mapping[str, Weight]) -> None:
+    def __init__(
+        self,
+        shape: block.LayerShape,
+        weights: Mapping[str, Tensor],
+        matrices: Mapping[str, Weight],
+        embed_scale: float = 1.0,
+        logit_scale: float = 1.0,
+        logit_cap: float | None = None,
+    ) -> None:
         embed, head = weights["embed.weight"], matrices["head.weight"]
         check("embed.weight", embed, torch.bfloat16, (len(embed), shape.hidden))
         norm, matrix = block.norm_of(shape, weights, "final_norm"), (head.shape[0], shape.hidden)
         self.width = head.shape[0]
         self.handle = require().Ends(
-            embed.data_ptr(), len(embed), norm, shape.eps, block.matrix_of(weights, matrices, "head", matrix)
-        )
+            embed.data_ptr(), len(embed), norm, shape.eps, block.matrix_of(weights, matrices, "head", matrix),
+            embed_scale=embed_scale, logit_scale=logit_scale, logit_cap=logit_cap or 0.0,
+        )  # fmt: skip
         # The addresses are theirs.
         self._keep = (embed, head, *(weights.get(f"final_norm.{kind}") for kind in ("weight", "bias")))
 

@@ -7,7 +7,8 @@ T: rows, H: width, I: MLP width, D: head size. Every operation gives a row the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,12 +17,13 @@ from torch.nn import functional as F
 
 from headrace.config import Quantization
 from headrace.kernels import cpu, dispatch, quantized
+from headrace.kernels.formats import Coded
 
 SLICE = 32
 """Rows that torch's CPU product always gets: it chooses the order in which it adds up by their number."""
 
 
-Weight = Tensor | cpu.Packed | quantized.Quantized
+Weight = Tensor | cpu.Packed | quantized.Quantized | quantized.Parts
 
 
 def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = False) -> Weight:
@@ -41,6 +43,20 @@ def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = Fals
     return cpu.Packed(weight, gated) if dispatch.native(weight) and cpu.can_pack(weight) else weight
 
 
+def pack_stored(parts: Sequence[Tensor | Coded], dtype: torch.dtype, gated: bool = False) -> Weight:
+    """A weight whose outputs a file holds in parts, as codes or as numbers, in the form that `linear` multiplies by
+    fastest here: codes as they are. Without the C++ kernels a tensor of what they stand for, in `dtype`."""
+    if not dispatch.native(torch.empty(0, dtype=dtype)):
+        return torch.cat([part.to(dtype) if isinstance(part, Tensor) else part.dequantised(dtype) for part in parts])
+    first, *others = parts
+    if isinstance(first, Coded) and all(isinstance(other, Coded) and first.alike(other) for other in others):
+        whole = first.joined([other for other in others if isinstance(other, Coded)]) if others else first
+        return quantized.Quantized(whole, gated and whole.shape[0] % (2 * cpu.COLUMNS) == 0)
+    return quantized.Parts(
+        [cpu.Packed(part.to(dtype)) if isinstance(part, Tensor) else quantized.Quantized(part) for part in parts]
+    )
+
+
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = False) -> Tensor:
     """x [T, H] times weight [N, H] transposed, plus bias [N]: [T, N], the same bits for a row at every T.
 
@@ -48,7 +64,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = F
     """
     if isinstance(weight, cpu.Packed):
         return cpu.linear(x, weight, bias, wide)
-    if isinstance(weight, quantized.Quantized):
+    if isinstance(weight, quantized.Quantized | quantized.Parts):
         return quantized.linear(x, weight, bias, wide)
     if dispatch.on_gpu(x):
         from headrace.kernels.triton import rows as gpu_rows
@@ -58,10 +74,17 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = F
     return out.float() if wide else out
 
 
-def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """silu(gate) * up for x [T, H] times weight [2 I, H] transposed, plus bias [2 I], = (gate, up) [T, 2 I]: [T, I]."""
+def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: str = "silu") -> Tensor:
+    """f(gate) * up for x [T, H] times weight [2 I, H] transposed, plus bias [2 I], = (gate, up) [T, 2 I]: [T, I].
+
+    gate: which f, silu or gelu_tanh.
+    """
+    if not isinstance(weight, Tensor) and weight.gated:
+        if isinstance(weight, cpu.Packed):
+            return cpu.linear(x, weight, bias, gate=gate)
+        return quantized.linear(x, weight, bias, gate=gate)
     out = linear(x, weight, bias)
-    return silu_mul(out) if isinstance(weight, Tensor) or not weight.gated else out
+    return gelu_tanh_mul(out) if gate == "gelu_tanh" else silu_mul(out)
 
 
 def outputs_from(weight: Weight, first: int) -> Weight | None:
@@ -69,7 +92,13 @@ def outputs_from(weight: Weight, first: int) -> Weight | None:
 
     None where there is no such part: torch's product may add up in another order for another number of outputs.
     """
-    return None if isinstance(weight, Tensor) or first % cpu.COLUMNS else weight.outputs_from(first)
+    if isinstance(weight, Tensor) or (isinstance(weight, quantized.Parts) and not weight.begins_block(first)):
+        return None
+    return (
+        None
+        if first % cpu.COLUMNS and isinstance(weight, cpu.Packed | quantized.Quantized)
+        else weight.outputs_from(first)
+    )
 
 
 def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,17 +109,18 @@ def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat([F.linear(part, weight, bias) for part in slices])[:rows]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, in fp32: [..., H]."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Root-mean-square norm over the last dimension, times weight + offset, in fp32: [..., H]."""
     if dispatch.native(x) and weight.dtype == x.dtype:
-        return cpu.rms_norm(x, weight, eps)
+        return cpu.rms_norm(x, weight, eps, offset)
+    factors = weight.float() + offset if offset else weight
     if dispatch.on_gpu(x):
         from headrace.kernels.triton import rows as gpu_rows
 
-        return gpu_rows.rms_norm(x, weight, eps)
+        return gpu_rows.rms_norm(x, factors, eps)
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return (y * weight.float()).to(x.dtype)
+    return (y * factors.float()).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -109,14 +139,32 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
 
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, in the tanh form, for gate_up [T, 2 I] = (gate, up): [T, I]."""
+    if dispatch.native(gate_up):
+        return cpu.gelu_tanh_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (gelu(gate.float(), "tanh") * up.float()).to(gate_up.dtype)
+
+
+def soft_cap(x: Tensor, scale: float, cap: float | None) -> Tensor:
+    """cap * tanh(x * scale / cap) for x fp32 [R, N], or x * scale without a cap. On the CPU maybe in x's memory."""
+    if dispatch.native(x) and x.is_contiguous():
+        return cpu.soft_cap(x, scale, cap)
+    return x * scale if cap is None else _whole_vectors(torch.tanh, x * (scale / cap)) * cap
+
+
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Gaussian error linear unit, exact or 'tanh', in fp32."""
     if dispatch.native(x):
         return cpu.gelu(x, approximate == "tanh")
-    # torch computes the elements that do not fill a vector by another tanh: rows are padded to whole vectors.
+    return _whole_vectors(partial(F.gelu, approximate=approximate), x.float()).to(x.dtype)
+
+
+def _whole_vectors(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """f of each element of x [..., N] by vectors that are full: torch computes the others' tanh another way."""
     width = x.shape[-1]
-    padded = F.pad(x.float(), (0, -width % 64))
-    return F.gelu(padded, approximate=approximate)[..., :width].to(x.dtype)
+    return f(F.pad(x, (0, -width % 64)))[..., :width]
 
 
 def relu(x: Tensor) -> Tensor:

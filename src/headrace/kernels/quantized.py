@@ -1,4 +1,4 @@
-"""Weights of 8 or 4 bits: rounded to the nearest code, packed for the C++ product, or multiplied out again.
+"""Weights that are codes under scales: rounded here or as a file has them, packed for the C++ product.
 
 N: outputs, K: inputs, T: rows. int8 has one scale per output, amax / 127, and codes -127..127; int4 one scale per
 output and group of 64 inputs and codes -8..7. There the element furthest from 0 becomes -8, whatever its sign, so that
@@ -8,6 +8,7 @@ eighth less error in all; llama.cpp's Q4_0 does the same in groups of 32).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,6 +18,8 @@ from headrace.config import Quantization
 from headrace.kernels import cpu
 from headrace.kernels.backend import listed
 from headrace.kernels.extension import require, type_of
+from headrace.kernels.formats import FORMATS as STORED
+from headrace.kernels.formats import NUMBERS, Coded
 from headrace.memory import copied
 
 if TYPE_CHECKING:
@@ -24,11 +27,13 @@ if TYPE_CHECKING:
 
 GROUP = 64
 """Inputs under one scale in int4."""
+MOST_RUN = 64
+"""Inputs whose products the kernels add up before they multiply by a scale: a group, or a part of one."""
 
 
-class WeightFormat(Protocol):
-    """How weights are rounded, and how the C++ product reads them. Another one is a class here, its name in
-    config.Quantization and in csrc/kernels.h, and its C++ struct in csrc/linear/codes.h."""
+class Rounding(Protocol):
+    """How weights are rounded to a format of kernels.formats. Another one is a class here, and its name in
+    config.Quantization."""
 
     name: Quantization
     inputs: int
@@ -39,15 +44,9 @@ class WeightFormat(Protocol):
     def scales(self, weight: Tensor) -> Tensor:
         """Scales fp32 [N, G] of a weight fp32 [N, K]: K / G inputs in a row share one."""
 
-    def pack_codes(self, codes: Tensor) -> Tensor:
-        """Codes int8 [64 n, K], with outputs in the order of `in_turn` where gated, as C++ reads them: [n, ...]."""
-
-    def pack_scales(self, scales: Tensor) -> Tensor:
-        """Scales fp32 [64 n, G] as C++ reads them: [n, ...] or [64 n]."""
-
 
 class Int8Weights:
-    """One scale per output, fp32 [64 n]; codes int8 [n, K / 2, 4, 2, 16]."""
+    """One scale per output."""
 
     name: Quantization = "int8"
     inputs, codes = 2, (-127, 127)
@@ -55,107 +54,79 @@ class Int8Weights:
     def scales(self, weight: Tensor) -> Tensor:
         return weight.abs().amax(-1, keepdim=True) / 127
 
-    def pack_codes(self, codes: Tensor) -> Tensor:
-        return copied(_blocks(codes).permute(0, 3, 1, 4, 2))
-
-    def pack_scales(self, scales: Tensor) -> Tensor:
-        return scales.view(-1)
-
 
 class Int4Weights:
-    """One scale per output and 64 inputs, bf16 [n, K / 64, 64]; nibbles uint8 [n, K / 2, 16, 2, 2]."""
+    """One scale per output and 64 inputs."""
 
     name: Quantization = "int4"
     inputs, codes = GROUP, (-8, 7)
 
     def scales(self, weight: Tensor) -> Tensor:
         """Values of bf16: the element furthest from 0 becomes -8."""
-        groups = weight.view(len(weight), -1, self.inputs)
+        groups = weight.view(len(weight), -1, GROUP)
         furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
         return (furthest.squeeze(-1) / -8).bfloat16().float()
 
-    def pack_codes(self, codes: Tensor) -> Tensor:
-        nibbles = _blocks((codes + 8).view(torch.uint8)).permute(0, 3, 2, 4, 1)
-        return copied(nibbles[..., 0::2] | nibbles[..., 1::2] << 4)
-
-    def pack_scales(self, scales: Tensor) -> Tensor:
-        return scales.view(-1, cpu.COLUMNS, scales.shape[-1]).transpose(1, 2).contiguous().bfloat16()
-
 
 class W8A8Weights(Int8Weights):
-    """As int8, and rows are rounded too, each under a scale of its own: whole numbers are multiplied. Codes int8
-    [n, K / 4 + 1, 64, 4], of which the last of a block are int32 [64]: -128 times the sums of codes."""
+    """As int8; rows are rounded too, each under a scale of its own, and whole numbers are multiplied."""
 
     name: Quantization = "w8a8"
     inputs = 4
 
-    def pack_codes(self, codes: Tensor) -> Tensor:
-        sums = codes.sum(-1, dtype=torch.int32).mul_(-128).view(-1, 1, cpu.COLUMNS).view(torch.int8)
-        quads = codes.view(-1, cpu.COLUMNS, codes.shape[1] // 4, 4).transpose(1, 2)
-        return copied(torch.cat([quads, sums.view(-1, 1, cpu.COLUMNS, 4)], dim=1))
 
-
-_EACH: tuple[WeightFormat, ...] = (Int8Weights(), Int4Weights(), W8A8Weights())
+_EACH: tuple[Rounding, ...] = (Int8Weights(), Int4Weights(), W8A8Weights())
 FORMATS = {each.name: each for each in _EACH}
 
 
-def _blocks(codes: Tensor) -> Tensor:
-    """Codes [64 n, K] as [n, 4, 16, K / 2, 2]."""
-    return codes.view(-1, 4, 16, codes.shape[1] // 2, 2)
-
-
-class Rounded:
-    """A weight [N, K] as codes int8 [N, K] and scales fp32 [N, G]: K / G inputs in a row share a scale.
+class Rounded(Coded):
+    """A weight [N, K] rounded to codes under scales fp32 [N, G]: K / G inputs in a row share a scale.
 
     Raises ValueError for a weight that is not finite or that the scheme cannot cut into pairs (int8) or groups (int4).
     """
 
-    __slots__ = ("codes", "format", "scales")
-
     def __init__(self, weight: Tensor, scheme: Quantization) -> None:
         _check(weight, scheme)
-        self.format = FORMATS[scheme]
-        outputs, inputs = weight.shape
+        rounding, (outputs, inputs) = FORMATS[scheme], weight.shape
         wide = weight.float()
-        self.scales = self.format.scales(wide)
-        steps = torch.where(self.scales == 0, 1, self.scales)[..., None]
-        codes = (wide.view(outputs, steps.shape[1], -1) / steps).round_().clamp_(*self.format.codes)
-        self.codes = codes.to(torch.int8).view(outputs, inputs)
-
-    def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight [N, K] that the codes stand for."""
-        outputs, groups = self.scales.shape
-        weight = self.codes.view(outputs, groups, -1).float() * self.scales[..., None]
-        return weight.view(self.codes.shape).to(dtype)
+        scales = rounding.scales(wide)
+        steps = torch.where(scales == 0, 1, scales)[..., None]
+        codes = (wide.view(outputs, steps.shape[1], -1) / steps).round_().clamp_(*rounding.codes)
+        super().__init__(STORED[scheme], codes.to(torch.int8).view(outputs, inputs), scales)
 
 
 class Quantized:
-    """A rounded weight [N, K] as the C++ product reads it, outputs beyond N zero: codes and scales as its format says
-    (and csrc/linear/linear_quant.cpp). gated: as in cpu.Packed."""
+    """A weight [N, K] of codes under scales as the C++ product reads it, outputs beyond N zero: codes and scales by
+    blocks of 64 outputs (csrc/linear/codes.h, csrc/linear/scales.h). gated: as in cpu.Packed."""
 
-    __slots__ = ("codes", "format", "gated", "scales", "shape")
+    __slots__ = ("codes", "format", "gated", "order", "scales", "shape")
 
-    def __init__(self, rounded: Rounded, gated: bool = False) -> None:
-        self.format, self.gated = rounded.format, gated
-        outputs, inputs = rounded.codes.shape
-        self.shape: tuple[int, int] = (outputs, inputs)
-        more = (0, 0, 0, -outputs % cpu.COLUMNS)
-        ordered = [cpu.in_turn(each) if gated else each for each in (rounded.codes, rounded.scales)]
-        codes, scales = (torch.nn.functional.pad(each, more) for each in ordered)
-        self.codes, self.scales = self.format.pack_codes(codes), self.format.pack_scales(scales)
+    def __init__(self, coded: Coded, gated: bool = False) -> None:
+        self.format, self.gated, self.shape = coded.format, gated, coded.shape
+        self.order = coded.order
+        ordered = _padded(coded, cpu.in_turn if gated else lambda each: each)
+        self.codes = copied(self.format.codes.pack(ordered.codes))
+        self.scales = copied(_pack_scales(ordered))
 
     def matrix(self, bias: int) -> native.Matrix:
         """See cpu.StoredWeight."""
-        (outputs, inputs), codes, scales = self.shape, self.codes.data_ptr(), self.scales.data_ptr()
-        form = getattr(require().Form, self.format.name)
-        return require().Matrix(form, codes, scales, bias, inputs=inputs, outputs=outputs, gated=self.gated)
+        ext, (outputs, inputs), form = require(), self.shape, self.format
+        scaling = ext.Scaling(
+            getattr(ext.Number, form.number), getattr(ext.Offset, form.offset), subs=form.subs, block=form.block,
+            group=form.group, run=run_of(form.group),
+        )  # fmt: skip
+        return ext.Matrix(
+            getattr(ext.Form, form.codes.name), self.codes.data_ptr(), self.scales.data_ptr(), bias, inputs=inputs,
+            outputs=outputs, gated=self.gated, scaling=scaling,
+            order=0 if self.order is None else self.order.data_ptr(),
+        )  # fmt: skip
 
     def outputs_from(self, first: int) -> Quantized:
         """The outputs from `first` on, a multiple of 64: a view."""
         blocks = cpu.whole_blocks(first)
         tail = object.__new__(Quantized)
         tail.format, tail.shape, tail.gated = self.format, (self.shape[0] - first, self.shape[1]), self.gated
-        tail.codes = self.codes[blocks:]
+        tail.order, tail.codes = self.order, self.codes[blocks:]
         tail.scales = self.scales[blocks * (len(self.scales) // len(self.codes)) :]
         return tail
 
@@ -165,14 +136,95 @@ class Quantized:
         return self.codes.nbytes + self.scales.nbytes
 
 
-def linear(x: Tensor, weight: Quantized, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+class Parts:
+    """A weight whose outputs come in several formats, one part after another. Never gated."""
+
+    __slots__ = ("parts", "shape")
+    gated = False
+
+    def __init__(self, parts: Sequence[Quantized | cpu.Packed]) -> None:
+        self.parts = list(parts)
+        self.shape: tuple[int, int] = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+
+    def matrix(self, bias: int) -> native.Matrix:
+        """See cpu.StoredWeight."""
+        ext, (outputs, inputs) = require(), self.shape
+        return ext.Matrix.of_parts([part.matrix(0) for part in self.parts], bias, inputs=inputs, outputs=outputs)
+
+    def begins_block(self, first: int) -> bool:
+        """Whether the outputs from `first` on begin a block of their part."""
+        for part in self.parts:
+            if first < part.shape[0]:
+                return first % cpu.COLUMNS == 0
+            first -= part.shape[0]
+        return True
+
+    def outputs_from(self, first: int) -> Parts:
+        """The outputs from `first` on, where a block begins: a view."""
+        tail = []
+        for part in self.parts:
+            outputs = part.shape[0]
+            if first < outputs:
+                tail.append(part.outputs_from(first))
+            first = max(0, first - outputs)
+        return Parts(tail)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+def run_of(group: int) -> int:
+    """Inputs whose products are added up before they are multiplied by a scale: the greatest power of 2 that divides a
+    group, 64 at most; 0 where all inputs are one group."""
+    return min(MOST_RUN, group & -group)
+
+
+def linear(
+    x: Tensor, weight: Quantized | Parts, bias: Tensor | None = None, wide: bool = False, gate: str = "silu"
+) -> Tensor:
     """x [T, K] in bf16 or fp32 times weight [N, K] transposed, plus bias [N]: [T, N], fp32 if `wide`, else as x.
     With a gated weight [T, N / 2], as cpu.linear."""
     inputs = weight.shape[1]
     if x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
         raise ValueError(f"x must be [T, {inputs}] with contiguous rows, got {list(x.shape)}")
     type_of(x)
-    return cpu.product(x, weight, bias, wide)
+    return cpu.product(x, weight, bias, wide, gate)
+
+
+def _padded(coded: Coded, ordered: Callable[[Tensor], Tensor]) -> Coded:
+    """With outputs in the order of packing, and zeros behind them that fill the last block of 64."""
+    more = (0, 0, 0, -len(coded.codes) % cpu.COLUMNS)
+
+    def of(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not more[-1]:
+            return None if tensor is None else ordered(tensor)
+        return torch.nn.functional.pad(ordered(tensor), more)
+
+    codes, scales = of(coded.codes), of(coded.scales)
+    assert codes is not None and scales is not None
+    return Coded(coded.format, codes, scales, of(coded.subs), of(coded.minima), of(coded.smalls))
+
+
+def _pack_scales(coded: Coded) -> Tensor:
+    """Scales of coded [64 n, K] as C++ reads them: fp32 [64 n] of all inputs, or uint8 [n, K / block, bytes]: of 64
+    outputs and a block of inputs the scales [64], the minima [64], the sub-scales [groups, 64], the small numbers
+    [groups, 64], each where the format has them."""
+    form = coded.format
+    if not form.block:
+        return coded.scales.view(-1)
+    blocks = coded.codes.shape[1] // form.block
+    numbers = {number: dtype for dtype, number in NUMBERS.items()}
+
+    def part(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """[64 n, K / block * m] -> uint8 [n, K / block, bytes of m * 64]."""
+        each = tensor.to(dtype).view(-1, cpu.COLUMNS, blocks, tensor.shape[1] // blocks)
+        return each.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
+
+    wide = numbers[form.number]
+    large = [part(tensor, wide) for tensor in (coded.scales, coded.minima) if tensor is not None]
+    small = [part(tensor, torch.int8) for tensor in (coded.subs, coded.smalls) if tensor is not None]
+    return torch.cat(large + small, -1)
 
 
 def _check(weight: Tensor, scheme: Quantization) -> None:

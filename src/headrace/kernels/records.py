@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -59,8 +59,9 @@ class Mask:
 
     items int32 [n, 4] = (slot, key_start, row_begin, row_end): the chunk in `slot` holds the keys at key_start ..
     key_start + 63 and is offered to rows row_begin .. row_end - 1. A row at position p, of positions int64 [R], sees
-    the keys at p - window + 1 .. p (no window: 0 .. p). Scores are multiplied by `scale`; bias fp32 [Hq, keys] is added
-    to them by the key's position.
+    the keys at p - window + 1 .. p (no window: 0 .. p). Scores are multiplied by `scale`, capped to
+    cap * tanh(score / cap) where there is a cap, and bias fp32 [Hq, keys] is added to them by the key's position. sinks
+    fp32 [Hq]: the score of a key without a value, which every row that sees any key sees when it is finished.
     """
 
     items: Tensor
@@ -68,6 +69,8 @@ class Mask:
     _: KW_ONLY
     window: int | None = None
     bias: Tensor | None = None
+    cap: float | None = None
+    sinks: Tensor | None = None
     scale: float
 
 
@@ -76,7 +79,7 @@ class StepInputs:
     """What a step of append and attend is prepared from: rows at `positions` int64 [T], which store their keys and
     values in chunks `slots` at `offsets`, int32 [T] each, and see items[window] through that window (see Mask).
 
-    heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; scale, bias: see Mask.
+    heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; scale, cap, bias: see Mask.
     """
 
     items: Mapping[int | None, Tensor]
@@ -88,8 +91,10 @@ class StepInputs:
     shape: tuple[int, int, int]
     dtype: torch.dtype
     scale: float
+    cap: float | None = None
     bias: Tensor | None = None
 
     def masks(self, positions: Tensor) -> dict[int | None, Mask]:
         """What the rows see from `positions`, by window."""
-        return {w: Mask(each, positions, window=w, bias=self.bias, scale=self.scale) for w, each in self.items.items()}
+        common: dict[str, Any] = dict(bias=self.bias, cap=self.cap, scale=self.scale)
+        return {window: Mask(each, positions, window=window, **common) for window, each in self.items.items()}

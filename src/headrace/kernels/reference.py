@@ -34,7 +34,7 @@ __all__ = [
 """What a backend has (kernels.backend)."""
 
 capabilities = Capabilities(
-    name="reference", kernels="the reference", spoken_of="it", int8=True, pieces=True, automatic=True
+    name="reference", kernels="the reference", spoken_of="it", int8=True, capped=True, pieces=True, automatic=True
 )
 
 ROW_TILE = 16
@@ -70,8 +70,11 @@ def chunk_partial(
     scale: float,
     bias: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    cap: float | None = None,
 ) -> Partial:
     """Attention of q [r, Hq, D] over one chunk: k [Hk, D, 64], v [Hk, 64, D], seen [r, 64], bias [Hq, 64] -> Partial.
+
+    cap: see kernels.records.Mask.
 
     Probabilities are rounded to q's dtype relative to the chunk's own maximum, so that a chunk contributes the same
     whatever came before it (docs/architecture.md, rule 3). scales [Hk, 64] each: those of int8 keys, which multiply the
@@ -86,6 +89,8 @@ def chunk_partial(
     if scales is not None:
         scores = scores * scales[0].repeat_interleave(heads // kv_heads, 0)
     scores = scores * scale
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
     if bias is not None:
         scores = scores + bias
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
@@ -163,7 +168,7 @@ def partial(q: Tensor, pool: Pool, mask: Mask, state: RunningState | None = None
         if near is not None and near.shape[-1] < CHUNK:
             near = torch.nn.functional.pad(near, (0, CHUNK - near.shape[-1]))
         scales = None if pool.k_scale is None or pool.v_scale is None else (pool.k_scale[slot], pool.v_scale[slot])
-        chunk = chunk_partial(q[begin:end], pool.k[slot], pool.v[slot], seen, mask.scale, near, scales)
+        chunk = chunk_partial(q[begin:end], pool.k[slot], pool.v[slot], seen, mask.scale, near, scales, mask.cap)
         running.add(begin, end, key, chunk)
     return running.state()
 
@@ -191,14 +196,19 @@ def states_of(state: RunningState) -> AttnState:
     return normalise(merge_partials(state.total, state.block))
 
 
-def finish(state: RunningState, dtype: torch.dtype) -> Tensor:
-    """The attention of what was merged: [R, Hq, D] in `dtype`."""
-    return states_of(state).out.to(dtype)
+def finish(state: RunningState, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
+    """The attention of what was merged: [R, Hq, D] in `dtype`. sinks [Hq]: see kernels.records.Mask."""
+    state.expect(state.shape, 1.0)
+    merged = merge_partials(state.total, state.block)
+    if sinks is not None:
+        more = torch.where(merged.l > 0, torch.exp(sinks - merged.m), 0.0)
+        merged = Partial(merged.acc, merged.m, merged.l + more)
+    return normalise(merged).out.to(dtype)
 
 
 def attend(q: Tensor, pool: Pool, mask: Mask) -> Tensor:
     """The finished attention of a plan's rows over all of its items: [R, Hq, D] in q's dtype. See `partial`."""
-    return finish(partial(q, pool, mask), q.dtype)
+    return finish(partial(q, pool, mask), q.dtype, mask.sinks)
 
 
 def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Tensor) -> None:

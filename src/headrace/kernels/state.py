@@ -98,6 +98,32 @@ def choose(which: Tensor, left: Partial, right: Partial) -> Partial:
     return Partial(*(torch.where(which.reshape(-1, *[1] * (a.dim() - 1)), a, b) for a, b in pairs))
 
 
+def part_of(partial: Partial, begin: int, end: int) -> Partial:
+    """Rows begin .. end-1, in the same memory."""
+    return Partial(partial.acc[begin:end], partial.m[begin:end], partial.l[begin:end])
+
+
+def taken(partial: Partial, rows: Tensor) -> Partial:
+    """Rows int64 [n], copied."""
+    return Partial(partial.acc[rows], partial.m[rows], partial.l[rows])
+
+
+def put(partial: Partial, rows: Tensor, states: Partial) -> None:
+    """Writes states [n, ..] into rows int64 [n], in place."""
+    partial.acc[rows], partial.m[rows], partial.l[rows] = states.acc, states.m, states.l
+
+
+def flattened(partial: Partial) -> Tensor:
+    """All its numbers, fp32 [T * Hq * (D + 2)], as they are sent."""
+    return torch.cat([x.reshape(-1) for x in (partial.acc, partial.m, partial.l)])
+
+
+def unflattened(flat: Tensor, rows: int, heads: int, dim: int) -> Partial:
+    """What was flattened, in the memory of `flat`."""
+    acc, m, l = torch.split(flat, [rows * heads * dim, rows * heads, rows * heads])  # noqa: E741
+    return Partial(acc.view(rows, heads, dim), m.view(rows, heads), l.view(rows, heads))
+
+
 def merge_blocks(
     left: RunningState, right: RunningState, merged: Callable[[Partial, Partial], Partial] = merge_partials
 ) -> RunningState:

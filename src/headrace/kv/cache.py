@@ -8,8 +8,9 @@ A sequence of `length` cached tokens holds the chunks 0 .. ceil(length/64)-1:
 
 Protocol of a step: `reuse` what the tree has, `extend` by the tokens to be computed, run the step, `commit`.
 
-With several ranks each chunk has an owner, the rank of its slot. The chunks of a block have one owner, so that a rank
-can merge the block in the canonical order (docs/attention.md); where that cannot be, `KVCache.displaced` counts it.
+With several ranks each chunk has an owner, the rank of its slot. The chunks of a block have one owner, so that one rank
+merges the block in the canonical order (docs/attention.md). Where that cannot be, `KVCache.displaced` counts it, and
+pass-Q goes from owner to owner (parallel.split_blocks).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Slots = NDArray[np.int32]
+NONE: Slots = np.empty(0, dtype=np.int32)
 
 
 class OwnChunks(NamedTuple):
@@ -16,8 +17,17 @@ class OwnChunks(NamedTuple):
 
     cached[window]: places in `slots` of the chunks whose earlier keys are seen through that window (None: no window).
     written: places of those in which the group writes.
+
+    Of those that stage activations: rows: how many this rank computes. numbers, prompts: of each slot, how many chunks
+    of its sequence are before it, and the length of a prompt that it is of. begun, foreign: places of the written ones
+    whose first row the group computes, and of which other ranks compute rows.
     """
 
     slots: Slots
     cached: Mapping[int | None, Slots]
     written: Slots
+    rows: int = 0
+    numbers: Slots = NONE
+    prompts: Slots = NONE
+    begun: Slots = NONE
+    foreign: Slots = NONE

@@ -68,9 +68,9 @@ class KVStorage(LayerPools):
 
     def split(self, parts: int) -> KVStorage:
         """The same memory with `parts` slots for each, of as many heads less: slot s has the first heads of its K and V
-        in slot s * parts, the last in s * parts + parts - 1. Without activations."""
+        in slot s * parts, the last in s * parts + parts - 1. Activations stay in slot s."""
         found = copy.copy(self)
-        found.slots, found.x = self.slots * parts, None
+        found.slots = self.slots * parts
         found.pools = [Pool(*(_split(each, parts) for each in pool.tensors)) for pool in self.pools]
         return found
 

@@ -46,6 +46,14 @@ class Node:
     def complete(self) -> bool:
         return self.writer is None
 
+    @property
+    def number(self) -> int:
+        """Of a named chunk: how many are before it in every sequence that has it."""
+        count, node = 0, self
+        while node.parent is not None:
+            count, node = count + 1, node.parent
+        return count
+
 
 def chain(parent: bytes, tokens: array[int], salt: bytes = b"") -> bytes:
     """Name of the chunk of 64 `tokens` (unsigned 32 bit) after the chunk named `parent`; `salt` separates tenants."""

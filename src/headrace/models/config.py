@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
@@ -9,15 +10,19 @@ from typing import Any, cast, get_args
 
 from headrace.logs import shown
 from headrace.models import schema
-from headrace.models.families import FAMILIES, Family
-from headrace.models.families.base import refuse_rope
-from headrace.models.files import first_dtype, read_json, weight_files
+from headrace.models.families import FAMILIES, HEADLESS, Family
+from headrace.models.families.base import LAYER_TYPES, refuse_rope
+from headrace.models.files import first_dtype, raw_config, read_json, weight_files
+from headrace.models.quantised import scheme_of
 from headrace.models.spec import CheckpointDType, ModelConfig, RopeSpec
+from headrace.models.stored import stored_weights
 from headrace.types import UnsupportedModel
 
 __all__ = ["ModelConfig", "RopeSpec", "read_config"]
 
-REFUSED_FIELDS = ("quantization_config", "compression_config", "per_layer_config")
+log = logging.getLogger(__name__)
+
+REFUSED_FIELDS = ("per_layer_config",)
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """safetensors' names of the types that weights may have."""
 
@@ -32,12 +37,14 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any]) -> ModelConfig:
     """normalised(fields of config.json, family): those fields with defaults filled in."""
-    path = folder / "config.json"
-    raw = read_json(path)
+    raw, path = raw_config(folder)
     schema.check(raw, schema.ConfigFields, path)
     try:
         family = _family(raw)
+        if family.text_type is not None:
+            raw = _text_part(raw, family)
         _refuse_fields(raw)
+        scheme = scheme_of(raw)
         config = normalised(raw, family)
         facts = family.facts(config)
         _check_size(config, facts)
@@ -48,8 +55,10 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
             layers=config.num_hidden_layers,
             dtype=_dtype(raw, folder),
             tied=config.tie_word_embeddings,
+            head=raw["architectures"][0] not in HEADLESS,
             bos_token_id=config.bos_token_id,
             eos_token_ids=_eos(config, folder),
+            stored=stored_weights(folder, scheme),
             **facts,
         )
     except UnsupportedModel as error:
@@ -70,12 +79,25 @@ def _family(raw: dict[str, Any]) -> Family:
     return family
 
 
+def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of text_config, with those that stand beside it: what is said of the whole model."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") != family.text_type:
+        raise UnsupportedModel(f"text_config is missing, or not of model_type {family.text_type!r}")
+    for name in ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", *REFUSED_FIELDS):
+        if raw.get(name) is not None:
+            text = text | {name: raw[name]}
+    log.info("%s: the text part is loaded; images are not taken", raw["architectures"][0])
+    return text
+
+
 def _refuse_fields(raw: dict[str, Any]) -> None:
     for name in REFUSED_FIELDS:
         if raw.get(name):
-            raise UnsupportedModel(f"{name} is not supported; use the unquantised checkpoint")
+            raise UnsupportedModel(f"{name} is not supported")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    refuse_rope(rope.get("rope_type", rope.get("type", "default")), rope)
+    for each in [rope[kind] for kind in LAYER_TYPES if rope.get(kind)] or [rope]:
+        refuse_rope(each.get("rope_type", each.get("type", "default")), each)
     for value in (raw.get("auto_map") or {}).values():
         _refuse_remote_code(value, raw["model_type"])
     if raw.get("is_causal") is False:

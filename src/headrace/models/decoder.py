@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -28,8 +28,10 @@ from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.rope import Rope
 from headrace.models.shards import ShardGroup, Share, Width
+from headrace.models.sizes import LOOKED_UP, refuse_rounding
 from headrace.models.spec import LEARNED_OFFSET
-from headrace.models.weights import OnProgress, load_weights
+from headrace.models.weights import OnProgress, StoredMatrix, load_weights
+from headrace.models.x_turns import XTurns
 from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
@@ -39,8 +41,6 @@ Matrices = dict[str, ops.Weight]
 GatherShares = Callable[[Width, Tensor], Tensor]
 """x [T, this rank's share of a width] -> [T, that width]."""
 HEAD = "head.weight"
-LOOKED_UP = ("embed.weight", "positions.weight")
-"""Tables of rows: looked up, not multiplied by."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
 """Compute type by checkpoint type."""
 
@@ -74,6 +74,7 @@ class Layer:
     ) -> None:
         self.config = config
         self.index = index
+        self.rotation = config.rotation(index)
         self.whole = whole
         prefix = f"layers.{index}."
         self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
@@ -94,8 +95,15 @@ class Layer:
         if self.config.block == "parallel":
             second = self._norm("mlp_norm", x) if self.config.mlp_norm else first
             return x + self.whole("hidden", self._mlp(second) + attended)
-        x = x + self.whole("hidden", attended)
-        return x + self.whole("hidden", self._mlp(self._norm("mlp_norm", x)))
+        x = x + self._added("attention_out_norm", attended)
+        return x + self._added("mlp_out_norm", self._mlp(self._norm("mlp_norm", x)))
+
+    def _added(self, name: str, part: Tensor) -> Tensor:
+        """What a part [T, this rank's share of H] adds to the residual stream [T, H]."""
+        y = self.whole("hidden", part)
+        if self.config.block == "sandwich":
+            y = self._norm(name, y)
+        return y if self.config.residual_scale == 1.0 else y * self.config.residual_scale
 
     def _heads(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None) -> Tensor:
         """x [T, H] -> attended heads [T or n, Hq, D]."""
@@ -108,8 +116,9 @@ class Layer:
     def _turned(self, name: str, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
         """Queries or keys, normed if the model does that and rotated."""
         if self.config.qk_norm:
-            heads = ops.rms_norm(heads, self.weights[f"{name}.weight"], self.config.norm_eps)
-        return heads if cos_sin is None else ops.rotary(heads, cos_sin)
+            heads = ops.rms_norm(heads, self.weights[f"{name}.weight"], self.config.norm_eps, self.config.norm_offset)
+        first, width = self.rotation
+        return heads if cos_sin is None or not width else ops.rotary(heads, cos_sin[:, first : first + width])
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them."""
@@ -128,7 +137,8 @@ class Layer:
     def _mlp(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]."""
         if self.config.gated:
-            inner = ops.gated_linear(x, self.matrices["up.weight"], self.weights.get("up.bias"))
+            gate = self.config.activation
+            inner = ops.gated_linear(x, self.matrices["up.weight"], self.weights.get("up.bias"), gate)
         else:
             inner = self._activate(self._linear("up", x))
         return self._linear("down", self.whole("inner", inner))
@@ -176,14 +186,16 @@ class Decoder:
 
     It computes on the device of its weights; a TokenBatch stays on the CPU.
 
-    `matrices` are the weights that rows are multiplied by, packed where that pays; `weights` the tensors that are not.
+    `matrices` are the weights that rows are multiplied by, packed where that pays; `weights` the tensors that are not;
+    `stored` those matrices that the checkpoint has as codes.
 
     `key_bias` [Hq, max_model_len] fp32 is added to the scaled scores by head and key position (ALiBi), if not None.
+    `sinks`, fp32 [Hq] for each layer, if not None: scores of a key without a value (kernels.records.Mask).
 
     With `tensor`, one of several tensor ranks: `weights` are its share, and `config.attention` and `key_bias` become
     those of its own heads, so that keys and values are stored for these alone. All ranks of the group call `forward`
     with the same batches in the same order, and get the same hidden states; rank 0 alone has `logits`. `share`: what it
-    computes; None where that is everything.
+    computes; None where that is everything. `turns`: whose turn it is to keep a chunk's activations.
     """
 
     def __init__(
@@ -193,20 +205,30 @@ class Decoder:
         quantization: Quantization = "none",
         tensor: ShardGroup | None = None,
         packed: OnProgress | None = None,
+        stored: Mapping[str, StoredMatrix] | None = None,
     ) -> None:
         self.share = share = _share(config, tensor)
+        self.turns = XTurns(None if share is None else tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
-        self.matrices = _pack_all(weights, quantization, config.gated, packed)
-        self.weights = weights
         self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
+        self.matrices = _pack_all(weights, quantization, config.gated, packed)
+        self.matrices |= _pack_stored(stored or {}, self.dtype, self.device, config.gated)
+        self.weights = weights
         self.layers = self._layers(share, tensor)
-        self._ends = self._plain_ends()
-        self.rope = Rope(config.rope, config.attention.head_dim) if config.rope else None
+        self.rope = Rope(config.rope, config.attention.head_dim, config.local_rope) if config.rope else None
+        self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype)
         self.key_bias = alibi_bias(config.attention, config.max_model_len) if config.positions == "alibi" else None
         if self.key_bias is not None and share is not None:
             self.key_bias = self.key_bias[share.heads.start : share.heads.stop].clone()
         if self.key_bias is not None:
             self.key_bias = self.key_bias.to(self.device)
+        self.sinks = self._sinks()
+        self._ends = self._plain_ends()
+
+    def _sinks(self) -> list[Tensor] | None:
+        if not self.config.attention.sinks:
+            return None
+        return [self.weights[f"layers.{layer}.sinks.weight"].float() for layer in range(self.config.layers)]
 
     def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
         whole = _alone if share is None or tensor is None else _gathered(share, tensor)
@@ -226,16 +248,19 @@ class Decoder:
             part.layers = block.Blocks(layers.shape, layers.layers[:count])
         else:
             part.layers = OneByOne(layers.layers[:count])
+        part.sinks = self.sinks and self.sinks[:count]
         part._ends = None
         return part
 
     def _plain_ends(self) -> Ends | None:
         """What is beside the layers, where that is a table, a norm and a head, and all runs in C++."""
         config = self.config
-        plain = config.final_norm and config.positions != "learned" and config.embed_size == config.hidden_size
-        if not isinstance(self.layers, block.Blocks) or not plain or (config.rope and config.rope.kind == "dynamic"):
+        whole = config.head and config.final_norm and config.embed_size == config.hidden_size
+        plain = whole and config.positions != "learned" and not config.rope_depends_on_length
+        if not isinstance(self.layers, block.Blocks) or not plain:
             return None
-        return Ends(self.layers.shape, self.weights, self.matrices)
+        scales = (float(self.embed_scale), config.logit_scale, config.logit_cap)
+        return Ends(self.layers.shape, self.weights, self.matrices, *scales)
 
     @property
     def runs_whole(self) -> bool:
@@ -290,13 +315,20 @@ class Decoder:
         return self.layers.project(layer, x, cos_sin)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E] -> fp32 [R, V]. Raises ValueError on a tensor rank other than 0."""
+        """hidden [R, E] -> fp32 [R, V]. Raises ValueError for a model, and on a tensor rank, without a head."""
+        if not self.config.head:
+            raise ValueError(f"{self.config.architecture} has no head, and so no logits; it makes embeddings")
         if HEAD not in self.matrices:
             raise ValueError("this tensor rank has no head; ask rank 0 of its group for logits")
-        return ops.linear(hidden, self.matrices[HEAD], wide=True)
+        logits = ops.linear(hidden, self.matrices[HEAD], wide=True)
+        if self.config.logit_scale == 1.0 and self.config.logit_cap is None:
+            return logits
+        return ops.soft_cap(logits, self.config.logit_scale, self.config.logit_cap)
 
     def _embed(self, batch: TokenBatch) -> Tensor:
         x = F.embedding(batch.token_ids.to(self.device), self.weights["embed.weight"])
+        if self.config.embed_scale != 1.0:
+            x = x * self.embed_scale
         if "project_in.weight" in self.matrices:
             x = ops.linear(x, self.matrices["project_in.weight"])
         if self.config.positions == "learned":
@@ -321,11 +353,13 @@ def _shape(config: ModelConfig) -> block.LayerShape:
         hidden=config.hidden_size,
         inner=config.intermediate_size,
         order=config.block,
-        activation="silu_mul" if config.gated else config.activation,
+        activation=f"{config.activation}_mul" if config.gated else config.activation,
         rms=config.norm == "rms",
         eps=config.norm_eps,
         mlp_norm=config.mlp_norm or config.block != "parallel",
         qk_norm=config.qk_norm,
+        norm_offset=config.norm_offset,
+        more=dict(residual_scale=config.residual_scale),
     )
 
 
@@ -348,6 +382,17 @@ def _pack_all(weights: Weights, quantization: Quantization, gated: bool, packed:
     return matrices
 
 
+def _pack_stored(stored: Mapping[str, StoredMatrix], dtype: torch.dtype, device: torch.device, gated: bool) -> Matrices:
+    """Those that a checkpoint holds as codes, in these; what they stand for where there are no kernels for codes."""
+    matrices: Matrices = {}
+    for name, matrix in stored.items():
+        if device.type == "cpu":
+            matrices[name] = ops.pack_stored(matrix.read(), dtype, gated and name.endswith(".up.weight"))
+        else:
+            matrices[name] = matrix.numbers(dtype).to(device)
+    return matrices
+
+
 def _packed(name: str, weight: Tensor, quantization: Quantization, gated: bool) -> ops.Weight:
     try:
         return ops.pack(weight, quantization, gated)
@@ -359,7 +404,7 @@ def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     """The model's norm of x [T, H] with the weights called `name`."""
     weight, bias = weights.get(name + ".weight"), weights.get(name + ".bias")
     if config.norm == "rms" and weight is not None:
-        return ops.rms_norm(x, weight, config.norm_eps)
+        return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset)
     return ops.layer_norm(x, weight, bias, config.norm_eps)
 
 
@@ -391,11 +436,13 @@ def load_decoder(
     if quantization not in get_args(Quantization):
         raise ValueError(f"quantization must be one of {', '.join(get_args(Quantization))}, got {quantization!r}")
     config = read_config(folder)
+    refuse_rounding(config, quantization)
     compute = compute_dtype(config, dtype)
-    weights = load_weights(Path(folder), config, compute, progress, _share(config, tensor))
+    stored: dict[str, StoredMatrix] = {}
+    weights = load_weights(Path(folder), config, compute, progress, _share(config, tensor), stored)
     if device is not None and device.type != "cpu":
         weights = {name: w.to(device) for name, w in weights.items()}
-    decoder = Decoder(config, weights, quantization, tensor, packed)
-    del weights
+    decoder = Decoder(config, weights, quantization, tensor, packed, stored)
+    del weights, stored
     give_back()
     return decoder

@@ -1,4 +1,5 @@
-"""The files of a model folder: JSON, and which safetensors files hold the weights. Imports no torch."""
+"""The files of a model, a folder or a GGUF file: what it says of itself, and which files hold the weights. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from typing import Any
 
 from headrace.files import open_given, read_given
 from headrace.logs import shown
+from headrace.models.gguf.architectures import config_fields
+from headrace.models.gguf.header import SUFFIX, open_gguf, parts_of
 from headrace.types import UnsupportedModel
 
 SINGLE = "model.safetensors"
@@ -45,8 +48,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def is_gguf(model: Path) -> bool:
+    """Whether a model is a GGUF file, and no folder."""
+    return model.suffix == SUFFIX and not model.is_dir()
+
+
+def raw_config(model: Path) -> tuple[dict[str, Any], Path]:
+    """The fields of config.json, or what a GGUF file says instead, and the file that says it. Raises as read_json and
+    config_fields do."""
+    if is_gguf(model):
+        return config_fields(open_gguf(parts_of(model)[0])), model
+    return read_json(model / "config.json"), model / "config.json"
+
+
+def config_content(model: Path, most: int = MAX_JSON) -> bytes:
+    """What tells one model's configuration from another's; b"" where the weights' file has it. Raises OSError."""
+    return b"" if is_gguf(model) else read_given(model / "config.json", most)
+
+
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the folder, one or all shards. Refuses folders with pickled weights only."""
+    """The safetensors files of the folder, one or all shards, or all parts of a GGUF file. Refuses folders with pickled
+    weights only."""
+    if is_gguf(folder):
+        return parts_of(folder)
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
@@ -65,7 +89,7 @@ def _other_weights(folder: Path) -> str:
     """What there is instead."""
     for pattern, told in (
         ("*.safetensors", "the index of {} is missing; download the folder again, whole"),
-        ("*.gguf", "{} is not read; download the original model's safetensors files"),
+        ("*.gguf", "give the file {} itself"),
         ("*.h5", "{} is of TensorFlow; download the safetensors files"),
         ("*.msgpack", "{} is of Flax; download the safetensors files"),
     ):
@@ -76,7 +100,10 @@ def _other_weights(folder: Path) -> str:
 
 
 def check_whole(path: Path) -> None:
-    """Raises ValueError for a file that by its beginning and its size cannot be a whole safetensors file."""
+    """Raises ValueError for a file that by its beginning and its size cannot be a whole safetensors or GGUF file."""
+    if is_gguf(path):
+        open_gguf(path)
+        return
     try:
         size = path.stat().st_size
         with open_given(path) as file:

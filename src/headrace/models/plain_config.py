@@ -13,6 +13,7 @@ from typing import Any
 from headrace.models import schema
 from headrace.models.config import ModelConfig, read_with
 from headrace.models.families import Family
+from headrace.models.families.base import LAYER_TYPES as KINDS
 from headrace.types import UnsupportedModel
 
 COMMON: dict[str, Any] = dict(
@@ -27,6 +28,18 @@ QWEN: dict[str, Any] = COMMON | dict(
     vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=32, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-6,
     use_sliding_window=False, sliding_window=4096, max_window_layers=28, layer_types=None,
+)  # fmt: skip
+GLM: dict[str, Any] = COMMON | dict(
+    vocab_size=151552, hidden_size=4096, intermediate_size=13696, num_hidden_layers=40, num_attention_heads=32,
+    num_key_value_heads=2, head_dim=128, hidden_act="silu", max_position_embeddings=131072, rms_norm_eps=1.5625e-7,
+    attention_bias=True,
+)  # fmt: skip
+GEMMA: dict[str, Any] = COMMON | dict(
+    vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=256, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=8192,
+    rms_norm_eps=1e-6, eos_token_id=1, bos_token_id=2, tie_word_embeddings=True, attention_bias=False,
+    query_pre_attn_scalar=256, sliding_window=4096, layer_types=None, final_logit_softcapping=30.0,
+    attn_logit_softcapping=50.0, use_bidirectional_attention=None,
 )  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -48,6 +61,29 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         parallel_attn=True, bias=False, max_position_embeddings=2048, ffn_hidden_size=None, activation="gelu",
         bos_token_id=11, eos_token_id=11, tie_word_embeddings=True,
     ),
+    "phi3": COMMON
+    | dict(
+        vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=None, hidden_act="silu", max_position_embeddings=4096, rms_norm_eps=1e-5, bos_token_id=1,
+        original_max_position_embeddings=4096, eos_token_id=32000, sliding_window=None,
+    ),
+    "smollm3": COMMON
+    | dict(
+        vocab_size=128256, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
+        num_key_value_heads=4, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-6, bos_token_id=128000,
+        eos_token_id=128001, use_sliding_window=False, sliding_window=None, no_rope_layers=None,
+        no_rope_layer_interval=4, layer_types=None, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
+    ),
+    "granite": LLAMA
+    | dict(embedding_multiplier=1.0, logits_scaling=1.0, residual_multiplier=1.0, attention_multiplier=1.0),
+    "glm": GLM,
+    "glm4": GLM,
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA
+    | dict(
+        vocab_size=262208, max_position_embeddings=131072, final_logit_softcapping=None, attn_logit_softcapping=None,
+        use_bidirectional_attention=False,
+    ),
 }  # fmt: skip
 """By model_type: the fields that transformers' class has, with what it puts where config.json says nothing."""
 
@@ -56,6 +92,9 @@ NEVER_NULL = (
     "max_position_embeddings", "max_window_layers",
 )  # fmt: skip
 THETA = 10_000.0
+THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0}
+"""Where the class has another one."""
+GLM_ENDS = [151329, 151336, 151338]
 
 
 def plain_config(folder: Path) -> ModelConfig:
@@ -66,13 +105,14 @@ def plain_config(folder: Path) -> ModelConfig:
 
 def _normalised(raw: dict[str, Any], family: Family) -> Any:
     known = schema.known(raw)
-    values = DEFAULTS[family.model_type] | known
+    model_type = family.fields_of
+    values = DEFAULTS[model_type] | known
     null = next((name for name in NEVER_NULL if name in values and values[name] is None), None)
     if null is not None:
         raise UnsupportedModel(f"{null} is null; download the file again")
-    _fill_in(values, family.model_type)
-    _fill_in_rope(values, known)
-    values["model_type"] = family.model_type
+    _fill_in(values, model_type)
+    _fill_in_rope(values, known, model_type)
+    values["model_type"] = model_type
     return SimpleNamespace(**values)
 
 
@@ -83,8 +123,15 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         values["head_dim"] = values["hidden_size"] // heads
     if "num_key_value_heads" in values and values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = heads
-    if "use_sliding_window" in values:
+    if "max_window_layers" in values:
         _fill_in_windows(values)
+    if model_type == "smollm3":
+        _fill_in_smollm3(values)
+    if model_type.startswith("glm") and values["eos_token_id"] is None:
+        values["eos_token_id"] = GLM_ENDS
+    if model_type.startswith("gemma") and values["layer_types"] is None:
+        every = 2 if model_type == "gemma2" else values.get("sliding_window_pattern", 6)
+        values["layer_types"] = [KINDS[(i + 1) % every != 0] for i in range(values["num_hidden_layers"])]
     if model_type == "opt" and values["word_embed_proj_dim"] is None:
         values["word_embed_proj_dim"] = values["hidden_size"]
     if model_type == "falcon":
@@ -100,17 +147,46 @@ def _fill_in_windows(values: dict[str, Any]) -> None:
         values["sliding_window"] = None
     if values["layer_types"] is None:
         full = values["num_hidden_layers"] if values["sliding_window"] is None else values["max_window_layers"]
-        kinds = ("full_attention", "sliding_attention")
-        values["layer_types"] = [kinds[layer >= full] for layer in range(values["num_hidden_layers"])]
+        values["layer_types"] = [KINDS[layer >= full] for layer in range(values["num_hidden_layers"])]
 
 
-def _fill_in_rope(values: dict[str, Any], given: dict[str, Any]) -> None:
+def _fill_in_smollm3(values: dict[str, Any]) -> None:
+    layers, every = range(values["num_hidden_layers"]), values["no_rope_layer_interval"]
+    if values["no_rope_layers"] is None:
+        values["no_rope_layers"] = [int((layer + 1) % every != 0) for layer in layers]
+    if values["layer_types"] is None:
+        windows = values["use_sliding_window"] and values["sliding_window"] is not None
+        turned = [*values["no_rope_layers"], *layers]
+        values["layer_types"] = [KINDS[windows and not turned[layer]] for layer in layers]
+
+
+def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str) -> None:
     """All that is said of the rotation, in one place."""
+    if model_type == "gemma3_text":
+        return _fill_in_two_ropes(values, given)
     rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
-    rope.setdefault("rope_theta", given.get("rope_theta", THETA))
-    if given.get("partial_rotary_factor") is not None:
-        rope.setdefault("partial_rotary_factor", given["partial_rotary_factor"])
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    if rope["rope_type"] in ("llama3", "yarn"):
-        rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
+    rope.setdefault("rope_theta", given.get("rope_theta", THETAS.get(model_type, THETA)))
+    part = given.get("partial_rotary_factor", 0.5 if model_type.startswith("glm") else None)
+    if part is not None:
+        rope.setdefault("partial_rotary_factor", part)
+    _complete(rope, values)
+    if model_type == "phi3" and rope["rope_type"] == "longrope":
+        rope["original_max_position_embeddings"] = values["original_max_position_embeddings"]
     values["rope_parameters"] = rope
+
+
+def _fill_in_two_ropes(values: dict[str, Any], given: dict[str, Any]) -> None:
+    """The same by kind of layer, as Gemma 3 has it."""
+    ropes = {kind: dict((given.get("rope_parameters") or {}).get(kind) or {}) for kind in KINDS}
+    ropes[KINDS[0]].update(given.get("rope_scaling") or {})
+    ropes[KINDS[0]].setdefault("rope_theta", given.get("rope_theta", THETAS["gemma3_text"]))
+    ropes[KINDS[1]].setdefault("rope_theta", given.get("rope_local_base_freq", THETA))
+    for rope in ropes.values():
+        _complete(rope, values)
+    values["rope_parameters"] = ropes
+
+
+def _complete(rope: dict[str, Any], values: dict[str, Any]) -> None:
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] in ("llama3", "yarn", "longrope"):
+        rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.files import read_given
 from headrace.logs import shown
-from headrace.models.files import MAX_JSON, read_json
+from headrace.models.files import MAX_JSON, is_gguf, read_json
 from headrace.types import Pooling, PoolingKind
 
 MODULES = "modules.json"
@@ -28,6 +28,8 @@ def read_pooling(folder: Path) -> Pooling:
 
 
 def _read(folder: Path) -> Pooling:
+    if is_gguf(folder):
+        return Pooling()
     sizes = _sizes(read_json(folder / "config.json"))
     if not (folder / MODULES).is_file():
         kind = _kind(folder / POOLING) if (folder / POOLING / "config.json").is_file() else "last"

@@ -1,4 +1,4 @@
-"""Rotary positions: cos and sin by absolute position. T: rows, D: head size.
+"""Rotary positions: cos and sin by absolute position. T: rows, N: elements that are rotated, of all kinds together.
 
 The frequencies are transformers' own (ROPE_INIT_FUNCTIONS). Tables are filled in blocks of fixed shape, each always
 computed whole: the cosine of one position then has the same bits whenever and for whomever it is computed.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.models.spec import RopeSpec
+from headrace.models.spec import LENGTH_DEPENDENT, RopeSpec
 
 BLOCK = 64
 """Positions in a block of the table."""
@@ -21,37 +21,41 @@ CACHED_BLOCKS = 1024
 
 
 class Rope:
-    """Table of rotations of one model.
+    """Table of rotations of one model: rows of (cos, sin), those of layers that rotate otherwise (`local`) behind.
 
     With dynamic NTK the frequencies depend on the length of the sequence. As transformers computes it, a token at
     position i of a request with prompt length L is rotated for length max(L, i + 1), or the model's own length if that
-    is greater; callers pass max(L, i + 1) as `lengths`, so that the rotation does not depend on the schedule.
+    is greater; callers pass max(L, i + 1) as `lengths`, so that the rotation does not depend on the schedule. longrope
+    has two sets of frequencies, one for lengths beyond the model's own.
     """
 
-    def __init__(self, spec: RopeSpec, head_dim: int) -> None:
+    def __init__(self, spec: RopeSpec, head_dim: int, local: RopeSpec | None = None) -> None:
         self.spec = spec
         self.head_dim = head_dim
-        self.dynamic = spec.kind == "dynamic"
+        self.by_length = spec.kind in LENGTH_DEPENDENT
+        self.local = None if local is None else Rope(local, head_dim)
+        self.width = spec.width(head_dim) + (0 if local is None else local.width(head_dim))
         self._carrier = None if spec.kind == "default" else _carrier(spec, head_dim)
-        self._table = torch.empty(0, head_dim)
+        self._table = torch.empty(0, self.width)
         self._frequencies = lru_cache(CACHED_BLOCKS)(self._compute_frequencies)
         self._block = lru_cache(CACHED_BLOCKS)(self._compute_block)
 
     def at(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
-        """(cos, sin) [T, D] fp32 of positions [T]; `lengths` [T] is needed for dynamic NTK only."""
-        if not self.dynamic:
+        """(cos, sin) [T, N] fp32 of positions [T]; `lengths` [T] is needed where rotations depend on them."""
+        if not self.by_length:
             return self.table(positions)[positions]
         if lengths is None:
             raise ValueError("rope_lengths is needed: this model's rotation depends on the sequence length")
         if not len(positions):
             return self._table
-        length = lengths.clamp(min=self.spec.original_length)
+        own = self.spec.original_length
+        length = lengths.clamp(min=own, max=own + 1 if self.spec.kind == "longrope" else None)
         wanted, row_block = torch.unique(torch.stack((length, positions // BLOCK), dim=1), dim=0, return_inverse=True)
         table = torch.stack([self._block(length, index) for length, index in wanted.tolist()])
         return table[row_block, positions % BLOCK]
 
     def table(self, positions: Tensor) -> Tensor:
-        """(cos, sin) [at least max(positions) + 1, D] fp32 by position, where they depend on nothing else."""
+        """(cos, sin) [at least max(positions) + 1, N] fp32 by position, where they depend on nothing else."""
         if not len(positions):
             return self._table
         return self._grown(int(positions.numpy().max() if positions.is_cpu else positions.max()) + 1)
@@ -67,17 +71,18 @@ class Rope:
         return table
 
     def _compute_block(self, length: int, index: int) -> Tensor:
-        """(cos, sin) [BLOCK, D] of positions index * BLOCK onwards, in a sequence of `length`."""
+        """(cos, sin) [BLOCK, N] of positions index * BLOCK onwards, in a sequence of `length`."""
         inverse, factor = self._frequencies(length)
         positions = torch.arange(index * BLOCK, (index + 1) * BLOCK).float()
         angles = positions[:, None] * inverse
-        return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+        local = () if self.local is None else (self.local._compute_block(length, index),)
+        return torch.cat((angles.cos() * factor, angles.sin() * factor, *local), dim=-1)
 
     def _compute_frequencies(self, length: int) -> tuple[Tensor, float]:
-        """Angle per position [D/2], and the factor on cos and sin."""
+        """Angle per position, one for two elements that are rotated, and the factor on cos and sin."""
         if self.spec.kind == "default":
-            theta = dict(self.spec.parameters)["rope_theta"]
-            return 1.0 / (theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)), 1.0
+            theta, width = dict(self.spec.parameters)["rope_theta"], self.spec.width(self.head_dim)
+            return 1.0 / (theta ** (torch.arange(0, width, 2).float() / width)), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         # transformers passes the length as a tensor once it exceeds the model's own: the arithmetic is then fp32
@@ -94,5 +99,5 @@ def _carrier(spec: RopeSpec, head_dim: int) -> Any:
         num_attention_heads=1,
         head_dim=head_dim,
         max_position_embeddings=spec.original_length,
-        rope_parameters=dict(spec.parameters),
+        rope_parameters={name: list(x) if isinstance(x, tuple) else x for name, x in spec.parameters},
     )

@@ -28,6 +28,7 @@ Epsilon = Annotated[float, Meta(gt=0, le=1)] | None | UnsetType
 Theta = Annotated[float, Meta(gt=0, le=1e15)] | None | UnsetType
 Factor = Annotated[float, Meta(gt=0, le=1e6)] | None | UnsetType
 Scale = Annotated[float, Meta(ge=0, le=1e6)] | None | UnsetType
+Factors = Annotated[list[Annotated[float, Meta(gt=0, le=1e6)]], Meta(max_length=4096)] | None | UnsetType
 Flag = bool | None | UnsetType
 ShortText = Annotated[str, Meta(max_length=200)] | None | UnsetType
 Tokens = Small | Annotated[list[Small], Meta(max_length=1024)] | None | UnsetType
@@ -50,6 +51,10 @@ class RopeFields(msgspec.Struct):
     mscale_all_dim: Scale = UNSET
     partial_rotary_factor: Factor = UNSET
     truncate: Flag = UNSET
+    short_factor: Factors = UNSET
+    long_factor: Factors = UNSET
+    full_attention: RopeFields | UnsetType | None = UNSET
+    sliding_attention: RopeFields | UnsetType | None = UNSET
 
 
 class ConfigFields(msgspec.Struct):
@@ -59,6 +64,7 @@ class ConfigFields(msgspec.Struct):
     model_type: ShortText = UNSET
     dtype: ShortText = UNSET
     torch_dtype: ShortText = UNSET
+    text_config: ConfigFields | UnsetType | None = UNSET
     auto_map: dict[str, Any] | UnsetType | None = UNSET
     is_causal: Flag = UNSET
     vocab_size: WideCount = UNSET
@@ -97,6 +103,19 @@ class ConfigFields(msgspec.Struct):
     sliding_window: Small | UnsetType | None = UNSET
     max_window_layers: Small | UnsetType | None = UNSET
     layer_types: Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=4096)] | UnsetType | None = UNSET
+    no_rope_layers: Annotated[list[Annotated[int, Meta(ge=0, le=1)]], Meta(max_length=4096)] | UnsetType | None = UNSET
+    no_rope_layer_interval: Count = UNSET
+    hidden_activation: ShortText = UNSET
+    embedding_multiplier: Factor = UNSET
+    attention_multiplier: Factor = UNSET
+    residual_multiplier: Factor = UNSET
+    logits_scaling: Factor = UNSET
+    query_pre_attn_scalar: Factor = UNSET
+    attn_logit_softcapping: Factor = UNSET
+    final_logit_softcapping: Factor = UNSET
+    use_bidirectional_attention: Flag = UNSET
+    rope_local_base_freq: Theta = UNSET
+    sliding_window_pattern: Count = UNSET
     pretraining_tp: Small | UnsetType | None = UNSET
     rope_theta: Theta = UNSET
     partial_rotary_factor: Factor = UNSET
@@ -131,8 +150,9 @@ def _floats(record: msgspec.Struct, prefix: str = "") -> list[tuple[str, float]]
         value = getattr(record, name)
         if isinstance(value, msgspec.Struct):
             found += _floats(value, f"{name}.")
-        elif isinstance(value, float):
-            found.append((prefix + name, value))
+        else:
+            numbers = value if isinstance(value, list) else [value]
+            found += [(prefix + name, number) for number in numbers if isinstance(number, float)]
     return found
 
 

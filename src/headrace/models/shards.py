@@ -134,6 +134,8 @@ class Share:
         module = name.split(".")[-2]
         if module == "qkv":
             return self._qkv_rows()
+        if module == "sinks":
+            return [self.heads]
         if module == "up":
             mine, inner = self._cut("inner")[self.rank], self.config.intermediate_size
             return [mine, range(mine.start + inner, mine.stop + inner)] if self.config.gated else [mine]

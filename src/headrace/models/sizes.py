@@ -10,6 +10,7 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of a number by type; float16 is computed in bfloat16."""
 SCALE_BYTES = 4
 LOOKED_UP = ("embed.weight", "positions.weight")
+"""Tables of rows: looked up, not multiplied by."""
 
 
 def compute_type(config: ModelConfig, dtype: str) -> str:
@@ -25,10 +26,21 @@ def kv_bytes_per_token(spec: AttentionSpec, compute: str, kv_dtype: KVDType) -> 
     return spec.kv_bytes_per_token(BYTES[compute])
 
 
+def refuse_rounding(config: ModelConfig, quantization: Quantization) -> None:
+    """Raises ValueError where weights that are quantised already are to be rounded again."""
+    if config.stored is not None and quantization != "none":
+        raise ValueError(
+            f"quantization {quantization}: the model's weights are quantised already "
+            f"({', '.join(config.stored.formats)}), and are used as they are; leave quantization out"
+        )
+
+
 def weight_bytes(
     config: ModelConfig, compute: str, quantization: Quantization = "none", rank: int = 0, ranks: int = 1
 ) -> int:
-    """Bytes of the weights of one tensor rank, once loaded."""
+    """Bytes of the weights of one tensor rank, once loaded. Of weights that are stored quantised an equal share."""
+    if config.stored is not None:
+        return config.stored.bytes // ranks + config.vocab_size * config.embed_size * BYTES[compute]
     share = None if ranks == 1 else Share(config, rank, ranks)
     return sum(
         _bytes(name, slot, _rows(name, slot, share), BYTES[compute], quantization)

@@ -13,14 +13,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.config import AttentionSpec
+from headrace.models.quantised import Scheme
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
 Norm = Literal["rms", "layer"]
-Block = Literal["pre", "post", "parallel"]
-"""pre: x + f(norm(x)), attention then MLP. post: norm(x + f(x)). parallel: x + attention(norm(x)) + mlp(norm(x))."""
+Block = Literal["pre", "post", "parallel", "sandwich"]
+"""pre: x + f(norm(x)), attention then MLP. post: norm(x + f(x)). parallel: x + attention(norm(x)) + mlp(norm(x)).
+sandwich: x + norm(f(norm(x))), each norm with weights of its own."""
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Positions = Literal["rope", "learned", "alibi"]
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+LENGTH_DEPENDENT: tuple[RopeKind, ...] = ("dynamic", "longrope")
+"""Kinds that rotate a token by the length of its sequence too."""
 
 LEARNED_OFFSET = 2
 """OPT's table of positions begins with two rows that no position uses."""
@@ -30,17 +34,38 @@ LEARNED_OFFSET = 2
 class RopeSpec:
     """Rotary positions. `parameters` are transformers' rope_parameters (theta, factor, ...), sorted by name.
 
-    `original_length` is the configuration's max_position_embeddings, before any extension.
+    `original_length` is the length up to which the rotation is not stretched: the configuration's
+    max_position_embeddings, and for longrope original_max_position_embeddings.
     """
 
     kind: RopeKind
     parameters: tuple[tuple[str, Any], ...]
     original_length: int
 
+    def width(self, head_dim: int) -> int:
+        """How many elements of a head are rotated, the first ones."""
+        return int(head_dim * dict(self.parameters).get("partial_rotary_factor", 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """Matrices that a checkpoint holds quantised. bytes: of its weights, but for an embedding that is no head;
+    formats: their names, the most used first; scheme: how the tensors of safetensors lie."""
+
+    bytes: int
+    formats: tuple[str, ...]
+    scheme: Scheme | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The facts of one model. Sizes in elements; `embed_size` is the width of the embedding and of the head."""
+    """The facts of one model. Sizes in elements; `embed_size` is the width of the embedding and of the head.
+
+    local_rope: the rotation in layers with a window, where theirs is another one than `rope`. no_rope_layers: layers
+    without rotation. norm_offset: is added to the weights of RMS norms. embed_scale multiplies embeddings,
+    residual_scale what attention and MLP add to the residual stream, logit_scale the logits, which are then capped:
+    logit_cap * tanh(logit / logit_cap). head: whether there are logits; a checkpoint made for embeddings may have none.
+    """
 
     architecture: str
     vocab_size: int
@@ -66,13 +91,40 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     tied: bool = False
+    local_rope: RopeSpec | None = None
+    no_rope_layers: tuple[int, ...] = ()
+    norm_offset: float = 0.0
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    head: bool = True
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    stored: StoredWeights | None = None
 
     @property
     def rope_depends_on_length(self) -> bool:
-        """Whether a token's rotation depends on the length of its sequence (dynamic NTK): see models.rope."""
-        return self.rope is not None and self.rope.kind == "dynamic"
+        """Whether a token's rotation depends on the length of its sequence (dynamic NTK, longrope): see models.rope."""
+        return self.rope is not None and self.rope.kind in LENGTH_DEPENDENT
+
+    def rope_namespace(self, prompt_length: int) -> str:
+        """The prompts that share prefixes with one of this length: those of the same name. Others' keys differ."""
+        if not self.rope_depends_on_length or self.rope is None or prompt_length <= self.rope.original_length:
+            return ""
+        return f"length {prompt_length}" if self.rope.kind == "dynamic" else self.rope.kind
+
+    def rotation(self, layer: int) -> tuple[int, int]:
+        """Where the layer's rotation stands in the rows of models.rope's table: its first element, and how many.
+
+        (0, 0) for a layer that rotates nothing. Rows hold (cos, sin) of `rope`, then of `local_rope`.
+        """
+        if self.rope is None or layer in self.no_rope_layers:
+            return 0, 0
+        width = self.rope.width(self.attention.head_dim)
+        if self.local_rope is None or self.attention.windows[layer] is None:
+            return 0, width
+        return width, self.local_rope.width(self.attention.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +155,7 @@ def expected(config: ModelConfig) -> dict[str, Slot]:
         slots |= _layer(config, f"layers.{index}.")
     if config.final_norm:
         slots |= _norm(config, "final_norm")
-    return slots | _linear("head", (config.vocab_size,), embed, False)
+    return slots | _linear("head", (config.vocab_size,), embed, False) if config.head else slots
 
 
 def _layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:
@@ -113,9 +165,13 @@ def _layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:
     slots |= _linear(prefix + "qkv", (q, kv, kv), hidden, config.qkv_bias)
     if config.qk_norm:
         slots |= {prefix + name: Slot((spec.head_dim,)) for name in ("q_norm.weight", "k_norm.weight")}
+    if spec.sinks:
+        slots[prefix + "sinks.weight"] = Slot((spec.heads,))
     slots |= _linear(prefix + "out", (hidden,), q, config.out_bias)
     if config.mlp_norm:
         slots |= _norm(config, prefix + "mlp_norm")
+    if config.block == "sandwich":
+        slots |= _norm(config, prefix + "attention_out_norm") | _norm(config, prefix + "mlp_out_norm")
     slots |= _linear(prefix + "up", (inner, inner) if config.gated else (inner,), hidden, config.mlp_bias)
     return slots | _linear(prefix + "down", (hidden,), inner, config.mlp_bias)
 

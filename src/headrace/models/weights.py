@@ -1,65 +1,54 @@
-"""Weights from safetensors into the decoder's tensors (models.spec.expected): renamed, fused, converted, checked."""
+"""Weights from a checkpoint into the decoder's tensors (models.spec.expected): renamed, fused, converted, checked."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from headrace.kernels.formats import Coded
 from headrace.logs import shown
+from headrace.models.checkpoint import Checkpoint, open_checkpoint
 from headrace.models.config import DTYPES
 from headrace.models.families import FAMILIES
 from headrace.models.families.base import Names
-from headrace.models.files import weight_files
 from headrace.models.shards import Share
+from headrace.models.sizes import LOOKED_UP
 from headrace.models.spec import ModelConfig, Slot, expected
+from headrace.types import UnsupportedModel
 
 OnProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after each tensor, as they are in memory."""
 
-HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias)$")
-"""Buffers that old checkpoints carry and no forward pass reads."""
+HARMLESS = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias|rope_freqs\.weight|"
+    r"input_scale|input_zero_point|activation_scale|[kv]_scale)$"
+)
+"""Buffers that old checkpoints carry and no forward pass reads; what models.gguf.architectures has read; scales of
+activations, which are not rounded."""
 
 
-class Checkpoint:
-    """Read access to all tensors of a folder, mapped from disk. Use as a context manager."""
+AT_ONCE = 4096
+"""Rows of codes that are multiplied out together."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._stack = ExitStack()
-        self._where: dict[str, safe_open] = {}
-        for path in weight_files(folder):
-            try:
-                file = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path} is damaged or cut short ({shown(error)}); download it again") from None
-            self._where.update(dict.fromkeys(file.keys(), file))
 
-    def __enter__(self) -> Checkpoint:
-        return self
+@dataclass(slots=True)
+class StoredMatrix:
+    """A matrix whose outputs, one part after another, lie in a file as codes under scales or as numbers, and are read
+    when they are wanted: `read` gives the parts."""
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.close()
+    shape: tuple[int, ...]
+    read: Callable[[], list[Tensor | Coded]]
 
-    @property
-    def names(self) -> set[str]:
-        return set(self._where)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._where[name].get_slice(name).get_shape())
-
-    def stored_as(self, name: str) -> str:
-        return str(self._where[name].get_slice(name).get_dtype())
-
-    def read(self, name: str) -> Tensor:
-        """The tensor as stored; its memory belongs to the file, so copy what is to stay."""
-        return self._where[name].get_tensor(name)
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """The matrix multiplied out."""
+        return torch.cat(
+            [part.to(dtype) if isinstance(part, Tensor) else part.dequantised(dtype) for part in self.read()]
+        )
 
 
 def load_weights(
@@ -68,23 +57,30 @@ def load_weights(
     dtype: torch.dtype,
     progress: OnProgress | None = None,
     share: Share | None = None,
+    stored: dict[str, StoredMatrix] | None = None,
 ) -> dict[str, Tensor]:
     """The decoder's tensors by our names, in `dtype`, each with memory of its own; of `share` only what it holds.
 
+    stored: takes the matrices that are stored as codes, but for those that are looked up; without it they too are
+    multiplied out.
+
     Raises ValueError naming tensors that are missing, unexpected or of another shape or type than config.json implies.
     """
-    with Checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder, config) as checkpoint:
         slots = expected(config)
         sources = _sources(config, slots, checkpoint.names)
-        _check(folder, checkpoint, slots, sources)
+        _check(folder, checkpoint, slots, sources, FAMILIES[config.architecture].unread)
         weights: dict[str, Tensor] = {}
         shared: dict[tuple[str, ...], Tensor] = {}
         to_come = {sources[name]: slot.count * dtype.itemsize for name, slot in slots.items()}
         read, total = 0, sum(to_come.values())
         for name, slot in slots.items():
             if share is None or share.holds(name):
+                rows = _rows(config, name, share)
+                if stored is not None and name not in LOOKED_UP and any(map(checkpoint.is_coded, sources[name])):
+                    stored[name] = _stored(checkpoint, slot, sources[name], rows)
+                    continue
                 if sources[name] not in shared:
-                    rows = _rows(config, name, share)
                     shared[sources[name]] = _fuse(checkpoint, slot, sources[name], dtype, rows)
                     _check_finite(folder, shared[sources[name]], sources[name])
                 weights[name] = shared[sources[name]]
@@ -104,6 +100,8 @@ def _sources(config: ModelConfig, slots: dict[str, Slot], present: set[str]) -> 
 
     candidates = [{name: _source(names, name, prefix) for name in slots} for prefix in family.prefixes]
     found = max(candidates, key=lambda sources: sum(present.issuperset(group) for group in sources.values()))
+    if not config.head:
+        return found
     embed, head = found["embed.weight"], found["head.weight"]
     if config.tied and not present.issuperset(head):
         found["head.weight"] = embed
@@ -121,10 +119,17 @@ def _source(names: Names, name: str, prefix: str) -> tuple[str, ...]:
     return tuple(f"{prefix}{source.format(index.group() if index else '')}.{kind}" for source in theirs)
 
 
-def _check(folder: Path, checkpoint: Checkpoint, slots: dict[str, Slot], sources: dict[str, tuple[str, ...]]) -> None:
+def _check(
+    folder: Path,
+    checkpoint: Checkpoint,
+    slots: dict[str, Slot],
+    sources: dict[str, tuple[str, ...]],
+    unread: tuple[str, ...],
+) -> None:
     wanted = {source for name in slots for source in sources[name]}
     missing = sorted(wanted - checkpoint.names)
-    unexpected = sorted(name for name in checkpoint.names - wanted if not HARMLESS.search(name))
+    beside = checkpoint.names - wanted
+    unexpected = sorted(name for name in beside if not HARMLESS.search(name) and not name.startswith(unread))
     problems = [
         f"{label} {', '.join(map(shown, names[:5]))}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
         for label, names in (("lacks", missing), ("has unexpected", unexpected))
@@ -143,7 +148,10 @@ def _misfits(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...]) -> li
         shape, kind = checkpoint.shape(source), checkpoint.stored_as(source)
         if shape != slot.shape(rows):
             found.append(f"has {shown(source)} of shape {list(shape)} where {list(slot.shape(rows))} is expected")
-        if kind not in DTYPES:
+        if checkpoint.is_coded(source):
+            if slot.columns is None:
+                found.append(f"stores the vector {shown(source)} as {kind}")
+        elif kind not in DTYPES:
             found.append(f"stores {shown(source)} as {kind}, supported: {', '.join(DTYPES)}")
     return found
 
@@ -155,7 +163,7 @@ def _fuse(
     fused = torch.empty(slot.shape(sum(slot.parts) if rows is None else len(rows)), dtype=dtype)
     start = 0
     for source in sources:
-        part = checkpoint.read(source)
+        part = _numbers(checkpoint, source, dtype)
         end = start + len(part)
         if rows is None:
             fused[start:end].copy_(part)
@@ -164,6 +172,48 @@ def _fuse(
             fused[here] = part[rows[here] - start].to(dtype)
         start = end
     return fused
+
+
+def _numbers(checkpoint: Checkpoint, source: str, dtype: torch.dtype) -> Tensor:
+    """A tensor, in `dtype` where it is made of codes."""
+    if not checkpoint.is_coded(source):
+        return checkpoint.read(source)
+    made = torch.empty(checkpoint.shape(source), dtype=dtype)
+    for rows in torch.arange(len(made)).split(AT_ONCE):
+        part = _part(checkpoint, source, rows)()
+        made[rows] = part if isinstance(part, Tensor) else part.dequantised(dtype)
+    return made
+
+
+def _stored(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...], rows: Tensor | None) -> StoredMatrix:
+    """The sources one after another, or of all their rows the ones numbered `rows`, which are in the sources' order."""
+    readers: list[Callable[[], Tensor | Coded]] = []
+    start = 0
+    for source in sources:
+        end = start + checkpoint.shape(source)[0]
+        own = None if rows is None else rows[(rows >= start) & (rows < end)] - start
+        if own is None or len(own):
+            readers.append(_part(checkpoint, source, own))
+        start = end
+    shape = slot.shape(sum(slot.parts) if rows is None else len(rows))
+    return StoredMatrix(shape, lambda: [reader() for reader in readers])
+
+
+def _part(checkpoint: Checkpoint, source: str, rows: Tensor | None) -> Callable[[], Tensor | Coded]:
+    if not checkpoint.is_coded(source):
+        whole = checkpoint.read(source)
+        return lambda: whole if rows is None else whole[rows]
+    read = checkpoint.coded(source, rows)
+
+    def named() -> Coded:
+        try:
+            return read()
+        except UnsupportedModel:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.model}: {shown(source)}: {error}; download the weights again") from None
+
+    return named
 
 
 def _check_finite(folder: Path, tensor: Tensor, sources: tuple[str, ...]) -> None:
@@ -183,5 +233,5 @@ def _rows(config: ModelConfig, name: str, share: Share | None) -> Tensor | None:
     qkv_rows = FAMILIES[config.architecture].qkv_rows
     if qkv_rows is None or ".qkv." not in name:
         return mine
-    stored = torch.tensor(qkv_rows(config.attention))
+    stored = torch.tensor(qkv_rows(config))
     return stored if mine is None else stored[mine]

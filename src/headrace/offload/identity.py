@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import xxhash
 
-from headrace.files import open_given, open_own, read_given, read_own
+from headrace.files import open_given, open_own, read_own
 from headrace.kernels import cpu, dispatch
 from headrace.kv.storage import LAYOUT
 from headrace.logs import shown
-from headrace.models.files import weight_files
+from headrace.models.files import config_content, weight_files
 from headrace.version import __version__
 
 log = logging.getLogger(__name__)
@@ -46,14 +46,15 @@ Facts = dict[str, Any]
 
 
 def model_identity(folder: Path, cache_dir: Path | None = None) -> bytes:
-    """32 bytes from the content of config.json and of the weights, whole files (XXH3, 128 bits each; SHA-256 over all).
+    """32 bytes from the content of config.json, where there is one, and of the weights, whole files (XXH3, 128 bits
+    each; SHA-256 over all).
 
     Reads the weights as fast as the disk gives them, or not at all where `cache_dir` remembers them: by path, size,
     times, device and inode. A memo that cannot be read, trusted or written is done without.
     Raises OSError where the model cannot be read, and what models.files.weight_files raises.
     """
     known = _Memo(None if cache_dir is None else cache_dir / MEMO)
-    facts = [b"headrace model", hashlib.sha256(read_given(folder / "config.json", MOST_BYTES)).digest()]
+    facts = [b"headrace model", hashlib.sha256(config_content(folder, MOST_BYTES)).digest()]
     for path in weight_files(folder):
         facts += [path.name.encode(), known.digest(path)]
     known.save()

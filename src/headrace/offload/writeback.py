@@ -116,17 +116,17 @@ class Writeback:
             return self.let_go > 0
         left, end = [node for node in self.cache.tree.idle.values() if not node.stored], now + self._idle_s
         self.let_go = len(left)
-        for node in left:
+        for batch in self.storer.batches(left):
             if time.monotonic() >= end or (self.only_idle and self.storer.queued_bytes > IDLE_QUEUE):
                 break
-            self.storer.store(node)
-            self.let_go -= 1
+            self.storer.store(batch)
+            self.let_go -= len(batch)
         return bool(left)
 
     def _leaving(self, node: Node) -> None:
         """A chunk is evicted."""
         if not node.stored and node.digest is not None:
-            self.storer.store(node, in_memory=self.only_idle)
+            self.storer.store([node], in_memory=self.only_idle)
             self.let_go -= int(self.let_go > 0)
 
     # -- also on the thread
@@ -136,9 +136,10 @@ class Writeback:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while (parked := self._queue.get()) is not None:
             try:
-                for node in reversed(parked.nodes):  # so that a prompt's start is what was used last
-                    if not (node.stored or parked.revoked):
-                        self.storer.store(node, parked)
+                # From the end on, so that a prompt's start is what was used last.
+                for batch in self.storer.batches(node for node in reversed(parked.nodes) if not node.stored):
+                    if not parked.revoked:
+                        self.storer.store(batch, parked)
             except Exception:
                 log.exception("chunks could not be stored; they are computed again when they are needed")
             self._ended.put(parked)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headrace import host
 from headrace.kernels import dispatch, ops
 from headrace.parallel.merging import Kernels
 from headrace.parallel.probe import Probe, least, meet, passed_on
@@ -51,7 +52,7 @@ def take_part(rank: Rank, tensor: int = 1) -> Machine:
         one = _one_engine(rank)
     isa = str(dispatch.reasons().get("attend", "reference"))
     plain = Machine(
-        name=_cpu(), cores=rates.cores, isa=isa.split(" (")[0], date=date.today().isoformat(),
+        name=host.processor_name(), cores=rates.cores, isa=isa.split(" (")[0], date=date.today().isoformat(),
         linear_flops_s=rates.linear_flops_s, attention_flops_s=rates.attention_flops_s,
         attention_call_s=rates.attention_call_s, memory_bytes_s=rates.memory_bytes_s, link_bytes_s=link_bytes_s,
         latency_s=latency_s, link_cpu_s_per_byte=LINK_CPU_S_PER_BYTE if _shares_host(rank) else 0.0, one_engine=one,
@@ -100,15 +101,6 @@ def _attained(machine: Machine) -> str:
     return f"linear {machine.linear_flops_s / 1e9:.0f} and attention {machine.attention_flops_s[-1][1] / 1e9:.0f}"
 
 
-def _cpu() -> str:
-    """The processor's name."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return "unknown processor"
-
-
 def _products(rank: Rank, matrices: Sequence[ops.Weight]) -> Callable[[], object]:
     """The matrices of a layer, each multiplied by one row: they are read."""
     inputs = [torch.ones(1, w.shape[1], dtype=rank.decoder.dtype) for w in matrices]
@@ -124,7 +116,7 @@ def _attend_once(rank: Rank, rows: int, keys: int) -> Callable[[], object]:
     positions = torch.full((rows,), keys - 1, dtype=torch.int64)
     bias = kernels.bias
     if bias is not None and bias.shape[1] < keys:
-        kernels = Kernels(kernels.backend, spec, torch.zeros(spec.heads, keys))
+        kernels = Kernels(kernels.backend, spec, torch.zeros(spec.heads, keys), kernels.sinks)
     return lambda: kernels.attend(0, q, buffer.pool, items, positions)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,10 @@ from headrace.types import BLOCK_CHUNKS, CHUNK
 class Kernels:
     """A backend with what is the same in all of its calls. Raises ValueError for one that cannot attend in pieces."""
 
-    def __init__(self, backend: Backend, spec: AttentionSpec, bias: Tensor | None) -> None:
-        self.backend, self.spec, self.bias = in_pieces(backend), spec, bias
+    def __init__(
+        self, backend: Backend, spec: AttentionSpec, bias: Tensor | None, sinks: Sequence[Tensor] | None = None
+    ) -> None:
+        self.backend, self.spec, self.bias, self.sinks = in_pieces(backend), spec, bias, sinks
 
     def attend(self, layer: int, q: Tensor, pool: Pool, items: Tensor, positions: Tensor) -> Tensor:
         return self.backend.attend(q, pool, self._mask(layer, items, positions))
@@ -40,8 +42,16 @@ class Kernels:
     ) -> RunningState:
         return self.backend.partial(q, pool, self._mask(layer, items, positions), state)
 
+    def finish(self, layer: int, state: RunningState, dtype: torch.dtype) -> Tensor:
+        return self.backend.finish(state, dtype, self._sinks(layer))
+
+    def _sinks(self, layer: int) -> Tensor | None:
+        return None if self.sinks is None else self.sinks[layer]
+
     def _mask(self, layer: int, items: Tensor, positions: Tensor) -> Mask:
-        return Mask(items, positions, window=self.spec.windows[layer], bias=self.bias, scale=self.spec.scale)
+        spec, window = self.spec, self.spec.windows[layer]
+        more: dict[str, Any] = dict(bias=self.bias, cap=spec.score_cap, sinks=self._sinks(layer), scale=spec.scale)
+        return Mask(items, positions, window=window, **more)
 
 
 class Arriving(NamedTuple):
@@ -181,4 +191,4 @@ class _MergingRun:
 
     def finish(self, dtype: torch.dtype) -> Tensor:
         assert self.state is not None, "a row sees its own chunk"
-        return self.kernels.backend.finish(self.state, dtype)
+        return self.kernels.finish(self.layer, self.state, dtype)

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from headrace.attention.plan import Int32
 from headrace.kernels.backend import Attend
+from headrace.kernels.block import Watch
 from headrace.kv.own_chunks import OwnChunks
 from headrace.kv.storage import KVStorage, LayerPools
 from headrace.parallel.coming import Coming
 from headrace.parallel.messages import StepGroup, StepPart
+from headrace.planner.schedule import ranges_of
 from headrace.types import CHUNK, chunks_for
 
 
@@ -33,6 +35,10 @@ class StagedGroup(LayerPools, Coming, Protocol):
 
     def finish(self, layer: int) -> None:
         """The layer has been computed: what was written goes out, and the buffer to a later layer."""
+
+    def keep(self, places: Int32, offsets: Int32) -> Watch | None:
+        """What keeps the activations of rows, given the staged chunk (-1: another rank's) and the offset of each; None
+        where none are kept."""
 
 
 class OutsideKV(Protocol):
@@ -69,7 +75,29 @@ def own_chunks(group: StepGroup, rank: int, slots_per_rank: int, windows: Iterab
         return _places(slots, np.setdiff1d(seen, begun))
 
     written = mine(lambda part: part.slots[part.start // CHUNK :])
-    return OwnChunks(slots, {window: cached(window) for window in set(windows)}, _places(slots, written))
+    first = rank * slots_per_rank
+    number_of = {slot - first: chunk for part in group.parts for chunk, slot in enumerate(part.slots)}
+    prompt_of = {slot - first: part.prompt_len for part in group.parts for slot in part.slots}
+    return OwnChunks(
+        slots,
+        {window: cached(window) for window in sorted(set(windows), key=str)},
+        _places(slots, written),
+        rows=sum(_rows(part, rank) for part in group.parts),
+        numbers=np.array([number_of[slot] for slot in slots.tolist()], dtype=np.int32),
+        prompts=np.array([prompt_of[slot] for slot in slots.tolist()], dtype=np.int32),
+        begun=_places(slots, begun),
+        foreign=_places(slots, mine(lambda part: _computed_elsewhere(part, rank))),
+    )
+
+
+def _rows(part: StepPart, rank: int) -> int:
+    return sum(end - begin for begin, end in ranges_of(part.bounds, part.ranks, rank))
+
+
+def _computed_elsewhere(part: StepPart, rank: int) -> list[int]:
+    """Slots of the chunks of which other ranks compute rows."""
+    ranges = [each for other in set(part.ranks) - {rank} for each in ranges_of(part.bounds, part.ranks, other)]
+    return [slot for begin, end in ranges if end > begin for slot in part.slots[begin // CHUNK : chunks_for(end)]]
 
 
 def _first_seen(start: int, window: int | None) -> int:
@@ -99,7 +127,7 @@ class PlacedGroup:
     """A group by the slots of `storage`, some of whose chunks may be `coming`. finish(layer): see StagedGroup."""
 
     group: StepGroup
-    storage: LayerPools
+    storage: KVStorage | StagedGroup
     coming: Coming
     finish: Callable[[int], None] | None = None
 

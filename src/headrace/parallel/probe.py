@@ -21,6 +21,7 @@ from headrace.parallel.transport import Tag
 from headrace.planner.choice import predict, shards_for
 from headrace.planner.machine import ComputeRates, LayerTimes, Machine, ModelShape
 from headrace.planner.partition import causal_pairs
+from headrace.planner.shards import Prefill
 from headrace.strategies import FALLBACK, OFFERED, STRATEGIES
 from headrace.types import CHUNK, chunks_for
 
@@ -74,7 +75,7 @@ class Probe:
         blocks the ranks of a chain would not wait for each other as they do there."""
         for name in OFFERED if self.size > 1 else ():
             if name != "single" and not STRATEGIES[name].needs_cached:
-                cut = shards_for(name, machine, shape_of(self.of.decoder), self.size, self.rows)
+                cut = shards_for(name, Prefill(machine, shape_of(self.of.decoder), self.size, self.rows))
                 bounds = [int(bound) for bound in self._told(cut.bounds)]
                 yield self._group(name, bounds, cut.ranks, cut.ranks[-1] if STRATEGIES[name].keeps_all else 0)
 

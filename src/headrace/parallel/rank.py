@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.attention.execute import KeepActivations
 from headrace.kernels.backend import Attend, backend_of
+from headrace.kernels.block import Watch
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel import group_layout
@@ -23,6 +24,7 @@ from headrace.parallel.threads import RankThreads, one_rank_computes
 from headrace.parallel.transport import LAST, Tag, Transfer, Transport
 from headrace.parallel.workspace import Workspace
 from headrace.strategies import STRATEGIES, load
+from headrace.types import CHUNK
 
 RUNS: dict[str, Callable[[GroupContext], Attend | None]] = {name: load(each.runs) for name, each in STRATEGIES.items()}
 
@@ -50,7 +52,7 @@ class Rank:
     ) -> None:
         self.decoder, self.storage, self.transport, self.threads = decoder, storage, transport, threads
         spec = decoder.config.attention
-        self.kernels = Kernels(backend_of(backend), spec, decoder.key_bias)
+        self.kernels = Kernels(backend_of(backend), spec, decoder.key_bias, decoder.sinks)
         self.workspace = Workspace(spec, storage.dtype)
         self.counters = TokenCounters()
         self.coming: Coming = NothingComes()
@@ -147,15 +149,21 @@ class Rank:
             self._pass_on(attend)
             return none
         rows = torch.tensor(_wanted_rows(group, runs), dtype=torch.int64)
-        return self.decoder.forward(self._batch(group, runs), attend, rows, self._keep(group, runs))
+        return self.decoder.forward(self._batch(group, runs), attend, rows, self._keep(place, runs))
 
-    def _keep(self, group: StepGroup, runs: list[group_layout.RowRange]) -> KeepActivations | None:
-        """Keeps the activations of rows in chunks that are this rank's own."""
-        if not isinstance(self.storage, KVStorage) or not self.storage.keeps_activations:
-            return None
+    def _keep(self, place: PlacedGroup, runs: list[group_layout.RowRange]) -> Watch | None:
+        """Keeps the activations of rows in chunks that are this rank's own, and its turn among the tensor ranks."""
+        group, storage = place.group, place.storage
         places = [group_layout.own_places(group, run, self.transport.rank, self.storage.slots) for run in runs]
         slots, offsets = (np.concatenate(each) for each in zip(*places, strict=True))
-        return KeepActivations(slots, offsets, self.storage)
+        if not isinstance(storage, KVStorage):
+            return storage.keep(slots, offsets)
+        if not storage.keeps_activations:
+            return None
+        chunks = np.concatenate([np.arange(run.start, run.end) for run in runs]) // CHUNK
+        turns = self.decoder.turns
+        mine = np.where(chunks % turns.ranks == turns.rank, slots, -1).astype(np.int32)
+        return KeepActivations(mine, offsets, storage)
 
     def _pass_on(self, attend: Attend) -> None:
         """A rank without rows takes part in the exchange."""

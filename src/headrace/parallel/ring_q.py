@@ -4,7 +4,8 @@ Queries go round the ring; every rank attends for them to the keys that it owns,
 T: rows of a rank in the group, Hq: query heads, D: head size.
 
 What comes home is one unnormalised state for each row and block of 2,048 keys, not one for each rank: the home merges
-blocks from left to right, which gives the bits of one rank where a block has one owner, and 1e-6 where it has several.
+blocks from left to right, which gives the bits of one rank. Where a block has several owners its state goes from one to
+the next (parallel.split_blocks).
 New keys go first of all to the owner of their chunk. A rank that has no rows sends none, and one that owns none of
 the chunks is not visited: small batches need no dummy queries.
 """
@@ -21,24 +22,25 @@ from headrace.attention import plan as planning
 from headrace.attention.plan import Int32
 from headrace.kernels.backend import Attend
 from headrace.kernels.records import Pool
-from headrace.kernels.state import Partial, RunningState
+from headrace.kernels.state import Partial, RunningState, flattened, part_of, unflattened
 from headrace.parallel import group_layout
 from headrace.parallel.group_context import GroupContext
 from headrace.parallel.messages import StepGroup
+from headrace.parallel.split_blocks import SplitBlocks, SplitOf, split_blocks
 from headrace.parallel.transport import Tag, Transfer
 from headrace.planner.schedule import ring_hops, ring_next, ring_origin
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
-QUERIES, STATES, KEYS = 0, 1, 2
+KINDS = 3
+QUERIES, STATES, KEYS = range(KINDS)
 """What a message holds; its tag's piece also names a rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows begin .. end-1 of a home meet keys of one block on one rank; `first` is the least of these chunks."""
+    """Rows begin .. end-1 of a home meet keys of one block on one rank."""
 
     block: int
-    first: int
     begin: int
     end: int
 
@@ -69,12 +71,17 @@ class Visit:
         return torch.cat([q[each.begin : each.end] for each in self.segments])
 
 
-def visit(context: GroupContext, runs: list[group_layout.RowRange], host: int, window: int | None) -> Visit:
-    """What the rows of a home, in `runs`, have to do on `host`; no segments if it owns nothing that they see."""
+def visit(
+    context: GroupContext, runs: list[group_layout.RowRange], host: int, window: int | None, split: SplitOf
+) -> Visit:
+    """What the rows of a home, in `runs`, have to do on `host` in blocks that are not split; no segments if it owns
+    nothing that they see of these."""
     spans, per_rank = [], context.slots_per_rank
     for run in runs:
         slots = group_layout.slots_of(context.group, run)
         here = np.where(slots // per_rank == host, slots % per_rank, -1).astype(np.int32)
+        for block in split.get(run.part, ()):
+            here[block * BLOCK_CHUNKS : (block + 1) * BLOCK_CHUNKS] = -1
         spans.append(planning.Span(here, run.start, run.rows))
     plan = planning.build(spans)
     return _by_block(plan.items_within(window), plan.positions)
@@ -88,7 +95,7 @@ def _by_block(items: Int32, positions: planning.Int64) -> Visit:
     for block in np.unique(blocks).tolist():
         chosen = items[blocks == block].copy()
         begin, end = int(chosen[:, 2].min()), int(chosen[:, 3].max())
-        segments.append(Segment(block, int(chosen[:, 1].min()) // CHUNK, begin, end))
+        segments.append(Segment(block, begin, end))
         chosen[:, 2:] += offset - begin
         parts.append(chosen)
         offset += end - begin
@@ -108,8 +115,9 @@ class RingQ(Attend):
         self.size, self.rank = context.transport.size, context.rank
         group, per_rank = context.group, context.slots_per_rank
         windows = context.kernels.spec.windows
-        self.visits = {window: _QueryVisits(context, window, wanted=False) for window in set(windows)}
-        self.last = _QueryVisits(context, windows[-1], wanted=True)
+        split = split_blocks(group, per_rank)
+        self.visits = {window: _QueryVisits(context, window, split, wanted=False) for window in set(windows)}
+        self.last = _QueryVisits(context, windows[-1], split, wanted=True)
         self.places = {
             (home, owner): places
             for home in range(self.size)
@@ -134,7 +142,10 @@ class RingQ(Attend):
             for work in works:
                 work.wait()
             outgoing += visits.send_states(layer, home, visits.attend(layer, theirs, home, stored))
-        out = visits.merged(own, homecoming, q)
+        queries = {self.rank: mine, **{home: theirs for home, (theirs, _) in guests.items()}}
+        continued, sends = visits.split_blocks.attend(layer, queries, stored)
+        outgoing += sends
+        out = visits.merged(layer, own, homecoming, continued, q)
         for work in (*outgoing, *(work for _, works in guests.values() for work in works)):
             work.drain()
         return out
@@ -195,7 +206,7 @@ def _places(group: StepGroup, home: int, per_rank: int) -> dict[int, KeyPlaces]:
 class _QueryVisits:
     """Who visits whom, for layers with the same window."""
 
-    def __init__(self, context: GroupContext, window: int | None, *, wanted: bool) -> None:
+    def __init__(self, context: GroupContext, window: int | None, split: SplitOf, *, wanted: bool) -> None:
         """wanted: of the rows whose hidden states are wanted only.
 
         hosting[home]: that rank's rows here; abroad[host]: own rows there; last[home]: hops its queries make;
@@ -206,15 +217,17 @@ class _QueryVisits:
         self.abroad: dict[int, Visit] = {}
         self.last: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
+        self.split_blocks = SplitBlocks(context, window, first_piece=KINDS * self.size)
         for home in range(self.size):
-            self._add(home, group_layout.runs(context.group, home, wanted=wanted), window)
+            self._add(home, group_layout.runs(context.group, home, wanted=wanted), window, split)
 
-    def _add(self, home: int, runs: list[group_layout.RowRange], window: int | None) -> None:
+    def _add(self, home: int, runs: list[group_layout.RowRange], window: int | None, split: SplitOf) -> None:
         self.lengths[home] = sum(run.rows for run in runs)
         if not runs:
             return
-        hosts = {host: visit(self.context, runs, host, window) for host in range(self.size)}
-        self.last[home] = ring_hops(home, (host for host, each in hosts.items() if each.rows), self.size)
+        hosts = {host: visit(self.context, runs, host, window, split) for host in range(self.size)}
+        reached = self.split_blocks.add(home, runs, split) | {host for host, each in hosts.items() if each.rows}
+        self.last[home] = ring_hops(home, reached, self.size)
         self.hosting[home] = hosts[self.rank]
         if home == self.rank:
             self.abroad = hosts
@@ -253,8 +266,7 @@ class _QueryVisits:
     def send_states(self, layer: int, home: int, state: RunningState | None) -> list[Transfer]:
         if state is None:
             return []
-        flat = torch.cat([x.reshape(-1) for x in (state.block.acc, state.block.m, state.block.l)])
-        return [self.context.transport.isend(flat, home, self._tag(layer, STATES, self.rank))]
+        return [self.context.transport.isend(flattened(state.block), home, self._tag(layer, STATES, self.rank))]
 
     def expect_states(self, layer: int, q: Tensor) -> dict[int, tuple[Partial, Transfer]]:
         found = {}
@@ -262,11 +274,19 @@ class _QueryVisits:
             if host != self.rank and visit.rows:
                 flat = torch.empty(visit.rows * q.shape[1] * (q.shape[2] + 2))
                 work = self.context.transport.irecv(flat, host, self._tag(layer, STATES, host))
-                found[host] = (_unflatten(flat, visit.rows, *q.shape[1:]), work)
+                found[host] = (unflattened(flat, visit.rows, *q.shape[1:]), work)
         return found
 
-    def merged(self, own: RunningState | None, homecoming: dict[int, tuple[Partial, Transfer]], q: Tensor) -> Tensor:
-        """All states of this rank's rows, from left to right: [T, Hq, D] in q's dtype."""
+    def merged(
+        self,
+        layer: int,
+        own: RunningState | None,
+        homecoming: dict[int, tuple[Partial, Transfer]],
+        continued: list[tuple[int, Partial]],
+        q: Tensor,
+    ) -> Tensor:
+        """All states of this rank's rows, those of split blocks among them, from left to right: [T, Hq, D] in q's
+        dtype."""
         if not len(q):
             return q
         states = {} if own is None else {self.rank: own.block}
@@ -276,29 +296,12 @@ class _QueryVisits:
         backend = self.context.kernels.backend
         rows, heads, dim = q.shape
         total = backend.empty_running(rows, heads, dim, q.dtype)
-        for _, _, host, offset, segment in self._in_order(states):
-            backend.merge_into(
-                _rows(total.total, segment.begin, segment.end),
-                _rows(states[host], offset, offset + segment.rows),
-                total.unit,
-            )
-        return backend.finish(total, q.dtype)
-
-    def _in_order(self, states: dict[int, Partial]) -> list[tuple[int, int, int, int, Segment]]:
-        """(block, first chunk, host, first row of the segment in the host's states, segment), sorted."""
-        found = []
-        for host in states:
+        found = [(Segment(block, 0, len(q)), state) for block, state in continued]
+        for host, state in states.items():
             offset = 0
             for segment in self.abroad[host].segments:
-                found.append((segment.block, segment.first, host, offset, segment))
+                found.append((segment, part_of(state, offset, offset + segment.rows)))
                 offset += segment.rows
-        return sorted(found, key=lambda each: each[:3])
-
-
-def _rows(partial: Partial, begin: int, end: int) -> Partial:
-    return Partial(partial.acc[begin:end], partial.m[begin:end], partial.l[begin:end])
-
-
-def _unflatten(flat: Tensor, rows: int, heads: int, dim: int) -> Partial:
-    acc, m, l = torch.split(flat, [rows * heads * dim, rows * heads, rows * heads])  # noqa: E741
-    return Partial(acc.view(rows, heads, dim), m.view(rows, heads), l.view(rows, heads))
+        for segment, state in sorted(found, key=lambda each: each[0].block):
+            backend.merge_into(part_of(total.total, segment.begin, segment.end), state, total.unit)
+        return self.context.kernels.finish(layer, total, q.dtype)

@@ -27,8 +27,8 @@ def make(context: GroupContext) -> Attend | None:
     spans = [
         planning.Span((slots_of(group, run) - rank * per_rank).astype(np.int32), run.start, run.rows) for run in mine
     ]
-    kernels = context.kernels
-    attend = PlanAttention(planning.build(spans), context.storage, kernels.spec, kernels.backend, kernels.bias)
+    plan, kernels = planning.build(spans), context.kernels
+    attend = PlanAttention(plan, context.storage, kernels.spec, kernels.backend, kernels.bias, kernels.sinks)
     own = context.own_slots() if context.coming else []
     waits = any(context.coming.pending(own, layer) for layer in range(context.layers))
     return WaitingAttend(attend, context.coming, own) if waits else attend

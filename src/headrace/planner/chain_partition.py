@@ -21,38 +21,42 @@ STEPS = 16
 """Token counts in an octave for which fractions are computed anew: they change little from one to the next."""
 
 
-def balanced(machine: Machine, shape: ModelShape, ranks: int, T: int, P: int = 0) -> Fractions:
+def balanced(
+    machine: Machine, shape: ModelShape, ranks: int, T: int, P: int = 0, steps: int = 40, grain: int = 1
+) -> Fractions:
     """Fractions with which the slowest stage of the chain (a rank's layer, or a link's) is as fast as can be.
 
     The steady state of a chain of many layers (KV-Runahead, section 4.1): time per layer is that of its slowest stage,
-    where a stage is the mean over the model's layers, of the last of which only the projections count.
-    Found by bisection over that time; each rank then takes as many rows as it can compute in it.
+    where a stage is the mean over the model's layers, of the last of which only the projections count. Found by `steps`
+    bisections over that time; each rank then takes as many rows as it can compute in it, by the `grain`.
     """
     if ranks > T:
         return (1 / ranks,) * ranks
     times = LayerTimes(machine, shape)
     low, high = 0.0, _stage(times, P, P, P + T, last=True)
-    for _ in range(40):
+    for _ in range(steps):
         middle = (low + high) / 2
-        if sum(_fill(times, ranks, T, P, middle)) >= T:
+        if sum(_fill(times, ranks, T, P, middle, grain)) >= T:
             high = middle
         else:
             low = middle
-    return fractions_of(bounds_of(_fill(times, ranks, T, P, high)))
+    return fractions_of(bounds_of(_fill(times, ranks, T, P, high, grain)))
 
 
-def _fill(times: LayerTimes, ranks: int, T: int, P: int, seconds: float) -> list[int]:
-    """Rows that each rank can take when no stage may last longer than `seconds`; at most T in all."""
+def _fill(times: LayerTimes, ranks: int, T: int, P: int, seconds: float, grain: int) -> list[int]:
+    """Rows that each rank can take when no stage may last longer than `seconds`; at most T in all. All but the last
+    take a multiple of `grain`."""
     sizes: list[int] = []
     for rank in range(ranks):
-        begin, low, high = P + sum(sizes), 0, T - sum(sizes)
+        begin, left, last = P + sum(sizes), T - sum(sizes), rank == ranks - 1
+        low, high = 0, -(-left // grain)
         while low < high:
             middle = (low + high + 1) // 2
-            if _stage(times, P, begin, begin + middle, last=rank == ranks - 1) <= seconds:
+            if _stage(times, P, begin, begin + min(middle * grain, left), last=last) <= seconds:
                 low = middle
             else:
                 high = middle - 1
-        sizes.append(low)
+        sizes.append(min(low * grain, left))
     return sizes
 
 

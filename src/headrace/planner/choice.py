@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import msgspec
 
@@ -17,16 +17,14 @@ from headrace.planner.machine import Machine, ModelShape, count_of
 from headrace.planner.partition import Bounds
 from headrace.planner.schedule import Shards
 from headrace.planner.shards import Prefill
-from headrace.planner.timeline import Cost, CostModel
-from headrace.planner.tuned_table import TunedTable
+from headrace.planner.timeline import NO_LOADS, Cost, CostModel, Loads
 from headrace.strategies import FALLBACK, OFFERED, STRATEGIES, known, load
-from headrace.types import CHUNK
 
 SHARDS: dict[str, Callable[[Prefill], Shards]] = {name: load(each.shards) for name, each in STRATEGIES.items()}
 COST: dict[str, CostModel] = {name: load(each.cost) for name, each in STRATEGIES.items()}
 
-SHALLOW = (4, 6)
-"""Layers of the models from which `estimates` draws."""
+SHALLOW, LAST = 4, 2
+"""Layers of the models from which `estimates` draws: of all, and of the end of the last one."""
 
 MARGIN = 0.03
 """Several ranks must be predicted to gain this much on one: a tie goes to the strategy that leaves ranks free."""
@@ -46,19 +44,17 @@ class StrategyChoice:
     reason: str
 
 
-def shards_for(
-    strategy: str,
-    machine: Machine,
-    shape: ModelShape,
-    ranks: int,
-    T: int,
-    P: int = 0,
-    cached_on: Sequence[float] | None = None,
-    table: TunedTable | None = None,
-    unit: int = CHUNK,
-) -> Shards:
+class Estimate(NamedTuple):
+    """Seconds of a prefill whose cached tokens are there. last_s: by each rank that loads, from when it has the last
+    layer's cached tokens until the end."""
+
+    seconds: float
+    last_s: Mapping[int, float]
+
+
+def shards_for(strategy: str, prefill: Prefill) -> Shards:
     """How a strategy would cut the new tokens: see planner.shards. Raises ValueError for an unknown strategy."""
-    return SHARDS[known(strategy).name](Prefill(machine, shape, ranks, T, P, cached_on, table, unit))
+    return SHARDS[known(strategy).name](prefill)
 
 
 def predict(
@@ -69,82 +65,68 @@ def predict(
     bounds: Sequence[int],
     P: int = 0,
     cached_on: Sequence[float] | None = None,
+    loads: Mapping[int, Loads] = NO_LOADS,
 ) -> Cost:
     """The cost model's figures for a strategy with these bounds (as `shards_for` gives them): see planner.cost.
 
     What its exchanges were measured to take beyond them is added (Machine.exchange_s).
     """
-    cost = COST[known(strategy).name](machine, shape, ranks, bounds, P, cached_on)
+    cost = COST[known(strategy).name](machine, shape, ranks, bounds, P, cached_on, loads=loads)
     beyond = dict(machine.exchange_s).get(strategy, 0.0) * shape.layers
     return replace(cost, ttft_s=cost.ttft_s + beyond) if beyond else cost
 
 
 def choose(
-    machine: Machine,
-    shape: ModelShape,
-    ranks: int,
-    T: int,
-    P: int = 0,
-    cached_on: Sequence[float] | None = None,
-    table: TunedTable | None = None,
+    prefill: Prefill,
     heuristic: Heuristic | None = None,
     *,
     rule: StrategyRule = "cost",
     allowed: Collection[str] = OFFERED,
-    unit: int = CHUNK,
 ) -> StrategyChoice:
-    """How to compute T new tokens on P cached ones on so many ranks.
+    """How to compute new tokens on cached ones.
 
-    cached_on: any measure of the cached tokens on each rank (None: spread evenly). table: of this machine and model
-    (the caller has had it checked); its corrections scale the predictions. heuristic: instead of the table's.
-    rule: "cost" takes the least predicted time of all allowed strategies, the others decide between ring-kv and ring-q
-    only. unit: inner bounds are its multiples. Pass-Q is not used where nothing is cached (pass-KV instead). Where one
-    rank is predicted to be as fast, it is `single` under every rule. Raises ValueError for T < 1, an unknown rule or
-    strategy, nothing left that is allowed, or rule "heuristic" without coefficients.
+    heuristic: instead of the tuned table's. rule: "cost" takes the least predicted time of all allowed strategies, the
+    others decide between ring-kv and ring-q only. Pass-Q is not used where nothing is cached (pass-KV instead). Where
+    one rank is predicted to be as fast, it is `single` under every rule. Raises ValueError for T < 1, an unknown rule
+    or strategy, nothing left that is allowed, or rule "heuristic" without coefficients.
     """
-    _check(ranks, T, P, rule, allowed, table)
-    considered = _considered(ranks, P, allowed)
-    corrections = table.corrections if table else {}
-    cuts = {name: shards_for(name, machine, shape, ranks, T, P, cached_on, table, unit) for name in considered}
+    _check(prefill, rule, allowed)
+    machine, shape, ranks, T, P = prefill.machine, prefill.shape, prefill.ranks, prefill.T, prefill.P
+    cuts = {name: shards_for(name, prefill) for name in _considered(ranks, P, allowed)}
     predicted = {
-        name: predict(name, machine, shape, ranks, cut.bounds, P, cached_on).ttft_s * corrections.get(name, 1.0)
+        name: prefill.corrected(name, predict(name, machine, shape, ranks, cut.bounds, P, prefill.cached_on).ttft_s)
         for name, cut in cuts.items()
     }
     if rule == "cost":
         name, why = _cheapest(predicted), ""
     else:
-        coefficients = heuristic or (table.heuristic if table else None)
+        coefficients = heuristic or (prefill.table.heuristic if prefill.table else None)
         name, why = _ruled(rule, RingRates.of(machine, shape, ranks), coefficients, predicted, T, P)
     cut, one = cuts[name], one_engine_s(machine, shape, T, P)
     return StrategyChoice(name, cut.bounds, cut.ranks, predicted, _reason(name, why, predicted, machine, one))
 
 
-def estimates(
-    machine: Machine,
-    shape: ModelShape,
-    ranks: int,
-    T: int,
-    P: int = 0,
-    cached_on: Sequence[float] | None = None,
-    table: TunedTable | None = None,
-    allowed: Collection[str] = OFFERED,
-) -> dict[str, float]:
-    """Seconds by each strategy that `choose` would consider, without a search: for who asks often. A chain is cut by
-    the closed form, and the time of a deep model follows from two shallow ones."""
-    corrections, found = table.corrections if table else {}, {}
-    for name in _considered(ranks, P, allowed):
-        cut = SHARDS[name](Prefill(machine, shape, ranks, T, P, cached_on, table, search=False))
+def estimates(prefill: Prefill, allowed: Collection[str] = OFFERED, loads: Collection[int] = ()) -> dict[str, Estimate]:
+    """What each strategy that `choose` would consider takes, without a search: for who asks often. A chain is cut by
+    the closed form, and the time of a deep model follows from a shallow one. loads: ranks that load cached tokens."""
+    quick = replace(prefill, search=False)
+    return {name: _estimated(name, quick, loads) for name in _considered(prefill.ranks, prefill.P, allowed)}
 
-        def walk(layers: int, name: str = name, bounds: Bounds = cut.bounds) -> float:
-            part = msgspec.structs.replace(shape, layers=layers)
-            return predict(name, machine, part, ranks, bounds, P, cached_on).ttft_s
 
-        few, more = SHALLOW
-        seconds = walk(min(shape.layers, more))
-        if shape.layers > more:
-            seconds += (seconds - walk(few)) * (shape.layers - more) / (more - few)
-        found[name] = seconds * corrections.get(name, 1.0)
-    return found
+def _estimated(strategy: str, prefill: Prefill, loads: Collection[int]) -> Estimate:
+    bounds, layers = shards_for(strategy, prefill).bounds, prefill.shape.layers
+
+    def walk(most: int, loads: Mapping[int, Loads] = NO_LOADS) -> Cost:
+        shape = msgspec.structs.replace(prefill.shape, layers=min(layers, most))
+        return predict(strategy, prefill.machine, shape, prefill.ranks, bounds, prefill.P, prefill.cached_on, loads)
+
+    cost = walk(SHALLOW)
+    seconds, begins = cost.ttft_s + max(0, layers - SHALLOW) * cost.period_s, min(layers, LAST) - 1
+    late, last_s = 2 * cost.ttft_s, dict[int, float]()
+    for rank in loads:
+        arrives = Loads((0.0,) * (begins + 1), (0.0,) * begins + (late,))
+        last_s[rank] = prefill.corrected(strategy, walk(LAST, {rank: arrives}).ttft_s - late)
+    return Estimate(prefill.corrected(strategy, seconds), last_s)
 
 
 def _considered(ranks: int, P: int, allowed: Collection[str]) -> list[str]:
@@ -160,7 +142,8 @@ def one_engine_s(machine: Machine, shape: ModelShape, T: int, P: int = 0) -> flo
     return None if machine.one_engine is None else predict("single", machine, shape, 1, (P, P + T), P).ttft_s
 
 
-def _check(ranks: int, T: int, P: int, rule: str, allowed: Collection[str], table: TunedTable | None) -> None:
+def _check(prefill: Prefill, rule: str, allowed: Collection[str]) -> None:
+    ranks, T, P, table = prefill.ranks, prefill.T, prefill.P, prefill.table
     if ranks < 1 or T < 1 or P < 0:
         raise ValueError(f"nothing to choose for {T} new tokens on {P} cached ones and {ranks} ranks")
     if rule not in get_args(StrategyRule):

@@ -20,21 +20,24 @@ in any case). `full_last_layer`: the last layer is as the others, as in the pape
 
 Beside that: what goes between the pools and the workspace is read and written once (cached tokens by their holders, a
 layer ahead; new tokens by those who keep them: the last rank of a chain all, else blocks in turn), and a link may take
-time from the ranks' cores. Left out: that new chunks go to whoever has most room, that a workspace has three layers
-(nobody runs further ahead), chunks that two ranks fill, slices of a prompt that end before its last token (of which the
-last layer computes no row), and sliding windows.
+time from the ranks' cores. Cached tokens may still be on their way from the tiers (`loads`), layer by layer, each
+rank's on a link of its own: who needs them waits, and what goes to other ranks leaves when it has come.
+
+Left out: that new chunks go to whoever has most room, that a workspace has three layers (nobody runs further ahead),
+chunks that two ranks fill, slices of a prompt that end before its last token (of which the last layer computes no row),
+and sliding windows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
 from headrace.planner.machine import LayerTimes, Machine, ModelShape, shares
 from headrace.planner.partition import causal_pairs
 from headrace.planner.schedule import Range, chain_next, last_row, length, placed
-from headrace.planner.timeline import Cost, Timeline, check_bounds
+from headrace.planner.timeline import NO_LOADS, Cost, Loads, Timeline, check_bounds
 
 
 def single(
@@ -45,6 +48,7 @@ def single(
     P: int = 0,
     cached_on: Sequence[float] | None = None,
     *,
+    loads: Mapping[int, Loads] = NO_LOADS,
     full_last_layer: bool = False,
 ) -> Cost:
     """All rows on the rank that holds most of the cached tokens (`home`), which fetches the others' K and V.
@@ -54,13 +58,13 @@ def single(
     """
     check_bounds(bounds, 1, P)
     times, T, end = LayerTimes(machine.alone, shape), bounds[-1] - P, bounds[-1]
-    run, rank, lies = Timeline(times, ranks, full_last_layer), home(cached_on, ranks), shares(cached_on, ranks)
+    run, rank, lies = Timeline(times, ranks, full_last_layer, loads), home(cached_on, ranks), shares(cached_on, ranks)
     copied = P > 0 and lies[rank] < 1
-    fetched = _ahead(run, [rank], P, lies)[rank] if copied else []
+    fetched = _cached_ahead(run, rank, P, lies, copied)
     for more, tail in run.layers():
         arrived = _latest(fetched)
         run.work(rank, times.qkv(T))
-        fetched = _ahead(run, [rank], P, lies)[rank] if copied and more else []
+        fetched = _cached_ahead(run, rank, P, lies, copied) if more else []
         run.until(rank, arrived)
         rows = (end - 1, end) if tail else (P, end)
         run.work(rank, times.attend(length(rows), causal_pairs(rows, (0, end)), end) + times.rest(length(rows)))
@@ -72,6 +76,14 @@ def home(cached_on: Sequence[float] | None, ranks: int) -> int:
     """The rank that computes a `single` prefill: the one with most of the cached tokens, of equals the first."""
     lies = shares(cached_on, ranks)
     return lies.index(max(lies))
+
+
+def _cached_ahead(run: Timeline, rank: int, P: int, lies: Sequence[float], copied: bool) -> list[tuple[float, float]]:
+    """As `_ahead` for one reader, which may read its pool itself."""
+    if copied:
+        return _ahead(run, [rank], P, lies)[rank]
+    run.ask()
+    return [(run.there[rank], float(P))]
 
 
 def _ahead(
@@ -95,6 +107,7 @@ def gather(
     cached_on: Sequence[float] | None = None,
     *,
     full: bool = False,
+    loads: Mapping[int, Loads] = NO_LOADS,
     full_last_layer: bool = False,
 ) -> Cost:
     """TSP: everybody's new K and V to everybody after the projections, cached ones a layer ahead.
@@ -103,7 +116,7 @@ def gather(
     """
     check_bounds(bounds, ranks, P)
     times, lies, end = LayerTimes(machine, shape), shares(cached_on, ranks), bounds[-1]
-    run, blocks = Timeline(times, ranks, full_last_layer), list(pairwise(bounds))
+    run, blocks = Timeline(times, ranks, full_last_layer, loads), list(pairwise(bounds))
     last, tails = last_row([[block] for block in blocks])
     kept = [sum(map(length, mine)) for mine in placed(ranks, P, end)]
     readers = [rank for rank in range(ranks) if length(blocks[rank])]
@@ -145,6 +158,7 @@ def chain(
     P: int = 0,
     cached_on: Sequence[float] | None = None,
     *,
+    loads: Mapping[int, Loads] = NO_LOADS,
     full_last_layer: bool = False,
 ) -> Cost:
     """KV-Runahead with any contiguous partition of P .. P+T, one shard per rank, some of which may be empty.
@@ -155,7 +169,7 @@ def chain(
     """
     check_bounds(bounds, ranks, P)
     times, lies, blocks = LayerTimes(machine, shape), shares(cached_on, ranks), list(pairwise(bounds))
-    run = Timeline(times, ranks, full_last_layer)
+    run = Timeline(times, ranks, full_last_layer, loads)
     last, tails = last_row([[block] for block in blocks])
     after, sizes = [chain_next(rank, ranks) for rank in range(ranks)], [length(b) * shape.kv_bytes for b in blocks]
     readers = [rank for rank in range(ranks) if length(blocks[rank])]

@@ -1,6 +1,8 @@
-"""The measured machine and the sizes of the model, and how long one piece of work takes by them (a roofline).
+"""The profile: the measured machine, of ranks, of the links between them and of those to tiers; the sizes of the model;
+and how long one piece of work takes by them (a roofline).
 
-Units: seconds, bytes, operations (a multiply-add is two). Both records go to JSON and back with `msgspec.json`.
+Units: seconds, bytes, operations (a multiply-add is two). The records go to JSON and back with `msgspec.json`. What is
+observed later corrects the profile in one place: planner.profile.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -28,6 +31,35 @@ class ComputeRates(msgspec.Struct, frozen=True, kw_only=True):
     layer_s: float = 0.0
 
 
+class PieceRate(msgspec.Struct, frozen=True):
+    """Seconds of so many units in one go: fixed_s + units * unit_s, and piece_s for each piece they come in. Raises
+    ValueError unless unit_s is positive and the others are at least 0."""
+
+    unit_s: float
+    fixed_s: float = 0.0
+    piece_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.unit_s > 0 or not (self.fixed_s >= 0 and self.piece_s >= 0):
+            raise ValueError(
+                f"profile: a rate needs unit_s above 0, the rest at least 0: {self.unit_s}, {self.fixed_s}, "
+                f"{self.piece_s}; measure it again (`headrace tune`)"
+            )
+
+    def behind(self, bytes_s: float | None, latency_s: float) -> PieceRate:
+        """The same beyond a link, which takes its time meanwhile: EmulatedLink. bytes_s None: however many."""
+        return PieceRate(max(self.unit_s, 1.0 / bytes_s if bytes_s else 0.0), self.fixed_s + latency_s, self.piece_s)
+
+
+class TierLink(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's link to its tier of this kind: bytes in pieces (chunks). cpu_s_per_byte: what a byte takes from the
+    computing cores, None where it was not measured."""
+
+    kind: str
+    rate: PieceRate
+    cpu_s_per_byte: float | None = None
+
+
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank attains, as measured with all ranks at work: the profile.
 
@@ -38,8 +70,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     a rank sends one message at a time and receives one at a time. link_cpu_s_per_byte: time that a message takes from
     the computing cores, on each side. one_engine: what a rank attains by itself with the cores of all ranks of its
     host, where they share one and it may use them all. exchange_s: by strategy, what an exchange adds to each
-    layer beyond all that: threads that are woken and wait for a core. Raises ValueError for a figure that is not
-    positive (fixed times, latency and link_cpu_s_per_byte may be 0).
+    layer beyond all that: threads that are woken and wait for a core. tiers: a rank's links to where KV is stored
+    outside its pool. project: K and V of one layer from activations, by tokens; None where none are kept.
+
+    Raises ValueError for a figure that is not positive (fixed times, latency and link_cpu_s_per_byte may be 0).
     """
 
     name: str
@@ -56,6 +90,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     link_cpu_s_per_byte: float = 0.0
     one_engine: ComputeRates | None = None
     exchange_s: tuple[tuple[str, float], ...] = ()
+    tiers: tuple[TierLink, ...] = ()
+    project: PieceRate | None = None
 
     def __post_init__(self) -> None:
         rates = {name: getattr(self, name) for name in ("linear_flops_s", "memory_bytes_s", "link_bytes_s")}
@@ -183,7 +219,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.heads * (self.head_dim + 2) * STATE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerTimes:
     """Seconds of one layer's pieces on one rank; no rows or no pairs take no time."""
 
@@ -198,11 +234,11 @@ class LayerTimes:
 
     def qkv(self, rows: int) -> float:
         """Projections before the attention, and the fixed time of a layer."""
-        return self.linear(rows, self.shape.qkv_weights) + (self.machine.layer_s if rows else 0.0)
+        return self.linear(rows, self._qkv_weights) + (self.machine.layer_s if rows else 0.0)
 
     def rest(self, rows: int) -> float:
         """What follows the attention: output projection and MLP."""
-        return self.linear(rows, self.shape.rest_weights)
+        return self.linear(rows, self._rest_weights)
 
     def head(self) -> float:
         """Logits of one token."""
@@ -212,12 +248,28 @@ class LayerTimes:
         """`rows` rows meet `keys` keys in `pairs` unmasked pairs, in one call."""
         if not pairs:
             return 0.0
-        compute = pairs * self.shape.pair_flops / self.machine.attention_rate(rows)
-        return self.machine.attention_call_s + max(compute, keys * self.shape.kv_bytes / self.machine.memory_bytes_s)
+        compute = pairs * self._pair_flops / self.machine.attention_rate(rows)
+        return self.machine.attention_call_s + max(compute, keys * self._kv_bytes / self.machine.memory_bytes_s)
+
+    @cached_property
+    def _qkv_weights(self) -> int:
+        return self.shape.qkv_weights
+
+    @cached_property
+    def _rest_weights(self) -> int:
+        return self.shape.rest_weights
+
+    @cached_property
+    def _pair_flops(self) -> int:
+        return self.shape.pair_flops
+
+    @cached_property
+    def _kv_bytes(self) -> int:
+        return self.shape.kv_bytes
 
     def copy(self, tokens: float) -> float:
         """K and V of so many tokens from one place in memory to another: read and written."""
-        return 2 * tokens * self.shape.kv_bytes / self.machine.memory_bytes_s
+        return 2 * tokens * self._kv_bytes / self.machine.memory_bytes_s
 
     def fold(self, states: int) -> float:
         """Merging so many states of one row into a result: they are read once."""

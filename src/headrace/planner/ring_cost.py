@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from headrace.planner.machine import LayerTimes, Machine, ModelShape, shares
 from headrace.planner.partition import causal_pairs, zigzag_ranks
@@ -19,7 +19,7 @@ from headrace.planner.schedule import (
     ring_next,
     ring_origin,
 )
-from headrace.planner.timeline import Cost, Timeline, check_bounds
+from headrace.planner.timeline import NO_LOADS, Cost, Loads, Timeline, check_bounds
 
 Ranges = tuple[tuple[Range, ...], ...]
 
@@ -37,8 +37,7 @@ class _RingShards:
     def cut(cls, ranks: int, bounds: Sequence[int], P: int, cached_on: Sequence[float] | None) -> _RingShards:
         """Zigzag shards; each rank's keys are those of its rows."""
         check_bounds(bounds, 2 * ranks, P)
-        mine = tuple(tuple(ranges_of(bounds, zigzag_ranks(ranks), rank)) for rank in range(ranks))
-        return cls(P, shares(cached_on, ranks), mine, mine)
+        return _zigzag(ranks, tuple(bounds), P, shares(cached_on, ranks))
 
     @property
     def ranks(self) -> int:
@@ -49,6 +48,7 @@ class _RingShards:
         """The rank that has the last row."""
         return last_row(self.rows_on)[0]
 
+    @cached_property
     def tail(self) -> _RingShards:
         """The same keys, but no row except the last."""
         return replace(self, rows_on=last_row(self.rows_on)[1])
@@ -73,6 +73,13 @@ class _RingShards:
     def _pairs(self, rows_of: int, keys_of: int) -> int:
         new = sum(causal_pairs(rows, keys) for rows in self.rows_on[rows_of] for keys in self.keys_on[keys_of])
         return new + round(self.rows[rows_of] * self._cached(keys_of))
+
+    @cached_property
+    def stored(self) -> _RingShards:
+        """The same rows, with new keys on the ranks that keep them."""
+        return replace(
+            self, keys_on=placed(self.ranks, self.P, max(shard[1] for mine in self.rows_on for shard in mine))
+        )
 
     def states(self, fold: int | None) -> list[list[float]]:
         """[a][b]: states of one row each that a's rows have over b's keys, when `fold` tokens go into one."""
@@ -105,6 +112,13 @@ class _RingShards:
         return [ring_hops(a, visited, self.ranks) for a, visited in enumerate(met)]
 
 
+@lru_cache(maxsize=16)
+def _zigzag(ranks: int, bounds: tuple[int, ...], P: int, lies: tuple[float, ...]) -> _RingShards:
+    """Kept for a moment: the same shards are asked for with more layers, or fewer."""
+    mine = tuple(tuple(ranges_of(bounds, zigzag_ranks(ranks), rank)) for rank in range(ranks))
+    return _RingShards(P, lies, mine, mine)
+
+
 def _blocks(keys: Range, end: int, fold: int) -> int:
     """Blocks of `fold` tokens in which rows before `end` meet keys of this range."""
     first, last = keys[0], min(keys[1], end)
@@ -130,6 +144,7 @@ def ring_kv(
     P: int = 0,
     cached_on: Sequence[float] | None = None,
     *,
+    loads: Mapping[int, Loads] = NO_LOADS,
     full_last_layer: bool = False,
 ) -> Cost:
     """Ring pass-KV: each rank's K and V, cached and new, go round and are sent on when they arrive.
@@ -137,15 +152,16 @@ def ring_kv(
     A rank waits for what arrives if it has rows to attend to it or keeps some of the new tokens.
     """
     times = LayerTimes(machine, shape)
-    run, ring = Timeline(times, ranks, full_last_layer), _RingShards.cut(ranks, bounds, P, cached_on)
-    last, kept = ring.tail(), [sum(map(length, mine)) for mine in placed(ranks, P, bounds[-1])]
+    run, ring = Timeline(times, ranks, full_last_layer, loads), _RingShards.cut(ranks, bounds, P, cached_on)
+    last, kept = ring.tail, [sum(map(length, mine)) for mine in placed(ranks, P, bounds[-1])]
     run.load(P, ring.lies)
     for more, tail in run.layers():
         for rank in range(ranks):
             run.work(rank, times.qkv(ring.rows[rank]))
+        there = list(run.there)
         if more:
             run.load(P, ring.lies)
-        now, here = last if tail else ring, list(run.clock)
+        now, here = last if tail else ring, [max(pair) for pair in zip(run.clock, there, strict=True)]
         for step in range(ranks):
             origins = [ring_origin(rank, step, ranks) for rank in range(ranks)]
             after = _pass_on(run, here, [ring.keys[shard] * shape.kv_bytes for shard in origins], step)
@@ -168,6 +184,7 @@ def ring_q(
     cached_on: Sequence[float] | None = None,
     *,
     fold: int | None = BLOCK,
+    loads: Mapping[int, Loads] = NO_LOADS,
     full_last_layer: bool = False,
 ) -> Cost:
     """Ring pass-Q: Q goes round; a rank sends the states of others' rows home as soon as it has them.
@@ -176,14 +193,15 @@ def ring_q(
     rank, and keys stay with their rows, as in the paper.
     """
     times = LayerTimes(machine, shape)
-    run, ring = Timeline(times, ranks, full_last_layer), _RingShards.cut(ranks, bounds, P, cached_on)
+    run, ring = Timeline(times, ranks, full_last_layer, loads), _RingShards.cut(ranks, bounds, P, cached_on)
     if fold is not None:
-        ring = replace(ring, keys_on=placed(ranks, P, bounds[-1]))
-    moved, every, last = ring.moved(), _QueryRound.of(ring, fold), _QueryRound.of(ring.tail(), fold)
+        ring = ring.stored
+    moved, every, last = ring.moved(), _QueryRound.of(ring, fold), _QueryRound.of(ring.tail, fold)
     for _, tail in run.layers():
         for rank in range(ranks):
             run.work(rank, times.qkv(ring.rows[rank]))
-        stored = list(run.clock)
+        run.ask()
+        stored = [max(pair) for pair in zip(run.clock, run.there, strict=True)]
         ready = list(run.clock)
         for home, owner, tokens in moved:
             stored[owner] = max(stored[owner], run.send(home, owner, tokens * shape.kv_bytes, ready[home]))

@@ -14,7 +14,8 @@ from headrace.planner.partition import Bounds
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
 BLOCK = BLOCK_CHUNKS * CHUNK
-"""Tokens that have one owner, and whose states ring-q folds before it sends them: the canonical order goes by block."""
+"""Tokens that have one owner, if that has room, and whose states ring-q folds before it sends them: the canonical order
+goes by block."""
 
 Range = tuple[int, int]
 

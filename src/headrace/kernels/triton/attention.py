@@ -62,6 +62,8 @@ class TileWork:
     def run(self, q: Tensor, pool: Pool, mask: Mask) -> Tensor:
         """q [R, Hq, D] -> [R, Hq, D]. The mask's items are those of this work; its positions lie on the GPU, int32."""
         window, bias = mask.window, mask.bias
+        if mask.cap is not None or mask.sinks is not None:
+            raise ValueError("the Triton kernels know no soft caps and no sinks; use attention_backend 'reference'")
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if not self.rows:
             return out
@@ -110,12 +112,14 @@ class TritonStep:
         self.positions.copy_(positions.int(), non_blocking=True)
         self.offsets.copy_(offsets, non_blocking=True)
 
-    def __call__(self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory."""
         _store(pool, k, v, self.slots, self.offsets)
-        return self.work[window].run(_rows(q), pool, self.masks[window])
+        return self.work[window].run(_rows(q), pool, replace(self.masks[window], sinks=sinks))
 
-    def over(self, pools: Pools, windows: Sequence[int | None]) -> StepOver:
+    def over(self, pools: Pools, windows: Sequence[int | None], sinks: Sequence[Tensor] | None = None) -> StepOver:
         raise ValueError("the Triton kernels run one layer after another")
 
 

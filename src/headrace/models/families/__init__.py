@@ -2,11 +2,23 @@
 
 from headrace.models.families.base import Family
 from headrace.models.families.falcon import FALCON
+from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
+from headrace.models.families.glm import GLM, GLM4
+from headrace.models.families.granite import GRANITE
 from headrace.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from headrace.models.families.opt import OPT
+from headrace.models.families.phi import PHI3
+from headrace.models.families.smollm import SMOLLM3
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["FAMILIES", "HEADLESS", "Family"]
 
+HEADLESS: dict[str, Family] = {
+    "LlamaModel": LLAMA,
+    "MistralModel": MISTRAL,
+    "Qwen2Model": QWEN2,
+    "Qwen3Model": QWEN3,
+}
+"""Decoders alone, as checkpoints made for embeddings have them."""
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
@@ -14,4 +26,13 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": QWEN3,
     "OPTForCausalLM": OPT,
     "FalconForCausalLM": FALCON,
+    "Phi3ForCausalLM": PHI3,
+    "SmolLM3ForCausalLM": SMOLLM3,
+    "GraniteForCausalLM": GRANITE,
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": GLM4,
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": GEMMA3_WITH_VISION,
+    **HEADLESS,
 }

@@ -20,7 +20,9 @@ class Family:
 
     `configuration` names the class of that configuration, "module:class": narrow modules, which import no models.
     `prefixes` are what may stand before a tensor's name. `qkv_rows`, for families that interleave q, k and v in one
-    matrix, lists the rows of that matrix in our order: all of q, then k, then v.
+    matrix or rotate pairs of neighbours, lists the checkpoint's rows of q, k and v in our order: all of q, then k, then
+    v. `text_type`, of models with other parts: the model_type of text_config, which is what is computed; tensors
+    whose names begin with `unread` belong to the other parts.
     """
 
     model_type: str
@@ -28,16 +30,31 @@ class Family:
     facts: Callable[[Any], dict[str, Any]]
     names: Callable[[ModelConfig], Names]
     prefixes: tuple[str, ...]
-    qkv_rows: Callable[[AttentionSpec], list[int]] | None = None
+    qkv_rows: Callable[[ModelConfig], list[int]] | None = None
+    text_type: str | None = None
+    unread: tuple[str, ...] = ()
+
+    @property
+    def fields_of(self) -> str:
+        """The model_type whose fields `facts` reads."""
+        return self.text_type or self.model_type
 
 
-GATED_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu"}
+GATED_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 PLAIN_ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Names of layers without and with a window."""
 
 ROPE_KEYS: dict[RopeKind, set[str]] = {
     "default": set(),
@@ -48,41 +65,81 @@ ROPE_KEYS: dict[RopeKind, set[str]] = {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
         "mscale_all_dim", "truncate",
     },
+    "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }  # fmt: skip
 IGNORED_ROPE_KEYS = {"type", "finetuned"}
 """Left over from older forms of config.json."""
+NEEDED_ROPE_KEYS: dict[str, tuple[str, ...]] = {"default": (), "longrope": ("short_factor", "long_factor")}
+"""Of other kinds: factor."""
 
 
-def rope(config: Any) -> RopeSpec:
-    """The rotation that the configuration asks for. Refuses parameters that it does not use."""
-    given = config.rope_parameters.items()
-    parameters = {name: value for name, value in given if value is not None and name not in IGNORED_ROPE_KEYS}
-    if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
+def rope(config: Any, partial: bool = False, parameters: Mapping[str, Any] | None = None) -> RopeSpec:
+    """The rotation that the configuration asks for. Refuses parameters that it does not use.
+
+    partial: whether a part of each head may be rotated; parameters: those of the layers that are meant, if not of all.
+    """
+    given = (config.rope_parameters if parameters is None else parameters).items()
+    values = {name: value for name, value in given if value is not None and name not in IGNORED_ROPE_KEYS}
+    share = values.pop("partial_rotary_factor", 1.0)
+    if share != 1.0 and not partial:
         raise UnsupportedModel("partial_rotary_factor other than 1 is not supported")
-    kind = parameters.get("rope_type", "default")
-    refuse_rope(kind, parameters)
-    unknown = sorted(set(parameters) - ROPE_KEYS[kind] - {"rope_type", "rope_theta"})
+    kind = values.get("rope_type", "default")
+    refuse_rope(kind, values)
+    unknown = sorted(set(values) - ROPE_KEYS[kind] - {"rope_type", "rope_theta"})
     if unknown:
         raise UnsupportedModel(f"rope_parameters.{unknown[0]} is not supported with rope_type {kind!r}")
-    return RopeSpec(kind, tuple(sorted(parameters.items())), config.max_position_embeddings)
+    width = int(head_dim_of(config) * share)
+    if not 2 <= width <= head_dim_of(config) or (share != 1.0 and width % 2):
+        raise UnsupportedModel(f"partial_rotary_factor {share} rotates {width} elements of a head; use an even number")
+    if share != 1.0:
+        values["partial_rotary_factor"] = share
+    own = config.max_position_embeddings
+    if kind == "longrope":
+        own = _complete_longrope(values, own, width)
+    return RopeSpec(kind, tuple(sorted(values.items())), own)
+
+
+def _complete_longrope(values: dict[str, Any], longest: int, width: int) -> int:
+    """Fills in the factor, which is that of the lengths where it is not given. Returns the shorter length."""
+    own = int(values.setdefault("original_max_position_embeddings", longest))
+    values.setdefault("factor", longest / own)
+    for name in ("short_factor", "long_factor"):
+        values[name] = tuple(values[name])
+        if len(values[name]) != width // 2:
+            raise UnsupportedModel(f"rope_parameters.{name} has {len(values[name])} numbers, {width // 2} are needed")
+    return own
+
+
+def head_dim_of(config: Any) -> int:
+    """Elements of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def paired_rows(spec: AttentionSpec, width: int) -> list[int]:
+    """Rows of (q, k, v) in our order, for families that rotate neighbours, elements 2 i and 2 i + 1 of a head, where
+    ours are i and i + width / 2. width: elements of a head that are rotated. Scores are the same: both q and k move."""
+    turned = [*range(0, width, 2), *range(1, width, 2), *range(width, spec.head_dim)]
+    heads = [head * spec.head_dim + row for head in range(spec.heads + spec.kv_heads) for row in turned]
+    return [*heads, *range(len(heads), len(heads) + spec.kv_heads * spec.head_dim)]
 
 
 def refuse_rope(kind: str, parameters: Mapping[str, Any]) -> None:
-    """Refuses unknown kinds of rotation, and known ones without a factor."""
+    """Refuses unknown kinds of rotation, and known ones without what they need."""
     if kind not in ROPE_KEYS:
         raise UnsupportedModel(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_KEYS)}")
-    if kind != "default" and not parameters.get("factor"):
-        raise UnsupportedModel(f"rope_parameters.factor is missing for rope_type {kind!r}")
+    for name in NEEDED_ROPE_KEYS.get(kind, ("factor",)):
+        if not parameters.get(name):
+            raise UnsupportedModel(f"rope_parameters.{name} is missing for rope_type {kind!r}")
 
 
-def rope_reach(spec: RopeSpec) -> int:
+def rope_reach(config: Any, spec: RopeSpec) -> int:
     """Longest sequence that the rotation was stretched for."""
     values = dict(spec.parameters)
     if spec.kind in ("linear", "dynamic"):
         return int(spec.original_length * values["factor"])
     if spec.kind == "yarn":
         return max(spec.original_length, int(values["original_max_position_embeddings"] * values["factor"]))
-    return spec.original_length
+    return int(config.max_position_embeddings)
 
 
 def attention(

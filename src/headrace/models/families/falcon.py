@@ -17,7 +17,7 @@ def _facts(config: Any) -> dict[str, Any]:
     return dict(
         intermediate_size=config.ffn_hidden_size,
         embed_size=config.hidden_size,
-        max_model_len=rope_reach(spec) if spec else config.max_position_embeddings,
+        max_model_len=rope_reach(config, spec) if spec else config.max_position_embeddings,
         attention=attention(config, kv_heads=_kv_heads(config), head_dim=head_dim, alibi=bool(config.alibi)),
         positions="rope" if spec else "alibi",
         rope=spec,
@@ -87,5 +87,11 @@ def qkv_rows(spec: AttentionSpec) -> list[int]:
     return [head * spec.head_dim + row for head in heads for row in range(spec.head_dim)]
 
 
-CONFIGURATION = "transformers.models.falcon.configuration_falcon:FalconConfig"
-FALCON = Family("falcon", CONFIGURATION, _facts, _names, ("transformer.", ""), qkv_rows)
+FALCON = Family(
+    "falcon",
+    "transformers.models.falcon.configuration_falcon:FalconConfig",
+    _facts,
+    _names,
+    ("transformer.", ""),
+    qkv_rows=lambda config: qkv_rows(config.attention),
+)

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.models.families.base import GATED_ACTIVATIONS, Family, Names, activation, attention, rope, rope_reach
+from headrace.models.families.base import (
+    GATED_ACTIVATIONS,
+    LAYER_TYPES,
+    Family,
+    Names,
+    activation,
+    attention,
+    head_dim_of,
+    rope,
+    rope_reach,
+)
 from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
-
-def _common(config: Any, windows: tuple[int | None, ...]) -> dict[str, Any]:
-    spec = rope(config)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def common(config: Any, windows: tuple[int | None, ...], partial: bool = False) -> dict[str, Any]:
+    """What most families since Llama have in common. partial: whether a part of each head may be rotated."""
+    spec = rope(config, partial)
+    head_dim = head_dim_of(config)
     return dict(
         intermediate_size=config.intermediate_size,
         embed_size=config.hidden_size,
-        max_model_len=rope_reach(spec),
+        max_model_len=rope_reach(config, spec),
         attention=attention(config, kv_heads=config.num_key_value_heads, head_dim=head_dim, windows=windows),
         positions="rope",
         rope=spec,
@@ -28,7 +37,7 @@ def _common(config: Any, windows: tuple[int | None, ...]) -> dict[str, Any]:
     )
 
 
-def _uniform(config: Any, window: int | None) -> tuple[int | None, ...]:
+def uniform_windows(config: Any, window: int | None) -> tuple[int | None, ...]:
     """The same window in every layer; layer_types, which these families ignore, must not say otherwise."""
     kind = LAYER_TYPES[window is not None]
     for other in getattr(config, "layer_types", None) or ():
@@ -37,7 +46,7 @@ def _uniform(config: Any, window: int | None) -> tuple[int | None, ...]:
     return (_window(window),) * config.num_hidden_layers
 
 
-def _mixed(config: Any) -> tuple[int | None, ...]:
+def mixed_windows(config: Any) -> tuple[int | None, ...]:
     """A window in the layers that layer_types names sliding_attention."""
     for kind in config.layer_types:
         if kind not in LAYER_TYPES:
@@ -57,23 +66,24 @@ def _llama(config: Any) -> dict[str, Any]:
     if (config.pretraining_tp or 1) != 1:
         raise UnsupportedModel(f"pretraining_tp {config.pretraining_tp} is not supported; only 1 is")
     bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias, mlp_bias=config.mlp_bias)
-    return _common(config, _uniform(config, None)) | bias
+    return common(config, uniform_windows(config, None)) | bias
 
 
 def _mistral(config: Any) -> dict[str, Any]:
-    return _common(config, _uniform(config, config.sliding_window))
+    return common(config, uniform_windows(config, config.sliding_window))
 
 
 def _qwen2(config: Any) -> dict[str, Any]:
-    return _common(config, _mixed(config)) | dict(qkv_bias=True)
+    return common(config, mixed_windows(config)) | dict(qkv_bias=True)
 
 
 def _qwen3(config: Any) -> dict[str, Any]:
     bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-    return _common(config, _mixed(config)) | bias | dict(qk_norm=True)
+    return common(config, mixed_windows(config)) | bias | dict(qk_norm=True)
 
 
-def _names(config: ModelConfig) -> Names:
+def names(config: ModelConfig) -> Names:
+    """The usual names, of fused matrices one by one."""
     layer = "layers.{}."
     return {
         "embed": ("embed_tokens",),
@@ -90,9 +100,9 @@ def _names(config: ModelConfig) -> Names:
 
 
 PREFIXES = ("model.", "")
-LLAMA = Family("llama", "headrace.models.families.llama_config:LlamaConfig", _llama, _names, PREFIXES)
+LLAMA = Family("llama", "headrace.models.families.llama_config:LlamaConfig", _llama, names, PREFIXES)
 MISTRAL = Family(
-    "mistral", "transformers.models.mistral.configuration_mistral:MistralConfig", _mistral, _names, PREFIXES
+    "mistral", "transformers.models.mistral.configuration_mistral:MistralConfig", _mistral, names, PREFIXES
 )
-QWEN2 = Family("qwen2", "transformers.models.qwen2.configuration_qwen2:Qwen2Config", _qwen2, _names, PREFIXES)
-QWEN3 = Family("qwen3", "transformers.models.qwen3.configuration_qwen3:Qwen3Config", _qwen3, _names, PREFIXES)
+QWEN2 = Family("qwen2", "transformers.models.qwen2.configuration_qwen2:Qwen2Config", _qwen2, names, PREFIXES)
+QWEN3 = Family("qwen3", "transformers.models.qwen3.configuration_qwen3:Qwen3Config", _qwen3, names, PREFIXES)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from headrace.arrival import Arrival
 from headrace.logs import shown
+from headrace.models.x_turns import XTurns
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
 from headrace.offload.parked import Parked
@@ -25,6 +26,7 @@ from headrace.offload.tiers.stack import Tiers
 log = logging.getLogger(__name__)
 
 ALL = HeadShare()
+ALONE = XTurns()
 
 Fence = Callable[[], Callable[[], None]]
 """What waits until the steps that the rank was sent so far are computed: parallel.step_fence."""
@@ -52,28 +54,41 @@ class Opened(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Bringing:
-    """parts: blobs of each chunk. brought: the copy stream is done with it. ended: nobody wants it any more."""
+    """brought: the copy stream is done with it. ended: nobody wants it any more."""
 
     number: int
     transfer: RestoreTransfer
-    slots: list[int]
-    parts: int
+    chunks: list[words.WantedHere]
     brought: bool = False
     ended: bool = False
 
+    @property
+    def slots(self) -> list[int]:
+        return [each.slot for each in self.chunks]
+
+    @property
+    def good(self) -> int:
+        """Chunks before the first one that was lost."""
+        return sum(each.chunk < self.transfer.end for each in self.chunks)
+
 
 class TierAgent:
-    """opener(identity): opens the rank's tiers; raises ValueError. place: among the tensor ranks of its context rank;
-    share: the KV heads that it has. fence: only behind it are chunks of the pool stored, and slots of it filled.
+    """opener(identity): opens the rank's tiers; raises ValueError. turns: its place among the tensor ranks of its
+    context rank; share: the KV heads that it has. fence: only behind it are chunks of the pool stored, and slots of it
+    filled.
 
     A restore begins, and its slots are known to be coming, before `obey` returns. Opening, storing and closing are done
     when it does: an AgentThread does them elsewhere.
     """
 
     def __init__(
-        self, opener: Callable[[bytes], Opened], place: int = 0, share: HeadShare = ALL, fence: Fence = at_once
+        self,
+        opener: Callable[[bytes], Opened],
+        turns: XTurns = ALONE,
+        share: HeadShare = ALL,
+        fence: Fence = at_once,
     ) -> None:
-        self._opener, self._place, self._share, self._fence = opener, place, share, fence
+        self._opener, self._turns, self._share, self._fence = opener, turns, share, fence
         self._opened: Opened | None = None
         self._forms: list[StoredForm] = []
         self._of: dict[int, _Bringing] = {}
@@ -120,11 +135,12 @@ class TierAgent:
                 self._cancel(command.number)
             case words.EndBring():
                 self._end(command, say)
-            case words.StoreChunk():
+            case words.StoreChunks():
                 try:
-                    self.store(command)
+                    for chunk in command.chunks:
+                        self.store(chunk)
                 finally:
-                    say(words.ChunkStored(command.number))
+                    say(words.ChunksStored(command.number))
             case words.TellTiers():
                 say(self.told(command.number))
             case words.CloseTiers():
@@ -150,29 +166,39 @@ class TierAgent:
             places = find(opened.tiers, self._forms, digests)
             kv[:] = [None if place is None else (place,) for place in places]
             if opened.codec.keeps_activations:
-                count = next((i for i, place in enumerate(places) if place is None or place.form), len(places))
-                x[:] = opened.tiers.find([name_of(digest, "x") for digest in digests[:count]])
+                count = places.index(None) if None in places else len(places)
+                mine = [i for i in range(count) if self._turns.mine(command.first + i)]
+                x[:] = [None] * count
+                for i, tier in zip(mine, opened.tiers.find([name_of(digests[i], "x") for i in mine]), strict=True):
+                    x[i] = tier
 
         ticket = opened.looking.submit(look, 0, "look")
         ticket.then(lambda: say(words.ChunksFound(command.number, kv, x)))
 
     def _bring(self, command: words.BringChunks, say: Say) -> None:
         opened = self.opened
-        places = [each.places[self._place] for each in command.chunks]
-        form = self._forms[places[0].form]
+        places = [self._place_of(each) for each in command.chunks]
+        form = self._forms[next((place.form for place in reversed(places) if place is not None), 0)]
         wanted = [
             part
             for each, place in zip(command.chunks, places, strict=True)
+            if place is not None
             for part in form.wanted(each.chunk, each.digest, each.slot, place.tier, each.kind)
         ]
-        transfer = RestoreTransfer(form.codec, opened.tiers, wanted, command.prompt_len, opened.project)
-        slots = [each.slot for each in command.chunks]
-        restore = _Bringing(command.number, transfer, slots, len(form.shares))
+        projected = {each.chunk: each.slot for each in command.chunks if each.kind == "x"}
+        transfer = RestoreTransfer(form.codec, opened.tiers, wanted, command.prompt_len, opened.project, projected)
+        restore = _Bringing(command.number, transfer, command.chunks)
         with self._lock:
             transfer.start(opened.bringing, self._fence())
             self._restores[command.number] = restore
             self._of |= dict.fromkeys(restore.slots, restore)
         transfer.last.then(lambda: self._brought(restore, say))
+
+    def _place_of(self, wanted: words.WantedHere) -> words.Place | None:
+        """Where this rank gets the chunk; None for activations that are another tensor rank's to bring."""
+        if wanted.kind == "k":
+            return wanted.places[self._turns.rank]
+        return wanted.places[0] if self._turns.mine(wanted.chunk) else None
 
     def _brought(self, restore: _Bringing, say: Say) -> None:
         """On the copy stream, before the last layer's ticket ends: those who wait for it still find it."""
@@ -183,8 +209,7 @@ class TierAgent:
         if over:
             self._forget(restore)
         layers = [] if transfer.cancelled or transfer.good < len(transfer.chunks) else transfer.layer_transfers
-        good = transfer.good // restore.parts
-        say(words.ChunksBrought(restore.number, good, transfer.reason, transfer.link_s, transfer.cpu_s, layers))
+        say(words.ChunksBrought(restore.number, restore.good, transfer.reason, transfer.link_s, transfer.cpu_s, layers))
 
     def _forget(self, restore: _Bringing) -> None:
         """No step has to wait for its slots any more."""
@@ -216,7 +241,7 @@ class TierAgent:
         else:
             ended()
 
-    def store(self, chunk: words.StoreChunk, parked: Parked | None = None) -> bool:
+    def store(self, chunk: words.ChunkToStore, parked: Parked | None = None) -> bool:
         """Offers a chunk to the tiers that lack it; afterwards its slot may be written again. Nobody waits for an
         answer from disk or network.
 
@@ -225,9 +250,10 @@ class TierAgent:
         self._fence()()
         opened = self.opened
         codec, tiers = opened.storing if parked is None else opened.codec, opened.tiers
-        kinds: list[BlobKind] = ["k", "x"] if codec.keeps_activations and chunk.activations else ["k"]
-        own = self._share.of(chunk.digest)
-        for kind in kinds:
+        named: dict[BlobKind, bytes] = {"k": self._share.of(chunk.digest)}
+        if codec.keeps_activations and chunk.activations and self._turns.mine(chunk.chunk):
+            named["x"] = chunk.digest
+        for kind, own in named.items():
             name = name_of(own, kind)
             lacking = tiers.lacking(name) if chunk.sure else tiers.doubtful(name)
             if chunk.in_memory:
@@ -264,7 +290,7 @@ class AgentThread:
     """The agent of a rank in another process than rank 0: it opens, stores and closes on a thread, in the order asked
     for, so that the link is read meanwhile."""
 
-    SLOW = (words.OpenTiers, words.StoreChunk, words.CloseTiers)
+    SLOW = (words.OpenTiers, words.StoreChunks, words.CloseTiers)
 
     def __init__(self, agent: TierAgent) -> None:
         self.agent = agent

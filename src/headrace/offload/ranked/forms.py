@@ -29,7 +29,9 @@ class StoredForm:
         return [name_of(share.of(digest), "k") for share in self.shares]
 
     def wanted(self, chunk: int, digest: bytes, slot: int, tier: int, kind: BlobKind = "k") -> list[WantedChunk]:
-        """What is to be read of a chunk. Activations ("x") have the rank's own form."""
+        """What is to be read of a chunk. Activations ("x") are stored whole, and go into a slot of the rank's pool."""
+        if kind == "x":
+            return [WantedChunk(chunk, digest, slot, kind, tier)]
         first = slot * len(self.shares)
         return [WantedChunk(chunk, share.of(digest), first + i, kind, tier) for i, share in enumerate(self.shares)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
 from headrace.offload.ranked import words
@@ -27,7 +28,8 @@ def _joined(answers: Sequence[Any]) -> words.Answer:
             return words.TiersOpen(first.number, next(refused, None))
         case words.ChunksFound():
             shares = zip(*(each.places for each in answers), strict=True)
-            return words.ChunksFound(first.number, [_reach(each) for each in shares], [])
+            x = [_first(each) for each in zip_longest(*(each.x for each in answers))]
+            return words.ChunksFound(first.number, [_reach(each) for each in shares], x)
         case words.ChunksBrought():
             rank, worst = min(enumerate(answers), key=lambda each: each[1].good)
             return words.ChunksBrought(
@@ -40,7 +42,7 @@ def _joined(answers: Sequence[Any]) -> words.Answer:
             )
         case words.BringEnded():
             return words.BringEnded(first.number, max(each.waited_s for each in answers), first.projections)
-        case words.ChunkStored():
+        case words.ChunksStored():
             return first
         case words.TiersTold():
             return words.TiersTold(first.number, summed(answers), sum(each.queued for each in answers))
@@ -53,6 +55,11 @@ def _of_rank(rank: int, told: str) -> str:
 def _reach(shares: Sequence[words.Reach | None]) -> words.Reach | None:
     found = [share for share in shares if share is not None]
     return tuple(place for share in found for place in share) if len(found) == len(shares) else None
+
+
+def _first(tiers: Sequence[int | None]) -> int | None:
+    """What the only rank says that was asked."""
+    return next((tier for tier in tiers if tier is not None), None)
 
 
 def summed(told: Sequence[words.TiersTold]) -> dict[str, dict[str, Any]]:

@@ -51,12 +51,12 @@ class TierPeers:
     ) -> None:
         self.ranks, self.agents = ranks, agents
         self.closed = False
-        self._send, self._check, self._tensor = send, check, tensor
+        self._send, self._check, self.tensor = send, check, tensor
         self._numbers = itertools.count()
         self._waiting: dict[int, _Question] = {}
 
     def tell(self, rank: int, command: words.Command) -> None:
-        for world in range(rank * self._tensor, (rank + 1) * self._tensor):
+        for world in range(rank * self.tensor, (rank + 1) * self.tensor):
             if world in self.agents:
                 self.agents[world].obey(command, partial(self._heard, world))
             else:
@@ -64,7 +64,7 @@ class TierPeers:
 
     def here(self, rank: int) -> TierAgent | None:
         """The agent of a rank that is in this process as a whole: it may be called."""
-        return self.agents.get(rank) if self._tensor == 1 else None
+        return self.agents.get(rank) if self.tensor == 1 else None
 
     @property
     def elsewhere(self) -> list[int]:
@@ -119,9 +119,9 @@ class TierPeers:
         question = self._waiting.get(answer.number)
         if question is None:
             return
-        question.told[world % self._tensor] = answer
-        if len(question.told) == self._tensor and self._waiting.pop(answer.number, None) is not None:
-            question.then(question.rank, joined([question.told[rank] for rank in range(self._tensor)]))
+        question.told[world % self.tensor] = answer
+        if len(question.told) == self.tensor and self._waiting.pop(answer.number, None) is not None:
+            question.then(question.rank, joined([question.told[rank] for rank in range(self.tensor)]))
 
 
 def open_everywhere(peers: TierPeers, identity: bytes) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 
 from headrace.kv.tree import Node
 from headrace.offload.parked import Parked
@@ -20,6 +22,10 @@ log = logging.getLogger(__name__)
 
 TELL_S = 0.2
 """Between two questions to ranks elsewhere how their tiers are."""
+
+
+AT_ONCE = 8
+"""Chunks that a rank elsewhere stores before it answers. Eviction and new requests may have to wait for so many."""
 
 
 @dataclass(slots=True)
@@ -40,24 +46,39 @@ class ChunkStorer:
         """What waits to be written, as far as is known: by rank 0."""
         return self.tiers.queued_bytes
 
-    def store(self, node: Node, parked: Parked | None = None, *, in_memory: bool = False) -> None:
-        """Offers the chunk to every tier that lacks it, or to those in memory alone; afterwards its slot may be written
-        again. parked: by the thread, for which every tier is asked whether it has the chunk; otherwise by the engine.
+    def batches(self, nodes: Iterable[Node]) -> Iterator[list[Node]]:
+        """What is stored at once, in the order given: a chunk of a rank in this process, or up to AT_ONCE of another,
+        which acknowledges them together."""
+        for rank, owned in groupby(nodes, key=self._rank_of):
+            most = AT_ONCE if self.peers.here(rank) is None else 1
+            while batch := list(islice(owned, most)):
+                yield batch
+
+    def _rank_of(self, node: Node) -> int:
+        return node.slot // self.per_rank
+
+    def store(self, batch: Sequence[Node], parked: Parked | None = None, *, in_memory: bool = False) -> None:
+        """Offers the chunks to every tier that lacks them, or to those in memory alone; afterwards their slots may be
+        written again. parked: by the thread, for which every tier is asked whether it has a chunk; otherwise by the
+        engine. batch: one of `batches`.
         """
-        digest = node.digest
-        assert digest is not None
-        rank, slot = divmod(node.slot, self.per_rank)
-        command = words.StoreChunk(
-            0, slot, digest, node.tenant, parked is not None, in_memory, activations=node.activations
-        )
+        chunks = [self._to_store(node, parked is not None, in_memory) for node in batch]
+        rank = self._rank_of(batch[0])
         if (agent := self.peers.here(rank)) is not None:
-            if agent.store(command, parked):
-                node.stored = True
-            return
-        with contextlib.nullcontext() if parked is None else parked.lock:
-            if parked is None or not parked.revoked:
-                self.peers.call(rank, command, words.ChunkStored)
-                node.stored = True
+            stored = all([agent.store(chunk, parked) for chunk in chunks])
+        else:
+            with contextlib.nullcontext() if parked is None else parked.lock:
+                stored = parked is None or not parked.revoked
+                if stored:
+                    self.peers.call(rank, words.StoreChunks(0, chunks), words.ChunksStored)
+        for node in batch if stored else ():
+            node.stored = True
+
+    def _to_store(self, node: Node, sure: bool, in_memory: bool) -> words.ChunkToStore:
+        assert node.digest is not None
+        slot = node.slot % self.per_rank
+        place = node.number if self.peers.tensor > 1 else 0
+        return words.ChunkToStore(slot, node.digest, node.tenant, sure, in_memory, node.activations, place)
 
 
 class AllTiers:

@@ -26,13 +26,27 @@ Reach = tuple[Place, ...]
 
 class WantedHere(NamedTuple):
     """A chunk to be brought: its number in the sequence, its name, where it goes, where each tensor rank has it, and as
-    what it comes: keys and values ("k") or activations ("x")."""
+    what it comes: keys and values ("k") or activations ("x"), which one tensor rank has (models.x_turns)."""
 
     chunk: int
     digest: bytes
     slot: int
     places: Reach
     kind: BlobKind = "k"
+
+
+class ChunkToStore(NamedTuple):
+    """sure: asks every tier whether it has the chunk, not only those in memory. in_memory: gives it to these alone.
+    activations: whether its slot has them, too, on the tensor rank whose turn it is. chunk: its number in a sequence,
+    by which that goes."""
+
+    slot: int
+    digest: bytes
+    tenant: bytes
+    sure: bool
+    in_memory: bool = False
+    activations: bool = False
+    chunk: int = 0
 
 
 class LayerProjection(NamedTuple):
@@ -51,10 +65,12 @@ class OpenTiers(msgspec.Struct, frozen=True, tag=True):
 
 
 class FindChunks(msgspec.Struct, frozen=True, tag=True):
-    """Which tier has each of these chunks? Answered by ChunksFound."""
+    """Which tier has each of these chunks, of which the first is number `first` of a sequence? Answered by
+    ChunksFound."""
 
     number: int
     digests: list[bytes]
+    first: int = 0
 
 
 class BringChunks(msgspec.Struct, frozen=True, tag=True):
@@ -80,20 +96,12 @@ class EndBring(msgspec.Struct, frozen=True, tag=True):
     bring: int
 
 
-class StoreChunk(msgspec.Struct, frozen=True, tag=True):
-    """Gives a chunk to the tiers that lack it. Answered by ChunkStored once its slot may be written again.
-
-    sure: asks every tier whether it has it, not only those in memory. in_memory: gives it to these alone. activations:
-    whether its slot has them, too.
-    """
+class StoreChunks(msgspec.Struct, frozen=True, tag=True):
+    """Gives chunks, in this order, to the tiers that lack them. Answered by ChunksStored once all their slots may be
+    written again."""
 
     number: int
-    slot: int
-    digest: bytes
-    tenant: bytes
-    sure: bool
-    in_memory: bool = False
-    activations: bool = False
+    chunks: list[ChunkToStore]
 
 
 class TellTiers(msgspec.Struct, frozen=True, tag=True):
@@ -118,7 +126,7 @@ class TiersOpen(msgspec.Struct, frozen=True, tag=True):
 
 class ChunksFound(msgspec.Struct, frozen=True, tag=True):
     """places: of keys and values. x: tiers of activations, of the chunks up to the first whose keys and values none
-    has. None for a chunk that no tier has."""
+    has; of each the tensor rank's whose turn it is. None for a chunk that no tier has."""
 
     number: int
     places: list[Reach | None]
@@ -145,7 +153,7 @@ class BringEnded(msgspec.Struct, frozen=True, tag=True):
     projections: list[LayerProjection]
 
 
-class ChunkStored(msgspec.Struct, frozen=True, tag=True):
+class ChunksStored(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
@@ -157,8 +165,8 @@ class TiersTold(msgspec.Struct, frozen=True, tag=True):
     queued: int
 
 
-Command = OpenTiers | FindChunks | BringChunks | CancelBring | EndBring | StoreChunk | TellTiers | CloseTiers
-Answer = TiersOpen | ChunksFound | ChunksBrought | BringEnded | ChunkStored | TiersTold
+Command = OpenTiers | FindChunks | BringChunks | CancelBring | EndBring | StoreChunks | TellTiers | CloseTiers
+Answer = TiersOpen | ChunksFound | ChunksBrought | BringEnded | ChunksStored | TiersTold
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: Any = msgspec.msgpack.Decoder(Command)

@@ -1,14 +1,16 @@
-"""First rates of a model and its tiers on this machine: a few calls of their own, before any request comes."""
+"""The profile of a model and its tiers on this machine: a few calls of their own, before any request comes."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from headrace import host
 from headrace.attention import plan as planning
 from headrace.attention.execute import PlanAttention
 from headrace.kernels import ops
@@ -18,12 +20,11 @@ from headrace.models.decoder import Decoder, TokenBatch
 from headrace.offload import frame
 from headrace.offload.copy_streams import copy_alone
 from headrace.offload.restore import timing
-from headrace.offload.restore.estimators import LinearRate, PrefillRate
 from headrace.offload.restore.projector import Projector
-from headrace.offload.restore.rates import Rates
 from headrace.offload.tiers.base import Read, Tier, name_of
 from headrace.offload.tiers.stack import Tiers
-from headrace.planner.machine import ModelShape
+from headrace.planner.machine import Machine, ModelShape, TierLink
+from headrace.planner.profile import Profile
 from headrace.types import CHUNK
 
 LINEAR_ROWS = 256
@@ -34,8 +35,8 @@ FEW = 32
 """Tokens of the closing step that is timed."""
 PIECE = 1 << 21
 """Bytes that are copied and checked at a time, as restores do it."""
-UNUSED_S = 1e-6
-"""A token's projection where no activations are kept, so that none is ever asked for."""
+ATTENTION = 0.8
+"""Rate of one rank's attention as a share of that of the linear layers, until prefills are seen."""
 PROBE = name_of(hashlib.sha256(b"headrace probe").digest(), "k")
 PROBE_BYTES = 8 << 20
 PROBES = 3
@@ -44,37 +45,42 @@ PROBES = 3
 
 @torch.inference_mode()
 def measure(
-    decoder: Decoder, storage: KVStorage, backend: Backend, tiers: Sequence[Tier], brief: bool = False
-) -> Rates:
-    """Rates of projecting, prefilling and moving chunks, in about a second or less. Writes to the first slots of the
-    pool, which must be empty. A tier that is not in memory begins as it guesses itself; see `probe`.
+    decoder: Decoder,
+    storage: KVStorage,
+    backend: Backend,
+    tiers: Sequence[Tier],
+    brief: bool = False,
+    profile: Profile | None = None,
+) -> Profile:
+    """The profile, with projecting and moving chunks, in about a second or less. Writes to the first slots of the pool,
+    which must be empty. A tier that is not in memory begins as it guesses itself; see `probe`.
 
-    brief: each is timed by a single call, as it is anyway while nothing is stored outside memory: first rates last
-    until others are seen.
+    profile: of several ranks, which is completed; None: one rank, whose prefill is measured too. brief: each is timed
+    by a single call, as it is anyway while nothing is stored outside memory: first figures last until others are seen.
     """
     far = [tier for tier in tiers if not tier.in_memory]
     brief |= len(far) == len(tiers) > 0 and not any(tier.stats().blobs for tier in far)
     seconds = timing.brief_seconds if brief else timing.call_seconds
-    shape = ModelShape.of(decoder.config, decoder.dtype.itemsize)
-    prefill, project = _prefill(decoder, shape, seconds), LinearRate(UNUSED_S)
-    if storage.keeps_activations:
-        project = timing.projection_rate(_Projection(decoder, storage, backend), seconds)
+    alone = profile is None
+    if profile is None:
+        shape = ModelShape.of(decoder.config, decoder.dtype.itemsize)
+        profile = Profile(_one_rank(decoder, seconds), shape)
+    project = (
+        timing.projection_rate(_Projection(decoder, storage, backend), seconds) if storage.keeps_activations else None
+    )
     move = _Move()
-    moves = {tier.kind: timing.read_rate(move, seconds) for tier in tiers if tier.in_memory} or {
-        "memory": timing.read_rate(move, seconds)
-    }
-    known = {tier.kind: LinearRate(*tier.read_guess) for tier in tiers} | {
-        kind: rate for kind, (rate, _) in moves.items()
-    }
-    found = Rates(shape.layers, project, prefill, known, {kind: cpu_s for kind, (_, cpu_s) in moves.items()})
-    if decoder.share is None:  # tensor ranks compute together, when all are asked to
-        _forward(decoder, storage, backend, found, seconds)
-    return found
+    near = [tier.kind for tier in tiers if tier.in_memory] or ["memory"]
+    moved = {kind: timing.read_rate(kind, move, seconds) for kind in near}
+    guessed = {tier.kind: TierLink(kind=tier.kind, rate=tier.read_guess) for tier in tiers}
+    profile.complete([*(guessed | moved).values()], project)
+    if alone and decoder.share is None:  # tensor ranks compute together, when all are asked to
+        _forward(decoder, storage, backend, profile, seconds)
+    return profile
 
 
-def probe(tiers: Tiers, rates: Rates) -> None:
-    """Tells `rates` how fast the tiers beyond memory give back a blob, which is stored for the purpose and dropped. One
-    that holds nothing yet begins as it guesses."""
+def probe(tiers: Tiers, profile: Profile) -> None:
+    """Tells the profile how fast the tiers beyond memory give back a blob, which is stored for the purpose and dropped.
+    One that holds nothing yet begins as it guesses."""
     for tier in tiers.tiers:
         stats = tier.stats()
         full = stats.budget_bytes and stats.used_bytes + PROBE_BYTES > stats.budget_bytes
@@ -85,7 +91,7 @@ def probe(tiers: Tiers, rates: Rates) -> None:
             began = time.perf_counter()
             if all(tier.read([Read(PROBE, 0, into)])):
                 frame.checksum(into)
-                rates.observe_load(tier.kind, PROBE_BYTES, 1, time.perf_counter() - began)
+                profile.observe_load(tier.kind, PROBE_BYTES, 1, time.perf_counter() - began)
         tier.drop([PROBE])
     tiers.leave_out()
 
@@ -94,7 +100,7 @@ class _Projection:
     """K and V of some tokens of the first layer, projected and put into the pool, as restores do it."""
 
     def __init__(self, decoder: Decoder, storage: KVStorage, backend: Backend) -> None:
-        self.storage, self.project = storage, Projector(decoder, storage, backend)
+        self.storage, self.project = storage, Projector(decoder, storage, backend).put
         self.most = max(1, min(storage.slots, decoder.config.max_model_len // CHUNK))
 
     def __call__(self, tokens: int) -> None:
@@ -116,7 +122,7 @@ class _Move:
             frame.checksum(self.into[at:end].numpy().data)
 
 
-def _prefill(decoder: Decoder, shape: ModelShape, seconds: timing.Seconds) -> PrefillRate:
+def _one_rank(decoder: Decoder, seconds: timing.Seconds) -> Machine:
     """By the products of the first layer: at many rows, and of one row, which reads the weights."""
     matrices = [w for name, w in decoder.matrices.items() if name.startswith("layers.0.")]
     elements = sum(w.shape[0] * w.shape[1] for w in matrices)
@@ -125,12 +131,16 @@ def _prefill(decoder: Decoder, shape: ModelShape, seconds: timing.Seconds) -> Pr
         inputs = [torch.ones(rows, w.shape[1], dtype=decoder.dtype) for w in matrices]
         return seconds(lambda: [ops.linear(x, w) for x, w in zip(inputs, matrices, strict=True)])
 
-    many, one = products(LINEAR_ROWS), products(1)
-    return timing.prefill_rate(shape, 2 * LINEAR_ROWS * elements / many, elements * decoder.dtype.itemsize / one)
+    flops_s = 2 * LINEAR_ROWS * elements / products(LINEAR_ROWS)
+    return Machine(
+        name=host.processor_name(), cores=torch.get_num_threads(), isa="", date="", linear_flops_s=flops_s,
+        attention_flops_s=((1, ATTENTION * flops_s),), link_bytes_s=math.inf,
+        memory_bytes_s=elements * decoder.dtype.itemsize / products(1),
+    )  # fmt: skip
 
 
-def _forward(decoder: Decoder, storage: KVStorage, backend: Backend, found: Rates, seconds: timing.Seconds) -> None:
-    """Tells `found` what a short prompt takes, and a short step after it, where that is soon done."""
+def _forward(decoder: Decoder, storage: KVStorage, backend: Backend, found: Profile, seconds: timing.Seconds) -> None:
+    """Tells the profile what a short prompt takes, and a short step after it, where that is soon done."""
     most = min(storage.slots * CHUNK, decoder.config.max_model_len)
     for tokens in FORWARD if seconds is timing.call_seconds else FORWARD[-1:]:
         if tokens <= most and float(found.prefill(0, tokens)) <= FORWARD_S:
@@ -151,7 +161,8 @@ class _Forward:
         lengths = torch.full((count,), end) if decoder.config.rope_depends_on_length else None
         self.batch = TokenBatch(torch.zeros(count, dtype=torch.int64), torch.arange(start, end), lengths)
         plan = planning.build([planning.Span(slots, start, count)])
-        self.attend = PlanAttention(plan, storage, decoder.config.attention, backend, decoder.key_bias)
+        spec = decoder.config.attention
+        self.attend = PlanAttention(plan, storage, spec, backend, decoder.key_bias, decoder.sinks)
         self.last = torch.tensor([count - 1])
 
     def __call__(self) -> None:

@@ -23,7 +23,12 @@ class Projector:
         self.decoder, self.storage, self.backend = decoder, storage, backend
 
     def __call__(self, layer: int, x: Tensor, chunks: Sequence[int], slots: Sequence[int], prompt_len: int) -> None:
-        """x [n, 64, H]: activations of these chunks of a sequence, which lie in these slots."""
+        """Chunks of a sequence, by number, which lie in these slots. x [n, 64, H]: activations of those that are this
+        rank's (models.x_turns); tensor ranks call this alike. Raises RankLost."""
+        self.put(layer, self.decoder.turns.gathered(x, chunks), chunks, slots, prompt_len)
+
+    def put(self, layer: int, x: Tensor, chunks: Sequence[int], slots: Sequence[int], prompt_len: int) -> None:
+        """As __call__, with the activations of all of them."""
         positions = positions_of(chunks)
         lengths = (positions + 1).clamp(min=prompt_len) if self.decoder.config.rope_depends_on_length else None
         k, v = self.decoder.project(layer, x.flatten(0, 1), positions, lengths)

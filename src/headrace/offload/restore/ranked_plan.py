@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.offload.restore.rates import Rates
-from headrace.offload.restore.solver import LEAST_GAIN, Split, StoredRun
+from headrace.offload.restore.run_costs import StoredRun
+from headrace.offload.restore.solver import LEAST_GAIN, Split
 from headrace.planner.choice import seconds_text
 from headrace.planner.machine import count_of
+from headrace.planner.profile import Profile
 from headrace.types import CHUNK
 
 
@@ -37,14 +38,14 @@ def best_way(chosen: Sequence[tuple[Split, StoredRun]]) -> int:
     return 0 if chosen[0][0].predicted_s * (1 - LEAST_GAIN) <= chosen[best][0].predicted_s else best
 
 
-def planned(split: Split, run: StoredRun, rates: Rates) -> PlannedPrefill | None:
+def planned(split: Split, run: StoredRun, profile: Profile) -> PlannedPrefill | None:
     """The strategies of a split; None with one rank, which has no choice."""
-    if rates.by_strategy is None:
+    if profile.by_strategy is None:
         return None
     first, at = run.first * CHUNK, (run.first + run.chunks) * CHUNK
     if split.tokens == run.chunks:
-        return PlannedPrefill(at, rates.by_strategy.best(first, run.chunks * CHUNK + run.suffix), at, "")
-    front = rates.by_strategy.best(first, split.tokens * CHUNK) if split.tokens else ""
+        return PlannedPrefill(at, profile.by_strategy.best(first, run.chunks * CHUNK + run.suffix), at, "")
+    front = profile.by_strategy.best(first, split.tokens * CHUNK) if split.tokens else ""
     return PlannedPrefill(first + split.tokens * CHUNK, front, at, split.closing)
 
 

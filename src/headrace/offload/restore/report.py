@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from headrace.offload.ranked import words
 from headrace.offload.ranked.words import LayerProjection
-from headrace.offload.restore.rates import Rates
 from headrace.offload.restore.solver import Split
 from headrace.offload.tiers.base import BlobKind
+from headrace.planner.profile import Profile
 from headrace.types import CHUNK
 
 
@@ -109,21 +109,21 @@ class RestoreReport:
         """Bytes and seconds of one layer's activations and of its keys and values, of each rank."""
         return [each for part in self._parts for each in part.layers]
 
-    def tell(self, rates: Rates) -> None:
+    def tell(self, profile: Profile) -> None:
         """What a whole restore says of loading and of projecting. While the copy stream is at work, the engine has what
         is left of the cores."""
         if self.failed:
             return
         taken = min(self.cpu_s / self.link_s, 1.0) if self.link_s else 0.0
-        if rates.by_strategy is not None:
-            rates.observe_together(self.tier, self.layer_transfers)
+        if profile.by_strategy is not None:
+            profile.observe_together(self.tier, self.layer_transfers)
         else:
             for size, seconds in self.layer_transfers:
-                rates.observe_load(self.tier, size, 1, seconds, taken * seconds)
+                profile.observe_load(self.tier, size, 1, seconds, taken * seconds)
         if self.projections:
             free = max(1.0 - taken, 0.05)
             times = [each.seconds * free if each.beside_copies else each.seconds for each in self.projections]
-            rates.observe_project(self.projections[0].tokens, statistics.median(times))
+            profile.observe_project(self.projections[0].tokens, statistics.median(times))
 
 
 @dataclass(slots=True)

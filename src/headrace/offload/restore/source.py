@@ -14,7 +14,7 @@ from headrace.offload.ranked import words
 from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.ranked.placing import placements
 from headrace.offload.restore.report import RestoreReport
-from headrace.offload.restore.solver import StoredRun
+from headrace.offload.restore.run_costs import StoredRun
 from headrace.offload.tiers.base import BlobKind
 from headrace.offload.tiers.stack import Tiers
 from headrace.types import BLOCK_CHUNKS
@@ -99,11 +99,11 @@ class StoredChunks:
     def __init__(self, peers: TierPeers, cache: KVCache, codec: ChunkCodec, tiers: Tiers) -> None:
         self.peers, self.cache, self.codec, self._tiers = peers, cache, codec, tiers
 
-    def look(self, digests: Sequence[bytes]) -> Lookup:
-        """Asks the tiers, in the background."""
+    def look(self, digests: Sequence[bytes], first: int) -> Lookup:
+        """Asks the tiers, in the background, for chunks first, first + 1, ... of a sequence."""
         lookup = Lookup(digests, self.peers.ranks)
         for rank in range(self.peers.ranks):
-            self.peers.ask(rank, words.FindChunks(0, list(digests)), lookup.note)
+            self.peers.ask(rank, words.FindChunks(0, list(digests), first), lookup.note)
         return lookup
 
     def ways(self, table: ChunkTable, first: int, found: Sequence[FoundChunk]) -> list[list[FoundChunk]]:
@@ -130,6 +130,7 @@ class StoredChunks:
             tiers=tuple(self._tiers.kind(each.kv) for each in found),
             ranks=tuple(each.rank for each in found) if self.peers.ranks > 1 else (),
             has_x=() if all(has_x) else has_x,
+            x_turns=self.peers.tensor,
         )
 
     def bring(

@@ -7,18 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from headrace.offload.restore.estimators import LinearRate, PrefillRate
-from headrace.planner.machine import ModelShape
+from headrace.planner.machine import PieceRate, TierLink
 
 SIZES = (1 << 18, 1 << 23)
 """Bytes of the transfers that are timed."""
 ROWS = (64, 1024)
 """Tokens of the projections that are timed."""
-TOKENS = 256.0
-"""A usual number of tokens to project."""
-ATTENTION = 0.8
-"""Rate of the attention as a share of that of the linear layers, where no profile says."""
-MEMORY_BYTES_S = 30e9
 LEAST_CALLS, MOST_CALLS, CALLS_S = 3, 15, 0.02
 """Calls that are timed, and the seconds after which those above the least are left out: something that takes the cores
 for a moment then spoils the first rates of nothing, and what it spoiled would last until steps of that size came."""
@@ -56,25 +50,19 @@ def brief_seconds(work: Callable[[], object], most_s: float = 0.05) -> float:
     return taken
 
 
-def projection_rate(project: Callable[[int], object], seconds: Seconds = call_seconds) -> LinearRate:
+def projection_rate(project: Callable[[int], object], seconds: Seconds = call_seconds) -> PieceRate:
     """project(tokens): K and V of so many tokens of one layer, from X, with the model's own weights."""
     few, many = (seconds(lambda rows=rows: project(rows)) for rows in ROWS)  # type: ignore[misc]
     token_s = max((many - few) / (ROWS[1] - ROWS[0]), 0.1 * many / ROWS[1])
-    return LinearRate(token_s, max(few - token_s * ROWS[0], 0.0), typical=TOKENS)
+    return PieceRate(token_s, max(few - token_s * ROWS[0], 0.0))
 
 
-def read_rate(read: Callable[[int], object], seconds: Seconds = call_seconds) -> tuple[LinearRate, float]:
-    """read(size): a read of about so many bytes, as restores do it. The rate, and the seconds of a core per byte."""
+def read_rate(kind: str, read: Callable[[int], object], seconds: Seconds = call_seconds) -> TierLink:
+    """read(size): a read of about so many bytes from a tier of this kind, as restores do it."""
     small, large = (seconds(lambda size=size: read(size)) for size in SIZES)  # type: ignore[misc]
     began = time.thread_time()
     read(SIZES[1])
     taken = (time.thread_time() - began) / SIZES[1]
     byte_s = max((large - small) / (SIZES[1] - SIZES[0]), 0.1 * large / SIZES[1])
-    return LinearRate(byte_s, max(small - byte_s * SIZES[0], 0.0)), min(taken, byte_s)
-
-
-def prefill_rate(shape: ModelShape, flops_s: float, memory_bytes_s: float = MEMORY_BYTES_S) -> PrefillRate:
-    """From the rate of the linear layers alone."""
-    weights = shape.layers * (shape.qkv_weights + shape.rest_weights) * shape.element_bytes
-    pair_s = shape.layers * shape.pair_flops / (ATTENTION * flops_s)
-    return PrefillRate(weights / memory_bytes_s, shape.linear_flops / flops_s, pair_s)
+    rate = PieceRate(byte_s, max(small - byte_s * SIZES[0], 0.0))
+    return TierLink(kind=kind, rate=rate, cpu_s_per_byte=min(taken, byte_s))

@@ -13,9 +13,10 @@ before it is used; from the first chunk that is not right on, the run is not res
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -74,6 +75,7 @@ class RestoreTransfer:
 
     chunks: those to be projected (kind "x"), then those to be loaded, in order. prompt_len: tokens of the sequence's
     prompt, which length-dependent rotary scaling needs. project: may be None where no chunk comes as activations.
+    projected: slot by number of all chunks that do, to this rank or to another tensor rank.
 
     layers: of each layer, what a step that reads it waits for, in this order. good: chunks up to the first one that was
     lost; reason: why it was. cpu_s: what the copy stream took from the cores.
@@ -84,6 +86,7 @@ class RestoreTransfer:
     chunks: list[WantedChunk]
     prompt_len: int
     project: Projector | None = None
+    projected: Mapping[int, int] = field(default_factory=dict)
     layers: list[list[Arrival]] = field(default_factory=list)
     good: int = field(init=False)
     cancelled: bool = False
@@ -108,10 +111,14 @@ class RestoreTransfer:
         for layer in range(self.codec.spec.layers):
             self.layers.append([])
             for kind in kinds:
+                there: Ticket | None = None
                 if some := [w for w in self.chunks if w.kind == kind]:
                     size = sum(self.codec.section_bytes(kind, self.tiers.format(w.tier)) for w in some)
-                    ticket = self._submit(stream, partial(self._carry, layer, kind, some), size, kind, layer)
-                    self.layers[layer].append(Projection(self, layer, ticket) if kind == "x" else ticket)
+                    there = self._submit(stream, partial(self._carry, layer, kind, some), size, kind, layer)
+                if kind == "x" and self.projected:
+                    self.layers[layer].append(Projection(self, layer, there))
+                elif there is not None:
+                    self.layers[layer].append(there)
 
     def _submit(self, stream: CopyStream, run: Callable[[], None], size: int, kind: BlobKind, layer: int) -> Ticket:
         ticket = stream.submit(partial(self._guarded, run), size, "kv" if kind == "k" else "x")
@@ -135,7 +142,7 @@ class RestoreTransfer:
     @property
     def projects(self) -> bool:
         """Whether whoever waits has a part in it."""
-        return self.chunks[0].kind == "x"
+        return bool(self.projected)
 
     @property
     def waited_s(self) -> float:
@@ -195,7 +202,7 @@ class RestoreTransfer:
 
     def _piece(self, layer: int, kind: BlobKind, form: BlobFormat, size: int, piece: list[WantedChunk]) -> bool:
         """Whether all of it came."""
-        piece = [w for w in piece if w.chunk < self._end]
+        piece = [w for w in piece if w.chunk < self.end]
         if len(self._staging) < len(piece) * size:
             self._staging = torch.empty(len(piece) * size, dtype=torch.uint8)
         data = self._staging[: len(piece) * size].view(len(piece), size)
@@ -227,10 +234,10 @@ class RestoreTransfer:
         return found
 
     @property
-    def _end(self) -> int:
-        """Number of the first chunk that is not to come any more."""
+    def end(self) -> float:
+        """Number of the first chunk that is not to come any more; infinity if all are."""
         good = self.good
-        return self.chunks[good].chunk if good < len(self.chunks) else self.chunks[-1].chunk + 1
+        return self.chunks[good].chunk if good < len(self.chunks) else math.inf
 
     def _lost(self, wanted: WantedChunk, why: str) -> None:
         index = self.chunks.index(wanted)
@@ -241,30 +248,31 @@ class RestoreTransfer:
     # -- for the thread that waits
 
     def project_layer(self, layer: int) -> None:
-        """K and V of the chunks whose activations have come."""
-        chunks = [w for w in self.chunks[: self.good] if w.kind == "x"]
-        if not chunks or self.project is None:
+        """K and V of the chunks whose activations have come. Those of lost ones, too, whose rows are void: tensor ranks
+        must project alike, and another may have lost others."""
+        if self.project is None:
             return
-        slots, busy, began = [w.slot for w in chunks], not self.done, time.perf_counter()
-        x = self.codec.activations(layer)[slots]
-        self.project(layer, x, [w.chunk for w in chunks], slots, self.prompt_len)
+        busy, began = not self.done, time.perf_counter()
+        x = self.codec.activations(layer)[[w.slot for w in self.chunks if w.kind == "x"]]
+        self.project(layer, x, list(self.projected), list(self.projected.values()), self.prompt_len)
         if busy == (not self.done):
             seconds = time.perf_counter() - began
-            self.projections.append(LayerProjection(len(chunks) * CHUNK, seconds, busy))
+            self.projections.append(LayerProjection(len(self.projected) * CHUNK, seconds, busy))
 
 
 class Projection(Arrival):
     """One layer's K and V of the chunks of a restore that come as activations: projected by the one thread that waits
-    for it, which has the cores."""
+    for it, which has the cores. x: None where another tensor rank brings all of them."""
 
     __slots__ = ("_layer", "_transfer", "_x")
 
-    def __init__(self, transfer: RestoreTransfer, layer: int, x: Ticket) -> None:
+    def __init__(self, transfer: RestoreTransfer, layer: int, x: Ticket | None) -> None:
         super().__init__()
         self._transfer, self._layer, self._x = transfer, layer, x
 
     def wait(self) -> None:
         if not self.done:
-            self._x.wait()
+            if self._x is not None:
+                self._x.wait()
             self._transfer.project_layer(self._layer)
             self.end()

@@ -17,9 +17,10 @@ from headrace.models.shards import shard
 from headrace.models.spec import ModelConfig
 from headrace.offload.copy_streams import open_copy_streams
 from headrace.offload.emulated_link import EmulatedLink
-from headrace.offload.streaming.profile import measure
+from headrace.offload.streaming.profile import measure, measure_staged
 from headrace.offload.streaming.schedule import Schedule
 from headrace.offload.streaming.staged_store import BUFFERS, StagedStore
+from headrace.offload.streaming.staged_x import StagedX
 from headrace.offload.streaming.staging import Staging
 from headrace.offload.streaming.step import StreamingOptions
 from headrace.offload.streaming.store import FileMemory, OutsideStore, bytes_per_chunk, room
@@ -53,14 +54,16 @@ def schedule_of(asked: KVStreaming) -> Schedule:
     return "row" if asked.schedule == "row" or (asked.schedule == "auto" and not asked.weights) else "column"
 
 
-def hidden_kept(asked: KVStreaming, model: ModelConfig, kv_dtype: torch.dtype, rows: torch.dtype) -> int:
+def hidden_kept(
+    asked: KVStreaming, model: ModelConfig, kv_dtype: torch.dtype, rows: torch.dtype, ranks: int = 1
+) -> int:
     """Width of the X that is kept; 0 where none is: by default where it is not smaller than K and V and would have to
-    cross the link (models whose queries share KV heads)."""
+    cross the link (models whose queries share KV heads), and on several ranks, where few chunks may have it."""
     if asked.activations == "off":
         return 0
     kv = bytes_per_chunk(model.attention, kv_dtype, rows, 0) // model.attention.layers
     smaller = CHUNK * model.hidden_size * rows.itemsize < kv
-    kept = smaller or asked.x_resident or asked.activations == "on"
+    kept = (smaller and ranks == 1) or asked.x_resident or asked.activations == "on"
     return model.hidden_size if kept else 0
 
 
@@ -80,14 +83,16 @@ def sizes(
     """What the settings leave room for. workspace: buffers as large as those of staging through which ranks exchange
     chunks. Raises ValueError naming the field."""
     asked, spec = asked_of(config), shard(model, 0, config.ranks.tensor)
-    hidden = 0 if config.ranks.count > 1 else hidden_kept(asked, model, kv_dtype, rows)
-    kv, all_of_it = (bytes_per_chunk(spec, kv_dtype, rows, width) for width in (0, hidden))
+    hidden = hidden_kept(asked, model, kv_dtype, rows, config.ranks.count)
+    kv, all_of_it = (bytes_per_chunk(spec, kv_dtype, rows, -(-width // config.ranks.tensor)) for width in (0, hidden))
+    staged_x = 0 if asked.x_resident and config.ranks.count > 1 else (all_of_it - kv) // spec.layers
     wanted = config.model.max_len or model.max_model_len
     if wanted > model.max_model_len:
         raise ValueError(f"max_model_len {wanted} exceeds the model's {model.max_model_len}")
     room = _stored(config, kv if asked.x_resident else all_of_it)
     chunks = min(room, config.scheduler.max_sequences * chunks_for(wanted))
-    limit, staged = _staged(config, all_of_it // spec.layers, kv, BUFFERS + workspace)
+    buffers = BUFFERS + workspace
+    limit, staged = _staged(config, buffers * (kv // spec.layers) + BUFFERS * staged_x, kv, buffers)
     longest, bound = chunks * CHUNK * config.ranks.context, asked.room[0]
     if config.ranks.count > 1 and min(wanted, longest) > staged * CHUNK:
         # All of a sequence may lie on one rank, which stages a layer of it at once.
@@ -113,31 +118,43 @@ def _stored(config: EngineConfig, each: int) -> int:
     return chunks
 
 
-def _staged(config: EngineConfig, layer: int, whole: int, buffers: int) -> tuple[str, int]:
-    """(Setting that bounds staging, chunks of one layer that each buffer has room for). layer, whole: bytes of a chunk
-    in one layer, and in all."""
+def _staged(config: EngineConfig, each: int, whole: int, buffers: int) -> tuple[str, int]:
+    """(Setting that bounds staging, chunks of one layer that each buffer has room for). each: bytes of a chunk of one
+    layer in all buffers together; whole: of K and V of a chunk in all layers."""
     asked, tokens = asked_of(config), config.cache.tokens
     name, room = "offload_staging_mb", asked.staging_mb * 2**20
     if tokens is not None and tokens // CHUNK * whole < room:
         name, room = "kv_cache_tokens", tokens // CHUNK * whole
-    if room < buffers * layer:
-        raise ValueError(f"{name} leaves no room for a chunk of {layer} bytes in each of {buffers} buffers: raise it")
-    return name, room // (buffers * layer)
+    if room < each:
+        told = each // buffers
+        raise ValueError(f"{name} leaves no room for a chunk of {told} bytes in each of {buffers} buffers: raise it")
+    return name, room // each
 
 
-def open_staged(config: EngineConfig, decoder: Decoder, sized: StreamSizes, kv_dtype: torch.dtype) -> StagedStore:
-    """What open_streamer is for one rank, for one of several: without X, and the decoder goes on computing."""
-    asked, dtype = asked_of(config), decoder.dtype
+def open_staged(
+    config: EngineConfig, decoder: Decoder, sized: StreamSizes, kv_dtype: torch.dtype, backend: str
+) -> StagedStore:
+    """What open_streamer is for one rank, for one of several: the decoder goes on computing."""
+    asked, dtype, turns = asked_of(config), decoder.dtype, decoder.turns.ranks
     spec = decoder.config.attention
-    outside = _outside(asked, decoder, sized.store, kv_dtype, 0)
-    store = OutsideStore(spec, sized.store, kv_dtype, dtype, 0, outside)
+    hidden = hidden_kept(asked, decoder.config, kv_dtype, dtype, config.ranks.count)
+    outside = _outside(asked, decoder, sized.store, kv_dtype, hidden)
+    store = OutsideStore(
+        spec, sized.store, kv_dtype, dtype, hidden, outside, memory.zeros if asked.x_resident else None, turns
+    )
     if config.cache.prefault:
         store.prefault()
     streams = open_copy_streams(torch.device("cpu"), EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
-    staged = StagedStore(spec, store, sized.staged, streams)
+    x = None
+    if hidden:
+        x = StagedX(decoder, backend_of(backend), store, sized.staged, BUFFERS, asked.x_resident)
+        measure_staged(x, streams)
+    staged = StagedStore(spec, store, sized.staged, streams, x)
     if asked.weights:
         layers = StreamedLayers(decoder, streams.into, outside if asked.path else None)
         decoder.layers = LayersInTurn(layers, staged.totals)
+        if x is not None:
+            x.weight_bytes = layers.bytes_per_layer
     return staged
 
 
@@ -188,7 +205,7 @@ def _outside(asked: KVStreaming, decoder: Decoder, slots: int, kv_dtype: torch.d
     parts = Pool.parts(slots, spec.kv_heads, spec.head_dim, kv_dtype)
     layer = [math.prod(shape) * kind.itemsize for shape, kind in parts]
     if hidden and not asked.x_resident:
-        layer.append(slots * CHUNK * hidden * decoder.dtype.itemsize)
+        layer.append(-(-slots // decoder.turns.ranks) * CHUNK * hidden * decoder.dtype.itemsize)
     sizes = layer * spec.layers
     if asked.weights:
         matrices = [weight for each in layers_of(decoder) for weight in each.matrices.values()]

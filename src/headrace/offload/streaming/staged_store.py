@@ -10,16 +10,20 @@ out by the other copy stream, and its buffer is taken again when that is done. W
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+
+import numpy as np
 
 from headrace import memory
 from headrace.arrival import Arrival
 from headrace.config import AttentionSpec
+from headrace.kernels.block import Watch
 from headrace.kernels.records import Pool
 from headrace.kv.chunk_copies import copy_chunks_alone
-from headrace.kv.own_chunks import OwnChunks, Slots
+from headrace.kv.own_chunks import NONE, OwnChunks, Slots
 from headrace.offload.copy_streams import CopyStreams
+from headrace.offload.streaming.staged_x import Projected, StagedX
 from headrace.offload.streaming.store import OutsideStore
 from headrace.offload.streaming_totals import StreamingTotals
 from headrace.offload.ticket import Ticket
@@ -29,15 +33,26 @@ BUFFERS = 2
 
 
 class StagedStore:
-    """A store of `slots` chunks, of which up to `capacity` are staged for a group. One step at a time."""
+    """A store of `slots` chunks, of which up to `capacity` are staged for a group. One step at a time.
 
-    def __init__(self, spec: AttentionSpec, store: OutsideStore, capacity: int, streams: CopyStreams) -> None:
-        self.spec, self.store, self.capacity, self.streams = spec, store, capacity, streams
+    x: of a store that keeps X, from which some of the chunks are projected.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        store: OutsideStore,
+        capacity: int,
+        streams: CopyStreams,
+        x: StagedX | None = None,
+    ) -> None:
+        self.spec, self.store, self.capacity, self.streams, self.x = spec, store, capacity, streams, x
         self.slots, self.dtype = store.slots, store.dtype
         self.buffers = [
             Pool.make(capacity, spec.kv_heads, spec.head_dim, store.dtype, memory.zeros) for _ in range(BUFFERS)
         ]
         self.totals = StreamingTotals()
+        self.pass_began = 0.0
         self._passes: list[LayerPass] = []
         self._begun = 0
         self._staged_s = 0.0
@@ -50,12 +65,14 @@ class StagedStore:
         self.totals.steps += 1
         self._staged_s = time.perf_counter()
         self._passes, self._begun = [], 0
-        staged = [self._add(own) for own in groups]
+        self.pass_began = time.perf_counter()
+        projected = self.x.choose(groups) if self.x is not None else [{} for _ in groups]
+        staged = [self._add(own, some) for own, some in zip(groups, projected, strict=True)]
         for _ in range(BUFFERS):
             self.begin_next()
         return staged
 
-    def _add(self, own: OwnChunks) -> StagedChunks:
+    def _add(self, own: OwnChunks, projected: Projected) -> StagedChunks:
         """The passes of a group, none where this rank owns nothing of it."""
         if len(own.slots) > self.capacity:
             raise ValueError(
@@ -63,9 +80,9 @@ class StagedStore:
                 f"raise offload_staging_mb"
             )
         first, layers = len(self._passes), range(self.spec.layers if len(own.slots) else 0)
-        passes = [LayerPass(self, own, layer, (first + layer) % BUFFERS) for layer in layers]
+        passes = [LayerPass(self, own, layer, (first + layer) % BUFFERS, projected) for layer in layers]
         self._passes += passes
-        return StagedChunks(self, passes)
+        return StagedChunks(self, own, passes)
 
     def begin_next(self) -> None:
         """Has the next pass loaded. Its buffer has been computed on; it is written to when it has left."""
@@ -75,8 +92,8 @@ class StagedStore:
             each.begin(self._passes[self._begun - 1 - BUFFERS] if self._begun > BUFFERS else None)
 
     def load(self, each: LayerPass, after: LayerPass | None) -> Ticket:
-        """The cached chunks of a pass into its buffer, which the pass `after` had."""
-        own, slots = each.own, each.cached
+        """The chunks of a pass that are loaded into its buffer, which the pass `after` had."""
+        own, slots = each.own, each.loaded
         before = [ticket for ticket in (self._written.get(each.layer), after and after.leaving) if ticket is not None]
         size = len(slots) * self.store.chunk_bytes
 
@@ -86,8 +103,23 @@ class StagedStore:
             copy_chunks_alone(self.store.pools[each.layer], own.slots[slots], self.buffers[each.buffer], slots)
 
         self.totals.loaded += len(slots)
+        return self._in(run, size, "kv")
+
+    def load_x(self, each: LayerPass) -> Ticket | None:
+        """What this rank keeps of the X of the chunks that a pass projects; None where that is nothing."""
+        assert self.x is not None, "chunks are projected where X is kept"
+        slots = each.own.slots[each.projected]
+        size = self.x.bytes_of(slots)
+        return self._in(partial(self.x.load, each.buffer, each.layer, slots), size, "x") if size else None
+
+    def _in(self, run: Callable[[], None], size: int, stream: str) -> Ticket:
         self.totals.bytes_in += size
-        return self._submitted(self.streams.into.submit(run, size, "kv"))
+        return self._submitted(self.streams.into.submit(run, size, stream))
+
+    def send_x(self, run: Callable[[], None], size: int) -> None:
+        """Rows of X, to the store."""
+        self.totals.bytes_out += size
+        self._submitted(self.streams.out.submit(run, size, "x"))
 
     def write(self, each: LayerPass) -> Ticket:
         """The chunks that a pass wrote in, back to the store."""
@@ -113,6 +145,18 @@ class StagedStore:
         """What has been streamed so far. On any thread."""
         return self.totals.told("row", self.spec.layers)
 
+    def note(self, each: LayerPass) -> None:
+        """Takes the figures of a pass that has been computed."""
+        now = time.perf_counter()
+        self.totals.waited_s += each.waited_s
+        self.totals.projected += len(each.projected)
+        if self.x is not None:
+            for ticket in each.tickets:
+                self.x.throughput.carried(ticket)
+            seconds = now - self.pass_began - each.waited_s - each.projecting_s
+            self.x.throughput.computed(self.x.work(each.own), seconds)
+        self.pass_began = now
+
     def settle(self) -> None:
         """Until nothing is on its way. Raises what a copy raised, from then on: the store may lack what was written."""
         for ticket in self._under_way:
@@ -128,19 +172,26 @@ class StagedStore:
 class LayerPass(Arrival):
     """One layer of one group in a buffer: its cached chunks on their way there, from when it is begun."""
 
-    def __init__(self, store: StagedStore, own: OwnChunks, layer: int, buffer: int) -> None:
+    def __init__(self, store: StagedStore, own: OwnChunks, layer: int, buffer: int, projected: Projected) -> None:
         super().__init__()
         self.store, self.own, self.layer, self.buffer = store, own, layer, buffer
-        self.cached: Slots = own.cached[store.spec.windows[layer]]
+        window = store.spec.windows[layer]
+        self.cached: Slots = own.cached[window]
+        self.projected: Slots = projected.get(window, NONE)
+        self.loaded: Slots = np.setdiff1d(self.cached, self.projected)
+        self.tickets: list[Ticket] = []
+        self.waited_s = self.projecting_s = 0.0
         self.after: LayerPass | None = None
         self.leaving: Ticket | None = None
 
     def begin(self, after: LayerPass | None) -> None:
         """after: the pass that had the buffer before."""
         self.after = after
-        if len(self.cached):
-            ticket = self.store.load(self, after)
-            ticket.then(lambda: self.end(ticket.error))
+        x = self.store.load_x(self) if len(self.projected) else None
+        kv = self.store.load(self, after) if len(self.loaded) else None
+        self.tickets = [ticket for ticket in (x, kv) if ticket is not None]
+        if kv is not None and not len(self.projected):
+            kv.then(lambda: self.end(kv.error))
 
     def pool(self) -> Pool:
         """The buffer, once what the pass before wrote in it has left."""
@@ -154,6 +205,7 @@ class LayerPass(Arrival):
             self.wait()
         if len(self.own.written):
             self.leaving = self.store.write(self)
+        self.store.note(self)
         self.store.begin_next()
 
     @property
@@ -162,17 +214,34 @@ class LayerPass(Arrival):
         return bool(len(self.cached)) and not (self.done and self.error is None)
 
     def wait(self) -> None:
-        began = time.perf_counter()
+        """The thread that computes projects here what comes as X, once that has come."""
+        began, projecting_s = time.perf_counter(), self.projecting_s
+        if len(self.projected) and not self.done:
+            self.end(self._project())
         super().wait()
-        self.store.totals.waited_s += time.perf_counter() - began
+        self.waited_s += time.perf_counter() - began - (self.projecting_s - projecting_s)
+
+    def _project(self) -> BaseException | None:
+        """K and V of all of its chunks; what went wrong, for all who wait."""
+        x = self.store.x
+        assert x is not None, "chunks are projected where X is kept"
+        try:
+            for ticket in self.tickets[: -1 if len(self.loaded) else None]:
+                ticket.wait()
+            self.projecting_s = x.project(self.layer, self.buffer, self.pool(), self.own, self.projected)
+            for ticket in self.tickets:
+                ticket.wait()
+        except BaseException as error:
+            return error
+        return None
 
 
 class StagedChunks:
     """See parallel.outside.StagedGroup."""
 
-    def __init__(self, store: StagedStore, passes: Sequence[LayerPass]) -> None:
+    def __init__(self, store: StagedStore, own: OwnChunks, passes: Sequence[LayerPass]) -> None:
         self.slots, self.dtype = store.capacity, store.dtype
-        self._store, self._passes = store, passes
+        self._store, self._own, self._passes = store, own, passes
 
     def __bool__(self) -> bool:
         return bool(self._passes)
@@ -189,3 +258,7 @@ class StagedChunks:
     def finish(self, layer: int) -> None:
         if self._passes:
             self._passes[layer].finish()
+
+    def keep(self, places: Slots, offsets: Slots) -> Watch | None:
+        x = self._store.x
+        return None if x is None else x.keep(self._own, places, offsets, self._store.send_x)

@@ -232,10 +232,13 @@ class _StagedAttend(Attend):
         if rows is not None:
             q, positions = q[rows], positions[rows]
         kernels, window, bias = transfers.kernels, step.spec.windows[layer], step.decoder.key_bias
+        sinks = None if step.decoder.sinks is None else step.decoder.sinks[layer]
         state, out = None, None
         for index in range(self.count):
             pool, items = self._arrive(index, k, v)
-            mask = Mask(items, positions, window=window, bias=bias, scale=step.spec.scale)
+            mask = Mask(
+                items, positions, window=window, bias=bias, cap=step.spec.score_cap, sinks=sinks, scale=step.spec.scale
+            )
             if self.count == 1:
                 out = kernels.attend(q, pool, mask)
             else:
@@ -246,7 +249,7 @@ class _StagedAttend(Attend):
         if out is not None:
             return out
         assert state is not None, "an operation has pieces"
-        return kernels.finish(state, q.dtype)
+        return kernels.finish(state, q.dtype, sinks)
 
     def _arrive(self, index: int, k: Tensor, v: Tensor) -> tuple[Pool, Tensor]:
         """The buffer with the chunks of piece `index`, this step's rows among them, and the items over it."""

@@ -58,7 +58,8 @@ def room(size: int) -> int:
 class OutsideStore:
     """K, V (with scales where they are int8) and, if kept, X of `slots` chunks, by layer; rows of `rows` type.
 
-    x [slots, 64, H] per layer; empty where `hidden` is 0. The fast memory may hold X alone (x_memory).
+    x [slots, 64, H] per layer; empty where `hidden` is 0; of x_turns tensor ranks, which keep chunks in turn, each has
+    room for its own. The fast memory may hold X alone (x_memory).
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class OutsideStore:
         hidden: int = 0,
         allocate: Allocate = memory.zeros,
         x_memory: Allocate | None = None,
+        x_turns: int = 1,
     ) -> None:
         self.slots, self.dtype, self.rows, self.hidden = slots, dtype, rows, hidden
         self.pools = [Pool.make(slots, spec.kv_heads, spec.head_dim, dtype, allocate) for _ in range(spec.layers)]
         place = x_memory or allocate
-        self.x = [place((slots, CHUNK, hidden), rows) for _ in range(spec.layers)] if hidden else []
+        kept = -(-slots // x_turns)
+        self.x = [place((kept, CHUNK, hidden), rows) for _ in range(spec.layers)] if hidden else []
 
     def prefault(self) -> None:
         """Writes zeros everywhere, so that the system maps all of the memory now."""

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from headrace.config import OffloadFormat as BlobFormat
+from headrace.planner.machine import PieceRate
 from headrace.stats import TierStats
 from headrace.types import CHUNK
 
 __all__ = [
-    "BlobFormat", "BlobKind", "BlobParts", "HeadShare", "Read", "ReadGuess", "Tier", "TierStats", "flat", "name_of",
+    "BlobFormat", "BlobKind", "BlobParts", "HeadShare", "Read", "Tier", "TierStats", "flat", "name_of",
     "tokens_of",
 ]  # fmt: skip
 
@@ -68,13 +69,6 @@ class Read(NamedTuple):
     into: memoryview
 
 
-class ReadGuess(NamedTuple):
-    """Seconds of a byte and of a call, before a tier was ever read from."""
-
-    byte_s: float
-    call_s: float
-
-
 class Tier(Protocol):
     """Safe to call from several threads. No method raises if the store is full, gone, slow, damaged or changed by
     another process: the failure is logged once per kind and counted, and the answer is "not there". No call takes much
@@ -93,7 +87,8 @@ class Tier(Protocol):
         """Whether its calls are copies in this process: no queue is needed before `put`, and no probe."""
 
     @property
-    def read_guess(self) -> ReadGuess: ...
+    def read_guess(self) -> PieceRate:
+        """Of bytes, before it was ever read from."""
 
     def has(self, names: Sequence[bytes]) -> list[bool]:
         """Whether each blob is there, as far as is known. Those that are count as used now, the first one last. Name a

@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 from headrace.config.offload import OffloadSettings
 from headrace.config.tiers import DiskTierSettings
 from headrace.offload.tiers import disk_check
-from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, ReadGuess, TierStats, flat
+from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, TierStats, flat
 from headrace.offload.tiers.files import BlobFiles, DamagedFile, Draft, OpenFile, OpenFiles, tenant_mark
 from headrace.offload.tiers.health import Health
 from headrace.offload.tiers.index import BlobEntry, Index
+from headrace.planner.machine import PieceRate
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class DiskTier:
 
     kind = "disk"
     in_memory = False
-    read_guess = ReadGuess(1e-9, 200e-6)
+    read_guess = PieceRate(1e-9, 200e-6)
 
     def __init__(
         self,

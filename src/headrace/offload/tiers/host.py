@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from headrace.config.offload import OffloadSettings
 from headrace.config.tiers import HostTierSettings
-from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, ReadGuess, TierStats, flat
+from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, TierStats, flat
 from headrace.offload.tiers.index import BlobEntry, Index
+from headrace.planner.machine import PieceRate
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class HostTier:
 
     kind = "host"
     in_memory = True
-    read_guess = ReadGuess(0.125e-9, 20e-6)
+    read_guess = PieceRate(0.125e-9, 20e-6)
 
     def __init__(
         self,

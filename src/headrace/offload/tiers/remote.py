@@ -21,7 +21,7 @@ from headrace.config.offload import OffloadSettings
 from headrace.config.tiers import RemoteTierSettings
 from headrace.logs import shown
 from headrace.offload.tiers import quotas, redis_connection
-from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, ReadGuess, TierStats, flat
+from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, TierStats, flat
 from headrace.offload.tiers.breaker import Breaker
 from headrace.offload.tiers.resp_protocol import (
     MOST,
@@ -32,6 +32,7 @@ from headrace.offload.tiers.resp_protocol import (
     StatusReply,
     ValueReply,
 )
+from headrace.planner.machine import PieceRate
 
 PREFIX = b"headrace:1:"
 ROUND_BYTES = 32 << 20
@@ -59,7 +60,7 @@ class RemoteTier:
 
     kind = "remote"
     in_memory = False
-    read_guess = ReadGuess(2e-9, 1e-3)
+    read_guess = PieceRate(2e-9, 1e-3)
 
     def __init__(
         self,

@@ -48,6 +48,12 @@ class LayersInTurn(OneByOne):
         self.source.wait(layer, *parts)
         self.totals.waited_s += time.perf_counter() - began
 
+    def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As OneByOne, while the layer is computed: its weights are loaded then."""
+        one = self.source.layer(layer)
+        self.wait(layer, "kv", *(() if one.splits else ("q",)))
+        return one.project(x, cos_sin)
+
 
 class _RestAwaited(Attend):
     """Attention during which the rest of its layer's weights may come."""

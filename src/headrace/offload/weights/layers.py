@@ -6,12 +6,14 @@ T: rows, H: hidden size, Hq, Hkv: query and KV heads, D: head size.
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 
 from torch import Tensor
 
 from headrace.config import AttentionSpec
 from headrace.kernels import block, cpu, ops
 from headrace.kernels.backend import Attend
+from headrace.kernels.quantized import Parts, Quantized
 from headrace.models.decoder import Decoder, Layer, OneByOne
 
 
@@ -54,9 +56,22 @@ def layers_of(decoder: Decoder) -> list[Layer]:
     return [layer for layer in decoder.layers.layers if isinstance(layer, Layer)]
 
 
-def query_blocks(spec: AttentionSpec) -> int:
-    """Whole blocks of 64 outputs of a packed qkv matrix that are queries' alone."""
-    return spec.heads * spec.head_dim // cpu.COLUMNS
+def query_rows(weight: ops.Weight, spec: AttentionSpec) -> dict[str, int]:
+    """Of each tensor of a qkv matrix, how many of its first rows are queries' alone: whole blocks of 64 outputs where
+    it is packed."""
+    heads = spec.heads * spec.head_dim
+    if isinstance(weight, Tensor):
+        return {"weight": heads}
+    if not isinstance(weight, Parts):
+        blocks = heads // cpu.COLUMNS
+        return {name: blocks * cpu.COLUMNS if x.dim() == 1 else blocks for name, x in tensors_of(weight).items()}
+    found: dict[str, int] = {}
+    first = 0
+    for index, part in enumerate(weight.parts):
+        own = replace(spec, heads=min(max(0, heads - first), part.shape[0]), head_dim=1)
+        found |= {f"{index}.{name}": rows for name, rows in query_rows(part, own).items()}
+        first += part.shape[0]
+    return found
 
 
 def tensors_of(weight: ops.Weight) -> dict[str, Tensor]:
@@ -65,6 +80,9 @@ def tensors_of(weight: ops.Weight) -> dict[str, Tensor]:
         return {"weight": weight}
     if isinstance(weight, cpu.Packed):
         return {"blocks": weight.blocks}
+    if isinstance(weight, Parts):
+        each = [tensors_of(part) for part in weight.parts]
+        return {f"{index}.{name}": x for index, part in enumerate(each) for name, x in part.items()}
     return {"codes": weight.codes, "scales": weight.scales}
 
 
@@ -73,8 +91,17 @@ def on_tensors(weight: ops.Weight, tensors: dict[str, Tensor]) -> ops.Weight:
     if isinstance(weight, Tensor):
         return tensors["weight"]
     other = copy(weight)
+    if isinstance(other, Parts):
+        other.parts = [_part_on(part, index, tensors) for index, part in enumerate(other.parts)]
+        return other
     for name, tensor in tensors.items():
         setattr(other, name, tensor)
+    return other
+
+
+def _part_on(part: Quantized | cpu.Packed, index: int, tensors: dict[str, Tensor]) -> Quantized | cpu.Packed:
+    other = on_tensors(part, {name: tensors[f"{index}.{name}"] for name in tensors_of(part)})
+    assert isinstance(other, Quantized | cpu.Packed)
     return other
 
 

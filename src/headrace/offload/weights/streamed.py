@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace import memory
-from headrace.kernels import cpu, ops
+from headrace.kernels import ops
 from headrace.kernels.records import Allocate
 from headrace.models.decoder import Decoder, Layer, OneByOne
 from headrace.offload.copy_streams import CopyStream, copy_alone
@@ -24,7 +24,7 @@ from headrace.offload.weights.layers import (
     bare,
     layers_of,
     on_tensors,
-    query_blocks,
+    query_rows,
     shape_of,
     tensors_of,
 )
@@ -33,6 +33,7 @@ WeightPart = Literal["kv", "q", "out", "up", "down"]
 WEIGHT_PARTS: tuple[WeightPart, ...] = ("kv", "q", "out", "up", "down")
 """In the order in which a layer needs them."""
 WeightSlice = Literal["first", "rest", "coarse"]
+LINE = 64
 CopyPairs = list[tuple[Tensor, Tensor]]
 """(into, source) of each, flat."""
 
@@ -82,9 +83,11 @@ class ResidentLayers:
 
 @dataclass(slots=True, eq=False)
 class _LayerBuffer:
-    """Fast memory for one layer's matrices: which layer it has, and the transfers that bring its parts."""
+    """Fast memory for one layer's matrices, bytes by name: which layer it has, whose matrices lie there, and the
+    transfers that bring its parts."""
 
-    matrices: dict[str, ops.Weight]
+    room: dict[str, Tensor]
+    matrices: dict[str, ops.Weight] = field(default_factory=dict)
     layer: int | None = None
     tickets: dict[WeightPart, list[Ticket]] = field(default_factory=dict)
 
@@ -105,15 +108,17 @@ class StreamedLayers:
                 decoder.matrices.update({prefix + name: weight for name, weight in layer.matrices.items()})
             decoder.layers = OneByOne(self.outside)
         self.spec = decoder.config.attention
-        first = self.outside[0]
-        self.buffers = [_LayerBuffer(_room(first)) for _ in range(2)]
+        self.buffers = [_LayerBuffer(_room(self.outside)) for _ in range(2)]
         self._runs: dict[tuple[int, int], OneLayer] = {}
         self._next = 0
 
     @property
     def bytes_per_layer(self) -> int:
-        """Bytes of a layer's matrices."""
-        return sum(tensor.nbytes for each in self.outside[0].matrices.values() for tensor in tensors_of(each).values())
+        """Bytes of a layer's matrices, of the largest layer: their formats may differ."""
+        return max(
+            sum(tensor.nbytes for each in layer.matrices.values() for tensor in tensors_of(each).values())
+            for layer in self.outside
+        )
 
     def start(self) -> None:
         """Layer 0 is on its way since the last step, but for the first one."""
@@ -144,6 +149,7 @@ class StreamedLayers:
             found = self.buffers[self._next]
             self._next = 1 - self._next
             found.layer, found.tickets = layer, {}
+            found.matrices = _placed(self.outside[layer], found.room)
         return found
 
     def _buffer_of(self, layer: int) -> _LayerBuffer | None:
@@ -185,19 +191,11 @@ class StreamedLayers:
         name = f"{'qkv' if part in ('q', 'kv') else part}.weight"
         weight = layer.matrices[name]
         sources, into = tensors_of(weight), tensors_of(buffer.matrices[name])
-        pairs = [(into[kind], source) for kind, source in sources.items()]
         if part not in ("q", "kv"):
-            return pairs
-        return [self._part_of_qkv(pair, weight, part) for pair in pairs]
-
-    def _part_of_qkv(self, pair: tuple[Tensor, Tensor], weight: ops.Weight, part: WeightPart) -> tuple[Tensor, Tensor]:
-        blocks = query_blocks(self.spec)
-        if isinstance(weight, Tensor):
-            cut = self.spec.heads * self.spec.head_dim
-        else:
-            cut = blocks * cpu.COLUMNS if pair[1].dim() == 1 else blocks
-        rows = slice(0, cut) if part == "q" else slice(cut, None)
-        return pair[0][rows], pair[1][rows]
+            return [(into[kind], source) for kind, source in sources.items()]
+        cuts = query_rows(weight, self.spec)
+        rows = {kind: slice(0, cut) if part == "q" else slice(cut, None) for kind, cut in cuts.items()}
+        return [(into[kind][rows[kind]], source[rows[kind]]) for kind, source in sources.items()]
 
 
 def _run(copies: CopyPairs) -> None:
@@ -209,12 +207,33 @@ def _flat(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _room(layer: Layer) -> dict[str, ops.Weight]:
-    """Fast memory for the matrices of a layer."""
+def _room(layers: list[Layer]) -> dict[str, Tensor]:
+    """Fast memory for the matrices of any of the layers, uint8 by name."""
     return {
-        name: on_tensors(weight, {kind: memory.zeros(x.shape, x.dtype) for kind, x in tensors_of(weight).items()})
-        for name, weight in layer.matrices.items()
+        name: memory.zeros((max(_end(layer.matrices[name]) for layer in layers),), torch.uint8)
+        for name in layers[0].matrices
     }
+
+
+def _placed(layer: Layer, room: dict[str, Tensor]) -> dict[str, ops.Weight]:
+    """Matrices of the layer's forms in that memory, whatever it holds."""
+    found = {}
+    for name, weight in layer.matrices.items():
+        at, views = 0, {}
+        for kind, x in tensors_of(weight).items():
+            views[kind] = room[name][at : at + x.nbytes].view(x.dtype).view(x.shape)
+            at += _rounded(x.nbytes)
+        found[name] = on_tensors(weight, views)
+    return found
+
+
+def _end(weight: ops.Weight) -> int:
+    return sum(_rounded(x.nbytes) for x in tensors_of(weight).values())
+
+
+def _rounded(size: int) -> int:
+    """Whole cache lines."""
+    return -(-size // LINE) * LINE
 
 
 def _moved(layer: Layer, allocate: Allocate) -> Layer:

@@ -1,8 +1,7 @@
 """Prefills on several ranks by strategy: what the planner predicts, corrected by what they were seen to take.
 
 A restore needs two of them: the part that is computed again, before what is loaded, and the step that computes the new
-tokens, layer by layer as the stored ones arrive. Links between ranks are in the planner's figures, links to tiers in
-those of offload.restore.rates; what both together take longer is observed.
+tokens, layer by layer as the stored ones arrive. What both together take longer is observed.
 """
 
 from __future__ import annotations
@@ -10,16 +9,17 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from headrace.offload.restore.estimators import LATEST, MANY, WEIGHT, FloatArray, Smoothed
+from headrace.planner.choice import Estimate
+from headrace.planner.estimators import LATEST, MANY, WEIGHT, FloatArray, Smoothed
 
-Predict = Callable[[int, int, tuple[float, ...]], Mapping[str, float]]
-"""(new tokens, cached tokens, of these on each rank) -> predicted seconds by each strategy that may be used."""
+Predict = Callable[[int, int, tuple[float, ...], tuple[int, ...]], Mapping[str, Estimate]]
+"""(new tokens, cached tokens, of these on each rank, ranks that load) -> what each strategy that may be used takes."""
 
 POINTS = ((64, 0), (512, 0), (4096, 0), (512, 4096), (4096, 4096))
 """(tokens, cached ones) of the prefills from which a strategy's curve is made."""
@@ -37,11 +37,13 @@ GENTLY = 0.3
 
 class Closing(NamedTuple):
     """How the step that computes the new tokens may be computed. strategy: "" where there is one rank. seconds: with
-    all chunks there; beside_s: how much longer it takes (or less, below 0) where chunks arrive meanwhile."""
+    all chunks there; beside_s: how much longer it takes (or less, below 0) where chunks arrive meanwhile. last_s: by
+    rank, from when it has loaded the last layer's until the end; where it is not told, a layer's share of all."""
 
     strategy: str
     seconds: float
     beside_s: float = 0.0
+    last_s: Mapping[int, float] = {}
 
 
 class Kind(NamedTuple):
@@ -73,7 +75,10 @@ class StrategyRates:
     def __init__(self, predict: Predict, ranks: int) -> None:
         self.ranks = ranks
         self._predict = lru_cache(ASKED)(predict)
-        found = [predict(count, cached, (cached / ranks,) * ranks) for count, cached in POINTS]
+        found = [
+            {name: each.seconds for name, each in predict(count, cached, (cached / ranks,) * ranks, ()).items()}
+            for count, cached in POINTS
+        ]
         usual = [min(each.values()) for each in found]  # for a point at which a strategy is not used
         self._curves = {
             name: _curve([each.get(name, least) for each, least in zip(found, usual, strict=True)]) for name in found[0]
@@ -91,11 +96,10 @@ class StrategyRates:
         counts, starts = np.asarray(count, np.float64), np.asarray(start, np.float64)
         terms = np.stack(np.broadcast_arrays(np.sign(counts), counts, counts * (starts + counts / 2)), axis=-1)
         with self._lock:
-            return {
-                name: (terms @ curve)
-                * np.where(counts < MANY, self._scaled(Kind(name, False)), self._scaled(Kind(name, True)))
-                for name, curve in self._curves.items()
-            }
+            few, many = ([self._scaled(Kind(name, long)) for name in self._curves] for long in (False, True))
+        found = terms @ np.stack(list(self._curves.values()), axis=-1)
+        found = found * np.where(counts[..., None] < MANY, few, many)
+        return {name: found[..., at] for at, name in enumerate(self._curves)}
 
     def seconds(self, start: FloatArray | float, count: FloatArray | float) -> FloatArray:
         """By the best strategy, elementwise."""
@@ -105,17 +109,24 @@ class StrategyRates:
         """The strategy of a step; one rank wins what several would not gain TIE on."""
         return _least({name: float(each) for name, each in self.by_strategy(start, count).items()})
 
-    def closings(self, opening: int, end: int, lies: Sequence[float]) -> list[Closing]:
-        """For `opening` new tokens after `end` others, which lie on the ranks like that; the likeliest first."""
-        predicted = self._predict(opening, end, tuple(lies))
-        kinds = [Kind(name, opening >= MANY, sum(tokens > 0 for tokens in lies) > 1) for name in predicted]
+    def closings(self, opening: int, end: int, lies: Sequence[float], loads: Collection[int]) -> list[Closing]:
+        """For `opening` new tokens after `end` others, which lie on the ranks like that once the ranks `loads` have
+        loaded; the likeliest first."""
+        predicted = self._predict(opening, end, tuple(lies), tuple(sorted(loads)))
         with self._lock:
-            found = [Closing(k.strategy, predicted[k.strategy] * self._scaled(k), self._lost(k)) for k in kinds]
+            found = [self._closing(Kind(name, opening >= MANY, _spread(lies)), predicted[name]) for name in predicted]
         first = _least({each.strategy: each.seconds for each in found})
         return sorted(found, key=lambda each: (each.strategy != first, each.seconds))
 
-    def _lost(self, kind: Kind) -> float:
-        return self._beside[kind].value if kind in self._beside else 0.0
+    def seen(self, count: int, lies: Sequence[float]) -> dict[str, float]:
+        """By strategy, what steps of `count` tokens were seen to take over what is predicted."""
+        with self._lock:
+            return {name: self._scaled(Kind(name, count >= MANY, _spread(lies))) for name in self._curves}
+
+    def _closing(self, kind: Kind, predicted: Estimate) -> Closing:
+        scale, beside = self._scaled(kind), self._beside.get(kind)
+        last_s = {rank: seconds * scale for rank, seconds in predicted.last_s.items()}
+        return Closing(kind.strategy, predicted.seconds * scale, beside.value if beside else 0.0, last_s)
 
     def observe(self, strategy: str, start: float, count: float, seconds: float) -> None:
         """A step with nothing on its way meanwhile."""
@@ -150,13 +161,18 @@ class StrategyRates:
             return scales | {f"beside_{kind}_s": lost.value for kind, lost in self._beside.items()}
 
 
+def _spread(lies: Sequence[float]) -> bool:
+    """Whether several ranks have cached tokens."""
+    return sum(tokens > 0 for tokens in lies) > 1
+
+
 def _curve(seconds: Sequence[float]) -> FloatArray:
     """Fixed time, seconds a token and a pair, none below 0, that are relatively nearest to these at POINTS."""
     rows = np.array([(1.0, count, count * (cached + count / 2)) for count, cached in POINTS])
     weighted = rows / np.array(seconds)[:, None]
     scales = np.abs(weighted).max(axis=0)
     found = np.linalg.lstsq(weighted / scales, np.ones(len(rows)), rcond=None)[0] / scales
-    return np.maximum(found, 0.0)
+    return np.asarray(np.maximum(found, 0.0))
 
 
 def _least(seconds: Mapping[str, float]) -> str:

@@ -11,6 +11,8 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.planner.machine import Machine, ModelShape, PieceRate
+
 FloatArray = NDArray[np.float64]
 
 LATEST = 3
@@ -66,13 +68,13 @@ class RateFit:
             weights = 0.75 ** np.arange(len(seen))[::-1] * np.minimum(1.0, 0.2 / odd) ** 2
             found = _least_squares(np.vstack([rows / times[:, None], filled]), np.append(weights, (0.02, 0.02)))
         self.figures = found
-        return np.column_stack([rows, np.log(times / (rows @ found))])
+        return np.asarray(np.column_stack([rows, np.log(times / (rows @ found))]))
 
     def _scaled(self, rows: FloatArray, recent: float) -> FloatArray:
         """The figures so that the latest times become exp(recent) times what they are by them."""
         change = np.exp(recent)
         if self._together:
-            return self.figures * change
+            return np.asarray(self.figures * change)
         parts = np.sum(rows[-LATEST:] * self.figures, axis=0)
         mostly, scaled = int(np.argmax(parts)), self.figures.copy()
         scaled[mostly] *= max(1.0 + (change - 1.0) * parts.sum() / parts[mostly], 0.5 * change)
@@ -81,7 +83,7 @@ class RateFit:
 
 def _recent(off: FloatArray) -> float:
     """Median of the latest; what is not there yet was as expected."""
-    return statistics.median([0.0] * max(LATEST - len(off), 0) + off[-LATEST:].tolist())
+    return float(statistics.median([0.0] * max(LATEST - len(off), 0) + off[-LATEST:].tolist()))
 
 
 def _least_squares(rows: FloatArray, weights: FloatArray) -> FloatArray:
@@ -92,27 +94,25 @@ def _least_squares(rows: FloatArray, weights: FloatArray) -> FloatArray:
         if found[zero] <= 0:
             column = rows[:, other]
             found[other], found[zero] = (weights * column).sum() / (weights * column**2).sum(), 0.0
-    return np.maximum(found, 1e-15)
+    return np.asarray(np.maximum(found, 1e-15))
 
 
 def size_class(units: FloatArray) -> NDArray[np.int64]:
     """Powers of four: 0 for 1 to 3, 1 for 4 to 15, and so on."""
-    return np.clip(np.log2(np.maximum(units, 1.0)) // 2, 0, CLASSES - 1).astype(np.int64)
+    return np.asarray(np.clip(np.log2(np.maximum(units, 1.0)) // 2, 0, CLASSES - 1), np.int64)
 
 
 class LinearRate:
     """Seconds of so many units in one go: (fixed_s + units * unit_s) * the factor of the size class + pieces * piece_s.
 
-    A change of the rate holds for every size at once; what a size has of its own stays in its class's factor.
+    A change of the rate holds for every size at once; what a size has of its own stays in its class's factor. It
+    begins as the profile says.
     """
 
-    def __init__(self, unit_s: float, fixed_s: float = 0.0, piece_s: float = 0.0, typical: float = 1e6) -> None:
-        if not unit_s > 0 or not (fixed_s >= 0 and piece_s >= 0):
-            raise ValueError(
-                f"a rate needs unit_s above 0 and fixed times of at least 0: {unit_s}, {fixed_s}, {piece_s}"
-            )
-        self.piece_s = piece_s
-        self._fit = RateFit((max(fixed_s, 1e-9), unit_s), ((1.0, typical / 16), (1.0, typical * 16)), together=False)
+    def __init__(self, first: PieceRate, typical: float = 1e6) -> None:
+        self.piece_s = first.piece_s
+        points = ((1.0, typical / 16), (1.0, typical * 16))
+        self._fit = RateFit((max(first.fixed_s, 1e-9), first.unit_s), points, together=False)
         self._factors = np.ones(CLASSES)
 
     @property
@@ -178,6 +178,13 @@ class PrefillRate:
         points = ((512.0, 512.0 * 256), (512.0, 512.0 * 16640))
         self._fit = RateFit((token_s, max(pair_s, 1e-15)), points, together=True)
         self.observed = 0
+
+    @classmethod
+    def of(cls, machine: Machine, shape: ModelShape) -> PrefillRate:
+        """As the profile says of one rank."""
+        weights = shape.layers * (shape.qkv_weights + shape.rest_weights) * shape.element_bytes
+        pair_s = shape.layers * shape.pair_flops / machine.attention_flops_s[-1][1]
+        return cls(weights / machine.memory_bytes_s, shape.linear_flops / machine.linear_flops_s, pair_s)
 
     @property
     def token_s(self) -> float:

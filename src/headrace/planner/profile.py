@@ -1,24 +1,28 @@
-"""What loading, projecting and prefilling take here and now: first guesses, then what is observed while running.
+"""What computing, links and tiers take here and now: the profile as measured, then what is observed while running.
 
-KVPR profiles once, when it starts, and names that as a limit: a link that others use, or a clock that falls, makes its
-split wrong from then on. Here every transfer and every step is an observation.
+The choice of a strategy and the solver of restores both ask here, and what things took is told here alone. KVPR
+profiles once, when it starts, and names that as a limit: a link that others use, or a clock that falls, makes its split
+wrong from then on. Here every transfer and every step is an observation.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 
-from headrace.offload.restore.estimators import Contention, FloatArray, LinearRate, PrefillRate, Smoothed
-from headrace.offload.restore.strategy_rates import Closing, StrategyRates
-from headrace.types import CHUNK
-
-if TYPE_CHECKING:
-    from headrace.offload.restore.solver import StoredRun
+from headrace.config.ranks import StrategyRule
+from headrace.planner.choice import Estimate, StrategyChoice, choose, estimates
+from headrace.planner.estimators import Contention, FloatArray, LinearRate, PrefillRate, Smoothed
+from headrace.planner.machine import Machine, ModelShape, PieceRate, TierLink
+from headrace.planner.shards import Prefill
+from headrace.planner.strategy_rates import Closing, StrategyRates
+from headrace.planner.tuned_table import TunedTable
+from headrace.strategies import OFFERED
 
 LEAST_SHARED = 0.1
 """Share of a restore's time in which copy stream and engine compete, from which on it tells of contention."""
@@ -29,29 +33,60 @@ HELD_UP = 1.3
 STEPS = 24
 """Steps that are remembered until they are taken in: no more are fitted (estimators.RateFit)."""
 
+PROJECTED = 256.0
+"""A usual number of tokens to project."""
 
-class Rates:
-    """Costs of a restore (restore.solver). Safe to call from several threads; each observation holds from then on."""
+UNUSED = PieceRate(1e-6)
+"""A token's projection where no activations are kept, so that none is ever asked for."""
+
+
+class Profile:
+    """A machine, what it is seen to take, and the model that it computes on so many context ranks. Safe to call from
+    several threads; each observation holds from then on.
+
+    table: a tuned one, of this machine. allowed: strategies that may be used. by_strategy: prefills of several ranks,
+    None with one.
+    """
 
     def __init__(
         self,
-        layers: int,
-        project: LinearRate,
-        prefill: PrefillRate,
-        tiers: Mapping[str, LinearRate],
-        cpu_s_per_byte: Mapping[str, float] | None = None,
+        machine: Machine,
+        shape: ModelShape,
+        ranks: int = 1,
+        table: TunedTable | None = None,
+        allowed: Collection[str] = OFFERED,
     ) -> None:
-        """tiers: kind of a tier -> rate of its reads, guessed or measured. cpu_s_per_byte: where that was measured.
-        by_strategy may be set: prefills are those of several ranks."""
-        self.layers = layers
-        self._project, self._prefill = project, prefill
-        self._tiers = dict(tiers)
-        self._cpu = {tier: Smoothed(max(taken, 1e-15)) for tier, taken in (cpu_s_per_byte or {}).items()}
+        self.shape, self.ranks = shape, ranks
+        self._table, self._allowed = table, tuple(allowed)
+        self._prefill = PrefillRate.of(machine, shape)
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=STEPS)
         self._contention = {loading: Contention() for loading in (False, True)}
         self._together: dict[str, float] = {}
-        self.by_strategy: StrategyRates | None = None
         self._lock = threading.Lock()
+        self.machine = machine
+        self.complete(machine.tiers, machine.project)
+        self.by_strategy = StrategyRates(self._estimated, ranks) if ranks > 1 else None
+
+    def complete(self, tiers: Sequence[TierLink], project: PieceRate | None) -> None:
+        """Takes in links to tiers and the projection, which are measured when the tiers are opened."""
+        self.machine = msgspec.structs.replace(self.machine, tiers=tuple(tiers), project=project)
+        self._project = LinearRate(project or UNUSED, PROJECTED)
+        self._tiers = {each.kind: LinearRate(each.rate) for each in tiers}
+        measured = {each.kind: each.cpu_s_per_byte for each in tiers if each.cpu_s_per_byte is not None}
+        self._cpu = {kind: Smoothed(max(taken, 1e-15)) for kind, taken in measured.items()}
+
+    def _of(self, T: int, P: int, cached_on: Sequence[float] | None, seen: Mapping[str, float]) -> Prefill:
+        return Prefill(self.machine, self.shape, self.ranks, T, P, cached_on, self._table, seen=seen)
+
+    def _estimated(self, T: int, P: int, cached_on: Sequence[float], loads: Collection[int]) -> Mapping[str, Estimate]:
+        return estimates(self._of(T, P, cached_on, {}), self._allowed, loads)
+
+    def choose(
+        self, T: int, P: int, cached_on: Sequence[float], allowed: Collection[str], rule: StrategyRule = "cost"
+    ) -> StrategyChoice:
+        """How to compute T new tokens on P cached ones: planner.choice.choose, by what is seen of the strategies."""
+        seen = self.by_strategy.seen(T, cached_on) if self.by_strategy is not None else {}
+        return choose(self._of(T, P, cached_on, seen), rule=rule, allowed=allowed)
 
     def transfer(self, tier: str, size: FloatArray | float, pieces: FloatArray | float = 1.0) -> FloatArray:
         """Seconds of `size` bytes in `pieces` pieces (chunks) in one go. Raises ValueError for an unknown tier."""
@@ -93,12 +128,13 @@ class Rates:
             self._fit_prefill()
             return self._prefill.seconds(np.asarray(start, np.float64), np.asarray(count, np.float64))
 
-    def closings(self, run: StoredRun, opening: int) -> Sequence[Closing]:
-        """Ways to compute the first `opening` new tokens after a run, with all of it there."""
-        end = (run.first + run.chunks) * CHUNK
+    def closings(self, opening: int, end: int, lies: Sequence[float], loads: Collection[int]) -> Sequence[Closing]:
+        """Ways to compute `opening` new tokens after `end` others, which lie on the ranks like that once the ranks
+        `loads` have loaded."""
         if self.by_strategy is None or not opening:
             return [Closing("", float(self.prefill(end, opening)))]
-        return self.by_strategy.closings(opening, end, run.lies(self.by_strategy.ranks))
+        on_all = [*lies, *[0.0] * (self.ranks - len(lies))]
+        return self.by_strategy.closings(opening, end, on_all, loads)
 
     def together_s_per_byte(self, tier: str) -> float:
         """What a byte takes where several ranks load from the tier at the same time; 0.0: no longer than alone."""
@@ -117,15 +153,14 @@ class Rates:
         for each, seconds in loads:
             self.observe_load(tier, each, 1, seconds)
 
-    def behind(self, bytes_s: float | None, latency_s: float = 0.0) -> Rates:
-        """The same with all tiers beyond a link, which takes its time while they take theirs: EmulatedLink."""
-        least_s = 1.0 / bytes_s if bytes_s else 0.0
-        with self._lock:
-            self._tiers = {
-                tier: LinearRate(max(line.unit_s, least_s), line.fixed_s + latency_s, line.piece_s)
-                for tier, line in self._tiers.items()
-            }
-        return self
+    def behind(self, bytes_s: float | None, latency_s: float = 0.0) -> None:
+        """All tiers lie beyond a link from now on, which takes its time while they take theirs: EmulatedLink."""
+        found = []
+        for each in self.machine.tiers:
+            line = self._tiers[each.kind]
+            rate = PieceRate(line.unit_s, line.fixed_s, line.piece_s).behind(bytes_s, latency_s)
+            found.append(msgspec.structs.replace(each, rate=rate))
+        self.complete(found, self.machine.project)
 
     def observe_load(self, tier: str, size: float, pieces: float, seconds: float, cpu_s: float | None = None) -> None:
         """A transfer was seen to take `seconds` on the copy stream (waiting in its queue not counted), of which it took

@@ -1,0 +1,106 @@
+// Scales and offsets of codes, widened from the bits in which a file has them.
+//
+// Of 64 outputs and a block of inputs there lie, one behind the other, each where the format has it (Scaling in kernels.h): the
+// scales [64] and the minima [64] as numbers; the sub-scales [groups][64] and the small numbers [groups][64], which the minima
+// or the scales are multiplied by, as int8. (kernels.quantized packs them.)
+#pragma once
+
+#include "isa/simd.h"
+#include "kernels.h"
+
+namespace headrace::HEADRACE_NS {
+
+// W numbers of fp16: none is infinite or NaN. Subnormal ones are made by a subtraction, which no flushing to 0 touches.
+HEADRACE_INLINE vf load_fp16(const byte *p) {
+  vh half;
+  memcpy(&half, p, sizeof half);
+#if defined(__AVX512F__)
+  return reinterpret_cast<vf>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(half)));
+#else
+  const vu bits = __builtin_convertvector(half, vu), sign = (bits & 0x8000u) << 16, rest = (bits & 0x7fffu) << 13;
+  const vf normal = reinterpret_cast<vf>(rest + (112u << 23));
+  const vf small = reinterpret_cast<vf>(rest + (113u << 23)) - splat(number(113u << 23));
+  const vf size = rest < (1u << 23) ? small : normal;
+  return reinterpret_cast<vf>(reinterpret_cast<vu>(size) | sign);
+#endif
+}
+
+// W powers of 2 as their exponents plus 127.
+HEADRACE_INLINE vf load_e8m0(const byte *p) {
+  vb exponents;
+  memcpy(&exponents, p, sizeof exponents);
+  const vu e = reinterpret_cast<vu>(__builtin_convertvector(__builtin_convertvector(exponents, vs), vi)) & 0xffu;
+  return reinterpret_cast<vf>(e == 0u ? vu{} + (1u << 22) : e << 23);
+}
+
+HEADRACE_INLINE int64_t size_of(Number number) { return number == Number::fp32 ? 4 : number == Number::e8m0 ? 1 : 2; }
+
+// W numbers from the i-th on.
+HEADRACE_INLINE vf load_numbers(Number number, const byte *p, int64_t i) {
+  switch (number) {
+    case Number::fp32: return load(reinterpret_cast<const float *>(p) + i);
+    case Number::bf16: return load(reinterpret_cast<const bf16 *>(p) + i);
+    case Number::fp16: return load_fp16(p + 2 * i);
+    default: return load_e8m0(p + i);
+  }
+}
+
+// Those of 64 outputs.
+class BlockScales {
+ public:
+  static constexpr int64_t OUTPUTS = 64;
+
+  BlockScales(const Scaling &s, const void *scales, int64_t inputs, int64_t block_of_outputs)
+      : s(s), numbers(OUTPUTS * size_of(s.number)), groups(s.block / s.group),
+        bytes(numbers * (s.offset == Offset::minimum ? 2 : 1) + OUTPUTS * groups * (s.subs + (s.offset != Offset::none))),
+        first(static_cast<const byte *>(scales) + block_of_outputs * (inputs / s.block) * bytes) {}
+
+  // Scales [runs][64] of as many runs from an input on, and their offsets if there are any.
+  void widen(int64_t input, int64_t runs, float *scales, float *offsets) const {
+    for (int64_t left = runs; left > 0;) {
+      const int64_t inside = (s.block - input % s.block) / s.run, count = left < inside ? left : inside;
+      widen_of_block(first + input / s.block * bytes, input % s.block, count, scales, offsets);
+      left -= count;
+      input += count * s.run;
+      scales += count * OUTPUTS;
+      offsets += count * OUTPUTS;
+    }
+  }
+
+ private:
+  // The same from an input of a block on, not beyond it.
+  void widen_of_block(const byte *block, int64_t input, int64_t runs, float *scales, float *offsets) const {
+    const bool minima = s.offset == Offset::minimum;
+    const byte *small = block + numbers * (minima ? 2 : 1), *other = small + (s.subs ? OUTPUTS * groups : 0);
+    for (int64_t c = 0; c < OUTPUTS; c += W) {
+      const vf large = load_numbers(s.number, block, c), least = minima ? load_numbers(s.number, block + numbers, c) : vf{};
+      for (int64_t i = 0; i < runs; ++i) {
+        const int64_t at = (input + i * s.run) / s.group * OUTPUTS + c;
+        const vf scale = s.subs ? large * load(reinterpret_cast<const int8_t *>(small + at)) : large;
+        store(scales + i * OUTPUTS + c, scale);
+        if (s.offset == Offset::none) continue;
+        const vf times = minima ? least : scale;
+        store(offsets + i * OUTPUTS + c, -(times * load(reinterpret_cast<const int8_t *>(other + at))));
+      }
+    }
+  }
+
+  const Scaling &s;
+  int64_t numbers, groups, bytes;
+  const byte *first;
+};
+
+// The sums of `inputs` elements by runs.
+template <typename T> void sum_runs(const T *x, int64_t inputs, int64_t run, float *sums) {
+  for (int64_t i = 0; i < inputs / run; ++i, x += run) {
+    vf lanes = {};
+    for (int64_t k = 0; k < run; k += W) lanes += load_up_to(x + k, run - k);
+    float part[W];
+    store(part, lanes);
+    for (int half = W / 2; half > 0; half /= 2)
+      for (int lane = 0; lane < half; ++lane) part[lane] += part[lane + half];
+    sums[i] = part[0];
+  }
+}
+
+}  // namespace headrace::HEADRACE_NS

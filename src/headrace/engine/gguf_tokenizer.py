@@ -1,0 +1,174 @@
+"""The tokenizer that a GGUF file brings: its vocabulary and merges as a tokenizer of the tokenizers library.
+
+Two kinds: byte-level BPE ("gpt2"), whose way of cutting text into words the file only names; and sentencepiece's BPE
+with byte fallback ("llama"), which has scores in place of merges. Keys: ggml's docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from headrace.logs import shown
+from headrace.models.gguf.header import GgufFile, open_gguf, parts_of
+from headrace.types import UnsupportedModel
+
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+"""Types of tokens."""
+MAX_PIECE = 64
+"""Characters of a token that is made of others at most; only files that are meant ill have longer ones."""
+SPACE = "\u2581"
+BESIDE = "put the model's tokenizer.json beside the file"
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+WORDS = {"gpt-2": GPT2, "smollm": rf"\p{{N}}|{GPT2}", "llama-bpe": LLAMA3, "qwen2": QWEN2, "tekken": TEKKEN}
+"""tokenizer.ggml.pre -> what is a word, as the models' own tokenizer.json has it."""
+WITH_BOS = ("llama-bpe", "tekken")
+"""Kinds that begin a text with the token for it, where the file does not say."""
+
+
+def has_vocabulary(model: Path) -> bool:
+    """Whether the GGUF file brings a tokenizer."""
+    return "tokenizer.ggml.tokens" in _file(model).metadata
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The tokenizer of a GGUF file as transformers' fast tokenizers are. Raises UnsupportedModel for a kind that is not
+    read, ValueError (or what the tokenizers library raises) for a vocabulary that is not sound."""
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = _Vocabulary(_file(model))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary.tokenizer(), clean_up_tokenization_spaces=False, **vocabulary.named()
+    )
+
+
+def _file(model: Path) -> GgufFile:
+    return open_gguf(parts_of(model)[0])
+
+
+class _Vocabulary:
+    """What the file says of its tokens."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.kind, self.words = self._value("model"), self._value("pre") or "default"
+        self.tokens = file.strings("tokenizer.ggml.tokens")
+        self.ids = {token: number for number, token in enumerate(self.tokens)}
+        if len(self.ids) < len(self.tokens):
+            raise ValueError(f"{file.path}: its vocabulary has tokens twice; {BESIDE}")
+        self.types = self._numbers("token_type", 1)
+
+    def _value(self, name: str) -> Any:
+        return self.file.metadata.get(f"tokenizer.ggml.{name}")
+
+    def _numbers(self, name: str, default: float) -> Any:
+        """One for each token."""
+        found = self._value(name)
+        if found is None:
+            return np.full(len(self.tokens), default)
+        if not isinstance(found, np.ndarray) or len(found) != len(self.tokens):
+            raise ValueError(f"{self.file.path}: tokenizer.ggml.{name} does not have one for each token; {BESIDE}")
+        return found
+
+    def _token(self, name: str) -> str | None:
+        number = self._value(f"{name}_token_id")
+        known = isinstance(number, int) and 0 <= number < len(self.tokens)
+        return self.tokens[number] if known and not isinstance(number, bool) else None
+
+    def named(self) -> dict[str, Any]:
+        """Special tokens and the template, by the names of transformers' arguments."""
+        tokens = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+        found: dict[str, Any] = {ours: self._token(theirs) for ours, theirs in tokens.items()}
+        found["chat_template"] = self.file.metadata.get("tokenizer.chat_template")
+        return {name: value for name, value in found.items() if isinstance(value, str)}
+
+    def tokenizer(self) -> Tokenizer:
+        if self.kind == "gpt2":
+            made = self._byte_level()
+        elif self.kind == "llama":
+            made = self._sentencepiece()
+        else:
+            raise UnsupportedModel(
+                f"{self.file.path}: tokenizer {shown(str(self.kind))} is not read from GGUF; "
+                f"gpt2 and llama are: {BESIDE}"
+            )
+        for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
+            added = [
+                AddedToken(self.tokens[i], normalized=False, special=special)
+                for i in np.flatnonzero(self.types == kind)
+            ]
+            made.add_special_tokens(added) if special else made.add_tokens(added)
+        self._add_ends(made)
+        return made
+
+    def _byte_level(self) -> Tokenizer:
+        if self.words not in WORDS:
+            raise UnsupportedModel(
+                f"{self.file.path}: tokenizer.ggml.pre {shown(str(self.words))} is not known; "
+                f"known: {', '.join(WORDS)}: {BESIDE}"
+            )
+        pairs = [merge.split(" ") for merge in self.file.strings("tokenizer.ggml.merges")]
+        merges = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
+        made = Tokenizer(models.BPE(self.ids, merges, ignore_merges=self.words in WITH_BOS))
+        if self.words == "qwen2":
+            made.normalizer = normalizers.NFC()
+        made.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(Regex(WORDS[self.words]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ])  # fmt: skip
+        made.decoder = decoders.ByteLevel()
+        return made
+
+    def _sentencepiece(self) -> Tokenizer:
+        prefix = self._value("add_space_prefix") is not False
+        made = Tokenizer(
+            models.BPE(self.ids, self._merges(), unk_token=self._token("unknown"), fuse_unk=True, byte_fallback=True)
+        )
+        spaces: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
+        made.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE)])
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+        return made
+
+    def _merges(self) -> list[tuple[str, str]]:
+        """All ways to make a token of two, those of the best scores first."""
+        scores, found = self._numbers("scores", 0.0), []
+        for number in np.flatnonzero((self.types != CONTROL) & (self.types != BYTE) & (self.types != UNKNOWN)):
+            token = self.tokens[number]
+            if len(token) > MAX_PIECE:
+                continue
+            cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+            ways = [(self.ids[left], self.ids[right]) for left, right in cuts if left in self.ids and right in self.ids]
+            found += [(-float(scores[number]), way) for way in sorted(ways)]
+        return [(self.tokens[left], self.tokens[right]) for _, (left, right) in sorted(found, key=lambda each: each[0])]
+
+    def _add_ends(self, made: Tokenizer) -> None:
+        """Tokens that a text begins and ends with, where the file asks for them."""
+        begins = self._value("add_bos_token")
+        begins = self.kind == "llama" or self.words in WITH_BOS if begins is None else begins
+        wanted = {"bos": begins is True, "eos": self._value("add_eos_token") is True}
+        texts = {name: text for name, asked in wanted.items() if asked and (text := self._token(name)) is not None}
+        if not texts:
+            return
+        before, after = ([texts[name]] if name in texts else [] for name in ("bos", "eos"))
+        made.post_processor = processors.Sequence([
+            *([processors.ByteLevel(trim_offsets=False)] if self.kind == "gpt2" else []),
+            processors.TemplateProcessing(
+                single=[*before, "$A", *after], pair=[*before, "$A", *after, *before, "$B", *after],
+                special_tokens=[(text, self.ids[text]) for text in dict.fromkeys(texts.values())],
+            ),
+        ])  # fmt: skip

@@ -1,0 +1,205 @@
+"""Tensors of a checkpoint by the names of its family, whatever files they lie in: numbers, or codes under scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headrace.kernels.formats import Coded
+from headrace.logs import shown
+from headrace.models import quantised_layouts
+from headrace.models.files import is_gguf, weight_files
+from headrace.models.gguf.architectures import Architecture, architecture_of, checkpoint_name
+from headrace.models.gguf.blocks import coded
+from headrace.models.gguf.header import GgufFile, TensorInfo, open_gguf
+from headrace.models.quantised import ENDS, Scheme
+from headrace.models.spec import ModelConfig
+
+ReadCoded = Callable[[], Coded]
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Checkpoint(Protocol):
+    """Read access to all tensors, mapped from disk. Use as a context manager; what it gave stays good after it."""
+
+    model: Path
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def stored_as(self, name: str) -> str:
+        """The type of its numbers, as safetensors calls it, or the name of its format."""
+
+    def is_coded(self, name: str) -> bool:
+        """Whether it is codes under scales."""
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of numbers as stored; its memory belongs to the file, so copy what is to stay."""
+
+    def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
+        """What takes apart a matrix of codes, or of its rows the ones numbered `rows`, in that order. It raises
+        ValueError for tensors that do not fit together, and for scales that are not finite."""
+
+    def __enter__(self) -> Checkpoint: ...
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+def open_checkpoint(model: Path, config: ModelConfig) -> Checkpoint:
+    """The weights of a folder or of a GGUF file. Raises ValueError for files that are not sound."""
+    if is_gguf(model):
+        return GgufCheckpoint(model, config)
+    scheme = config.stored.scheme if config.stored is not None else None
+    return SafetensorsCheckpoint(model) if scheme is None else QuantisedCheckpoint(model, scheme)
+
+
+class SafetensorsCheckpoint:
+    """The safetensors files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = folder
+        self._stack = ExitStack()
+        self._where: dict[str, safe_open] = {}
+        for path in weight_files(folder):
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path} is damaged or cut short ({shown(error)}); download it again") from None
+            self._where.update(dict.fromkeys(file.keys(), file))
+
+    def __enter__(self) -> SafetensorsCheckpoint:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def stored_as(self, name: str) -> str:
+        return str(self._where[name].get_slice(name).get_dtype())
+
+    def is_coded(self, name: str) -> bool:
+        return False
+
+    def read(self, name: str) -> Tensor:
+        return self._where[name].get_tensor(name)
+
+    def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
+        raise ValueError(f"{name} is not quantised")
+
+
+class QuantisedCheckpoint(SafetensorsCheckpoint):
+    """Those of a folder whose config.json says how they are quantised. A module's tensors of codes, scales and the rest
+    are one here, called `weight`; modules without them have numbers."""
+
+    def __init__(self, folder: Path, scheme: Scheme) -> None:
+        super().__init__(folder)
+        self._scheme = scheme
+        first, *others = ENDS[scheme.layout]
+        modules = [name.removesuffix(f".{first}") for name in self._where if name.endswith(f".{first}")]
+        self._own = {
+            f"{module}.weight": own
+            for module in modules
+            if len(own := [f"{module}.{end}" for end in (first, *others) if f"{module}.{end}" in self._where]) > 1
+        }
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._where) - {part for own in self._own.values() for part in own} | set(self._own)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._own:
+            return super().shape(name)
+        stored = super().shape(self._own[name][0])
+        if len(stored) != 2:
+            return stored
+        each = 32 // self._scheme.bits
+        if self._scheme.layout == "packed":
+            return tuple(int(size) for size in self.read(self._own[name][0].replace("weight_packed", "weight_shape")))
+        swapped = {"gptq": (stored[1], stored[0] * each), "awq": (stored[1] * each, stored[0])}
+        return swapped.get(self._scheme.layout, stored)
+
+    def stored_as(self, name: str) -> str:
+        return self._scheme.name if name in self._own else super().stored_as(name)
+
+    def is_coded(self, name: str) -> bool:
+        return name in self._own
+
+    def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
+        tensors = {part.rpartition(".")[2]: self.read(part) for part in self._own[name]}
+        return partial(quantised_layouts.coded, self._scheme, tensors, rows)
+
+
+class GgufCheckpoint:
+    """A GGUF file, or all its parts, by the names that the family's checkpoints have."""
+
+    def __init__(self, model: Path, config: ModelConfig) -> None:
+        self.model, self._spec = model, config.attention
+        self._where: dict[str, tuple[GgufFile, TensorInfo]] = {}
+        files = [open_gguf(path) for path in weight_files(model)]
+        self._architecture: Architecture = architecture_of(files[0])
+        for file in files:
+            for info in file.tensors.values():
+                name = checkpoint_name(self._architecture, info.name) or info.name
+                if name in self._where:
+                    raise ValueError(f"{file.path}: {shown(info.name)} lies in another part too; download it again")
+                self._where[name] = file, info
+
+    def __enter__(self) -> GgufCheckpoint:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        pass  # tensors that were read keep their file mapped
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._where[name][1].shape
+
+    def stored_as(self, name: str) -> str:
+        return self._where[name][1].type.name
+
+    def is_coded(self, name: str) -> bool:
+        return not self._where[name][1].type.plain
+
+    def read(self, name: str) -> Tensor:
+        info, turned = self._where[name][1], self._turned(name)
+        numbers = self._bytes(name).view(PLAIN[info.type.name]).view(info.shape)
+        return numbers if turned is None else numbers[turned]
+
+    def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
+        stored, turned = self._bytes(name), self._turned(name)
+        wanted = turned if rows is None else rows if turned is None else turned[rows]
+        kind = self.stored_as(name)
+        return lambda: coded(kind, stored if wanted is None else stored[wanted])
+
+    def _bytes(self, name: str) -> Tensor:
+        """uint8 [rows, bytes of a row]."""
+        file, info = self._where[name]
+        return torch.from_numpy(file.bytes_of(info))
+
+    def _turned(self, name: str) -> Tensor | None:
+        """The rows of the file's queries or keys in the checkpoint's order; None where that is the file's."""
+        kind = name.split(".")[-2] if "." in name else ""
+        if not self._architecture.turned or kind not in ("q_proj", "k_proj"):
+            return None
+        heads = self._spec.heads if kind == "q_proj" else self._spec.kv_heads
+        pairs = torch.arange(heads * self._spec.head_dim).view(heads, self._spec.head_dim // 2, 2)
+        return pairs.transpose(1, 2).reshape(-1)

@@ -1,0 +1,147 @@
+"""How quantised checkpoints in safetensors lay out a matrix: the tensors of a module taken apart (kernels.formats).
+
+N: outputs, K: inputs, G: inputs of a group. Every layout has `parts`, the ends of the names of its tensors beside the
+module's, and unpacks them to `Coded`:
+  gptq   qweight int32 [K / c, N], c codes a word, lowest bits first; qzeros int32 [K / G, N / c] minus 1 (format gptq)
+         or as they are (gptq_v2); scales [K / G, N]; g_idx int32 [K], the group of each input.
+  awq    qweight int32 [K, N / 8] with outputs in the order 0 2 4 6 1 3 5 7 of each eight; qzeros [K / G, N / 8] so too;
+         scales [K / G, N].
+  packed compressed-tensors' weight_packed int32 [N, K / c]; weight_scale [N, K / G] or [N, 1]; weight_zero_point int32
+         [N / c, K / G]; weight_g_idx.
+  plain  weight int8 or float8_e4m3fn [N, K] with weight_scale [N, K / G], [N, 1], [1] or blocks, or weight_scale_inv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.formats import FORMATS, NUMBERS, Coded, Format
+from headrace.logs import shown
+from headrace.models.quantised import Scheme
+from headrace.types import UnsupportedModel
+
+Tensors = Mapping[str, Tensor]
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where each of eight outputs lies in a word."""
+
+
+def coded(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
+    """The matrix of a module, or its rows of these numbers. Raises ValueError for tensors that do not fit together."""
+    try:
+        return _LAYOUTS[scheme.layout](scheme, tensors, rows)
+    except (RuntimeError, IndexError, KeyError, TypeError) as error:  # torch's, over shapes and types
+        raise ValueError(f"its tensors do not fit together ({shown(error)})") from None
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """uint8 [..., n * 32 / bits] of words int32 [..., n], the lowest bits first."""
+    each = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (words[..., None] >> each & (1 << bits) - 1).to(torch.uint8).flatten(-2)
+
+
+def _some(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x[rows]
+
+
+def _gptq(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
+    codes = _some(unpacked(tensors["qweight"].T.contiguous(), scheme.bits), rows)
+    scales = _some(tensors["scales"].T, rows)
+    zeros = _some(unpacked(tensors["qzeros"], scheme.bits).T, rows).int() + (1 if scheme.zeros_less_one else 0)
+    order = _order(tensors.get("g_idx"), codes.shape[1], scales.shape[1])
+    return _whole_numbers(scheme, codes, scales, zeros, order)
+
+
+def _awq(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
+    def columns(words: Tensor) -> Tensor:
+        """uint8 [N, K or groups] of words [.., N / 8]."""
+        each = unpacked(words, 4).unflatten(-1, (-1, 8))[..., list(AWQ_ORDER)]
+        return _some(each.flatten(-2).T, rows)
+
+    return _whole_numbers(
+        scheme, columns(tensors["qweight"]), _some(tensors["scales"].T, rows), columns(tensors["qzeros"]).int(), None
+    )
+
+
+def _packed(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
+    shape = [int(size) for size in tensors["weight_shape"]]
+    codes = _some(unpacked(tensors["weight_packed"], scheme.bits)[:, : shape[1]], rows)
+    scales, zeros = _some(tensors["weight_scale"], rows), None
+    if "weight_zero_point" in tensors:
+        points = unpacked(tensors["weight_zero_point"].T.contiguous(), scheme.bits).T
+        zeros = _some(points[: shape[0]], rows).int()
+    order = _order(tensors.get("weight_g_idx"), codes.shape[1], scales.shape[1])
+    return _whole_numbers(scheme, codes, scales, zeros, order)
+
+
+def _order(groups: Tensor | None, inputs: int, count: int) -> Tensor | None:
+    """int32 [K]: inputs by their groups; None where they lie so already."""
+    if groups is None or groups.numel() == 0 or int(groups.min()) < 0:
+        return None
+    size = inputs // count
+    fits = groups.shape == (inputs,) and int(groups.max()) < count
+    if not fits or bool((torch.bincount(groups, minlength=count) != size).any()):
+        raise ValueError(f"g_idx does not put {size} inputs into each of {count} groups")
+    if torch.equal(groups.long(), torch.arange(inputs) // size):
+        return None
+    return groups.argsort(stable=True).int()
+
+
+def _whole_numbers(scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None) -> Coded:
+    """Codes uint8 [N, K] from 0 on, scales [N, K / G], zero points [N, K / G] (None: the middle)."""
+    middle = 1 << scheme.bits - 1
+    codes = (codes ^ middle if scheme.bits == 8 else codes - middle).view(torch.int8)
+    codes = codes if order is None else codes[:, order.long()]
+    smalls = None if zeros is None or bool((zeros == middle).all()) else zeros - middle
+    if smalls is not None and bool(((smalls < -128) | (smalls > 127)).any()):
+        raise ValueError("a zero point is beyond 8 bits")
+    name = f"W{scheme.bits}{' zeros' if smalls is not None else ''}"
+    form, smalls = _grouped(FORMATS[name], codes, scales), None if smalls is None else smalls.to(torch.int8)
+    return Coded(
+        form,
+        codes.contiguous(),
+        scales.contiguous(),
+        smalls=smalls if smalls is None else smalls.to(torch.int8),
+        order=order,
+    )
+
+
+def _grouped(form: Format, codes: Tensor, scales: Tensor) -> Format:
+    group, rest = divmod(codes.shape[1], max(1, scales.shape[1]))
+    if scales.dim() != 2 or rest or group % 16:
+        raise UnsupportedModel(f"groups of {codes.shape[1]} inputs under {scales.shape[-1]} scales are not read")
+    return form.grouped(group, NUMBERS[scales.dtype])
+
+
+def _plain(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
+    weight = tensors["weight"]
+    scales = _spread(tensors["weight_scale" if "weight_scale" in tensors else "weight_scale_inv"], *weight.shape)
+    codes, scales = _some(weight, rows), _some(scales, rows)
+    if weight.dtype == torch.int8:
+        if scales.shape[1] == 1:
+            return Coded(FORMATS["int8"], codes, scales.float())
+        return Coded(_grouped(FORMATS["W8"], codes, scales), codes, scales.contiguous())
+    raw = codes.view(torch.int8)
+    if bool(((raw & 127) == 127).any()):
+        raise ValueError("a weight is NaN")
+    return Coded(_grouped(FORMATS["FP8"], codes, scales), raw, scales.contiguous())
+
+
+def _spread(scales: Tensor, outputs: int, inputs: int) -> Tensor:
+    """[N, scales of a row], from one for all, some for each row, or one for each block of 128 x 128."""
+    if scales.numel() == 1:
+        return scales.reshape(1, 1).expand(outputs, 1)
+    scales = scales.view(len(scales), -1)
+    if len(scales) == outputs:
+        return scales
+    if len(scales) != -(-outputs // BLOCK):
+        raise ValueError(f"scales {list(scales.shape)} do not fit a matrix {[outputs, inputs]}")
+    return scales.repeat_interleave(BLOCK, 0)[:outputs]
+
+
+BLOCK = 128
+_LAYOUTS: dict[str, Callable[[Scheme, Tensors, Tensor | None], Coded]] = {
+    "gptq": _gptq, "awq": _awq, "packed": _packed, "plain": _plain,
+}  # fmt: skip

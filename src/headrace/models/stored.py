@@ -1,0 +1,33 @@
+"""What a checkpoint's own quantisation is, from its files' headers and config.json. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from headrace.models.files import is_gguf, weight_files
+from headrace.models.gguf.architectures import EMBED, HEAD
+from headrace.models.gguf.header import open_gguf, parts_of
+from headrace.models.quantised import Scheme
+from headrace.models.spec import StoredWeights
+
+
+def stored_weights(model: Path, scheme: Scheme | None) -> StoredWeights | None:
+    """None where weights are numbers. scheme: what config.json says of them. Raises ValueError for files that are
+    missing."""
+    if is_gguf(model):
+        return _of_gguf(model)
+    if scheme is None:
+        return None
+    return StoredWeights(sum(path.stat().st_size for path in weight_files(model)), (scheme.name,), scheme)
+
+
+def _of_gguf(model: Path) -> StoredWeights | None:
+    infos = {name: info for part in parts_of(model) for name, info in open_gguf(part).tensors.items()}
+    sizes = Counter[str]()
+    for info in infos.values():
+        if not info.type.plain:
+            sizes[info.type.name] += info.size
+    looked_up = infos[EMBED].size if EMBED in infos and HEAD in infos else 0
+    every = sum(info.size for info in infos.values()) - looked_up
+    return StoredWeights(every, tuple(name for name, _ in sizes.most_common())) if sizes else None

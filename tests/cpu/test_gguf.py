@@ -1,0 +1,137 @@
+"""Models from GGUF files: logits as transformers has them on the same weights, and the promise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import PreTrainedModel
+
+from headrace import LLM, SamplingParams
+from headrace.kernels import cpu, dispatch
+from headrace.models.config import read_config
+from headrace.models.decoder import load_decoder
+from headrace.models.gguf.header import GgufFile
+from headrace.models.plain_config import plain_config
+from headrace.models.shards import Share
+from headrace.models.weights import StoredMatrix, load_weights
+from tests.support.gguf_files import q4_k_m, theirs, tokens_of, write_gguf
+from tests.support.naive_attention import prompt_logits
+from tests.support.traces import run, same
+
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
+
+TOLERANCE = 1e-4
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+FAMILIES = (
+    "llama", "llama_tied", "llama_bias", "llama_linear", "llama3", "llama_yarn", "mistral_window", "qwen2", "qwen3"
+)  # fmt: skip
+SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@torch.no_grad()
+def difference(model: PreTrainedModel, path: Path) -> float:
+    """The greatest difference of fp32 logits over 150 positions."""
+    tokens = tokens_of(150)
+    ours = prompt_logits(load_decoder(path, "float32"), tokens)
+    return float((ours - model(torch.tensor([tokens])).logits[0]).abs().max())
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_type(name: str, tmp_path: Path) -> None:
+    model = theirs()
+    path = write_gguf(model, tmp_path / "m.gguf", lambda _: Kind[name])
+    assert difference(model, path) <= TOLERANCE
+    config = read_config(path)
+    assert config == plain_config(path)
+    assert config.dtype == {"F32": "float32", "F16": "float16"}.get(name, "bfloat16")
+    assert (config.stored.formats if config.stored else ()) == ((name,) if name[0] in "QM" else ())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, tmp_path: Path) -> None:
+    """Of several types each, so that q, k and v of a layer are no one weight."""
+    model = theirs(family)
+    tied = bool(model.config.tie_word_embeddings)
+    path = write_gguf(model, tmp_path / "m.gguf", q4_k_m, tied=tied)
+    assert difference(model, path) <= TOLERANCE
+
+
+def test_without_kernels(tmp_path: Path) -> None:
+    model = theirs()
+    path = write_gguf(model, tmp_path / "m.gguf", q4_k_m)
+    with dispatch.force("torch"):
+        assert difference(model, path) <= TOLERANCE
+
+
+def test_a_model_in_parts(tmp_path: Path) -> None:
+    """Whichever of them is named; and one that is missing is named."""
+    model = theirs()
+    first = write_gguf(model, tmp_path / "m.gguf", q4_k_m, parts=3)
+    second = first.with_name("m-00002-of-00003.gguf")
+    assert difference(model, first) <= TOLERANCE
+    tokens = tokens_of(9)
+    for place in (first, second, tmp_path):
+        assert LLM(str(place), kv_cache_tokens=640).logits(tokens).shape == (9, 320)
+    second.unlink()
+    with pytest.raises(ValueError, match=r"m-00002-of-00003\.gguf is missing"):
+        LLM(str(first), kv_cache_tokens=640)
+
+
+@pytest.mark.parametrize("isa", cpu.available_isas() if cpu.available() else ())
+def test_the_promise_holds(isa: str, tmp_path: Path) -> None:
+    """Alone, in a batch, cached, in prefill chunks: the same bits of logits, on every instruction set."""
+    path = str(write_gguf(theirs("qwen3"), tmp_path / "m.gguf", q4_k_m))
+    before = cpu.isa()
+    cpu.use_isa(isa)
+    try:
+        prompts = [tokens_of(200 + 31 * i, seed=i // 2) for i in range(4)]
+        sizes = dict(dtype="bfloat16", kv_cache_tokens=4096)
+        private = LLM(path, enable_prefix_caching=False, **sizes)
+        alone = [run(private, [prompt], SHORT)[0] for prompt in prompts]
+        shared = LLM(path, max_batch_tokens=96, **sizes)
+        same(run(shared, prompts, SHORT), alone)
+        same(run(shared, prompts, SHORT), alone)
+        assert shared.engine.stats().tokens.cached > 300, "nothing was cached"
+        same(run(LLM(path, **sizes), prompts, SHORT), alone)
+    finally:
+        cpu.use_isa(before)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shares_of_tensor_ranks(ranks: int, tmp_path: Path) -> None:
+    """Each has its rows of the file's, whose scales no border cuts."""
+    path = write_gguf(theirs(num_key_value_heads=4), tmp_path / "m.gguf", q4_k_m)
+    config = read_config(path)
+    whole: dict[str, StoredMatrix] = {}
+    load_weights(path, config, torch.float32, stored=whole)
+    for rank in range(ranks):
+        share, own = Share(config, rank, ranks), dict[str, StoredMatrix]()
+        load_weights(path, config, torch.float32, share=share, stored=own)
+        assert set(own) == {name for name in whole if share.holds(name)}
+        for name, matrix in own.items():
+            rows, every = share.rows(name), whole[name].numbers(torch.float32)
+            want = every if rows is None else torch.cat([every[part.start : part.stop] for part in rows])
+            assert torch.equal(matrix.numbers(torch.float32), want) and matrix.shape == want.shape
+
+
+@pytest.mark.parametrize("schedule", ["row", "column"])
+def test_weights_outside(schedule: str, tmp_path: Path) -> None:
+    """Layers that stream, their q, k and v in several formats, have the bits of those in memory."""
+    path = str(write_gguf(theirs(), tmp_path / "m.gguf", q4_k_m))
+    prompts = [tokens_of(100 + 31 * i, seed=i) for i in range(2)]
+    resident = run(LLM(path, kv_cache_tokens=1024), prompts, SHORT)
+    streamed = LLM(path, offload_schedule=schedule, weight_offload=True, kv_offloading_size=0.01)
+    same(run(streamed, prompts, SHORT), resident)
+
+
+def test_scales_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    path = write_gguf(theirs(), tmp_path / "m.gguf", lambda _: Kind.Q8_0)
+    info = GgufFile(path).tensors["blk.1.ffn_up.weight"]
+    data = bytearray(path.read_bytes())
+    data[info.begin : info.begin + 2] = b"\x00\x7e"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"m\.gguf: model\.layers\.1\.mlp\.up_proj\.weight: a scale is NaN"):
+        load_decoder(path)

@@ -1,0 +1,175 @@
+"""Products with weights in the formats of files: right against fp64, the same bits for a row in every company.
+
+T: rows, N: outputs, K: inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headrace.kernels import cpu, dispatch, ops, quantized
+from headrace.kernels.formats import FORMATS, Coded, Format
+from headrace.kernels.quantized import Parts, Quantized
+
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason())),
+]
+
+DTYPES = [torch.float32, torch.bfloat16]
+KERNEL_ERROR = 3e-6
+"""Of the products against fp64, as a share of the sum of |x| (|scale q| + |offset|)."""
+STORED = {name: form for name, form in FORMATS.items() if name not in ("int8", "int4")} | {
+    "W4 bf16": FORMATS["W4 zeros"].grouped(32, "bf16"),
+    "W8 fp32": FORMATS["W8"].grouped(64, "fp32"),
+    "W4 wide": FORMATS["W4 zeros"].grouped(48, "fp16"),
+}
+SCALES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+formats = pytest.mark.parametrize("name", STORED)
+
+
+def coded(form: Format, outputs: int, blocks: int, seed: int = 0, **more: Any) -> Coded:
+    """Random codes, scales, minima and small numbers, subnormal scales among them."""
+    made = torch.Generator().manual_seed(seed)
+    inputs, groups = blocks * form.block, blocks * (form.block // form.group)
+
+    def whole(low: int, high: int, columns: int) -> Tensor:
+        return torch.randint(low, high, (outputs, columns), generator=made).to(torch.int8)
+
+    def number() -> Tensor:
+        if form.number == "e8m0":
+            return torch.randint(110, 140, (outputs, blocks), generator=made).to(torch.uint8)
+        drawn = torch.randn(outputs, blocks, generator=made) / 16
+        drawn[::3] *= 1e-6
+        return drawn.to(SCALES[form.number])
+
+    least = form.codes.least
+    codes = whole(least, least + 2**form.codes.bits, inputs)
+    if form.codes.name == "e4m3":
+        codes[(codes & 127) == 127] = 5
+    smalls = (
+        None if form.offset == "none" else whole(0, 64, groups) if form.offset == "minimum" else whole(-8, 9, groups)
+    )
+    minima = number() if form.offset == "minimum" else None
+    return Coded(form, codes, number(), whole(-64, 64, groups) if form.subs else None, minima, smalls, **more)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def reference(x: Tensor, weight: Coded, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(x times the weight plus bias, the sum of the absolute terms), fp64 [T, N]."""
+    scales, offsets = weight.scales_and_offsets()
+    each = weight.codes.shape[1] // scales.shape[1]
+    values = weight.format.codes.values(weight.codes).double() * scales.double().repeat_interleave(each, 1)
+    add = torch.zeros_like(values) if offsets is None else offsets.double().repeat_interleave(each, 1)
+    if weight.order is not None:
+        x = x[:, weight.order.long()]
+    more = torch.zeros(len(values)).double() if bias is None else bias.double()
+    return x.double() @ (values + add).T + more, x.double().abs() @ (values.abs() + add.abs()).T + more.abs()
+
+
+@formats
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(st.integers(1, 70), st.integers(1, 200), st.integers(1, 4), st.booleans(), st.integers(0, 99))
+@few
+def test_agrees_with_fp64(
+    isa: str, dtype: torch.dtype, name: str, rows: int, outputs: int, blocks: int, biased: bool, seed: int
+) -> None:
+    weight = coded(STORED[name], outputs, blocks, seed)
+    x, bias = random(rows, weight.shape[1], seed=seed, dtype=dtype), random(outputs, seed=seed + 1, dtype=dtype)
+    given_bias = bias if biased else None
+    want, size = reference(x, weight, given_bias)
+    wide = quantized.linear(x, Quantized(weight), given_bias, wide=True)
+    assert ((wide - want).abs() <= KERNEL_ERROR * size).all()
+    assert torch.equal(quantized.linear(x, Quantized(weight), given_bias), wide.to(dtype))
+
+
+@formats
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_every_company(
+    isa: str, threads: None, first_caches: tuple[int, ...], name: str, dtype: torch.dtype
+) -> None:
+    form = STORED[name]
+    made = coded(form, 330, -(-700 // form.block))
+    x, bias, weight = random(300, made.shape[1], dtype=dtype), random(330, dtype=dtype, seed=1), Quantized(made)
+    whole = quantized.linear(x, weight, bias, wide=True)
+    for turn, rows in enumerate([*range(1, 20), 31, 32, 33, 63, 64, 66, 127, 129, 257]):
+        cpu.use_l1(first_caches[turn % len(first_caches)])
+        start = rows * 7 % (300 - rows)
+        assert torch.equal(quantized.linear(x[start : start + rows], weight, bias, wide=True), whole[start:][:rows]), (
+            rows
+        )
+
+
+@formats
+def test_memory_is_what_the_format_says(name: str) -> None:
+    """And codes stay what they are: nothing is kept beside them."""
+    form = STORED[name]
+    weight = Quantized(coded(form, 128, 4))
+    assert weight.nbytes * 8 == form.bits * 128 * 4 * form.block
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inputs_in_another_order(isa: str, dtype: torch.dtype) -> None:
+    """The product of x whose inputs were put in that order."""
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(3)).int()
+    plain = coded(FORMATS["W4 zeros"], 70, 2)
+    weight = coded(FORMATS["W4 zeros"], 70, 2, order=order)
+    for rows in (1, 5, 70):
+        x = random(rows, 256, dtype=dtype)
+        want = quantized.linear(x[:, order.long()].contiguous(), Quantized(plain))
+        assert torch.equal(quantized.linear(x, Quantized(weight)), want)
+    torch.testing.assert_close(weight.dequantised()[:, order.long()], plain.dequantised(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outputs_in_several_formats(isa: str, dtype: torch.dtype) -> None:
+    """Each part's bits are those it has alone; a tail of outputs may begin in any of them."""
+    parts = [coded(FORMATS["Q4_K"], 128, 1), random(64, 256, dtype=dtype), coded(FORMATS["Q6_K"], 70, 1, seed=1)]
+    whole, bias = ops.pack_stored(parts, dtype), random(262, dtype=dtype)
+    assert isinstance(whole, Parts) and whole.shape == (262, 256)
+    for rows in (1, 5, 40):
+        x = random(rows, 256, dtype=dtype)
+        want = torch.cat([
+            ops.linear(x, ops.pack_stored([part], dtype), some)
+            for part, some in zip(parts, bias.split([128, 64, 70]), strict=True)
+        ], dim=1)  # fmt: skip
+        assert torch.equal(ops.linear(x, whole, bias), want)
+        for first in (0, 64, 128, 192):
+            tail = ops.outputs_from(whole, first)
+            assert tail is not None and torch.equal(ops.linear(x, tail, bias[first:]), want[:, first:])
+    assert ops.outputs_from(whole, 100) is None
+
+
+def test_parts_alike_are_one_weight() -> None:
+    parts = [coded(FORMATS["Q4_K"], 96, 1), coded(FORMATS["Q4_K"], 32, 1, seed=1)]
+    whole = ops.pack_stored(parts, torch.bfloat16, gated=True)
+    assert isinstance(whole, Quantized) and whole.gated and whole.shape == (128, 256)
+    with dispatch.force("torch"):
+        plain = ops.pack_stored(parts, torch.float32)
+    assert isinstance(plain, Tensor) and torch.equal(plain, torch.cat([part.dequantised() for part in parts]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(scales=torch.ones(4, 2).half()), "scales"),
+        (dict(scales=torch.full((4, 1), float("nan")).half()), "NaN or infinity"),
+        (dict(codes=torch.zeros(4, 200, dtype=torch.int8)), "multiples of 256"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed: dict[str, Tensor], words: str) -> None:
+    sound = coded(FORMATS["Q4_K"], 4, 1)
+    given = {name: getattr(sound, name) for name in ("codes", "scales", "subs", "minima", "smalls")} | changed
+    with pytest.raises(ValueError, match=words):
+        Coded(FORMATS["Q4_K"], **given)

@@ -1,0 +1,218 @@
+"""Quantised checkpoints in safetensors: logits as transformers has them on the weights that formulas give."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headrace import LLM, SamplingParams
+from headrace.kernels import cpu
+from headrace.kernels.quantized import Quantized
+from headrace.models.config import read_config
+from headrace.models.decoder import load_decoder
+from headrace.models.plain_config import plain_config
+from headrace.types import UnsupportedModel
+from tests.support.gguf_files import theirs, tokens_of
+from tests.support.naive_attention import prompt_logits
+from tests.support.traces import run, same
+
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
+
+TOLERANCE = 1e-4
+Tensors = dict[str, Tensor]
+Written = tuple[Tensors, Tensor]
+"""A module's tensors by the ends of their names, and the matrix [N, K] that they stand for by the format's formula."""
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """int32 [..., n * bits / 32] of codes [..., n], the first in the lowest bits."""
+    whole = (codes.long().unflatten(-1, (-1, 32 // bits)) << torch.arange(0, 32, bits)).sum(-1)
+    return (whole - (whole >> 31 << 32)).int()
+
+
+def drawn(weight: Tensor, bits: int, group: int, seed: int, sym: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """codes [N, K], zero points [N, K / G] and fp16 scales [N, K / G] of a matrix about as wide as `weight`."""
+    made = torch.Generator().manual_seed(seed)
+    outputs, inputs = weight.shape
+    codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=made)
+    half = 1 << bits - 1
+    zeros = torch.full((outputs, inputs // group), half)
+    if not sym:
+        zeros += torch.randint(-3, 4, zeros.shape, generator=made)
+    scales = weight.std() / half * 1.7 * (0.5 + torch.rand(zeros.shape, generator=made))
+    return codes, zeros, scales.half()
+
+
+def gptq(
+    weight: Tensor, seed: int, bits: int = 4, group: int = 32, sym: bool = False, act_order: bool = False
+) -> Written:
+    codes, zeros, scales = drawn(weight, bits, group, seed, sym)
+    inputs = weight.shape[1]
+    g_idx = torch.arange(inputs) // group
+    if act_order:
+        g_idx = g_idx[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed % 2))]
+    tensors = {
+        "qweight": words(codes, bits).T.contiguous(),
+        "qzeros": words((zeros - 1).T.contiguous(), bits),
+        "scales": scales.T.contiguous(),
+        "g_idx": g_idx.int(),
+    }
+    return tensors, scales.float()[:, g_idx] * (codes - zeros[:, g_idx])
+
+
+def awq(weight: Tensor, seed: int) -> Written:
+    codes, zeros, scales = drawn(weight, 4, 64, seed, False)
+    each = torch.arange(weight.shape[1]) // 64
+
+    def by_outputs(values: Tensor) -> Tensor:
+        """int32 [.., N / 8]: of eight outputs the nibbles hold 0 2 4 6 1 3 5 7."""
+        return words(values.T.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(-2), 4)
+
+    tensors = {"qweight": by_outputs(codes), "qzeros": by_outputs(zeros), "scales": scales.T.contiguous()}
+    return tensors, scales.float()[:, each] * (codes - zeros[:, each])
+
+
+def packed(weight: Tensor, seed: int, bits: int = 4, sym: bool = True) -> Written:
+    codes, zeros, scales = drawn(weight, bits, 128, seed, sym)
+    each = torch.arange(weight.shape[1]) // 128
+    tensors = {
+        "weight_packed": words(codes, bits),
+        "weight_scale": scales.bfloat16(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if not sym:
+        tensors["weight_zero_point"] = words(zeros.T.contiguous(), bits).T.contiguous()
+    return tensors, scales.bfloat16().float()[:, each] * (codes - zeros[:, each])
+
+
+def int8(weight: Tensor, seed: int) -> Written:
+    scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+    codes = (weight / scales.float()).round().clamp(-127, 127).to(torch.int8)
+    return {"weight": codes, "weight_scale": scales}, codes.float() * scales.float()
+
+
+def fp8(weight: Tensor, seed: int) -> Written:
+    scale = weight.abs().max() / 400
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale.reshape(1), "input_scale": torch.ones(1)}, codes.float() * scale
+
+
+def fp8_blocks(weight: Tensor, seed: int) -> Written:
+    blocks = -(-weight.shape[0] // 128), weight.shape[1] // 128
+    scales = (0.5 + torch.rand(blocks, generator=torch.Generator().manual_seed(seed))) / 2000
+    spread = scales.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)
+    codes = (weight / spread).clamp(-440, 440).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scales}, codes.float() * spread
+
+
+def weights_of(kind: str, bits: int, **more: Any) -> dict[str, Any]:
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"type": kind, "num_bits": bits, **more}}}}
+
+
+COMPRESSED = {"quant_method": "compressed-tensors"}
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor, int], Written]]] = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq),
+    "gptq symmetric": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128}, lambda w, s: gptq(w, s, group=128, sym=True)
+    ),
+    "gptq act-order": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+        lambda w, s: gptq(w, s, act_order=True),
+    ),
+    "gptq of 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": 64}, lambda w, s: gptq(w, s, 8, 64)),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, awq),
+    "W4A16": (COMPRESSED | {"format": "pack-quantized"} | weights_of("int", 4), packed),
+    "W4A16 with zeros": (
+        COMPRESSED | {"format": "pack-quantized"} | weights_of("int", 4), lambda w, s: packed(w, s, sym=False)
+    ),
+    "W8A16": (COMPRESSED | {"format": "pack-quantized"} | weights_of("int", 8), lambda w, s: packed(w, s, 8)),
+    "W8A8": (COMPRESSED | {"format": "int-quantized"} | weights_of("int", 8), int8),
+    "FP8": (COMPRESSED | {"format": "float-quantized"} | weights_of("float", 8), fp8),
+    "FP8 blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8_blocks),
+}  # fmt: skip
+
+
+def write(model: PreTrainedModel, folder: Path, name: str) -> Path:
+    """The model's folder with all projections of its layers quantised, and in `model` what they stand for."""
+    config, quantise = FORMATS[name]
+    folder.mkdir()
+    fields = json.loads(model.config.to_json_string()) | {"quantization_config": config, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(fields | {"architectures": [type(model).__name__]}))
+    tensors: Tensors = {}
+    with torch.no_grad():
+        for seed, (each, parameter) in enumerate(model.named_parameters()):
+            if "_proj.weight" not in each:
+                tensors[each] = parameter.contiguous()
+                continue
+            stored, meant = quantise(parameter.detach(), seed)
+            parameter.copy_(meant)
+            tensors |= {f"{each.removesuffix('.weight')}.{end}": tensor for end, tensor in stored.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    model = theirs("qwen2")
+    folder = write(model, tmp_path / "m", name)
+    decoder = load_decoder(folder, "float32")
+    tokens = tokens_of(150)
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0]
+    assert (prompt_logits(decoder, tokens) - want).abs().max() <= TOLERANCE
+    if cpu.available():
+        down = decoder.matrices["layers.0.down.weight"]
+        assert isinstance(down, Quantized) and (down.order is not None) == (name == "gptq act-order")
+    config = read_config(folder)
+    assert config == plain_config(folder) and config.stored is not None and config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["gptq act-order", "awq", "FP8 blocks"])
+def test_the_promise_holds(name: str, tmp_path: Path) -> None:
+    """Alone, in a batch, cached, in prefill chunks: the same bits of logits."""
+    folder = str(write(theirs("qwen2"), tmp_path / "m", name))
+    prompts = [tokens_of(200 + 31 * i, seed=i // 2) for i in range(4)]
+    short = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    alone = LLM(folder, enable_prefix_caching=False, kv_cache_tokens=4096)
+    want = [run(alone, [prompt], short)[0] for prompt in prompts]
+    shared = LLM(folder, max_batch_tokens=96, kv_cache_tokens=4096)
+    for _ in range(2):
+        same(run(shared, prompts, short), want)
+    assert shared.engine.stats().tokens.cached > 300, "nothing was cached"
+
+
+def test_what_is_quantised_is_not_rounded_again(tmp_path: Path) -> None:
+    folder = write(theirs("qwen2"), tmp_path / "m", "awq")
+    with pytest.raises(ValueError, match=r"quantised already.*AWQ int4"):
+        LLM(str(folder), quantization="int8", kv_cache_tokens=640)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"bits": 4}, "quant_method None is not supported; supported: gptq"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits is not supported"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv'"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\]"),
+        (COMPRESSED | {"format": "nvfp4-pack-quantized"} | weights_of("float", 4), "nvfp4"),
+        (COMPRESSED | {"format": "pack-quantized", "config_groups": 3}, "config_groups"),
+        ([], "must be an object"),
+    ],
+    ids=str,
+)
+def test_what_is_not_read_is_named(config: Any, words: str, tmp_path: Path) -> None:
+    folder = write(theirs("qwen2"), tmp_path / "m", "awq")
+    told = json.loads((folder / "config.json").read_text()) | {"quantization_config": config or [1]}
+    (folder / "config.json").write_text(json.dumps(told))
+    with pytest.raises(UnsupportedModel, match=words):
+        read_config(folder)

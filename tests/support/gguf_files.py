@@ -1,0 +1,176 @@
+"""GGUF files of small random models, and transformers' models with just the weights that such a file stands for.
+
+The gguf package writes the files and says what quantised rows stand for. It quantises to the simple types; rows of the
+k-quants are drawn as blocks of random codes, as wide as the weights that they take the place of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter, quants
+from transformers import PreTrainedModel
+
+from tests.support.checkpoints import KINDS
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=320, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+    pad_token_id=None,
+)  # fmt: skip
+"""Widths in whole blocks of every type."""
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+KindOf = Callable[[str], Kind]
+"""The type in which a matrix is stored, by its name in the file."""
+Array = np.ndarray[Any, Any]
+
+
+def theirs(family: str = "llama", **more: Any) -> PreTrainedModel:
+    """A model of transformers in these sizes, with random weights."""
+    build, fields = KINDS[family]
+    torch.manual_seed(5)
+    model = build(**{**fields, **SIZES, **more}).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.normal_(std=0.08 if "embed" not in name else 0.5)
+    return model
+
+
+def tokens_of(count: int, seed: int = 1) -> list[int]:
+    """Random ones."""
+    return torch.randint(0, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def q4_k_m(name: str) -> Kind:
+    """As llama.cpp's mixture of that name: values, some of the layers' last matrices and the head in six bits."""
+    better = name in ("output.weight", "token_embd.weight") or "attn_v" in name or name == "blk.0.ffn_down.weight"
+    return Kind.Q6_K if better else Kind.Q4_K
+
+
+def write_gguf(model: PreTrainedModel, path: Path, kind_of: KindOf, *, tied: bool = False, parts: int = 1) -> Path:
+    """Writes the model, and puts into it what the file's weights stand for. Returns the file, of several the first."""
+    names = (
+        [path.with_name(f"{path.stem}-{i + 1:05}-of-{parts:05}.gguf") for i in range(parts)] if parts > 1 else [path]
+    )
+    writers = [GGUFWriter(str(name), ARCHITECTURES[model.config.model_type]) for name in names]
+    describe(writers[0], model.config)
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            if not (tied and name == "lm_head.weight"):
+                _add(writers[index % parts], name, parameter, model.config, kind_of)
+    for writer in writers:
+        finish(writer)
+    return names[0]
+
+
+def describe(writer: GGUFWriter, config: Any) -> None:
+    """The facts of a model."""
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(
+        config.head_dim if hasattr(config, "head_dim") else config.hidden_size // config.num_attention_heads
+    )
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", divisors(rope, config.head_dim))
+    if getattr(config, "sliding_window", None) and config.model_type == "mistral":
+        writer.add_sliding_window(config.sliding_window)
+
+
+def divisors(rope: dict[str, Any], head_dim: int) -> Array:
+    """What llama.cpp divides the frequencies by, where transformers has llama3's rotation."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, rope_parameters=rope)
+    turned, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    return (plain / turned).numpy().astype(np.float32)
+
+
+def finish(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def raw_rows(value: Array, kind: Kind) -> Array:
+    """Rows of that type, fp32 as they are, the k-quants drawn."""
+    if kind not in (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K):
+        return quants.quantize(np.ascontiguousarray(value), kind)
+    return drawn(value.shape, kind, float(value.std()))
+
+
+def drawn(shape: tuple[int, ...], kind: Kind, width: float, seed: int = 0) -> Array:
+    """uint8 [rows, bytes]: blocks of random codes that stand for numbers of about this standard deviation around 0."""
+    made = np.random.default_rng([seed, shape[0], shape[1]])
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    rows = made.integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
+
+    def put(at: int, scale: float) -> None:
+        scales = (scale * made.uniform(0.5, 1.0, rows.shape[:2])).astype(np.float16)
+        rows[..., at : at + 2] = scales.view(np.uint8).reshape(*rows.shape[:2], 2)
+
+    if kind == Kind.Q6_K:
+        put(208, width / 64 / 18)
+    else:
+        step = width / 32 / (4.6 if kind == Kind.Q4_K else 9.2)
+        put(0, step)
+        put(2, step * (7.5 if kind == Kind.Q4_K else 15.5))
+    return rows.reshape(shape[0], -1)
+
+
+def _add(writer: GGUFWriter, name: str, parameter: torch.Tensor, config: Any, kind_of: KindOf) -> None:
+    layer = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+    module, _, end = (layer[2] if layer else name).rpartition(".")
+    theirs = f"blk.{layer[1]}.{NAMES[module]}.{end}" if layer else f"{NAMES[module]}.{end}"
+    value = parameter.numpy().astype(np.float32)
+    turned = ARCHITECTURES[config.model_type] == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj")
+    heads = config.num_attention_heads if "q_proj" in module else config.num_key_value_heads
+    value = _in_pairs(value, heads) if turned else value
+    if value.ndim == 1:
+        writer.add_tensor(theirs, value)
+        return
+    kind = kind_of(theirs)
+    rows = raw_rows(value, kind)
+    writer.add_tensor(theirs, rows, raw_dtype=kind)
+    stored = quants.dequantize(rows, kind)
+    parameter.copy_(torch.from_numpy(_in_halves(stored, heads) if turned else stored))
+
+
+def _in_pairs(value: Array, heads: int) -> Array:
+    """Rows of each head as llama.cpp rotates them: neighbours, where transformers rotates halves."""
+    return value.reshape(heads, 2, len(value) // heads // 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+
+
+def _in_halves(value: Array, heads: int) -> Array:
+    return value.reshape(heads, len(value) // heads // 2, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
