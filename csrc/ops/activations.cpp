@@ -75,17 +75,24 @@ template <typename T> void add(const Sum &a) {
   });
 }
 
-// x [T, 2 I] = (gate, up) -> silu(gate) * up [T, I]
-template <typename T> void silu_mul(const Unary &a) {
+// f(gate, up) for rows x [T, 2 I] = (gate, up): [T, I]
+template <typename T, typename F> static void halves(const Unary &a, F f) {
   share_each(a.rows, a.rows * a.width > MANY_ELEMENTS ? a.threads : 1, [&](int64_t t) {
     const T *gate = static_cast<const T *>(a.x) + t * 2 * a.width, *up = gate + a.width;
     T *out = static_cast<T *>(a.out) + t * a.width;
     for (int64_t i = 0; i < a.width; i += W) {
       const int64_t n = a.width - i;
-      const vf g = load_up_to(gate + i, n);
-      store_up_to(out + i, sigmoid_times(g, g) * load_up_to(up + i, n), n);
+      store_up_to(out + i, f(load_up_to(gate + i, n), load_up_to(up + i, n)), n);
     }
   });
+}
+
+template <typename T> void silu_mul(const Unary &a) {
+  halves<T>(a, [](vf gate, vf up) HEADRACE_ALWAYS_INLINE { return sigmoid_times(gate, gate) * up; });
+}
+
+template <typename T> void sigmoid_mul(const Unary &a) {
+  halves<T>(a, [](vf gate, vf up) HEADRACE_ALWAYS_INLINE { return sigmoid_times(up, gate); });
 }
 
 // Halves (a, b) of the first `width` elements -> (a cos - b sin, b cos + a sin).
@@ -120,6 +127,7 @@ HEADRACE_BOTH_TYPES(gelu_tanh, Unary)
 HEADRACE_BOTH_TYPES(relu, Unary)
 HEADRACE_BOTH_TYPES(add, Sum)
 HEADRACE_BOTH_TYPES(silu_mul, Unary)
+HEADRACE_BOTH_TYPES(sigmoid_mul, Unary)
 HEADRACE_BOTH_TYPES(rotary, Rotary)
 
 }  // namespace headrace::HEADRACE_NS

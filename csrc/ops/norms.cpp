@@ -33,14 +33,14 @@ template <bool SQUARES, typename T> float row_sum(const T *x, int64_t width, flo
   return sum64(sums);
 }
 
-// out = (x - mean) * factor * weight + bias, either vector may be null
+// out = (x - mean) * factor * (weight + offset) + bias, either vector may be null
 template <typename T>
 void write_row(const Norm &a, const T *x, T *out, float mean, float factor) {
   const T *weight = static_cast<const T *>(a.weight), *bias = static_cast<const T *>(a.bias);
   for (int64_t i = 0; i < a.width; i += W) {
     const int64_t n = a.width - i;
     vf y = (load_up_to(x + i, n) - splat(mean)) * splat(factor);
-    if (weight) y = y * load_up_to(weight + i, n);
+    if (weight) y = y * (load_up_to(weight + i, n) + splat(a.offset));
     if (bias) y = y + load_up_to(bias + i, n);
     store_up_to(out + i, y, n);
   }

@@ -35,6 +35,25 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["OPTForCausalLM"], word_embed_proj_dim=512, do_layer_norm_before=False, enable_bias=False),
     dict(architectures=["FalconForCausalLM"], n_embed=256, num_attention_heads=4, alibi=True, ffn_hidden_size=100),
     dict(architectures=["FalconForCausalLM"], new_decoder_architecture=True, num_kv_heads=71),
+    dict(architectures=["Qwen3NextForCausalLM"], num_experts=0, num_hidden_layers=4),
+    dict(
+        architectures=["Qwen3NextForCausalLM"], mlp_only_layers=[0, 1], num_hidden_layers=2, full_attention_interval=2
+    ),
+    dict(
+        architectures=["Qwen3_5ForCausalLM"], full_attention_interval=2, partial_rotary_factor=0.5, num_hidden_layers=5
+    ),
+    dict(architectures=["Qwen3_5ForCausalLM"], layer_types=["linear_attention"] * 3, num_hidden_layers=3),
+    dict(architectures=["Qwen3_5ForCausalLM"], linear_num_key_heads=3),
+    dict(
+        architectures=["Qwen3_5ForCausalLM"],
+        rope_parameters=dict(
+            rope_type="default",
+            rope_theta=1e7,
+            mrope_section=[11, 11, 10],
+            mrope_interleaved=True,
+            partial_rotary_factor=0.25,
+        ),
+    ),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),

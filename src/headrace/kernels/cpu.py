@@ -51,7 +51,10 @@ capabilities = Capabilities(
     pieces=True, prepared_step=True, all_layers=True, automatic=True,
 )  # fmt: skip
 
-OPERATIONS = ("rms_norm", "layer_norm", "silu_mul", "gelu", "relu", "rotary", "greatest", "softmax_sums")
+OPERATIONS = (
+    "rms_norm", "layer_norm", "silu_mul", "sigmoid_mul", "gelu", "relu", "rotary", "gated_delta", "greatest",
+    "softmax_sums",
+)  # fmt: skip
 """The row-wise ones."""
 
 COLUMNS = 64
@@ -180,14 +183,14 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int]:
     return x.contiguous(), x.numel() // width if width else 0, width
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] / sqrt(mean(x^2) + eps) * weight [H], rounded once."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x [..., H] / sqrt(mean(x^2) + eps) * (weight [H] + offset), rounded once."""
     x, rows, width = _rows(x)
     _check("weight", weight, x.dtype, (width,))
     out = torch.empty_like(x)
     _require().rms_norm(
         _type_of(x), x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows=rows, width=width, eps=eps,
-        threads=torch.get_num_threads(),
+        offset=offset, threads=torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -208,13 +211,22 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2 I] = (gate, up): [..., I]."""
+    return _gated("silu_mul", gate_up)
+
+
+def sigmoid_mul(gate_up: Tensor) -> Tensor:
+    """sigmoid(gate) * up for the same."""
+    return _gated("sigmoid_mul", gate_up)
+
+
+def _gated(name: str, gate_up: Tensor) -> Tensor:
+    """A C++ activation that halves rows, by its name in csrc/kernels.h."""
     gate_up, rows, width = _rows(gate_up)
     if width % 2:
         raise ValueError(f"gate_up must have an even width, got {width}")
     out = torch.empty((*gate_up.shape[:-1], width // 2), dtype=gate_up.dtype)
-    _require().silu_mul(
-        _type_of(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads()
-    )
+    run = getattr(_require(), name)
+    run(_type_of(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads())
     return out
 
 

@@ -78,17 +78,18 @@ def _plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat([F.linear(part, weight, bias) for part in slices])[:rows]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, in fp32: [..., H]."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Root-mean-square norm over the last dimension, times weight + offset, in fp32: [..., H]."""
     if dispatch.native(x) and weight.dtype == x.dtype:
-        return cpu.rms_norm(x, weight, eps)
+        return cpu.rms_norm(x, weight, eps, offset)
+    factors = weight.float() + offset if offset else weight
     if dispatch.on_gpu(x):
         from headrace.kernels.triton import rows as gpu_rows
 
-        return gpu_rows.rms_norm(x, weight, eps)
+        return gpu_rows.rms_norm(x, factors, eps)
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return (y * weight.float()).to(x.dtype)
+    return (y * factors.float()).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -105,6 +106,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return cpu.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+
+
+def sigmoid_mul(gate_up: Tensor) -> Tensor:
+    """sigmoid(gate) * up for gate_up [T, 2 I] = (gate, up): [T, I]."""
+    if dispatch.native(gate_up):
+        return cpu.sigmoid_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (gate.float().sigmoid() * up.float()).to(gate_up.dtype)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:

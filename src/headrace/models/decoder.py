@@ -22,12 +22,15 @@ from torch.nn import functional as F
 from headrace.config import Quantization
 from headrace.kernels import block, ops
 from headrace.kernels.backend import Attend
+from headrace.kernels.gated_delta import Recur
 from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
+from headrace.models.hybrid import DeltaNet, gated
 from headrace.models.rope import Rope
 from headrace.models.shards import ShardGroup, Share, Width
+from headrace.models.sizes import EXACT
 from headrace.models.spec import LEARNED_OFFSET
 from headrace.models.weights import OnProgress, load_weights
 from headrace.types import CHUNK
@@ -62,7 +65,7 @@ def _alone(width: Width, x: Tensor) -> Tensor:
 
 
 class Layer:
-    """One block: attention and MLP, in the order that ModelConfig.block says.
+    """One block: attention, or a gated delta net, and MLP, in the order that ModelConfig.block says.
 
     Of several tensor ranks each has its share of the heads, of the MLP's width and of the output (models.shards);
     `whole` puts the shares together.
@@ -77,11 +80,24 @@ class Layer:
         prefix = f"layers.{index}."
         self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         self.matrices = {name.removeprefix(prefix): w for name, w in matrices.items() if name.startswith(prefix)}
+        self.place = config.place(index)
+        self.net = DeltaNet(config, index, self.weights, self.matrices) if index in config.recurrent_layers else None
 
-    def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        cos_sin: Tensor | None,
+        attend: Attend,
+        rows: Tensor | None = None,
+        recur: Recur | None = None,
+    ) -> Tensor:
         """x [T, H] -> [T, H], or [n, H] of `rows` [n] alone, while attend stores the keys and values of all."""
         first = x if self.config.block == "post" else self._norm("attention_norm", x)
-        heads = self._heads(first, cos_sin, attend, rows)
+        if self.net is None:
+            heads = self._heads(first, cos_sin, attend, rows)
+        else:
+            heads = self.net(first, recur)
+            heads = heads if rows is None else heads[rows]
         if rows is not None:
             x, first = x[rows], first[rows]
             if not len(rows):
@@ -99,15 +115,19 @@ class Layer:
     def _heads(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None) -> Tensor:
         """x [T, H] -> attended heads [T or n, Hq, D]."""
         spec = self.config.attention
-        heads = self._linear("qkv", x).view(len(x), spec.heads + 2 * spec.kv_heads, spec.head_dim)
-        q, k, v = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
+        heads = self._linear("qkv", x).view(len(x), -1, spec.head_dim)
+        q, k, v = heads[:, : spec.heads + 2 * spec.kv_heads].split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
         q, k = self._turned("q_norm", q, cos_sin), self._turned("k_norm", k, cos_sin)
-        return attend(self.index, q, k, v) if rows is None else attend(self.index, q, k, v, rows)
+        attended = attend(self.place, q, k, v) if rows is None else attend(self.place, q, k, v, rows)
+        if not self.config.attention_gate:
+            return attended
+        gates = heads[:, spec.heads + 2 * spec.kv_heads :]
+        return gated(attended, gates if rows is None else gates[rows])
 
     def _turned(self, name: str, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
         """Queries or keys, normed if the model does that and rotated."""
         if self.config.qk_norm:
-            heads = ops.rms_norm(heads, self.weights[f"{name}.weight"], self.config.norm_eps)
+            heads = ops.rms_norm(heads, self.weights[f"{name}.weight"], self.config.norm_eps, self.config.norm_offset)
         return heads if cos_sin is None else ops.rotary(heads, cos_sin)
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -121,7 +141,7 @@ class Layer:
             heads = ops.linear(x, weight, bias)[:, queries:]
         else:
             heads = ops.linear(x, tail, None if bias is None else bias[queries:])
-        k, v = heads.view(len(x), 2 * spec.kv_heads, spec.head_dim).split(spec.kv_heads, dim=1)
+        k, v = heads.view(len(x), -1, spec.head_dim)[:, : 2 * spec.kv_heads].split(spec.kv_heads, dim=1)
         return self._turned("k_norm", k, cos_sin), v
 
     def _mlp(self, x: Tensor) -> Tensor:
@@ -157,12 +177,13 @@ class OneByOne:
         attend: Attend,
         rows: Tensor | None = None,
         watch: block.Watch | None = None,
+        recur: Recur | None = None,
     ) -> Tensor:
         """x [T, H] -> [T, H], or [n, H] of `rows` alone."""
         for layer in self.layers:
             if watch is not None:
                 watch(layer.index, x)
-            x = layer(x, cos_sin, attend, rows if layer is self.layers[-1] else None)
+            x = layer(x, cos_sin, attend, rows if layer is self.layers[-1] else None, recur)
         return x
 
     def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -210,7 +231,10 @@ class Decoder:
     def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
         whole = _alone if share is None or tensor is None else _gathered(share, tensor)
         layers = [Layer(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
-        reason = block.obstacle(layers, self.dtype) if share is None else f"shared by {share.size} tensor ranks"
+        if self.config.recurrent is not None:
+            reason: str | None = "some are recurrent"
+        else:
+            reason = block.obstacle(layers, self.dtype) if share is None else f"shared by {share.size} tensor ranks"
         if reason is None:
             return block.Blocks(_shape(self.config), layers)
         log.info("layers are computed one operation at a time: %s", reason)
@@ -221,6 +245,8 @@ class Decoder:
         part, spec, layers = copy.copy(self), self.config.attention, self.layers
         attention = replace(spec, layers=count, windows=spec.windows[:count])
         part.config = replace(self.config, layers=count, attention=attention)
+        if self.config.recurrent is not None:
+            raise ValueError("a model with recurrent layers is not measured by its first layers")
         if isinstance(layers, block.Blocks):
             part.layers = block.Blocks(layers.shape, layers.layers[:count])
         else:
@@ -252,7 +278,12 @@ class Decoder:
         return ModelStep(self._ends, self.layers, attend.prepared, turns)
 
     def forward(
-        self, batch: TokenBatch, attend: Attend, rows: Tensor | None = None, watch: block.Watch | None = None
+        self,
+        batch: TokenBatch,
+        attend: Attend,
+        rows: Tensor | None = None,
+        watch: block.Watch | None = None,
+        recur: Recur | None = None,
     ) -> Tensor:
         """Hidden states [T, E] of the batch, ready for `logits`. Calls attend(layer, q, k, v) once per layer, in order.
 
@@ -262,8 +293,12 @@ class Decoder:
 
         watch(layer, x [T, H]) is called with the residual stream of all rows as it enters each layer, before its norm.
         x is overwritten afterwards: whoever needs it copies it.
+
+        recur(layer, ...) is called by each recurrent layer in attend's place; layers are numbered by kind then.
         """
         x, cos_sin = self.enter(batch)
+        if isinstance(self.layers, OneByOne):
+            return self.leave(self.layers(x, cos_sin, attend, rows, watch, recur))
         return self.leave(self.layers(x, cos_sin, attend, rows, watch))
 
     def enter(self, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
@@ -328,14 +363,15 @@ def _shape(config: ModelConfig) -> block.LayerShape:
     )
 
 
-def _pack_all(weights: Weights, quantization: Quantization, gated: bool, packed: OnProgress | None) -> Matrices:
+def _pack_all(weights: Weights, quantization: Quantization, gates_up: bool, packed: OnProgress | None) -> Matrices:
     """All weights that rows are multiplied by. What is packed leaves `weights`: memory never holds all twice."""
     names = [name for name, weight in weights.items() if weight.dim() == 2 and name not in LOOKED_UP]
     matrices: Matrices = {}
     done, total = 0, sum(weights[name].nbytes for name in names)
     for name in names:
         weight = weights[name]
-        matrices[name] = _packed(name, weight, quantization, gated and name.endswith(".up.weight"))
+        scheme = "none" if name.endswith(EXACT) else quantization
+        matrices[name] = _packed(name, weight, scheme, gates_up and name.endswith(".up.weight"))
         if matrices[name] is not weight:
             del weights[name]
         done += weight.nbytes
@@ -355,7 +391,7 @@ def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     """The model's norm of x [T, H] with the weights called `name`."""
     weight, bias = weights.get(name + ".weight"), weights.get(name + ".bias")
     if config.norm == "rms" and weight is not None:
-        return ops.rms_norm(x, weight, config.norm_eps)
+        return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset)
     return ops.layer_norm(x, weight, bias, config.norm_eps)
 
 

@@ -28,12 +28,24 @@ QWEN: dict[str, Any] = COMMON | dict(
     num_key_value_heads=32, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-6,
     use_sliding_window=False, sliding_window=4096, max_window_layers=28, layer_types=None,
 )  # fmt: skip
+QWEN3_NEXT: dict[str, Any] = COMMON | dict(
+    vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48, num_attention_heads=16,
+    num_key_value_heads=2, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-6, attention_bias=False,
+    head_dim=256, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
+    linear_num_value_heads=32, num_experts=512, mlp_only_layers=None, layer_types=None, full_attention_interval=4,
+)  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": LLAMA
     | dict(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
     "qwen2": QWEN,
     "qwen3": QWEN | dict(head_dim=128, attention_bias=False),
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_text": QWEN3_NEXT
+    | dict(
+        vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_key_value_heads=4,
+        num_experts=None,
+    ),
     "opt": COMMON
     | dict(
         vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072, max_position_embeddings=2048,
@@ -56,6 +68,8 @@ NEVER_NULL = (
     "max_position_embeddings", "max_window_layers",
 )  # fmt: skip
 THETA = 10_000.0
+PARTIAL = 0.25
+"""Of each head that hybrid models rotate."""
 
 
 def plain_config(folder: Path) -> ModelConfig:
@@ -71,7 +85,8 @@ def _normalised(raw: dict[str, Any], family: Family) -> Any:
     if null is not None:
         raise UnsupportedModel(f"{null} is null; download the file again")
     _fill_in(values, family.model_type)
-    _fill_in_rope(values, known)
+    partial = PARTIAL if "full_attention_interval" in values else None
+    _fill_in_rope(values, {"partial_rotary_factor": partial} | known)
     values["model_type"] = family.model_type
     return SimpleNamespace(**values)
 
@@ -85,6 +100,9 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         values["num_key_value_heads"] = heads
     if "use_sliding_window" in values:
         _fill_in_windows(values)
+    if "full_attention_interval" in values and values["layer_types"] is None:
+        interval, kinds = values["full_attention_interval"], ("full_attention", "linear_attention")
+        values["layer_types"] = [kinds[bool((layer + 1) % interval)] for layer in range(values["num_hidden_layers"])]
     if model_type == "opt" and values["word_embed_proj_dim"] is None:
         values["word_embed_proj_dim"] = values["hidden_size"]
     if model_type == "falcon":

@@ -33,7 +33,7 @@ class Rope:
         self.head_dim = head_dim
         self.dynamic = spec.kind == "dynamic"
         self._carrier = None if spec.kind == "default" else _carrier(spec, head_dim)
-        self._table = torch.empty(0, head_dim)
+        self._table = torch.empty(0, spec.width(head_dim))
         self._frequencies = lru_cache(CACHED_BLOCKS)(self._compute_frequencies)
         self._block = lru_cache(CACHED_BLOCKS)(self._compute_block)
 
@@ -76,8 +76,8 @@ class Rope:
     def _compute_frequencies(self, length: int) -> tuple[Tensor, float]:
         """Angle per position [D/2], and the factor on cos and sin."""
         if self.spec.kind == "default":
-            theta = dict(self.spec.parameters)["rope_theta"]
-            return 1.0 / (theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)), 1.0
+            theta, width = dict(self.spec.parameters)["rope_theta"], self.spec.width(self.head_dim)
+            return 1.0 / (theta ** (torch.arange(0, width, 2).float() / width)), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         # transformers passes the length as a tensor once it exceeds the model's own: the arithmetic is then fp32

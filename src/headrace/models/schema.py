@@ -50,6 +50,8 @@ class RopeFields(msgspec.Struct):
     mscale_all_dim: Scale = UNSET
     partial_rotary_factor: Factor = UNSET
     truncate: Flag = UNSET
+    mrope_section: Annotated[list[Small], Meta(max_length=16)] | UnsetType | None = UNSET
+    mrope_interleaved: Flag = UNSET
 
 
 class ConfigFields(msgspec.Struct):
@@ -97,6 +99,15 @@ class ConfigFields(msgspec.Struct):
     sliding_window: Small | UnsetType | None = UNSET
     max_window_layers: Small | UnsetType | None = UNSET
     layer_types: Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=4096)] | UnsetType | None = UNSET
+    full_attention_interval: Count = UNSET
+    linear_conv_kernel_dim: Count = UNSET
+    linear_key_head_dim: Count = UNSET
+    linear_value_head_dim: Count = UNSET
+    linear_num_key_heads: Count = UNSET
+    linear_num_value_heads: Count = UNSET
+    num_experts: Small | UnsetType | None = UNSET
+    decoder_sparse_step: Count = UNSET
+    mlp_only_layers: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
     pretraining_tp: Small | UnsetType | None = UNSET
     rope_theta: Theta = UNSET
     partial_rotary_factor: Factor = UNSET

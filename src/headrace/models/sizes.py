@@ -10,6 +10,8 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of a number by type; float16 is computed in bfloat16."""
 SCALE_BYTES = 4
 LOOKED_UP = ("embed.weight", "positions.weight")
+EXACT = ".gates.weight"
+"""End of the names of matrices that are never rounded: they are small, and what they decide lasts."""
 
 
 def compute_type(config: ModelConfig, dtype: str) -> str:
@@ -44,7 +46,9 @@ def _rows(name: str, slot: Slot, share: Share | None) -> int:
 
 def _bytes(name: str, slot: Slot, rows: int, each: int, quantization: Quantization) -> int:
     columns = slot.columns or 1
-    if quantization == "none" or slot.columns is None or name in LOOKED_UP:
+    if slot.wide:
+        return rows * columns * BYTES["float32"]
+    if quantization == "none" or slot.columns is None or name in LOOKED_UP or name.endswith(EXACT):
         return rows * columns * each
     if quantization == "int8":
         return rows * (columns + SCALE_BYTES)

@@ -23,8 +23,8 @@ from headrace.models.spec import ModelConfig, Slot, expected
 OnProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after each tensor, as they are in memory."""
 
-HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias)$")
-"""Buffers that old checkpoints carry and no forward pass reads."""
+HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias)$|^mtp\.")
+"""Buffers that old checkpoints carry and no forward pass reads, and the layers that guess further tokens."""
 
 
 class Checkpoint:
@@ -84,8 +84,8 @@ def load_weights(
         for name, slot in slots.items():
             if share is None or share.holds(name):
                 if sources[name] not in shared:
-                    rows = _rows(config, name, share)
-                    shared[sources[name]] = _fuse(checkpoint, slot, sources[name], dtype, rows)
+                    rows, kept = _rows(config, name, share), torch.float32 if slot.wide else dtype
+                    shared[sources[name]] = _fuse(checkpoint, slot, sources[name], kept, rows)
                     _check_finite(folder, shared[sources[name]], sources[name])
                 weights[name] = shared[sources[name]]
             size = to_come.pop(sources[name], 0)
@@ -117,7 +117,7 @@ def _source(names: Names, name: str, prefix: str) -> tuple[str, ...]:
         return ("lm_head.weight",)
     module, kind = name.rsplit(".", 1)
     index = re.search(r"\d+", module)
-    theirs = names[re.sub(r"\d+", "{}", module)]
+    theirs = names[module if module in names else re.sub(r"\d+", "{}", module)]
     return tuple(f"{prefix}{source.format(index.group() if index else '')}.{kind}" for source in theirs)
 
 
@@ -180,8 +180,10 @@ def _rows(config: ModelConfig, name: str, share: Share | None) -> Tensor | None:
     """Rows of the checkpoint's tensors that make ours, where that is not all of them in their order."""
     kept = share.rows(name) if share else None
     mine = None if kept is None else torch.cat([torch.arange(part.start, part.stop) for part in kept])
-    qkv_rows = FAMILIES[config.architecture].qkv_rows
-    if qkv_rows is None or ".qkv." not in name:
+    family = FAMILIES[config.architecture]
+    if family.rows is not None and (found := family.rows(config, name)) is not None:
+        return torch.tensor(found)
+    if family.qkv_rows is None or ".qkv." not in name:
         return mine
-    stored = torch.tensor(qkv_rows(config.attention))
+    stored = torch.tensor(family.qkv_rows(config.attention))
     return stored if mine is None else stored[mine]

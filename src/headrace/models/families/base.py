@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ from headrace.models.spec import Activation, ModelConfig, RopeKind, RopeSpec
 from headrace.types import UnsupportedModel
 
 Names = Mapping[str, tuple[str, ...]]
-"""Our module -> the checkpoint's modules whose rows, one after another, make it. Layers have a `{}` for their index."""
+"""Our module -> the checkpoint's modules whose rows, one after another, make it. Layers have a `{}` for their index, or
+the index of a layer whose module has another name than most."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Family:
 
     `configuration` names the class of that configuration, "module:class": narrow modules, which import no models.
     `prefixes` are what may stand before a tensor's name. `qkv_rows`, for families that interleave q, k and v in one
-    matrix, lists the rows of that matrix in our order: all of q, then k, then v.
+    matrix, lists the rows of that matrix in our order: all of q, then k, then v. `rows`, for those that interleave
+    more, lists those of our tensor of a name; None: as they are.
     """
 
     model_type: str
@@ -29,6 +31,7 @@ class Family:
     names: Callable[[ModelConfig], Names]
     prefixes: tuple[str, ...]
     qkv_rows: Callable[[AttentionSpec], list[int]] | None = None
+    rows: Callable[[ModelConfig, str], list[int] | None] | None = None
 
 
 GATED_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu"}
@@ -53,15 +56,19 @@ IGNORED_ROPE_KEYS = {"type", "finetuned"}
 """Left over from older forms of config.json."""
 
 
-def rope(config: Any) -> RopeSpec:
-    """The rotation that the configuration asks for. Refuses parameters that it does not use."""
+def rope(config: Any, *, partial: bool = False, ignored: Set[str] = frozenset()) -> RopeSpec:
+    """The rotation that the configuration asks for. Refuses parameters that it does not use, but for those `ignored`.
+
+    partial: the family may rotate a part of each head alone.
+    """
     given = config.rope_parameters.items()
-    parameters = {name: value for name, value in given if value is not None and name not in IGNORED_ROPE_KEYS}
-    if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
+    left_out = IGNORED_ROPE_KEYS | ignored
+    parameters = {name: value for name, value in given if value is not None and name not in left_out}
+    if not partial and parameters.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModel("partial_rotary_factor other than 1 is not supported")
     kind = parameters.get("rope_type", "default")
     refuse_rope(kind, parameters)
-    unknown = sorted(set(parameters) - ROPE_KEYS[kind] - {"rope_type", "rope_theta"})
+    unknown = sorted(set(parameters) - ROPE_KEYS[kind] - {"rope_type", "rope_theta", "partial_rotary_factor"})
     if unknown:
         raise UnsupportedModel(f"rope_parameters.{unknown[0]} is not supported with rope_type {kind!r}")
     return RopeSpec(kind, tuple(sorted(parameters.items())), config.max_position_embeddings)
