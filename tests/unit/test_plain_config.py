@@ -17,6 +17,7 @@ pytestmark = pytest.mark.unit
 
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 WINDOWS = dict(use_sliding_window=True, sliding_window=64, num_hidden_layers=3)
+NEXT, QWEN3_5 = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"
 GIVEN: list[dict[str, Any]] = [
     *(dict(architectures=[name]) for name in FAMILIES),
     dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=[3, 4]),
@@ -35,17 +36,13 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["OPTForCausalLM"], word_embed_proj_dim=512, do_layer_norm_before=False, enable_bias=False),
     dict(architectures=["FalconForCausalLM"], n_embed=256, num_attention_heads=4, alibi=True, ffn_hidden_size=100),
     dict(architectures=["FalconForCausalLM"], new_decoder_architecture=True, num_kv_heads=71),
-    dict(architectures=["Qwen3NextForCausalLM"], num_experts=0, num_hidden_layers=4),
+    dict(architectures=[NEXT], num_experts=0, num_hidden_layers=4),
+    dict(architectures=[NEXT], mlp_only_layers=[0, 1], num_hidden_layers=2, full_attention_interval=2),
+    dict(architectures=[QWEN3_5], full_attention_interval=2, partial_rotary_factor=0.5, num_hidden_layers=5),
+    dict(architectures=[QWEN3_5], layer_types=["linear_attention"] * 3, num_hidden_layers=3),
+    dict(architectures=[QWEN3_5], linear_num_key_heads=3),
     dict(
-        architectures=["Qwen3NextForCausalLM"], mlp_only_layers=[0, 1], num_hidden_layers=2, full_attention_interval=2
-    ),
-    dict(
-        architectures=["Qwen3_5ForCausalLM"], full_attention_interval=2, partial_rotary_factor=0.5, num_hidden_layers=5
-    ),
-    dict(architectures=["Qwen3_5ForCausalLM"], layer_types=["linear_attention"] * 3, num_hidden_layers=3),
-    dict(architectures=["Qwen3_5ForCausalLM"], linear_num_key_heads=3),
-    dict(
-        architectures=["Qwen3_5ForCausalLM"],
+        architectures=[QWEN3_5],
         rope_parameters=dict(
             rope_type="default",
             rope_theta=1e7,

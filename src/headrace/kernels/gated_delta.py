@@ -1,7 +1,7 @@
 """Gated delta nets (arXiv 2412.06464) over states that live elsewhere: C++, or torch token by token.
 
 T: rows; K: inputs of the convolution; Hk, Hv: key and value heads; D: size of queries and keys, V: of values;
-C = 2 Hk D + Hv V: channels. For each token, after a causal convolution with silu, with q and k of length 1 (q / sqrt(D)):
+C = 2 Hk D + Hv V: channels. For each token, after a causal convolution with silu, q and k of length 1, q / sqrt(D):
 
     S = decay S + k (x) beta (v - decay k S),    out = norm(q S) silu(z)        S [D, V] fp32 of each value head
 

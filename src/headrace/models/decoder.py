@@ -177,6 +177,29 @@ class OneByOne:
         attend: Attend,
         rows: Tensor | None = None,
         watch: block.Watch | None = None,
+    ) -> Tensor:
+        """x [T, H] -> [T, H], or [n, H] of `rows` alone."""
+        for layer in self.layers:
+            if watch is not None:
+                watch(layer.index, x)
+            x = layer(x, cos_sin, attend, rows if layer is self.layers[-1] else None)
+        return x
+
+    def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The keys and values [n, Hkv, D] that the layer makes of x [n, H], as `attend` gets them."""
+        return self.layers[layer].project(x, cos_sin)
+
+
+class HybridLayers(OneByOne):
+    """The same, where some are recurrent."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        cos_sin: Tensor | None,
+        attend: Attend,
+        rows: Tensor | None = None,
+        watch: block.Watch | None = None,
         recur: Recur | None = None,
     ) -> Tensor:
         """x [T, H] -> [T, H], or [n, H] of `rows` alone."""
@@ -185,10 +208,6 @@ class OneByOne:
                 watch(layer.index, x)
             x = layer(x, cos_sin, attend, rows if layer is self.layers[-1] else None, recur)
         return x
-
-    def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The keys and values [n, Hkv, D] that the layer makes of x [n, H], as `attend` gets them."""
-        return self.layers[layer].project(x, cos_sin)
 
 
 class Decoder:
@@ -232,9 +251,8 @@ class Decoder:
         whole = _alone if share is None or tensor is None else _gathered(share, tensor)
         layers = [Layer(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
         if self.config.recurrent is not None:
-            reason: str | None = "some are recurrent"
-        else:
-            reason = block.obstacle(layers, self.dtype) if share is None else f"shared by {share.size} tensor ranks"
+            return HybridLayers(layers)
+        reason = block.obstacle(layers, self.dtype) if share is None else f"shared by {share.size} tensor ranks"
         if reason is None:
             return block.Blocks(_shape(self.config), layers)
         log.info("layers are computed one operation at a time: %s", reason)
@@ -297,7 +315,7 @@ class Decoder:
         recur(layer, ...) is called by each recurrent layer in attend's place; layers are numbered by kind then.
         """
         x, cos_sin = self.enter(batch)
-        if isinstance(self.layers, OneByOne):
+        if isinstance(self.layers, HybridLayers):
             return self.leave(self.layers(x, cos_sin, attend, rows, watch, recur))
         return self.leave(self.layers(x, cos_sin, attend, rows, watch))
 

@@ -95,8 +95,8 @@ class Share:
     def __post_init__(self) -> None:
         if self.config.recurrent is not None:
             raise ValueError(
-                f"tensor_parallel_size {self.size}: {self.config.architecture} has recurrent layers, which tensor ranks do "
-                f"not share yet; use 1"
+                f"tensor_parallel_size {self.size}: {self.config.architecture} has recurrent layers, which "
+                f"tensor ranks do not share yet; use 1"
             )
         for width in ("heads", "inner", "hidden"):
             self.widths(width)

@@ -1,6 +1,6 @@
 """Qwen3-Next and Qwen3.5 (text): gated delta nets in most layers, attention with an output gate in the others.
 
-Norms add 1 to their weights, and a part of each head is rotated. Refused are experts: every layer must have a plain MLP.
+Norms add 1 to their weights, and a part of each head is rotated. Experts are refused: every layer has a plain MLP.
 """
 
 from __future__ import annotations
