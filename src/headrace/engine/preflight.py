@@ -59,9 +59,29 @@ def check(config: EngineConfig) -> None:
     _passed.add(name)
 
 
+def refuse_for_hybrids(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for what a model with recurrent layers does not do yet, and for states that a model has not."""
+    if model.recurrent is None:
+        if config.cache.states is not None:
+            raise ValueError(f"recurrent_states: {model.architecture} has no recurrent layers; leave it out")
+        return
+    found = {
+        "context_parallel_size": config.ranks.context > 1,
+        "tensor_parallel_size": config.ranks.tensor > 1,
+        "attention_backend triton": config.model.backend == "triton",
+        "offload_schedule": config.streaming is not None,
+        " and ".join(each.switch for each in config.tiers.each) if config.tiers is not None else "": True,
+    }
+    asked = next((name for name, on in found.items() if name and on), None)
+    if asked is not None:
+        told = "its states stay on one rank, in memory, on the CPU"
+        raise ValueError(f"{asked}: {model.architecture} has recurrent layers, and {told}; leave it out")
+
+
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for settings that the model rules out: a type of the cache that is not computed in, a sequence
     longer than the model's, or than the KV cache holds."""
+    refuse_for_hybrids(config, model)
     asked, tokens, kv_dtype = config.model.max_len, config.cache.tokens, config.cache.dtype
     compute = compute_type(model, config.model.dtype)
     if kv_dtype not in ("auto", "int8", compute):

@@ -10,7 +10,6 @@ There is one order of operations, token by token, so a row has the same bits how
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 from headrace.config import RecurrentSpec
 from headrace.kernels import dispatch
 from headrace.kernels.extension import check, require, type_of
+from headrace.kernels.records import LayerStates
 
 MOST_KEY_DIM, MOST_INPUTS = 256, 8
 """Of the C++ kernel (csrc/kernels.h, GatedDelta)."""
@@ -33,14 +33,6 @@ class DeltaWeights(NamedTuple):
     dt_bias: Tensor
     norm: Tensor
     eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class LayerStates:
-    """A layer's states. last [slots, K-1, C]: the convolution's last inputs; matrices [slots, Hv, D, V] fp32."""
-
-    last: Tensor
-    matrices: Tensor
 
 
 class Recur(Protocol):

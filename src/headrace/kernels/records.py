@@ -93,3 +93,12 @@ class StepInputs:
     def masks(self, positions: Tensor) -> dict[int | None, Mask]:
         """What the rows see from `positions`, by window."""
         return {w: Mask(each, positions, window=w, bias=self.bias, scale=self.scale) for w, each in self.items.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStates:
+    """States of one recurrent layer (kernels.gated_delta). K: inputs of its convolution, C: its channels; V: size of
+    the values. last [slots, K-1, C]: the convolution's last inputs; matrices [slots, value heads, D, V] fp32."""
+
+    last: Tensor
+    matrices: Tensor
