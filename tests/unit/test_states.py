@@ -187,3 +187,24 @@ def test_no_states_are_kept_where_nothing_is_shared() -> None:
 def test_there_is_at_least_one_state() -> None:
     with pytest.raises(ValueError, match="at least one state, got 0"):
         KVCache(4, states=0)
+
+
+def test_a_late_state_takes_no_slot_of_its_step() -> None:
+    """Four states: one that the second request goes on from in this very step, two of the first, one of the second."""
+    steps = Steps(40, 1000, 4)
+    steps.add(blocks(7), 1)
+    steps.finish()
+    steps.add(blocks(1, 2, 3), 1)
+    second, third = steps.add(blocks(7, tail=9), 1), steps.add(blocks(1, 2, 5), 1)
+    steps.step()
+    assert second.cached_tokens == CHUNK and third.cached_tokens == 0
+
+
+def test_a_hit_beyond_the_last_state_is_cut_back_to_it() -> None:
+    steps = Steps(40, 1000, 8)
+    for prompt in (blocks(1), blocks(1, 2, 3)):
+        steps.add(prompt, 1)
+        steps.finish()
+    third = steps.add(blocks(1, 2, 5), 1)
+    steps.finish()
+    assert third.cached_tokens == CHUNK
