@@ -85,6 +85,20 @@ def test_preempted_is_the_same_as_undisturbed(sharing: bool, folder: Path) -> No
     assert stats.scheduler.preemptions > 0 and (stats.kv.evictions > 0 or not sharing)
 
 
+@pytest.mark.parametrize("settings", [{"kv_cache_dtype": "int8", "kv_cache_prefault": True}, {"quantization": "int8"}])
+def test_rounded_numbers_are_the_same_in_every_schedule(settings: dict[str, Any], folder: Path) -> None:
+    private, llm = engine(folder, enable_prefix_caching=False, **settings), engine(folder, **settings)
+    given = [prompts()[4], prompts()[8], prompts()[11]]
+    alone = [run(private, [prompt], SHORT)[0] for prompt in given]
+    same(run(llm, given, SHORT), alone)
+    same(run(llm, given, SHORT), alone)
+
+
+def test_threads_change_nothing(folder: Path, truth: list[Trace], threads_kept: None) -> None:
+    same(run(engine(folder, threads=1), prompts(), SHORT), truth)
+    same(run(engine(folder, threads=2), prompts(), SHORT), truth)
+
+
 def test_one_state_is_enough(folder: Path, truth: list[Trace]) -> None:
     same(run(engine(folder, recurrent_states=1), prompts(), SHORT), truth)
 

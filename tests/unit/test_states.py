@@ -1,4 +1,4 @@
-"""Recurrent states in the tree: whatever is scheduled, each slice begins with the state of just the tokens before it."""
+"""Recurrent states in the tree: what is scheduled begins with the state of just the tokens before it."""
 
 from __future__ import annotations
 

@@ -145,11 +145,14 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
     tell(LoadPhase("memory for the KV cache"))
     slots, device = sized.per_rank // CHUNK, device_of(config)
     storage = KVStorage(decoder.config.attention, slots, sized.kv_dtype, sized.hidden, sized.dtype, device)
+    states = _state_storage(sized)
     if config.cache.prefault:
         storage.prefault()
+        if states is not None:
+            states.prefault()
     if config.tiers is not None:
         tell(LoadPhase("opening the tiers"))
-    runner, offload = Runner(decoder, storage, capacity.backend, _state_storage(sized)), None
+    runner, offload = Runner(decoder, storage, capacity.backend, states), None
     if config.tiers is not None:
         peers = TierPeers(1, {0: tiers.agent_of(config, runner, capacity.backend)})
         offload = tiers.open_offload(config, capacity, cache, runner, peers)

@@ -102,6 +102,12 @@ class StateStorage:
         matrices = (slots, spec.value_heads, spec.key_dim, spec.value_dim)
         self.layers = [LayerStates(zeros(last, dtype), zeros(matrices, torch.float32)) for _ in range(spec.layers)]
 
+    def prefault(self) -> None:
+        """Writes zeros everywhere, so that the system maps all of the memory now."""
+        for layer in self.layers:
+            layer.last.zero_()
+            layer.matrices.zero_()
+
 
 def _split(x: Tensor, parts: int) -> Tensor:
     """[slots, Hk, ...] -> [slots * parts, Hk / parts, ...]."""
