@@ -171,7 +171,11 @@ def test_a_request_that_is_aborted_leaves_no_state_held(folder: Path) -> None:
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: .* has recurrent layers"),
         ({"context_parallel_size": 2}, "context_parallel_size: .* has recurrent layers"),
-        ({"kv_offloading_size": 0.1}, "kv_offloading_size: .* has recurrent layers"),
+        ({"kv_remote_url": "redis://127.0.0.1:1/0"}, "kv_remote_url: .* has recurrent layers"),
+        (
+            {"kv_offloading_size": 0.1, "kv_offload_activations": "on"},
+            "kv_offload_activations: .* has recurrent layers",
+        ),
         ({"kv_offloading_size": 0.1, "offload_schedule": "row"}, "offload_schedule: .* has recurrent layers"),
     ],
 )

@@ -37,6 +37,8 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
     """
     if config.tiers is None or config.tiers.activations == "off" or config.ranks.tensor > 1:
         return False
+    if model.recurrent is not None:
+        return False
     if config.ranks.context > 1:
         return config.tiers.activations == "on"
     spec = model.attention

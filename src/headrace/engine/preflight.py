@@ -65,16 +65,18 @@ def refuse_for_hybrids(config: EngineConfig, model: ModelConfig) -> None:
         if config.cache.states is not None:
             raise ValueError(f"recurrent_states: {model.architecture} has no recurrent layers; leave it out")
         return
+    tiers = config.tiers
     found = {
         "context_parallel_size": config.ranks.context > 1,
         "tensor_parallel_size": config.ranks.tensor > 1,
         "attention_backend triton": config.model.backend == "triton",
         "offload_schedule": config.streaming is not None,
-        " and ".join(each.switch for each in config.tiers.each) if config.tiers is not None else "": True,
+        "kv_remote_url": tiers is not None and any(each.kind == "remote" for each in tiers.each),
+        "kv_offload_activations": tiers is not None and tiers.activations == "on",
     }
-    asked = next((name for name, on in found.items() if name and on), None)
+    asked = next((name for name, on in found.items() if on), None)
     if asked is not None:
-        told = "its states stay on one rank, in memory, on the CPU"
+        told = "its states are kept by one rank, in memory and on disk, on the CPU"
         raise ValueError(f"{asked}: {model.architecture} has recurrent layers, and {told}; leave it out")
 
 

@@ -285,6 +285,8 @@ class KVCache:
 
     def park(self, table: ChunkTable) -> None:
         """`close`, but holding on to the complete named chunks, until the table is closed for good."""
+        if self.states is not None:
+            self.states.close(table)
         kept = next((i for i, node in enumerate(table.nodes) if node.digest is None or not node.complete), None)
         if kept is not None:
             self._drop_from(table, kept)

@@ -15,7 +15,7 @@ and a sequence may begin with a state that another leaves in the same step.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.table_state import NONE, Segment, TableState
@@ -27,7 +27,8 @@ class StateCache:
     """Slots 0 .. total-1: each is free, a table's own, or kept behind a chunk. As many tables may be open as there are
     slots: one that needs a slot always gets one, at the price of kept states, the least recently used first.
 
-    idle: kept slots that no table goes on from, in the order of their use.
+    idle: kept slots that no table goes on from, in the order of their use. leaving: may be set to be told of each chunk
+    whose state is evicted, while the slot still has it.
     """
 
     def __init__(self, total: int, tree: PrefixTree) -> None:
@@ -37,6 +38,7 @@ class StateCache:
         self.tree = tree
         self.evictions = 0
         self.idle: OrderedDict[int, None] = OrderedDict()
+        self.leaving: Callable[[Node], None] | None = None
         self._free = list(range(total - 1, -1, -1))
         self._kept: dict[int, Node | None] = {}
         """Kept slots with their nodes; None: until the step is committed."""
@@ -224,13 +226,38 @@ class StateCache:
             del self._refs[slot]
             self.idle[slot] = None
 
+    def borrow(self) -> int | None:
+        """A slot to be written to at once, which no slice of the coming step names; None if there is none to be had."""
+        return self._untouched()
+
+    def give_back(self, slot: int) -> None:
+        """A borrowed slot that is of no use."""
+        self._free.append(slot)
+
+    def adopt(self, table: ChunkTable, slot: int) -> None:
+        """A borrowed slot has the state behind the table's last chunk, which keeps it with the next `commit`."""
+        self._let_go(table.track)
+        table.track.slot, table.track.owns = slot, True
+        self._keep(table, len(table.nodes) - 1)
+
+    def nodes(self) -> list[Node]:
+        """Chunks with states, between two steps."""
+        return [node for node in self._kept.values() if node is not None]
+
     def close(self, table: ChunkTable) -> None:
         """Before the table's chunks are let go of."""
         self._let_go(table.track)
 
     def _evict(self, slot: int) -> None:
         self.evictions += 1
+        self._tell(slot)
         self._drop(slot)
+
+    def _tell(self, slot: int) -> None:
+        """What this step is still to write is lost: `leaving` would find other numbers."""
+        node = self._kept[slot]
+        if self.leaving is not None and node is not None and slot not in self._touched:
+            self.leaving(node)
 
     def _drop(self, slot: int) -> None:
         """Frees a slot that no table goes on from."""
@@ -242,6 +269,7 @@ class StateCache:
 
     def _forget(self, node: Node) -> None:
         """The node leaves the tree."""
+        self._tell(node.state)
         self._drop(node.state)
 
     def check(self, tables: Iterable[ChunkTable]) -> None:

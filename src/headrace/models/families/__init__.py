@@ -6,7 +6,7 @@ from headrace.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from headrace.models.families.opt import OPT
 from headrace.models.families.qwen3_next import QWEN3_5, QWEN3_NEXT
 
-__all__ = ["FAMILIES", "RECURRENT", "Family"]
+__all__ = ["FAMILIES", "Family"]
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
@@ -18,6 +18,3 @@ FAMILIES: dict[str, Family] = {
     "OPTForCausalLM": OPT,
     "FalconForCausalLM": FALCON,
 }
-
-RECURRENT = (QWEN3_NEXT.model_type, QWEN3_5.model_type)
-"""Values of model_type whose models have recurrent layers."""

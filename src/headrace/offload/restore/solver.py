@@ -279,6 +279,17 @@ def restore_split(
     return best
 
 
+def whole_split(run: StoredRun, costs: Costs, state_s: float, max_batch_tokens: int = 2048) -> Split:
+    """All of the run, or nothing: what a model with recurrent layers can take, since a state stands at the run's end
+    alone. state_s: seconds that reading it takes when the chunks have come. Raises ValueError."""
+    tables = CostTables(run, costs, max_batch_tokens)
+    loaded = _predicted(tables, 0, 0).seconds + state_s
+    told = f"{run.chunks} chunks with the state behind them: {_ms(loaded)} (recomputing all {_ms(tables.all_s)})"
+    if tables.all_s - loaded < LEAST_GAIN * tables.all_s:
+        return Split(run.chunks, 0, 0, tables.all_s, f"recompute {told}", all_s=tables.all_s)
+    return Split(0, 0, run.chunks, loaded, f"load {told}", all_s=tables.all_s)
+
+
 def _closed(tables: CostTables, strategy: str, least_gain: float, caution: float) -> Split:
     """The best split with this strategy of the suffix."""
     tables.close_by(strategy)

@@ -12,8 +12,6 @@ from pathlib import Path
 from headrace.config import EngineConfig
 from headrace.config.environment import CACHE_DIR, cache_folder, from_home
 from headrace.config.tiers import DISK_GIB, NO_DISK, OWN_DISK
-from headrace.models.families import RECURRENT
-from headrace.models.files import read_json
 
 log = logging.getLogger(__name__)
 
@@ -84,17 +82,8 @@ def _ruled_out(config: EngineConfig) -> str:
         "ranks on other hosts": not _on_this_host(config),
         "attention_backend triton": config.model.backend == "triton",
         "kv_remote_url": config.flat["kv_remote_url"] is not None,
-        "a model with recurrent layers": _is_recurrent(Path(config.model.folder).expanduser()),
     }
     return next((name for name, given in others.items() if given), "")
-
-
-def _is_recurrent(folder: Path) -> bool:
-    """False too for what is no model's folder, of which others tell."""
-    try:
-        return read_json(folder / "config.json").get("model_type") in RECURRENT
-    except (ValueError, OSError):
-        return False
 
 
 def _on_this_host(config: EngineConfig) -> bool:
