@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
-from headrace.kv.states import NONE
+from headrace.kv.table_state import NONE
+from headrace.kv.tree import Node, chain, token_array
 from headrace.types import CHUNK, Request, SamplingParams
 
 pytestmark = pytest.mark.unit
@@ -25,6 +26,14 @@ class Steps:
         self.memory: dict[int, list[int]] = {}
         self.left: dict[SequenceState, int] = {}
         self.prefilled = 0
+        self.left_tree = 0
+        assert self.cache.states is not None
+        self.cache.states.leaving = self._leaves
+
+    def _leaves(self, node: Node) -> None:
+        """Whoever stores the state at this moment must find it."""
+        self.left_tree += 1
+        self._check_state(node)
 
     def add(self, prompt: list[int], answer: int) -> SequenceState:
         sequence = SequenceState(Request(str(len(self.left)), prompt, SamplingParams()), 0, self._order())
@@ -66,14 +75,24 @@ class Steps:
         self.scheduler.check()
         for node in self.cache.tree.nodes.values():
             if node.state != NONE:
-                tokens = self.memory[node.state]
-                table = self.cache.open([*tokens, 0])
-                assert len(tokens) % CHUNK == 0 and table.digest(len(tokens) // CHUNK - 1) == node.digest
-                self.cache.close(table)
+                self._check_state(node)
+
+    def _check_state(self, node: Node) -> None:
+        tokens = self.memory[node.state]
+        assert len(tokens) % CHUNK == 0 and _name(self.cache, tokens) == node.digest
 
     def finish(self) -> None:
         while self.left:
             self.step()
+
+
+def _name(cache: KVCache, tokens: list[int]) -> bytes:
+    """Of the last chunk of these tokens."""
+    table = KVCache(1, cache.identity).open([])
+    name = table._root
+    for start in range(0, len(tokens), CHUNK):
+        name = chain(name, token_array(tokens[start : start + CHUNK]))
+    return name
 
 
 class StatesMachine(RuleBasedStateMachine):
@@ -173,8 +192,9 @@ def test_states_that_are_needed_take_the_place_of_kept_ones() -> None:
     steps = Steps(40, 1000, 2)
     for first in range(4):
         steps.add(blocks(first, first), 80)
-    steps.finish()
+        steps.finish()
     assert steps.cache.states is not None and steps.cache.states.evictions > 0
+    assert steps.left_tree > 0
 
 
 def test_no_states_are_kept_where_nothing_is_shared() -> None:
@@ -208,3 +228,19 @@ def test_a_hit_beyond_the_last_state_is_cut_back_to_it() -> None:
     third = steps.add(blocks(1, 2, 5), 1)
     steps.finish()
     assert third.cached_tokens == CHUNK
+
+
+def test_a_borrowed_slot_is_none_that_the_step_names() -> None:
+    """It is written to before the step is computed, which still reads what its segments begin with."""
+    steps = Steps(40, 1000, 3)
+    steps.add(blocks(7), 1)
+    steps.finish()
+    states = steps.cache.states
+    assert states is not None
+    steps.add(blocks(7, tail=9), 1)
+    (part,) = steps.scheduler.schedule()
+    assert part.sequence.table is not None
+    named = {slot for each in part.sequence.table.track.segments for slot in each[1:]}
+    borrowed = states.borrow()
+    assert borrowed is not None and borrowed not in named and states.borrow() is None
+    states.give_back(borrowed)

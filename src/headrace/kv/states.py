@@ -43,7 +43,9 @@ class StateCache:
         self._kept: dict[int, Node | None] = {}
         """Kept slots with their nodes; None: until the step is committed."""
         self._refs: dict[int, int] = {}
-        self._touched: set[int] = set()
+        self._read: set[int] = set()
+        self._written: set[int] = set()
+        """Slots that segments of the step read, and write."""
         self._stepping: list[TableState] = []
         self._computing: dict[Node, tuple[ChunkTable, int]] = {}
         self._waiting: list[tuple[ChunkTable, int, int]] = []
@@ -105,7 +107,8 @@ class StateCache:
             source = track.slot
             self._own(track)
             track.segments.append(Segment(mark, source, track.slot))
-            self._touched |= {source, track.slot}
+            self._read.add(source)
+            self._written.add(track.slot)
             if mark in marks or (answered and mark == answer):
                 self._keep(table, mark // CHUNK - 1)
         track.marks -= marks
@@ -151,16 +154,17 @@ class StateCache:
         if slot is None:
             return False
         track.segments[at : at + 1] = [Segment(mark, source, slot), Segment(end, slot, target)]
-        self._touched.add(slot)
+        self._written.add(slot)
         self._kept[slot], node.state = node, slot
         self.idle[slot] = None
         return True
 
     def _untouched(self) -> int | None:
         """A slot that no segment of the step names yet: it may be written at any moment of it."""
-        slot = next((each for each in reversed(self._free) if each not in self._touched), None)
+        named = self._read | self._written
+        slot = next((each for each in reversed(self._free) if each not in named), None)
         if slot is None:
-            slot = next((each for each in self.idle if each not in self._touched), None)
+            slot = next((each for each in self.idle if each not in named), None)
             if slot is None:
                 return None
             self._evict(slot)
@@ -184,7 +188,8 @@ class StateCache:
             track.segments.clear()
         self._stepping.clear()
         self._computing.clear()
-        self._touched.clear()
+        self._read.clear()
+        self._written.clear()
 
     # -- slots
 
@@ -256,7 +261,7 @@ class StateCache:
     def _tell(self, slot: int) -> None:
         """What this step is still to write is lost: `leaving` would find other numbers."""
         node = self._kept[slot]
-        if self.leaving is not None and node is not None and slot not in self._touched:
+        if self.leaving is not None and node is not None and slot not in self._written:
             self.leaving(node)
 
     def _drop(self, slot: int) -> None:
