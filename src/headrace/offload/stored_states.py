@@ -20,6 +20,7 @@ from headrace.offload.ranked.agent import offer
 from headrace.offload.state_codec import StateCodec
 from headrace.offload.tiers.base import Read, name_of
 from headrace.offload.tiers.stack import Tiers
+from headrace.offload.writeback import IDLE_QUEUE
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +54,9 @@ class StoredStates:
             offer(self.tiers, lacking, name, node.tenant, self.codec.encode(node.state, digest))
 
     def store_idle(self) -> bool:
-        """Stores one state that is not stored; False if there is none."""
+        """Stores one state that is not stored, unless enough waits to be written; False if there is none."""
         node = next((each for each in self.cache.nodes() if each.digest not in self._stored), None)
-        if node is not None:
+        if node is not None and self.tiers.queued_bytes <= IDLE_QUEUE:
             self._store(node)
         return node is not None
 
@@ -63,7 +64,7 @@ class StoredStates:
         """What is not stored yet, within that time."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end and self.store_idle():
-            pass
+            self.tiers.flush(max(0.0, end - time.monotonic()))
 
     def load(self, digest: bytes, slot: int) -> str:
         """Reads the state behind a chunk into a slot. Why it could not; empty where it is there."""
