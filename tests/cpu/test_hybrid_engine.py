@@ -163,7 +163,7 @@ def test_a_request_that_is_aborted_leaves_no_state_held(folder: Path) -> None:
             llm.engine.abort(request_id)
             llm.engine.scheduler.check()
         assert not states._refs
-    assert states.kept
+    assert states.kept == llm.engine.stats().kv.states_kept > 0
 
 
 @pytest.mark.parametrize(
