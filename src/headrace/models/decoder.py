@@ -115,13 +115,14 @@ class Layer:
     def _heads(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None) -> Tensor:
         """x [T, H] -> attended heads [T or n, Hq, D]."""
         spec = self.config.attention
-        heads = self._linear("qkv", x).view(len(x), -1, spec.head_dim)
-        q, k, v = heads[:, : spec.heads + 2 * spec.kv_heads].split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
+        own = spec.heads + 2 * spec.kv_heads
+        heads = self._linear("qkv", x).view(len(x), own + self.config.attention_gate * spec.heads, spec.head_dim)
+        q, k, v = heads[:, :own].split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
         q, k = self._turned("q_norm", q, cos_sin), self._turned("k_norm", k, cos_sin)
         attended = attend(self.place, q, k, v) if rows is None else attend(self.place, q, k, v, rows)
         if not self.config.attention_gate:
             return attended
-        gates = heads[:, spec.heads + 2 * spec.kv_heads :]
+        gates = heads[:, own:]
         return gated(attended, gates if rows is None else gates[rows])
 
     def _turned(self, name: str, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
@@ -141,7 +142,8 @@ class Layer:
             heads = ops.linear(x, weight, bias)[:, queries:]
         else:
             heads = ops.linear(x, tail, None if bias is None else bias[queries:])
-        k, v = heads.view(len(x), -1, spec.head_dim)[:, : 2 * spec.kv_heads].split(spec.kv_heads, dim=1)
+        width = 2 * spec.kv_heads * spec.head_dim  # gates may follow
+        k, v = heads[:, :width].view(len(x), 2 * spec.kv_heads, spec.head_dim).split(spec.kv_heads, dim=1)
         return self._turned("k_norm", k, cos_sin), v
 
     def _mlp(self, x: Tensor) -> Tensor:
