@@ -232,6 +232,32 @@ struct SoftmaxSums {
   int threads;
 };
 
+// Rows row_begin .. row_end - 1 of a sequence, which begin with the state in slot `from` (-1: the state of no tokens) and leave
+// theirs in slot `to`; both may be the same.
+struct DeltaSegment {
+  int64_t row_begin, row_end, from, to;
+};
+
+// Gated delta nets: gated_delta.cpp. C = 2 Hk D + Hv V channels, of queries, keys and values; K: inputs of the convolution.
+struct GatedDelta {
+  static constexpr int64_t MOST_KEY_DIM = 256, MOST_INPUTS = 8;
+
+  const void *mixed;             // [T, C + Hv V] rows mixed_stride apart: the channels, and what gates the output
+  const float *gates;            // [T, 2 Hv]: of beta, and of the decay
+  const float *conv;             // [K, C]
+  const float *rate, *dt_bias;   // [Hv] each
+  const float *norm;             // [V]
+  void *last;                    // [slots, K - 1, C]: the convolution's last inputs, of the type of `mixed`
+  float *matrices;               // [slots, Hv, D, V]
+  const DeltaSegment *segments;  // [n], which take effect one after another
+  void *out;                     // [T, Hv, V]; rows in no segment are left as they are
+  int64_t rows, mixed_stride, segment_count, key_heads, value_heads, key_dim, value_dim, kernel;
+  float eps;
+  int threads;
+
+  int64_t channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
+};
+
 // Whether the first cache of a core holds 32 KB or less, as those of Zen 4 do: half a chunk of keys and values and the half
 // that is read next leave no room in it. What is fetched ahead goes to the second one then. (Zen 5 and Sapphire Rapids: 48.)
 extern bool small_l1;
@@ -251,6 +277,7 @@ extern const bool multiplies_bf16;
   PER_TYPE(add, Sum)                                                          \
   PER_TYPE(embed, Embed)                                                      \
   PER_TYPE(rotary, Rotary)                                                    \
+  PER_TYPE(gated_delta, GatedDelta)                                           \
   PER_TYPE(linear_quant, LinearQuant)                                         \
   PER_TYPE(linear_plain, Linear)                                              \
   PAIRS(linear_pairs, void, (const Linear &))                                 \
@@ -267,7 +294,7 @@ extern const bool multiplies_bf16;
 
 // Each in two types, of Unary, and in Python by the same name. To add one: its name here, activations.cpp.
 #define HEADRACE_ACTIVATIONS(ACTIVATION) \
-  ACTIVATION(silu_mul) ACTIVATION(gelu_tanh_mul) ACTIVATION(gelu) ACTIVATION(gelu_tanh) ACTIVATION(relu)
+  ACTIVATION(silu_mul) ACTIVATION(gelu_tanh_mul) ACTIVATION(sigmoid_mul) ACTIVATION(gelu) ACTIVATION(gelu_tanh) ACTIVATION(relu)
 
 struct Kernels {
 #define HEADRACE_PER_TYPE(name, Arguments) void (*name[2])(const Arguments &);

@@ -134,6 +134,36 @@ void rms_norm(int type, Address x, Address weight, Address out, int64_t rows, in
       {at<void>(x), at<void>(weight), nullptr, at<void>(out), rows, width, 1, width, eps, threads, offset});
 }
 
+// vectors: conv, rate, dt_bias and norm. states: last and matrices, of so many slots.
+void gated_delta(int type, Address mixed, Address gates, const Addresses &vectors, const Addresses &states, Address segments,
+                 Address out, int64_t rows, int64_t mixed_stride, int64_t count, int64_t slots, int64_t key_heads,
+                 int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t kernel, float eps, int threads) {
+  const GatedDelta a = {
+      .mixed = at<void>(mixed),
+      .gates = at<float>(gates),
+      .conv = at<float>(vectors.at(0)),
+      .rate = at<float>(vectors.at(1)),
+      .dt_bias = at<float>(vectors.at(2)),
+      .norm = at<float>(vectors.at(3)),
+      .last = at<void>(states.at(0)),
+      .matrices = at<float>(states.at(1)),
+      .segments = at<DeltaSegment>(segments),
+      .out = at<void>(out),
+      .rows = rows,
+      .mixed_stride = mixed_stride,
+      .segment_count = count,
+      .key_heads = key_heads,
+      .value_heads = value_heads,
+      .key_dim = key_dim,
+      .value_dim = value_dim,
+      .kernel = kernel,
+      .eps = eps,
+      .threads = threads,
+  };
+  check_segments(a, slots);
+  kernels().gated_delta[type](a);
+}
+
 void layer_norm(int type, Address x, Address weight, Address bias, Address out, int64_t rows, int64_t width, float eps,
                 int threads) {
   kernels().layer_norm[type](
@@ -371,6 +401,9 @@ NB_MODULE(_cpu, m) {
   m.def("merge_states", merge_states, unlocked, "left"_a, "right"_a, "merged"_a, named, "lanes"_a, "dim"_a, "threads"_a);
   m.def("rms_norm", rms_norm, unlocked, "type"_a, "x"_a, "weight"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a, "offset"_a,
         "threads"_a);
+  m.def("gated_delta", gated_delta, unlocked, "type"_a, "mixed"_a, "gates"_a, "vectors"_a, "states"_a, "segments"_a, "out"_a,
+        named, "rows"_a, "mixed_stride"_a, "count"_a, "slots"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
+        "kernel"_a, "eps"_a, "threads"_a);
   m.def("layer_norm", layer_norm, unlocked, "type"_a, "x"_a, "weight"_a, "bias"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a,
         "threads"_a);
   m.def("rotary", rotary, unlocked, "type"_a, "x"_a, "cos_sin"_a, "out"_a, named, "rows"_a, "x_stride"_a, "heads"_a, "dim"_a,

@@ -35,6 +35,16 @@ inline void check_pairs(const Kernels &kernels) {
   if (!kernels.linear_pairs) refuse("weights were packed for another instruction set; load the model again");
 }
 
+inline void check_segments(const GatedDelta &a, int64_t slots) {
+  for (int64_t n = 0; n < a.segment_count; ++n) {
+    const DeltaSegment &s = a.segments[n];
+    const bool rows = 0 <= s.row_begin && s.row_begin <= s.row_end && s.row_end <= a.rows;
+    if (rows && -1 <= s.from && s.from < slots && 0 <= s.to && s.to < slots) continue;
+    refuse("segments[", n, "] = (", s.row_begin, ", ", s.row_end, ", ", s.from, ", ", s.to, ") does not fit ", slots,
+           " slots and ", a.rows, " rows");
+  }
+}
+
 inline void check_slots(const Stored &a, int64_t slots) {
   for (int64_t i = 0; i < a.count; ++i)
     if (a.slots[i] < 0 || a.slots[i] >= slots) refuse("slots[", i, "] is ", a.slots[i], "; there are ", slots, " slots");

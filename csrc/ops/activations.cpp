@@ -93,25 +93,28 @@ void soft_cap(float *x, int64_t n, float scale, float cap, int threads) {
   });
 }
 
-// x [T, 2 I] = (gate, up) -> f(gate) * up [T, I]
-template <typename T, typename F> void gate_rows(const Unary &a, F f) {
+// f(gate, up) for rows x [T, 2 I] = (gate, up): [T, I]
+template <typename T, typename F> static void halves(const Unary &a, F f) {
   share_each(a.rows, a.rows * a.width > MANY_ELEMENTS ? a.threads : 1, [&](int64_t t) {
     const T *gate = static_cast<const T *>(a.x) + t * 2 * a.width, *up = gate + a.width;
     T *out = static_cast<T *>(a.out) + t * a.width;
     for (int64_t i = 0; i < a.width; i += W) {
       const int64_t n = a.width - i;
-      const vf g = load_up_to(gate + i, n);
-      store_up_to(out + i, f(g) * load_up_to(up + i, n), n);
+      store_up_to(out + i, f(load_up_to(gate + i, n), load_up_to(up + i, n)), n);
     }
   });
 }
 
 template <typename T> void silu_mul(const Unary &a) {
-  gate_rows<T>(a, [](vf g) { return sigmoid_times(g, g); });
+  halves<T>(a, [](vf gate, vf up) HEADRACE_ALWAYS_INLINE { return sigmoid_times(gate, gate) * up; });
 }
 
 template <typename T> void gelu_tanh_mul(const Unary &a) {
-  gate_rows<T>(a, [](vf g) { return gelu_tanh_of(g); });
+  halves<T>(a, [](vf gate, vf up) HEADRACE_ALWAYS_INLINE { return gelu_tanh_of(gate) * up; });
+}
+
+template <typename T> void sigmoid_mul(const Unary &a) {
+  halves<T>(a, [](vf gate, vf up) HEADRACE_ALWAYS_INLINE { return sigmoid_times(up, gate); });
 }
 
 // Halves (a, b) of the first `width` elements -> (a cos - b sin, b cos + a sin).
@@ -148,6 +151,7 @@ HEADRACE_BOTH_TYPES(add, Sum)
 HEADRACE_BOTH_TYPES(embed, Embed)
 HEADRACE_BOTH_TYPES(silu_mul, Unary)
 HEADRACE_BOTH_TYPES(gelu_tanh_mul, Unary)
+HEADRACE_BOTH_TYPES(sigmoid_mul, Unary)
 HEADRACE_BOTH_TYPES(rotary, Rotary)
 
 }  // namespace headrace::HEADRACE_NS

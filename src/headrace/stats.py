@@ -165,6 +165,8 @@ class KVStats(StatsRecord):
     chunks_cached: int = gauge("kv_chunks_cached", "Chunks that nobody uses, kept for later requests.")
     chunks_unshared: int = gauge("kv_chunks_unshared", "Chunks that running requests would hold without sharing.")
     evictions: int = counter("evictions", "Cached chunks given up for new ones.")
+    states_kept: int = gauge("kv_states_kept", "Recurrent states kept behind chunks of the cache.")
+    state_evictions: int = counter("kv_state_evictions", "Recurrent states given up for new ones.")
 
 
 @dataclass(slots=True)

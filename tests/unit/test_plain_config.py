@@ -20,6 +20,7 @@ WINDOWS = dict(use_sliding_window=True, sliding_window=64, num_hidden_layers=3)
 LONGROPE = dict(short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[1, 2, 4, 8])
 SMALL = dict(hidden_size=32, num_attention_heads=4, original_max_position_embeddings=64, max_position_embeddings=512)
 FULL = ["full_attention"] * 3
+NEXT, QWEN3_5 = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"
 GIVEN: list[dict[str, Any]] = [
     *(dict(architectures=[name]) for name in FAMILIES),
     dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=[3, 4]),
@@ -65,6 +66,21 @@ GIVEN: list[dict[str, Any]] = [
     ),
     dict(architectures=["Gemma3ForConditionalGeneration"], num_hidden_layers=7, eos_token_id=[1, 106], dtype="float16"),
     dict(architectures=["Gemma3ForConditionalGeneration"], text_config=dict(model_type="gemma2")),
+    dict(architectures=[NEXT], num_experts=0, num_hidden_layers=4),
+    dict(architectures=[NEXT], mlp_only_layers=[0, 1], num_hidden_layers=2, full_attention_interval=2),
+    dict(architectures=[QWEN3_5], full_attention_interval=2, partial_rotary_factor=0.5, num_hidden_layers=5),
+    dict(architectures=[QWEN3_5], layer_types=["linear_attention"] * 3, num_hidden_layers=3),
+    dict(architectures=[QWEN3_5], linear_num_key_heads=3),
+    dict(
+        architectures=[QWEN3_5],
+        rope_parameters=dict(
+            rope_type="default",
+            rope_theta=1e7,
+            mrope_section=[11, 11, 10],
+            mrope_interleaved=True,
+            partial_rotary_factor=0.25,
+        ),
+    ),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),

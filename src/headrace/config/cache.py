@@ -31,4 +31,11 @@ class CacheSettings(SettingsRecord):
     prefault: bool = setting(
         False, "Touch all of the KV cache's memory at start, so that no request waits for the system to map it."
     )
+    states: int | None = setting(
+        None,
+        "Recurrent states in memory, for models that have them: one for each running sequence, the rest for prefixes. "
+        "Default: what fits in an eighth of the free memory, at most 4 for each of max_sequences.",
+        check=at_least(1),
+        name="recurrent_states",
+    )
     prefix_caching: bool = setting(True, "Share and keep the KV of common prefixes.", name="enable_prefix_caching")

@@ -36,6 +36,10 @@ class SettingKeywords(TypedDict, total=False):
     kv_cache_prefault: bool
     """Touch all of the KV cache's memory at start, so that no request waits for the system to map it."""
 
+    recurrent_states: int | None
+    """Recurrent states in memory, for models that have them: one for each running sequence, the rest for prefixes.
+    Default: what fits in an eighth of the free memory, at most 4 for each of max_sequences."""
+
     enable_prefix_caching: bool
     """Share and keep the KV of common prefixes."""
 

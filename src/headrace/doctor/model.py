@@ -46,7 +46,7 @@ def shape_of(facts: ModelConfig) -> dict[str, Any]:
     return {
         "architecture": facts.architecture,
         "type of the weights": facts.dtype,
-        "layers, query heads, KV heads, head size": f"{spec.layers}, {spec.heads}, {spec.kv_heads}, {spec.head_dim}",
+        "layers, query heads, KV heads, head size": f"{facts.layers}, {spec.heads}, {spec.kv_heads}, {spec.head_dim}",
         "vocabulary": f"{facts.vocab_size:,}",
         "context tokens": f"{facts.max_model_len:,}",
     }

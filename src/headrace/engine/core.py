@@ -370,6 +370,8 @@ class EngineCore:
         stats.kv.chunks_used, stats.kv.chunks_unshared = self.cache.used, self.cache.unshared
         stats.kv.chunks_cached = len(self.cache.tree.idle)
         stats.scheduler.preemptions, stats.kv.evictions = self.scheduler.preemptions, self.cache.tree.evictions
+        if self.cache.states is not None:
+            stats.kv.states_kept, stats.kv.state_evictions = self.cache.states.kept, self.cache.states.evictions
         self.loaded.executor.add_stats(stats)
         self.below.add_stats(stats)
         if self.loaded.structured is not None:

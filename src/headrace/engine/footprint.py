@@ -18,6 +18,10 @@ PROCESS_BYTES = GIB // 4
 
 AUTO_SHARE = 4
 """The KV cache takes one part in so many of the free memory where its size is not given."""
+STATES_SHARE = 2
+"""Recurrent states take one part in so many of that."""
+STATES_EACH = 4
+"""States at most for each sequence that may run, where their number is not given."""
 
 
 def ranks_here(config: EngineConfig) -> int:
@@ -33,6 +37,8 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
     tensor rank has room for those of all chunks.
     """
     if config.tiers is None or config.tiers.activations == "off":
+        return False
+    if model.recurrent is not None:
         return False
     if config.ranks.count > 1:
         return config.tiers.activations == "on"
@@ -75,7 +81,12 @@ class Footprint:
         if self.config.streaming is not None:
             self._check_streamed()
             return
-        if self.config.cache.tokens is not None and self.kv_bytes() > self.free - self.weights:
+        if self.state_bytes() > self.free - self.weights:
+            raise ValueError(
+                f"recurrent_states {self.states():,} need {gib(self.state_bytes())}; {self._what_is_free()}: "
+                f"lower recurrent_states, or free memory"
+            )
+        if self.config.cache.tokens is not None and self.kv_bytes() > self.free - self.weights - self.state_bytes():
             raise ValueError(self._too_many_tokens(self.config.cache.tokens))
         self._check_host_tier()
 
@@ -89,6 +100,22 @@ class Footprint:
         activations = spec.layers * self.model.hidden_size * BYTES[compute] if kept else 0
         return kv_bytes_per_token(spec, compute, kv_dtype) + activations
 
+    def states(self) -> int | None:
+        """Recurrent states in memory; None for a model that has none."""
+        spec, given = self.model.recurrent, self.config.cache.states
+        if spec is None or given is not None:
+            return given if spec is not None else None
+        fit = max(0, min(self.free // AUTO_SHARE, self.free - self.weights)) // STATES_SHARE // self._state_size()
+        return max(1, min(fit, STATES_EACH * self.config.scheduler.max_sequences))
+
+    def _state_size(self) -> int:
+        spec = self.model.recurrent
+        return 0 if spec is None else spec.state_bytes(BYTES[compute_type(self.model, self.config.model.dtype)])
+
+    def state_bytes(self) -> int:
+        """Of all recurrent states."""
+        return (self.states() or 0) * self._state_size()
+
     def kv_bytes(self) -> int:
         """Of the pools of all ranks here."""
         return self._tokens() * self.per_token() * ranks_here(self.config)
@@ -96,7 +123,8 @@ class Footprint:
     def auto_bytes(self) -> int:
         """For a rank's pool whose size is not given: its part of a quarter of the free memory, and of what the weights
         leave."""
-        return max(0, min(self.free // AUTO_SHARE, self.free - self.weights)) // ranks_here(self.config)
+        most = min(self.free // AUTO_SHARE, self.free - self.weights) - self.state_bytes()
+        return max(0, most) // ranks_here(self.config)
 
     def _tokens(self) -> int:
         """Of one rank's pool, as the loader sizes it."""
@@ -107,7 +135,7 @@ class Footprint:
         return min(affordable, self.config.scheduler.max_sequences * chunks_for(length) * CHUNK)
 
     def _fitting(self, kv_dtype: KVDType) -> int:
-        room = (self.free - self.weights) // ranks_here(self.config)
+        room = (self.free - self.weights - self.state_bytes()) // ranks_here(self.config)
         return max(0, room // self.per_token(kv_dtype) // CHUNK * CHUNK)
 
     def _too_many_tokens(self, tokens: int) -> str:

@@ -25,7 +25,7 @@ from headrace.engine.streaming import StreamRunner
 from headrace.engine.tokenizer import Tokenizer
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
-from headrace.kv.storage import LAYOUT, KVStorage
+from headrace.kv.storage import LAYOUT, KVStorage, StateStorage
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.decoder import Decoder, compute_dtype, load_decoder
 from headrace.models.files import config_content, weight_files
@@ -90,7 +90,8 @@ class Loaded:
 @dataclass(frozen=True, slots=True)
 class Sized:
     """What is known before any weight is read. per_rank: tokens of KV cache of each rank; hidden: width of the inputs
-    of the projections, where the pool keeps them; streamed: where KV lies outside."""
+    of the projections, where the pool keeps them; states: recurrent ones, if the model has some; streamed: where KV
+    lies outside."""
 
     config: EngineConfig
     model: ModelConfig
@@ -101,6 +102,7 @@ class Sized:
     per_rank: int
     hidden: int | None
     streamed: StreamSizes | None = None
+    states: int | None = None
 
     def cache(self, tell: OnPhase) -> KVCache:
         config, capacity = self.config, self.capacity
@@ -109,7 +111,7 @@ class Sized:
         if outlives:
             tell(LoadPhase("fingerprint of the model"))
         identity = tiers.identity(config, capacity) if outlives else _identity(folder, capacity)
-        return KVCache(capacity.kv_cache_tokens // CHUNK, identity, config.ranks.context)
+        return KVCache(capacity.kv_cache_tokens // CHUNK, identity, config.ranks.context, self.states)
 
     def decoder(self, tell: OnPhase) -> Decoder:
         config = self.config
@@ -142,15 +144,23 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
     tell(LoadPhase("memory for the KV cache"))
     slots, device = sized.per_rank // CHUNK, device_of(config)
     storage = KVStorage(decoder.config.attention, slots, sized.kv_dtype, sized.hidden, sized.dtype, device)
+    states = _state_storage(sized)
     if config.cache.prefault:
         storage.prefault()
+        if states is not None:
+            states.prefault()
     if config.tiers is not None:
         tell(LoadPhase("opening the tiers"))
-    runner, offload = Runner(decoder, storage, capacity.backend), None
+    runner, offload = Runner(decoder, storage, capacity.backend, states), None
     if config.tiers is not None:
         peers = TierPeers(1, {0: tiers.agent_of(config, runner, capacity.backend)})
         offload = tiers.open_offload(config, capacity, cache, runner, peers)
     return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner, offload=offload)
+
+
+def _state_storage(sized: Sized) -> StateStorage | None:
+    spec = sized.model.recurrent
+    return None if spec is None or sized.states is None else StateStorage(spec, sized.states, sized.dtype)
 
 
 def _streamed(sized: Sized, tell: OnPhase) -> Loaded:
@@ -201,7 +211,10 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     tell(LoadPhase("tokenizer"))
     tokenizer = Tokenizer.load(folder)
     capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer))
-    return Sized(config, model, capacity, tokenizer, dtype, kv_dtype, per_rank, hidden, streamed)
+    states = None if model.recurrent is None else Footprint.of(config, model).states()
+    if states is not None:
+        capacity = replace(capacity, max_sequences=min(capacity.max_sequences, states))
+    return Sized(config, model, capacity, tokenizer, dtype, kv_dtype, per_rank, hidden, streamed, states)
 
 
 def _capacity(

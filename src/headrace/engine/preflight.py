@@ -59,9 +59,31 @@ def check(config: EngineConfig) -> None:
     _passed.add(name)
 
 
+def refuse_for_hybrids(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for what a model with recurrent layers does not do yet, and for states that a model has not."""
+    if model.recurrent is None:
+        if config.cache.states is not None:
+            raise ValueError(f"recurrent_states: {model.architecture} has no recurrent layers; leave it out")
+        return
+    tiers = config.tiers
+    found = {
+        "context_parallel_size": config.ranks.context > 1,
+        "tensor_parallel_size": config.ranks.tensor > 1,
+        "attention_backend triton": config.model.backend == "triton",
+        "offload_schedule": config.streaming is not None,
+        "kv_remote_url": tiers is not None and any(each.kind == "remote" for each in tiers.each),
+        "kv_offload_activations": tiers is not None and tiers.activations == "on",
+    }
+    asked = next((name for name, on in found.items() if on), None)
+    if asked is not None:
+        told = "its states are kept by one rank, in memory and on disk, on the CPU"
+        raise ValueError(f"{asked}: {model.architecture} has recurrent layers, and {told}; leave it out")
+
+
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for settings that the model rules out: a type of the cache that is not computed in, a sequence
     longer than the model's, or than the KV cache holds."""
+    refuse_for_hybrids(config, model)
     refuse_rounding(model, config.model.quantization)
     asked, tokens, kv_dtype = config.model.max_len, config.cache.tokens, config.cache.dtype
     compute = compute_type(model, config.model.dtype)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from headrace.attention.execute import KeepActivations, PlanAttention, StepAttention
 from headrace.attention.plan import Int64, Plan, PlannedStep
+from headrace.attention.recurrence import StepRecurrence
 from headrace.engine.sequence import Slice
 from headrace.kernels.model_step import Greatest, ModelStep
-from headrace.kv.storage import KVStorage
+from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel.coming import NOTHING, Coming, WaitingAttend
@@ -38,7 +39,7 @@ class Logits(NamedTuple):
 class StepRows:
     """The rows of a step. slices: in the order of the rows; wanted: rows needed behind the layers, None for all; drawn:
     places among these from which tokens are drawn, None for all. awaited: slots of chunks that may still be on their
-    way."""
+    way. segments: of a model with recurrent layers, see attention.recurrence."""
 
     planned: PlannedStep
     slices: list[Slice]
@@ -46,6 +47,7 @@ class StepRows:
     drawn: list[int] | None = None
     awaited: Seq[int] = ()
     coming: Coming = NOTHING
+    segments: Tensor | None = None
 
     def tokens(self) -> list[int]:
         """Tokens of the rows."""
@@ -63,8 +65,10 @@ class Program(Protocol):
 class Eager:
     """Any step, one layer or operation at a time. Each layer's attention waits for that layer of what is coming."""
 
-    def __init__(self, decoder: Decoder, storage: KVStorage, attention: StepAttention) -> None:
-        self.decoder, self.storage, self.attention = decoder, storage, attention
+    def __init__(
+        self, decoder: Decoder, storage: KVStorage, attention: StepAttention, states: StateStorage | None = None
+    ) -> None:
+        self.decoder, self.storage, self.attention, self.states = decoder, storage, attention, states
 
     @torch.inference_mode()
     def run(self, step: StepRows) -> Logits:
@@ -75,7 +79,10 @@ class Eager:
             keep = KeepActivations(plan.row_slots, plan.row_offsets, self.storage)
         rows = None if step.wanted is None else torch.tensor(step.wanted, dtype=torch.int64)
         batch = batch_of(self.decoder.config, step.slices, plan.positions)
-        hidden = self.decoder.forward(batch, attend, rows, keep)
+        recur = None
+        if self.states is not None and step.segments is not None:
+            recur = StepRecurrence(self.states, step.segments)
+        hidden = self.decoder.forward(batch, attend, rows, keep, recur)
         drawn = hidden if step.drawn is None else hidden[step.drawn]
         return Logits(self.decoder.logits(drawn).cpu() if len(drawn) else drawn, hidden=hidden)
 

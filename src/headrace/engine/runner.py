@@ -5,32 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import torch
+from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.execute import StepAttention
+from headrace.attention.recurrence import segment_rows
 from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
 from headrace.engine.programs import CudaGraph, Eager, InCpp, Program, StepRows
 from headrace.engine.sequence import Slice
 from headrace.kernels.backend import backend_of
-from headrace.kv.storage import KVStorage
+from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.decoder import Decoder
 from headrace.parallel.coming import NOTHING, Coming
 
 
 class Runner(Executor):
-    """A model, its KV storage and the attention backend ('reference', 'cpu' or 'triton').
+    """A model, its KV storage and the attention backend ('reference', 'cpu' or 'triton'). states: of its recurrent
+    layers, if it has some.
 
     coming: chunks on their way into the storage; may be set.
     """
 
-    def __init__(self, decoder: Decoder, storage: KVStorage, backend: str) -> None:
+    def __init__(self, decoder: Decoder, storage: KVStorage, backend: str, states: StateStorage | None = None) -> None:
         self.decoder = decoder
         self.storage = storage
+        self.states = states
         self.backend = backend_of(backend)
         self.coming: Coming = NOTHING
         self._planner = planning.Planner()
         attention = StepAttention(storage, decoder.config.attention, self.backend, decoder.key_bias, decoder.sinks)
-        self.eager = Eager(decoder, storage, attention)
+        self.eager = Eager(decoder, storage, attention, states)
         self.decoding = self._decoding(attention)
 
     def _decoding(self, attention: StepAttention) -> Program:
@@ -52,10 +56,20 @@ class Runner(Executor):
         every = len(wanted.rows) == planned.first.rows
         awaited = self._awaited(slices) if self.coming else ()
         step = StepRows(planned, ordered, None if every else wanted.rows, wanted.drawn, awaited, self.coming)
+        if self.states is not None:
+            step.segments = self._segments(slices, planned.order)
         program = self.decoding if every and not awaited and not wanted.reported else self.eager
         logits = program.run(step)
         reported = wanted.of(logits.hidden) if logits.hidden is not None else ()
         return Computed(logits.values, wanted.parts, logits.greatest, reported)
+
+    def _segments(self, slices: Seq[Slice], order: list[int]) -> Tensor:
+        """Which rows go from which recurrent state to which. order: the slices' numbers in the order of their rows."""
+        begins, end = [0] * len(slices), 0
+        for number in order:
+            begins[number], end = end, end + slices[number].length
+        parts = zip(begins, slices, strict=True)
+        return segment_rows([(begin, part.start, table_of(part).track.segments) for begin, part in parts])
 
     def _awaited(self, slices: Seq[Slice]) -> list[int]:
         """Slots of the step, if some of its chunks are still on their way."""

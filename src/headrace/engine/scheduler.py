@@ -48,7 +48,8 @@ class Scheduler:
     below: what lies below the pool, with one rank.
 
     There are at most max_batch_tokens - align + 1 sequences at a time: with a prompt among them, the others leave at
-    least `align` tokens of each step, so that the first prompt in the order of arrival goes on at every step.
+    least `align` tokens of each step, so that the first prompt in the order of arrival goes on at every step. Nor are
+    there more than the cache has recurrent states, if the model has any.
 
     Raises ValueError if a step cannot hold `align` tokens.
     """
@@ -72,6 +73,8 @@ class Scheduler:
         self.open_table = open_table
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = min(max_sequences, max_batch_tokens - align + 1)
+        if cache.states is not None:
+            self.max_sequences = min(self.max_sequences, cache.states.total)
         self.align = align
         self.owners = owners
         self.below = NothingBelow(cache) if below is None else below

@@ -31,7 +31,7 @@ from headrace.logs import short_id
 from headrace.offload.restore.ranked_plan import best_way, planned, told
 from headrace.offload.restore.report import RestoreCounters, RestoreReport
 from headrace.offload.restore.run_costs import Prediction, StoredRun
-from headrace.offload.restore.solver import Split, predict, restore_split
+from headrace.offload.restore.solver import Split, predict, restore_split, whole_split
 from headrace.planner.estimators import MANY
 from headrace.planner.profile import Profile
 from headrace.planner.strategy_rates import Kind
@@ -41,6 +41,7 @@ from headrace.types import CHUNK, chunks_for
 if TYPE_CHECKING:  # these need torch
     from headrace.offload.ranked.storing import AllTiers
     from headrace.offload.restore.source import FoundChunk, Lookup, Restore, StoredChunks
+    from headrace.offload.stored_states import StoredStates
     from headrace.offload.writeback import Writeback
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,8 @@ SETTLED = Settled()
 
 @dataclass(slots=True, eq=False)
 class StoredPrefixes(Below):
-    """choose: the solver; may be set to force a split, for tests and benchmarks."""
+    """choose: the solver; may be set to force a split, for tests and benchmarks. states: of a model with recurrent
+    layers, whose runs come whole, up to a stored state, before anything behind them is computed."""
 
     cache: KVCache
     source: StoredChunks
@@ -112,6 +114,7 @@ class StoredPrefixes(Below):
     tiers: AllTiers
     max_batch_tokens: int
     choose: Choose = restore_split
+    states: StoredStates | None = None
     counters: RestoreCounters = field(default_factory=RestoreCounters)
     _states: dict[SequenceState, State] = field(default_factory=dict)
     _arriving: dict[bytes, Restore] = field(default_factory=dict)
@@ -156,7 +159,7 @@ class StoredPrefixes(Below):
         if isinstance(state, Looking) and state.lookup.done and not self._arrives_for_another(table, state):
             state = self._plan(sequence, table, state)
         if isinstance(state, Coming) and table.length >= state.first * CHUNK:
-            if alone or state.restore.report.done:
+            if state.restore.report.done or (alone and self.states is None):
                 return self._attach(sequence, table, state)
             return replace(state, expected=None)  # others compute meanwhile
         return state
@@ -174,7 +177,7 @@ class StoredPrefixes(Below):
 
     def _plan(self, sequence: SequenceState, table: ChunkTable, state: Looking) -> State:
         first = table.length // CHUNK
-        found, need = state.found_from(first), chunks_for(len(table.tokens)) - first
+        found, need = self._with_state(state.found_from(first)), chunks_for(len(table.tokens)) - first
         if not found or table.length % CHUNK:
             return SETTLED
         name = short_id(sequence.request.request_id)
@@ -183,7 +186,7 @@ class StoredPrefixes(Below):
         if need > self.cache.available:
             log.debug("%-8s  %d chunks are stored, but the pool is too full", name, len(found))
             return SETTLED
-        ways = self.source.ways(table, first, found)
+        ways = [way for each in self.source.ways(table, first, found) if (way := self._with_state(each))]
         if not ways:
             return SETTLED
         chosen = [self._choose(table, first, way) for way in ways]
@@ -199,16 +202,27 @@ class StoredPrefixes(Below):
         if split.tokens >= len(found):
             return SETTLED
         expected = None
-        if run.suffix <= self.max_batch_tokens:
+        if run.suffix <= self.max_batch_tokens and self.states is None:
             expected = predict(run, self.profile, split.tokens, split.x, self.max_batch_tokens, split.closing)
         tiers = run.tier_of[split.tokens :]
         return self._bring(sequence, table, found[split.tokens :], split, tiers, expected)
+
+    def _with_state(self, found: list[FoundChunk]) -> list[FoundChunk]:
+        """The found chunks as far as they are of use."""
+        if self.states is None or not found:
+            return found
+        there = self.states.find([each.digest for each in found])
+        return found[: max((i + 1 for i, tier in enumerate(there) if tier is not None), default=0)]
 
     def _choose(self, table: ChunkTable, first: int, way: list[FoundChunk]) -> tuple[Split, StoredRun]:
         run = self.source.as_run(way, first, len(table.tokens) - (first + len(way)) * CHUNK)
         if run.ranks:
             held = Counter(table.owner(chunk) for chunk in range(first))
             run = replace(run, held=tuple(held[rank] for rank in range(self.cache.ranks)))
+        if self.states is not None and self.choose is restore_split:
+            size = float(self.states.codec.blob_bytes)
+            state_s = float(self.profile.transfer(run.tier_of[-1], size, 1.0))
+            return whole_split(run, self.profile, state_s, self.max_batch_tokens), run
         return self.choose(run, self.profile, self.max_batch_tokens), run
 
     def _bring(
@@ -231,12 +245,30 @@ class StoredPrefixes(Below):
         if table.length > state.first * CHUNK or report.good == 0:  # others have computed it meanwhile, or it is lost
             self._count_failure(sequence, report)
             return self._abandon(table, state, state.nodes)
+        slot = None if self.states is None else self._load_state(sequence, table, state)
+        if self.states is not None and slot is None:
+            return self._abandon(table, state, state.nodes)
         table.coming, table.joins = 0, None
         self.cache.attach(table, state.nodes)
+        if self.states is not None and slot is not None:
+            self.states.cache.adopt(table, slot)
         attached = Attached(state.first, state.nodes, state.restore, state.split, state.tiers, state.expected)
         if report.done and not report.projects:
             return self._settle(sequence, table, attached)
         return attached
+
+    def _load_state(self, sequence: SequenceState, table: ChunkTable, state: Coming) -> int | None:
+        """The slot of the state behind the last chunk, if all chunks and the state came."""
+        assert self.states is not None
+        report, cache = state.restore.report, self.states.cache
+        if report.good == len(state.nodes) and (slot := cache.borrow()) is not None:
+            why = self.states.load(table.digest(state.first + len(state.nodes) - 1), slot)
+            if not why:
+                return slot
+            report.lose(0, why)
+            cache.give_back(slot)
+        self._count_failure(sequence, report)
+        return None
 
     def _abandon(self, table: ChunkTable, state: Coming | Attached, nodes: list[Node]) -> State:
         """The loose nodes are free once the copy stream is done with them (`settle`)."""
@@ -339,7 +371,7 @@ class StoredPrefixes(Below):
 
     def store_idle(self) -> bool:
         self.profile.catch_up()
-        return self.writeback.store_idle()
+        return self.writeback.store_idle() or (self.states is not None and self.states.store_idle())
 
     def add_stats(self, stats: EngineStats) -> None:
         """Tiers are asked now and then only, since they look up what they tell, and when all is stored."""
@@ -357,4 +389,6 @@ class StoredPrefixes(Below):
         seconds = IDLE_CLOSE_S if self.writeback.only_idle else CLOSE_S
         end = time.monotonic() + seconds
         self.writeback.close(seconds)
+        if self.states is not None and not self.tiers.peers.closed:
+            self.states.store_all(max(0.1, end - time.monotonic()))
         self.tiers.close(max(0.1, end - time.monotonic()))

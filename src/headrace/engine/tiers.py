@@ -25,6 +25,8 @@ from headrace.offload.ranked.storing import AllTiers, ChunkStorer
 from headrace.offload.restore.profile import measure, probe
 from headrace.offload.restore.projector import Projector
 from headrace.offload.restore.source import StoredChunks
+from headrace.offload.state_codec import StateCodec
+from headrace.offload.stored_states import StoredStates
 from headrace.offload.tiers.base import HeadShare
 from headrace.offload.tiers.notes import ModelNote, write_note
 from headrace.offload.tiers.open import open_tiers
@@ -111,11 +113,15 @@ def open_offload(
     profile.behind(config.tiers.link.bytes_s, config.tiers.link.latency_s)
     keep_notes(config, capacity, cache.identity)
     storer = ChunkStorer(peers, cache.pool.per_rank, opened.tiers)
+    only_idle, states = _only_idle(config, opened.codec, profile), None
+    if cache.states is not None and isinstance(rank, Runner) and rank.states is not None:
+        states = StoredStates(cache.states, StateCodec(rank.states, cache.identity), opened.tiers, only_idle)
     return StoredPrefixes(
         cache=cache,
         source=StoredChunks(peers, cache, opened.codec, opened.tiers),
         profile=profile,
-        writeback=Writeback(cache, storer, _only_idle(config, opened.codec, profile)),
+        writeback=Writeback(cache, storer, only_idle),
+        states=states,
         tiers=AllTiers(peers),
         max_batch_tokens=config.scheduler.max_batch_tokens,
     )

@@ -319,6 +319,29 @@ class Extension(Protocol):
         offset: float,
         threads: int,
     ) -> None: ...
+    def gated_delta(
+        self,
+        type: int,
+        mixed: int,
+        gates: int,
+        vectors: Sequence[int],
+        states: Sequence[int],
+        segments: int,
+        out: int,
+        *,
+        rows: int,
+        mixed_stride: int,
+        count: int,
+        slots: int,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        kernel: int,
+        eps: float,
+        threads: int,
+    ) -> None:
+        """vectors: conv, rate, dt_bias and norm; states: last and matrices (csrc/kernels.h, GatedDelta)."""
     def layer_norm(
         self, type: int, x: int, weight: int, bias: int, out: int, *, rows: int, width: int, eps: float, threads: int
     ) -> None: ...

@@ -52,8 +52,8 @@ capabilities = Capabilities(
 )  # fmt: skip
 
 OPERATIONS = (
-    "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "gelu", "relu", "rotary", "greatest", "softmax_sums",
-    "soft_cap",
+    "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "sigmoid_mul", "gelu", "relu", "rotary", "gated_delta",
+    "greatest", "softmax_sums", "soft_cap",
 )  # fmt: skip
 """The row-wise ones."""
 
@@ -224,6 +224,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """The same with gelu in the tanh form."""
     return _gated("gelu_tanh_mul", gate_up)
+
+
+def sigmoid_mul(gate_up: Tensor) -> Tensor:
+    """The same with the sigmoid."""
+    return _gated("sigmoid_mul", gate_up)
 
 
 def _gated(name: str, gate_up: Tensor) -> Tensor:

@@ -154,6 +154,14 @@ def soft_cap(x: Tensor, scale: float, cap: float | None) -> Tensor:
     return x * scale if cap is None else _whole_vectors(torch.tanh, x * (scale / cap)) * cap
 
 
+def sigmoid_mul(gate_up: Tensor) -> Tensor:
+    """sigmoid(gate) * up for gate_up [T, 2 I] = (gate, up): [T, I]."""
+    if dispatch.native(gate_up):
+        return cpu.sigmoid_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (gate.float().sigmoid() * up.float()).to(gate_up.dtype)
+
+
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Gaussian error linear unit, exact or 'tanh', in fp32."""
     if dispatch.native(x):

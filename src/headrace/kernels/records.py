@@ -98,3 +98,12 @@ class StepInputs:
         """What the rows see from `positions`, by window."""
         common: dict[str, Any] = dict(bias=self.bias, cap=self.cap, scale=self.scale)
         return {window: Mask(each, positions, window=window, **common) for window, each in self.items.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStates:
+    """States of one recurrent layer (kernels.gated_delta). K: inputs of its convolution, C: its channels; V: size of
+    the values. last [slots, K-1, C]: the convolution's last inputs; matrices [slots, value heads, D, V] fp32."""
+
+    last: Tensor
+    matrices: Tensor

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.kv.pool import SlotPool
+from headrace.kv.states import StateCache
 from headrace.kv.tree import Node, PrefixTree
 from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
 
@@ -29,7 +30,8 @@ from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
 class KVCache:
     """Pool, tree and tables. `identity` names model, layout and dtype: chunks of another identity never match.
 
-    total_chunks: of all ranks together, in equal parts; ValueError if that cannot be.
+    total_chunks: of all ranks together, in equal parts; ValueError if that cannot be. states: how many recurrent states
+    there are, with one rank, for a model that has them.
     tables are those of sequences; parked ones have none any more, and are held until what they hold is stored below.
     loose: chunks that something is written into before a table has them.
 
@@ -39,9 +41,10 @@ class KVCache:
 
     block_chunks = BLOCK_CHUNKS
 
-    def __init__(self, total_chunks: int, identity: bytes = b"", ranks: int = 1) -> None:
+    def __init__(self, total_chunks: int, identity: bytes = b"", ranks: int = 1, states: int | None = None) -> None:
         self.pool = SlotPool(total_chunks, ranks)
         self.tree = PrefixTree(self.pool)
+        self.states = None if states is None else StateCache(states, self.tree)
         self.identity = identity
         self.ranks = ranks
         self.displaced = 0
@@ -97,6 +100,8 @@ class KVCache:
         before = table.length
         if before % CHUNK or not table.shares:
             return 0, False
+        if self.states is not None:
+            return self._reuse_with_state(table, self.states)
         for chunk in range(before // CHUNK, table.reusable_chunks):
             node = self.tree.find(table.digest(chunk))
             if node is None or node.parent is not self._last(table):
@@ -107,6 +112,17 @@ class KVCache:
             table.append(node)
             table.length += CHUNK
         return table.length - before, False
+
+    def _reuse_with_state(self, table: ChunkTable, states: StateCache) -> tuple[int, bool]:
+        """`reuse` as far as there is a recurrent state to go on from."""
+        nodes, blocked = states.reachable(table)
+        for node in nodes:
+            self.tree.hold(node)
+            table.append(node)
+        if nodes:
+            table.length += len(nodes) * CHUNK
+            states.attach(table, nodes[-1])
+        return len(nodes) * CHUNK, blocked
 
     @staticmethod
     def _last(table: ChunkTable, chunk: int | None = None) -> Node | None:
@@ -120,8 +136,9 @@ class KVCache:
         first, total = len(table.nodes), chunks_for(len(table.tokens)) - table.coming
         if not table.shares:
             return total - first
+        reusable = table.reusable_chunks if self.states is None else first + self.states.path(table)[1]
         # What is held comes first: a child is held no more often than its parent.
-        ends = range(first, max(first, table.reusable_chunks))
+        ends = range(first, max(first, reusable))
         return total - first - bisect_left(ends, True, key=lambda chunk: not self._is_held(table.digest(chunk)))
 
     def _is_held(self, digest: bytes) -> bool:
@@ -147,6 +164,7 @@ class KVCache:
         if end > len(table.tokens):
             raise ValueError(f"cannot extend to {end} tokens: only {len(table.tokens)} are known")
         asked = self._asked(table, end, owners or table.place, by_block)
+        start = table.length
         while table.length < end:
             chunk = table.length // CHUNK
             if chunk == len(table.nodes):
@@ -154,6 +172,8 @@ class KVCache:
             table.length = min(end, (chunk + 1) * CHUNK)
             if table.length % CHUNK == 0:
                 self._fill(table, chunk)
+        if self.states is not None and end > start:
+            self.states.advance(table, start)
         return True
 
     def grow(self, table: ChunkTable) -> bool:
@@ -164,6 +184,8 @@ class KVCache:
         table.length += 1
         if table.length % CHUNK == 0:
             self._fill(table, table.length // CHUNK - 1)
+        if self.states is not None:
+            self.states.advance(table, table.length - 1)
         return True
 
     def _asked(self, table: ChunkTable, end: int, ask: Owners | None, by_block: bool) -> dict[int, int]:
@@ -244,6 +266,8 @@ class KVCache:
                 table.replace(chunk, twin)
                 self.tree.release(own)
         self._filled.clear()
+        if self.states is not None:
+            self.states.commit()
 
     def _cuts(self, table: ChunkTable, chunk: int, twin: Node) -> bool:
         """Whether the twin, on another rank, would part the chunk from its followers in the block. (Only where a step
@@ -256,10 +280,14 @@ class KVCache:
         (self.parked if table in self.parked else self.tables).remove(table)
         if table is self._latest:
             self._latest = None
+        if self.states is not None:
+            self.states.close(table)
         self._drop_from(table, 0)
 
     def park(self, table: ChunkTable) -> None:
         """`close`, but holding on to the complete named chunks, until the table is closed for good."""
+        if self.states is not None:
+            self.states.close(table)
         kept = next((i for i, node in enumerate(table.nodes) if node.digest is None or not node.complete), None)
         if kept is not None:
             self._drop_from(table, kept)
@@ -333,6 +361,8 @@ class KVCache:
     def check(self) -> None:
         """Raises AssertionError unless pool, tree and tables agree in every count. For tests: costs a full walk."""
         self.tree.check()
+        if self.states is not None:
+            self.states.check(self.tables)
         holders: dict[int, list[tuple[ChunkTable, int]]] = {}
         nodes: dict[int, Node] = {id(node): node for node in self.tree.nodes.values()}
         for table in (*self.tables, *self.parked):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.kv.table_state import TableState
 from headrace.kv.tree import Node, chain, token_array
 from headrace.types import CHUNK
 
@@ -21,12 +22,12 @@ class ChunkTable:
     where what is computed before it may be of the same block.
     reusable: tokens from the beginning that may be taken from elsewhere; None: all.
     place: may be set by whoever prepares a step: the owner of each block that begins, named by its first chunk.
-    changes: how often its chunks have changed.
+    changes: how often its chunks have changed. track: its recurrent state; used by kv.states alone.
     """
 
     __slots__ = (
         "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "changes", "coming", "joins", "length",
-        "nodes", "place", "reusable", "shares", "tokens",
+        "nodes", "place", "reusable", "shares", "tokens", "track",
     )  # fmt: skip
 
     def __init__(
@@ -39,6 +40,7 @@ class ChunkTable:
         self.changes = 0
         self.nodes: list[Node] = []
         self.shares = shares
+        self.track = TableState(len(tokens))
         self.reusable: int | None = None
         self.place: Owners | None = None
         self._per_rank = per_rank

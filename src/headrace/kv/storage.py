@@ -1,4 +1,4 @@
-"""The pool's memory: keys and values of every layer behind the slots.
+"""The pool's memory: keys and values of every layer behind the slots. And that of recurrent states, behind theirs.
 
 Hk: KV heads, D: head size. Plainly, keys lie as [slots, Hk, D, 64] and values as [slots, Hk, 64, D]: scores then
 vectorise over the keys of a chunk and outputs over the head, with no sum across a vector. A kernel may arrange the
@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace.config import AttentionSpec
-from headrace.kernels.records import Allocate, Pool
+from headrace.config import AttentionSpec, RecurrentSpec
+from headrace.kernels.records import Allocate, LayerStates, Pool
 from headrace.memory import zeros
 from headrace.types import CHUNK
 
@@ -91,6 +91,22 @@ class KVStorage(LayerPools):
         scales = 2 * spec.layers * spec.kv_heads * 4 if dtype == torch.int8 else 0
         activations = 0 if hidden is None else spec.layers * hidden * _computed(x_dtype).itemsize
         return spec.kv_bytes_per_token(dtype.itemsize) + scales + activations
+
+
+class StateStorage:
+    """`slots` states of all recurrent layers of a model that computes in `dtype`. Untouched slots cost no memory."""
+
+    def __init__(self, spec: RecurrentSpec, slots: int, dtype: torch.dtype) -> None:
+        self.spec, self.slots = spec, slots
+        last = (slots, spec.kernel - 1, spec.channels)
+        matrices = (slots, spec.value_heads, spec.key_dim, spec.value_dim)
+        self.layers = [LayerStates(zeros(last, dtype), zeros(matrices, torch.float32)) for _ in range(spec.layers)]
+
+    def prefault(self) -> None:
+        """Writes zeros everywhere, so that the system maps all of the memory now."""
+        for layer in self.layers:
+            layer.last.zero_()
+            layer.matrices.zero_()
 
 
 def _split(x: Tensor, parts: int) -> Tensor:

@@ -26,10 +26,11 @@ class Node:
     """A chunk: its slot and, once it has a name, its place in the tree. A node without digest is private.
 
     tenant: whose a named chunk is (Table.tenant). stored: whether a tier below has been given it. activations: whether
-    the slot has the inputs of its projections too, where the pool keeps them.
+    the slot has the inputs of its projections too, where the pool keeps them. state: slot of the recurrent state behind
+    a named chunk (kv.states); -1 for none.
     """
 
-    __slots__ = ("activations", "children", "digest", "parent", "refs", "slot", "stored", "tenant", "writer")
+    __slots__ = ("activations", "children", "digest", "parent", "refs", "slot", "state", "stored", "tenant", "writer")
 
     def __init__(self, slot: int, digest: bytes | None, parent: Node | None, writer: Any) -> None:
         self.slot = slot
@@ -41,6 +42,7 @@ class Node:
         self.tenant = b""
         self.stored = False
         self.activations = True
+        self.state = -1
 
     @property
     def complete(self) -> bool:
@@ -65,6 +67,7 @@ class PrefixTree:
 
     idle: complete nodes that nobody holds, least recently used first. All descendants of an idle node are idle, and
     stand before it. leaving: may be set to be told of each node that is evicted, while its slot still has its content.
+    forget_state: is told of each node with a recurrent state that leaves; set by whoever gives nodes states.
     With several ranks `_idle_of` has the idle nodes of each, in the same order; with one it is empty.
     """
 
@@ -75,6 +78,7 @@ class PrefixTree:
         self._idle_of: list[OrderedDict[bytes, Node]] = [OrderedDict() for _ in range(pool.ranks) if pool.ranks > 1]
         self.evictions = 0
         self.leaving: Callable[[Node], None] | None = None
+        self.forget_state: Callable[[Node], None] | None = None
 
     @property
     def available(self) -> int:
@@ -159,6 +163,8 @@ class PrefixTree:
             self._remove(next(iter(self.idle.values())))
 
     def _remove(self, node: Node) -> None:
+        if self.forget_state is not None and node.state >= 0:
+            self.forget_state(node)
         if node.digest is not None:
             del self.nodes[node.digest]
             self.idle.pop(node.digest, None)

@@ -22,13 +22,15 @@ from torch.nn import functional as F
 from headrace.config import Quantization
 from headrace.kernels import block, ops
 from headrace.kernels.backend import Attend
+from headrace.kernels.gated_delta import Recur
 from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
+from headrace.models.hybrid import DeltaNet, let_through
 from headrace.models.rope import Rope
 from headrace.models.shards import ShardGroup, Share, Width
-from headrace.models.sizes import LOOKED_UP, refuse_rounding
+from headrace.models.sizes import EXACT, LOOKED_UP, refuse_rounding
 from headrace.models.spec import LEARNED_OFFSET
 from headrace.models.weights import OnProgress, StoredMatrix, load_weights
 from headrace.models.x_turns import XTurns
@@ -63,7 +65,7 @@ def _alone(width: Width, x: Tensor) -> Tensor:
 
 
 class Layer:
-    """One block: attention and MLP, in the order that ModelConfig.block says.
+    """One block: attention, or a gated delta net, and MLP, in the order that ModelConfig.block says.
 
     Of several tensor ranks each has its share of the heads, of the MLP's width and of the output (models.shards);
     `whole` puts the shares together.
@@ -79,11 +81,24 @@ class Layer:
         prefix = f"layers.{index}."
         self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         self.matrices = {name.removeprefix(prefix): w for name, w in matrices.items() if name.startswith(prefix)}
+        self.place = config.place(index)
+        self.net = DeltaNet(config, index, self.weights, self.matrices) if index in config.recurrent_layers else None
 
-    def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        cos_sin: Tensor | None,
+        attend: Attend,
+        rows: Tensor | None = None,
+        recur: Recur | None = None,
+    ) -> Tensor:
         """x [T, H] -> [T, H], or [n, H] of `rows` [n] alone, while attend stores the keys and values of all."""
         first = x if self.config.block == "post" else self._norm("attention_norm", x)
-        heads = self._heads(first, cos_sin, attend, rows)
+        if self.net is None:
+            heads = self._heads(first, cos_sin, attend, rows)
+        else:
+            heads = self.net(first, recur)
+            heads = heads if rows is None else heads[rows]
         if rows is not None:
             x, first = x[rows], first[rows]
             if not len(rows):
@@ -108,10 +123,15 @@ class Layer:
     def _heads(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None) -> Tensor:
         """x [T, H] -> attended heads [T or n, Hq, D]."""
         spec = self.config.attention
-        heads = self._linear("qkv", x).view(len(x), spec.heads + 2 * spec.kv_heads, spec.head_dim)
-        q, k, v = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
+        own = spec.heads + 2 * spec.kv_heads
+        heads = self._linear("qkv", x).view(len(x), own + self.config.attention_gate * spec.heads, spec.head_dim)
+        q, k, v = heads[:, :own].split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
         q, k = self._turned("q_norm", q, cos_sin), self._turned("k_norm", k, cos_sin)
-        return attend(self.index, q, k, v) if rows is None else attend(self.index, q, k, v, rows)
+        attended = attend(self.place, q, k, v) if rows is None else attend(self.place, q, k, v, rows)
+        if not self.config.attention_gate:
+            return attended
+        gates = heads[:, own:]
+        return let_through(attended, gates if rows is None else gates[rows])
 
     def _turned(self, name: str, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
         """Queries or keys, normed if the model does that and rotated."""
@@ -131,7 +151,8 @@ class Layer:
             heads = ops.linear(x, weight, bias)[:, queries:]
         else:
             heads = ops.linear(x, tail, None if bias is None else bias[queries:])
-        k, v = heads.view(len(x), 2 * spec.kv_heads, spec.head_dim).split(spec.kv_heads, dim=1)
+        width = 2 * spec.kv_heads * spec.head_dim  # gates may follow
+        k, v = heads[:, :width].view(len(x), 2 * spec.kv_heads, spec.head_dim).split(spec.kv_heads, dim=1)
         return self._turned("k_norm", k, cos_sin), v
 
     def _mlp(self, x: Tensor) -> Tensor:
@@ -179,6 +200,26 @@ class OneByOne:
     def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """The keys and values [n, Hkv, D] that the layer makes of x [n, H], as `attend` gets them."""
         return self.layers[layer].project(x, cos_sin)
+
+
+class HybridLayers(OneByOne):
+    """The same, where some are recurrent."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        cos_sin: Tensor | None,
+        attend: Attend,
+        rows: Tensor | None = None,
+        watch: block.Watch | None = None,
+        recur: Recur | None = None,
+    ) -> Tensor:
+        """x [T, H] -> [T, H], or [n, H] of `rows` alone."""
+        for layer in self.layers:
+            if watch is not None:
+                watch(layer.index, x)
+            x = layer(x, cos_sin, attend, rows if layer is self.layers[-1] else None, recur)
+        return x
 
 
 class Decoder:
@@ -233,6 +274,8 @@ class Decoder:
     def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
         whole = _alone if share is None or tensor is None else _gathered(share, tensor)
         layers = [Layer(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
+        if self.config.recurrent is not None:
+            return HybridLayers(layers)
         reason = block.obstacle(layers, self.dtype) if share is None else f"shared by {share.size} tensor ranks"
         if reason is None:
             return block.Blocks(_shape(self.config), layers)
@@ -244,6 +287,8 @@ class Decoder:
         part, spec, layers = copy.copy(self), self.config.attention, self.layers
         attention = replace(spec, layers=count, windows=spec.windows[:count])
         part.config = replace(self.config, layers=count, attention=attention)
+        if self.config.recurrent is not None:
+            raise ValueError("a model with recurrent layers is not measured by its first layers")
         if isinstance(layers, block.Blocks):
             part.layers = block.Blocks(layers.shape, layers.layers[:count])
         else:
@@ -278,7 +323,12 @@ class Decoder:
         return ModelStep(self._ends, self.layers, attend.prepared, turns)
 
     def forward(
-        self, batch: TokenBatch, attend: Attend, rows: Tensor | None = None, watch: block.Watch | None = None
+        self,
+        batch: TokenBatch,
+        attend: Attend,
+        rows: Tensor | None = None,
+        watch: block.Watch | None = None,
+        recur: Recur | None = None,
     ) -> Tensor:
         """Hidden states [T, E] of the batch, ready for `logits`. Calls attend(layer, q, k, v) once per layer, in order.
 
@@ -288,8 +338,12 @@ class Decoder:
 
         watch(layer, x [T, H]) is called with the residual stream of all rows as it enters each layer, before its norm.
         x is overwritten afterwards: whoever needs it copies it.
+
+        recur(layer, ...) is called by each recurrent layer in attend's place; layers are numbered by kind then.
         """
         x, cos_sin = self.enter(batch)
+        if isinstance(self.layers, HybridLayers):
+            return self.leave(self.layers(x, cos_sin, attend, rows, watch, recur))
         return self.leave(self.layers(x, cos_sin, attend, rows, watch))
 
     def enter(self, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
@@ -364,22 +418,27 @@ def _shape(config: ModelConfig) -> block.LayerShape:
 
 
 def _pack_all(weights: Weights, quantization: Quantization, gated: bool, packed: OnProgress | None) -> Matrices:
-    """All weights that rows are multiplied by. What is packed leaves `weights`: memory never holds all twice.
-
-    With w8a8 the head's are int8 and its rows are not rounded: a step has few of them, and logits feel it most."""
+    """All weights that rows are multiplied by. What is packed leaves `weights`: memory never holds all twice."""
     names = [name for name, weight in weights.items() if weight.dim() == 2 and name not in LOOKED_UP]
     matrices: Matrices = {}
     done, total = 0, sum(weights[name].nbytes for name in names)
     for name in names:
         weight = weights[name]
-        scheme: Quantization = "int8" if quantization == "w8a8" and name == HEAD else quantization
-        matrices[name] = _packed(name, weight, scheme, gated and name.endswith(".up.weight"))
+        matrices[name] = _packed(name, weight, _rounding(name, quantization), gated and name.endswith(".up.weight"))
         if matrices[name] is not weight:
             del weights[name]
         done += weight.nbytes
         if packed is not None:
             packed(done, total)
     return matrices
+
+
+def _rounding(name: str, quantization: Quantization) -> Quantization:
+    """How the numbers of a matrix are kept. With w8a8 the head's are int8 and its rows are not rounded: a step has few
+    of them, and logits feel it most."""
+    if name.endswith(EXACT):
+        return "none"
+    return "int8" if quantization == "w8a8" and name == HEAD else quantization
 
 
 def _pack_stored(stored: Mapping[str, StoredMatrix], dtype: torch.dtype, device: torch.device, gated: bool) -> Matrices:

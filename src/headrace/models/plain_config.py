@@ -41,12 +41,24 @@ GEMMA: dict[str, Any] = COMMON | dict(
     query_pre_attn_scalar=256, sliding_window=4096, layer_types=None, final_logit_softcapping=30.0,
     attn_logit_softcapping=50.0, use_bidirectional_attention=None,
 )  # fmt: skip
+QWEN3_NEXT: dict[str, Any] = COMMON | dict(
+    vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48, num_attention_heads=16,
+    num_key_value_heads=2, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-6, attention_bias=False,
+    head_dim=256, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
+    linear_num_value_heads=32, num_experts=512, mlp_only_layers=None, layer_types=None, full_attention_interval=4,
+)  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": LLAMA
     | dict(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
     "qwen2": QWEN,
     "qwen3": QWEN | dict(head_dim=128, attention_bias=False),
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_text": QWEN3_NEXT
+    | dict(
+        vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_key_value_heads=4,
+        num_experts=None,
+    ),
     "opt": COMMON
     | dict(
         vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072, max_position_embeddings=2048,
@@ -94,6 +106,8 @@ NEVER_NULL = (
 THETA = 10_000.0
 THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0}
 """Where the class has another one."""
+PARTS = {"glm": 0.5, "glm4": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25}
+"""Of each head that is rotated, where the class does not rotate all of it."""
 GLM_ENDS = [151329, 151336, 151338]
 
 
@@ -132,6 +146,9 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
     if model_type.startswith("gemma") and values["layer_types"] is None:
         every = 2 if model_type == "gemma2" else values.get("sliding_window_pattern", 6)
         values["layer_types"] = [KINDS[(i + 1) % every != 0] for i in range(values["num_hidden_layers"])]
+    if "full_attention_interval" in values and values["layer_types"] is None:
+        interval, kinds = values["full_attention_interval"], ("full_attention", "linear_attention")
+        values["layer_types"] = [kinds[bool((layer + 1) % interval)] for layer in range(values["num_hidden_layers"])]
     if model_type == "opt" and values["word_embed_proj_dim"] is None:
         values["word_embed_proj_dim"] = values["hidden_size"]
     if model_type == "falcon":
@@ -166,7 +183,7 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
         return _fill_in_two_ropes(values, given)
     rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
     rope.setdefault("rope_theta", given.get("rope_theta", THETAS.get(model_type, THETA)))
-    part = given.get("partial_rotary_factor", 0.5 if model_type.startswith("glm") else None)
+    part = given.get("partial_rotary_factor", PARTS.get(model_type))
     if part is not None:
         rope.setdefault("partial_rotary_factor", part)
     _complete(rope, values)

@@ -55,6 +55,8 @@ class RopeFields(msgspec.Struct):
     long_factor: Factors = UNSET
     full_attention: RopeFields | UnsetType | None = UNSET
     sliding_attention: RopeFields | UnsetType | None = UNSET
+    mrope_section: Annotated[list[Small], Meta(max_length=16)] | UnsetType | None = UNSET
+    mrope_interleaved: Flag = UNSET
 
 
 class ConfigFields(msgspec.Struct):
@@ -116,6 +118,15 @@ class ConfigFields(msgspec.Struct):
     use_bidirectional_attention: Flag = UNSET
     rope_local_base_freq: Theta = UNSET
     sliding_window_pattern: Count = UNSET
+    full_attention_interval: Count = UNSET
+    linear_conv_kernel_dim: Count = UNSET
+    linear_key_head_dim: Count = UNSET
+    linear_value_head_dim: Count = UNSET
+    linear_num_key_heads: Count = UNSET
+    linear_num_value_heads: Count = UNSET
+    num_experts: Small | UnsetType | None = UNSET
+    decoder_sparse_step: Count = UNSET
+    mlp_only_layers: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
     pretraining_tp: Small | UnsetType | None = UNSET
     rope_theta: Theta = UNSET
     partial_rotary_factor: Factor = UNSET

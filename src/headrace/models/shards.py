@@ -85,13 +85,19 @@ def cut(name: str, total: int, size: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Share:
-    """What tensor rank `rank` of `size` computes of the model `config`. Raises ValueError as `shard` and `cut` do."""
+    """What tensor rank `rank` of `size` computes of the model `config`. Raises ValueError as `shard` and `cut` do, and
+    for a model with recurrent layers."""
 
     config: ModelConfig
     rank: int
     size: int
 
     def __post_init__(self) -> None:
+        if self.config.recurrent is not None:
+            raise ValueError(
+                f"tensor_parallel_size {self.size}: {self.config.architecture} has recurrent layers, which "
+                f"tensor ranks do not share yet; use 1"
+            )
         for width in ("heads", "inner", "hidden"):
             self.widths(width)
 

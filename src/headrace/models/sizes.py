@@ -11,6 +11,8 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALE_BYTES = 4
 LOOKED_UP = ("embed.weight", "positions.weight")
 """Tables of rows: looked up, not multiplied by."""
+EXACT = ".gates.weight"
+"""End of the names of matrices that are never rounded: they are small, and what they decide lasts."""
 
 
 def compute_type(config: ModelConfig, dtype: str) -> str:
@@ -56,7 +58,9 @@ def _rows(name: str, slot: Slot, share: Share | None) -> int:
 
 def _bytes(name: str, slot: Slot, rows: int, each: int, quantization: Quantization) -> int:
     columns = slot.columns or 1
-    if quantization == "none" or slot.columns is None or name in LOOKED_UP:
+    if slot.wide:
+        return rows * columns * BYTES["float32"]
+    if quantization == "none" or slot.columns is None or name in LOOKED_UP or name.endswith(EXACT):
         return rows * columns * each
     if quantization == "w8a8" and name != "head.weight":
         return rows * (columns + 2 * SCALE_BYTES)  # and the sum of an output's codes

@@ -4,7 +4,9 @@ A new fact of a family is a field of ModelConfig, the tensors that it brings (`e
 fill it in, the field of config.json in schema.py, and what decoder.py does with it and hands to C++ (LayerShape.more).
 
 H: hidden size, E: embedding width, I: MLP width, V: vocabulary, Hq, Hkv: query and KV heads, D: head size.
-Fused rows: qkv [(Hq + 2 Hkv) D, H] = (q, k, v); up [2 I, H] = (gate, up) where the MLP is gated, else [I, H].
+Fused rows: qkv [(Hq + 2 Hkv) D, H] = (q, k, v), with Hq D more that gate the attended heads where the model does that;
+up [2 I, H] = (gate, up) where the MLP is gated, else [I, H]. A recurrent layer has mixed [C + Hv V, H] = (q, k, v, z)
+and gates [2 Hv, H] = (b, a) in their place: see kernels.gated_delta.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headrace.config import AttentionSpec
+from headrace.config import AttentionSpec, RecurrentSpec
 from headrace.models.quantised import Scheme
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
@@ -65,6 +67,10 @@ class ModelConfig:
     without rotation. norm_offset: is added to the weights of RMS norms. embed_scale multiplies embeddings,
     residual_scale what attention and MLP add to the residual stream, logit_scale the logits, which are then capped:
     logit_cap * tanh(logit / logit_cap). head: whether there are logits; a checkpoint made for embeddings may have none.
+
+    attention_gate: the attended heads are multiplied by the sigmoid of gates, which are projected beside q, k and v.
+    recurrent: of the layers that have a gated delta net in place of attention, which `recurrent_layers` numbers;
+    `attention.layers` counts the others alone.
     """
 
     architecture: str
@@ -99,6 +105,9 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     head: bool = True
+    attention_gate: bool = False
+    recurrent: RecurrentSpec | None = None
+    recurrent_layers: tuple[int, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     stored: StoredWeights | None = None
@@ -126,16 +135,28 @@ class ModelConfig:
             return 0, width
         return width, self.local_rope.width(self.attention.head_dim)
 
+    def place(self, layer: int) -> int:
+        """Number of a layer among those of its kind, with attention or recurrent."""
+        before = sum(each < layer for each in self.recurrent_layers)
+        return before if layer in self.recurrent_layers else layer - before
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Shape that one of our tensors must have: the row counts of its parts, and the columns (None for a vector)."""
+    """Shape that one of our tensors must have: the row counts of its parts, and the columns (None for a vector).
+
+    filter: a convolution's, [rows, 1, columns]. wide: kept in fp32, whatever is computed in.
+    """
 
     parts: tuple[int, ...]
     columns: int | None = None
+    filter: bool = False
+    wide: bool = False
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        return (rows,) if self.columns is None else (rows, self.columns)
+        if self.columns is None:
+            return (rows,)
+        return (rows, 1, self.columns) if self.filter else (rows, self.columns)
 
     @property
     def count(self) -> int:
@@ -152,24 +173,42 @@ def expected(config: ModelConfig) -> dict[str, Slot]:
     if embed != hidden:
         slots |= _linear("project_in", (hidden,), embed, False) | _linear("project_out", (embed,), hidden, False)
     for index in range(config.layers):
-        slots |= _layer(config, f"layers.{index}.")
+        layer = _recurrent_layer if index in config.recurrent_layers else _attention_layer
+        slots |= _norm(config, f"layers.{index}.attention_norm") | layer(config, f"layers.{index}.")
+        slots |= _mlp(config, f"layers.{index}.")
     if config.final_norm:
         slots |= _norm(config, "final_norm")
     return slots | _linear("head", (config.vocab_size,), embed, False) if config.head else slots
 
 
-def _layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:
-    hidden, inner, spec = config.hidden_size, config.intermediate_size, config.attention
+def _attention_layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:
+    hidden, spec = config.hidden_size, config.attention
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    slots = _norm(config, prefix + "attention_norm")
-    slots |= _linear(prefix + "qkv", (q, kv, kv), hidden, config.qkv_bias)
+    slots = _linear(prefix + "qkv", (q * (1 + config.attention_gate), kv, kv), hidden, config.qkv_bias)
     if config.qk_norm:
         slots |= {prefix + name: Slot((spec.head_dim,)) for name in ("q_norm.weight", "k_norm.weight")}
     if spec.sinks:
         slots[prefix + "sinks.weight"] = Slot((spec.heads,))
-    slots |= _linear(prefix + "out", (hidden,), q, config.out_bias)
-    if config.mlp_norm:
-        slots |= _norm(config, prefix + "mlp_norm")
+    return slots | _linear(prefix + "out", (hidden,), q, config.out_bias)
+
+
+def _recurrent_layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:
+    spec, hidden = config.recurrent, config.hidden_size
+    assert spec is not None, "there are recurrent layers"
+    return {
+        prefix + "mixed.weight": Slot((spec.channels, spec.values), hidden),
+        prefix + "gates.weight": Slot((spec.value_heads, spec.value_heads), hidden),
+        prefix + "conv.weight": Slot((spec.channels,), spec.kernel, filter=True, wide=True),
+        prefix + "delta.A_log": Slot((spec.value_heads,), wide=True),
+        prefix + "delta.dt_bias": Slot((spec.value_heads,), wide=True),
+        prefix + "delta_norm.weight": Slot((spec.value_dim,), wide=True),
+        prefix + "out.weight": Slot((hidden,), spec.values),
+    }
+
+
+def _mlp(config: ModelConfig, prefix: str) -> dict[str, Slot]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    slots = _norm(config, prefix + "mlp_norm") if config.mlp_norm else {}
     if config.block == "sandwich":
         slots |= _norm(config, prefix + "attention_out_norm") | _norm(config, prefix + "mlp_out_norm")
     slots |= _linear(prefix + "up", (inner, inner) if config.gated else (inner,), hidden, config.mlp_bias)

@@ -25,11 +25,11 @@ OnProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after each tensor, as they are in memory."""
 
 HARMLESS = re.compile(
-    r"(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias|rope_freqs\.weight|"
+    r"^mtp\.|(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias|rope_freqs\.weight|"
     r"input_scale|input_zero_point|activation_scale|[kv]_scale)$"
 )
-"""Buffers that old checkpoints carry and no forward pass reads; what models.gguf.architectures has read; scales of
-activations, which are not rounded."""
+"""Layers that guess further tokens; buffers that old checkpoints carry and no forward pass reads; what
+models.gguf.architectures has read; scales of activations, which are not rounded."""
 
 
 AT_ONCE = 4096
@@ -81,7 +81,8 @@ def load_weights(
                     stored[name] = _stored(checkpoint, slot, sources[name], rows)
                     continue
                 if sources[name] not in shared:
-                    shared[sources[name]] = _fuse(checkpoint, slot, sources[name], dtype, rows)
+                    kept = torch.float32 if slot.wide else dtype
+                    shared[sources[name]] = _fuse(checkpoint, slot, sources[name], kept, rows)
                     _check_finite(folder, shared[sources[name]], sources[name])
                 weights[name] = shared[sources[name]]
             size = to_come.pop(sources[name], 0)
@@ -115,7 +116,7 @@ def _source(names: Names, name: str, prefix: str) -> tuple[str, ...]:
         return ("lm_head.weight",)
     module, kind = name.rsplit(".", 1)
     index = re.search(r"\d+", module)
-    theirs = names[re.sub(r"\d+", "{}", module)]
+    theirs = names[module if module in names else re.sub(r"\d+", "{}", module)]
     return tuple(f"{prefix}{source.format(index.group() if index else '')}.{kind}" for source in theirs)
 
 
@@ -149,8 +150,8 @@ def _misfits(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...]) -> li
         if shape != slot.shape(rows):
             found.append(f"has {shown(source)} of shape {list(shape)} where {list(slot.shape(rows))} is expected")
         if checkpoint.is_coded(source):
-            if slot.columns is None:
-                found.append(f"stores the vector {shown(source)} as {kind}")
+            if slot.columns is None or slot.wide:
+                found.append(f"stores the {'filter' if slot.filter else 'vector'} {shown(source)} as {kind}")
         elif kind not in DTYPES:
             found.append(f"stores {shown(source)} as {kind}, supported: {', '.join(DTYPES)}")
     return found
@@ -186,17 +187,21 @@ def _numbers(checkpoint: Checkpoint, source: str, dtype: torch.dtype) -> Tensor:
 
 
 def _stored(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...], rows: Tensor | None) -> StoredMatrix:
-    """The sources one after another, or of all their rows the ones numbered `rows`, which are in the sources' order."""
-    readers: list[Callable[[], Tensor | Coded]] = []
-    start = 0
-    for source in sources:
-        end = start + checkpoint.shape(source)[0]
-        own = None if rows is None else rows[(rows >= start) & (rows < end)] - start
-        if own is None or len(own):
-            readers.append(_part(checkpoint, source, own))
-        start = end
+    """The sources one after another, or of all their rows the ones numbered `rows`, in that order."""
+    readers = [_part(checkpoint, source, own) for source, own in _runs(checkpoint, sources, rows)]
     shape = slot.shape(sum(slot.parts) if rows is None else len(rows))
     return StoredMatrix(shape, lambda: [reader() for reader in readers])
+
+
+def _runs(checkpoint: Checkpoint, sources: tuple[str, ...], rows: Tensor | None) -> list[tuple[str, Tensor | None]]:
+    """Where to find the rows numbered `rows`: source after source, each with rows of its own. None: all of them."""
+    if rows is None:
+        return [(source, None) for source in sources]
+    sizes = torch.tensor([checkpoint.shape(source)[0] for source in sources])
+    ends = sizes.cumsum(0)
+    found, counts = torch.unique_consecutive(torch.bucketize(rows, ends, right=True), return_counts=True)
+    runs = zip(found.tolist(), rows.split(counts.tolist()), strict=True)
+    return [(sources[at], run - (ends - sizes)[at]) for at, run in runs]
 
 
 def _part(checkpoint: Checkpoint, source: str, rows: Tensor | None) -> Callable[[], Tensor | Coded]:
@@ -230,8 +235,10 @@ def _rows(config: ModelConfig, name: str, share: Share | None) -> Tensor | None:
     """Rows of the checkpoint's tensors that make ours, where that is not all of them in their order."""
     kept = share.rows(name) if share else None
     mine = None if kept is None else torch.cat([torch.arange(part.start, part.stop) for part in kept])
-    qkv_rows = FAMILIES[config.architecture].qkv_rows
-    if qkv_rows is None or ".qkv." not in name:
+    family = FAMILIES[config.architecture]
+    order = None if family.rows is None else family.rows(config, name)
+    if order is None and family.qkv_rows is not None and ".qkv." in name:
+        order = family.qkv_rows(config)
+    if order is None:
         return mine
-    stored = torch.tensor(qkv_rows(config))
-    return stored if mine is None else stored[mine]
+    return torch.tensor(order) if mine is None else torch.tensor(order)[mine]

@@ -8,6 +8,7 @@ from headrace.models.families.granite import GRANITE
 from headrace.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from headrace.models.families.opt import OPT
 from headrace.models.families.phi import PHI3
+from headrace.models.families.qwen3_next import QWEN3_5, QWEN3_NEXT
 from headrace.models.families.smollm import SMOLLM3
 
 __all__ = ["FAMILIES", "HEADLESS", "Family"]
@@ -24,6 +25,8 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": MISTRAL,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": QWEN3_5,
     "OPTForCausalLM": OPT,
     "FalconForCausalLM": FALCON,
     "Phi3ForCausalLM": PHI3,

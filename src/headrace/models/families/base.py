@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ from headrace.models.spec import Activation, ModelConfig, RopeKind, RopeSpec
 from headrace.types import UnsupportedModel
 
 Names = Mapping[str, tuple[str, ...]]
-"""Our module -> the checkpoint's modules whose rows, one after another, make it. Layers have a `{}` for their index."""
+"""Our module -> the checkpoint's modules whose rows, one after another, make it. Layers have a `{}` for their index, or
+the index of a layer whose module has another name than most."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,9 @@ class Family:
     `configuration` names the class of that configuration, "module:class": narrow modules, which import no models.
     `prefixes` are what may stand before a tensor's name. `qkv_rows`, for families that interleave q, k and v in one
     matrix or rotate pairs of neighbours, lists the checkpoint's rows of q, k and v in our order: all of q, then k, then
-    v. `text_type`, of models with other parts: the model_type of text_config, which is what is computed; tensors
-    whose names begin with `unread` belong to the other parts.
+    v. `rows`, for those that interleave more, lists those of our tensor of a name; None: as they are. `text_type`, of
+    models with other parts: the model_type of text_config, which is what is computed; tensors whose names begin with
+    `unread` belong to the other parts.
     """
 
     model_type: str
@@ -31,6 +33,7 @@ class Family:
     names: Callable[[ModelConfig], Names]
     prefixes: tuple[str, ...]
     qkv_rows: Callable[[ModelConfig], list[int]] | None = None
+    rows: Callable[[ModelConfig, str], list[int] | None] | None = None
     text_type: str | None = None
     unread: tuple[str, ...] = ()
 
@@ -73,13 +76,19 @@ NEEDED_ROPE_KEYS: dict[str, tuple[str, ...]] = {"default": (), "longrope": ("sho
 """Of other kinds: factor."""
 
 
-def rope(config: Any, partial: bool = False, parameters: Mapping[str, Any] | None = None) -> RopeSpec:
-    """The rotation that the configuration asks for. Refuses parameters that it does not use.
+def rope(
+    config: Any,
+    partial: bool = False,
+    parameters: Mapping[str, Any] | None = None,
+    ignored: Set[str] = frozenset(),
+) -> RopeSpec:
+    """The rotation that the configuration asks for. Refuses parameters that it does not use, but for those `ignored`.
 
     partial: whether a part of each head may be rotated; parameters: those of the layers that are meant, if not of all.
     """
     given = (config.rope_parameters if parameters is None else parameters).items()
-    values = {name: value for name, value in given if value is not None and name not in IGNORED_ROPE_KEYS}
+    left_out = IGNORED_ROPE_KEYS | ignored
+    values = {name: value for name, value in given if value is not None and name not in left_out}
     share = values.pop("partial_rotary_factor", 1.0)
     if share != 1.0 and not partial:
         raise UnsupportedModel("partial_rotary_factor other than 1 is not supported")

@@ -263,7 +263,7 @@ class TierAgent:
                     if parked is not None and parked.revoked:
                         return False
                     parts = codec.encode(chunk.slot, own, kind, form)
-                _offer(tiers, [tier for tier in lacking if tiers.format(tier) == form], name, chunk.tenant, parts)
+                offer(tiers, [tier for tier in lacking if tiers.format(tier) == form], name, chunk.tenant, parts)
         return True
 
     def told(self, number: int = 0) -> words.TiersTold:
@@ -278,7 +278,7 @@ class TierAgent:
         opened.tiers.close(timeout_s)
 
 
-def _offer(tiers: Tiers, lacking: Sequence[int], name: bytes, tenant: bytes, parts: BlobParts) -> None:
+def offer(tiers: Tiers, lacking: Sequence[int], name: bytes, tenant: bytes, parts: BlobParts) -> None:
     """What a tier does not take is counted there."""
     if any(tiers.queues(tier) for tier in lacking):
         parts = (b"".join(parts),)  # the queue keeps it while the next chunk is encoded

@@ -71,6 +71,18 @@ def restore_split(
     return best
 
 
+def whole_split(run: StoredRun, costs: Costs, state_s: float, max_batch_tokens: int = 2048) -> Split:
+    """All of the run, or nothing: what a model with recurrent layers can take, since a state stands at the run's end
+    alone. state_s: seconds that reading it takes when the chunks have come. Raises ValueError."""
+    tables = CostTables(run, costs, max_batch_tokens)
+    none = np.zeros(1, np.int64)
+    loaded = float(tables.predict(tables.splits(none, none))[0][0, 0]) + state_s
+    told = f"{run.chunks} chunks with the state behind them: {_ms(loaded)} (recomputing all {_ms(tables.all_s)})"
+    if tables.all_s - loaded < LEAST_GAIN * tables.all_s:
+        return Split(run.chunks, 0, 0, tables.all_s, f"recompute {told}", all_s=tables.all_s)
+    return Split(0, 0, run.chunks, loaded, f"load {told}", all_s=tables.all_s)
+
+
 class _Found(NamedTuple):
     """The best split with a strategy of the suffix, and beside it loading everything: its seconds, and the share of
     them in which the copy stream takes the cores."""

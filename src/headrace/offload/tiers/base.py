@@ -1,6 +1,7 @@
 """The interface of a tier: a store of named blobs below the pool, which may lose any of them at any time.
 
-A blob is one chunk's keys and values ("k") or its activations ("x"), of all layers (frame). Its name is the chunk's
+A blob is one chunk's keys and values ("k"), its activations ("x") or the recurrent state behind it ("s"), of all layers
+(frame). Its name is the chunk's
 digest, which the model, the types, the tenant's salt and all tokens up to the chunk's end went into, and the kind. Of
 several tensor ranks each stores the keys and values of its own heads, under the digest with the share behind it.
 """
@@ -22,7 +23,7 @@ __all__ = [
     "tokens_of",
 ]  # fmt: skip
 
-BlobKind = Literal["k", "x"]
+BlobKind = Literal["k", "x", "s"]
 
 BlobParts = Sequence[bytes | bytearray | memoryview]
 

@@ -1,0 +1,129 @@
+"""Gated delta nets (arXiv 2412.06464) over states that live elsewhere: C++, or torch token by token.
+
+T: rows; K: inputs of the convolution; Hk, Hv: key and value heads; D: size of queries and keys, V: of values;
+C = 2 Hk D + Hv V: channels. For each token, after a causal convolution with silu, q and k of length 1, q / sqrt(D):
+
+    S = decay S + k (x) beta (v - decay k S),    out = norm(q S) silu(z)        S [D, V] fp32 of each value head
+
+There is one order of operations, token by token, so a row has the same bits however its sequence is cut into segments.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headrace.config import RecurrentSpec
+from headrace.kernels import dispatch
+from headrace.kernels.extension import check, require, type_of
+from headrace.kernels.records import LayerStates
+
+MOST_KEY_DIM, MOST_INPUTS = 256, 8
+"""Of the C++ kernel (csrc/kernels.h, GatedDelta)."""
+
+
+class DeltaWeights(NamedTuple):
+    """A layer's vectors, fp32: conv [K, C]; rate [Hv], exp(A_log); dt_bias [Hv]; norm [V], with its epsilon."""
+
+    conv: Tensor
+    rate: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+
+
+class Recur(Protocol):
+    """The recurrent layers of one step, as a model calls them: see `gated_delta`. layer: their number among themselves.
+
+    Whoever supplies it keeps the states, and knows which rows belong to which.
+    """
+
+    def __call__(self, layer: int, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor: ...
+
+
+def gated_delta(
+    spec: RecurrentSpec, mixed: Tensor, gates: Tensor, weights: DeltaWeights, states: LayerStates, segments: Tensor
+) -> Tensor:
+    """mixed [T, C + Hv V] = (q, k, v, z), gates fp32 [T, 2 Hv] = (b, a) -> [T, Hv, V] in mixed's type.
+
+    segments int64 [n, 4] = (first row, row behind the last, slot of the state to begin with, slot to leave the state
+    in); slot -1: the state of no tokens. They take effect in their order: one may begin with what another has left.
+    Every row is in one segment. Raises ValueError for tensors that do not fit each other.
+    """
+    _check(spec, mixed, gates, weights, states, segments)
+    if dispatch.native(mixed) and spec.key_dim <= MOST_KEY_DIM and spec.kernel <= MOST_INPUTS:
+        return _native(spec, mixed, gates, weights, states, segments)
+    return _plain(spec, mixed, gates, weights, states, segments)
+
+
+def _check(
+    spec: RecurrentSpec, mixed: Tensor, gates: Tensor, weights: DeltaWeights, states: LayerStates, segments: Tensor
+) -> None:
+    rows, slots, wide = len(mixed), len(states.matrices), torch.float32
+    if mixed.shape != (rows, spec.channels + spec.values) or mixed.stride(-1) != 1:
+        raise ValueError(f"mixed must be [T, {spec.channels + spec.values}] with contiguous rows, got {mixed.shape}")
+    check("gates", gates, wide, (rows, 2 * spec.value_heads))
+    check("conv", weights.conv, wide, (spec.kernel, spec.channels))
+    for name in ("rate", "dt_bias"):
+        check(name, getattr(weights, name), wide, (spec.value_heads,))
+    check("norm", weights.norm, wide, (spec.value_dim,))
+    check("last", states.last, mixed.dtype, (slots, spec.kernel - 1, spec.channels))
+    check("matrices", states.matrices, wide, (slots, spec.value_heads, spec.key_dim, spec.value_dim))
+    check("segments", segments, torch.int64, (len(segments), 4))
+
+
+def _native(
+    spec: RecurrentSpec, mixed: Tensor, gates: Tensor, weights: DeltaWeights, states: LayerStates, segments: Tensor
+) -> Tensor:
+    out = torch.empty((len(mixed), spec.value_heads, spec.value_dim), dtype=mixed.dtype)
+    require().gated_delta(
+        type_of(mixed), mixed.data_ptr(), gates.data_ptr(), [each.data_ptr() for each in weights[:4]],
+        [states.last.data_ptr(), states.matrices.data_ptr()], segments.data_ptr(), out.data_ptr(), rows=len(mixed),
+        mixed_stride=mixed.stride(0), count=len(segments), slots=len(states.matrices), key_heads=spec.key_heads,
+        value_heads=spec.value_heads, key_dim=spec.key_dim, value_dim=spec.value_dim, kernel=spec.kernel,
+        eps=weights.eps, threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _plain(
+    spec: RecurrentSpec, mixed: Tensor, gates: Tensor, weights: DeltaWeights, states: LayerStates, segments: Tensor
+) -> Tensor:
+    """One token at a time, in tensors of the same shapes: torch then computes each alike."""
+    out = torch.empty((len(mixed), spec.value_heads, spec.value_dim), dtype=mixed.dtype)
+    for begin, end, source, target in segments.tolist():
+        if source < 0:
+            last, matrix = torch.zeros_like(states.last[0]), torch.zeros_like(states.matrices[0])
+        else:
+            last, matrix = states.last[source], states.matrices[source]
+        for row in range(begin, end):
+            seen = torch.cat((last, mixed[row : row + 1, : spec.channels]))
+            gate = mixed[row, spec.channels :].reshape(spec.value_heads, spec.value_dim).float()
+            matrix, read = _token(spec, seen.float(), gates[row], weights, matrix)
+            scaled = read * torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + weights.eps) * weights.norm
+            out[row], last = (scaled * F.silu(gate)).to(mixed.dtype), seen[1:]
+        states.last[target], states.matrices[target] = last.clone(), matrix.clone()
+    return out
+
+
+def _token(
+    spec: RecurrentSpec, seen: Tensor, gates: Tensor, weights: DeltaWeights, matrix: Tensor
+) -> tuple[Tensor, Tensor]:
+    """seen [K, C], gates [2 Hv], matrix [Hv, D, V] -> the next matrix, and what the token reads of it [Hv, V]."""
+    convolved = F.silu((seen * weights.conv).sum(0))
+    q, k, v = convolved.split((spec.keys, spec.keys, spec.values))
+    shared = spec.value_heads // spec.key_heads
+    q, k = (_unit(x.view(spec.key_heads, spec.key_dim)).repeat_interleave(shared, 0) for x in (q, k))
+    b, a = gates.chunk(2)
+    decay = torch.exp(-weights.rate * F.softplus(a + weights.dt_bias))
+    matrix = matrix * decay[:, None, None]
+    delta = (v.view(spec.value_heads, spec.value_dim) - (matrix * k[:, :, None]).sum(1)) * b.sigmoid()[:, None]
+    matrix = matrix + k[:, :, None] * delta[:, None, :]
+    return matrix, (matrix * q[:, :, None]).sum(1) * spec.key_dim**-0.5
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)

@@ -1,0 +1,291 @@
+"""Recurrent states as the cache keeps them: one for each running sequence, and some behind chunks of the tree.
+
+A state says all that its tokens leave behind in the recurrent layers, so a prefix can be taken from the tree as far as
+a chunk of it has a state, and no further. States stand where prompts end, where branches part, and where answers have
+come to, always behind a whole chunk:
+
+    chunk 0 -- chunk 1 -- chunk 2 --+-- chunk 3* -- (64 tokens at most)       *: has a state
+                            *       +-- chunk 3'
+
+A step writes states in the order in which its slices were taken (Segment). What may be read or overwritten at that
+moment may be so when the step is computed, in which nothing is out of that order; so a slot may be used again at once,
+and a sequence may begin with a state that another leaves in the same step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+
+from headrace.kv.chunk_table import ChunkTable
+from headrace.kv.table_state import NONE, Segment, TableState
+from headrace.kv.tree import Node, PrefixTree
+from headrace.types import CHUNK
+
+
+class StateCache:
+    """Slots 0 .. total-1: each is free, a table's own, or kept behind a chunk. As many tables may be open as there are
+    slots: one that needs a slot always gets one, at the price of kept states, the least recently used first.
+
+    idle: kept slots that no table goes on from, in the order of their use. leaving: may be set to be told of each chunk
+    whose state is evicted, while the slot still has it.
+    """
+
+    def __init__(self, total: int, tree: PrefixTree) -> None:
+        if total < 1:
+            raise ValueError(f"a model with recurrent layers needs at least one state, got {total}")
+        self.total = total
+        self.tree = tree
+        self.evictions = 0
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        self.leaving: Callable[[Node], None] | None = None
+        self._free = list(range(total - 1, -1, -1))
+        self._kept: dict[int, Node | None] = {}
+        """Kept slots with their nodes; None: until the step is committed."""
+        self._refs: dict[int, int] = {}
+        self._read: set[int] = set()
+        self._written: set[int] = set()
+        """Slots that segments of the step read, and write."""
+        self._stepping: list[TableState] = []
+        self._computing: dict[Node, tuple[ChunkTable, int]] = {}
+        self._waiting: list[tuple[ChunkTable, int, int]] = []
+        tree.forget_state = self._forget
+
+    @property
+    def kept(self) -> int:
+        """States behind chunks."""
+        return len(self._kept)
+
+    # -- what a table may take from the tree
+
+    def path(self, table: ChunkTable) -> tuple[list[Node], int, bool]:
+        """The complete chunks of the tree that continue the table, how many of them end with a state at the latest,
+        and whether the next one is being written."""
+        nodes: list[Node] = []
+        count, last = 0, table.nodes[-1] if table.nodes else None
+        for chunk in range(table.length // CHUNK, table.reusable_chunks):
+            node = self.tree.find(table.digest(chunk))
+            if node is None or node.parent is not last:
+                return nodes, count, False
+            if not node.complete:
+                return nodes, count, True
+            nodes.append(node)
+            last = node
+            if node.state != NONE:
+                count = len(nodes)
+        return nodes, count, False
+
+    def reachable(self, table: ChunkTable) -> tuple[list[Node], bool]:
+        """The chunks that the table shall take from the tree now, which end with a state, and whether the next one is
+        being written. Where the way parts from the tree's without a state, one is asked for."""
+        nodes, count, blocked = self.path(table)
+        if not blocked and count < len(nodes):
+            if self._keep_in_step(nodes[-1]):
+                count = len(nodes)
+            else:
+                table.track.marks.add(table.length + len(nodes) * CHUNK)
+        return nodes[:count], blocked
+
+    def attach(self, table: ChunkTable, node: Node) -> None:
+        """The table, which the node is the last chunk of, goes on from its state."""
+        self._let_go(table.track)
+        table.track.slot = node.state
+        self._hold(node.state)
+
+    # -- a step
+
+    def advance(self, table: ChunkTable, start: int) -> None:
+        """Plans the states of a slice that begins at `start` and ends at the table's length."""
+        track, end = table.track, table.length
+        self._stepping.append(track)
+        for chunk in range(start // CHUNK, end // CHUNK):
+            self._computing[table.nodes[chunk]] = (table, chunk)
+        answer = end // CHUNK * CHUNK
+        answered = table.shares and answer > max(start, track.known)
+        marks = {mark for mark in track.marks if start < mark <= end} if table.shares else set()
+        for mark in sorted({*marks, end, *([answer] if answered else [])}):
+            source = track.slot
+            self._own(track)
+            track.segments.append(Segment(mark, source, track.slot))
+            self._read.add(source)
+            self._written.add(track.slot)
+            if mark in marks or (answered and mark == answer):
+                self._keep(table, mark // CHUNK - 1)
+        track.marks -= marks
+        if answered:
+            self._replace_answer(table, answer)
+
+    def _replace_answer(self, table: ChunkTable, answer: int) -> None:
+        """Of an answer the latest state is kept alone."""
+        track = table.track
+        slot, chunk = track.answer
+        if slot in self.idle and table.nodes[chunk].state == slot:
+            self._drop(slot)
+        target = next(each.target for each in track.segments if each.end == answer)
+        track.answer = (target if target in self._kept else NONE, answer // CHUNK - 1)
+
+    def _keep(self, table: ChunkTable, chunk: int) -> None:
+        """The table's own state, behind the chunk, becomes the chunk's; now if it has a name, else with `commit`."""
+        track, node = table.track, table.nodes[chunk]
+        if node.digest is None:
+            self._kept[track.slot] = None
+            self._waiting.append((table, chunk, track.slot))
+        elif node.state != NONE:
+            return
+        else:
+            self._kept[track.slot], node.state = node, track.slot
+        track.owns = False
+        self._refs[track.slot] = 1
+
+    def _keep_in_step(self, node: Node) -> bool:
+        """Keeps the state behind a chunk that a slice of the coming step passes, if there is a slot for it."""
+        if node not in self._computing:
+            return False
+        table, chunk = self._computing[node]
+        track, mark = table.track, (chunk + 1) * CHUNK
+        at = next(i for i, each in enumerate(track.segments) if each.end >= mark)
+        end, source, target = track.segments[at]
+        if end == mark:
+            if at + 1 < len(track.segments) or not track.owns:
+                return False
+            self._keep(table, chunk)
+            return node.state != NONE
+        slot = self._untouched()
+        if slot is None:
+            return False
+        track.segments[at : at + 1] = [Segment(mark, source, slot), Segment(end, slot, target)]
+        self._written.add(slot)
+        self._kept[slot], node.state = node, slot
+        self.idle[slot] = None
+        return True
+
+    def _untouched(self) -> int | None:
+        """A slot that no segment of the step names yet: it may be written at any moment of it."""
+        named = self._read | self._written
+        slot = next((each for each in reversed(self._free) if each not in named), None)
+        if slot is None:
+            slot = next((each for each in self.idle if each not in named), None)
+            if slot is None:
+                return None
+            self._evict(slot)
+        self._free.remove(slot)
+        return slot
+
+    def commit(self) -> None:
+        """After a step, when chunks have their names: states get theirs."""
+        for table, chunk, slot in self._waiting:
+            if slot not in self._kept or self._kept[slot] is not None:
+                continue  # taken for something else in the meantime
+            node = table.nodes[chunk] if chunk < len(table.nodes) else None
+            if node is not None and node.digest is not None and node.complete and node.state == NONE:
+                self._kept[slot], node.state = node, slot
+            elif slot in self.idle:
+                self._drop(slot)
+            else:
+                self._take_back(table.track)
+        self._waiting.clear()
+        for track in self._stepping:
+            track.segments.clear()
+        self._stepping.clear()
+        self._computing.clear()
+        self._read.clear()
+        self._written.clear()
+
+    # -- slots
+
+    def _own(self, track: TableState) -> None:
+        """Gives the table a slot that it may write to."""
+        if track.owns:
+            return
+        if not self._free and self.idle:
+            self._evict(next(iter(self.idle)))
+        if self._free:
+            self._let_go(track)
+            track.slot, track.owns = self._free.pop(), True
+        else:  # every slot is some table's, and each table has one: this one is nobody else's
+            self._take_back(track)
+
+    def _take_back(self, track: TableState) -> None:
+        """A kept state that one table alone goes on from is its own again."""
+        assert self._refs.pop(track.slot) == 1, "more tables than states"
+        node = self._kept.pop(track.slot)
+        if node is not None:
+            node.state = NONE
+        track.owns = True
+
+    def _hold(self, slot: int) -> None:
+        self._refs[slot] = self._refs.get(slot, 0) + 1
+        self.idle.pop(slot, None)
+
+    def _let_go(self, track: TableState) -> None:
+        """The table has no state any more."""
+        slot, track.slot = track.slot, NONE
+        if slot == NONE:
+            return
+        if track.owns:
+            track.owns = False
+            self._free.append(slot)
+            return
+        self._refs[slot] -= 1
+        if not self._refs[slot]:
+            del self._refs[slot]
+            self.idle[slot] = None
+
+    def borrow(self) -> int | None:
+        """A slot to be written to at once, which no slice of the coming step names; None if there is none to be had."""
+        return self._untouched()
+
+    def give_back(self, slot: int) -> None:
+        """A borrowed slot that is of no use."""
+        self._free.append(slot)
+
+    def adopt(self, table: ChunkTable, slot: int) -> None:
+        """A borrowed slot has the state behind the table's last chunk, which keeps it with the next `commit`."""
+        self._let_go(table.track)
+        table.track.slot, table.track.owns = slot, True
+        self._keep(table, len(table.nodes) - 1)
+
+    def nodes(self) -> list[Node]:
+        """Chunks with states, between two steps."""
+        return [node for node in self._kept.values() if node is not None]
+
+    def close(self, table: ChunkTable) -> None:
+        """Before the table's chunks are let go of."""
+        self._let_go(table.track)
+
+    def _evict(self, slot: int) -> None:
+        self.evictions += 1
+        self._tell(slot)
+        self._drop(slot)
+
+    def _tell(self, slot: int) -> None:
+        """What this step is still to write is lost: `leaving` would find other numbers."""
+        node = self._kept[slot]
+        if self.leaving is not None and node is not None and slot not in self._written:
+            self.leaving(node)
+
+    def _drop(self, slot: int) -> None:
+        """Frees a slot that no table goes on from."""
+        del self.idle[slot]
+        node = self._kept.pop(slot)
+        if node is not None:
+            node.state = NONE
+        self._free.append(slot)
+
+    def _forget(self, node: Node) -> None:
+        """The node leaves the tree."""
+        self._tell(node.state)
+        self._drop(node.state)
+
+    def check(self, tables: Iterable[ChunkTable]) -> None:
+        """Raises AssertionError unless slots, tables and nodes agree. For tests, between two steps."""
+        tracks = [table.track for table in tables]
+        own = [track.slot for track in tracks if track.owns]
+        held = [track.slot for track in tracks if not track.owns and track.slot != NONE]
+        assert sorted([*self._free, *own, *self._kept]) == list(range(self.total)), "a state's slot is lost or doubled"
+        assert {slot: held.count(slot) for slot in held} == self._refs, "states are held by others than is counted"
+        assert set(self.idle) == set(self._kept) - set(self._refs), "idle means kept, and held by nobody"
+        assert dict(self._nodes()) == self._kept, "a chunk knows another state than is kept behind it"
+
+    def _nodes(self) -> Iterator[tuple[int, Node]]:
+        return ((node.state, node) for node in self.tree.nodes.values() if node.state != NONE)

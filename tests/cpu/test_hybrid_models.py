@@ -1,0 +1,95 @@
+"""Hybrid models: parity with transformers, and rows whose bits do not depend on how their sequence is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from headrace.kernels import cpu, dispatch
+from headrace.models.decoder import Decoder, load_decoder
+from tests.support.checkpoints import VOCAB
+from tests.support.hybrid_checkpoints import KINDS, Sequence, greedy, make_checkpoint
+
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
+
+LENGTH = 300
+all_kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return lru_cache(None)(lambda kind: make_checkpoint(kind, tmp_path_factory.mktemp(kind)))
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+
+
+def theirs_of(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.eval()
+
+
+@torch.no_grad()
+def their_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    logits: Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits.float()
+
+
+def ours(decoder: Decoder, tokens: list[int]) -> Tensor:
+    return Sequence(decoder).logits(tokens)
+
+
+@all_kinds
+def test_fp32_agrees_with_transformers(kind: str, folder: Callable[[str], Path]) -> None:
+    """Logits at every position of 300 tokens, and 64 greedy tokens, decoded one by one."""
+    decoder, model, tokens = load_decoder(folder(kind), "float32"), theirs_of(folder(kind)), prompt(LENGTH)
+    difference = (ours(decoder, tokens) - their_logits(model, tokens)).abs().max()
+    assert difference <= 1e-4, difference
+    answer = model.generate(
+        torch.tensor([tokens]), attention_mask=torch.ones(1, LENGTH), max_new_tokens=64, do_sample=False, pad_token_id=0
+    )
+    assert greedy(decoder, tokens, 64) == answer[0, LENGTH:].tolist()
+
+
+@all_kinds
+def test_bf16_is_as_near_to_the_truth_as_transformers(kind: str, folder: Callable[[str], Path]) -> None:
+    tokens = prompt(LENGTH)
+    truth = their_logits(theirs_of(folder(kind)), tokens)
+    mine = ours(load_decoder(folder(kind), "bfloat16"), tokens) - truth
+    theirs = their_logits(theirs_of(folder(kind), torch.bfloat16), tokens) - truth
+    assert mine.norm() <= 1.5 * theirs.norm(), (mine.norm(), theirs.norm())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@all_kinds
+def test_a_row_has_the_same_bits_in_every_cut(kind: str, dtype: str, folder: Callable[[str], Path]) -> None:
+    decoder = load_decoder(folder(kind), dtype)  # type: ignore[arg-type]
+    check_cuts(decoder)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="there are no kernels")
+def test_on_every_instruction_set(isa: str, folder: Callable[[str], Path]) -> None:
+    check_cuts(load_decoder(folder("3_5_ends_recurrent"), "bfloat16"))
+
+
+def test_in_torch(folder: Callable[[str], Path]) -> None:
+    with dispatch.force("torch"):
+        decoder = load_decoder(folder("next"), "float32")
+        check_cuts(decoder)
+        assert (ours(decoder, prompt(70)) - their_logits(theirs_of(folder("next")), prompt(70))).abs().max() <= 1e-4
+
+
+def check_cuts(decoder: Decoder) -> None:
+    tokens, steps = prompt(150), [17, 3, 1, 19, 64, 46]
+    whole, one, cut = ours(decoder, tokens), Sequence(decoder), Sequence(decoder)
+    assert torch.equal(whole[:40], torch.cat([one.logits([token]) for token in tokens[:40]]))
+    parts = [cut.logits(tokens[sum(steps[:i]) :][:count]) for i, count in enumerate(steps)]
+    assert torch.equal(whole, torch.cat(parts))

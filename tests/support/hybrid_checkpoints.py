@@ -1,0 +1,119 @@
+"""Small random checkpoints of hybrid models, written by transformers' own classes, and the states of one sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
+
+from headrace.config import RecurrentSpec
+from headrace.kernels.gated_delta import DeltaWeights, LayerStates, gated_delta
+from headrace.models.decoder import Decoder
+from tests.support.checkpoints import VOCAB
+from tests.support.naive_attention import RowAttend, batch_of, naive
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=128, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, linear_key_head_dim=32, linear_value_head_dim=32,
+    linear_num_key_heads=2, linear_num_value_heads=4, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+UNEVEN = dict(linear_key_head_dim=40, linear_value_head_dim=24, linear_num_value_heads=6, linear_conv_kernel_dim=3)
+ENDS_RECURRENT = dict(layer_types=["linear_attention", "full_attention", "linear_attention"], num_hidden_layers=3)
+YARN = dict(
+    rope_parameters=dict(
+        rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128,
+        partial_rotary_factor=0.25,
+    )
+)  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "next": ("next", {}),
+    "next_uneven": ("next", UNEVEN),
+    "3_5": ("3_5", {}),
+    "3_5_tied": ("3_5", dict(tie_word_embeddings=True, attention_bias=True)),
+    "3_5_ends_recurrent": ("3_5", ENDS_RECURRENT | UNEVEN),
+    "3_5_yarn": ("3_5", YARN),
+}
+
+
+def build_model(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random model of a kind in fp32, in evaluation mode, whose weights are all representable in bf16."""
+    family, fields = KINDS[kind]
+    torch.manual_seed(seed)
+    given = {**SIZES, **fields, **overrides}
+    if family == "next":
+        model: PreTrainedModel = Qwen3NextForCausalLM(Qwen3NextConfig(**given, num_experts=0))
+    else:
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**given))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_drawn(name, parameter).bfloat16())
+    return model.eval()
+
+
+def _drawn(name: str, parameter: Tensor) -> Tensor:
+    """Wide weights; decays between half and nearly all, and norms away from one, in either way of counting."""
+    noise = torch.randn_like(parameter)
+    if name.endswith(("A_log", "dt_bias")):
+        return 0.5 * noise - 1
+    if "norm" in name:
+        return 0.3 * noise + name.endswith("linear_attn.norm.weight")
+    if parameter.dim() == 1:
+        return 0.3 * noise
+    return noise * (0.5 if "embed" in name else 1.3 / parameter.shape[-1] ** 0.5)
+
+
+def make_checkpoint(kind: str, folder: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+    build_model(kind, **overrides).to(dtype).save_pretrained(folder)
+    return folder
+
+
+class OwnStates:
+    """A Recur for some sequences, each with the state of its slot; `counts` are their rows in a step, in order."""
+
+    def __init__(self, spec: RecurrentSpec, dtype: torch.dtype, sequences: int = 1) -> None:
+        self.spec, self.counts, self.begun = spec, [0] * sequences, [False] * sequences
+        last = (sequences, spec.kernel - 1, spec.channels)
+        matrices = (sequences, spec.value_heads, spec.key_dim, spec.value_dim)
+        self.states = [
+            LayerStates(torch.full(last, 7.0, dtype=dtype), torch.full(matrices, 7.0)) for _ in range(spec.layers)
+        ]
+
+    def __call__(self, layer: int, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+        segments, row = [], 0
+        for slot, count in enumerate(self.counts):
+            segments.append([row, row + count, slot if self.begun[slot] else -1, slot])
+            row += count
+        if layer == self.spec.layers - 1:
+            self.begun = [begun or count > 0 for begun, count in zip(self.begun, self.counts, strict=True)]
+        kept = [each for each in segments if each[0] < each[1]]
+        return gated_delta(self.spec, mixed, gates, weights, self.states[layer], torch.tensor(kept))
+
+
+def states_of(decoder: Decoder, sequences: int = 1) -> OwnStates:
+    assert decoder.config.recurrent is not None
+    return OwnStates(decoder.config.recurrent, decoder.dtype, sequences)
+
+
+class Sequence:
+    """One sequence of a hybrid model, computed in pieces."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.recur, self.attend, self.length = decoder, states_of(decoder), naive(decoder, RowAttend), 0
+
+    def logits(self, tokens: list[int]) -> Tensor:
+        """Logits [n, V] of the next n tokens."""
+        batch = batch_of(tokens, self.length, self.length + len(tokens))
+        self.recur.counts, self.length = [len(tokens)], self.length + len(tokens)
+        return self.decoder.logits(self.decoder.forward(batch, self.attend, recur=self.recur))
+
+
+def greedy(decoder: Decoder, prompt: list[int], steps: int) -> list[int]:
+    """`steps` greedy tokens, decoded one at a time."""
+    sequence, rows, found = Sequence(decoder), list(prompt), []
+    for _ in range(steps):
+        rows = [int(sequence.logits(rows)[-1].argmax())]
+        found += rows
+    return found

@@ -1,0 +1,246 @@
+"""Recurrent states in the tree: what is scheduled begins with the state of just the tokens before it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import SequenceState, Slice
+from headrace.kv.cache import KVCache
+from headrace.kv.table_state import NONE
+from headrace.kv.tree import Node, chain, token_array
+from headrace.types import CHUNK, Request, SamplingParams
+
+pytestmark = pytest.mark.unit
+
+
+class Steps:
+    """A scheduler over states that are the tokens they come from; answers go on with token 3."""
+
+    def __init__(self, chunks: int, budget: int, states: int, shares: bool = True) -> None:
+        self.cache = KVCache(chunks, states=states)
+        self.scheduler = Scheduler(self.cache, lambda s: self.cache.open(s.tokens, shares=shares), budget, 8)
+        self.memory: dict[int, list[int]] = {}
+        self.left: dict[SequenceState, int] = {}
+        self.prefilled = 0
+        self.left_tree = 0
+        assert self.cache.states is not None
+        self.cache.states.leaving = self._leaves
+
+    def _leaves(self, node: Node) -> None:
+        """Whoever stores the state at this moment must find it."""
+        self.left_tree += 1
+        self._check_state(node)
+
+    def add(self, prompt: list[int], answer: int) -> SequenceState:
+        sequence = SequenceState(Request(str(len(self.left)), prompt, SamplingParams()), 0, self._order())
+        self.left[sequence] = answer
+        self.scheduler.add(sequence)
+        return sequence
+
+    def _order(self) -> int:
+        return max((each.order for each in self.left), default=0) + 1
+
+    def step(self) -> None:
+        slices = self.scheduler.schedule()
+        for part in slices:
+            self._compute(part)
+        self.cache.commit()
+        for part in slices:
+            if part.samples:
+                self._draw(part.sequence)
+        self.check()
+
+    def _compute(self, part: Slice) -> None:
+        table, tokens, at = part.sequence.table, part.sequence.tokens, part.start
+        assert table is not None
+        for end, source, target in table.track.segments:
+            assert (self.memory[source] if source != NONE else []) == tokens[:at], "begins with another state"
+            self.memory[target], at = tokens[:end], end
+        assert at == part.end, "the segments are not the slice"
+        self.prefilled += part.length
+
+    def _draw(self, sequence: SequenceState) -> None:
+        self.left[sequence] -= 1
+        if self.left[sequence] <= 0:
+            self.scheduler.remove(sequence)
+            del self.left[sequence]
+        else:
+            sequence.tokens.append(3)
+
+    def check(self) -> None:
+        self.scheduler.check()
+        for node in self.cache.tree.nodes.values():
+            if node.state != NONE:
+                self._check_state(node)
+
+    def _check_state(self, node: Node) -> None:
+        tokens = self.memory[node.state]
+        assert len(tokens) % CHUNK == 0 and _name(self.cache, tokens) == node.digest
+
+    def finish(self) -> None:
+        while self.left:
+            self.step()
+
+
+def _name(cache: KVCache, tokens: list[int]) -> bytes:
+    """Of the last chunk of these tokens."""
+    table = KVCache(1, cache.identity).open([])
+    name = table._root
+    for start in range(0, len(tokens), CHUNK):
+        name = chain(name, token_array(tokens[start : start + CHUNK]))
+    return name
+
+
+class StatesMachine(RuleBasedStateMachine):
+    @initialize(
+        chunks=st.integers(9, 20),
+        budget=st.sampled_from([8, 64, 100, 1000]),
+        states=st.sampled_from([1, 2, 3, 5, 20]),
+        shares=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, chunks: int, budget: int, states: int, shares: bool) -> None:
+        self.steps = Steps(chunks, budget, states, shares)
+
+    @rule(
+        blocks=st.lists(st.integers(0, 1), max_size=5),
+        tail=st.integers(1, CHUNK),
+        answer=st.sampled_from([1, 3, 140]),
+        twice=st.booleans(),
+    )
+    def add(self, blocks: list[int], tail: int, answer: int, twice: bool) -> None:
+        prompt = [token for block in blocks for token in [block] * CHUNK] + [3] * tail
+        for _ in range(1 + twice):
+            self.steps.add(prompt, answer)
+
+    @precondition(lambda self: self.steps.left)
+    @rule(count=st.sampled_from([1, 1, 2, 70]))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.steps.step()
+
+    @precondition(lambda self: self.steps.left)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(sorted(self.steps.left, key=lambda each: each.order)))
+        self.steps.scheduler.remove(sequence)
+        del self.steps.left[sequence]
+
+    @rule()
+    def forget(self) -> None:
+        self.steps.cache.tree.clear()
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "steps"):
+            self.steps.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "steps"):
+            self.steps.finish()
+
+
+TestStatesMachine = StatesMachine.TestCase
+TestStatesMachine.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+
+
+def blocks(*names: int, tail: int = 5) -> list[int]:
+    return [name for name in names for _ in range(CHUNK)] + [9] * tail
+
+
+def test_a_state_where_the_prompt_ends() -> None:
+    steps = Steps(40, 1000, 8)
+    steps.add(blocks(1, 2, 3), 1)
+    steps.finish()
+    again = steps.add(blocks(1, 2, 3), 1)
+    steps.finish()
+    assert again.cached_tokens == 3 * CHUNK and steps.prefilled == 3 * CHUNK + 5 + 5
+
+
+def test_a_state_where_branches_part() -> None:
+    """Of the first prompt nothing is kept there; the second finds keys and values, is computed all the same, and keeps
+    a state there for the third."""
+    steps = Steps(40, 1000, 8)
+    found = []
+    for last in (3, 4, 5):
+        found.append(steps.add(blocks(1, 2, last), 1))
+        steps.finish()
+    assert [each.cached_tokens for each in found] == [0, 0, 2 * CHUNK]
+
+
+def test_a_state_is_asked_for_in_the_step_that_passes_it() -> None:
+    steps = Steps(40, 1000, 8)
+    for last in (3, 4, 5):
+        steps.add(blocks(1, 2, last), 1)
+    steps.finish()
+    assert steps.prefilled == 2 * CHUNK + 3 * (CHUNK + 5)
+
+
+def test_an_answer_keeps_its_latest_state_alone() -> None:
+    steps = Steps(40, 1000, 8)
+    steps.add(blocks(1), 300)
+    steps.finish()
+    states = steps.cache.states
+    assert states is not None and states.kept == 2
+    assert sorted(len(steps.memory[slot]) for slot in states.idle) == [64, 320]
+
+
+def test_states_that_are_needed_take_the_place_of_kept_ones() -> None:
+    steps = Steps(40, 1000, 2)
+    for first in range(4):
+        steps.add(blocks(first, first), 80)
+        steps.finish()
+    assert steps.cache.states is not None and steps.cache.states.evictions > 0
+    assert steps.left_tree > 0
+
+
+def test_no_states_are_kept_where_nothing_is_shared() -> None:
+    steps = Steps(40, 1000, 8, shares=False)
+    steps.add(blocks(1, 2), 200)
+    steps.finish()
+    assert steps.cache.states is not None and steps.cache.states.kept == 0
+
+
+def test_there_is_at_least_one_state() -> None:
+    with pytest.raises(ValueError, match="at least one state, got 0"):
+        KVCache(4, states=0)
+
+
+def test_a_late_state_takes_no_slot_of_its_step() -> None:
+    """Four states: one that the second request goes on from in this very step, two of the first, one of the second."""
+    steps = Steps(40, 1000, 4)
+    steps.add(blocks(7), 1)
+    steps.finish()
+    steps.add(blocks(1, 2, 3), 1)
+    second, third = steps.add(blocks(7, tail=9), 1), steps.add(blocks(1, 2, 5), 1)
+    steps.step()
+    assert second.cached_tokens == CHUNK and third.cached_tokens == 0
+
+
+def test_a_hit_beyond_the_last_state_is_cut_back_to_it() -> None:
+    steps = Steps(40, 1000, 8)
+    for prompt in (blocks(1), blocks(1, 2, 3)):
+        steps.add(prompt, 1)
+        steps.finish()
+    third = steps.add(blocks(1, 2, 5), 1)
+    steps.finish()
+    assert third.cached_tokens == CHUNK
+
+
+def test_a_borrowed_slot_is_none_that_the_step_names() -> None:
+    """It is written to before the step is computed, which still reads what its segments begin with."""
+    steps = Steps(40, 1000, 3)
+    steps.add(blocks(7), 1)
+    steps.finish()
+    states = steps.cache.states
+    assert states is not None
+    steps.add(blocks(7, tail=9), 1)
+    (part,) = steps.scheduler.schedule()
+    assert part.sequence.table is not None
+    named = {slot for each in part.sequence.table.track.segments for slot in each[1:]}
+    borrowed = states.borrow()
+    assert borrowed is not None and borrowed not in named and states.borrow() is None
+    states.give_back(borrowed)
