@@ -15,12 +15,16 @@ from headrace.cli.info import short, sized
 from headrace.config import EngineConfig
 from headrace.doctor import expected
 from headrace.doctor.info import info, parameters
+from headrace.doctor.model import kv_bytes, room
 from headrace.engine.capacity import model_folder
+from headrace.engine.footprint import AUTO_SHARE
 from headrace.models.config import read_config
 from headrace.models.files import weight_files
 from headrace.models.sizes import weight_bytes
+from headrace.types import CHUNK
 from tests.support.checkpoints import KINDS, FolderOf
 from tests.support.gguf_files import q4_k_m, theirs, write_gguf
+from tests.support.hybrid_checkpoints import build_model, make_checkpoint
 
 
 def told(*arguments: str) -> tuple[int, str]:
@@ -96,3 +100,19 @@ def test_the_command() -> None:
 def test_numbers_as_people_read_them() -> None:
     assert [short(n) for n in (12, 4_000, 596_000_000, 1_240_000_000)] == ["12", "4K", "596M", "1.24B"]
     assert [sized(n) for n in (1 << 20, 3 << 29)] == ["1.0 MiB", "1.50 GiB"]
+
+
+def test_of_a_hybrid_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kinds of layers are timed, and states take their part of the memory."""
+    folder = make_checkpoint("3_5", tmp_path / "m", torch.bfloat16)
+    facts, config = read_config(folder), EngineConfig(model=str(folder), recurrent_states=8)
+    assert parameters(facts) == sum(part.numel() for part in build_model("3_5").parameters())
+    monkeypatch.setattr(expected, "LAYER_BYTES", 1)
+    found = info(config)
+    assert found["expected"]["layers timed"] == 4 and found["expected"]["a layer"] == "some layers are recurrent"
+    each = facts.recurrent.state_bytes(2) if facts.recurrent else 0
+    assert found["memory"]["recurrent states"] == 8 and found["memory"]["bytes of a recurrent state"] == each
+    free, weights = 1 << 24, found["memory"]["weights bytes"]
+    less = room(facts, config, free, weights)["KV cache tokens"]
+    assert less == (free // AUTO_SHARE - 8 * each) // kv_bytes(facts)["bf16"] // CHUNK * CHUNK > 0
+    assert "recurrent states" not in info(EngineConfig(model="tiny"))["memory"]

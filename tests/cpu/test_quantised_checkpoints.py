@@ -21,6 +21,7 @@ from headrace.models.decoder import load_decoder
 from headrace.models.plain_config import plain_config
 from headrace.types import UnsupportedModel
 from tests.support.gguf_files import theirs, tokens_of
+from tests.support.hybrid_checkpoints import Sequence, build_model
 from tests.support.naive_attention import prompt_logits
 from tests.support.traces import run, same
 
@@ -149,7 +150,7 @@ def write(model: PreTrainedModel, folder: Path, name: str) -> Path:
     tensors: Tensors = {}
     with torch.no_grad():
         for seed, (each, parameter) in enumerate(model.named_parameters()):
-            if "_proj.weight" not in each:
+            if "_proj" not in each or parameter.dim() == 1:
                 tensors[each] = parameter.contiguous()
                 continue
             stored, meant = quantise(parameter.detach(), seed)
@@ -173,6 +174,17 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
         assert isinstance(down, Quantized) and (down.order is not None) == (name == "gptq act-order")
     config = read_config(folder)
     assert config == plain_config(folder) and config.stored is not None and config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("kind", "name"), [("next", "gptq"), ("3_5", "FP8")])
+def test_logits_of_hybrids(kind: str, name: str, tmp_path: Path) -> None:
+    """Rows of a matrix are taken from several places of the file: queries and their gates, and each key head's part."""
+    model = build_model(kind)
+    folder, tokens = write(model, tmp_path / "m", name), tokens_of(150)
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0]
+    assert (Sequence(load_decoder(folder, "float32")).logits(tokens) - want).abs().max() <= TOLERANCE
+    assert read_config(folder) == plain_config(folder)
 
 
 @pytest.mark.parametrize("name", ["gptq act-order", "awq", "FP8 blocks"])

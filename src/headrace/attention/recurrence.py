@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from headrace.config import RecurrentSpec
 from headrace.kernels.gated_delta import DeltaWeights, Recur, gated_delta
 from headrace.kv.storage import StateStorage
 from headrace.kv.table_state import Segment
@@ -34,3 +35,11 @@ class StepRecurrence(Recur):
     def __call__(self, layer: int, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         storage = self.storage
         return gated_delta(storage.spec, mixed, gates, weights, storage.layers[layer], self.segments)
+
+
+def alone(spec: RecurrentSpec | None, dtype: torch.dtype, rows: int) -> StepRecurrence | None:
+    """A step of the first `rows` tokens of one sequence, with a state of its own: for measurements. None: no recurrent
+    layers."""
+    return (
+        None if spec is None else StepRecurrence(StateStorage(spec, 1, dtype), segment_rows([(0, 0, [(rows, -1, 0)])]))
+    )

@@ -52,6 +52,9 @@ def _rows(found: Facts) -> Iterator[tuple[str, str]]:
         "KV per token",
         f"{memory['KV bytes per token (bf16)']} bytes in bf16, {memory['KV bytes per token (int8)']} in int8",
     )
+    if "recurrent states" in memory:
+        each = sized(memory["bytes of a recurrent state"])
+        yield "recurrent states", f"{memory['recurrent states']:,} of {each} each"
     yield "longest context", longest_context(memory | facts)
     yield from kernel_rows(found["kernels"])
     yield "a layer", found["expected"]["a layer"]

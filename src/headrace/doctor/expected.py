@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention import plan as planning
+from headrace.attention import recurrence
 from headrace.attention.execute import PlanAttention
 from headrace.config import EngineConfig, Quantization
 from headrace.kernels.backend import Backend, backend_of
@@ -71,8 +72,16 @@ def expect(facts: ModelConfig, config: EngineConfig) -> Expected:
         1 / (_seconds(answer) * layers + head * more),
         few.layers,
         scheme,
-        "" if isinstance(decoder.layers, Blocks) else obstacle(decoder.layers.layers, decoder.dtype) or "",
+        _obstacle(decoder),
     )
+
+
+def _obstacle(decoder: Decoder) -> str:
+    if isinstance(decoder.layers, Blocks):
+        return ""
+    if decoder.config.recurrent is not None:
+        return "some layers are recurrent"
+    return obstacle(decoder.layers.layers, decoder.dtype) or ""
 
 
 def _scheme(facts: ModelConfig, config: EngineConfig) -> Quantization:
@@ -84,14 +93,26 @@ def _scheme(facts: ModelConfig, config: EngineConfig) -> Quantization:
 
 def _few(facts: ModelConfig, config: EngineConfig) -> ModelConfig:
     """The same model with fewer layers and a smaller vocabulary."""
-    compute, one = compute_type(facts, config.model.dtype), _cut(facts, 1, CHUNK)
-    layer = weight_bytes(one, compute)
-    return _cut(facts, max(1, min(facts.layers, LAYER_BYTES // layer)), min(facts.vocab_size, HEAD_ROWS))
+    least = _one_of_each_kind(facts)
+    size = weight_bytes(_cut(facts, least, CHUNK), compute_type(facts, config.model.dtype))
+    return _cut(facts, min(facts.layers, max(1, LAYER_BYTES // size) * least), min(facts.vocab_size, HEAD_ROWS))
+
+
+def _one_of_each_kind(facts: ModelConfig) -> int:
+    """Layers among which are some with attention and some that are recurrent, if the model has both."""
+    recurrent = [layer in facts.recurrent_layers for layer in range(facts.layers)]
+    return 1 + max(recurrent.index(kind) for kind in set(recurrent))
 
 
 def _cut(facts: ModelConfig, layers: int, vocabulary: int) -> ModelConfig:
-    spec = replace(facts.attention, layers=layers, windows=facts.attention.windows[:layers])
-    return replace(facts, layers=layers, vocab_size=vocabulary, attention=spec, stored=None)
+    recurrent = tuple(layer for layer in facts.recurrent_layers if layer < layers)
+    attending = layers - len(recurrent)
+    spec = replace(facts.attention, layers=attending, windows=facts.attention.windows[:attending])
+    states = facts.recurrent and replace(facts.recurrent, layers=len(recurrent))
+    return replace(
+        facts, layers=layers, vocab_size=vocabulary, attention=spec, recurrent=states, recurrent_layers=recurrent,
+        stored=None,
+    )  # fmt: skip
 
 
 def _affordable(few: ModelConfig) -> int:
@@ -104,7 +125,7 @@ def _random(few: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, slot in expected(few).items():
-        made = torch.ones(slot.shape(sum(slot.parts)), dtype=dtype)
+        made = torch.ones(slot.shape(sum(slot.parts)), dtype=torch.float32 if slot.wide else dtype)
         if slot.columns is not None and name not in LOOKED_UP:
             bound = slot.columns**-0.5
             made.uniform_(-bound, bound, generator=generator)
@@ -126,10 +147,11 @@ class _Step:
         self.batch = TokenBatch(torch.arange(count) % CHUNK, torch.arange(start, end), lengths)
         plan = planning.build([planning.Span(slots, start, count)])
         self.attend = PlanAttention(plan, storage, decoder.config.attention, backend, decoder.key_bias)
+        self.recur = recurrence.alone(decoder.config.recurrent, decoder.dtype, count)
         self.hidden = torch.zeros(1, decoder.config.embed_size, dtype=decoder.dtype)
 
     def __call__(self) -> None:
-        self.decoder.forward(self.batch, self.attend)
+        self.decoder.forward(self.batch, self.attend, recur=self.recur)
 
     def head(self) -> None:
         self.decoder.logits(self.hidden)

@@ -7,7 +7,7 @@ from typing import Any
 from headrace import host
 from headrace.config import EngineConfig, config_from_env
 from headrace.engine.capacity import model_folder
-from headrace.engine.footprint import AUTO_SHARE, PROCESS_BYTES
+from headrace.engine.footprint import AUTO_SHARE, PROCESS_BYTES, Footprint
 from headrace.host import GIB
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.files import weight_files
@@ -53,15 +53,22 @@ def shape_of(facts: ModelConfig) -> dict[str, Any]:
 
 
 def room(facts: ModelConfig, config: EngineConfig, free: int, weights: int) -> dict[str, Any]:
-    """Tokens that fit: into the KV cache as the settings make it, and into all memory that is free."""
+    """Tokens that fit: into the KV cache as the settings make it, and into all memory that is free; beside recurrent
+    states, if the model has some."""
+    taken = Footprint(config, facts, free, weights + PROCESS_BYTES, weights + PROCESS_BYTES)
+    states, beside = taken.states(), taken.state_bytes()
     each, own = kv_bytes(facts), "fp32" if computes_in(facts, config) == "float32" else "bf16"
     sizes = {own: each[own], "int8": each["int8"]}
-    most = {kind: _chunks(max(0, free - weights - PROCESS_BYTES) // size) for kind, size in sizes.items()}
+    most = {kind: _chunks(max(0, free - weights - PROCESS_BYTES - beside) // size) for kind, size in sizes.items()}
     given = config.cache.tokens
-    pool = {kind: _chunks(free // AUTO_SHARE // size if given is None else given) for kind, size in sizes.items()}
+    pool = {
+        kind: _chunks(max(0, free // AUTO_SHARE - beside) // size if given is None else given)
+        for kind, size in sizes.items()
+    }
     wanted = config.model.max_len or facts.max_model_len
     longest = min(wanted, pool[own])
-    return {
+    recurrent = {} if states is None else {"recurrent states": states, "bytes of a recurrent state": beside // states}
+    return recurrent | {
         "KV bytes per token (bf16)": f"{each['bf16']:,}",
         "KV bytes per token (int8)": f"{each['int8']:,}",
         "KV bytes per token (as computed)": f"{each[own]:,}",
@@ -71,7 +78,7 @@ def room(facts: ModelConfig, config: EngineConfig, free: int, weights: int) -> d
         "KV cache is sized by": "a quarter of the free memory" if given is None else "kv_cache_tokens",
         "longest context here": longest,
         "longest context is limited by": _limit(facts, config, longest),
-        "sequences at once": config.scheduler.max_sequences,
+        "sequences at once": min(config.scheduler.max_sequences, states or config.scheduler.max_sequences),
         "requests at once": [_at_once(length, pool, most, config) for length in _lengths(wanted, most["int8"])],
     }
 

@@ -12,11 +12,11 @@ import torch
 
 from headrace import host
 from headrace.attention import plan as planning
+from headrace.attention import recurrence
 from headrace.attention.execute import PlanAttention
-from headrace.attention.recurrence import StepRecurrence
 from headrace.kernels import ops
 from headrace.kernels.backend import Backend
-from headrace.kv.storage import KVStorage, StateStorage
+from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.offload import frame
 from headrace.offload.copy_streams import copy_alone
@@ -165,10 +165,7 @@ class _Forward:
         spec = decoder.config.attention
         self.attend = PlanAttention(plan, storage, spec, backend, decoder.key_bias, decoder.sinks)
         self.last = torch.tensor([count - 1])
-        self.recur, recurrent = None, decoder.config.recurrent
-        if recurrent is not None:
-            states = StateStorage(recurrent, 1, decoder.dtype)
-            self.recur = StepRecurrence(states, torch.tensor([[0, count, -1, 0]]))
+        self.recur = recurrence.alone(decoder.config.recurrent, decoder.dtype, count)
 
     def __call__(self) -> None:
         self.decoder.logits(self.decoder.forward(self.batch, self.attend, self.last, recur=self.recur))
