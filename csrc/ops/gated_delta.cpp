@@ -11,18 +11,18 @@
 
 namespace headrace::HEADRACE_NS {
 
-namespace {
-
-constexpr int64_t TOGETHER = 128;    // rows that go through all passes together: their scratch stays in the caches
-constexpr int64_t CHANNELS = 64;  // of a task of the convolution
-constexpr int COLUMNS = 32;       // of a state: 256 rows of them fit into L1
-constexpr int VECTORS = COLUMNS / W, CHAINS = VECTORS < 4 ? 4 / VECTORS : 1;
-constexpr int64_t FEW = 8;  // rows below which waking the other threads costs more than it saves, but for the recurrence
-
 // The rows of a group that one segment has. Scratch has them from `at` on.
 struct Piece {
   int64_t row, count, at, from, to;
 };
+
+namespace {
+
+constexpr int64_t TOGETHER = 128;  // rows that go through all passes together: their scratch stays in the caches
+constexpr int64_t CHANNELS = 64;   // of a task of the convolution
+constexpr int COLUMNS = 32;        // of a state: 256 rows of them fit into L1
+constexpr int VECTORS = COLUMNS / W, CHAINS = VECTORS < 4 ? 4 / VECTORS : 1;
+constexpr int64_t FEW = 8;  // rows below which waking the other threads costs more than it saves, but for the recurrence
 
 // What the passes hand on: convolved [rows, C]; of each row and value head decay and beta; of each row and key head
 // q . k; out [rows, Hv, V].

@@ -40,8 +40,6 @@ class StepRecurrence(Recur):
 def alone(spec: RecurrentSpec | None, dtype: torch.dtype, rows: int) -> StepRecurrence | None:
     """A step of the first `rows` tokens of one sequence, with a state of its own: for measurements. None: no recurrent
     layers."""
-    return (
-        None
-        if spec is None
-        else StepRecurrence(StateStorage(spec, 1, dtype), segment_rows([(0, 0, [Segment(rows, -1, 0)])]))
-    )
+    if spec is None:
+        return None
+    return StepRecurrence(StateStorage(spec, 1, dtype), segment_rows([(0, 0, [Segment(rows, -1, 0)])]))
