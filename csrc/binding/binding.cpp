@@ -159,7 +159,8 @@ void make_matrix(Matrix *self, Form form, Address weight, Address scales, Addres
 }
 
 // The matrix's bias is of the type of x, whatever its own says.
-void linear(int type, Address x, const Matrix &m, Address out, int64_t rows, int64_t x_stride, bool wide, int threads) {
+void multiply(int type, Address x, const Matrix &m, Address out, int64_t rows, int64_t x_stride, bool wide, int threads,
+              const Groups &groups) {
   const Kernels &in_use = kernels();
   const Epilogue epilogue = {.gated = m.gated};
   switch (m.form) {
@@ -167,23 +168,86 @@ void linear(int type, Address x, const Matrix &m, Address out, int64_t rows, int
     case Form::pairs: {
       if (m.form == Form::pairs) check_pairs(in_use);
       const auto op = m.form == Form::pairs ? in_use.linear_pairs : in_use.linear_plain[type];
-      return op({at<void>(x), m.weight, m.bias, at<void>(out), rows, x_stride, m.inputs, m.outputs, wide, threads, epilogue});
+      return op(
+          {at<void>(x), m.weight, m.bias, at<void>(out), rows, x_stride, m.inputs, m.outputs, wide, threads, epilogue, groups});
     }
     default:
       return in_use.linear_quant[type]({at<void>(x), m.weight, m.scales, m.bias, at<void>(out), rows, x_stride, m.inputs,
-                                        m.outputs, m.form, wide, threads, epilogue});
+                                        m.outputs, m.form, wide, threads, epilogue, groups});
   }
+}
+
+void linear(int type, Address x, const Matrix &m, Address out, int64_t rows, int64_t x_stride, bool wide, int threads) {
+  multiply(type, x, m, out, rows, x_stride, wide, threads, {});
+}
+
+typedef std::vector<const Matrix *> Matrices;
+
+// Rows begin[e] .. begin[e + 1] - 1 by matrix e.
+void linear_groups(int type, Address x, const Matrices &matrices, const std::vector<int64_t> &begin, Address out, int64_t rows,
+                   int64_t x_stride, int threads) {
+  if (matrices.empty() || begin.size() != matrices.size() + 1 || begin.front() != 0 || begin.back() != rows)
+    refuse("rows of groups must begin at 0 and end at ", rows);
+  std::vector<Group> groups;
+  for (size_t e = 0; e < matrices.size(); ++e) {
+    const Matrix &m = *matrices[e];
+    if (begin[e + 1] < begin[e]) refuse("group ", static_cast<int64_t>(e), " ends before it begins");
+    if (begin[e] < begin[e + 1]) groups.push_back({m.weight, m.scales, m.bias, begin[e], begin[e + 1]});
+  }
+  multiply(type, x, *matrices.front(), out, rows, x_stride, false, threads,
+           {groups.data(), static_cast<int64_t>(groups.size())});
+}
+
+void route(Address x, Address expert, Address share, int64_t rows, int64_t experts, int64_t chosen, bool normalised,
+           int threads) {
+  kernels().route({at<float>(x), at<int32_t>(expert), at<float>(share), rows, experts, chosen, normalised, threads});
+}
+
+void combine(int type, Address y, Address place, Address share, Address out, int64_t rows, int64_t chosen, int64_t width,
+             int threads) {
+  for (int64_t i = 0; i < rows * chosen; ++i)
+    if (const int32_t found = at<int32_t>(place)[i]; found < 0 || found >= rows * chosen)
+      refuse("place[", i, "] is ", static_cast<int64_t>(found), ", of ", rows * chosen, " rows");
+  kernels().combine[type](
+      {at<void>(y), at<int32_t>(place), at<float>(share), nullptr, at<void>(out), rows, chosen, width, threads});
 }
 
 void make_scale(Scale *self, bool rms, Address weight, Address bias) {
   new (self) Scale{rms, at<bf16>(weight), at<bf16>(bias)};
 }
 
+void make_experts(Experts *self, const Matrix &router, const Matrices &up, const Matrices &down, int64_t chosen,
+                  bool normalised) {
+  const int64_t count = router.outputs;
+  if (static_cast<int64_t>(up.size()) != count || up.size() != down.size() || chosen < 1 || chosen > count)
+    refuse("a router of ", count, " experts of which ", chosen, " are chosen does not fit ", static_cast<int64_t>(up.size()),
+           " and ", static_cast<int64_t>(down.size()), " matrices");
+  new (self) Experts{router, {}, {}, chosen, normalised};
+  for (const Matrix *m : up) self->up.push_back(*m);
+  for (const Matrix *m : down) self->down.push_back(*m);
+}
+
 void make_block(DecoderLayer *self, Order order, Activation activation, int64_t heads, int64_t kv_heads, int64_t dim, float eps,
                 const Matrix &qkv, const Matrix &out, const Matrix &up, const Matrix &down, const Scale &attention_norm,
-                const Scale &mlp_norm, Address q_norm, Address k_norm) {
-  new (self) DecoderLayer{order,    activation,       heads,           kv_heads, dim, eps, qkv, out, up, down, attention_norm,
-                          mlp_norm, at<bf16>(q_norm), at<bf16>(k_norm)};
+                const Scale &mlp_norm, Address q_norm, Address k_norm, bool norm_whole, const Experts *experts) {
+  new (self) DecoderLayer{
+      .order = order,
+      .activation = activation,
+      .heads = heads,
+      .kv_heads = kv_heads,
+      .dim = dim,
+      .eps = eps,
+      .qkv = qkv,
+      .out = out,
+      .up = up,
+      .down = down,
+      .experts = experts ? *experts : Experts{},
+      .attention_norm = attention_norm,
+      .mlp_norm = mlp_norm,
+      .q_norm = at<bf16>(q_norm),
+      .k_norm = at<bf16>(k_norm),
+      .norm_whole = norm_whole,
+  };
 }
 
 void before(const DecoderLayer &self, Address x, Address cos_sin, Address qkv, Address scratch, int64_t rotary, int64_t rows,
@@ -333,6 +397,12 @@ NB_MODULE(_cpu, m) {
   m.def("greatest", greatest, unlocked);
   m.def("softmax_sums", softmax_sums, unlocked);
   m.def("linear", linear, unlocked, "type"_a, "x"_a, "matrix"_a, "out"_a, named, "rows"_a, "x_stride"_a, "wide"_a, "threads"_a);
+  m.def("linear_groups", linear_groups, unlocked, "type"_a, "x"_a, "matrices"_a, "begin"_a, "out"_a, named, "rows"_a,
+        "x_stride"_a, "threads"_a);
+  m.def("route", route, unlocked, "x"_a, "expert"_a, "share"_a, named, "rows"_a, "experts"_a, "chosen"_a, "normalised"_a,
+        "threads"_a);
+  m.def("combine", combine, unlocked, "type"_a, "y"_a, "place"_a, "share"_a, "out"_a, named, "rows"_a, "chosen"_a, "width"_a,
+        "threads"_a);
   nb::enum_<Order>(m, "Order").value("pre", Order::pre).value("post", Order::post).value("parallel", Order::parallel);
   nb::enum_<Activation> activations(m, "Activation");
 #define HEADRACE_DEFINE(name)                        \
@@ -349,9 +419,12 @@ NB_MODULE(_cpu, m) {
   nb::class_<Matrix>(m, "Matrix")
       .def("__init__", make_matrix, "form"_a, "weight"_a, "scales"_a, "bias"_a, named, "inputs"_a, "outputs"_a, "gated"_a);
   nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
+  nb::class_<Experts>(m, "Experts")
+      .def("__init__", make_experts, "router"_a, "up"_a, "down"_a, named, "chosen"_a, "normalised"_a);
   nb::class_<DecoderLayer>(m, "Block")
       .def("__init__", make_block, named, "order"_a, "activation"_a, "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a, "qkv"_a,
-           "out"_a, "up"_a, "down"_a, "attention_norm"_a, "mlp_norm"_a, "q_norm"_a, "k_norm"_a)
+           "out"_a, "up"_a, "down"_a, "attention_norm"_a, "mlp_norm"_a, "q_norm"_a, "k_norm"_a, "norm_whole"_a = false,
+           "experts"_a = nb::none())
       .def("scratch", &DecoderLayer::scratch)
       .def("before", before, unlocked, "x"_a, "cos_sin"_a, "qkv"_a, "scratch"_a, named, "rotary"_a, "rows"_a, "threads"_a)
       .def("after", after, unlocked);

@@ -220,25 +220,33 @@ void multiply(const LinearOf<Codes> &a, const T *x, int64_t x_stride, const byte
 
 constexpr int64_t SCRATCH = PASS_SCRATCH;  // bytes; decoded weights of bf16 pairs [128][64][2] take less
 
-template <typename T, typename Codes> void linear_codes(const LinearOf<Codes> &a) {
-#ifdef __AMX_BF16__
-  if constexpr (sizeof(T) == sizeof(bf16))
-    if (tiled(a) && a.rows >= FEWEST_PANEL_ROWS) return multiply_panels(a);
-#endif
+template <typename T, typename Codes> void multiply_blocks(const LinearOf<Codes> &a) {
   const int64_t block_bytes = a.inputs / 2 * Codes::BYTES;
   const auto multiply_rows = [&](auto *x, int64_t x_stride) {
-    each_block<T>(a, MOST_PASS_ROWS, SCRATCH, [&](int64_t block, int64_t first, int64_t last, float *sums, Scratch scratch) {
-      const byte *codes = static_cast<const byte *>(a.codes) + block * block_bytes;
-      const bf16 *scales = Codes::GROUPED ? static_cast<const bf16 *>(a.scales) + block * a.inputs : nullptr;
-      const float *last_wanted = static_cast<const float *>(a.scales) + block * COLUMNS;  // those of outputs
+    const auto multiply_block = [&](const LinearOf<Codes> &own, int64_t block, int64_t first, int64_t last, float *sums,
+                                    Scratch scratch) {
+      const byte *codes = static_cast<const byte *>(own.codes) + block * block_bytes;
+      const bf16 *scales = Codes::GROUPED ? static_cast<const bf16 *>(own.scales) + block * a.inputs : nullptr;
+      const float *last_wanted = static_cast<const float *>(own.scales) + block * COLUMNS;  // those of outputs
       for (int64_t c = 0; !Codes::GROUPED && c < COLUMNS; c += 16) __builtin_prefetch(last_wanted + c);
-      multiply(a, x, x_stride, codes, scales, first, last, sums, scratch);
-    });
+      multiply(own, x, x_stride, codes, scales, first, last, sums, scratch);
+    };
+    each_block<T>(a, MOST_PASS_ROWS, SCRATCH, multiply_block);
   };
 #ifdef __AVX512BF16__
   if constexpr (sizeof(T) == sizeof(bf16)) return multiply_rows(static_cast<const bf16 *>(a.x), a.x_stride);
 #endif
   with_rows<T>(a, multiply_rows);
+}
+
+template <typename T, typename Codes> void linear_codes(const LinearOf<Codes> &a) {
+#ifdef __AMX_BF16__
+  if constexpr (sizeof(T) == sizeof(bf16)) {
+    if (tiled(a) && a.groups.each) return by_height<T>(a, FEWEST_PANEL_ROWS, multiply_panels<Codes>, multiply_blocks<T, Codes>);
+    if (tiled(a) && a.rows >= FEWEST_PANEL_ROWS) return multiply_panels(a);
+  }
+#endif
+  multiply_blocks<T>(a);
 }
 
 }  // namespace

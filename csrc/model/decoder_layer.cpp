@@ -1,5 +1,6 @@
 #include "model/decoder_layer.h"
 
+#include "model/experts.h"
 #include "model/operations.h"
 
 namespace headrace {
@@ -8,7 +9,7 @@ namespace {
 constexpr int64_t TILE = 1024;  // rows that go through a layer together: bounds the scratch memory
 
 Operations operations(const DecoderLayer &block, int64_t rows, int threads) {
-  for (const Matrix *m : {&block.qkv, &block.out, &block.up, &block.down})
+  for (const Matrix *m : {&block.qkv, &block.out, &block.up, &block.down, &block.experts.router})
     if (m->form == Form::pairs) check_pairs(kernels());
   return {kernels(), rows, threads};
 }
@@ -18,20 +19,32 @@ template <typename F> void tiles(int64_t rows, F f) {
   for (int64_t first = 0; first < rows; first += TILE) f(first, rows - first < TILE ? rows - first : TILE);
 }
 
+bool has_experts(const DecoderLayer &block) { return !block.experts.up.empty(); }
+
 // What the MLP holds before its activation, if that is not part of the product.
 int64_t inner_width(const DecoderLayer &block) { return block.up.gated ? 0 : block.up.outputs; }
 
-// Scratch of a tile: two rows of the hidden size, and the MLP's before and after its activation.
+// Elements of what the MLP of a tile takes: rows before and after its activation, or what experts take, from a cache line on.
+int64_t mlp_size(const DecoderLayer &block, int64_t rows) {
+  constexpr int64_t LINE = 64 / sizeof(bf16);
+  if (has_experts(block)) return experts_scratch(block.experts, rows) / sizeof(bf16) + LINE;
+  return rows * (inner_width(block) + block.down.inputs);
+}
+
+// Scratch of a tile: two rows of the hidden size, and what the MLP takes.
 struct Buffers {
   bf16 *a, *b, *inner, *active;
 
   Buffers(const DecoderLayer &block, bf16 *memory, int64_t rows)
       : a(memory), b(a + rows * block.qkv.inputs), inner(b + rows * block.qkv.inputs),
         active(inner + rows * inner_width(block)) {}
+
+  void *experts() const { return reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(inner) + 63) / 64 * 64); }
 };
 
 // y += MLP(x); y may be x.
 void add_mlp(const DecoderLayer &block, const Operations &run, const bf16 *x, bf16 *y, const Buffers &buffers) {
+  if (has_experts(block)) return add_experts(block.experts, block.activation, run, x, y, buffers.experts());
   run.multiply(block.up, x, block.up.gated ? buffers.active : buffers.inner);
   if (!block.up.gated) run.activate(block.activation, buffers.inner, buffers.active, block.down.inputs);
   run.multiply(block.down, buffers.active, y, y);
@@ -61,7 +74,8 @@ void finish(const DecoderLayer &block, const Operations &run, bf16 *x, const bf1
 }  // namespace
 
 int64_t DecoderLayer::scratch(int64_t rows) const {
-  return (rows < TILE ? rows : TILE) * (2 * qkv.inputs + inner_width(*this) + down.inputs);
+  const int64_t most = rows < TILE ? rows : TILE;
+  return most * 2 * qkv.inputs + mlp_size(*this, most);
 }
 
 void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *heads_out, bf16 *scratch, int64_t rows,
@@ -76,8 +90,11 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
       from = scratch;
     }
     run.multiply(qkv, from, q);
-    if (q_norm) run.norm_heads(q_norm, eps, q, width, heads, dim);
-    if (k_norm) run.norm_heads(k_norm, eps, k, width, kv_heads, dim);
+    const auto norm = [&](const bf16 *weight, bf16 *x, int64_t count) {
+      norm_whole ? run.norm_heads(weight, eps, x, width, 1, count * dim) : run.norm_heads(weight, eps, x, width, count, dim);
+    };
+    if (q_norm) norm(q_norm, q, heads);
+    if (k_norm) norm(k_norm, k, kv_heads);
     if (cos_sin) run.rotate(cos_sin + first * rotary, rotary, q, width, heads + kv_heads, dim);
   });
 }

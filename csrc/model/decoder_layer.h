@@ -4,6 +4,8 @@
 // T: rows; H: hidden size; Hq, Hkv: query and KV heads; D: head size; I: MLP width.
 #pragma once
 
+#include <vector>
+
 #include "kernels.h"
 #include "model/borrowed.h"
 
@@ -32,14 +34,24 @@ struct Scale {
   Borrowed<const bf16> weight, bias;
 };
 
+// The MLP of a layer with experts, each of its own `up` and `down`, of which a row meets `chosen`. No experts: a dense MLP.
+struct Experts {
+  Matrix router;
+  std::vector<Matrix> up, down;
+  int64_t chosen;
+  bool normalised;  // as in Route
+};
+
 struct DecoderLayer {
   Order order;
   Activation activation;
   int64_t heads, kv_heads, dim;
   float eps;
-  Matrix qkv, out, up, down;
+  Matrix qkv, out, up, down;  // with experts, up and down are the first one's
+  Experts experts;
   Scale attention_norm, mlp_norm;
-  Borrowed<const bf16> q_norm, k_norm;  // [D], null where queries and keys are not normed
+  Borrowed<const bf16> q_norm, k_norm;  // null where queries and keys are not normed
+  bool norm_whole;                      // they are normed over all heads together, not [D] each
 
   // Elements of scratch memory that either call needs for `rows` rows.
   int64_t scratch(int64_t rows) const;

@@ -24,17 +24,22 @@ struct Operations {
     multiply(m, x, y, {nullptr, false, tops}, true);
   }
 
+  // Rows in groups with weights like m.
+  void multiply_groups(const Matrix &m, const Groups &groups, const bf16 *x, bf16 *y) const {
+    multiply(m, x, y, {nullptr, m.gated}, false, groups);
+  }
+
   // The one place that knows in which forms weights come.
-  void multiply(const Matrix &m, const bf16 *x, void *y, const Epilogue &epilogue, bool wide) const {
+  void multiply(const Matrix &m, const bf16 *x, void *y, const Epilogue &epilogue, bool wide, const Groups &groups = {}) const {
     switch (m.form) {
       case Form::plain:
       case Form::pairs: {
         const auto linear = m.form == Form::pairs ? kernels.linear_pairs : kernels.linear_plain[BF16];
-        return linear({x, m.weight, m.bias, y, rows, m.inputs, m.inputs, m.outputs, wide, threads, epilogue});
+        return linear({x, m.weight, m.bias, y, rows, m.inputs, m.inputs, m.outputs, wide, threads, epilogue, groups});
       }
       default:
         return kernels.linear_quant[BF16](
-            {x, m.weight, m.scales, m.bias, y, rows, m.inputs, m.inputs, m.outputs, m.form, wide, threads, epilogue});
+            {x, m.weight, m.scales, m.bias, y, rows, m.inputs, m.inputs, m.outputs, m.form, wide, threads, epilogue, groups});
     }
   }
 

@@ -6,13 +6,17 @@ import logging
 import os
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from headrace.config import EngineConfig
 from headrace.engine import messages, preflight, process, worker
+from headrace.engine.capacity import model_folder
 from headrace.host import told_signal
+from headrace.models.plain_config import plain_config
+from headrace.models.spec import ExpertsSpec
 
 pytestmark = pytest.mark.unit
 
@@ -26,6 +30,14 @@ def test_a_disk_with_less_room_is_told_of(tmp_path: Path, caplog: pytest.LogCapt
     caplog.clear()
     preflight.check(EngineConfig(kv_offload_path=str(tmp_path / "kv"), kv_offload_disk_size="1MiB"))
     assert not caplog.records
+
+
+def test_experts_run_on_no_gpu() -> None:
+    experts = ExpertsSpec(4, 2, 64, True, (True,) * 2)
+    model = replace(plain_config(model_folder("tiny")), experts=experts)
+    with pytest.raises(ValueError, match="ForCausalLM has experts, which run on the CPU; use 'auto'"):
+        preflight.check_fit(EngineConfig(attention_backend="triton"), model)
+    preflight.check_fit(EngineConfig(), model)
 
 
 @pytest.mark.parametrize(

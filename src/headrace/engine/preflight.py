@@ -61,13 +61,17 @@ def check(config: EngineConfig) -> None:
 
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for settings that the model rules out: a type of the cache that is not computed in, a sequence
-    longer than the model's, or than the KV cache holds."""
+    longer than the model's, or than the KV cache holds, a GPU for experts."""
     asked, tokens, kv_dtype = config.model.max_len, config.cache.tokens, config.cache.dtype
     compute = compute_type(model, config.model.dtype)
     if kv_dtype not in ("auto", "int8", compute):
         raise ValueError(
             f"kv_cache_dtype {kv_dtype}: keys and values are kept in the compute type, which is {compute}, or as int8; "
             f"leave it out, or set dtype {kv_dtype}"
+        )
+    if config.model.backend == "triton" and model.experts is not None:
+        raise ValueError(
+            f"attention_backend 'triton': {model.architecture} has experts, which run on the CPU; use 'auto'"
         )
     if asked is None:
         return

@@ -53,6 +53,11 @@ class Matrix:
 class Scale:
     def __init__(self, rms: bool, weight: int, bias: int) -> None: ...
 
+class Experts:
+    def __init__(
+        self, router: Matrix, up: Sequence[Matrix], down: Sequence[Matrix], *, chosen: int, normalised: bool
+    ) -> None: ...
+
 class Block:
     def __init__(
         self,
@@ -71,6 +76,8 @@ class Block:
         mlp_norm: Scale,
         q_norm: int,
         k_norm: int,
+        norm_whole: bool = False,
+        experts: Experts | None = None,
     ) -> None: ...
     def scratch(self, rows: int) -> int: ...
     def before(self, x: int, cos_sin: int, qkv: int, scratch: int, *, rotary: int, rows: int, threads: int) -> None: ...
@@ -167,6 +174,8 @@ class Extension(Protocol):
     @property
     def Block(self) -> type[Block]: ...
     @property
+    def Experts(self) -> type[Experts]: ...
+    @property
     def StepLayer(self) -> type[StepLayer]: ...
     @property
     def AttentionStep(self) -> type[AttentionStep]: ...
@@ -247,6 +256,24 @@ class Extension(Protocol):
     ) -> None: ...
     def linear(
         self, type: int, x: int, matrix: _Matrix, out: int, *, rows: int, x_stride: int, wide: bool, threads: int
+    ) -> None: ...
+    def linear_groups(
+        self,
+        type: int,
+        x: int,
+        matrices: Sequence[_Matrix],
+        begin: Sequence[int],
+        out: int,
+        *,
+        rows: int,
+        x_stride: int,
+        threads: int,
+    ) -> None: ...
+    def route(
+        self, x: int, expert: int, share: int, *, rows: int, experts: int, chosen: int, normalised: bool, threads: int
+    ) -> None: ...
+    def combine(
+        self, type: int, y: int, place: int, share: int, out: int, *, rows: int, chosen: int, width: int, threads: int
     ) -> None: ...
     def move_chunks(
         self,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.config import Quantization
-from headrace.kernels import block, ops
+from headrace.kernels import block, experts, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
@@ -28,7 +28,7 @@ from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.rope import Rope
 from headrace.models.shards import ShardGroup, Share, Width
-from headrace.models.spec import LEARNED_OFFSET
+from headrace.models.spec import LEARNED_OFFSET, ExpertsSpec, is_router
 from headrace.models.weights import OnProgress, load_weights
 from headrace.types import CHUNK
 
@@ -77,6 +77,7 @@ class Layer:
         prefix = f"layers.{index}."
         self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         self.matrices = {name.removeprefix(prefix): w for name, w in matrices.items() if name.startswith(prefix)}
+        self.experts = config.experts_of(index)
 
     def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H], or [n, H] of `rows` [n] alone, while attend stores the keys and values of all."""
@@ -107,7 +108,8 @@ class Layer:
     def _turned(self, name: str, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
         """Queries or keys, normed if the model does that and rotated."""
         if self.config.qk_norm:
-            heads = ops.rms_norm(heads, self.weights[f"{name}.weight"], self.config.norm_eps)
+            normed = heads.flatten(1) if self.config.qk_norm_whole else heads
+            heads = ops.rms_norm(normed, self.weights[f"{name}.weight"], self.config.norm_eps).view(heads.shape)
         return heads if cos_sin is None else ops.rotary(heads, cos_sin)
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -126,11 +128,24 @@ class Layer:
 
     def _mlp(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]."""
+        if self.experts is not None:
+            return self._met_experts(x, self.experts)
         if self.config.gated:
             inner = ops.gated_linear(x, self.matrices["up.weight"], self.weights.get("up.bias"))
         else:
             inner = self._activate(self._linear("up", x))
         return self._linear("down", self.whole("inner", inner))
+
+    def _met_experts(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
+        """x [T, H] -> [T, this rank's share of H]: the sum of what each row's experts make of it."""
+        ups, downs = (
+            [self.matrices[f"experts.{e}.{part}.weight"] for e in range(spec.count)] for part in ("up", "down")
+        )
+        logits = ops.linear(x, self.matrices["router.weight"], wide=True)
+        routes = experts.route(logits, spec.chosen, spec.normalised)
+        inner = experts.gated_linear(x[routes.order // spec.chosen], ups, routes.begin)
+        made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin)
+        return experts.combine(made, routes)
 
     def _activate(self, x: Tensor) -> Tensor:
         if self.config.activation == "relu":
@@ -309,7 +324,7 @@ def _share(config: ModelConfig, tensor: ShardGroup | None) -> Share | None:
 
 
 def _gathered(share: Share, tensor: ShardGroup) -> GatherShares:
-    widths: dict[Width, list[int]] = {width: share.widths(width) for width in get_args(Width)}
+    widths: dict[Width, list[int]] = {width: share.widths(width) for width in share.gathered}
     return lambda width, x: tensor.gather(x, widths[width])
 
 
@@ -325,6 +340,8 @@ def _shape(config: ModelConfig) -> block.LayerShape:
         eps=config.norm_eps,
         mlp_norm=config.mlp_norm or config.block != "parallel",
         qk_norm=config.qk_norm,
+        qk_norm_whole=config.qk_norm_whole,
+        experts=config.experts,
     )
 
 
@@ -335,7 +352,8 @@ def _pack_all(weights: Weights, quantization: Quantization, gated: bool, packed:
     done, total = 0, sum(weights[name].nbytes for name in names)
     for name in names:
         weight = weights[name]
-        matrices[name] = _packed(name, weight, quantization, gated and name.endswith(".up.weight"))
+        rounding = "none" if is_router(name) else quantization
+        matrices[name] = _packed(name, weight, rounding, gated and name.endswith(".up.weight"))
         if matrices[name] is not weight:
             del weights[name]
         done += weight.nbytes

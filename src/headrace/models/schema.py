@@ -96,6 +96,14 @@ class ConfigFields(msgspec.Struct):
     use_sliding_window: Flag = UNSET
     sliding_window: Small | UnsetType | None = UNSET
     max_window_layers: Small | UnsetType | None = UNSET
+    num_experts: Count = UNSET
+    num_local_experts: Count = UNSET
+    num_experts_per_tok: Count = UNSET
+    moe_intermediate_size: WideCount = UNSET
+    norm_topk_prob: Flag = UNSET
+    decoder_sparse_step: Count = UNSET
+    mlp_only_layers: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
+    clip_qkv: Annotated[float, Meta(gt=0, le=1e6)] | UnsetType | None = UNSET
     layer_types: Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=4096)] | UnsetType | None = UNSET
     pretraining_tp: Small | UnsetType | None = UNSET
     rope_theta: Theta = UNSET

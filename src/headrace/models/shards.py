@@ -19,8 +19,9 @@ from headrace.models.spec import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-Width = Literal["heads", "inner", "hidden"]
-"""What ranks gather: the attended heads [T, Hq D], the MLP's activations [T, I], the block's output [T, H]."""
+Width = Literal["heads", "inner", "expert_inner", "hidden"]
+"""What ranks gather: the attended heads [T, Hq D], the MLP's activations [T, I], or those of the experts that rows meet
+[T k, the width of an expert], the block's output [T, H]."""
 
 UNIT = 64
 """Widths are cut at multiples of this where they are long enough: packed weights come in blocks of 64 outputs."""
@@ -92,8 +93,23 @@ class Share:
     size: int
 
     def __post_init__(self) -> None:
-        for width in ("heads", "inner", "hidden"):
+        for width in self.gathered:
             self.widths(width)
+        if self.config.qk_norm_whole and self.size > 1:
+            raise ValueError(
+                f"tensor_parallel_size {self.size}: {self.config.architecture} norms queries and keys over "
+                f"all heads, of which a rank has a part; use 1"
+            )
+
+    @property
+    def gathered(self) -> list[Width]:
+        """The widths that layers of the model have."""
+        found: list[Width] = ["heads", "hidden"]
+        if self.config.has_dense_mlp:
+            found.append("inner")
+        if self.config.experts is not None:
+            found.append("expert_inner")
+        return found
 
     @property
     def attention(self) -> AttentionSpec:
@@ -120,6 +136,8 @@ class Share:
     def _cut(self, width: Width) -> list[range]:
         if width == "inner":
             return cut("intermediate_size", self.config.intermediate_size, self.size)
+        if width == "expert_inner" and self.config.experts is not None:
+            return cut("an expert's width", self.config.experts.inner, self.size)
         return cut("hidden_size", self.config.hidden_size, self.size)
 
     def holds(self, name: str) -> bool:
@@ -135,7 +153,8 @@ class Share:
         if module == "qkv":
             return self._qkv_rows()
         if module == "up":
-            mine, inner = self._cut("inner")[self.rank], self.config.intermediate_size
+            parts = self._cut("expert_inner" if ".experts." in name else "inner")
+            mine, inner = parts[self.rank], parts[-1].stop
             return [mine, range(mine.start + inner, mine.stop + inner)] if self.config.gated else [mine]
         return [self._cut("hidden")[self.rank]] if module in ("out", "down") else None
 

@@ -26,20 +26,26 @@ OnProgress = Callable[[int, int], None]
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias)$")
 """Buffers that old checkpoints carry and no forward pass reads."""
 
+FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+"""Tensors [E, ...] of all experts, as transformers may write them."""
+
 
 class Checkpoint:
     """Read access to all tensors of a folder, mapped from disk. Use as a context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, experts: int = 0) -> None:
         self.folder = folder
         self._stack = ExitStack()
         self._where: dict[str, safe_open] = {}
+        self._fused: dict[str, tuple[str, int]] = {}
         for path in weight_files(folder):
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{path} is damaged or cut short ({shown(error)}); download it again") from None
             self._where.update(dict.fromkeys(file.keys(), file))
+        if experts:
+            self._take_apart(experts)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -47,19 +53,33 @@ class Checkpoint:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
 
+    def _take_apart(self, experts: int) -> None:
+        """Shows a tensor [experts, ...], `experts.NAME`, as one of each: `experts.0.NAME.weight` and so on."""
+        for name in [name for name in self._where if FUSED.search(name)]:
+            if len(shape := self.shape(name)) == 3 and shape[0] == experts:
+                file = self._where.pop(name)
+                apart = {FUSED.sub(rf".experts.{e}.\1.weight", name): (name, e) for e in range(experts)}
+                self._where.update(dict.fromkeys(apart, file))
+                self._fused.update(apart)
+
     @property
     def names(self) -> set[str]:
         return set(self._where)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._where[name].get_slice(name).get_shape())
+        stored, expert = self._fused.get(name, (name, None))
+        shape = tuple(self._where[name].get_slice(stored).get_shape())
+        return shape if expert is None else shape[1:]
 
     def stored_as(self, name: str) -> str:
-        return str(self._where[name].get_slice(name).get_dtype())
+        stored, _ = self._fused.get(name, (name, None))
+        return str(self._where[name].get_slice(stored).get_dtype())
 
     def read(self, name: str) -> Tensor:
         """The tensor as stored; its memory belongs to the file, so copy what is to stay."""
-        return self._where[name].get_tensor(name)
+        stored, expert = self._fused.get(name, (name, None))
+        file = self._where[name]
+        return file.get_tensor(name) if expert is None else file.get_slice(stored)[expert]
 
 
 def load_weights(
@@ -73,7 +93,7 @@ def load_weights(
 
     Raises ValueError naming tensors that are missing, unexpected or of another shape or type than config.json implies.
     """
-    with Checkpoint(folder) as checkpoint:
+    with Checkpoint(folder, config.experts.count if config.experts else 0) as checkpoint:
         slots = expected(config)
         sources = _sources(config, slots, checkpoint.names)
         _check(folder, checkpoint, slots, sources)
@@ -100,9 +120,10 @@ def load_weights(
 def _sources(config: ModelConfig, slots: dict[str, Slot], present: set[str]) -> dict[str, tuple[str, ...]]:
     """Our tensor -> the checkpoint's tensors that make it, with the prefix that most of them have there."""
     family = FAMILIES[config.architecture]
-    names = family.names(config)
-
-    candidates = [{name: _source(names, name, prefix) for name in slots} for prefix in family.prefixes]
+    forms = [each(config) for each in (family.names, family.other_names) if each is not None]
+    candidates = [
+        {name: _source(names, name, prefix) for name in slots} for names in forms for prefix in family.prefixes
+    ]
     found = max(candidates, key=lambda sources: sum(present.issuperset(group) for group in sources.values()))
     embed, head = found["embed.weight"], found["head.weight"]
     if config.tied and not present.issuperset(head):
@@ -116,9 +137,9 @@ def _source(names: Names, name: str, prefix: str) -> tuple[str, ...]:
     if name == "head.weight":
         return ("lm_head.weight",)
     module, kind = name.rsplit(".", 1)
-    index = re.search(r"\d+", module)
+    numbers = re.findall(r"\d+", module)
     theirs = names[re.sub(r"\d+", "{}", module)]
-    return tuple(f"{prefix}{source.format(index.group() if index else '')}.{kind}" for source in theirs)
+    return tuple(f"{prefix}{source.format(*numbers)}.{kind}" for source in theirs)
 
 
 def _check(folder: Path, checkpoint: Checkpoint, slots: dict[str, Slot], sources: dict[str, tuple[str, ...]]) -> None:

@@ -19,7 +19,8 @@ class Family:
     """`facts` turns a transformers configuration into ModelConfig fields; see ModelConfig and Names.
 
     `configuration` names the class of that configuration, "module:class": narrow modules, which import no models.
-    `prefixes` are what may stand before a tensor's name. `qkv_rows`, for families that interleave q, k and v in one
+    `prefixes` are what may stand before a tensor's name. `other_names`: as `names`, of another form of the checkpoint.
+    `qkv_rows`, for families that interleave q, k and v in one
     matrix, lists the rows of that matrix in our order: all of q, then k, then v.
     """
 
@@ -29,6 +30,7 @@ class Family:
     names: Callable[[ModelConfig], Names]
     prefixes: tuple[str, ...]
     qkv_rows: Callable[[AttentionSpec], list[int]] | None = None
+    other_names: Callable[[ModelConfig], Names] | None = None
 
 
 GATED_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu"}

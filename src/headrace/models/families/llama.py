@@ -11,7 +11,8 @@ from headrace.types import UnsupportedModel
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def _common(config: Any, windows: tuple[int | None, ...]) -> dict[str, Any]:
+def common(config: Any, windows: tuple[int | None, ...]) -> dict[str, Any]:
+    """The facts that these families share."""
     spec = rope(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return dict(
@@ -28,7 +29,7 @@ def _common(config: Any, windows: tuple[int | None, ...]) -> dict[str, Any]:
     )
 
 
-def _uniform(config: Any, window: int | None) -> tuple[int | None, ...]:
+def uniform(config: Any, window: int | None) -> tuple[int | None, ...]:
     """The same window in every layer; layer_types, which these families ignore, must not say otherwise."""
     kind = LAYER_TYPES[window is not None]
     for other in getattr(config, "layer_types", None) or ():
@@ -57,23 +58,28 @@ def _llama(config: Any) -> dict[str, Any]:
     if (config.pretraining_tp or 1) != 1:
         raise UnsupportedModel(f"pretraining_tp {config.pretraining_tp} is not supported; only 1 is")
     bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias, mlp_bias=config.mlp_bias)
-    return _common(config, _uniform(config, None)) | bias
+    return common(config, uniform(config, None)) | bias
 
 
 def _mistral(config: Any) -> dict[str, Any]:
-    return _common(config, _uniform(config, config.sliding_window))
+    return common(config, uniform(config, config.sliding_window))
 
 
 def _qwen2(config: Any) -> dict[str, Any]:
-    return _common(config, _mixed(config)) | dict(qkv_bias=True)
+    return common(config, _mixed(config)) | dict(qkv_bias=True)
 
 
 def _qwen3(config: Any) -> dict[str, Any]:
     bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-    return _common(config, _mixed(config)) | bias | dict(qk_norm=True)
+    return common(config, _mixed(config)) | bias | dict(qk_norm=True)
 
 
 def _names(config: ModelConfig) -> Names:
+    return layer_names()
+
+
+def layer_names() -> Names:
+    """What Llama calls its tensors."""
     layer = "layers.{}."
     return {
         "embed": ("embed_tokens",),

@@ -105,15 +105,14 @@ class StreamedLayers:
                 decoder.matrices.update({prefix + name: weight for name, weight in layer.matrices.items()})
             decoder.layers = OneByOne(self.outside)
         self.spec = decoder.config.attention
-        first = self.outside[0]
-        self.buffers = [_LayerBuffer(_room(first)) for _ in range(2)]
+        self.buffers = [_LayerBuffer(_room(self.outside)) for _ in range(2)]
         self._runs: dict[tuple[int, int], OneLayer] = {}
         self._next = 0
 
     @property
     def bytes_per_layer(self) -> int:
-        """Bytes of a layer's matrices."""
-        return sum(tensor.nbytes for each in self.outside[0].matrices.values() for tensor in tensors_of(each).values())
+        """Bytes of a layer's matrices, of the largest one where they differ."""
+        return max(sum(map(_nbytes, layer.matrices.values())) for layer in self.outside)
 
     def start(self) -> None:
         """Layer 0 is on its way since the last step, but for the first one."""
@@ -153,7 +152,10 @@ class StreamedLayers:
         buffer = self._claim(layer)
         key = (layer, self.buffers.index(buffer))
         if key not in self._runs:
-            self._runs[key] = OneLayer(bare(self.outside[layer], buffer.matrices), self.shape)
+            outside = self.outside[layer]
+            self._runs[key] = OneLayer(
+                bare(outside, {name: buffer.matrices[name] for name in outside.matrices}), self.shape
+            )
         return self._runs[key]
 
     def wait(self, layer: int, *parts: WeightPart) -> None:
@@ -182,13 +184,14 @@ class StreamedLayers:
 
     def _pairs(self, layer: Layer, buffer: _LayerBuffer, part: WeightPart) -> CopyPairs:
         """What a part consists of: (into, source)."""
-        name = f"{'qkv' if part in ('q', 'kv') else part}.weight"
-        weight = layer.matrices[name]
-        sources, into = tensors_of(weight), tensors_of(buffer.matrices[name])
-        pairs = [(into[kind], source) for kind, source in sources.items()]
+        names = ["qkv.weight"] if part in ("q", "kv") else [name for name in layer.matrices if _part_of(name) == part]
+        pairs = []
+        for name in names:
+            sources, into = tensors_of(layer.matrices[name]), tensors_of(buffer.matrices[name])
+            pairs += [(into[kind], source) for kind, source in sources.items()]
         if part not in ("q", "kv"):
             return pairs
-        return [self._part_of_qkv(pair, weight, part) for pair in pairs]
+        return [self._part_of_qkv(pair, layer.matrices["qkv.weight"], part) for pair in pairs]
 
     def _part_of_qkv(self, pair: tuple[Tensor, Tensor], weight: ops.Weight, part: WeightPart) -> tuple[Tensor, Tensor]:
         blocks = query_blocks(self.spec)
@@ -200,6 +203,16 @@ class StreamedLayers:
         return pair[0][rows], pair[1][rows]
 
 
+def _part_of(name: str) -> str:
+    """The part that a matrix comes with: its own name, whichever expert's it is. A router comes with up."""
+    module = name.split(".")[-2]
+    return "up" if module == "router" else module
+
+
+def _nbytes(weight: ops.Weight) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(weight).values())
+
+
 def _run(copies: CopyPairs) -> None:
     for into, source in copies:
         copy_alone(into, source)
@@ -209,11 +222,11 @@ def _flat(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _room(layer: Layer) -> dict[str, ops.Weight]:
-    """Fast memory for the matrices of a layer."""
+def _room(layers: list[Layer]) -> dict[str, ops.Weight]:
+    """Fast memory for the matrices of any one of the layers, of which dense ones and those with experts differ."""
     return {
         name: on_tensors(weight, {kind: memory.zeros(x.shape, x.dtype) for kind, x in tensors_of(weight).items()})
-        for name, weight in layer.matrices.items()
+        for name, weight in {name: weight for layer in layers for name, weight in layer.matrices.items()}.items()
     }
 
 
