@@ -10,6 +10,7 @@ import torch
 
 from headrace.config import Quantization
 from headrace.engine.capacity import model_folder
+from headrace.kernels import cpu
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import load_decoder
 from headrace.models.plain_config import plain_config
@@ -39,7 +40,8 @@ def sizes_are_told(folder: Path, dtype: Any, quantization: Quantization) -> None
     plain = {id(w): w.nbytes for name, w in decoder.weights.items() if name not in decoder.matrices}
     packed = sum(x.nbytes for weight in decoder.matrices.values() for x in tensors_of(weight).values())
     told = weight_bytes(plain_config(folder), dtype, quantization)
-    assert sum(plain.values()) + packed == pytest.approx(told, rel=0.06)  # some are filled up to whole blocks
+    filled = sum(-w.shape[0] % cpu.COLUMNS * w.shape[1] * 4 for w in decoder.matrices.values())  # up to whole blocks
+    assert sum(plain.values()) + packed == pytest.approx(told, rel=0.03, abs=filled)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -45,6 +45,7 @@ MODELS: dict[str, Model] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "experts": ("qwen3_moe_mixed", dict(moe_intermediate_size=128)),
+    "norm over all heads": ("olmoe", dict(intermediate_size=128)),
     "opt": ("opt", {}),
     "post-norm, projected embeddings": ("opt350", {}),
     "norms without weights": ("opt_plain", {}),

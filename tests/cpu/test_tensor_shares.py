@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from headrace.config import AttentionSpec
 from headrace.models.shards import LEAST, Share, cut
@@ -65,13 +66,15 @@ def test_widths_too_narrow_to_share_are_refused(name: str) -> None:
         Share(config_of(8, 8, **{name: 127}), 0, 4)
 
 
-def test_norms_over_all_heads_are_refused() -> None:
-    config = replace(config_of(8, 8), qk_norm=True, qk_norm_whole=True, architecture="OlmoeForCausalLM")
-    Share(config, 0, 1)
-    with pytest.raises(
-        ValueError, match="tensor_parallel_size 2: OlmoeForCausalLM norms queries and keys over all heads"
-    ):
-        Share(config, 0, 2)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 2), (8, 2, 2), (8, 2, 4), (8, 1, 8)])
+def test_keys_of_all_ranks_are_those_of_the_model(heads: int, kv_heads: int, size: int) -> None:
+    config = replace(config_of(heads, kv_heads), qk_norm=True, qk_norm_whole=True)
+    keys = torch.arange(3 * kv_heads * 16).view(3, -1)
+    shares = [Share(config, rank, size) for rank in range(size)]
+    parts = [keys[:, each.columns("keys").start : each.columns("keys").stop] for each in shares]
+    assert [part.shape[1] for part in parts] == shares[0].widths("keys")
+    for share in shares:
+        assert torch.equal(share.each_once(torch.cat(parts, dim=1)), keys)
 
 
 def test_experts_are_cut_by_their_width() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -27,7 +26,7 @@ from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.rope import Rope
-from headrace.models.shards import ShardGroup, Share, Width
+from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Whole, Width
 from headrace.models.spec import LEARNED_OFFSET, ExpertsSpec, is_router
 from headrace.models.weights import OnProgress, load_weights
 from headrace.types import CHUNK
@@ -36,8 +35,6 @@ log = logging.getLogger(__name__)
 
 Weights = dict[str, Tensor]
 Matrices = dict[str, ops.Weight]
-GatherShares = Callable[[Width, Tensor], Tensor]
-"""x [T, this rank's share of a width] -> [T, that width]."""
 LOOKED_UP = ("embed.weight", "positions.weight")
 """Tables of rows: looked up, not multiplied by."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
@@ -56,11 +53,6 @@ class TokenBatch:
     rope_lengths: Tensor | None = None
 
 
-def _alone(width: Width, x: Tensor) -> Tensor:
-    """GatherShares, where one rank computes all."""
-    return x
-
-
 class Layer:
     """One block: attention and MLP, in the order that ModelConfig.block says.
 
@@ -69,7 +61,7 @@ class Layer:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: GatherShares = _alone
+        self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: Whole = ALONE
     ) -> None:
         self.config = config
         self.index = index
@@ -107,13 +99,26 @@ class Layer:
 
     def _turned(self, name: str, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
         """Queries or keys, normed if the model does that and rotated."""
-        if self.config.qk_norm:
-            normed = heads.flatten(1) if self.config.qk_norm_whole else heads
-            heads = ops.rms_norm(normed, self.weights[f"{name}.weight"], self.config.norm_eps).view(heads.shape)
+        if self.config.qk_norm_whole:
+            heads = self._normed_together(name, heads)
+        elif self.config.qk_norm:
+            heads = ops.rms_norm(heads, self.weights[f"{name}.weight"], self.config.norm_eps)
         return heads if cos_sin is None else ops.rotary(heads, cos_sin)
 
+    def _normed_together(self, name: str, heads: Tensor) -> Tensor:
+        """Queries or keys, all heads of a row in one norm: those of all ranks."""
+        width: Width = "queries" if name == "q_norm" else "keys"
+        every = self.whole(width, heads.flatten(1))
+        normed = ops.rms_norm(every, self.weights[f"{name}.weight"], self.config.norm_eps)
+        return self.whole.mine(width, normed).reshape(heads.shape)
+
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them."""
+        """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them. Raises ValueError on a tensor
+        rank of a model whose keys are normed over the heads of all ranks."""
+        if self.config.qk_norm_whole and self.whole is not ALONE:
+            raise ValueError(
+                "a tensor rank has a part of the keys, which are normed over all heads; keep no activations"
+            )
         spec = self.config.attention
         x = x if self.config.block == "post" else self._norm("attention_norm", x)
         queries = spec.heads * spec.head_dim
@@ -223,7 +228,7 @@ class Decoder:
             self.key_bias = self.key_bias.to(self.device)
 
     def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
-        whole = _alone if share is None or tensor is None else _gathered(share, tensor)
+        whole = ALONE if share is None or tensor is None else Gathered(share, tensor)
         layers = [Layer(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
         reason = block.obstacle(layers, self.dtype) if share is None else f"shared by {share.size} tensor ranks"
         if reason is None:
@@ -321,11 +326,6 @@ class Decoder:
 def _share(config: ModelConfig, tensor: ShardGroup | None) -> Share | None:
     """What this rank computes; None: everything."""
     return None if tensor is None or tensor.size == 1 else Share(config, tensor.rank, tensor.size)
-
-
-def _gathered(share: Share, tensor: ShardGroup) -> GatherShares:
-    widths: dict[Width, list[int]] = {width: share.widths(width) for width in share.gathered}
-    return lambda width, x: tensor.gather(x, widths[width])
 
 
 def _shape(config: ModelConfig) -> block.LayerShape:
