@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Width = Literal["queries", "keys", "heads", "inner", "expert_inner", "hidden"]
-"""What ranks gather: queries [T, Hq D] and keys [T, Hkv D] that are normed over all heads, attended heads [T, Hq D],
-the MLP's activations [T, I] or those of the k experts that a row meets [T k, an expert's I], a block's output [T, H]."""
+"""What ranks gather: queries [T, Hq D] and keys [T, Hkv D] normed over all heads, attended heads [T, Hq D],
+the MLP's activations [T, I], those of the experts that rows meet [T k, an expert's I], a block's output [T, H]."""
 
 UNIT = 64
 """Widths are cut at multiples of this where they are long enough: packed weights come in blocks of 64 outputs."""
