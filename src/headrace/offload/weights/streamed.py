@@ -1,7 +1,8 @@
 """Weights that stay outside the fast memory: two buffers of one layer's matrices take turns.
 
 KVPR, section 3.4 ("fine-grained"): the part of a layer's weights that makes keys and values comes first, so that
-projecting may start; then queries, output and MLP. Vectors (norms, biases) are small and stay.
+projecting may start; then queries, output and MLP. Vectors (norms, biases) are small and stay. Experts stay outside: a
+step reads those that its rows meet where they lie, so that of a file the system keeps the most used in memory.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ class StreamedLayers:
 
     @property
     def bytes_per_layer(self) -> int:
-        """Bytes of a layer's matrices, of the largest one where they differ."""
-        return max(sum(map(_nbytes, layer.matrices.values())) for layer in self.outside)
+        """Bytes of a layer's matrices that are loaded, of the largest one where they differ."""
+        return max(sum(_nbytes(w) for name, w in layer.matrices.items() if _loads(name)) for layer in self.outside)
 
     def start(self) -> None:
         """Layer 0 is on its way since the last step, but for the first one."""
@@ -153,9 +154,8 @@ class StreamedLayers:
         key = (layer, self.buffers.index(buffer))
         if key not in self._runs:
             outside = self.outside[layer]
-            self._runs[key] = OneLayer(
-                bare(outside, {name: buffer.matrices[name] for name in outside.matrices}), self.shape
-            )
+            matrices = {name: buffer.matrices[name] if _loads(name) else w for name, w in outside.matrices.items()}
+            self._runs[key] = OneLayer(bare(outside, matrices), self.shape)
         return self._runs[key]
 
     def wait(self, layer: int, *parts: WeightPart) -> None:
@@ -184,7 +184,8 @@ class StreamedLayers:
 
     def _pairs(self, layer: Layer, buffer: _LayerBuffer, part: WeightPart) -> CopyPairs:
         """What a part consists of: (into, source)."""
-        names = ["qkv.weight"] if part in ("q", "kv") else [name for name in layer.matrices if _part_of(name) == part]
+        mine = "qkv" if part in ("q", "kv") else part
+        names = [name for name in layer.matrices if _loads(name) and _part_of(name) == mine]
         pairs = []
         for name in names:
             sources, into = tensors_of(layer.matrices[name]), tensors_of(buffer.matrices[name])
@@ -203,9 +204,14 @@ class StreamedLayers:
         return pair[0][rows], pair[1][rows]
 
 
+def _loads(name: str) -> bool:
+    """Whether a matrix is loaded for its layer: all but the experts' are."""
+    return not name.startswith("experts.")
+
+
 def _part_of(name: str) -> str:
-    """The part that a matrix comes with: its own name, whichever expert's it is. A router comes with up."""
-    module = name.split(".")[-2]
+    """The part that a matrix comes with: its own name, but a router comes with `up`."""
+    module = name.removesuffix(".weight")
     return "up" if module == "router" else module
 
 
@@ -223,10 +229,11 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _room(layers: list[Layer]) -> dict[str, ops.Weight]:
-    """Fast memory for the matrices of any one of the layers, of which dense ones and those with experts differ."""
+    """Fast memory for what is loaded of any one of the layers, of which dense ones and those with experts differ."""
     return {
         name: on_tensors(weight, {kind: memory.zeros(x.shape, x.dtype) for kind, x in tensors_of(weight).items()})
         for name, weight in {name: weight for layer in layers for name, weight in layer.matrices.items()}.items()
+        if _loads(name)
     }
 
 
