@@ -103,7 +103,7 @@ class ConfigFields(msgspec.Struct):
     norm_topk_prob: Flag = UNSET
     decoder_sparse_step: Count = UNSET
     mlp_only_layers: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
-    clip_qkv: Annotated[float, Meta(gt=0, le=1e6)] | UnsetType | None = UNSET
+    clip_qkv: Factor = UNSET
     layer_types: Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=4096)] | UnsetType | None = UNSET
     pretraining_tp: Small | UnsetType | None = UNSET
     rope_theta: Theta = UNSET
