@@ -78,6 +78,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2_window", dict(use_sliding_window=False), "sliding_window"),
     ("qwen3", dict(hidden_act="relu"), "hidden_act 'relu'"),
     ("qwen3_moe", dict(num_experts_per_tok=9), "num_experts_per_tok 9 is not supported with 8 experts"),
+    ("mixtral", dict(num_local_experts=65536, num_hidden_layers=4096), "65536 experts in 4096 layers"),
     ("mixtral", dict(sliding_window=0), "sliding_window 0"),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv 8.0"),
     ("olmoe", dict(hidden_act="gelu"), "hidden_act 'gelu'"),

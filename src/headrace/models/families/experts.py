@@ -13,10 +13,15 @@ from headrace.models.families.llama import PREFIXES, common, layer_names, unifor
 from headrace.models.spec import ExpertsSpec, ModelConfig
 from headrace.types import UnsupportedModel
 
+MOST_EXPERTS = 1 << 17
+"""Of all layers: a model folder that claims more is damaged, or made to fill memory with names."""
+
 
 def _experts(config: Any, count: int, inner: int, normalised: bool, layers: tuple[bool, ...]) -> dict[str, Any]:
-    """The experts, if any layer has them. Refuses more chosen ones than there are."""
+    """The experts, if any layer has them. Refuses more chosen ones than there are, and more than any model has."""
     chosen = config.num_experts_per_tok
+    if count * sum(layers) > MOST_EXPERTS:
+        raise UnsupportedModel(f"{count} experts in {sum(layers)} layers are not supported; {MOST_EXPERTS} in all are")
     if not 1 <= chosen <= count:
         raise UnsupportedModel(f"num_experts_per_tok {chosen} is not supported with {count} experts; 1 to {count} are")
     return dict(experts=ExpertsSpec(count, chosen, inner, normalised, layers) if any(layers) else None)
