@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.config import Quantization
-from headrace.kernels import block, ops
+from headrace.kernels import block, experts, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.rope import Rope
-from headrace.models.shards import ShardGroup, Share, Width
+from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Whole, Width
 from headrace.models.sizes import LOOKED_UP, refuse_rounding
-from headrace.models.spec import LEARNED_OFFSET
+from headrace.models.spec import LEARNED_OFFSET, ExpertsSpec, is_router
 from headrace.models.weights import OnProgress, StoredMatrix, load_weights
 from headrace.models.x_turns import XTurns
 from headrace.types import CHUNK
@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 Weights = dict[str, Tensor]
 Matrices = dict[str, ops.Weight]
-GatherShares = Callable[[Width, Tensor], Tensor]
-"""x [T, this rank's share of a width] -> [T, that width]."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
 """Compute type by checkpoint type."""
 
@@ -56,11 +54,6 @@ class TokenBatch:
     rope_lengths: Tensor | None = None
 
 
-def _alone(width: Width, x: Tensor) -> Tensor:
-    """GatherShares, where one rank computes all."""
-    return x
-
-
 class Layer:
     """One block: attention and MLP, in the order that ModelConfig.block says.
 
@@ -69,7 +62,7 @@ class Layer:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: GatherShares = _alone
+        self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: Whole = ALONE
     ) -> None:
         self.config = config
         self.index = index
@@ -78,6 +71,7 @@ class Layer:
         prefix = f"layers.{index}."
         self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         self.matrices = {name.removeprefix(prefix): w for name, w in matrices.items() if name.startswith(prefix)}
+        self.experts = config.experts_of(index)
 
     def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H], or [n, H] of `rows` [n] alone, while attend stores the keys and values of all."""
@@ -114,13 +108,27 @@ class Layer:
 
     def _turned(self, name: str, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
         """Queries or keys, normed if the model does that and rotated."""
-        if self.config.qk_norm:
+        if self.config.qk_norm_whole:
+            heads = self._normed_together(name, heads)
+        elif self.config.qk_norm:
             heads = ops.rms_norm(heads, self.weights[f"{name}.weight"], self.config.norm_eps, self.config.norm_offset)
         first, width = self.rotation
         return heads if cos_sin is None or not width else ops.rotary(heads, cos_sin[:, first : first + width])
 
+    def _normed_together(self, name: str, heads: Tensor) -> Tensor:
+        """Queries or keys, all heads of a row in one norm: those of all ranks."""
+        width: Width = "queries" if name == "q_norm" else "keys"
+        every = self.whole(width, heads.flatten(1))
+        normed = ops.rms_norm(every, self.weights[f"{name}.weight"], self.config.norm_eps, self.config.norm_offset)
+        return self.whole.mine(width, normed).reshape(heads.shape)
+
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them."""
+        """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them. Raises ValueError on a tensor
+        rank of a model whose keys are normed over the heads of all ranks."""
+        if self.config.qk_norm_whole and self.whole is not ALONE:
+            raise ValueError(
+                "a tensor rank has a part of the keys, which are normed over all heads; keep no activations"
+            )
         spec = self.config.attention
         x = x if self.config.block == "post" else self._norm("attention_norm", x)
         queries = spec.heads * spec.head_dim
@@ -135,12 +143,25 @@ class Layer:
 
     def _mlp(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]."""
+        if self.experts is not None:
+            return self._met_experts(x, self.experts)
         if self.config.gated:
             gate = self.config.activation
             inner = ops.gated_linear(x, self.matrices["up.weight"], self.weights.get("up.bias"), gate)
         else:
             inner = self._activate(self._linear("up", x))
         return self._linear("down", self.whole("inner", inner))
+
+    def _met_experts(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
+        """x [T, H] -> [T, this rank's share of H]: the sum of what each row's experts make of it."""
+        ups, downs = (
+            [self.matrices[f"experts.{e}.{part}.weight"] for e in range(spec.count)] for part in ("up", "down")
+        )
+        logits = ops.linear(x, self.matrices["router.weight"], wide=True)
+        routes = experts.route(logits, spec.chosen, spec.normalised)
+        inner = experts.gated_linear(x[routes.order // spec.chosen], ups, routes.begin, self.config.activation)
+        made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin)
+        return experts.combine(made, routes)
 
     def _activate(self, x: Tensor) -> Tensor:
         if self.config.activation == "relu":
@@ -230,7 +251,7 @@ class Decoder:
         return [self.weights[f"layers.{layer}.sinks.weight"].float() for layer in range(self.config.layers)]
 
     def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
-        whole = _alone if share is None or tensor is None else _gathered(share, tensor)
+        whole = ALONE if share is None or tensor is None else Gathered(share, tensor)
         layers = [Layer(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
         reason = block.obstacle(layers, self.dtype) if share is None else f"shared by {share.size} tensor ranks"
         if reason is None:
@@ -340,11 +361,6 @@ def _share(config: ModelConfig, tensor: ShardGroup | None) -> Share | None:
     return None if tensor is None or tensor.size == 1 else Share(config, tensor.rank, tensor.size)
 
 
-def _gathered(share: Share, tensor: ShardGroup) -> GatherShares:
-    widths: dict[Width, list[int]] = {width: share.widths(width) for width in get_args(Width)}
-    return lambda width, x: tensor.gather(x, widths[width])
-
-
 def _shape(config: ModelConfig) -> block.LayerShape:
     """What kernels.block needs to know of the layers."""
     return block.LayerShape(
@@ -358,6 +374,8 @@ def _shape(config: ModelConfig) -> block.LayerShape:
         mlp_norm=config.mlp_norm or config.block != "parallel",
         qk_norm=config.qk_norm,
         norm_offset=config.norm_offset,
+        qk_norm_whole=config.qk_norm_whole,
+        experts=config.experts,
         more=dict(residual_scale=config.residual_scale),
     )
 
@@ -369,7 +387,8 @@ def _pack_all(weights: Weights, quantization: Quantization, gated: bool, packed:
     done, total = 0, sum(weights[name].nbytes for name in names)
     for name in names:
         weight = weights[name]
-        matrices[name] = _packed(name, weight, quantization, gated and name.endswith(".up.weight"))
+        rounding = "none" if is_router(name) else quantization
+        matrices[name] = _packed(name, weight, rounding, gated and name.endswith(".up.weight"))
         if matrices[name] is not weight:
             del weights[name]
         done += weight.nbytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.config import AttentionSpec, KVDType, Quantization
 from headrace.models.shards import Share
-from headrace.models.spec import ModelConfig, Slot, expected
+from headrace.models.spec import ModelConfig, Slot, expected, is_router
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of a number by type; float16 is computed in bfloat16."""
@@ -56,7 +56,7 @@ def _rows(name: str, slot: Slot, share: Share | None) -> int:
 
 def _bytes(name: str, slot: Slot, rows: int, each: int, quantization: Quantization) -> int:
     columns = slot.columns or 1
-    if quantization == "none" or slot.columns is None or name in LOOKED_UP:
+    if quantization == "none" or slot.columns is None or name in LOOKED_UP or is_router(name):
         return rows * columns * each
     if quantization == "int8":
         return rows * (columns + SCALE_BYTES)

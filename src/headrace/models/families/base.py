@@ -19,10 +19,11 @@ class Family:
     """`facts` turns a transformers configuration into ModelConfig fields; see ModelConfig and Names.
 
     `configuration` names the class of that configuration, "module:class": narrow modules, which import no models.
-    `prefixes` are what may stand before a tensor's name. `qkv_rows`, for families that interleave q, k and v in one
-    matrix or rotate pairs of neighbours, lists the checkpoint's rows of q, k and v in our order: all of q, then k, then
-    v. `text_type`, of models with other parts: the model_type of text_config, which is what is computed; tensors
-    whose names begin with `unread` belong to the other parts.
+    `prefixes` are what may stand before a tensor's name. `other_names`: as `names`, of another form of the checkpoint.
+    `qkv_rows`, for families that interleave q, k and v in one matrix or rotate pairs of neighbours, lists the
+    checkpoint's rows of q, k and v in our order: all of q, then k, then v. `text_type`, of models with other parts: the
+    model_type of text_config, which is what is computed; tensors whose names begin with `unread` belong to the other
+    parts.
     """
 
     model_type: str
@@ -33,6 +34,7 @@ class Family:
     qkv_rows: Callable[[ModelConfig], list[int]] | None = None
     text_type: str | None = None
     unread: tuple[str, ...] = ()
+    other_names: Callable[[ModelConfig], Names] | None = None
 
     @property
     def fields_of(self) -> str:
