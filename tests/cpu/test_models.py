@@ -213,7 +213,7 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "dynamic": ("llama_dynamic", _plain_rope),
     "llama3": ("llama3", _plain_rope),
     "yarn": ("llama_yarn", _plain_rope),
-    "norm over all heads": ("olmoe", dict(qk_norm=False)),
+    "norm over all heads": ("olmoe", dict(qk_norm=False, qk_norm_whole=False)),
     "shares that sum up to one": ("mixtral", _plain_shares),
     "shares that do not": ("olmoe", _normalised_shares),
     "number of experts met": ("qwen3_moe", _fewer_experts),
