@@ -35,14 +35,14 @@ inline bool has_avx512() {
   return has_avx2() && HEADRACE_HAS("avx512f") && HEADRACE_HAS("avx512bw") && HEADRACE_HAS("avx512vl") &&
          HEADRACE_HAS("avx512dq");
 }
-inline bool has_avx512bf16() { return has_avx512() && HEADRACE_HAS("avx512bf16"); }
+inline bool has_avx512bf16() { return has_avx512() && HEADRACE_HAS("avx512bf16") && HEADRACE_HAS("avx512vnni"); }
 
 // Tiles are 8 KB more to save for each thread: Linux gives them to processes that ask (once, for all their threads).
 inline bool has_amx() {
 #if HEADRACE_KNOWS_AMX + 0 && defined(__linux__)
   constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
-  static const bool given =
-      HEADRACE_HAS("amx-tile") && HEADRACE_HAS("amx-bf16") && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+  static const bool given = HEADRACE_HAS("amx-tile") && HEADRACE_HAS("amx-bf16") && HEADRACE_HAS("amx-int8") &&
+                            syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
   return given && has_avx512bf16();
 #else
   return false;

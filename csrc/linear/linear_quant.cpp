@@ -11,6 +11,7 @@
 // 64 go by steps of 32 inputs (tiles.h), where these are a multiple of 32.
 #include "linear/codes.h"
 #include "linear/linear.h"
+#include "linear/linear_w8a8.h"
 #include "linear/panel.h"
 #include "linear/passes.h"
 #include "linear/scales.h"
@@ -340,6 +341,7 @@ template <typename T, typename Codes> void linear_codes(LinearOf<Codes> a) {
 }  // namespace
 
 template <typename T> void linear_quant(const LinearQuant &any) {
+  if (any.form == Form::w8a8) return linear_w8a8<T>(any);
   with_format(any, [](const auto &a) { linear_codes<T>(a); });
 }
 

@@ -31,7 +31,7 @@ def test_bytes_of_the_weights(dtype: str, quantization: Quantization) -> None:
 
 @pytest.mark.parametrize("kind", WITH_EXPERTS)
 def test_bytes_of_experts(kind: str, folder_of: FolderOf) -> None:
-    for quantization in ("none", "int8", "int4"):
+    for quantization in ("none", "int8", "int4", "w8a8"):
         sizes_are_told(folder_of(kind), "bfloat16", quantization)
 
 

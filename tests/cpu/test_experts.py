@@ -35,7 +35,7 @@ def test_preempted_is_the_same_as_undisturbed(kind: str, folder_of: FolderOf) ->
     assert small.engine.stats().scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
 def test_every_instruction_set(isa: str, quantization: str, folder_of: FolderOf) -> None:
     """Alone, and beside others in slices, cached."""
     assert cpu.isa() == isa

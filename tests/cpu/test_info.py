@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from headrace.models.config import read_config
 from headrace.models.files import weight_files
 from headrace.models.sizes import weight_bytes
 from tests.support.checkpoints import KINDS, FolderOf
+from tests.support.gguf_files import q4_k_m, theirs, write_gguf
 
 
 def told(*arguments: str) -> tuple[int, str]:
@@ -50,6 +52,16 @@ def test_of_every_part() -> None:
     speed = found["expected"]
     assert speed["tokens"] == 64 and speed["prefill tokens/s"] > speed["decode tokens/s"] > 0
     assert not info(EngineConfig(model="tiny"), free=1 << 20)["memory"]["fits"]
+
+
+def test_of_a_file_that_is_quantised(tmp_path: Path) -> None:
+    path = write_gguf(theirs(), tmp_path / "m.gguf", q4_k_m)
+    found = info(EngineConfig(model=str(path)))
+    stored = found["file"]["stored as"]
+    assert {"Q4_K", "Q6_K", "F32"} <= stored.keys() and sum(stored.values()) < found["file"]["bytes"]
+    assert found["expected"]["weights timed"] == "int4"
+    with pytest.raises(ValueError, match="quantised already"):
+        info(EngineConfig(model=str(path), quantization="int8"))
 
 
 def test_what_is_timed_stands_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_a_row_has_the_bits_that_it_has_alone(
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
 @pytest.mark.parametrize("inner", [INNER, 192])
 def test_groups_have_the_bits_of_products_one_by_one(
     isa: str, quantization: Quantization, inner: int, gate: str

@@ -5,7 +5,7 @@ T: rows, N: outputs, K: inputs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from headrace.config import Quantization
 from headrace.kernels import cpu, dispatch, experts, ops, quantized
 from headrace.kernels.formats import FORMATS, Coded, Format
 from headrace.kernels.quantized import Parts, Quantized
@@ -25,7 +26,7 @@ pytestmark = [
 DTYPES = [torch.float32, torch.bfloat16]
 KERNEL_ERROR = 3e-6
 """Of the products against fp64, as a share of the sum of |x| (|scale q| + |offset|)."""
-STORED = {name: form for name, form in FORMATS.items() if name not in ("int8", "int4")} | {
+STORED = {name: form for name, form in FORMATS.items() if name not in get_args(Quantization)} | {
     "W4 bf16": FORMATS["W4 zeros"].grouped(32, "bf16"),
     "W8 fp32": FORMATS["W8"].grouped(64, "fp32"),
     "W4 wide": FORMATS["W4 zeros"].grouped(48, "fp16"),

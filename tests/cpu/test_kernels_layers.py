@@ -87,7 +87,7 @@ def test_the_bits_of_single_operations(variant: str, threads: None) -> None:
     same_bits(*both(variant))
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
 @pytest.mark.parametrize("variant", ["llama", "opt", "experts"])
 def test_the_bits_of_single_operations_on_rounded_weights(variant: str, quantization: Quantization) -> None:
     same_bits(*both(variant, quantization))

@@ -97,7 +97,7 @@ def apart(config: ModelConfig, rows: int) -> AttentionOver:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "broken"), [("none", False), ("none", True), ("int8", False), ("int4", False)]
+    ("quantization", "broken"), [("none", False), ("none", True), ("int8", False), ("int4", False), ("w8a8", False)]
 )
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 70])
 def test_the_greatest_come_with_the_logits(

@@ -20,6 +20,8 @@ needs_extension = pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavail
 
 DTYPES = [torch.float32, torch.bfloat16]
 SCHEMES: list[Quantization] = ["int8", "int4"]
+WITH_ROWS: list[Quantization] = [*SCHEMES, "w8a8"]
+"""Those whose products round rows, too."""
 KERNEL_ERROR = 2e-6
 """Of the products against fp64, as a share of sum |x w|: fp32 sums over some hundred inputs."""
 
@@ -83,7 +85,7 @@ def reference(x: Tensor, rounded: Rounded, bias: Tensor | None) -> tuple[Tensor,
 
 @needs_extension
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", WITH_ROWS)
 def test_gates_on_the_way_to_memory(isa: str, dtype: torch.dtype, scheme: Quantization) -> None:
     """The bits of the product and of silu_mul, one after the other."""
     weight, bias = random(2 * 192, 128, seed=1) / 8, random(2 * 192, seed=2, dtype=dtype)
@@ -120,7 +122,7 @@ def test_agrees_with_fp64(
 @needs_extension
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 1), (192, 70), (704, 130), (1088, 64), (3200, 330)])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", WITH_ROWS)
 def test_a_row_has_the_same_bits_in_every_company(
     isa: str,
     threads: None,
@@ -182,7 +184,7 @@ def test_ops_pack_and_fall_back(scheme: Quantization, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(
     ("scheme", "weight", "words"),
     [
-        ("int4", torch.ones(8, 96), "multiple of 64.*use int8 or none"),
+        ("int4", torch.ones(8, 96), "multiple of 64.*use int8, w8a8 or none"),
         ("int4", torch.ones(8, 33), "multiple of 64.*use none"),
         ("int8", torch.ones(8, 33), "multiple of 2.*use none"),
         ("int8", torch.ones(8), "takes matrices"),

@@ -104,7 +104,7 @@ def test_the_bits_of_the_forward_pass(kind: str, way: str, folder_of: FolderOf) 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
 @pytest.mark.parametrize("kind", ["llama_gqa", "qwen3", "opt350", "falcon7", "falcon_rw_odd"])
 def test_the_bits_of_rounded_weights(kind: str, quantization: Quantization, dtype: Any, folder_of: FolderOf) -> None:
     projects(load_decoder(folder_of(kind), dtype, quantization=quantization))
@@ -142,7 +142,7 @@ def test_queries_that_fill_no_block(folder_of: FolderOf) -> None:
 def test_the_tail_of_a_weight_is_a_view() -> None:
     g = torch.Generator().manual_seed(0)
     weight, x = torch.randn(200, 128, generator=g).bfloat16(), torch.randn(9, 128, generator=g).bfloat16()
-    forms: list[Any] = [quantized.Quantized(quantized.Rounded(weight, scheme)) for scheme in ("int8", "int4")]
+    forms: list[Any] = [quantized.Quantized(quantized.Rounded(weight, scheme)) for scheme in ("int8", "int4", "w8a8")]
     for form in [*forms, cpu.Packed(weight), cpu.Packed(weight.float())]:
         x = x.to(form.blocks.dtype) if isinstance(form, cpu.Packed) else x
         tail: Any = ops.outputs_from(form, 128)

@@ -166,7 +166,7 @@ def test_without_the_cpp_kernels_too(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
 @every_type
 def test_an_output_has_the_same_bits_among_fewer(dtype: str, quantization: Quantization, isa: str) -> None:
     """The ground of it all: linear's bits do not depend on how many outputs a rank has, nor on which."""

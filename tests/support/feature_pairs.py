@@ -21,7 +21,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "source": ("new", "cached", "stored", "half", "half+cached", "projected", "streamed-x"),
     "stored_by": ("same", "one"),
     "kv": ("auto", "int8"),
-    "weights": ("none", "int8", "int4"),
+    "weights": ("none", "int8", "int4", "w8a8"),
     "schedule": ("off", "row", "column"),
     "outside": ("none", "weights"),
     "attention": ("gqa", "mha", "window", "alibi"),

@@ -79,7 +79,7 @@ def test_the_most_that_is_told_fits_and_a_chunk_more_does_not() -> None:
 def test_weights_that_do_not_fit() -> None:
     """Quantised ones are read whole first."""
     free = Footprint.of(EngineConfig(), TINY).loading
-    for quantization in ("none", "int4"):
+    for quantization in ("none", "int4", "w8a8"):
         config = EngineConfig(quantization=quantization)
         Footprint.of(config.replace(kv_cache_tokens=64), TINY, free + (1 << 20)).check()
         with pytest.raises(ValueError, match=r"the weights of tiny need 0\.3 GiB, but 0\.3 GiB are free: take"):

@@ -66,7 +66,8 @@ def _speed(found: Facts) -> Iterator[tuple[str, str]]:
         "answers",
         f"about {decode:,.{0 if decode >= 100 else 1}f} tokens a second behind {tokens:,}, one sequence alone",
     )
-    yield "", f"timed now, on {count_of(speed['layers timed'], 'layer')} of random weights"
+    form = "" if speed["weights timed"] == "none" else f" in {speed['weights timed']}"
+    yield "", f"timed now, on {count_of(speed['layers timed'], 'layer')} of random weights{form}"
 
 
 def sized(bytes: int) -> str:

@@ -14,8 +14,9 @@ class SettingKeywords(TypedDict, total=False):
     dtype: Literal["auto", "bfloat16", "float32"]
     """Compute type: bfloat16, float32, or auto (the checkpoint's; float16 becomes bfloat16)."""
 
-    quantization: Literal["none", "int8", "int4"]
-    """Weights rounded as they load: none, int8 (a scale per output), int4 (a scale per 64 inputs)."""
+    quantization: Literal["none", "int8", "int4", "w8a8"]
+    """Weights rounded as they load: none, int8 (a scale per output), int4 (a scale per 64 inputs); w8a8: int8, and
+    activations row by row, so that prompts are computed faster."""
 
     max_model_len: str | int | None
     """Longest sequence, prompt and answer together, in tokens, as 8192 or 128k."""

@@ -11,7 +11,7 @@ from headrace.kernels.registry import BACKENDS
 DType = Literal["auto", "bfloat16", "float32"]
 FLOAT16 = ("float16", "fp16", "half")
 INSTEAD = ("bfloat16", "computed in bfloat16, which has the same size; float32 keeps all digits")
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "w8a8"]
 BACKENDS_TOLD = [f"{name} ({entry.told})" for name, entry in reversed(BACKENDS.items())]
 
 if TYPE_CHECKING:  # a type checker reads no computed Literal
@@ -37,7 +37,8 @@ class ModelSettings(SettingsRecord):
     )
     quantization: Quantization = setting(
         "none",
-        "Weights rounded as they load: none, int8 (a scale per output), int4 (a scale per 64 inputs).",
+        "Weights rounded as they load: none, int8 (a scale per output), int4 (a scale per 64 inputs); w8a8: int8, "
+        "and activations row by row, so that prompts are computed faster.",
         common=True,
     )
     max_len: int | None = setting(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.execute import PlanAttention
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, Quantization
 from headrace.kernels.backend import Backend, backend_of
 from headrace.kernels.block import Blocks, obstacle
 from headrace.kv.storage import KVStorage
@@ -34,25 +34,31 @@ HEAD_ROWS = 32_768
 PREFILL_FLOPS = 400e9
 """Operations of the prefill that is timed, about."""
 STEPS = 7
+INT4_BITS = 6.2
+"""Of a stored weight, below which int4 is nearest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
     """Tokens a second of one sequence. tokens: of its prompt, on which the answer's are decoded; layers: how many were
-    timed; obstacle: why a layer is not computed in C++ as a whole, empty where it is."""
+    timed; weights: the form that they were timed in; obstacle: why a layer is not computed in C++ as a whole, empty
+    where it is."""
 
     tokens: int
     prefill_tokens_s: float
     decode_tokens_s: float
     layers: int
+    weights: Quantization
     obstacle: str
 
 
 @torch.inference_mode()
 def expect(facts: ModelConfig, config: EngineConfig) -> Expected:
-    """Times the model of these facts as the settings would load it on one rank."""
+    """Times the model of these facts as the settings would load it on one rank; weights that are stored quantised in
+    the form of ours that is nearest in size."""
+    scheme = _scheme(facts, config)
     few = _few(facts, config)
-    decoder = Decoder(few, _random(few, compute_dtype(facts, config.model.dtype)), config.model.quantization)
+    decoder = Decoder(few, _random(few, compute_dtype(facts, config.model.dtype)), scheme)
     tokens = min(TOKENS, facts.max_model_len - 1, _affordable(few))
     storage = KVStorage(few.attention, chunks_for(tokens + 1), _kv_dtype(config, decoder))
     backend = backend_of(config.model.backend if config.model.backend != "auto" else "cpu")
@@ -64,8 +70,16 @@ def expect(facts: ModelConfig, config: EngineConfig) -> Expected:
         tokens / (_seconds(prompt) * layers + head * more),
         1 / (_seconds(answer) * layers + head * more),
         few.layers,
+        scheme,
         "" if isinstance(decoder.layers, Blocks) else obstacle(decoder.layers.layers, decoder.dtype) or "",
     )
+
+
+def _scheme(facts: ModelConfig, config: EngineConfig) -> Quantization:
+    if facts.stored is None:
+        return config.model.quantization
+    numbers = sum(slot.count for name, slot in expected(facts).items() if name not in LOOKED_UP)
+    return "int4" if 8 * facts.stored.bytes / numbers < INT4_BITS else "int8"
 
 
 def _few(facts: ModelConfig, config: EngineConfig) -> ModelConfig:
@@ -77,7 +91,7 @@ def _few(facts: ModelConfig, config: EngineConfig) -> ModelConfig:
 
 def _cut(facts: ModelConfig, layers: int, vocabulary: int) -> ModelConfig:
     spec = replace(facts.attention, layers=layers, windows=facts.attention.windows[:layers])
-    return replace(facts, layers=layers, vocab_size=vocabulary, attention=spec)
+    return replace(facts, layers=layers, vocab_size=vocabulary, attention=spec, stored=None)
 
 
 def _affordable(few: ModelConfig) -> int:

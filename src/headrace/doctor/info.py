@@ -13,7 +13,7 @@ from headrace.engine.capacity import model_folder
 from headrace.engine.footprint import PROCESS_BYTES
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.files import stored_types, weight_files
-from headrace.models.sizes import compute_type, weight_bytes
+from headrace.models.sizes import compute_type, refuse_rounding, weight_bytes
 from headrace.models.spec import expected
 
 Facts = dict[str, dict[str, Any]]
@@ -24,10 +24,11 @@ def info(config: EngineConfig, free: int | None = None) -> Facts:
     """Facts of the settings' model, whether it fits here or not. free: bytes of memory, if not this machine's.
 
     Times a few layers of random weights, which takes seconds. Raises ValueError for a folder that is none of a model's,
-    UnsupportedModel for what is not implemented.
+    UnsupportedModel for what is not implemented, ValueError where quantised weights are to be rounded again.
     """
     folder = model_folder(config.model.folder)
     facts, paths = read_config(folder), weight_files(folder)
+    refuse_rounding(facts, config.model.quantization)
     free = host.memory_available() if free is None else free
     weights = weight_bytes(facts, compute_type(facts, config.model.dtype), config.model.quantization)
     return {
@@ -62,5 +63,6 @@ def _expected(facts: ModelConfig, config: EngineConfig) -> dict[str, Any]:
         "prefill tokens/s": round(found.prefill_tokens_s, 1),
         "decode tokens/s": round(found.decode_tokens_s, 1),
         "layers timed": found.layers,
+        "weights timed": found.weights,
         "a layer": found.obstacle or "in C++ as a whole",
     }

@@ -84,7 +84,9 @@ def in_cpp() -> bool:
 
 def table() -> dict[str, OpChoice]:
     """The choice for each operation on CPU tensors of bfloat16 or float32."""
-    products = {"linear": _linear_choice()} | {f"linear_{scheme}": _quantized_choice() for scheme in QUANTIZED}
+    products = {"linear": _linear_choice()} | {
+        f"linear_{scheme}": _w8a8_choice() if scheme == "w8a8" else _quantized_choice() for scheme in QUANTIZED
+    }
     return {name: _native_choice() for name in NATIVE_OPS} | products | {"layer": layer_choice()}
 
 
@@ -104,6 +106,13 @@ def _linear_choice() -> OpChoice:
     if native.implementation == "torch":
         return OpChoice("torch", f"{native.reason}: {TORCH_LINEAR}")
     return OpChoice("cpu", f"{native.reason}, packed weights, {_how()}")
+
+
+def _w8a8_choice() -> OpChoice:
+    native = _native_choice()
+    if native.implementation == "torch":
+        return OpChoice("torch", f"{native.reason}: not available")
+    return OpChoice("cpu", f"{native.reason}, whole numbers")
 
 
 def _quantized_choice() -> OpChoice:

@@ -41,7 +41,12 @@ class Codes:
         return codes.float()
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Codes int8 [64 n, K] as C++ reads them: uint8 [n, K / 2, bytes of a pair of inputs]."""
+        """Codes int8 [64 n, K] as C++ reads them: uint8 [n, K / 2, bytes of a pair of inputs]; of w8a8 [n, K / 4 + 1,
+        64 outputs of 4 inputs], of which the last of a block are int32 [64]: -128 times the sums of codes."""
+        if self.name == "w8a8":
+            quads = codes.view(-1, 64, codes.shape[1] // 4, 4).transpose(1, 2).flatten(2)
+            sums = codes.sum(-1, dtype=torch.int32).mul_(-128).view(-1, 1, 64)
+            return torch.cat([quads.contiguous().view(torch.uint8), sums.view(torch.uint8)], dim=1)
         blocks = codes.view(-1, 4, 16, codes.shape[1] // 2, 2)
         if self.bits == 8:
             return blocks.permute(0, 3, 1, 4, 2).contiguous().view(torch.uint8).flatten(2)
@@ -73,10 +78,10 @@ CODES = {
     each.name: each
     for each in (
         Codes("int8", 8, -128), Codes("bytes", 8, -128), Codes("int4", 4, -8), Codes("uint4", 4), Codes("uint5", 5),
-        Codes("int6", 6, -32), Codes("e2m1", 4), Codes("e4m3", 8),
+        Codes("int6", 6, -32), Codes("e2m1", 4), Codes("e4m3", 8), Codes("w8a8", 8, -128),
     )
 }  # fmt: skip
-"""int8: one scale for all inputs of an output; bytes: the same codes in groups."""
+"""int8: one scale for all inputs of an output; bytes: the same codes in groups; w8a8: for rows that are rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,7 @@ def _listed(*formats: Format) -> dict[str, Format]:
 FORMATS = _listed(
     Format("int8", CODES["int8"], "fp32", 0, 0),
     Format("int4", CODES["int4"], "bf16", 64, 64),
+    Format("w8a8", CODES["w8a8"], "fp32", 0, 0),
     Format("Q8_0", CODES["bytes"], "fp16", 32, 32),
     Format("Q4_0", CODES["int4"], "fp16", 32, 32),
     Format("Q4_K", CODES["uint4"], "fp16", 256, 32, "minimum"),

@@ -30,11 +30,13 @@ def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = Fals
     """A weight matrix [N, H] in the form that `linear` multiplies by fastest here; maybe the tensor itself.
 
     Quantised where that is asked for. Without the C++ kernels a tensor of the rounded values takes its place, in the
-    weight's own type. Raises ValueError for a matrix that cannot be quantised so.
+    weight's own type. Raises ValueError for a matrix that cannot be quantised so, and for w8a8 without them.
 
     gated: half of the outputs are gates of the others, and `gated_linear` will multiply.
     """
     gated = gated and weight.shape[0] % (2 * cpu.COLUMNS) == 0
+    if quantization == "w8a8" and not dispatch.native(weight):
+        raise ValueError("quantization w8a8 needs the C++ kernels, which round rows as they multiply; use int8")
     if quantization != "none":
         rounded = quantized.Rounded(weight, quantization)
         return quantized.Quantized(rounded, gated) if dispatch.native(weight) else rounded.dequantised(weight.dtype)

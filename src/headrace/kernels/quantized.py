@@ -68,7 +68,14 @@ class Int4Weights:
         return (furthest.squeeze(-1) / -8).bfloat16().float()
 
 
-_EACH: tuple[Rounding, ...] = (Int8Weights(), Int4Weights())
+class W8A8Weights(Int8Weights):
+    """As int8; rows are rounded too, each under a scale of its own, and whole numbers are multiplied."""
+
+    name: Quantization = "w8a8"
+    inputs = 4
+
+
+_EACH: tuple[Rounding, ...] = (Int8Weights(), Int4Weights(), W8A8Weights())
 FORMATS = {each.name: each for each in _EACH}
 
 

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 Weights = dict[str, Tensor]
 Matrices = dict[str, ops.Weight]
+HEAD = "head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
 """Compute type by checkpoint type."""
 
@@ -338,9 +339,9 @@ class Decoder:
         """hidden [R, E] -> fp32 [R, V]. Raises ValueError for a model, and on a tensor rank, without a head."""
         if not self.config.head:
             raise ValueError(f"{self.config.architecture} has no head, and so no logits; it makes embeddings")
-        if "head.weight" not in self.matrices:
+        if HEAD not in self.matrices:
             raise ValueError("this tensor rank has no head; ask rank 0 of its group for logits")
-        logits = ops.linear(hidden, self.matrices["head.weight"], wide=True)
+        logits = ops.linear(hidden, self.matrices[HEAD], wide=True)
         if self.config.logit_scale == 1.0 and self.config.logit_cap is None:
             return logits
         return ops.soft_cap(logits, self.config.logit_scale, self.config.logit_cap)
@@ -387,14 +388,21 @@ def _pack_all(weights: Weights, quantization: Quantization, gated: bool, packed:
     done, total = 0, sum(weights[name].nbytes for name in names)
     for name in names:
         weight = weights[name]
-        rounding = "none" if is_router(name) else quantization
-        matrices[name] = _packed(name, weight, rounding, gated and name.endswith(".up.weight"))
+        matrices[name] = _packed(name, weight, _rounding(name, quantization), gated and name.endswith(".up.weight"))
         if matrices[name] is not weight:
             del weights[name]
         done += weight.nbytes
         if packed is not None:
             packed(done, total)
     return matrices
+
+
+def _rounding(name: str, asked: Quantization) -> Quantization:
+    """Routers are never rounded. With w8a8 the head's weights are int8 and its rows are not rounded: a step has few of
+    them, and logits feel it most."""
+    if is_router(name):
+        return "none"
+    return "int8" if asked == "w8a8" and name == HEAD else asked
 
 
 def _pack_stored(stored: Mapping[str, StoredMatrix], dtype: torch.dtype, device: torch.device, gated: bool) -> Matrices:
@@ -439,9 +447,10 @@ def load_decoder(
 ) -> Decoder:
     """Reads the model in `folder`; `auto` computes in the checkpoint's type, float16 as bfloat16.
 
-    `quantization` rounds every matrix that rows are multiplied by, the head among them; embeddings, norms and biases
-    stay. progress and packed are told of bytes, as weights are read and then as matrices are packed. With `tensor` only
-    this rank's share is read and kept. device: of the weights and of all that is computed; the CPU, if it is not given.
+    `quantization` rounds every matrix that rows are multiplied by, the head among them, and with w8a8 the rows too;
+    embeddings, norms and biases stay. progress and packed are told of bytes, as weights are read and then as matrices
+    are packed. With `tensor` only this rank's share is read and kept. device: of the weights and of all that is
+    computed; the CPU, if it is not given.
     Raises UnsupportedModel naming what Headrace does not implement, ValueError for a folder that is not sound or a
     model that the ranks cannot share.
     """

@@ -150,9 +150,13 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def stored_types(paths: Sequence[Path]) -> dict[str, int]:
-    """Bytes of the tensors in safetensors files by their type, as the format calls it."""
+    """Bytes of the tensors in these files by their type, as the format calls it."""
     found: Counter[str] = Counter()
     for path in paths:
+        if is_gguf(path):
+            for info in open_gguf(path).tensors.values():
+                found[info.type.name] += info.size
+            continue
         for tensor in _tensors(path):
             begin, end = tensor["data_offsets"]
             found[str(tensor["dtype"])] += end - begin

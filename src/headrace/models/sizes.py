@@ -58,6 +58,8 @@ def _bytes(name: str, slot: Slot, rows: int, each: int, quantization: Quantizati
     columns = slot.columns or 1
     if quantization == "none" or slot.columns is None or name in LOOKED_UP or is_router(name):
         return rows * columns * each
-    if quantization == "int8":
+    if quantization == "w8a8" and name != "head.weight":
+        return rows * (columns + 2 * SCALE_BYTES)  # and the sum of an output's codes
+    if quantization in ("int8", "w8a8"):
         return rows * (columns + SCALE_BYTES)
     return rows * columns // 2 + rows * columns // 64 * 2
