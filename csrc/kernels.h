@@ -117,6 +117,19 @@ constexpr int64_t TOPS = 64;  // outputs of a block
 static constexpr int64_t tops_width(int64_t rows) { return (rows + 15) / 16 * 16; }
 static constexpr int64_t tops_size(int64_t rows, int64_t outputs) { return (outputs + TOPS - 1) / TOPS * tops_width(rows); }
 
+// Rows first .. last - 1 of a product and their own weight, of the shape and form of the others: one expert's. Groups go by
+// ascending rows.
+struct Group {
+  const void *weight, *scales, *bias;
+  int64_t first, last;
+};
+
+// Of all rows of a product; none: its rows share the one weight that it names itself.
+struct Groups {
+  const Group *each = nullptr;
+  int64_t count = 0;
+};
+
 // out[t, n] = sum over k of x[t, k] * w[n, k], plus bias[n], with fp32 sums; all of one type, but out is fp32 if `wide`.
 struct Linear {
   const void *x, *w, *bias;  // [T, inputs] rows x_stride apart, packed (linear.cpp, linear_plain.cpp), [outputs] or null
@@ -126,6 +139,7 @@ struct Linear {
   int threads;
   Epilogue epilogue = {};
   int64_t out_stride = 0;  // of rows of out, where that is wider than `outputs` and there is no epilogue; else 0
+  Groups groups = {};
 };
 
 // out = x + scale * y, the product rounded and the sum; out may be x.
@@ -184,6 +198,30 @@ struct LinearQuant {
   Scaling scaling = {};
   const int32_t *order = nullptr;  // [inputs]: which element of x each code is for; null: its own
   int64_t out_stride = 0;          // as in Linear
+  Groups groups = {};
+};
+
+// The experts of each row of x [R, N] and their shares: softmax of the row, then its `chosen` greatest, the greatest first and of
+// equal ones the first. normalised: the shares of a row are divided by their sum.
+struct Route {
+  const float *x;
+  int32_t *expert;  // [R, chosen]
+  float *share;     // [R, chosen]
+  int64_t rows, experts, chosen;
+  bool normalised;
+  int threads;
+};
+
+// out[t] = the sum over j of share[t, j] * y[place[t, j]], in fp32 and in this order, rounded once; then residual[t] + that, if
+// there is a residual [R, H], which may be where they go.
+struct Combine {
+  const void *y;         // [R chosen, H]
+  const int32_t *place;  // [R, chosen]
+  const float *share;    // [R, chosen]
+  const void *residual;
+  void *out;  // [R, H]
+  int64_t rows, chosen, width;
+  int threads;
 };
 
 struct Rotary {
@@ -280,11 +318,13 @@ extern const bool multiplies_bf16;
   PER_TYPE(gated_delta, GatedDelta)                                           \
   PER_TYPE(linear_quant, LinearQuant)                                         \
   PER_TYPE(linear_plain, Linear)                                              \
+  PER_TYPE(combine, Combine)                                                  \
   PAIRS(linear_pairs, void, (const Linear &))                                 \
   FUNCTION(merge_partials, void, (const MergePartials &))                     \
   FUNCTION(merge_states, void, (const MergeStates &))                         \
   FUNCTION(soft_cap, void, (float *x, int64_t n, float scale, float cap, int threads)) /* cap tanh(scale x / cap) */ \
   FUNCTION(greatest, void, (const Greatest &))                                \
+  FUNCTION(route, void, (const Route &))                                      \
   FUNCTION(softmax_sums, void, (const SoftmaxSums &))                         \
   FUNCTION(store_chunks, void, (const Stored &))                              \
   FUNCTION(load_chunks, void, (const Stored &))                               \

@@ -223,16 +223,68 @@ void linear(int type, Address x, const Matrix &m, Address out, int64_t rows, int
   multiply(kernels(), m, {type, at<void>(x), rows, x_stride, at<void>(out), wide, threads, epilogue});
 }
 
+typedef std::vector<Matrix> Matrices;
+
+// Rows begin[e] .. begin[e + 1] - 1 by matrix e.
+void linear_groups(int type, Address x, const Matrices &matrices, const std::vector<int64_t> &begin, Address out, int64_t rows,
+                   int64_t x_stride, Gate gate, int threads) {
+  if (matrices.empty() || begin.size() != matrices.size() + 1 || begin.front() != 0 || begin.back() != rows)
+    refuse("rows of groups must begin at 0 and end at ", rows);
+  for (size_t e = 0; e < matrices.size(); ++e)
+    if (begin[e + 1] < begin[e]) refuse("group ", static_cast<int64_t>(e), " ends before it begins");
+  check_alike(matrices);
+  const std::vector<Group> groups = groups_of(matrices, begin);
+  const Matrix &first = matrices.front();
+  const Epilogue epilogue = {.gated = first.gated, .gate = gate};
+  multiply(kernels(), first,
+           {type,
+            at<void>(x),
+            rows,
+            x_stride,
+            at<void>(out),
+            false,
+            threads,
+            epilogue,
+            0,
+            {groups.data(), static_cast<int64_t>(groups.size())}});
+}
+
+void route(Address x, Address expert, Address share, int64_t rows, int64_t experts, int64_t chosen, bool normalised,
+           int threads) {
+  kernels().route({at<float>(x), at<int32_t>(expert), at<float>(share), rows, experts, chosen, normalised, threads});
+}
+
+void combine(int type, Address y, Address place, Address share, Address out, int64_t rows, int64_t chosen, int64_t width,
+             int threads) {
+  for (int64_t i = 0; i < rows * chosen; ++i)
+    if (const int32_t found = at<int32_t>(place)[i]; found < 0 || found >= rows * chosen)
+      refuse("place[", i, "] is ", static_cast<int64_t>(found), ", of ", rows * chosen, " rows");
+  kernels().combine[type](
+      {at<void>(y), at<int32_t>(place), at<float>(share), nullptr, at<void>(out), rows, chosen, width, threads});
+}
+
 void make_scale(Scale *self, bool rms, Address weight, Address bias, float offset) {
   new (self) Scale{rms, at<bf16>(weight), at<bf16>(bias), offset};
+}
+
+void make_experts(Experts *self, const Matrix &router, const Matrices &up, const Matrices &down, int64_t chosen,
+                  bool normalised) {
+  const int64_t count = router.outputs;
+  if (static_cast<int64_t>(up.size()) != count || up.size() != down.size() || chosen < 1 || chosen > count)
+    refuse("a router of ", count, " experts of which ", chosen, " are chosen does not fit ", static_cast<int64_t>(up.size()),
+           " and ", static_cast<int64_t>(down.size()), " matrices");
+  check_alike(up);
+  check_alike(down);
+  new (self) Experts{router, up, down, chosen, normalised};
 }
 
 // out_norms: those of Order::sandwich, of attention and of the MLP; otherwise none.
 void make_block(DecoderLayer *self, Order order, Activation activation, int64_t heads, int64_t kv_heads, int64_t dim, float eps,
                 const Matrix &qkv, const Matrix &out, const Matrix &up, const Matrix &down, const Scale &attention_norm,
                 const Scale &mlp_norm, Address q_norm, Address k_norm, const std::vector<Scale> &out_norms, int64_t turn_first,
-                int64_t turned, float residual_scale) {
+                int64_t turned, float residual_scale, bool norm_whole, const Experts *experts) {
   if (out_norms.size() != (order == Order::sandwich ? 2 : 0)) refuse("a block of this order has other norms");
+  if (experts && (order == Order::sandwich || residual_scale != 1.0f)) refuse("experts add to the residual as it is");
   new (self) DecoderLayer{
       .order = order,
       .activation = activation,
@@ -244,12 +296,14 @@ void make_block(DecoderLayer *self, Order order, Activation activation, int64_t 
       .out = out,
       .up = up,
       .down = down,
+      .experts = experts ? *experts : Experts{},
       .attention_norm = attention_norm,
       .mlp_norm = mlp_norm,
       .attention_out_norm = out_norms.empty() ? Scale{} : out_norms[0],
       .mlp_out_norm = out_norms.empty() ? Scale{} : out_norms[1],
       .q_norm = at<bf16>(q_norm),
       .k_norm = at<bf16>(k_norm),
+      .norm_whole = norm_whole,
       .turn_first = turn_first,
       .turned = turned,
       .residual_scale = residual_scale,
@@ -413,6 +467,12 @@ NB_MODULE(_cpu, m) {
   m.def("softmax_sums", softmax_sums, unlocked);
   m.def("linear", linear, unlocked, "type"_a, "x"_a, "matrix"_a, "out"_a, named, "rows"_a, "x_stride"_a, "wide"_a, "gate"_a,
         "threads"_a);
+  m.def("linear_groups", linear_groups, unlocked, "type"_a, "x"_a, "matrices"_a, "begin"_a, "out"_a, named, "rows"_a,
+        "x_stride"_a, "gate"_a, "threads"_a);
+  m.def("route", route, unlocked, "x"_a, "expert"_a, "share"_a, named, "rows"_a, "experts"_a, "chosen"_a, "normalised"_a,
+        "threads"_a);
+  m.def("combine", combine, unlocked, "type"_a, "y"_a, "place"_a, "share"_a, "out"_a, named, "rows"_a, "chosen"_a, "width"_a,
+        "threads"_a);
   nb::enum_<Gate>(m, "Gate").value("silu", Gate::silu).value("gelu_tanh", Gate::gelu_tanh);
   nb::enum_<Order>(m, "Order")
       .value("pre", Order::pre)
@@ -446,10 +506,12 @@ NB_MODULE(_cpu, m) {
            "scaling"_a, "order"_a)
       .def_static("of_parts", matrix_of_parts, "parts"_a, "bias"_a, named, "inputs"_a, "outputs"_a);
   nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
+  nb::class_<Experts>(m, "Experts")
+      .def("__init__", make_experts, "router"_a, "up"_a, "down"_a, named, "chosen"_a, "normalised"_a);
   nb::class_<DecoderLayer>(m, "Block")
       .def("__init__", make_block, named, "order"_a, "activation"_a, "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a, "qkv"_a,
            "out"_a, "up"_a, "down"_a, "attention_norm"_a, "mlp_norm"_a, "q_norm"_a, "k_norm"_a, "out_norms"_a, "turn_first"_a,
-           "turned"_a, "residual_scale"_a)
+           "turned"_a, "residual_scale"_a, "norm_whole"_a = false, "experts"_a = nb::none())
       .def("scratch", &DecoderLayer::scratch)
       .def("before", before, unlocked, "x"_a, "cos_sin"_a, "qkv"_a, "scratch"_a, named, "rotary"_a, "rows"_a, "threads"_a)
       .def("after", after, unlocked);

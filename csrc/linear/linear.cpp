@@ -76,18 +76,23 @@ void multiply_all(const Linear &a, const bf16 *w, int64_t first, int64_t last, f
   multiply(a, w, first, last, sums);
 }
 
+void multiply_blocks(const Linear &a) {
+  each_block<bf16>(a, BLOCK_ROWS, 0, [](const Linear &own, int64_t block, int64_t first, int64_t last, float *sums, Scratch) {
+    multiply_all(own, static_cast<const bf16 *>(own.w) + block * own.inputs * COLUMNS, first, last, sums);
+  });
+}
+
 }  // namespace
 
 void linear_pairs(const Linear &a) {
 #ifdef __AMX_BF16__
+  if (tiled(a) && a.groups.each) return by_height<bf16>(a, FEWEST_PANEL_ROWS, linear_pairs, multiply_blocks);
   if (tiled(a) && a.rows >= FEWEST_PANEL_ROWS)
     return each_panel(a, 0, [&](int64_t block, Scratch) {
       return PairSource{static_cast<const bf16 *>(a.w) + block * a.inputs * COLUMNS, a.inputs / STEP_INPUTS};
     });
 #endif
-  each_block<bf16>(a, BLOCK_ROWS, 0, [&](int64_t block, int64_t first, int64_t last, float *sums, Scratch) {
-    multiply_all(a, static_cast<const bf16 *>(a.w) + block * a.inputs * COLUMNS, first, last, sums);
-  });
+  multiply_blocks(a);
 }
 
 #endif

@@ -11,6 +11,73 @@ namespace headrace::HEADRACE_NS {
 constexpr int64_t COLUMNS = 64;  // outputs in a packed block
 static_assert(COLUMNS == TOPS);
 
+HEADRACE_INLINE void take_weight(Linear &a, const Group &g) { a.w = g.weight, a.bias = g.bias; }
+HEADRACE_INLINE void take_weight(LinearQuant &a, const Group &g) { a.codes = g.weight, a.scales = g.scales, a.bias = g.bias; }
+
+// The product with the weight of one of its groups.
+template <typename Any> Any with_weight(const Any &a, const Group &group) {
+  Any own = a;
+  own.groups = {};
+  take_weight(own, group);
+  return own;
+}
+
+// The same as a product of the group's rows alone.
+template <typename T, typename Any> Any alone(const Any &a, const Group &group) {
+  Any own = with_weight(a, group);
+  const int64_t to = group.first * (a.epilogue.gated ? a.outputs / 2 : a.outputs);
+  own.rows = group.last - group.first;
+  own.x = static_cast<const T *>(a.x) + group.first * a.x_stride;
+  own.out = static_cast<T *>(a.out) + to;
+  if (a.epilogue.residual) own.epilogue.residual = static_cast<const T *>(a.epilogue.residual) + to;
+  return own;
+}
+
+// many(product) for each group of at least `least` rows, as a product of its own; few(product) for the groups between two such.
+template <typename T, typename Any, typename F, typename G>
+void by_height(const Any &a, int64_t least, F many, G few) {
+  const Group *groups = a.groups.each;
+  const auto high = [&](int64_t i) { return groups[i].last - groups[i].first >= least; };
+  for (int64_t i = 0, begin = 0; i < a.groups.count; begin = i) {
+    while (i < a.groups.count && !high(i)) ++i;
+    if (i > begin) {
+      Any part = a;
+      part.groups = {groups + begin, i - begin};
+      few(part);
+    } else {
+      many(alone<T>(a, groups[i++]));
+    }
+  }
+}
+
+// Which rows of a product share a weight: those of each group, or all.
+template <typename Any> class Spans {
+ public:
+  // A task takes `most` rows.
+  Spans(const Any &a, int64_t most) : a(a), most(most) {
+    for (int64_t i = 0; i < count(); ++i) all += tasks(span(i));
+  }
+
+  int64_t size() const { return all; }
+
+  // f(the product with that weight, first row, last row) of a task.
+  template <typename F> void run(int64_t task, F f) const {
+    int64_t i = 0;
+    for (; task >= tasks(span(i)); ++i) task -= tasks(span(i));
+    const Group rows = span(i);
+    const int64_t first = rows.first + task * most, last = first + most < rows.last ? first + most : rows.last;
+    a.groups.each ? f(with_weight(a, rows), first, last) : f(a, first, last);
+  }
+
+ private:
+  int64_t count() const { return a.groups.each ? a.groups.count : 1; }
+  Group span(int64_t i) const { return a.groups.each ? a.groups.each[i] : Group{nullptr, nullptr, nullptr, 0, a.rows}; }
+  int64_t tasks(const Group &g) const { return (g.last - g.first + most - 1) / most; }
+
+  const Any &a;
+  int64_t most, all = 0;
+};
+
 // n <= W outputs from `column` on, as their sums and the bias make them; their weights lie at `place` among all.
 template <typename T> HEADRACE_INLINE vf output(const Linear &a, const float *sums, int64_t column, int64_t, int64_t n) {
   const T *bias = static_cast<const T *>(a.bias);
@@ -112,24 +179,26 @@ void write_gated(const Any &a, int64_t column, int64_t first, int64_t last, cons
   }
 }
 
-// multiply(block of outputs, first row, last row, sums, scratch) for each block and each `most` rows, and what becomes of
-// the sums. scratch: so many bytes for multiply's own use.
+// multiply(product, block of outputs, first row, last row, sums, scratch) for each block and each `most` rows of a weight, and
+// what becomes of the sums. product: that of the weight of these rows. scratch: so many bytes for multiply's own use.
 template <typename T, typename Any, typename F> void each_block(const Any &a, int64_t most, int64_t scratch, F multiply) {
   const int64_t all = (a.outputs + COLUMNS - 1) / COLUMNS, blocks = a.epilogue.gated ? all / 2 : all;
-  const int64_t ranges = (a.rows + most - 1) / most, size = most * COLUMNS;
-  share_out(blocks * ranges, a.threads, [&](int64_t i) {
-    const int64_t block = i % blocks, column = block * COLUMNS, first = i / blocks * most;
-    const int64_t last = first + most < a.rows ? first + most : a.rows;
+  const int64_t size = most * COLUMNS;
+  const Spans spans(a, most);
+  share_out(blocks * spans.size(), a.threads, [&](int64_t i) {
+    const int64_t block = i % blocks, column = block * COLUMNS;
     Scratch memory = arena((a.epilogue.gated ? 2 : 1) * room<float>(size) + scratch);
     float *sums = memory.take<float>(size);
-    if (a.epilogue.gated) {
-      float *others = memory.take<float>(size);
-      multiply(2 * block, first, last, sums, memory);
-      multiply(2 * block + 1, first, last, others, memory);
-      return write_gated<T>(a, column, first, last, sums, others);
-    }
-    multiply(block, first, last, sums, memory);
-    write<T>(a, column, first, last, sums);
+    spans.run(i / blocks, [&](const Any &own, int64_t first, int64_t last) {
+      if (a.epilogue.gated) {
+        float *others = memory.take<float>(size);
+        multiply(own, 2 * block, first, last, sums, memory);
+        multiply(own, 2 * block + 1, first, last, others, memory);
+        return write_gated<T>(own, column, first, last, sums, others);
+      }
+      multiply(own, block, first, last, sums, memory);
+      write<T>(own, column, first, last, sums);
+    });
   });
 }
 

@@ -10,13 +10,14 @@ namespace headrace::HEADRACE_NS {
 
 template <typename T> void linear_plain(const Linear &a) {
   with_rows<T>(a, [&](auto *x, int64_t x_stride) {
-    each_block<T>(
-        a, MOST_PASS_ROWS, PASS_SCRATCH, [&](int64_t index, int64_t first, int64_t last, float *sums, Scratch memory) {
-          const T *w = static_cast<const T *>(a.w) + index * a.inputs * COLUMNS;
-          pass_all(
-              x + first * x_stride, x_stride, static_cast<int>(last - first), a.inputs,
-              [w](int64_t k) { return PlainWeights<T>{w + k * COLUMNS}; }, 0, [](int64_t) { return Folding{}; }, sums, memory);
-        });
+    each_block<T>(a, MOST_PASS_ROWS, PASS_SCRATCH,
+                  [&](const Linear &own, int64_t index, int64_t first, int64_t last, float *sums, Scratch memory) {
+                    const T *w = static_cast<const T *>(own.w) + index * a.inputs * COLUMNS;
+                    pass_all(
+                        x + first * x_stride, x_stride, static_cast<int>(last - first), a.inputs,
+                        [w](int64_t k) { return PlainWeights<T>{w + k * COLUMNS}; }, 0, [](int64_t) { return Folding{}; }, sums,
+                        memory);
+                  });
   });
 }
 

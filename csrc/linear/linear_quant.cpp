@@ -305,30 +305,37 @@ template <typename T, typename Codes> const float *sums_of_runs(const LinearOf<C
   return sums;
 }
 
-template <typename T, typename Codes> void linear_codes(LinearOf<Codes> a) {
-  if (a.order) a = in_order<T>(a);
-#ifdef __AMX_BF16__
-  if constexpr (sizeof(T) == sizeof(bf16) && TILES<Codes>)
-    if (tiled(a) && a.rows >= FEWEST_PANEL_ROWS) return multiply_panels(a);
-#endif
-  if (Codes::GROUPED && a.scaling.offset != Offset::none) a.x_sums = sums_of_runs<T>(a);
+template <typename T, typename Codes> void multiply_blocks(const LinearOf<Codes> &a) {
   const auto multiply_rows = [&](auto *x, int64_t x_stride) {
-    each_block<T>(a, MOST_PASS_ROWS, SCRATCH + Folds<Codes>::SCRATCH,
-                  [&](int64_t block, int64_t first, int64_t last, float *sums, Scratch scratch) {
-                    if constexpr (Codes::GROUPED) {
-                      const Folds folds(a, block, first, scratch);
-                      const auto at = [&](int64_t input, int64_t inputs) { return folds.at(input, inputs); };
-                      return multiply(a, x, x_stride, at, block, first, last, sums, scratch);
-                    }
-                    const float *wanted_last = static_cast<const float *>(a.scales) + block * COLUMNS;  // of outputs
-                    for (int64_t c = 0; c < COLUMNS; c += 16) __builtin_prefetch(wanted_last + c);
-                    multiply(a, x, x_stride, [](int64_t, int64_t) { return Folding{}; }, block, first, last, sums, scratch);
-                  });
+    const auto multiply_block = [&](const LinearOf<Codes> &own, int64_t block, int64_t first, int64_t last, float *sums,
+                                    Scratch scratch) {
+      if constexpr (Codes::GROUPED) {
+        const Folds folds(own, block, first, scratch);
+        const auto at = [&](int64_t input, int64_t inputs) { return folds.at(input, inputs); };
+        return multiply(own, x, x_stride, at, block, first, last, sums, scratch);
+      }
+      const float *wanted_last = static_cast<const float *>(own.scales) + block * COLUMNS;  // of outputs
+      for (int64_t c = 0; c < COLUMNS; c += 16) __builtin_prefetch(wanted_last + c);
+      multiply(own, x, x_stride, [](int64_t, int64_t) { return Folding{}; }, block, first, last, sums, scratch);
+    };
+    each_block<T>(a, MOST_PASS_ROWS, SCRATCH + Folds<Codes>::SCRATCH, multiply_block);
   };
 #ifdef __AVX512BF16__
   if constexpr (sizeof(T) == sizeof(bf16)) return multiply_rows(static_cast<const bf16 *>(a.x), a.x_stride);
 #endif
   with_rows<T>(a, multiply_rows);
+}
+
+template <typename T, typename Codes> void linear_codes(LinearOf<Codes> a) {
+  if (a.order) a = in_order<T>(a);
+#ifdef __AMX_BF16__
+  if constexpr (sizeof(T) == sizeof(bf16) && TILES<Codes>) {
+    if (tiled(a) && a.groups.each) return by_height<T>(a, FEWEST_PANEL_ROWS, multiply_panels<Codes>, multiply_blocks<T, Codes>);
+    if (tiled(a) && a.rows >= FEWEST_PANEL_ROWS) return multiply_panels(a);
+  }
+#endif
+  if (Codes::GROUPED && a.scaling.offset != Offset::none) a.x_sums = sums_of_runs<T>(a);
+  multiply_blocks<T>(a);
 }
 
 }  // namespace

@@ -234,8 +234,8 @@ template <typename T> void linear_w8a8(const LinearQuant &any) {
   share_each(a.rows, a.threads,
              [&](int64_t row) { round_row(x + row * a.x_stride, a.inputs, codes + row * stride, scales + row); });
   const int64_t quads = a.inputs / 4;
-  each_block<T>(a, TASK_ROWS, 0, [&](int64_t block, int64_t first, int64_t last, float *sums, Scratch) {
-    const byte *w = static_cast<const byte *>(a.codes) + block * (quads + 1) * QUAD;
+  each_block<T>(a, TASK_ROWS, 0, [&](const auto &own, int64_t block, int64_t first, int64_t last, float *sums, Scratch) {
+    const byte *w = static_cast<const byte *>(own.codes) + block * (quads + 1) * QUAD;
     multiply(codes + first * stride, stride, static_cast<int>(last - first), w, quads, reinterpret_cast<int32_t *>(sums));
     scale_rows(sums, scales + first, last - first);
   });

@@ -1,5 +1,6 @@
 #include "model/decoder_layer.h"
 
+#include "model/experts.h"
 #include "model/operations.h"
 
 namespace headrace {
@@ -12,19 +13,30 @@ template <typename F> void tiles(int64_t rows, F f) {
   for (int64_t first = 0; first < rows; first += TILE) f(first, rows - first < TILE ? rows - first : TILE);
 }
 
+bool has_experts(const DecoderLayer &block) { return !block.experts.up.empty(); }
+
 // What the MLP holds before its activation, if that is not part of the product.
 int64_t inner_width(const DecoderLayer &block) { return block.up.gated ? 0 : block.up.outputs; }
 
-// Scratch of a tile: two rows of the hidden size, and the MLP's before and after its activation.
+// Elements of what the MLP of a tile takes: rows before and after its activation, or what experts take, from a cache line on.
+int64_t mlp_size(const DecoderLayer &block, int64_t rows) {
+  constexpr int64_t LINE = 64 / sizeof(bf16);
+  if (has_experts(block)) return experts_scratch(block.experts, rows) / sizeof(bf16) + LINE;
+  return rows * (inner_width(block) + block.down.inputs);
+}
+
+// Scratch of a tile: two rows of the hidden size, and what the MLP takes.
 struct Buffers {
   bf16 *a, *b, *inner, *active;
 
   Buffers(const DecoderLayer &block, bf16 *memory, int64_t rows)
       : a(memory), b(a + rows * block.qkv.inputs), inner(b + rows * block.qkv.inputs),
         active(inner + rows * inner_width(block)) {}
+
+  void *experts() const { return reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(inner) + 63) / 64 * 64); }
 };
 
-// MLP(x) up to its activation, into buffers.active.
+// MLP(x) up to its activation, into buffers.active. Not of experts.
 void activate_mlp(const DecoderLayer &block, const Operations &run, const bf16 *x, const Buffers &buffers) {
   if (block.up.gated) return run.multiply_gated(block.up, block.activation, x, buffers.active);
   run.multiply(block.up, x, buffers.inner);
@@ -34,6 +46,7 @@ void activate_mlp(const DecoderLayer &block, const Operations &run, const bf16 *
 // y += scale * MLP(x); y may be x.
 void add_mlp(const DecoderLayer &block, const Operations &run, const bf16 *x, bf16 *y, const Buffers &buffers,
              float scale = 1.0f) {
+  if (has_experts(block)) return add_experts(block.experts, block.activation, run, x, y, buffers.experts());
   activate_mlp(block, run, x, buffers);
   run.multiply(block.down, buffers.active, y, y, scale);
 }
@@ -75,7 +88,8 @@ void finish(const DecoderLayer &block, const Operations &run, bf16 *x, const bf1
 }  // namespace
 
 int64_t DecoderLayer::scratch(int64_t rows) const {
-  return (rows < TILE ? rows : TILE) * (2 * qkv.inputs + inner_width(*this) + down.inputs);
+  const int64_t most = rows < TILE ? rows : TILE;
+  return most * 2 * qkv.inputs + mlp_size(*this, most);
 }
 
 void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *heads_out, bf16 *scratch, int64_t rows,
@@ -90,9 +104,12 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
       from = scratch;
     }
     run.multiply(qkv, from, q);
-    const float offset = attention_norm.offset;
-    if (q_norm) run.norm_heads(q_norm, eps, offset, q, width, heads, dim);
-    if (k_norm) run.norm_heads(k_norm, eps, offset, k, width, kv_heads, dim);
+    const auto norm = [&](const bf16 *weight, bf16 *x, int64_t count) {
+      const int64_t size = norm_whole ? count * dim : dim;
+      run.norm_heads(weight, eps, attention_norm.offset, x, width, norm_whole ? 1 : count, size);
+    };
+    if (q_norm) norm(q_norm, q, heads);
+    if (k_norm) norm(k_norm, k, kv_heads);
     const float *turns = cos_sin + first * rotary + turn_first;
     if (cos_sin && turned) run.rotate(turns, rotary, turned, q, width, heads + kv_heads, dim);
   });

@@ -4,6 +4,8 @@
 // T: rows; H: hidden size; Hq, Hkv: query and KV heads; D: head size; I: MLP width.
 #pragma once
 
+#include <vector>
+
 #include "kernels.h"
 #include "model/borrowed.h"
 #include "model/matrix.h"
@@ -22,15 +24,25 @@ struct Scale {
   float offset;
 };
 
+// The MLP of a layer with experts, each of its own `up` and `down`, of which a row meets `chosen`. No experts: a dense MLP.
+struct Experts {
+  Matrix router;
+  std::vector<Matrix> up, down;
+  int64_t chosen;
+  bool normalised;  // as in Route
+};
+
 struct DecoderLayer {
   Order order;
   Activation activation;
   int64_t heads, kv_heads, dim;
   float eps;
-  Matrix qkv, out, up, down;
+  Matrix qkv, out, up, down;  // with experts, up and down are the first one's
+  Experts experts;
   Scale attention_norm, mlp_norm;
   Scale attention_out_norm, mlp_out_norm;  // of Order::sandwich alone
-  Borrowed<const bf16> q_norm, k_norm;     // [D], null where queries and keys are not normed
+  Borrowed<const bf16> q_norm, k_norm;     // null where queries and keys are not normed
+  bool norm_whole;                         // they are normed over all heads together, not [D] each
   int64_t turn_first, turned;              // where the layer's rotation begins in a row of cos_sin, and its width; 0: none
   float residual_scale;                    // of what is added to the residual stream, of Order::pre and sandwich
 

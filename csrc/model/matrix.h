@@ -36,6 +36,7 @@ struct Rows {
   int threads;
   Epilogue epilogue = {};
   int64_t y_stride = 0;
+  Groups groups = {};  // of matrices like the one that is given, see groups_of
 
   int64_t bytes_out() const { return wide || type == 1 ? 4 : 2; }
 };
@@ -48,12 +49,12 @@ inline void multiply(const Kernels &kernels, const Matrix &m, const Rows &r, con
     case Form::pairs: {
       if (m.form == Form::pairs) check_pairs(kernels);
       const auto linear = m.form == Form::pairs ? kernels.linear_pairs : kernels.linear_plain[r.type];
-      return linear(
-          {r.x, m.weight, bias, r.y, r.rows, r.x_stride, m.inputs, m.outputs, r.wide, r.threads, r.epilogue, r.y_stride});
+      return linear({r.x, m.weight, bias, r.y, r.rows, r.x_stride, m.inputs, m.outputs, r.wide, r.threads, r.epilogue,
+                     r.y_stride, r.groups});
     }
     default:
       return kernels.linear_quant[r.type]({r.x, m.weight, m.scales, bias, r.y, r.rows, r.x_stride, m.inputs, m.outputs, m.form,
-                                           r.wide, r.threads, r.epilogue, m.scaling, m.order, r.y_stride});
+                                           r.wide, r.threads, r.epilogue, m.scaling, m.order, r.y_stride, r.groups});
   }
 }
 
@@ -68,6 +69,29 @@ inline void multiply(const Kernels &kernels, const Matrix &m, const Rows &r) {
     multiply(kernels, part, own, moved(m.bias, first * (r.type == 1 ? 4 : 2)));
     first += part.outputs;
   }
+}
+
+// Whether one product takes either's weight for some of its rows.
+inline bool alike(const Matrix &a, const Matrix &b) {
+  const Scaling &s = a.scaling, &t = b.scaling;
+  return a.form == b.form && a.inputs == b.inputs && a.outputs == b.outputs && a.gated == b.gated && a.order == b.order &&
+         s.number == t.number && s.offset == t.offset && s.subs == t.subs && s.block == t.block && s.group == t.group &&
+         s.run == t.run && a.parts.empty() && b.parts.empty();
+}
+
+// Throws if one product does not take all of them.
+inline void check_alike(const std::vector<Matrix> &matrices) {
+  for (const Matrix &m : matrices)
+    if (!alike(m, matrices.front())) refuse("matrices of one product differ in their form or shape");
+}
+
+// Rows begin[e] .. begin[e + 1] - 1 by matrix e, without those that have no rows.
+inline std::vector<Group> groups_of(const std::vector<Matrix> &matrices, const std::vector<int64_t> &begin) {
+  std::vector<Group> groups;
+  for (size_t e = 0; e < matrices.size(); ++e)
+    if (begin[e] < begin[e + 1])
+      groups.push_back({matrices[e].weight, matrices[e].scales, matrices[e].bias, begin[e], begin[e + 1]});
+  return groups;
 }
 
 }  // namespace headrace

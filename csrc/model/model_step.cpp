@@ -1,5 +1,6 @@
 #include "model/model_step.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "common/arena.h"
@@ -22,6 +23,13 @@ void run_layers(const DecoderLayer *const *blocks, const AttentionStep::Layer *l
 }
 
 namespace {
+
+// What any of the layers needs.
+int64_t most_scratch(const std::vector<const DecoderLayer *> &blocks, int64_t rows) {
+  int64_t most = 0;
+  for (const DecoderLayer *block : blocks) most = std::max(most, block->scratch(rows));
+  return most;
+}
 
 void check_index(const char *what, const int64_t *index, int64_t rows, int64_t count) {
   for (int64_t t = 0; t < rows; ++t)
@@ -49,7 +57,7 @@ int64_t ModelStep::scratch() const {
   const int64_t rows = step.rows();
   const int64_t bytes = room<float>(rows * rotary) + room<bf16>(rows * first.qkv.inputs) +
                         room<bf16>(rows * first.qkv.outputs) + room<bf16>(rows * first.out.inputs) +
-                        room<bf16>(first.scratch(rows)) + room<float>(tops_size(rows, ends.head.outputs));
+                        room<bf16>(most_scratch(blocks, rows)) + room<float>(tops_size(rows, ends.head.outputs));
   return bytes / sizeof(bf16);
 }
 
@@ -62,7 +70,7 @@ void ModelStep::run(const int64_t *tokens, bf16 *scratch, float *logits, float *
   r.x = memory.take<bf16>(rows * hidden);
   r.qkv = memory.take<bf16>(rows * first.qkv.outputs);
   r.attended = memory.take<bf16>(rows * first.out.inputs);
-  r.scratch = memory.take<bf16>(first.scratch(rows));
+  r.scratch = memory.take<bf16>(most_scratch(blocks, rows));
   float *tops = memory.take<float>(tops_size(rows, ends.head.outputs));
   embed(ends, tokens, rows, hidden, r.x);
   if (turns) look_up<float>("position", turns, turn_rows, rotary, step.positions(), rows, cos_sin);

@@ -13,6 +13,8 @@ struct Operations {
   int64_t rows;
   int threads;
 
+  static Gate gate_of(Activation f) { return f == Activation::gelu_tanh_mul ? Gate::gelu_tanh : Gate::silu; }
+
   // residual may be y.
   void multiply(const Matrix &m, const bf16 *x, bf16 *y, const bf16 *residual = nullptr, float scale = 1.0f) const {
     multiply(m, x, y, {.residual = residual, .scale = scale}, false);
@@ -20,7 +22,7 @@ struct Operations {
 
   // Of a gated matrix, whose gates pass through f.
   void multiply_gated(const Matrix &m, Activation f, const bf16 *x, bf16 *y) const {
-    multiply(m, x, y, {.gated = true, .gate = f == Activation::gelu_tanh_mul ? Gate::gelu_tanh : Gate::silu}, false);
+    multiply(m, x, y, {.gated = true, .gate = gate_of(f)}, false);
   }
 
   // y in fp32, and its tops.
@@ -28,8 +30,13 @@ struct Operations {
     multiply(m, x, y, {nullptr, false, tops}, true);
   }
 
-  void multiply(const Matrix &m, const bf16 *x, void *y, const Epilogue &epilogue, bool wide) const {
-    headrace::multiply(kernels, m, {BF16, x, rows, m.inputs, y, wide, threads, epilogue});
+  // Rows in groups, each with a weight of its own like m; gates pass through f.
+  void multiply_groups(const Matrix &m, const Groups &groups, Activation f, const bf16 *x, bf16 *y) const {
+    multiply(m, x, y, {.gated = m.gated, .gate = gate_of(f)}, false, groups);
+  }
+
+  void multiply(const Matrix &m, const bf16 *x, void *y, const Epilogue &epilogue, bool wide, const Groups &groups = {}) const {
+    headrace::multiply(kernels, m, {BF16, x, rows, m.inputs, y, wide, threads, epilogue, 0, groups});
   }
 
   void norm(const Scale &s, float eps, const bf16 *x, bf16 *y, int64_t width) const {

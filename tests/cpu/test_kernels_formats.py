@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.config import Quantization
-from headrace.kernels import cpu, dispatch, ops, quantized
+from headrace.kernels import cpu, dispatch, experts, ops, quantized
 from headrace.kernels.formats import FORMATS, Coded, Format
 from headrace.kernels.quantized import Parts, Quantized
 
@@ -150,6 +150,34 @@ def test_outputs_in_several_formats(isa: str, dtype: torch.dtype) -> None:
             tail = ops.outputs_from(whole, first)
             assert tail is not None and torch.equal(ops.linear(x, tail, bias[first:]), want[:, first:])
     assert ops.outputs_from(whole, 100) is None
+
+
+@formats
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups_have_the_bits_of_products_one_by_one(isa: str, dtype: torch.dtype, name: str) -> None:
+    form = STORED[name]
+    blocks = -(-200 // form.block)
+    order = torch.randperm(blocks * form.block, generator=torch.Generator().manual_seed(3)).int()
+    begin = [0, 1, 1, 150, 155]
+    for shared in (None, order):
+        weights = [Quantized(coded(form, 70, blocks, seed=e, order=shared)) for e in range(4)]
+        x = random(155, weights[0].shape[1], dtype=dtype)
+        got = experts.linear(x, weights, begin)
+        for e, weight in enumerate(weights):
+            rows = slice(begin[e], begin[e + 1])
+            assert torch.equal(got[rows], ops.linear(x[rows], weight)), (shared is None, e)
+
+
+def test_groups_unlike_each_other_are_refused() -> None:
+    other = torch.arange(256, dtype=torch.int32)
+    first, *unlike = (
+        Quantized(coded(FORMATS["Q4_K"], 64, 1)), Quantized(coded(FORMATS["Q5_K"], 64, 1)),
+        Quantized(coded(FORMATS["Q4_K"], 128, 1)), Quantized(coded(FORMATS["Q4_K"], 64, 1, order=other)),
+        Parts([Quantized(coded(FORMATS["Q4_K"], 64, 1))]),
+    )  # fmt: skip
+    for each in unlike:
+        with pytest.raises(ValueError, match="differ in their form or shape"):
+            experts.linear(random(4, 256), [first, each], [0, 2, 4])
 
 
 def test_parts_alike_are_one_weight() -> None:

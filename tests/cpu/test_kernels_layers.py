@@ -20,7 +20,16 @@ from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Pool
 from headrace.models.decoder import Decoder, OneByOne
 from headrace.models.rope import Rope
-from tests.support.small_decoders import BIASED, PLAIN, Attention, AttentionOver, model, rotary_of, weights_of
+from tests.support.small_decoders import (
+    BIASED,
+    EXPERTS,
+    PLAIN,
+    Attention,
+    AttentionOver,
+    model,
+    rotary_of,
+    weights_of,
+)
 
 pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
 
@@ -43,6 +52,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma3": dict(block="sandwich", activation="gelu_tanh", norm_offset=1.0, qk_norm=True, **LOCAL),
     "gemma odd width": dict(inner=191, activation="gelu_tanh"),
     "smollm3": dict(no_rope_layers=(1,)),
+    "experts": dict(experts=EXPERTS),
+    "experts of an odd width": dict(experts=replace(EXPERTS, inner=90, normalised=False)),
+    "dense and experts": dict(experts=replace(EXPERTS, layers=(False, True)), inner=700),
+    "olmoe": dict(experts=EXPERTS, qk_norm=True, qk_norm_whole=True),
     "partial rotary": dict(head_dim=20, hidden=72, inner=90, heads=6, rotary=6),
 }
 ROWS = (1, 3, 64, 300, 1100)
@@ -75,7 +88,7 @@ def test_the_bits_of_single_operations(variant: str, threads: None) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
-@pytest.mark.parametrize("variant", ["llama", "opt"])
+@pytest.mark.parametrize("variant", ["llama", "opt", "experts"])
 def test_the_bits_of_single_operations_on_rounded_weights(variant: str, quantization: Quantization) -> None:
     same_bits(*both(variant, quantization))
 
@@ -127,7 +140,10 @@ def test_keys_and_values_from_activations(variant: str, quantization: Quantizati
 
 @pytest.mark.parametrize("some", [None, [1], [0, 2], []])
 @pytest.mark.parametrize("windows", [(None, None), (7, None)])
-@pytest.mark.parametrize("variant", ["llama", "qwen3", "opt350", "falcon7", "granite", "gemma3", "smollm3"])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama", "qwen3", "opt350", "falcon7", "granite", "gemma3", "smollm3", "dense and experts", "olmoe"],
+)
 def test_all_layers_in_one_call(
     isa: str, variant: str, windows: tuple[int | None, ...], some: list[int] | None, threads: None
 ) -> None:
@@ -191,7 +207,7 @@ def test_attended_rows_may_lie_anyhow() -> None:
     assert torch.equal(fast.layers(x.clone(), None, Turned()), slow.layers(x.clone(), None, attend))
 
 
-@pytest.mark.parametrize("variant", ["llama", "odd width"])
+@pytest.mark.parametrize("variant", ["llama", "odd width", "experts", "experts of an odd width"])
 def test_every_instruction_set(isa: str, variant: str) -> None:
     same_bits(*both(variant))
 

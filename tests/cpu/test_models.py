@@ -14,7 +14,7 @@ from headrace.kernels import dispatch
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.spec import ModelConfig
 from headrace.models.weights import load_weights
-from tests.support.checkpoints import EVERY_KIND, VOCAB, FolderOf, OursOf, TheirsOf
+from tests.support.checkpoints import EVERY_KIND, VOCAB, FolderOf, OursOf, TheirsOf, seeds_for_rounding
 from tests.support.naive_attention import (
     BatchAttend,
     NaiveAttend,
@@ -97,10 +97,11 @@ def test_greedy_tokens_equal_transformers(kind: str, length: int, ours_of: OursO
 
 @all_kinds
 def test_bf16_is_as_near_to_the_truth_as_transformers(kind: str, ours_of: OursOf, theirs_of: TheirsOf) -> None:
-    tokens = prompt(PROMPT_LENGTH)
-    truth = their_logits(theirs_of(kind), tokens)
-    ours = prompt_logits(ours_of(kind, "bfloat16"), tokens) - truth
-    theirs = their_logits(theirs_of(kind, torch.bfloat16), tokens) - truth
+    prompts = [prompt(PROMPT_LENGTH, 1 + seed) for seed in seeds_for_rounding(kind)]
+    exact, rounded = theirs_of(kind), theirs_of(kind, torch.bfloat16)
+    truth = torch.cat([their_logits(exact, tokens) for tokens in prompts])
+    ours = torch.cat([prompt_logits(ours_of(kind, "bfloat16"), tokens) for tokens in prompts]) - truth
+    theirs = torch.cat([their_logits(rounded, tokens) for tokens in prompts]) - truth
     assert ours.norm() <= 1.5 * theirs.norm()
     assert ours.abs().amax(-1).mean() <= 1.5 * theirs.abs().amax(-1).mean()
 
@@ -177,6 +178,21 @@ def _plain_rope(config: ModelConfig) -> dict[str, Any]:
     return dict(rope=replace(config.rope, kind="default"))
 
 
+def _plain_shares(config: ModelConfig) -> dict[str, Any]:
+    assert config.experts is not None
+    return dict(experts=replace(config.experts, normalised=False))
+
+
+def _normalised_shares(config: ModelConfig) -> dict[str, Any]:
+    assert config.experts is not None
+    return dict(experts=replace(config.experts, normalised=True))
+
+
+def _fewer_experts(config: ModelConfig) -> dict[str, Any]:
+    assert config.experts is not None
+    return dict(experts=replace(config.experts, chosen=config.experts.chosen - 1))
+
+
 BROKEN: dict[str, tuple[str, Any]] = {
     "qk-norm": ("qwen3", dict(qk_norm=False)),
     "final norm": ("opt", dict(final_norm=False)),
@@ -197,6 +213,10 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "dynamic": ("llama_dynamic", _plain_rope),
     "llama3": ("llama3", _plain_rope),
     "yarn": ("llama_yarn", _plain_rope),
+    "norm over all heads": ("olmoe", dict(qk_norm=False, qk_norm_whole=False)),
+    "shares that sum up to one": ("mixtral", _plain_shares),
+    "shares that do not": ("olmoe", _normalised_shares),
+    "number of experts met": ("qwen3_moe", _fewer_experts),
 }
 
 

@@ -16,7 +16,17 @@ from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, Weights, load_decoder
 from headrace.models.weights import load_weights
 from headrace.types import UnsupportedModel
-from tests.support.checkpoints import GQA, LLAMA3_ROPE, WINDOW, FolderOf, OursOf, edit_json, make_checkpoint
+from tests.support.checkpoints import (
+    GQA,
+    LLAMA3_ROPE,
+    WINDOW,
+    WITH_EXPERTS,
+    FolderOf,
+    OursOf,
+    build_model,
+    edit_json,
+    make_checkpoint,
+)
 from tests.support.naive_attention import prompt_logits
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
@@ -42,7 +52,7 @@ def rename(folder: Path, change: Any) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", dict(architectures=["MixtralForCausalLM"]), "architecture MixtralForCausalLM"),
+    ("llama", dict(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel"),
     ("llama", dict(architectures=["LlamaForSequenceClassification"]), "architecture LlamaForSequenceClassification"),
     ("llama", dict(architectures=[]), r"architecture \(none\)"),
     ("llama", dict(model_type="mistral"), "model_type 'mistral'"),
@@ -67,6 +77,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2_window", dict(layer_types=["full_attention", "chunked_attention", "full_attention"]), "chunked_attention"),
     ("qwen2_window", dict(use_sliding_window=False), "sliding_window"),
     ("qwen3", dict(hidden_act="relu"), "hidden_act 'relu'"),
+    ("qwen3_moe", dict(num_experts_per_tok=9), "num_experts_per_tok 9 is not supported with 8 experts"),
+    ("mixtral", dict(num_local_experts=65536, num_hidden_layers=4096), "65536 experts in 4096 layers"),
+    ("mixtral", dict(sliding_window=0), "sliding_window 0"),
+    ("mixtral", dict(quantization_config=dict(quant_method="gptq", bits=4)), "experts are not read as GPTQ int4 yet"),
+    ("olmoe", dict(clip_qkv=8.0), "clip_qkv 8.0"),
+    ("olmoe", dict(hidden_act="gelu"), "hidden_act 'gelu'"),
     ("opt", dict(activation_function="silu"), "activation_function 'silu'"),
     ("falcon7", dict(activation="tanh"), "activation 'tanh'"),
     ("falcon7", dict(num_ln_in_parallel_attn=2), "num_ln_in_parallel_attn 2"),
@@ -153,6 +169,32 @@ def test_opt_names_under_decoder(folder_of: FolderOf, ours_of: OursOf, tmp_path:
     folder = copy_of(folder_of("opt"), tmp_path / "model")
     rename(folder, lambda tensors: {name.removeprefix("model."): t for name, t in tensors.items()})
     assert same(load_decoder(folder), ours_of("opt"))
+
+
+@pytest.mark.parametrize("kind", WITH_EXPERTS)
+def test_experts_in_one_tensor_or_each_in_its_own(
+    kind: str, folder_of: FolderOf, ours_of: OursOf, tmp_path: Path
+) -> None:
+    """transformers writes them either way."""
+    build_model(kind).save_pretrained(tmp_path, save_original_format=False)
+    fused = [name for name in load_file(tmp_path / SINGLE) if "experts" in name]
+    apart = [name for name in load_file(folder_of(kind) / SINGLE) if "experts" in name]
+    assert fused and len(apart) > 2 * len(fused)
+    assert same(load_decoder(tmp_path), ours_of(kind))
+
+
+def test_another_number_of_experts_than_the_weights_have(folder_of: FolderOf, tmp_path: Path) -> None:
+    folder = copy_of(folder_of("mixtral"), tmp_path / "apart")
+    edit_json(folder / "config.json", num_local_experts=5)
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.0\.block_sparse_moe\.experts\.4\.w1"):
+        load_decoder(folder)
+    edit_json(folder / "config.json", num_local_experts=3)
+    with pytest.raises(ValueError, match=r"has unexpected model\.layers\.0\.block_sparse_moe\.experts\.3\.w1"):
+        load_decoder(folder)
+    build_model("mixtral").save_pretrained(tmp_path / "fused", save_original_format=False)
+    edit_json(tmp_path / "fused" / "config.json", num_local_experts=5)
+    with pytest.raises(ValueError, match=r"has unexpected model\.layers\.0\.mlp\.experts\.down_proj"):
+        load_decoder(tmp_path / "fused")
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_named(folder_of: FolderOf, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from headrace.assets import facts
 from headrace.bench.peers import ENGINES
 from headrace.cli import main
 from headrace.config import EngineConfig, Quantization
-from headrace.kernels import cpu, dispatch, quantized
+from headrace.kernels import cpu, dispatch, ops, quantized
 from headrace.models.decoder import load_decoder
 from tests.support.checkpoints import FolderOf
 from tests.support.traces import prompts_of, run, same
@@ -103,6 +103,15 @@ def test_all_matrices_are_quantised_and_nothing_else(folder_of: FolderOf) -> Non
     assert set(decoder.matrices) == want and not want & set(decoder.weights)
     exact = load_decoder(folder_of("llama_tied"), "bfloat16")
     assert torch.equal(decoder.weights["embed.weight"], exact.weights["embed.weight"])
+
+
+def test_a_router_is_not_rounded(folder_of: FolderOf) -> None:
+    """It decides which experts a row meets."""
+    folder = folder_of("qwen3_moe")
+    rounded, exact = load_decoder(folder, "float32", quantization="int4"), load_decoder(folder, "float32")
+    assert isinstance(rounded.matrices["layers.0.experts.7.down.weight"], type(rounded.matrices["head.weight"]))
+    name, x = "layers.1.router.weight", torch.eye(128)
+    assert torch.equal(ops.linear(x, rounded.matrices[name]), ops.linear(x, exact.matrices[name]))
 
 
 def test_rounding_is_part_of_the_caches_identity() -> None:

@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headrace import LLM, SamplingParams
 from headrace.kernels import cpu
+from headrace.models.decoder import load_decoder
+from headrace.offload.copy_streams import open_copy_streams
+from headrace.offload.streaming.store import FileMemory
+from headrace.offload.weights.streamed import StreamedLayers
 from tests.support.checkpoints import EVERY_KIND_SLOWLY, FolderOf
 from tests.support.traces import GREEDY, Trace, prompts_of, run, same, words
 
@@ -115,6 +120,23 @@ def test_every_family(kind: str, folder_of: FolderOf) -> None:
         same(run(other, prompts), expected)
         assert totals(other).projected > 0
         other.close()
+
+
+def test_experts_are_read_where_they_lie(folder_of: FolderOf, tmp_path: Path) -> None:
+    """Of a file: dense layers and routers are loaded layer by layer, experts never, and answers are the same."""
+    folder = folder_of("qwen3_moe_mixed")
+    streams = open_copy_streams(torch.device("cpu"))
+    layers = StreamedLayers(load_decoder(folder, "bfloat16"), streams.into, FileMemory(str(tmp_path), 1 << 24))
+    names = {name for buffer in layers.buffers for name in buffer.room}
+    assert names == {f"{name}.weight" for name in ("qkv", "out", "up", "down", "router")}
+    layer, name = layers.layer(0).run.layers[0], "experts.3.down.weight"
+    assert layer.matrices[name] is layers.outside[0].matrices[name]
+    streams.close()
+    resident, form = LLM(folder, kv_cache_tokens=4096, dtype="bfloat16"), FORMS["row, weights outside"]
+    other = streamed(folder, share=0.5, kv_offload_path=str(tmp_path), **form)
+    prompts = [words(resident, n, seed=n) for n in (90, 130)]
+    same(run(other, prompts), run(resident, prompts))
+    other.close()
 
 
 @pytest.mark.parametrize("settings", [

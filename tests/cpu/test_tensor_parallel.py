@@ -44,6 +44,8 @@ MODELS: dict[str, Model] = {
     "windows": ("mistral_window", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "experts": ("qwen3_moe_mixed", dict(moe_intermediate_size=128)),
+    "norm over all heads": ("olmoe", dict(intermediate_size=128)),
     "opt": ("opt", {}),
     "post-norm, projected embeddings": ("opt350", {}),
     "norms without weights": ("opt_plain", {}),
@@ -146,7 +148,7 @@ def test_widths_need_not_divide(model: str, dtype: str, folder: Callable[[Model]
 
 @every_type
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("model", ["GQA", "opt", "falcon 40"])
+@pytest.mark.parametrize("model", ["GQA", "opt", "falcon 40", "experts"])
 def test_quantised_ranks_give_the_bits_of_one(
     model: str, quantization: Quantization, dtype: str, folder: Callable[[Model], Path]
 ) -> None:
@@ -155,7 +157,7 @@ def test_quantised_ranks_give_the_bits_of_one(
 
 @every_type
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("model", ["GQA", "falcon 7", "ALiBi"])
+@pytest.mark.parametrize("model", ["GQA", "falcon 7", "ALiBi", "experts"])
 def test_without_the_cpp_kernels_too(
     model: str, quantization: Quantization, dtype: str, folder: Callable[[Model], Path]
 ) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from headrace.config import AttentionSpec
 from headrace.models.shards import LEAST, Share, cut
-from headrace.models.spec import ModelConfig
+from headrace.models.spec import ExpertsSpec, ModelConfig
 from headrace.parallel.tensor import shard
 
 pytestmark = pytest.mark.cpu
@@ -63,6 +64,30 @@ def test_a_rank_outside_its_group_is_refused() -> None:
 def test_widths_too_narrow_to_share_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"less than {LEAST} of {name} 127 to a rank; use 3 or fewer"):
         Share(config_of(8, 8, **{name: 127}), 0, 4)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 2), (8, 2, 2), (8, 2, 4), (8, 1, 8)])
+def test_keys_of_all_ranks_are_those_of_the_model(heads: int, kv_heads: int, size: int) -> None:
+    config = replace(config_of(heads, kv_heads), qk_norm=True, qk_norm_whole=True)
+    keys = torch.arange(3 * kv_heads * 16).view(3, -1)
+    shares = [Share(config, rank, size) for rank in range(size)]
+    parts = [keys[:, each.columns("keys").start : each.columns("keys").stop] for each in shares]
+    assert [part.shape[1] for part in parts] == shares[0].widths("keys")
+    for share in shares:
+        assert torch.equal(share.each_once(torch.cat(parts, dim=1)), keys)
+
+
+def test_experts_are_cut_by_their_width() -> None:
+    """Of each expert's gates and ups, and of its outputs, a rank has the same part."""
+    config = replace(config_of(8, 8), experts=ExpertsSpec(4, 2, 128, True, (True, False)))
+    share = Share(config, 1, 2)
+    assert share.rows("layers.0.experts.3.up.weight") == [range(64, 128), range(192, 256)]
+    assert share.rows("layers.0.experts.3.down.weight") == [range(128, 256)]
+    assert share.rows("layers.1.up.weight") == [range(256, 512), range(768, 1024)]
+    assert share.rows("layers.0.router.weight") is None
+    assert share.widths("expert_inner") == [64, 64]
+    with pytest.raises(ValueError, match="less than 32 of an expert's width 128 to a rank; use 4 or fewer"):
+        Share(config, 0, 8)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])

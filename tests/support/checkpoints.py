@@ -31,6 +31,10 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
@@ -41,6 +45,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -133,6 +139,21 @@ def _qwen3(**fields: Any) -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**{**LLAMA_SIZES, **GQA, "head_dim": 64, **fields}))
 
 
+def _qwen3_moe(**fields: Any) -> PreTrainedModel:
+    sizes = dict(head_dim=64, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=3)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**LLAMA_SIZES, **GQA, **sizes, **fields}))
+
+
+def _mixtral(**fields: Any) -> PreTrainedModel:
+    sizes = dict(intermediate_size=128, num_local_experts=4)
+    return MixtralForCausalLM(MixtralConfig(**{**LLAMA_SIZES, **GQA, **sizes, **fields}))
+
+
+def _olmoe(**fields: Any) -> PreTrainedModel:
+    sizes = dict(intermediate_size=64, num_experts=8, num_experts_per_tok=4)
+    return OlmoeForCausalLM(OlmoeConfig(**{**LLAMA_SIZES, **sizes, **fields}))
+
+
 def _opt(**fields: Any) -> PreTrainedModel:
     return OPTForCausalLM(OPTConfig(**{**OPT_SIZES, **fields}))
 
@@ -197,6 +218,10 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "qwen2_yarn": (_qwen2, YARN_ROPE),
     "qwen3": (_qwen3, {}),
     "qwen3_window": (_qwen3, MIXED_WINDOWS | dict(attention_bias=True)),
+    "qwen3_moe": (_qwen3_moe, dict(norm_topk_prob=True)),
+    "qwen3_moe_mixed": (_qwen3_moe, dict(num_hidden_layers=3, mlp_only_layers=[1], attention_bias=True)),
+    "mixtral": (_mixtral, dict(sliding_window=WINDOW)),
+    "olmoe": (_olmoe, GQA),
     "opt": (_opt, {}),
     "opt_untied": (_opt, dict(tie_word_embeddings=False)),
     "opt_no_final_norm": (_opt, dict(_remove_final_layer_norm=True)),
@@ -232,6 +257,14 @@ def _kinds(matrix: tuple[str, ...]) -> list[Any]:
 
 
 EVERY_KIND, EVERY_KIND_SLOWLY = _kinds(NEAR), _kinds(LATER)
+
+WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe")
+
+
+def seeds_for_rounding(kind: str) -> range:
+    """Seeds of the prompts over which errors of rounding are added up. Rounding makes a row with experts choose another
+    one now and then: errors are few and large, and one prompt of 300 tokens says little of them."""
+    return range(6 if kind in WITH_EXPERTS else 1)
 
 
 def build_model(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -14,10 +14,11 @@ from headrace.config import AttentionSpec
 from headrace.kernels.backend import Attend
 from headrace.kernels.cpu_step import Pools, Step, StepOver
 from headrace.kernels.records import Pool, StepInputs
-from headrace.models.spec import ModelConfig, RopeSpec, expected
+from headrace.models.spec import ExpertsSpec, ModelConfig, RopeSpec, expected
 
 PLAIN = dict(norm="layer", gated=False, activation="gelu")
 BIASED = dict(qkv_bias=True, out_bias=True, mlp_bias=True)
+EXPERTS = ExpertsSpec(count=6, chosen=2, inner=64, normalised=True, layers=(True, True))
 
 
 def model(

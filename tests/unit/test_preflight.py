@@ -6,13 +6,18 @@ import logging
 import os
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.config import EngineConfig
 from headrace.engine import messages, preflight, process, worker
+from headrace.engine.capacity import model_folder
 from headrace.host import told_signal
+from headrace.models.plain_config import plain_config
+from headrace.models.spec import ExpertsSpec
 
 pytestmark = pytest.mark.unit
 
@@ -26,6 +31,28 @@ def test_a_disk_with_less_room_is_told_of(tmp_path: Path, caplog: pytest.LogCapt
     caplog.clear()
     preflight.check(EngineConfig(kv_offload_path=str(tmp_path / "kv"), kv_offload_disk_size="1MiB"))
     assert not caplog.records
+
+
+def test_experts_run_on_no_gpu() -> None:
+    experts = ExpertsSpec(4, 2, 64, True, (True,) * 2)
+    model = replace(plain_config(model_folder("tiny")), experts=experts)
+    with pytest.raises(ValueError, match="ForCausalLM has experts, which run on the CPU; use 'auto'"):
+        preflight.check_fit(EngineConfig(attention_backend="triton"), model)
+    preflight.check_fit(EngineConfig(), model)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"offload_schedule": "row"}, {"offload_schedule": "row", "offload_x_resident": True}]
+)
+def test_tensor_ranks_that_norm_keys_together_keep_no_activations(more: dict[str, Any]) -> None:
+    given: dict[str, Any] = dict(tensor_parallel_size=2, kv_offloading_size=0.1, **more)
+    asked = EngineConfig(**given | ({} if "offload_x_resident" in more else {"kv_offload_activations": "on"}))
+    model = plain_config(model_folder("tiny"))
+    whole = replace(model, qk_norm=True, qk_norm_whole=True)
+    with pytest.raises(ValueError, match="norms keys over the heads of all tensor ranks"):
+        preflight.check_fit(asked, whole)
+    preflight.check_fit(asked, model)
+    preflight.check_fit(EngineConfig(**given | {"offload_x_resident": False}), whole)
 
 
 @pytest.mark.parametrize(

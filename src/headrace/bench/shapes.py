@@ -1,4 +1,4 @@
-"""Llama-shaped checkpoints with random weights, for benchmarks: the arithmetic of a model without its knowledge."""
+"""Checkpoints with random weights, for benchmarks: the arithmetic of a Llama or a Qwen3-MoE without its knowledge."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from headrace.console import err
 
 @dataclass(frozen=True, slots=True)
 class CheckpointShape:
-    """Sizes of a Llama: `mlp` is the width between gate and down."""
+    """Sizes of a Llama: `mlp` is the width between gate and down. With experts, of a Qwen3-MoE: `mlp` is the width of
+    each, and a token meets `chosen`."""
 
     hidden: int
     layers: int
@@ -22,12 +23,15 @@ class CheckpointShape:
     mlp: int
     vocab: int = 32_000
     context: int = 32_768
+    experts: int = 0
+    chosen: int = 0
 
 
 SHAPES = {
     "S1": CheckpointShape(hidden=1024, layers=16, heads=16, kv_heads=4, head_dim=64, mlp=2816),
     "S2": CheckpointShape(hidden=1024, layers=8, heads=8, kv_heads=8, head_dim=128, mlp=2816),
     "S3": CheckpointShape(hidden=2048, layers=22, heads=32, kv_heads=4, head_dim=64, mlp=5632),
+    "S4": CheckpointShape(hidden=1024, layers=8, heads=16, kv_heads=4, head_dim=64, mlp=512, experts=32, chosen=4),
 }
 
 
@@ -45,7 +49,7 @@ def checkpoint(model: str) -> Path:
 def weight_bytes(shape: CheckpointShape) -> int:
     """Bytes of the weights in bf16."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    layer = shape.hidden * (2 * q + 2 * kv + 3 * shape.mlp)
+    layer = shape.hidden * (2 * q + 2 * kv + 3 * shape.mlp * max(1, shape.experts) + shape.experts)
     return 2 * (2 * shape.vocab * shape.hidden + shape.layers * layer)
 
 
@@ -77,12 +81,16 @@ def write_checkpoint(shape: CheckpointShape, folder: Path, seed: int = 0) -> Pat
         sizes = {
             "self_attn.q_proj": (q, shape.hidden), "self_attn.k_proj": (kv, shape.hidden),
             "self_attn.v_proj": (kv, shape.hidden), "self_attn.o_proj": (shape.hidden, q),
-            "mlp.gate_proj": (shape.mlp, shape.hidden), "mlp.up_proj": (shape.mlp, shape.hidden),
-            "mlp.down_proj": (shape.hidden, shape.mlp),
         }  # fmt: skip
+        sizes |= {"mlp.gate": (shape.experts, shape.hidden)} if shape.experts else {}
+        for mlp in [f"mlp.experts.{e}" for e in range(shape.experts)] or ["mlp"]:
+            sizes |= {f"{mlp}.{name}_proj": (shape.mlp, shape.hidden) for name in ("gate", "up")}
+            sizes |= {f"{mlp}.down_proj": (shape.hidden, shape.mlp)}
         weights |= {f"model.layers.{layer}.{name}.weight": matrix(*size) for name, size in sizes.items()}
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(shape.hidden).bfloat16()
+        for name in ("q_norm", "k_norm") if shape.experts else ():
+            weights[f"model.layers.{layer}.self_attn.{name}.weight"] = torch.ones(shape.head_dim).bfloat16()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(_config(shape), indent=1))
@@ -90,9 +98,16 @@ def write_checkpoint(shape: CheckpointShape, folder: Path, seed: int = 0) -> Pat
 
 
 def _config(shape: CheckpointShape) -> dict[str, object]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    name, kind = ("Qwen3MoeForCausalLM", "qwen3_moe") if shape.experts else ("LlamaForCausalLM", "llama")
+    experts = {
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.chosen,
+        "moe_intermediate_size": shape.mlp,
+        "norm_topk_prob": True,
+    }
+    return (experts if shape.experts else {}) | {
+        "architectures": [name],
+        "model_type": kind,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.mlp,
         "num_hidden_layers": shape.layers,

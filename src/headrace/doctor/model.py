@@ -42,11 +42,13 @@ def check_model(model: str, free: int | None = None) -> dict[str, Any]:
 
 
 def shape_of(facts: ModelConfig) -> dict[str, Any]:
-    spec = facts.attention
+    spec, experts = facts.attention, facts.experts
+    told = {} if experts is None else {"experts, met by a token": f"{experts.count}, {experts.chosen}"}
     return {
         "architecture": facts.architecture,
         "type of the weights": facts.dtype,
         "layers, query heads, KV heads, head size": f"{facts.layers}, {spec.heads}, {spec.kv_heads}, {spec.head_dim}",
+        **told,
         "vocabulary": f"{facts.vocab_size:,}",
         "context tokens": f"{facts.max_model_len:,}",
     }

@@ -100,6 +100,11 @@ class Matrix:
 class Scale:
     def __init__(self, rms: bool, weight: int, bias: int, offset: float) -> None: ...
 
+class Experts:
+    def __init__(
+        self, router: Matrix, up: Sequence[Matrix], down: Sequence[Matrix], *, chosen: int, normalised: bool
+    ) -> None: ...
+
 class Block:
     def __init__(
         self,
@@ -122,6 +127,8 @@ class Block:
         turn_first: int,
         turned: int,
         residual_scale: float,
+        norm_whole: bool = False,
+        experts: Experts | None = None,
     ) -> None: ...
     def scratch(self, rows: int) -> int: ...
     def before(self, x: int, cos_sin: int, qkv: int, scratch: int, *, rotary: int, rows: int, threads: int) -> None: ...
@@ -241,6 +248,8 @@ class Extension(Protocol):
     def Scale(self) -> type[Scale]: ...
     @property
     def Block(self) -> type[Block]: ...
+    @property
+    def Experts(self) -> type[Experts]: ...
     @property
     def StepLayer(self) -> type[StepLayer]: ...
     @property
@@ -378,6 +387,25 @@ class Extension(Protocol):
         wide: bool,
         gate: _Gate,
         threads: int,
+    ) -> None: ...
+    def linear_groups(
+        self,
+        type: int,
+        x: int,
+        matrices: Sequence[_Matrix],
+        begin: Sequence[int],
+        out: int,
+        *,
+        rows: int,
+        x_stride: int,
+        gate: _Gate,
+        threads: int,
+    ) -> None: ...
+    def route(
+        self, x: int, expert: int, share: int, *, rows: int, experts: int, chosen: int, normalised: bool, threads: int
+    ) -> None: ...
+    def combine(
+        self, type: int, y: int, place: int, share: int, out: int, *, rows: int, chosen: int, width: int, threads: int
     ) -> None: ...
     def move_chunks(
         self,

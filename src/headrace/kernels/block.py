@@ -22,7 +22,18 @@ from headrace.kernels.ops import Weight
 if TYPE_CHECKING:
     from headrace.kernels import _cpu as native
 
-MATRICES = ("qkv", "out", "up", "down")
+
+class Experts(Protocol):
+    """models.spec.ExpertsSpec, as far as it counts here."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def chosen(self) -> int: ...
+    @property
+    def inner(self) -> int: ...
+    @property
+    def normalised(self) -> bool: ...
 
 
 Watch = Callable[[int, Tensor], object]
@@ -33,7 +44,8 @@ Watch = Callable[[int, Tensor], object]
 class LayerShape:
     """What the layers of a model have in common. order: as models.spec.Block. activation: silu_mul or gelu_tanh_mul
     (gated MLPs), gelu, gelu_tanh or relu. rms: the norm is RMS norm where it has weights, to which norm_offset is
-    added, else LayerNorm. more: facts that C++ alone needs, by the names of its Block (csrc/binding/binding.cpp)."""
+    added, else LayerNorm. qk_norm_whole: over all heads together. experts: of layers that have a router.
+    more: facts that C++ alone needs, by the names of its Block (csrc/binding/binding.cpp)."""
 
     attention: AttentionSpec
     hidden: int
@@ -45,6 +57,8 @@ class LayerShape:
     mlp_norm: bool
     qk_norm: bool
     norm_offset: float = 0.0
+    qk_norm_whole: bool = False
+    experts: Experts | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -66,9 +80,9 @@ def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype) -> str | None:
     choice = dispatch.layer_choice()
     if choice.implementation != "cpu":
         return choice.reason
-    loose = [name for name in MATRICES if any(isinstance(each.matrices[f"{name}.weight"], Tensor) for each in layers)]
+    loose = {name for each in layers for name, weight in each.matrices.items() if isinstance(weight, Tensor)}
     if loose:
-        return f"not packed: {', '.join(loose)}"
+        return f"not packed: {', '.join(sorted(loose)[:8])}"
     return None if dtype == torch.bfloat16 else "not in bfloat16"
 
 
@@ -101,7 +115,7 @@ class Blocks:
         check("x", x, torch.bfloat16, (rows, self.shape.hidden))
         qkv = torch.empty((rows, spec.heads + 2 * spec.kv_heads, spec.head_dim), dtype=x.dtype)
         q, k, v = qkv.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
-        scratch = torch.empty(self.blocks[0].scratch(rows), dtype=x.dtype)
+        scratch = torch.empty(max(block.scratch(rows) for block in self.blocks), dtype=x.dtype)
         x_at, qkv_at, scratch_at = x.data_ptr(), qkv.data_ptr(), scratch.data_ptr()
         turn_at, turned = self.turn_of(cos_sin, rows)
         last = len(self.blocks) - 1
@@ -154,37 +168,54 @@ class Blocks:
 def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Block:
     """The C++ block, which holds addresses only; without queries it has keys and values alone."""
     ext, spec = require(), shape.attention
-    heads = spec.heads * spec.head_dim
-    sizes = {
-        "qkv": (heads + 2 * spec.kv_heads * spec.head_dim, shape.hidden),
-        "out": (shape.hidden, heads),
-        "up": (shape.inner * (2 if shape.activation.endswith("_mul") else 1), shape.hidden),
-        "down": (shape.hidden, shape.inner),
-    }
-    qkv, out, up, down = (
-        matrix_of(layer.weights, layer.matrices, name, sizes[name], 0 if query or name != "qkv" else heads)
-        for name in MATRICES
+    heads, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    sizes = {"qkv": (heads + 2 * kv, shape.hidden), "out": (shape.hidden, heads)}
+    qkv, out = (
+        matrix_of(layer.weights, layer.matrices, name, size, 0 if query or name != "qkv" else heads)
+        for name, size in sizes.items()
     )
+    experts = shape.experts if "router.weight" in layer.matrices else None
+    prefixes = [""] if experts is None else [f"experts.{index}." for index in range(experts.count)]
+    mlps = [_mlp(shape, layer, prefix, shape.inner if experts is None else experts.inner) for prefix in prefixes]
     # A parallel block without a norm of its own for the MLP feeds both halves from the same one.
     attention_norm, mlp_norm = (
         norm_of(shape, layer.weights, name)
         for name in ("attention_norm", "mlp_norm" if shape.mlp_norm else "attention_norm")
     )
     out_norms = [f"{part}_out_norm" for part in ("attention", "mlp")] if shape.order == "sandwich" else []
-    first, width = layer.rotation
-    if width % 2 or width > spec.head_dim:
-        raise ValueError(f"cannot rotate {width} of {spec.head_dim} elements")
+    first, rotated = layer.rotation
+    if rotated % 2 or rotated > spec.head_dim:
+        raise ValueError(f"cannot rotate {rotated} of {spec.head_dim} elements")
+    widths = (
+        {"q_norm": heads, "k_norm": kv} if shape.qk_norm_whole else dict.fromkeys(("q_norm", "k_norm"), spec.head_dim)
+    )
     q_norm, k_norm = (
-        _vector(layer.weights, f"{name}.weight", spec.head_dim) if shape.qk_norm and (query or name == "k_norm") else 0
-        for name in ("q_norm", "k_norm")
+        _vector(layer.weights, f"{name}.weight", width) if shape.qk_norm and (query or name == "k_norm") else 0
+        for name, width in widths.items()
     )
     return ext.Block(
         order=getattr(ext.Order, shape.order), activation=getattr(ext.Activation, shape.activation),
         heads=spec.heads if query else 0, kv_heads=spec.kv_heads, dim=spec.head_dim, eps=shape.eps, qkv=qkv, out=out,
-        up=up, down=down, attention_norm=attention_norm, mlp_norm=mlp_norm, q_norm=q_norm, k_norm=k_norm,
-        out_norms=[norm_of(shape, layer.weights, name) for name in out_norms], turn_first=first, turned=width,
+        up=mlps[0][0], down=mlps[0][1], attention_norm=attention_norm, mlp_norm=mlp_norm, q_norm=q_norm, k_norm=k_norm,
+        out_norms=[norm_of(shape, layer.weights, name) for name in out_norms], turn_first=first, turned=rotated,
+        norm_whole=shape.qk_norm_whole, experts=None if experts is None else _experts(shape, layer, experts, mlps),
         **shape.more,
     )  # fmt: skip
+
+
+def _mlp(shape: LayerShape, layer: LayerWeights, prefix: str, inner: int) -> tuple[native.Matrix, native.Matrix]:
+    """Up and down of the layer's MLP, or of an expert."""
+    wide = inner * (2 if shape.activation.endswith("_mul") else 1)
+    up = matrix_of(layer.weights, layer.matrices, f"{prefix}up", (wide, shape.hidden))
+    return up, matrix_of(layer.weights, layer.matrices, f"{prefix}down", (shape.hidden, inner))
+
+
+def _experts(
+    shape: LayerShape, layer: LayerWeights, experts: Experts, mlps: Sequence[tuple[native.Matrix, native.Matrix]]
+) -> native.Experts:
+    router = matrix_of(layer.weights, layer.matrices, "router", (experts.count, shape.hidden))
+    ups, downs = zip(*mlps, strict=True)
+    return require().Experts(router, ups, downs, chosen=experts.chosen, normalised=experts.normalised)
 
 
 def matrix_of(

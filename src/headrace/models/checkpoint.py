@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -24,6 +25,8 @@ from headrace.models.quantised import ENDS, Scheme
 from headrace.models.spec import ModelConfig
 
 ReadCoded = Callable[[], Coded]
+FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+"""Tensors [E, ...] of all experts, as transformers may write them."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -60,22 +63,28 @@ def open_checkpoint(model: Path, config: ModelConfig) -> Checkpoint:
     if is_gguf(model):
         return GgufCheckpoint(model, config)
     scheme = config.stored.scheme if config.stored is not None else None
-    return SafetensorsCheckpoint(model) if scheme is None else QuantisedCheckpoint(model, scheme)
+    if scheme is not None:
+        return QuantisedCheckpoint(model, scheme)
+    return SafetensorsCheckpoint(model, 0 if config.experts is None else config.experts.count)
 
 
 class SafetensorsCheckpoint:
-    """The safetensors files of a folder."""
+    """The safetensors files of a folder. A tensor [experts, ...], `experts.NAME`, is shown as one of each expert:
+    `experts.0.NAME.weight` and so on."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, experts: int = 0) -> None:
         self.model = folder
         self._stack = ExitStack()
         self._where: dict[str, safe_open] = {}
+        self._fused: dict[str, tuple[str, int]] = {}
         for path in weight_files(folder):
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{path} is damaged or cut short ({shown(error)}); download it again") from None
             self._where.update(dict.fromkeys(file.keys(), file))
+        if experts:
+            self._take_apart(experts)
 
     def __enter__(self) -> SafetensorsCheckpoint:
         return self
@@ -83,21 +92,34 @@ class SafetensorsCheckpoint:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
 
+    def _take_apart(self, experts: int) -> None:
+        for name in [name for name in self._where if FUSED.search(name)]:
+            if len(shape := self.shape(name)) == 3 and shape[0] == experts:
+                file = self._where.pop(name)
+                apart = {FUSED.sub(rf".experts.{e}.\1.weight", name): (name, e) for e in range(experts)}
+                self._where.update(dict.fromkeys(apart, file))
+                self._fused.update(apart)
+
     @property
     def names(self) -> set[str]:
         return set(self._where)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._where[name].get_slice(name).get_shape())
+        stored, expert = self._fused.get(name, (name, None))
+        shape = tuple(self._where[name].get_slice(stored).get_shape())
+        return shape if expert is None else shape[1:]
 
     def stored_as(self, name: str) -> str:
-        return str(self._where[name].get_slice(name).get_dtype())
+        stored, _ = self._fused.get(name, (name, None))
+        return str(self._where[name].get_slice(stored).get_dtype())
 
     def is_coded(self, name: str) -> bool:
         return False
 
     def read(self, name: str) -> Tensor:
-        return self._where[name].get_tensor(name)
+        stored, expert = self._fused.get(name, (name, None))
+        file = self._where[name]
+        return file.get_tensor(name) if expert is None else file.get_slice(stored)[expert]
 
     def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
         raise ValueError(f"{name} is not quantised")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.config import Quantization
-from headrace.kernels import block, ops
+from headrace.kernels import block, experts, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
 from headrace.kernels.model_step import Ends, ModelStep
@@ -29,9 +29,9 @@ from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.hybrid import DeltaNet, let_through
 from headrace.models.rope import Rope
-from headrace.models.shards import ShardGroup, Share, Width
-from headrace.models.sizes import EXACT, LOOKED_UP, refuse_rounding
-from headrace.models.spec import LEARNED_OFFSET
+from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Whole, Width
+from headrace.models.sizes import LOOKED_UP, refuse_rounding
+from headrace.models.spec import LEARNED_OFFSET, ExpertsSpec, is_exact
 from headrace.models.weights import OnProgress, StoredMatrix, load_weights
 from headrace.models.x_turns import XTurns
 from headrace.types import CHUNK
@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 Weights = dict[str, Tensor]
 Matrices = dict[str, ops.Weight]
-GatherShares = Callable[[Width, Tensor], Tensor]
-"""x [T, this rank's share of a width] -> [T, that width]."""
 HEAD = "head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
 """Compute type by checkpoint type."""
@@ -59,11 +57,6 @@ class TokenBatch:
     rope_lengths: Tensor | None = None
 
 
-def _alone(width: Width, x: Tensor) -> Tensor:
-    """GatherShares, where one rank computes all."""
-    return x
-
-
 class Layer:
     """One block: attention, or a gated delta net, and MLP, in the order that ModelConfig.block says.
 
@@ -72,7 +65,7 @@ class Layer:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: GatherShares = _alone
+        self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: Whole = ALONE
     ) -> None:
         self.config = config
         self.index = index
@@ -83,6 +76,7 @@ class Layer:
         self.matrices = {name.removeprefix(prefix): w for name, w in matrices.items() if name.startswith(prefix)}
         self.place = config.place(index)
         self.net = DeltaNet(config, index, self.weights, self.matrices) if index in config.recurrent_layers else None
+        self.experts = config.experts_of(index)
 
     def __call__(
         self,
@@ -135,13 +129,27 @@ class Layer:
 
     def _turned(self, name: str, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
         """Queries or keys, normed if the model does that and rotated."""
-        if self.config.qk_norm:
+        if self.config.qk_norm_whole:
+            heads = self._normed_together(name, heads)
+        elif self.config.qk_norm:
             heads = ops.rms_norm(heads, self.weights[f"{name}.weight"], self.config.norm_eps, self.config.norm_offset)
         first, width = self.rotation
         return heads if cos_sin is None or not width else ops.rotary(heads, cos_sin[:, first : first + width])
 
+    def _normed_together(self, name: str, heads: Tensor) -> Tensor:
+        """Queries or keys, all heads of a row in one norm: those of all ranks."""
+        width: Width = "queries" if name == "q_norm" else "keys"
+        every = self.whole(width, heads.flatten(1))
+        normed = ops.rms_norm(every, self.weights[f"{name}.weight"], self.config.norm_eps, self.config.norm_offset)
+        return self.whole.mine(width, normed).reshape(heads.shape)
+
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them."""
+        """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them. Raises ValueError on a tensor
+        rank of a model whose keys are normed over the heads of all ranks."""
+        if self.config.qk_norm_whole and self.whole is not ALONE:
+            raise ValueError(
+                "a tensor rank has a part of the keys, which are normed over all heads; keep no activations"
+            )
         spec = self.config.attention
         x = x if self.config.block == "post" else self._norm("attention_norm", x)
         queries = spec.heads * spec.head_dim
@@ -157,12 +165,25 @@ class Layer:
 
     def _mlp(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]."""
+        if self.experts is not None:
+            return self._met_experts(x, self.experts)
         if self.config.gated:
             gate = self.config.activation
             inner = ops.gated_linear(x, self.matrices["up.weight"], self.weights.get("up.bias"), gate)
         else:
             inner = self._activate(self._linear("up", x))
         return self._linear("down", self.whole("inner", inner))
+
+    def _met_experts(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
+        """x [T, H] -> [T, this rank's share of H]: the sum of what each row's experts make of it."""
+        ups, downs = (
+            [self.matrices[f"experts.{e}.{part}.weight"] for e in range(spec.count)] for part in ("up", "down")
+        )
+        logits = ops.linear(x, self.matrices["router.weight"], wide=True)
+        routes = experts.route(logits, spec.chosen, spec.normalised)
+        inner = experts.gated_linear(x[routes.order // spec.chosen], ups, routes.begin, self.config.activation)
+        made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin)
+        return experts.combine(made, routes)
 
     def _activate(self, x: Tensor) -> Tensor:
         if self.config.activation == "relu":
@@ -272,7 +293,7 @@ class Decoder:
         return [self.weights[f"layers.{layer}.sinks.weight"].float() for layer in range(self.config.layers)]
 
     def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
-        whole = _alone if share is None or tensor is None else _gathered(share, tensor)
+        whole = ALONE if share is None or tensor is None else Gathered(share, tensor)
         layers = [Layer(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
         if self.config.recurrent is not None:
             return HybridLayers(layers)
@@ -395,11 +416,6 @@ def _share(config: ModelConfig, tensor: ShardGroup | None) -> Share | None:
     return None if tensor is None or tensor.size == 1 else Share(config, tensor.rank, tensor.size)
 
 
-def _gathered(share: Share, tensor: ShardGroup) -> GatherShares:
-    widths: dict[Width, list[int]] = {width: share.widths(width) for width in get_args(Width)}
-    return lambda width, x: tensor.gather(x, widths[width])
-
-
 def _shape(config: ModelConfig) -> block.LayerShape:
     """What kernels.block needs to know of the layers."""
     return block.LayerShape(
@@ -413,6 +429,8 @@ def _shape(config: ModelConfig) -> block.LayerShape:
         mlp_norm=config.mlp_norm or config.block != "parallel",
         qk_norm=config.qk_norm,
         norm_offset=config.norm_offset,
+        qk_norm_whole=config.qk_norm_whole,
+        experts=config.experts,
         more=dict(residual_scale=config.residual_scale),
     )
 
@@ -433,12 +451,12 @@ def _pack_all(weights: Weights, quantization: Quantization, gated: bool, packed:
     return matrices
 
 
-def _rounding(name: str, quantization: Quantization) -> Quantization:
-    """How the numbers of a matrix are kept. With w8a8 the head's are int8 and its rows are not rounded: a step has few
-    of them, and logits feel it most."""
-    if name.endswith(EXACT):
+def _rounding(name: str, asked: Quantization) -> Quantization:
+    """How the numbers of a matrix are kept. With w8a8 the head's weights are int8 and its rows are not rounded: a step
+    has few of them, and logits feel it most."""
+    if is_exact(name):
         return "none"
-    return "int8" if quantization == "w8a8" and name == HEAD else quantization
+    return "int8" if asked == "w8a8" and name == HEAD else asked
 
 
 def _pack_stored(stored: Mapping[str, StoredMatrix], dtype: torch.dtype, device: torch.device, gated: bool) -> Matrices:

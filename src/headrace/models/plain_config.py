@@ -57,7 +57,25 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": QWEN3_NEXT
     | dict(
         vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_key_value_heads=4,
-        num_experts=None,
+        num_experts=0,
+    ),
+    "qwen3_moe": LLAMA
+    | dict(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4,
+        max_position_embeddings=32768, bos_token_id=None, eos_token_id=None, use_sliding_window=False,
+        sliding_window=4096, decoder_sparse_step=1, moe_intermediate_size=768, num_experts_per_tok=8, num_experts=128,
+        norm_topk_prob=False, mlp_only_layers=None,
+    ),
+    "mixtral": LLAMA
+    | dict(
+        intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        sliding_window=None, num_experts_per_tok=2, num_local_experts=8,
+    ),
+    "olmoe": LLAMA
+    | dict(
+        vocab_size=50304, hidden_size=2048, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=16,
+        max_position_embeddings=4096, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=50279, clip_qkv=None,
+        num_experts_per_tok=8, num_experts=64, norm_topk_prob=False,
     ),
     "opt": COMMON
     | dict(
@@ -101,10 +119,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 NEVER_NULL = (
     "vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads",
-    "max_position_embeddings", "max_window_layers",
+    "max_position_embeddings", "max_window_layers", "num_experts", "num_local_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "decoder_sparse_step",
 )  # fmt: skip
 THETA = 10_000.0
-THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0}
+THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0}
 """Where the class has another one."""
 PARTS = {"glm": 0.5, "glm4": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25}
 """Of each head that is rotated, where the class does not rotate all of it."""
@@ -125,6 +144,7 @@ def _normalised(raw: dict[str, Any], family: Family) -> Any:
     if null is not None:
         raise UnsupportedModel(f"{null} is null; download the file again")
     _fill_in(values, model_type)
+    _fill_in_experts(values, known, "num_experts" in DEFAULTS[model_type])
     _fill_in_rope(values, known, model_type)
     values["model_type"] = model_type
     return SimpleNamespace(**values)
@@ -139,6 +159,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         values["num_key_value_heads"] = heads
     if "max_window_layers" in values:
         _fill_in_windows(values)
+    if model_type == "qwen3_moe":
+        _fill_in_qwen3_moe(values)
     if model_type == "smollm3":
         _fill_in_smollm3(values)
     if model_type.startswith("glm") and values["eos_token_id"] is None:
@@ -159,12 +181,26 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
             values["ffn_hidden_size"] = values["hidden_size"] * 4
 
 
+def _fill_in_experts(values: dict[str, Any], given: dict[str, Any], is_num_experts: bool) -> None:
+    """The number of experts has two names, of which a class has one as its own; the other one overrides it."""
+    own, other = ("num_experts", "num_local_experts") if is_num_experts else ("num_local_experts", "num_experts")
+    if own in values and other in given:
+        values[own] = given[other]
+
+
 def _fill_in_windows(values: dict[str, Any]) -> None:
     if not values["use_sliding_window"]:
         values["sliding_window"] = None
     if values["layer_types"] is None:
         full = values["num_hidden_layers"] if values["sliding_window"] is None else values["max_window_layers"]
         values["layer_types"] = [KINDS[layer >= full] for layer in range(values["num_hidden_layers"])]
+
+
+def _fill_in_qwen3_moe(values: dict[str, Any]) -> None:
+    if values["mlp_only_layers"] is None:
+        values["mlp_only_layers"] = []
+    if not values["use_sliding_window"]:
+        values["sliding_window"] = None
 
 
 def _fill_in_smollm3(values: dict[str, Any]) -> None:

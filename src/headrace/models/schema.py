@@ -104,6 +104,14 @@ class ConfigFields(msgspec.Struct):
     use_sliding_window: Flag = UNSET
     sliding_window: Small | UnsetType | None = UNSET
     max_window_layers: Small | UnsetType | None = UNSET
+    num_experts: Annotated[int, Meta(ge=0, le=1 << 16)] | UnsetType | None = UNSET
+    num_local_experts: Count = UNSET
+    num_experts_per_tok: Count = UNSET
+    moe_intermediate_size: WideCount = UNSET
+    norm_topk_prob: Flag = UNSET
+    decoder_sparse_step: Count = UNSET
+    mlp_only_layers: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
+    clip_qkv: Factor = UNSET
     layer_types: Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=4096)] | UnsetType | None = UNSET
     no_rope_layers: Annotated[list[Annotated[int, Meta(ge=0, le=1)]], Meta(max_length=4096)] | UnsetType | None = UNSET
     no_rope_layer_interval: Count = UNSET
@@ -124,9 +132,6 @@ class ConfigFields(msgspec.Struct):
     linear_value_head_dim: Count = UNSET
     linear_num_key_heads: Count = UNSET
     linear_num_value_heads: Count = UNSET
-    num_experts: Small | UnsetType | None = UNSET
-    decoder_sparse_step: Count = UNSET
-    mlp_only_layers: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
     pretraining_tp: Small | UnsetType | None = UNSET
     rope_theta: Theta = UNSET
     partial_rotary_factor: Factor = UNSET

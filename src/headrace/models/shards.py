@@ -19,8 +19,9 @@ from headrace.models.spec import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-Width = Literal["heads", "inner", "hidden"]
-"""What ranks gather: the attended heads [T, Hq D], the MLP's activations [T, I], the block's output [T, H]."""
+Width = Literal["queries", "keys", "heads", "inner", "expert_inner", "hidden"]
+"""What ranks gather: queries [T, Hq D] and keys [T, Hkv D] normed over all heads, attended heads [T, Hq D],
+the MLP's activations [T, I], those of the experts that rows meet [T k, an expert's I], a block's output [T, H]."""
 
 UNIT = 64
 """Widths are cut at multiples of this where they are long enough: packed weights come in blocks of 64 outputs."""
@@ -98,8 +99,18 @@ class Share:
                 f"tensor_parallel_size {self.size}: {self.config.architecture} has recurrent layers, which "
                 f"tensor ranks do not share yet; use 1"
             )
-        for width in ("heads", "inner", "hidden"):
+        for width in self.gathered:
             self.widths(width)
+
+    @property
+    def gathered(self) -> list[Width]:
+        """The widths that layers of the model have."""
+        found: list[Width] = ["heads", "hidden"]
+        if self.config.has_dense_mlp:
+            found.append("inner")
+        if self.config.experts is not None:
+            found.append("expert_inner")
+        return [*found, "queries", "keys"] if self.config.qk_norm_whole else found
 
     @property
     def attention(self) -> AttentionSpec:
@@ -119,13 +130,26 @@ class Share:
 
     def widths(self, width: Width) -> list[int]:
         """How many columns each rank has of what is gathered."""
-        if width == "heads":
-            return [self.attention.heads * self.attention.head_dim] * self.size
+        if width in ("heads", "queries", "keys"):
+            heads = self.attention.kv_heads if width == "keys" else self.attention.heads
+            return [heads * self.attention.head_dim] * self.size
         return [len(columns) for columns in self._cut(width)]
+
+    def each_once(self, keys: Tensor) -> Tensor:
+        """Gathered keys [T, ranks x own] -> [T, Hkv D]: without the copies that more ranks than KV heads hold."""
+        copies = max(1, self.size // self.config.attention.kv_heads)
+        return keys.unflatten(1, (self.size, -1))[:, ::copies].flatten(1)
+
+    def columns(self, width: Width) -> range:
+        """This rank's columns among all of the queries or the keys."""
+        heads, dim = self.kv_heads if width == "keys" else self.heads, self.attention.head_dim
+        return range(heads.start * dim, heads.stop * dim)
 
     def _cut(self, width: Width) -> list[range]:
         if width == "inner":
             return cut("intermediate_size", self.config.intermediate_size, self.size)
+        if width == "expert_inner" and self.config.experts is not None:
+            return cut("an expert's width", self.config.experts.inner, self.size)
         return cut("hidden_size", self.config.hidden_size, self.size)
 
     def holds(self, name: str) -> bool:
@@ -143,7 +167,8 @@ class Share:
         if module == "sinks":
             return [self.heads]
         if module == "up":
-            mine, inner = self._cut("inner")[self.rank], self.config.intermediate_size
+            parts = self._cut("expert_inner" if ".experts." in name else "inner")
+            mine, inner = parts[self.rank], parts[-1].stop
             return [mine, range(mine.start + inner, mine.stop + inner)] if self.config.gated else [mine]
         return [self._cut("hidden")[self.rank]] if module in ("out", "down") else None
 
@@ -152,3 +177,34 @@ class Share:
         starts = (0, spec.heads, spec.heads + spec.kv_heads)
         parts = zip(starts, (self.heads, self.kv_heads, self.kv_heads), strict=True)
         return [range((start + heads.start) * dim, (start + heads.stop) * dim) for start, heads in parts]
+
+
+class Whole:
+    """The widths of a layer where one rank computes all of them."""
+
+    def __call__(self, width: Width, x: Tensor) -> Tensor:
+        """x [T, this rank's share of a width] -> [T, that width]."""
+        return x
+
+    def mine(self, width: Width, x: Tensor) -> Tensor:
+        """x [T, a width] -> [T, this rank's share of it]."""
+        return x
+
+
+class Gathered(Whole):
+    """The same of one of several tensor ranks: all call with the same widths in the same order."""
+
+    def __init__(self, share: Share, tensor: ShardGroup) -> None:
+        self.share, self.tensor = share, tensor
+        self.widths: dict[Width, list[int]] = {width: share.widths(width) for width in share.gathered}
+
+    def __call__(self, width: Width, x: Tensor) -> Tensor:
+        every = self.tensor.gather(x, self.widths[width])
+        return every if width != "keys" else self.share.each_once(every)
+
+    def mine(self, width: Width, x: Tensor) -> Tensor:
+        columns = self.share.columns(width)
+        return x[:, columns.start : columns.stop]
+
+
+ALONE = Whole()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from headrace.config import AttentionSpec, KVDType, Quantization
 from headrace.models.shards import Share
-from headrace.models.spec import ModelConfig, Slot, expected
+from headrace.models.spec import ModelConfig, Slot, expected, is_exact
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of a number by type; float16 is computed in bfloat16."""
 SCALE_BYTES = 4
 LOOKED_UP = ("embed.weight", "positions.weight")
 """Tables of rows: looked up, not multiplied by."""
-EXACT = ".gates.weight"
-"""End of the names of matrices that are never rounded: they are small, and what they decide lasts."""
 
 
 def compute_type(config: ModelConfig, dtype: str) -> str:
@@ -60,7 +58,7 @@ def _bytes(name: str, slot: Slot, rows: int, each: int, quantization: Quantizati
     columns = slot.columns or 1
     if slot.wide:
         return rows * columns * BYTES["float32"]
-    if quantization == "none" or slot.columns is None or name in LOOKED_UP or name.endswith(EXACT):
+    if quantization == "none" or slot.columns is None or name in LOOKED_UP or is_exact(name):
         return rows * columns * each
     if quantization == "w8a8" and name != "head.weight":
         return rows * (columns + 2 * SCALE_BYTES)  # and the sum of an output's codes

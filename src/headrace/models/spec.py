@@ -7,6 +7,7 @@ H: hidden size, E: embedding width, I: MLP width, V: vocabulary, Hq, Hkv: query 
 Fused rows: qkv [(Hq + 2 Hkv) D, H] = (q, k, v), with Hq D more that gate the attended heads where the model does that;
 up [2 I, H] = (gate, up) where the MLP is gated, else [I, H]. A recurrent layer has mixed [C + Hv V, H] = (q, k, v, z)
 and gates [2 Hv, H] = (b, a) in their place: see kernels.gated_delta.
+Experts: layers.N.router [E, H], and layers.N.experts.e.up and .down in place of layers.N.up and .down; E: experts.
 """
 
 from __future__ import annotations
@@ -60,9 +61,25 @@ class StoredWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts in place of a layer's MLP: `count` MLPs of the width `inner`, of which a row meets `chosen`.
+
+    The router's softmax is taken over all experts, in fp32; then the greatest are chosen, the first of equal ones.
+    normalised: their shares are divided by their sum. layers: which layers have experts; the others have a dense MLP.
+    """
+
+    count: int
+    chosen: int
+    inner: int
+    normalised: bool
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The facts of one model. Sizes in elements; `embed_size` is the width of the embedding and of the head.
 
+    qk_norm: queries and keys are normed, head by head, or with qk_norm_whole all heads of a row together.
     local_rope: the rotation in layers with a window, where theirs is another one than `rope`. no_rope_layers: layers
     without rotation. norm_offset: is added to the weights of RMS norms. embed_scale multiplies embeddings,
     residual_scale what attention and MLP add to the residual stream, logit_scale the logits, which are then capped:
@@ -93,9 +110,11 @@ class ModelConfig:
     mlp_norm: bool = True
     final_norm: bool = True
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    experts: ExpertsSpec | None = None
     tied: bool = False
     local_rope: RopeSpec | None = None
     no_rope_layers: tuple[int, ...] = ()
@@ -111,6 +130,23 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     stored: StoredWeights | None = None
+
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """The experts of a layer; None: it has a dense MLP."""
+        return self.experts if self.experts is not None and self.experts.layers[layer] else None
+
+    @property
+    def has_dense_mlp(self) -> bool:
+        """Whether any layer has."""
+        return self.experts is None or not all(self.experts.layers)
+
+    @property
+    def mlp_width(self) -> int:
+        """Columns of MLPs that a row meets in a layer: those of its experts, the mean over layers that differ."""
+        if self.experts is None:
+            return self.intermediate_size
+        sparse, met = sum(self.experts.layers), self.experts.chosen * self.experts.inner
+        return (sparse * met + (self.layers - sparse) * self.intermediate_size) // self.layers
 
     @property
     def rope_depends_on_length(self) -> bool:
@@ -175,7 +211,7 @@ def expected(config: ModelConfig) -> dict[str, Slot]:
     for index in range(config.layers):
         layer = _recurrent_layer if index in config.recurrent_layers else _attention_layer
         slots |= _norm(config, f"layers.{index}.attention_norm") | layer(config, f"layers.{index}.")
-        slots |= _mlp(config, f"layers.{index}.")
+        slots |= _mlp(config, index)
     if config.final_norm:
         slots |= _norm(config, "final_norm")
     return slots | _linear("head", (config.vocab_size,), embed, False) if config.head else slots
@@ -186,7 +222,8 @@ def _attention_layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     slots = _linear(prefix + "qkv", (q * (1 + config.attention_gate), kv, kv), hidden, config.qkv_bias)
     if config.qk_norm:
-        slots |= {prefix + name: Slot((spec.head_dim,)) for name in ("q_norm.weight", "k_norm.weight")}
+        widths = (q, kv) if config.qk_norm_whole else (spec.head_dim, spec.head_dim)
+        slots |= {prefix + f"{name}.weight": Slot((n,)) for name, n in zip(("q_norm", "k_norm"), widths, strict=True)}
     if spec.sinks:
         slots[prefix + "sinks.weight"] = Slot((spec.heads,))
     return slots | _linear(prefix + "out", (hidden,), q, config.out_bias)
@@ -206,13 +243,34 @@ def _recurrent_layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:
     }
 
 
-def _mlp(config: ModelConfig, prefix: str) -> dict[str, Slot]:
-    hidden, inner = config.hidden_size, config.intermediate_size
+def _mlp(config: ModelConfig, layer: int) -> dict[str, Slot]:
+    prefix, spec = f"layers.{layer}.", config.experts_of(layer)
     slots = _norm(config, prefix + "mlp_norm") if config.mlp_norm else {}
     if config.block == "sandwich":
         slots |= _norm(config, prefix + "attention_out_norm") | _norm(config, prefix + "mlp_out_norm")
-    slots |= _linear(prefix + "up", (inner, inner) if config.gated else (inner,), hidden, config.mlp_bias)
-    return slots | _linear(prefix + "down", (hidden,), inner, config.mlp_bias)
+    if spec is None:
+        return slots | _up_and_down(config, prefix, config.intermediate_size)
+    slots |= _linear(prefix + "router", (spec.count,), config.hidden_size, False)
+    for expert in range(spec.count):
+        slots |= _up_and_down(config, expert_prefix(layer, expert), spec.inner)
+    return slots
+
+
+def expert_prefix(layer: int, expert: int) -> str:
+    """What the names of an expert's matrices begin with."""
+    return f"layers.{layer}.experts.{expert}."
+
+
+def is_exact(name: str) -> bool:
+    """Whether a matrix of ours is never rounded: one that tells rows their experts, or how much a state forgets. They
+    are small, and what they decide lasts."""
+    return name.endswith((".router.weight", ".gates.weight"))
+
+
+def _up_and_down(config: ModelConfig, prefix: str, inner: int) -> dict[str, Slot]:
+    hidden, bias = config.hidden_size, config.mlp_bias
+    up = _linear(prefix + "up", (inner, inner) if config.gated else (inner,), hidden, bias)
+    return up | _linear(prefix + "down", (hidden,), inner, bias)
 
 
 def _linear(name: str, parts: tuple[int, ...], columns: int, bias: bool) -> dict[str, Slot]:

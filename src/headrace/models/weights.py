@@ -31,7 +31,6 @@ HARMLESS = re.compile(
 """Layers that guess further tokens; buffers that old checkpoints carry and no forward pass reads; what
 models.gguf.architectures has read; scales of activations, which are not rounded."""
 
-
 AT_ONCE = 4096
 """Rows of codes that are multiplied out together."""
 
@@ -97,9 +96,10 @@ def load_weights(
 def _sources(config: ModelConfig, slots: dict[str, Slot], present: set[str]) -> dict[str, tuple[str, ...]]:
     """Our tensor -> the checkpoint's tensors that make it, with the prefix that most of them have there."""
     family = FAMILIES[config.architecture]
-    names = family.names(config)
-
-    candidates = [{name: _source(names, name, prefix) for name in slots} for prefix in family.prefixes]
+    forms = [each(config) for each in (family.names, family.other_names) if each is not None]
+    candidates = [
+        {name: _source(names, name, prefix) for name in slots} for names in forms for prefix in family.prefixes
+    ]
     found = max(candidates, key=lambda sources: sum(present.issuperset(group) for group in sources.values()))
     if not config.head:
         return found
@@ -115,9 +115,9 @@ def _source(names: Names, name: str, prefix: str) -> tuple[str, ...]:
     if name == "head.weight":
         return ("lm_head.weight",)
     module, kind = name.rsplit(".", 1)
-    index = re.search(r"\d+", module)
+    numbers = re.findall(r"\d+", module)
     theirs = names[module if module in names else re.sub(r"\d+", "{}", module)]
-    return tuple(f"{prefix}{source.format(index.group() if index else '')}.{kind}" for source in theirs)
+    return tuple(f"{prefix}{source.format(*numbers)}.{kind}" for source in theirs)
 
 
 def _check(

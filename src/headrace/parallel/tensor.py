@@ -11,10 +11,11 @@ group put together for one token and layer, each rank sending its own to the M-1
     Megatron-LM        2 all-reduces of H           (M-1)/M 4 H (ring)             8,192 elements: 16.4 kB in bf16,
                                                                                    32.8 kB if sums travel in fp32
 
-So a layer costs (Hq D + 2 H + I) / 4 H times as many elements as Megatron-LM's: 1.6 times for Llama 3 8B, where
-I = 3.5 H. The wide part is the MLP's activations, which Megatron-LM keeps at home. There are four exchanges a layer (a
-parallel block: three), each of one step between all pairs, where two ring all-reduces take 4 (M-1) steps. The memory of
-the weights is the same. The head is whole on rank 0 and absent from the others: no traffic, no share of its work.
+So a layer costs (Hq D + 2 H + I) / 4 H times as many elements as Megatron-LM's: 1.6 times for Llama 3 8B, where I =
+3.5 H. With experts I is the width of all that a row meets. The wide part is the MLP's activations, which Megatron-LM
+keeps at home. There are four exchanges a layer (a parallel block: three), each of one step between all pairs, where
+two ring all-reduces take 4 (M-1) steps. The memory of the weights is the same. The head is whole on rank 0 and absent
+from the others: no traffic, no share of its work.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             heads=-(-spec.heads // tensor_ranks),
             kv_heads=-(-spec.kv_heads // tensor_ranks),
             head_dim=spec.head_dim,
-            mlp=-(-model.intermediate_size // tensor_ranks),
+            mlp=-(-model.mlp_width // tensor_ranks),
             vocab=-(-model.vocab_size // tensor_ranks),
             gated=model.gated,
             element_bytes=element_bytes,

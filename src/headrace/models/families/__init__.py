@@ -1,6 +1,7 @@
 """The families that the decoder knows, by the architecture that config.json names."""
 
 from headrace.models.families.base import Family
+from headrace.models.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
 from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
 from headrace.models.families.glm import GLM, GLM4
@@ -27,6 +28,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3NextForCausalLM": QWEN3_NEXT,
     "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "MixtralForCausalLM": MIXTRAL,
+    "OlmoeForCausalLM": OLMOE,
     "OPTForCausalLM": OPT,
     "FalconForCausalLM": FALCON,
     "Phi3ForCausalLM": PHI3,

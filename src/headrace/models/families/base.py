@@ -20,11 +20,11 @@ class Family:
     """`facts` turns a transformers configuration into ModelConfig fields; see ModelConfig and Names.
 
     `configuration` names the class of that configuration, "module:class": narrow modules, which import no models.
-    `prefixes` are what may stand before a tensor's name. `qkv_rows`, for families that interleave q, k and v in one
-    matrix or rotate pairs of neighbours, lists the checkpoint's rows of q, k and v in our order: all of q, then k, then
-    v. `rows`, for those that interleave more, lists those of our tensor of a name; None: as they are. `text_type`, of
-    models with other parts: the model_type of text_config, which is what is computed; tensors whose names begin with
-    `unread` belong to the other parts.
+    `prefixes` are what may stand before a tensor's name. `other_names`: as `names`, of another form of the checkpoint.
+    `qkv_rows`, for families that interleave q, k and v in one matrix or rotate pairs of neighbours, lists the
+    checkpoint's rows of q, k and v in our order: all of q, then k, then v. `rows`, for those that interleave more,
+    lists those of our tensor of a name; None: as they are. `text_type`, of models with other parts: the model_type of
+    text_config, which is what is computed; tensors whose names begin with `unread` belong to the other parts.
     """
 
     model_type: str
@@ -36,6 +36,7 @@ class Family:
     rows: Callable[[ModelConfig, str], list[int] | None] | None = None
     text_type: str | None = None
     unread: tuple[str, ...] = ()
+    other_names: Callable[[ModelConfig], Names] | None = None
 
     @property
     def fields_of(self) -> str:

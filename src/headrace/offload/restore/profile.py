@@ -18,6 +18,7 @@ from headrace.kernels import ops
 from headrace.kernels.backend import Backend
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
+from headrace.models.spec import expert_prefix
 from headrace.offload import frame
 from headrace.offload.copy_streams import copy_alone
 from headrace.offload.restore import timing
@@ -124,8 +125,12 @@ class _Move:
 
 
 def _one_rank(decoder: Decoder, seconds: timing.Seconds) -> Machine:
-    """By the products of the first layer: at many rows, and of one row, which reads the weights."""
-    matrices = [w for name, w in decoder.matrices.items() if name.startswith("layers.0.")]
+    """By the products of the first layer: at many rows, and of one row, which reads the weights. Of experts as many
+    take part as a row meets."""
+    experts = decoder.config.experts_of(0)
+    unmet = tuple(expert_prefix(0, e) for e in range(experts.chosen, experts.count)) if experts is not None else ()
+    of_layer = {name: w for name, w in decoder.matrices.items() if name.startswith("layers.0.")}
+    matrices = [w for name, w in of_layer.items() if not name.startswith(unmet)]
     elements = sum(w.shape[0] * w.shape[1] for w in matrices)
 
     def products(rows: int) -> float:

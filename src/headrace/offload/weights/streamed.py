@@ -1,7 +1,8 @@
 """Weights that stay outside the fast memory: two buffers of one layer's matrices take turns.
 
 KVPR, section 3.4 ("fine-grained"): the part of a layer's weights that makes keys and values comes first, so that
-projecting may start; then queries, output and MLP. Vectors (norms, biases) are small and stay.
+projecting may start; then queries, output and MLP. Vectors (norms, biases) are small and stay. Experts stay outside: a
+step reads those that its rows meet where they lie, so that of a file the system keeps the most used in memory.
 """
 
 from __future__ import annotations
@@ -114,11 +115,8 @@ class StreamedLayers:
 
     @property
     def bytes_per_layer(self) -> int:
-        """Bytes of a layer's matrices, of the largest layer: their formats may differ."""
-        return max(
-            sum(tensor.nbytes for each in layer.matrices.values() for tensor in tensors_of(each).values())
-            for layer in self.outside
-        )
+        """Bytes of a layer's matrices that are loaded, of the largest layer: their formats may differ."""
+        return max(sum(_nbytes(w) for name, w in layer.matrices.items() if _loads(name)) for layer in self.outside)
 
     def start(self) -> None:
         """Layer 0 is on its way since the last step, but for the first one."""
@@ -159,7 +157,9 @@ class StreamedLayers:
         buffer = self._claim(layer)
         key = (layer, self.buffers.index(buffer))
         if key not in self._runs:
-            self._runs[key] = OneLayer(bare(self.outside[layer], buffer.matrices), self.shape)
+            outside = self.outside[layer]
+            matrices = {name: buffer.matrices[name] if _loads(name) else w for name, w in outside.matrices.items()}
+            self._runs[key] = OneLayer(bare(outside, matrices), self.shape)
         return self._runs[key]
 
     def wait(self, layer: int, *parts: WeightPart) -> None:
@@ -188,14 +188,33 @@ class StreamedLayers:
 
     def _pairs(self, layer: Layer, buffer: _LayerBuffer, part: WeightPart) -> CopyPairs:
         """What a part consists of: (into, source)."""
-        name = f"{'qkv' if part in ('q', 'kv') else part}.weight"
-        weight = layer.matrices[name]
-        sources, into = tensors_of(weight), tensors_of(buffer.matrices[name])
-        if part not in ("q", "kv"):
-            return [(into[kind], source) for kind, source in sources.items()]
+        if part in ("q", "kv"):
+            return self._pairs_of_qkv(layer, buffer, part)
+        names = [name for name in layer.matrices if _loads(name) and _part_of(name) == part]
+        into = {name: tensors_of(buffer.matrices[name]) for name in names}
+        return [(into[name][kind], x) for name in names for kind, x in tensors_of(layer.matrices[name]).items()]
+
+    def _pairs_of_qkv(self, layer: Layer, buffer: _LayerBuffer, part: WeightPart) -> CopyPairs:
+        weight = layer.matrices["qkv.weight"]
+        sources, into = tensors_of(weight), tensors_of(buffer.matrices["qkv.weight"])
         cuts = query_rows(weight, self.spec)
         rows = {kind: slice(0, cut) if part == "q" else slice(cut, None) for kind, cut in cuts.items()}
         return [(into[kind][rows[kind]], source[rows[kind]]) for kind, source in sources.items()]
+
+
+def _loads(name: str) -> bool:
+    """Whether a matrix is loaded for its layer: all but the experts' are."""
+    return not name.startswith("experts.")
+
+
+def _part_of(name: str) -> str:
+    """The part that a matrix comes with: its own name, but a router comes with `up`."""
+    module = name.removesuffix(".weight")
+    return "up" if module == "router" else module
+
+
+def _nbytes(weight: ops.Weight) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(weight).values())
 
 
 def _run(copies: CopyPairs) -> None:
@@ -208,17 +227,21 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _room(layers: list[Layer]) -> dict[str, Tensor]:
-    """Fast memory for the matrices of any of the layers, uint8 by name."""
-    return {
-        name: memory.zeros((max(_end(layer.matrices[name]) for layer in layers),), torch.uint8)
-        for name in layers[0].matrices
-    }
+    """Fast memory for what is loaded of any of the layers, uint8 by name. Layers with experts and dense ones differ."""
+    ends: dict[str, int] = {}
+    for layer in layers:
+        for name, weight in layer.matrices.items():
+            if _loads(name):
+                ends[name] = max(ends.get(name, 0), _end(weight))
+    return {name: memory.zeros((end,), torch.uint8) for name, end in ends.items()}
 
 
 def _placed(layer: Layer, room: dict[str, Tensor]) -> dict[str, ops.Weight]:
-    """Matrices of the layer's forms in that memory, whatever it holds."""
-    found = {}
+    """Matrices of the layer's forms in that memory, whatever it holds; those that are not loaded where they are."""
+    found = dict(layer.matrices)
     for name, weight in layer.matrices.items():
+        if not _loads(name):
+            continue
         at, views = 0, {}
         for kind, x in tensors_of(weight).items():
             views[kind] = room[name][at : at + x.nbytes].view(x.dtype).view(x.shape)

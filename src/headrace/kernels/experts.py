@@ -1,0 +1,118 @@
+"""A mixture of experts row by row: which experts a row goes to, products in groups, and what comes of them for the row.
+
+T: rows, E: experts, k: those that a row meets, M = T k: pairs of a row and an expert, sorted by expert; H: width. C++
+for CPU tensors where the extension exists, torch otherwise. No row's bits depend on other rows: an expert's product has
+one order of sums for every number of rows, and what a row's experts make is added up in the order of their shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import cpu, dispatch, ops, quantized
+from headrace.kernels.extension import check, require, type_of
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Where rows go: expert int32 [T, k], share fp32 [T, k], the greatest first.
+
+    order int64 [M]: the pair (row k + place in the row) that is n-th by expert, and of one expert by row; place int32
+    [T, k]: the same the other way round. begin [E + 1]: where each expert's pairs begin, and the end of the last.
+    """
+
+    expert: Tensor
+    share: Tensor
+    order: Tensor
+    place: Tensor
+    begin: list[int]
+
+
+def route(logits: Tensor, chosen: int, normalised: bool) -> Routes:
+    """Routes of rows by the router's logits, fp32 [T, E]: softmax over all, then the `chosen` greatest, of equal ones
+    the first; their shares divided by their sum if `normalised`. Raises ValueError where there are not so many."""
+    experts = logits.shape[1]
+    expert, share = (_route if dispatch.native(logits) else _plain_route)(logits, chosen, normalised)
+    flat = expert.flatten().long()
+    order = flat.argsort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    ends = torch.bincount(flat, minlength=experts).cumsum(0)
+    return Routes(expert, share, order, place.int().view(expert.shape), [0, *ends.tolist()])
+
+
+def _route(logits: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    rows, experts = logits.shape
+    check("logits", logits, torch.float32, (rows, experts))
+    if not 1 <= chosen <= experts:
+        raise ValueError(f"{chosen} of {experts} experts cannot be chosen")
+    expert, share = torch.empty((rows, chosen), dtype=torch.int32), torch.empty((rows, chosen))
+    require().route(
+        logits.data_ptr(), expert.data_ptr(), share.data_ptr(), rows=rows, experts=experts, chosen=chosen,
+        normalised=normalised, threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return expert, share
+
+
+def _plain_route(logits: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    shares, expert = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)  # topk promises no order of equals
+    share = shares[:, :chosen]
+    if normalised:
+        total = share[:, 0].clone()
+        for j in range(1, chosen):  # one by one: torch's sum may take another order for another number of rows
+            total += share[:, j]
+        share = share / total[:, None]
+    return expert[:, :chosen].int().contiguous(), share.contiguous()
+
+
+def linear(x: Tensor, weights: Sequence[ops.Weight], begin: Sequence[int], gate: str = "silu") -> Tensor:
+    """Rows begin[e] to begin[e + 1] of x [M, K] times the e-th weight [N, K] transposed: [M, N]; [M, N / 2] of gated
+    ones (see cpu.linear). Weights without rows are not read."""
+    met = [e for e in range(len(weights)) if begin[e] < begin[e + 1]]
+    packed = [weights[e] for e in met]
+    if not met or not _all_packed(packed):
+        parts = [ops.linear(x[begin[e] : begin[e + 1]], weights[e]) for e in met]
+        return torch.cat(parts) if parts else ops.linear(x, weights[0])
+    outputs, inputs = packed[0].shape
+    check("x", x, x.dtype, (begin[-1], inputs))
+    out = torch.empty((len(x), outputs // 2 if packed[0].gated else outputs), dtype=x.dtype)
+    require().linear_groups(
+        type_of(x), x.data_ptr(), [weight.matrix(0) for weight in packed], [*(begin[e] for e in met), begin[-1]],
+        out.data_ptr(), rows=len(x), x_stride=x.stride(0), gate=getattr(require().Gate, gate),
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _all_packed(weights: Sequence[ops.Weight]) -> TypeGuard[Sequence[cpu.Packed | quantized.Quantized]]:
+    return not any(isinstance(weight, Tensor) for weight in weights)
+
+
+def gated_linear(x: Tensor, weights: Sequence[ops.Weight], begin: Sequence[int], gate: str = "silu") -> Tensor:
+    """f(gate) * up of `linear` with weights [2 I, K] = (gate, up): [M, I]. gate: which f, silu or gelu_tanh."""
+    out = linear(x, weights, begin, gate)
+    if not isinstance(weights[0], Tensor) and weights[0].gated:
+        return out
+    return ops.gelu_tanh_mul(out) if gate == "gelu_tanh" else ops.silu_mul(out)
+
+
+def combine(y: Tensor, routes: Routes) -> Tensor:
+    """The sum of each row's y [M, H] (sorted by expert), times its shares, in fp32 and in their order: [T, H] as y."""
+    rows, chosen = routes.share.shape
+    if not dispatch.native(y):
+        total = torch.zeros((rows, y.shape[1]))
+        for j in range(chosen):
+            total += y[routes.place[:, j].long()].float() * routes.share[:, j, None]
+        return total.to(y.dtype)
+    check("y", y, y.dtype, (rows * chosen, y.shape[1]))
+    out = torch.empty((rows, y.shape[1]), dtype=y.dtype)
+    require().combine(
+        type_of(y), y.data_ptr(), routes.place.data_ptr(), routes.share.data_ptr(), out.data_ptr(), rows=rows,
+        chosen=chosen, width=y.shape[1], threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return out
