@@ -18,7 +18,8 @@ from headrace.kernels.backend import Attend
 from headrace.kernels.block import Blocks
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Pool
-from headrace.models.decoder import Decoder, OneByOne
+from headrace.models.decoder import Decoder
+from headrace.models.layers import OneByOne
 from headrace.models.rope import Rope
 from tests.support.small_decoders import (
     BIASED,

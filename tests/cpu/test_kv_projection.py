@@ -22,7 +22,8 @@ from headrace.kernels import chunk_formats, cpu, dispatch, ops, quantized
 from headrace.kernels.backend import Attend, backend_of
 from headrace.kernels.block import Blocks
 from headrace.kv.storage import KVStorage
-from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
+from headrace.models.decoder import Decoder, TokenBatch, load_decoder
+from headrace.models.layers import OneByOne
 from headrace.types import CHUNK, chunks_for
 from tests.support.checkpoints import EVERY_KIND, VOCAB, FolderOf
 from tests.support.naive_attention import BatchAttend, NaiveAttend, batch_of, join, naive

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.models.config import read_config
-from headrace.models.decoder import Decoder, Weights, load_decoder
+from headrace.models.decoder import Decoder, load_decoder
+from headrace.models.layers import Weights
 from headrace.models.weights import load_weights
 from headrace.types import UnsupportedModel
 from tests.support.checkpoints import (

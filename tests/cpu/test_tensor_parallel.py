@@ -22,7 +22,8 @@ from headrace.kernels import cpu, dispatch, ops
 from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
 from headrace.models.config import read_config
-from headrace.models.decoder import Decoder, OneByOne, TokenBatch, load_decoder
+from headrace.models.decoder import Decoder, TokenBatch, load_decoder
+from headrace.models.layers import OneByOne
 from headrace.models.shards import Share, cut
 from headrace.models.spec import expected
 from headrace.models.weights import load_weights

@@ -87,7 +87,7 @@ def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype) -> str | None:
 
 
 class Blocks:
-    """The layers of a model, called like decoder.OneByOne. Raises ValueError for weights that do not fit `shape`."""
+    """The layers of a model, called like layers.OneByOne. Raises ValueError for weights that do not fit `shape`."""
 
     def __init__(self, shape: LayerShape, layers: Sequence[LayerWeights]) -> None:
         self.shape = shape

@@ -1,7 +1,8 @@
 """What a decoder is made of, as plain records: read once from config.json, used by every room. Imports no torch.
 
 A new fact of a family is a field of ModelConfig, the tensors that it brings (`expected`), the family's `facts` that
-fill it in, the field of config.json in schema.py, and what decoder.py does with it and hands to C++ (LayerShape.more).
+fill it in, the field of config.json in schema.py, and what layers.py does with it, and what decoder.py hands to C++
+(LayerShape.more).
 
 H: hidden size, E: embedding width, I: MLP width, V: vocabulary, Hq, Hkv: query and KV heads, D: head size.
 Fused rows: qkv [(Hq + 2 Hkv) D, H] = (q, k, v), with Hq D more that gate the attended heads where the model does that;

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.kernels.backend import Attend
 from headrace.kernels.block import Watch
-from headrace.models.decoder import OneByOne
+from headrace.models.layers import OneByOne
 from headrace.offload.streaming_totals import StreamingTotals
 from headrace.offload.weights.streamed import StreamedLayers, WeightPart
 

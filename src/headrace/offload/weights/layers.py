@@ -14,7 +14,8 @@ from headrace.config import AttentionSpec
 from headrace.kernels import block, cpu, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.quantized import Parts, Quantized
-from headrace.models.decoder import Decoder, Layer, OneByOne
+from headrace.models.decoder import Decoder
+from headrace.models.layers import Layer, OneByOne
 
 
 class OneLayer:
@@ -28,7 +29,7 @@ class OneLayer:
         """Whether `project` reads the K and V part of the qkv matrix alone."""
 
     def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """x [T, H] -> [T, H] (maybe in x's memory), or [n, H] of `rows` alone: as models.decoder.Layer."""
+        """x [T, H] -> [T, H] (maybe in x's memory), or [n, H] of `rows` alone: as models.layers.Layer."""
         return self.run(x, cos_sin, _AtLayer(attend, self.index), rows)
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:

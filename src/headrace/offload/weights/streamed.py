@@ -17,7 +17,8 @@ from torch import Tensor
 from headrace import memory
 from headrace.kernels import ops
 from headrace.kernels.records import Allocate
-from headrace.models.decoder import Decoder, Layer, OneByOne
+from headrace.models.decoder import Decoder
+from headrace.models.layers import Layer, OneByOne
 from headrace.offload.copy_streams import CopyStream, copy_alone
 from headrace.offload.ticket import Ticket
 from headrace.offload.weights.layers import (

@@ -1,0 +1,214 @@
+"""The layers of a decoder, one operation at a time: attention or a gated delta net, and an MLP or experts.
+
+T: rows (tokens) of a step, of all sequences together. H: hidden size, Hq, Hkv: query and KV heads, D: head size.
+No row's bits depend on other rows here (docs/architecture.md, rule 2): sums run inside headrace.kernels.ops or within
+one row, and whatever is elementwise is add, multiply or a table look-up.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headrace.kernels import block, experts, ops
+from headrace.kernels.backend import Attend
+from headrace.kernels.gated_delta import Recur
+from headrace.models.hybrid import DeltaNet, let_through
+from headrace.models.shards import ALONE, Whole, Width
+from headrace.models.spec import ExpertsSpec, ModelConfig
+
+Weights = dict[str, Tensor]
+Matrices = dict[str, ops.Weight]
+
+
+class Layer:
+    """One block: attention, or a gated delta net, and MLP, in the order that ModelConfig.block says.
+
+    Of several tensor ranks each has its share of the heads, of the MLP's width and of the output (models.shards);
+    `whole` puts the shares together.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: Whole = ALONE
+    ) -> None:
+        self.config = config
+        self.index = index
+        self.rotation = config.rotation(index)
+        self.whole = whole
+        prefix = f"layers.{index}."
+        self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+        self.matrices = {name.removeprefix(prefix): w for name, w in matrices.items() if name.startswith(prefix)}
+        self.place = config.place(index)
+        self.net = DeltaNet(config, index, self.weights, self.matrices) if index in config.recurrent_layers else None
+        self.experts = config.experts_of(index)
+
+    def __call__(
+        self,
+        x: Tensor,
+        cos_sin: Tensor | None,
+        attend: Attend,
+        rows: Tensor | None = None,
+        recur: Recur | None = None,
+    ) -> Tensor:
+        """x [T, H] -> [T, H], or [n, H] of `rows` [n] alone, while attend stores the keys and values of all."""
+        first = x if self.config.block == "post" else self._norm("attention_norm", x)
+        if self.net is None:
+            heads = self._heads(first, cos_sin, attend, rows)
+        else:
+            heads = self.net(first, recur)
+            heads = heads if rows is None else heads[rows]
+        if rows is not None:
+            x, first = x[rows], first[rows]
+            if not len(rows):
+                return x
+        attended = self._linear("out", self.whole("heads", heads.reshape(len(x), -1)))
+        if self.config.block == "post":
+            x = self._norm("attention_norm", x + self.whole("hidden", attended))
+            return self._norm("mlp_norm", x + self.whole("hidden", self._mlp(x)))
+        if self.config.block == "parallel":
+            second = self._norm("mlp_norm", x) if self.config.mlp_norm else first
+            return x + self.whole("hidden", self._mlp(second) + attended)
+        x = x + self._added("attention_out_norm", attended)
+        return x + self._added("mlp_out_norm", self._mlp(self._norm("mlp_norm", x)))
+
+    def _added(self, name: str, part: Tensor) -> Tensor:
+        """What a part [T, this rank's share of H] adds to the residual stream [T, H]."""
+        y = self.whole("hidden", part)
+        if self.config.block == "sandwich":
+            y = self._norm(name, y)
+        return y if self.config.residual_scale == 1.0 else y * self.config.residual_scale
+
+    def _heads(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None) -> Tensor:
+        """x [T, H] -> attended heads [T or n, Hq, D]."""
+        spec = self.config.attention
+        own = spec.heads + 2 * spec.kv_heads
+        heads = self._linear("qkv", x).view(len(x), own + self.config.attention_gate * spec.heads, spec.head_dim)
+        q, k, v = heads[:, :own].split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
+        q, k = self._turned("q_norm", q, cos_sin), self._turned("k_norm", k, cos_sin)
+        attended = attend(self.place, q, k, v) if rows is None else attend(self.place, q, k, v, rows)
+        if not self.config.attention_gate:
+            return attended
+        gates = heads[:, own:]
+        return let_through(attended, gates if rows is None else gates[rows])
+
+    def _turned(self, name: str, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
+        """Queries or keys, normed if the model does that and rotated."""
+        if self.config.qk_norm_whole:
+            heads = self._normed_together(name, heads)
+        elif self.config.qk_norm:
+            heads = ops.rms_norm(heads, self.weights[f"{name}.weight"], self.config.norm_eps, self.config.norm_offset)
+        first, width = self.rotation
+        return heads if cos_sin is None or not width else ops.rotary(heads, cos_sin[:, first : first + width])
+
+    def _normed_together(self, name: str, heads: Tensor) -> Tensor:
+        """Queries or keys, all heads of a row in one norm: those of all ranks."""
+        width: Width = "queries" if name == "q_norm" else "keys"
+        every = self.whole(width, heads.flatten(1))
+        normed = ops.rms_norm(every, self.weights[f"{name}.weight"], self.config.norm_eps, self.config.norm_offset)
+        return self.whole.mine(width, normed).reshape(heads.shape)
+
+    def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them. Raises ValueError on a tensor
+        rank of a model whose keys are normed over the heads of all ranks."""
+        if self.config.qk_norm_whole and self.whole is not ALONE:
+            raise ValueError(
+                "a tensor rank has a part of the keys, which are normed over all heads; keep no activations"
+            )
+        spec = self.config.attention
+        x = x if self.config.block == "post" else self._norm("attention_norm", x)
+        queries = spec.heads * spec.head_dim
+        weight, bias = self.matrices["qkv.weight"], self.weights.get("qkv.bias")
+        tail = ops.outputs_from(weight, queries)
+        if tail is None:
+            heads = ops.linear(x, weight, bias)[:, queries:]
+        else:
+            heads = ops.linear(x, tail, None if bias is None else bias[queries:])
+        width = 2 * spec.kv_heads * spec.head_dim  # gates may follow
+        k, v = heads[:, :width].view(len(x), 2 * spec.kv_heads, spec.head_dim).split(spec.kv_heads, dim=1)
+        return self._turned("k_norm", k, cos_sin), v
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, this rank's share of H]."""
+        if self.experts is not None:
+            return self._met_experts(x, self.experts)
+        if self.config.gated:
+            gate = self.config.activation
+            inner = ops.gated_linear(x, self.matrices["up.weight"], self.weights.get("up.bias"), gate)
+        else:
+            inner = self._activate(self._linear("up", x))
+        return self._linear("down", self.whole("inner", inner))
+
+    def _met_experts(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
+        """x [T, H] -> [T, this rank's share of H]: the sum of what each row's experts make of it."""
+        ups, downs = (
+            [self.matrices[f"experts.{e}.{part}.weight"] for e in range(spec.count)] for part in ("up", "down")
+        )
+        logits = ops.linear(x, self.matrices["router.weight"], wide=True)
+        routes = experts.route(logits, spec.chosen, spec.normalised)
+        inner = experts.gated_linear(x[routes.order // spec.chosen], ups, routes.begin, self.config.activation)
+        made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin)
+        return experts.combine(made, routes)
+
+    def _activate(self, x: Tensor) -> Tensor:
+        if self.config.activation == "relu":
+            return ops.relu(x)
+        return ops.gelu(x, "tanh" if self.config.activation == "gelu_tanh" else "none")
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return ops.linear(x, self.matrices[name + ".weight"], self.weights.get(name + ".bias"))
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return norm(self.config, self.weights, name, x)
+
+
+class OneByOne:
+    """The layers of a model, each operation by its own call: what kernels.block.Blocks does in two calls a layer."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self.layers = layers
+
+    def __call__(
+        self,
+        x: Tensor,
+        cos_sin: Tensor | None,
+        attend: Attend,
+        rows: Tensor | None = None,
+        watch: block.Watch | None = None,
+    ) -> Tensor:
+        """x [T, H] -> [T, H], or [n, H] of `rows` alone."""
+        for layer in self.layers:
+            if watch is not None:
+                watch(layer.index, x)
+            x = layer(x, cos_sin, attend, rows if layer is self.layers[-1] else None)
+        return x
+
+    def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The keys and values [n, Hkv, D] that the layer makes of x [n, H], as `attend` gets them."""
+        return self.layers[layer].project(x, cos_sin)
+
+
+class HybridLayers(OneByOne):
+    """The same, where some are recurrent."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        cos_sin: Tensor | None,
+        attend: Attend,
+        rows: Tensor | None = None,
+        watch: block.Watch | None = None,
+        recur: Recur | None = None,
+    ) -> Tensor:
+        """x [T, H] -> [T, H], or [n, H] of `rows` alone."""
+        for layer in self.layers:
+            if watch is not None:
+                watch(layer.index, x)
+            x = layer(x, cos_sin, attend, rows if layer is self.layers[-1] else None, recur)
+        return x
+
+
+def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """The model's norm of x [T, H] with the weights called `name`."""
+    weight, bias = weights.get(name + ".weight"), weights.get(name + ".bias")
+    if config.norm == "rms" and weight is not None:
+        return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset)
+    return ops.layer_norm(x, weight, bias, config.norm_eps)
